@@ -113,21 +113,28 @@ def run(  # noqa: PLR0913 - one for each option
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="The others go on when a rank fails; with --mpi none.")
     ] = False,
+    elastic: Annotated[
+        str,
+        typer.Option(
+            metavar="MIN:MAX", help="Go on while MIN ranks live, and grow to MAX: see init(elastic=True); --mpi none."
+        ),
+    ] = "",
 ) -> None:
     """Run SCRIPT on N ranks of this host, or of several; exit with the first non-zero code, 128 + n for signal n."""
     from aiodist.launch import job
-    from aiodist.launch.commands import Job
+    from aiodist.launch.commands import Job, elastic_range
     from aiodist.launch.program import command_of
 
     environ = variables()
     program, *command = command_of((script, *(args or ())), module=module, search=environ.get("PATH", os.defpath))
     count, where = _placed(ranks, hosts, hostfile, servers)
+    wanted = elastic_range(elastic)
     todo = Job(
         program=program,
         command=tuple(command),
         ranks=count,
         servers=servers,
-        mpi=mpi,
+        mpi="none" if wanted and mpi == "auto" else mpi,
         mpi_args=tuple(mpi_arg or ()),
         exports=(*(() if pin is None else (f"AIODIST_PIN={int(pin)}",)), *(export or ())),
         log_dir=log_dir,
@@ -136,6 +143,7 @@ def run(  # noqa: PLR0913 - one for each option
         kill_after=kill_after,
         finish_within=finish_within,
         keep_going=keep_going,
+        elastic=wanted,
         hosts=where,
         rsh=rsh,
         iface=iface,

@@ -88,6 +88,12 @@ class Environment:
     """NCCL is told that several ranks may share a device (NCCL_MULTI_RANK_GPU_ENABLE=1)."""
     selector: str | None
     """A file with the selector's table, or "none": not even a measured one."""
+    elastic: tuple[int, int] | None
+    """How few and how many ranks the job may have; None: it is not elastic."""
+    generation: int
+    """Of an elastic job, the one that this process is started for."""
+    previous: tuple[int | None, ...]
+    """For each rank of it its rank in the one before; None of those that join, as all of the first do."""
     variables: Mapping[str, str] = field(repr=False)
     """All of them, for the rendezvous, which knows the variables of torchrun and Slurm."""
 
@@ -110,6 +116,9 @@ class Environment:
             visible_devices=_visible_devices(environ),
             many_ranks_a_device=environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
             selector=environ.get("AIODIST_SELECTOR") or None,
+            elastic=_elastic(environ),
+            generation=_integer(environ, "AIODIST_GENERATION") if environ.get("AIODIST_GENERATION") else 0,
+            previous=_previous(environ, size),
             variables=dict(environ),
         )
 
@@ -134,6 +143,21 @@ def _place(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[
 def _visible_devices(environ: Mapping[str, str]) -> tuple[str, ...] | None:
     names = environ.get("CUDA_VISIBLE_DEVICES")
     return None if names is None else tuple([name.strip() for name in names.split(",") if name.strip()])
+
+
+def _elastic(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    if not (said := environ.get("AIODIST_ELASTIC")):
+        return None
+    least, _, most = said.partition(":")
+    try:
+        return int(least), int(most)
+    except ValueError:
+        raise ConfigError(f"AIODIST_ELASTIC={said!r}: expected MIN:MAX") from None
+
+
+def _previous(environ: Mapping[str, str], size: int) -> tuple[int | None, ...]:
+    said = environ.get("AIODIST_PREVIOUS", "," * (size - 1))
+    return tuple([int(before) if before else None for before in said.split(",")])
 
 
 def _rendezvous(environ: Mapping[str, str], starter: Starter) -> str | None:

@@ -65,6 +65,39 @@ class Communicator(SharedMemory, Reductions, Movement, Objects):
 
     # --- other communicators --------------------------------------------------------------------------------
 
+    def shrink(self, *, timeout: float | None = None) -> Handle[Communicator]:
+        """Return the world of those ranks that live, once all of them have called this; they keep their order.
+
+        For an elastic world (`init(elastic=True)`), after a rank was lost; otherwise the call gives this one up on all
+        ranks, whose operations raise CommunicatorAborted then, and they are to call it too. From now on everything of
+        this world, what was made of it too, raises CommunicatorAborted. Where a rank dies meanwhile it starts over with
+        the others. Cancelling the await changes nothing.
+
+        Raises ConfigError unless the world is elastic, CommunicatorError for a communicator that is only a part of it
+        and while another `shrink` or `grow` is under way, CommunicatorAborted for a world that was shrunk already; on
+        await OperationTimeout naming the ranks that did not call it (it goes on), MismatchError where others call
+        `grow`. Cost: that of `init`. Source: Bland et al. 2013, "Post-failure recovery of MPI communication
+        capability", doi:10.1177/1094342013488238, where it is MPI_Comm_shrink.
+        """
+        return self._registry.regroup(self, 0, timeout)
+
+    def grow(self, n: int = 1, *, timeout: float | None = None) -> Handle[Communicator]:
+        """Return the world of these ranks and `n` new ones behind them, once all of these have called this.
+
+        The launcher starts the same program `n` times more; there `init(elastic=True)` returns the new world, whose
+        `generation` is above 0. It begins once all collectives that were issued here are over; messages that nobody has
+        received are lost. From then on this world raises CommunicatorAborted, as after `shrink`.
+
+        Raises as `shrink`, and ValueError for more ranks than the job may have (`aiodist run --elastic MIN:MAX`); on
+        await PeerLost where a rank of this world dies, and LaunchError where a new one does before it has joined, after
+        which this world goes on. Cost: the start of the program, and that of `init`.
+        """
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise TypeError(f"n is {type(n).__name__}: expected an int")
+        if n < 1:
+            raise ValueError(f"grow({n}): expected at least 1 rank")
+        return self._registry.regroup(self, n, timeout)
+
     def dup(self, *, thread: bool = False) -> Handle[Communicator]:
         """Return a communicator of the same ranks whose traffic never meets this one's.
 

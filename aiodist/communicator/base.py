@@ -28,6 +28,7 @@ from aiodist.communicator.fingerprint import Fingerprint, described
 from aiodist.communicator.gate import When
 from aiodist.communicator.levels import Levels
 from aiodist.communicator.names import Named
+from aiodist.control.generations import Generation
 from aiodist.handles import Handle
 from aiodist.streams import check_not_capturing
 from aiodist.topology import Topology
@@ -81,6 +82,7 @@ class Keeper(Protocol):
     accelerator: Accelerator | None
     near: Neighbourhood | None
     stop_requested: bool
+    generation: Generation
 
     def edit(self, comm: Any, edit: Edit) -> Handle[None]:  # noqa: ANN401
         """Edit the tables of `comm` and of what was made of it; return the handle of its comparison."""
@@ -133,6 +135,17 @@ class Base:
     def name(self) -> str:
         """What error messages call it: "world", or a path below it."""
         return self._dispatcher.name
+
+    @property
+    def generation(self) -> int:
+        """0, and a higher number after each `shrink` and `grow`; above 0 in `init` on a rank that joins others."""
+        return self._registry.generation.number
+
+    @property
+    def previous(self) -> tuple[int | None, ...]:
+        """For each rank its rank in the world before the last `shrink` or `grow`; None of one that has joined."""
+        before = self._registry.generation.previous
+        return tuple([before[rank] for rank in self._dispatcher.ranks])
 
     @property
     def timeout(self) -> float | None:

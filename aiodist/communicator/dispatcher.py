@@ -657,6 +657,17 @@ class Dispatcher:
         for tell in list(self.on_lost):
             tell(self.ranks.index(exit.rank) if exit.rank in self.ranks else -1, error)
 
+    async def settled(self) -> None:
+        """Wait until all collectives that were issued are over."""
+        if pending := [handle for handle in self.pending_collectives() if not handle.detached]:
+            await all_over(pending, self.progress.loop)
+
+    def supersede(self, error: CommunicatorAborted) -> None:
+        """Abort it on all ranks, unless that was done, and raise `error` from now on, whatever was raised before."""
+        self.abort_everywhere(error)
+        with self.undisturbed():
+            self._refuse(error)
+
     def abort_everywhere(self, error: AiodistError) -> None:
         """Abort it on all ranks, unless that was done."""
         if self._refusal is None:

@@ -20,11 +20,13 @@ from aiodist.collectives.implementations import Repertoire
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.gate import Entry, Gate
 from aiodist.communicator.movement import Movement
+from aiodist.control.generations import Generation
 from aiodist.errors import (
     AiodistError,
     CommunicatorAborted,
     CommunicatorClosed,
     CommunicatorError,
+    ConfigError,
     MismatchAborted,
     MismatchError,
     OperationTimeout,
@@ -65,6 +67,16 @@ class OpenBlock(Protocol):
     async def was_forgotten(self) -> bool:
         """Return True where nobody has closed it, and the loop or the process ends."""
 
+    def follow(self, registry: Any) -> None:  # noqa: ANN401
+        """The world has a new generation, in this registry."""
+
+
+class Elastic(Protocol):
+    """What comes to the next generation of the world."""
+
+    def regroup(self, comm: Any, joiners: int, timeout: float | None) -> Handle[Any]:  # noqa: ANN401
+        """See `Communicator.shrink` and `grow`."""
+
 
 class _Making(Handle[T]):
     """Of what is being made; it keeps the operation in which all ranks say what they want, and knows who is late."""
@@ -91,6 +103,7 @@ class Registry(Generic[C]):
         near: Neighbourhood | None = None,
         alone: str = "",
         sharing: Sequence[Sequence[int]] = (),
+        generation: Generation | None = None,
     ) -> None:
         """`near` are the ranks of this host that share memory with this one; `alone` says why there are none.
 
@@ -98,6 +111,10 @@ class Registry(Generic[C]):
         """
         self._channel = channel
         self._make = make
+        self.generation = generation or Generation(0, (None,) * channel.size)
+        """The one that this world is; of one that is not elastic, the first."""
+        self.elastic: Elastic | None = None
+        """What an elastic world comes to the next one by."""
         self.near = near
         """The ranks of this host, and this rank's memory that they can map."""
         self._lanes = Lanes(Progress.current(), near) if near is not None else None
@@ -229,8 +246,9 @@ class Registry(Generic[C]):
 
     async def close_memory(self) -> None:
         """Let go of the other ranks' memory and devices, once every communicator is closed or given up."""
-        with suppress(ValueError):
-            self._progress.on_broken.remove(self._broken)
+        if self._broken not in self._progress.on_broken:  # it was done
+            return
+        self._progress.on_broken.remove(self._broken)
         if self.accelerator is not None:
             await self.accelerator.aclose()
         if self.near is not None and self._lanes is not None:
@@ -253,6 +271,15 @@ class Registry(Generic[C]):
         for communicator in (*self._open, *self._closing):
             if exit.rank < 0 or exit.rank in communicator.parts.dispatcher.ranks:
                 communicator.parts.dispatcher.peer_lost(exit)
+
+    # --- generations -----------------------------------------------------------------------------------------
+
+    def regroup(self, comm: C, joiners: int, timeout: float | None) -> Handle[C]:
+        """Return the handle of the next generation's world; raise ConfigError where this one is not elastic."""
+        if self.elastic is None:
+            how = "expected aiodist.init(elastic=True) under aiodist run --elastic MIN:MAX"
+            raise ConfigError(f"communicator {comm.name!r} is not elastic: {how}")
+        return self.elastic.regroup(comm, joiners, timeout)
 
     # --- guests ----------------------------------------------------------------------------------------------
 
@@ -463,6 +490,14 @@ class Registry(Generic[C]):
 
     def _left(self, until: float) -> float:
         return max(0.0, until - asyncio.get_running_loop().time())
+
+    def supersede(self, error: CommunicatorAborted) -> None:
+        """The ranks go on in another world: everything raises `error` from now on, on all ranks.
+
+        What a lost rank made fail has raised that already.
+        """
+        for communicator in list(self._open):
+            communicator.parts.dispatcher.supersede(error)
 
     async def abort(self, error: AiodistError) -> None:
         """The program failed: give everything up at once."""

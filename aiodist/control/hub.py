@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from aiodist.control.generations import Members
 from aiodist.control.handshake import Authenticator, Hello
 from aiodist.control.link import Link, Listener, Pulse
 from aiodist.control.places import listen, outward_host, tcp_address
-from aiodist.control.roster import Exit, Roster
+from aiodist.control.roster import Exit, Refused, Roster
 from aiodist.control.store import Store
 from aiodist.control.wire import EVERYBODY, Frame, Kind, WireError, frame, pack, unpack
 
@@ -36,7 +38,8 @@ class Hub:
     """A hub on the running loop; use it as `async with Hub(size) as hub`, then connect ranks to `hub.address`.
 
     `host` is a name or an IPv4 or IPv6 address to listen at, `""` for all there are; port 0 takes any free one.
-    `host_rank` is the rank in whose process this is, None in a launcher. Entering raises `OSError` where it cannot
+    `host_rank` is the rank in whose process this is, None in a launcher. `members` is told of its ranks where the job is
+    elastic: then this is the session of one generation. Entering raises `OSError` where it cannot
     listen there. On a hub that all may reach, give a token: anybody who knows it may join.
     """
 
@@ -49,13 +52,16 @@ class Hub:
         token: str = "",
         options: HubOptions | None = None,
         host_rank: int | None = None,
+        members: Members | None = None,
     ) -> None:
         self._host = host
         self.port = port
         self._host_rank = host_rank
         self._options = options or HubOptions()
+        self._members = members
         self.roster = Roster(size)
-        self._store = Store()
+        self.store = Store()
+        """What the ranks share."""
         self._authenticator = Authenticator(token, self._admit)
         self._links: dict[int, Link] = {}
         self._idle = asyncio.Event()
@@ -69,11 +75,14 @@ class Hub:
         return tcp_address(self._host or outward_host(), self.port)
 
     async def __aenter__(self) -> Hub:
-        sock = await listen(self._host, self.port, backlog=max(128, self.roster.size))
+        self.listen_at(await listen(self._host, self.port, backlog=max(128, self.roster.size)))
+        return self
+
+    def listen_at(self, sock: socket.socket) -> None:
+        """Begin, at a socket that listens."""
         self.port = sock.getsockname()[1]
         self._listener = Listener(sock, self._authenticator.greet)
         self._pulse = Pulse(self._options.heartbeat, self._links.values, _given_up)
-        return self
 
     async def __aexit__(self, *raised: object) -> None:
         await self.aclose()
@@ -113,6 +122,8 @@ class Hub:
 
     def _admit(self, link: Link, hello: Hello, proof: bytes) -> None:
         rank = hello.rank
+        if self._members is not None and rank in self.roster.exits:
+            raise Refused("over", f"rank {rank} has left this elastic job, in which a process opens the world once")
         self.roster.join(rank, hello.size)
         link.trust()
         link.on_frame = partial(self._serve, rank)
@@ -123,6 +134,8 @@ class Hub:
         link.write(frame(Kind.WELCOME, body=pack([proof, settings])))
         if self.roster.ready:
             self._write_all(frame(Kind.READY))
+        if self._members is not None:
+            self._members.joined(rank)
 
     def _serve(self, rank: int, received: Frame) -> None:
         match received.kind:
@@ -131,7 +144,7 @@ class Hub:
             case Kind.REQUEST:
                 self._answer(rank, received.number, unpack(received.body))
             case Kind.CANCEL:
-                self._store.cancel(rank, received.number)
+                self.store.cancel(rank, received.number)
             case Kind.PING:
                 pass
             case kind:
@@ -158,8 +171,13 @@ class Hub:
                 self._leave(Exit(rank, clean=False, cause=cause, traceback=trace, exitcode=code))
             case ["bye", str(cause)]:
                 self._leave(Exit(rank, clean=True, cause=cause, exitcode=0))
+            case ["regroup", int(joiners)] if self._members is not None:
+                self._members.ask(rank, joiners, partial(self._reply, rank, number))
+                return
+            case ["late"] if self._members is not None:
+                value = list(self._members.missing(rank).items())
             case _:
-                if not self._store.answer(request, (rank, number), partial(self._reply, rank, number)):
+                if not self.store.answer(request, (rank, number), partial(self._reply, rank, number)):
                     raise WireError("a request that cannot be read")
                 return
         self._reply(rank, number, value, None)
@@ -169,21 +187,22 @@ class Hub:
             link.write(frame(Kind.REPLY, number, pack([None if error is None else str(error), value])))
 
     def _leave(self, exit: Exit) -> None:
-        if not self.roster.leave(exit):
-            return
-        self._write_all(frame(Kind.EXIT, body=pack(asdict(exit))), but=exit.rank)
+        if self.roster.leave(exit):
+            self._write_all(frame(Kind.EXIT, body=pack(asdict(exit))), but=exit.rank)
+        if self._members is not None:
+            self._members.left(exit)
 
     def _gone(self, rank: int, link: Link, cause: str) -> None:
         """A connection is over; after a goodbye or a report of failure that is no news."""
         if self._links.get(rank) is not link:  # it gave up while others were awaited, and came again
             return
         del self._links[rank]
-        self._store.cancel(rank)
+        self.store.cancel(rank)
         self._leave(Exit(rank, clean=False, cause=f"it left without a goodbye: {cause}"))
         if not self._links:
             self._idle.set()
-            if self.roster.start_over():
-                self._store = Store()
+            if self._members is None and self.roster.start_over():
+                self.store = Store()
 
 
 def _given_up(cause: str) -> bytes:

@@ -6,22 +6,23 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from aiodist.control.channel import Channel
+from aiodist.control.generations import Members
 from aiodist.control.roster import Exit
 from aiodist.control.store import Store
 from aiodist.control.thread import settle
 from aiodist.control.wire import EVERYBODY, Kind, frame, pack
 
 
-def in_process(size: int) -> list[Channel]:
-    """Return the channels of `size` ranks that share the running loop."""
+def in_process(size: int, members: Members | None = None) -> list[Channel]:
+    """Return the channels of `size` ranks that share the running loop; `members` is told of them, see `Hub`."""
     if size < 1:
         raise ValueError(f"{size} ranks: expected at least 1")
-    hub = _InProcessHub()
+    hub = _InProcessHub(members)
     hub.channels += [_InProcessChannel(hub, rank, size) for rank in range(size)]
     return list(hub.channels)
 
@@ -29,8 +30,9 @@ def in_process(size: int) -> list[Channel]:
 class _InProcessHub:
     """What the channels of one process share, on the running loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, members: Members | None) -> None:
         self.loop = asyncio.get_running_loop()
+        self.members = members
         self.store = Store()
         self.numbers = itertools.count()
         self.channels: list[_InProcessChannel] = []
@@ -41,6 +43,18 @@ class _InProcessHub:
         for channel in self.channels:
             if channel.rank != exit.rank:
                 self.post(channel._left, exit)
+        if self.members is not None:
+            self.post(self.members.left, exit)
+
+    def answer(self, question: Sequence[Any], waiter: tuple[int, int], reply: Callable[..., None]) -> None:
+        """Do what is asked, see `Hub`."""
+        match question:
+            case ["regroup", int(joiners)] if self.members is not None:
+                self.members.ask(waiter[0], joiners, reply)
+            case ["late"] if self.members is not None:
+                reply(list(self.members.missing(waiter[0]).items()), None)
+            case _:
+                self.store.answer(question, waiter, reply)
 
     def post(self, fn: Callable[..., None], /, *args: Any) -> None:  # noqa: ANN401
         """Call `fn(*args)` on the loop, in the order of these calls; dropped when the loop is closed."""
@@ -68,7 +82,7 @@ class _InProcessChannel(Channel):
         answer: asyncio.Future[Any] = self._hub.loop.create_future()
         self._asked.add(answer)
         answer.add_done_callback(partial(self._answered, waiter))
-        self._hub.store.answer(question, waiter, partial(self._hub.post, settle, answer))
+        self._hub.answer(question, waiter, partial(self._hub.post, settle, answer))
         return answer
 
     def fail(self, cause: str, traceback: str = "", exitcode: int = 1) -> None:

@@ -11,9 +11,10 @@ import contextlib
 import ipaddress
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from aiodist.errors import ConfigError
@@ -71,15 +72,23 @@ def tcp_address(host: str, port: int) -> str:
 
 async def listen(host: str, port: int, *, backlog: int) -> socket.socket:
     """Return a listening socket at `host`, IPv4 or IPv6; `""` is every address of both. Raises `OSError`."""
+    try:
+        return listen_now(host, port, backlog=backlog)
+    except socket.gaierror:  # a name, which may take a while to look up
+        return _listen_at(await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM), backlog)
+
+
+def listen_now(host: str, port: int = 0, *, backlog: int = 128) -> socket.socket:
+    """Do as `listen` for an address in numbers, or `""`; raise `socket.gaierror` for another."""
     if not host:
         if socket.has_dualstack_ipv6():
             with contextlib.suppress(OSError):  # IPv6 may be compiled in and turned off
                 return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
         return socket.create_server(("", port), backlog=backlog)
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    except socket.gaierror:  # a name, which may take a while to look up
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return _listen_at(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST), backlog)
+
+
+def _listen_at(found: Sequence[tuple[Any, ...]], backlog: int) -> socket.socket:
     family, _, _, _, where = found[0]
     # For IPv6 `where` has a scope, without which a link-local address cannot be listened at.
     return socket.create_server(where, family=socket.AddressFamily(family), backlog=backlog)

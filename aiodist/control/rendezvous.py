@@ -13,7 +13,7 @@ from aiodist.control.handshake import Hello, dial
 from aiodist.control.hub import Hub, HubOptions
 from aiodist.control.notice import Notice
 from aiodist.control.places import FilePlace, Place, TcpPlace, is_loopback, parse, tcp_address
-from aiodist.control.roster import Refused, name_ranks
+from aiodist.control.roster import HUB, Refused, name_ranks
 from aiodist.control.thread import LoopThread
 from aiodist.errors import ConfigError, OperationTimeout, PeerLost
 
@@ -86,6 +86,7 @@ async def connect(
     environ: Mapping[str, str] | None = None,
     options: HubOptions | None = None,
     hub: HostedHub | None = None,
+    there: bool = False,
 ) -> Channel:
     """Return this rank's end of the control channel, when all `size` ranks have joined; each must call it.
 
@@ -97,7 +98,8 @@ async def connect(
       eight ports above, under Slurm without these on the first node.
 
     `hub` is what `host` returned, on the rank that runs the hub and on no other; it is closed with the channel, or
-    here when this call fails. `options` are those of a hub that this call opens. Cancelling leaves no thread, no
+    here when this call fails. With `there` the hub was there when this rank was told of it: where nobody listens any
+    more, the call raises `PeerLost` at once. `options` are those of a hub that this call opens. Cancelling leaves no thread, no
     socket and no file.
 
     Raises `ConfigError` for an address that makes no sense, where this process has joined there already, and when the
@@ -116,7 +118,7 @@ async def connect(
         hub.thread.owner.check()
     thread = LoopThread(_THREAD_NAME) if hub is None else hub.thread
     channel = SocketChannel(rank, size, thread, place)
-    meeting = _Meeting(address, place, token, timeout, options, channel, thread, hub.hub if hub else None)
+    meeting = _Meeting(address, place, token, timeout, options, channel, thread, hub.hub if hub else None, there)
     try:
         await thread.run(meeting.join())
     except BaseException:
@@ -146,6 +148,7 @@ class _Meeting:
     channel: SocketChannel
     thread: LoopThread
     hub: Hub | None
+    there: bool = False
     own_hub: _HubAddress | None = None
     last_seen: str = "nothing was tried"
 
@@ -213,6 +216,8 @@ class _Meeting:
         except OSError as error:
             why = "nobody listens there" if isinstance(error, ConnectionRefusedError) else str(error) or "no answer"
             self.last_seen = f"{tcp_address(where.host, where.port)}: {why}"
+            if self.there:
+                raise PeerLost(f"the hub is gone: {self.last_seen}", lost=HUB) from error
         else:
             return True
         return False

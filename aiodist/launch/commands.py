@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from aiodist.control.generations import Generation
 from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.launch.hosts import Host
 from aiodist.launch.network import interface
@@ -72,6 +73,8 @@ class Job:
     """How many of the ranks, the last ones, only serve parameters."""
     keep_going: bool = False
     """The others go on when a rank fails."""
+    elastic: tuple[int, int] | None = None
+    """How many ranks there must be for the job to go on when some fail, and how many there may be; None: all of them."""
     program: str = sys.executable
     """What each rank runs."""
 
@@ -87,10 +90,37 @@ class Job:
             raise ConfigError(f"--mpi-arg {self.mpi_args[0]} needs an mpirun, but --mpi is none")
         if self.hosts and sum(host.ranks or 0 for host in self.hosts) != self.ranks:
             raise ConfigError(f"{self.ranks} ranks, but {', '.join(map(str, self.hosts))}")
+        if self.elastic is not None:
+            self._check_elastic(*self.elastic)
         if self.keep_going and self.mpi not in ("auto", "none"):
             raise ConfigError(f"--keep-going with --mpi {self.mpi}: {ENDS_ALL}")
         if not self.hosts and (self.rsh or self.iface):
             raise ConfigError(f"{'--rsh' if self.rsh else '--iface'} is for several hosts: say --hosts or --hostfile")
+
+    def _check_elastic(self, least: int, most: int) -> None:
+        what = f"--elastic {least}:{most}"
+        if not 1 <= least <= self.ranks <= most:
+            raise ConfigError(f"{what} with {self.ranks} ranks: expected 1 <= MIN <= ranks <= MAX")
+        if self.keep_going:
+            raise ConfigError(f"--keep-going with {what}, whose ranks go on when one fails: expected one of the two")
+        if self.servers:
+            raise ConfigError(f"--servers with {what}: ranks get new numbers, so that none can be set apart by them")
+        if self.hosts:
+            raise ConfigError(f"--hosts with {what}: its ranks are of this host")
+
+
+def elastic_range(text: str) -> tuple[int, int] | None:
+    """Return what --elastic says, None where it is empty; raise `ConfigError` unless it is MIN:MAX.
+
+    >>> elastic_range("2:4"), elastic_range("")
+    ((2, 4), None)
+    """
+    if not text:
+        return None
+    least, colon, most = text.partition(":")
+    if not (colon and least.isdecimal() and most.isdecimal()):
+        raise ConfigError(f"--elastic {text}: expected MIN:MAX, how few and how many ranks there may be")
+    return int(least), int(most)
 
 
 def flavour(version_text: str) -> tuple[Flavour, str]:
@@ -138,7 +168,11 @@ def library_names(kind: Flavour) -> tuple[str, ...]:
 
 _STALE = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "PRTE_LAUNCHED", "MPI_LOCAL", "HYDI_", "HYDRA_PROXY")
 _STALE_EXACT = frozenset(
-    f"AIODIST_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "SERVERS", "RENDEZVOUS", "TOKEN")
+    f"AIODIST_{name}"
+    for name in (
+        *("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "SERVERS", "RENDEZVOUS", "TOKEN"),
+        *("ELASTIC", "GENERATION", "PREVIOUS"),
+    )
 )
 
 
@@ -147,11 +181,14 @@ def inherited(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith(_STALE) and name not in _STALE_EXACT}
 
 
-def common_variables(environ: Mapping[str, str], rendezvous: str, token: str, servers: int = 0) -> dict[str, str]:
+def common_variables(
+    environ: Mapping[str, str], rendezvous: str, token: str, servers: int = 0, elastic: tuple[int, int] | None = None
+) -> dict[str, str]:
     """Return what every process of the job inherits: where its ranks meet, and the secret that lets them in."""
     return {
         **inherited(environ),
         **({"AIODIST_SERVERS": str(servers)} if servers else {}),
+        **({"AIODIST_ELASTIC": f"{elastic[0]}:{elastic[1]}"} if elastic else {}),
         "AIODIST_RENDEZVOUS": rendezvous,
         "AIODIST_TOKEN": token,
         # Python buffers whole blocks when it writes to a pipe: lines would come late, or never from a killed rank.
@@ -198,6 +235,16 @@ def place_variables(rank: int, size: int) -> dict[str, str]:
         "AIODIST_SIZE": str(size),
         "AIODIST_LOCAL_RANK": str(rank),
         "AIODIST_LOCAL_SIZE": str(size),
+    }
+
+
+def joiner_variables(generation: Generation, rank: int, address: str) -> dict[str, str]:
+    """Return the variables that tell a new rank of an elastic job its place in a generation, which meets there."""
+    return {
+        **place_variables(rank, generation.size),
+        "AIODIST_RENDEZVOUS": address,
+        "AIODIST_GENERATION": str(generation.number),
+        "AIODIST_PREVIOUS": ",".join("" if before is None else str(before) for before in generation.previous),
     }
 
 

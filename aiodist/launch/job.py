@@ -17,6 +17,7 @@ from aiodist.env import variables
 from aiodist.errors import ConfigError
 from aiodist.launch import commands, discover, network
 from aiodist.launch.commands import Job, Mpi
+from aiodist.launch.elastic import ElasticSessions, Starts
 from aiodist.launch.output import Streams
 from aiodist.launch.processes import Command, Processes
 from aiodist.launch.ranks import Ranks
@@ -40,6 +41,8 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
         raise ConfigError(f"--mpi-arg {job.mpi_args[0]}: no MPI was found, so there is no mpirun that could take it")
     if mpi is not None and job.keep_going:
         raise ConfigError(f"--keep-going with {mpi.mpirun}, which --mpi auto found: {commands.ENDS_ALL}")
+    if mpi is not None and job.elastic is not None:
+        raise ConfigError(f"--elastic with {mpi.mpirun}: {commands.ENDS_ALL}")
     commands.check_hosts(job, mpi)
     here = await asyncio.to_thread(_meeting_address, job)
     events: asyncio.Queue[Event] = asyncio.Queue()
@@ -47,8 +50,13 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
     async with AsyncExitStack() as stack:
         output = Streams(job, broken=lambda: events.put_nowait(Signalled(signal.SIGPIPE)))
         stack.push_async_callback(output.aclose)
-        hub = await stack.enter_async_context(Hub(job.ranks, host=here, token=token))
-        common = commands.common_variables(environ, hub.address, token, job.servers)
+        elastic = None
+        if job.elastic is not None:
+            elastic = await stack.enter_async_context(ElasticSessions(job.ranks, here, token))
+            hub = elastic.first
+        else:
+            hub = await stack.enter_async_context(Hub(job.ranks, host=here, token=token))
+        common = commands.common_variables(environ, hub.address, token, job.servers, job.elastic)
         if mpi is not None:
             common |= commands.mpirun_environment(mpi, environ, root=os.geteuid() == 0)
         if job.hosts:
@@ -61,7 +69,7 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
             for rank in range(job.ranks)
         ]
         ranks = await stack.enter_async_context(Ranks(token, starts, output, events.put_nowait, host=here))
-        supervisor = Supervisor(job, ranks, hub.roster, output.say)
+        supervisor = Supervisor(job, ranks, elastic or hub.roster, output.say)
 
         async def overheard(data: bytes) -> None:
             if not (supervisor.stopping and ranks.came):  # an mpirun comments at length on what we say in a line
@@ -73,6 +81,14 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
             session = stack.enter_context(tempfile.TemporaryDirectory(prefix="aiodist-", ignore_cleanup_errors=True))
         todo = _commands(job, mpi, commands.guard_command(ranks.address, Path.cwd()), common, session)
         processes = await stack.enter_async_context(Processes(todo, sink=overheard, notify=events.put_nowait))
+        if elastic is not None:
+
+            def begin(number: int, start: Start) -> None:
+                starts.append(start)
+                output.add(number)
+                supervisor.started(number)
+
+            elastic.starts = Starts(starts[-1], todo[-1], begin, processes.start, ranks.kill)
         try:
             code = await supervisor.watch(events)
         finally:

@@ -179,15 +179,20 @@ class Logs:
     """What each rank wrote, byte for byte: `DIR/rank-0.out` and `DIR/rank-0.err`."""
 
     def __init__(self, folder: Path | None, ranks: int) -> None:
+        self._folder = folder
         self._files: dict[tuple[int, Kind], int] = {}
-        if folder is None:
+        for rank in range(ranks):
+            self.add(rank)
+
+    def add(self, rank: int) -> None:
+        """Open the files of one more rank; raise `ConfigError` where that cannot be."""
+        if (folder := self._folder) is None:
             return
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for rank in range(ranks):
-                self._files[rank, Kind.OUT] = os.open(folder / f"rank-{rank}.out", flags, 0o644)
-                self._files[rank, Kind.ERR] = os.open(folder / f"rank-{rank}.err", flags, 0o644)
+            self._files[rank, Kind.OUT] = os.open(folder / f"rank-{rank}.out", flags, 0o644)
+            self._files[rank, Kind.ERR] = os.open(folder / f"rank-{rank}.err", flags, 0o644)
         except OSError as error:
             self.close()
             raise ConfigError(f"--log-dir {folder}: {error.strerror}") from error
@@ -211,14 +216,25 @@ class Streams:
     def __init__(self, job: Job, broken: Callable[[], None]) -> None:
         self._console = Console(broken)
         self._logs = Logs(job.log_dir, job.ranks)
-        self._lines = {
-            (rank, kind): Lines(f"[{rank}] ".encode() if job.prefix else b"")
-            for rank in range(job.ranks)
-            for kind in (Kind.OUT, Kind.ERR)
-        }
+        self._prefix = job.prefix
+        self._lines: dict[tuple[int, Kind], Lines] = {}
+        for rank in range(job.ranks):
+            self._add_lines(rank)
         self._mpirun = Lines(b"[mpirun] ")
         self._notices = Notices()
         self._words: set[asyncio.Task[None]] = set()
+
+    def add(self, rank: int) -> None:
+        """There is one more rank."""
+        self._add_lines(rank)
+        try:
+            self._logs.add(rank)
+        except ConfigError as error:
+            self.say(f"aiodist run: {error}")
+
+    def _add_lines(self, rank: int) -> None:
+        for kind in (Kind.OUT, Kind.ERR):
+            self._lines[rank, kind] = Lines(f"[{rank}] ".encode() if self._prefix else b"")
 
     async def write(self, rank: int, kind: Kind, data: bytes) -> None:
         """Print the whole lines of what a rank wrote; wait while nobody reads them."""

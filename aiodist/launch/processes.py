@@ -59,14 +59,18 @@ class Processes:
     async def __aenter__(self) -> Processes:
         try:
             for command in self._commands:
-                process = await _start(command)
-                self._processes.append(process)
-                self._tasks.append(asyncio.create_task(self._watch(command.rank, process)))
+                await self.start(command)
         except BaseException:
             self.patience = 0.0
             await self.__aexit__()
             raise
         return self
+
+    async def start(self, command: Command) -> None:
+        """Run one command, as those that were given at first; raise `LaunchError` where it cannot be started."""
+        process = await _start(command)
+        self._processes.append(process)
+        self._tasks.append(asyncio.create_task(self._watch(command.rank, process)))
 
     async def __aexit__(self, *raised: object) -> None:
         try:

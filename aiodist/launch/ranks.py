@@ -7,8 +7,8 @@ import contextlib
 import hmac
 import os
 import signal
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
 
 from aiodist.errors import LaunchError
 from aiodist.launch import wire
@@ -32,7 +32,7 @@ class Finished:
 class Ranks:
     """Lets the guards in, has them start their ranks, and hands on what they say.
 
-    `starts` has what each rank runs. Output goes to `streams`, one chunk after the other: to wait there makes the
+    `starts` has what each rank runs, and may grow. Output goes to `streams`, one chunk after the other: to wait there makes the
     rank wait. `notify` hears `Ending` and then `Finished` of each rank, also of one whose
     guard was killed (the kernel kills the rank then). Guards connect to `address`, at the address `host` of this host.
     """
@@ -40,7 +40,7 @@ class Ranks:
     def __init__(
         self,
         token: str,
-        starts: Sequence[Start],
+        starts: list[Start],
         streams: Streams,
         notify: Callable[[Ending | Finished], None],
         host: str = LOOPBACK,
@@ -84,6 +84,12 @@ class Ranks:
         for writer in self._writers.values():
             writer.write(wire.pack(Kind.SIGNAL, bytes([signum])))
 
+    def kill(self, rank: int) -> None:
+        """Kill one rank, and what it started, now or as soon as its guard comes."""
+        self._starts[rank] = replace(self._starts[rank], argv=["true"])
+        if (writer := self._writers.get(rank)) is not None:
+            writer.write(wire.pack(Kind.SIGNAL, bytes([signal.SIGKILL])))
+
     def release(self) -> None:
         """Let all guards go: they kill what is left of their ranks, and end."""
         for writer in self._writers.values():
@@ -125,7 +131,7 @@ class Ranks:
                 raise LaunchError("expected a guard's hello")
             hello = GuardHello.decode(await reader.readexactly(length))
         known = hmac.compare_digest(hello.token.encode(), self._token.encode())
-        if not known or hello.size != len(self._starts) or hello.rank in self._writers:
+        if not known or hello.rank >= len(self._starts) or hello.rank in self._writers:
             raise LaunchError(f"rank {hello.rank} of {hello.size} is not awaited here")
         return hello.rank
 

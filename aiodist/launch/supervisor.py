@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiodist.control import name_ranks
-from aiodist.control.roster import Roster
 from aiodist.errors import LaunchError
+from aiodist.launch.elastic import ElasticSessions
 from aiodist.launch.hosts import host_of
 from aiodist.launch.processes import ProcessEnded
 from aiodist.launch.ranks import Finished, Ranks
-from aiodist.launch.verdict import Ending, JobVerdict, Left, describe, how_left
+from aiodist.launch.verdict import Ending, JobVerdict, Known, Left, describe, how_left
 
 if TYPE_CHECKING:
     from aiodist.launch.commands import Job
@@ -40,14 +40,23 @@ Event = Ending | Finished | ProcessEnded | Signalled
 class Supervisor:
     """Takes events until every rank is done; `code` is the job's exit code then."""
 
-    def __init__(self, job: Job, ranks: Ranks, roster: Roster, say: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, ranks: Ranks, roster: Known, say: Callable[[str], None]) -> None:
+        """`roster` is what the hub knows; of an elastic job its sessions."""
+        self._elastic = roster if isinstance(roster, ElasticSessions) else None
         self.code: int | None = None
         self.stopping = False
         self._job = job
         self._ranks = ranks
         self._roster = roster
         self._say = say
-        self._verdict = JobVerdict(job.ranks, job.finish_within, roster, servers=job.servers, keep_going=job.keep_going)
+        self._verdict = JobVerdict(
+            job.ranks,
+            job.finish_within,
+            roster,
+            servers=job.servers,
+            keep_going=job.keep_going,
+            least=None if job.elastic is None else job.elastic[0],
+        )
         self._loop = asyncio.get_running_loop()
         self._left = set(range(job.ranks))
         self._times = {"start": self._loop.time() + _START_TIMEOUT}
@@ -55,6 +64,11 @@ class Supervisor:
         if job.timeout is not None:
             self._times["finish"] = self._loop.time() + job.timeout
         self._mpirun_code = 0
+
+    def started(self, rank: int) -> None:
+        """There is one more rank, of an elastic job."""
+        self._left.add(rank)
+        self._verdict.started(rank)
 
     async def watch(self, events: asyncio.Queue[Event]) -> int:
         """Return the exit code once all ranks are done, or have been killed and still say nothing.
@@ -99,7 +113,7 @@ class Supervisor:
 
     def _tick(self) -> None:
         now = self._loop.time()
-        if len(self._ranks.came) == self._job.ranks:
+        if len(self._ranks.came) >= self._job.ranks:
             self._times.pop("start", None)
         if self._is_due("mpirun", now):
             self._judge([] if self.stopping else self._verdict.stopped_by_mpirun(self._mpirun_code))
@@ -123,7 +137,13 @@ class Supervisor:
     def _ended(self, ending: Ending) -> None:
         if ending.rank not in self._verdict.working:
             return
-        lines = self._verdict.ended(ending, self._loop.time())
+        elastic = self._elastic
+        if elastic is not None:
+            elastic.ended(ending.rank, describe(ending.code))
+        if elastic is not None and ending.rank in elastic.dismissed:
+            self._verdict.dismissed(ending.rank)
+            return
+        lines = self._verdict.ended(ending, self._loop.time(), elastic=elastic is not None and elastic.begun)
         if self.code is None:
             self._judge(lines)
 

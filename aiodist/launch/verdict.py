@@ -15,15 +15,20 @@ The rules:
    as one does whose peers are lost.
 6. Where the others are to keep going, none is a consequence: each that fails is named at once, and the first gives
    the code.
+7. In an elastic job that has begun, none is a consequence either, and none a cause: each that fails is named at once.
+   The job is over when fewer ranks have not failed than it needs; then all that failed are named again, and the first
+   of them gives the code. Else the code is 0.
 """
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
-from aiodist.control.roster import Roster
+from aiodist.control.roster import Exit, name_ranks
 
 HOLD = 1.5
 _GOODBYE_TRAVELS = 0.5
@@ -39,7 +44,19 @@ class Left(Enum):
     """It joined and has not said goodbye."""
 
 
-def how_left(roster: Roster, rank: int) -> Left:
+class Known(Protocol):
+    """What the hub knows of ranks: a `Roster`, or what an elastic job has in its place."""
+
+    @property
+    def joined(self) -> Set[int]:
+        """Those that came, those that left again too."""
+
+    @property
+    def exits(self) -> Mapping[int, Exit]:
+        """How each left."""
+
+
+def how_left(roster: Known, rank: int) -> Left:
     """Return what the hub knows of a rank."""
     exit = roster.exits.get(rank)
     if exit is None:
@@ -79,15 +96,28 @@ class JobVerdict:
     """Hears how ranks end, and says in lines who failed; `code` is None as long as nobody did."""
 
     def __init__(
-        self, size: int, finish_within: float, roster: Roster, *, servers: int = 0, keep_going: bool = False
+        self,
+        size: int,
+        finish_within: float,
+        roster: Known,
+        *,
+        servers: int = 0,
+        keep_going: bool = False,
+        least: int | None = None,
     ) -> None:
-        """`servers`: how many of the last ranks are; `keep_going`: a failure is not the end of the job."""
+        """`servers`: how many of the last ranks are; `keep_going`: a failure is not the end of the job.
+
+        `least`: how many ranks must not have failed; None: the job is not elastic.
+        """
         self.code: int | None = None
         self.working = set(range(size))
         self._servers = range(size - servers, size)
         self._keep_going = keep_going
         self._finish_within = finish_within
         self._roster = roster
+        self._least = least
+        self._size = size
+        self._failed_ones: dict[int, Ending] = {}
         self._named: set[int] = set()
         self._suspects: dict[int, tuple[float, Ending]] = {}
 
@@ -101,11 +131,23 @@ class JobVerdict:
         """What comes now is the end of the job."""
         return self.code is not None and not self._keep_going
 
-    def ended(self, ending: Ending, now: float) -> list[str]:
-        """Take in that a rank ended; return the lines to print."""
+    def started(self, rank: int) -> None:
+        """There is one more rank."""
+        self.working.add(rank)
+        self._size += 1
+
+    def dismissed(self, rank: int) -> None:
+        """A rank that was to join is not needed."""
+        self.working.discard(rank)
+        self._size -= 1
+
+    def ended(self, ending: Ending, now: float, *, elastic: bool = False) -> list[str]:
+        """Take in that a rank ended, of a job that was `elastic` by then; return the lines to print."""
         self.working.discard(ending.rank)
         if ending.code == 0:
             return self._left_early(ending, now)
+        if elastic:
+            return self._did_without(ending)
         if self._keep_going:
             if not self.working:
                 self._suspects.clear()  # nobody is left who still worked
@@ -128,7 +170,9 @@ class JobVerdict:
             del self._suspects[rank]
             if self.working and how_left(self._roster, rank) is not Left.CLEAN:
                 lines.append(self._early(ending, self.working))
-        if lines and self.code is None:
+                if self._least is not None:
+                    lines += self._too_few(ending)
+        if lines and self.code is None and self._least is None:
             self.code = 1
         return lines
 
@@ -161,6 +205,24 @@ class JobVerdict:
             if other.code == 0 and how_left(self._roster, other.rank) is Left.OPEN
         ]
         return early + self._name(ending)
+
+    def _did_without(self, ending: Ending) -> list[str]:
+        """A rank of an elastic job failed."""
+        if self.code is not None:
+            return self._name(ending)
+        self._named.add(ending.rank)
+        return [self._line(ending), *self._too_few(ending)]
+
+    def _too_few(self, ending: Ending) -> list[str]:
+        """Count one more that failed; return the line that says that too few are left, if so."""
+        assert self._least is not None
+        self._failed_ones[ending.rank] = ending
+        left = self._size - len(self._failed_ones)
+        if left >= self._least:
+            return []
+        self.code = next(iter(self._failed_ones.values())).exit_code or 1
+        lost = name_ranks(self._failed_ones)
+        return [f"{left} of at least {self._least} ranks are left: {lost} failed"]
 
     def _left_early(self, ending: Ending, now: float) -> list[str]:
         if not self.working:

@@ -6,12 +6,13 @@ import asyncio
 import contextvars
 import inspect
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.inquiry import line_of_task
 from aiodist.control import Channel, in_process
+from aiodist.control.generations import Generation
 from aiodist.errors import AiodistError, PeerError
 from aiodist.handles import listed
 from aiodist.testing.clock import FakeClockLoop, TimeLimit
@@ -69,7 +70,7 @@ async def gather_ranks(n: int, main: Main[T]) -> list[T]:
 
 
 class _Seat:
-    """A rank's `RankPlace`, good for any number of `init` in a row: each takes its transport, then its channel."""
+    """A rank's place, good for any number of `init` in a row: each takes its transport, then its channel."""
 
     def __init__(self, job: _RanksJob[Any], rank: int) -> None:
         self._job = job
@@ -91,6 +92,20 @@ class _Seat:
     def hosts(self) -> tuple[int, ...]:
         """For each rank the first of its host: they are all in this process."""
         return (0,) * self._job.size
+
+    @property
+    def elastic(self) -> tuple[int, int] | None:
+        """How few and how many ranks there may be."""
+        return None
+
+    async def first(self) -> tuple[Channel, Generation]:
+        raise NotImplementedError
+
+    async def next(self, generation: Generation, rank: int) -> Channel:
+        raise NotImplementedError
+
+    def place(self, channel: Channel, generation: Generation) -> RankPlace:
+        raise NotImplementedError
 
 
 def _rank_of(handle: asyncio.Handle) -> object:
@@ -147,7 +162,7 @@ class _RanksJob(Generic[T]):
 
     def _start(self, rank: int) -> asyncio.Task[T]:
         context = contextvars.copy_context()
-        context.run(current_place.set, cast(RankPlace, _Seat(self, rank)))
+        context.run(current_place.set, _Seat(self, rank))
         return asyncio.get_running_loop().create_task(self._one(rank), name=f"rank {rank}", context=context)
 
     async def _one(self, rank: int) -> T:

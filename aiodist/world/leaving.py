@@ -92,6 +92,11 @@ class Kept:
         self._release()
         await self._block.__aexit__(None, None, None)
 
+    def follow(self, registry: Registry[Any]) -> None:
+        """The world has a new generation, in this registry."""
+        self._registry.kept, registry.kept = None, self
+        self._registry = registry
+
     async def was_forgotten(self) -> bool:
         """The loop is closed: return True, and warn, where the program came to its end, and no exception ended it."""
         self._release()

@@ -10,7 +10,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.backends.shm import Met, ShmTransport, meet
@@ -35,6 +35,7 @@ from aiodist.world.leaving import the_end
 if TYPE_CHECKING:
     from aiodist.backends.base import Transport
     from aiodist.backends.mpi import MpiTransport
+    from aiodist.control.generations import Generation
 
 T = TypeVar("T")
 
@@ -77,7 +78,36 @@ class Introduction:
     """Returns what each rank said, by rank; all ranks call it equally often."""
 
 
-current_place: ContextVar[RankPlace | None] = ContextVar("aiodist_place", default=None)
+class RankSeat(Protocol):
+    """The place of a rank that is a task of one process; each `init` in a row has its own transport and channel."""
+
+    @property
+    def transport(self) -> Transport:
+        """That of the rank's next `init`."""
+
+    @property
+    def channel(self) -> Channel:
+        """The one that goes with the transport that was taken last."""
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """For each rank the first of its host."""
+
+    @property
+    def elastic(self) -> tuple[int, int] | None:
+        """How few and how many ranks there may be, where that may change."""
+
+    async def first(self) -> tuple[Channel, Generation]:
+        """See `Ways` of aiodist.watch.recovery."""
+
+    async def next(self, generation: Generation, rank: int) -> Channel:
+        """Likewise."""
+
+    def place(self, channel: Channel, generation: Generation) -> RankPlace:
+        """Return the place of the rank with this channel."""
+
+
+current_place: ContextVar[RankSeat | None] = ContextVar("aiodist_place", default=None)
 """Set around each rank by `aiodist.testing.run_ranks`; None in a process of its own."""
 
 
@@ -101,17 +131,25 @@ async def find_place(
         if mpi is not None:
             await mpi.aclose(drained=False)
         raise
+    if meeting is not None and (asked or environment.backend) is None and environment.shared_memory:
+        backend = "shared"
     try:
-        hosts = await unless_lost(channel, find_hosts(channel, limits.rendezvous))
-        chosen = asked or environment.backend
-        if meeting is not None and chosen is None and environment.shared_memory and len(set(hosts)) == 1:
-            backend = "shm"
-        transport = await unless_lost(channel, _transport(environment, backend, mpi, channel, hosts, limits))
+        return await place_on(channel, environment, backend, limits, mpi)
     except BaseException as error:
         end = await the_end(error)
         channel.fail(end.cause, end.traceback, end.exitcode)
         await channel.aclose()
         raise
+
+
+async def place_on(
+    channel: Channel, environment: Environment, backend: str, limits: Limits, mpi: MpiTransport | None = None
+) -> RankPlace:
+    """Return the place of a rank that has met the others; "shared" is shared memory where they are on one host."""
+    hosts = await unless_lost(channel, find_hosts(channel, limits.rendezvous))
+    if backend == "shared":
+        backend = "shm" if len(set(hosts)) == 1 else "gloo"
+    transport = await unless_lost(channel, _transport(environment, backend, mpi, channel, hosts, limits))
     return RankPlace(transport, channel, hosts)
 
 

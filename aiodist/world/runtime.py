@@ -6,40 +6,30 @@ import asyncio
 import concurrent.futures
 import inspect
 import os
-import selectors
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from aiodist.collectives.choice.tablefile import edits_at_start
-from aiodist.communicator import Communicator, Hierarchy, root_levels
-from aiodist.communicator.dispatcher import Dispatcher
-from aiodist.communicator.registry import Registry
+from aiodist.communicator import Communicator, Hierarchy
 from aiodist.communicator.report import REPORT_SECONDS, check_report
-from aiodist.communicator.threaded import ThreadedCommunicator
-from aiodist.communicator.watchdog import Watch
-from aiodist.control.forks import guard_polling
 from aiodist.env import Environment, Starter
-from aiodist.handles import Handle, Progress, from_future
+from aiodist.handles import Handle, from_future
 from aiodist.streams import CudaStream, event_handle
-from aiodist.topology import Topology
+from aiodist.watch.recovery import Recovery
+from aiodist.world.generation import ElasticWays, Life, Options, World
 from aiodist.world.isolation import isolate
 from aiodist.world.leaving import Kept, abort, leave_in_time, the_end
 from aiodist.world.opening import (
     Introduction,
     Limits,
+    RankPlace,
     current_place,
-    find_neighbours,
     find_place,
-    find_topology,
-    unless_lost,
 )
-from aiodist.world.pinning import pinned
-from aiodist.world.stopping import stopping_by_signals
 from aiodist.world.tracebacks import fold_tracebacks
 
 __all__ = ["as_handle", "init", "isolate", "open", "opened", "run"]
@@ -57,6 +47,7 @@ def init(
     selector: str | os.PathLike[str] | None = None,
     thread: bool = False,
     stop_on_signal: bool = False,
+    elastic: bool = False,
 ) -> AbstractAsyncContextManager[Communicator]:
     """Open the world: a `Communicator` over all ranks of the job; every rank must enter.
 
@@ -90,11 +81,12 @@ def init(
         selector=selector,
         thread=thread,
         stop_on_signal=stop_on_signal,
+        elastic=elastic,
     )
 
 
 @asynccontextmanager
-async def opened(  # noqa: C901, PLR0913  - one branch for each way a rank is given its place; one for each keyword
+async def opened(  # noqa: PLR0913 - those of init, and two more
     limits: Limits,
     *,
     backend: str | None = None,
@@ -104,6 +96,7 @@ async def opened(  # noqa: C901, PLR0913  - one branch for each way a rank is gi
     selector: str | os.PathLike[str] | None = None,
     thread: bool = False,
     stop_on_signal: bool = False,
+    elastic: bool = False,
     meeting: Introduction | None = None,
 ) -> AsyncIterator[Communicator]:
     """Open the world as `init` does, with the patience that `limits` says; over the ranks of a `meeting`, if any."""
@@ -112,64 +105,50 @@ async def opened(  # noqa: C901, PLR0913  - one branch for each way a rank is gi
     environment = Environment.read()
     if meeting is not None:
         environment = replace(environment, rank=meeting.rank, size=meeting.size, mpi=False, rendezvous=None)
-    place = given or await find_place(environment, backend, limits, meeting)
-    transport, channel = place.transport, place.channel
-    near, alone, sharing = await find_neighbours(channel, place.hosts, transport, environment, limits)
-    registry = Registry(
-        channel,
-        _communicator,
-        near=near,
-        alone=alone,
-        sharing=sharing,
-        timeout=timeout,
-        drain_seconds=limits.drain,
+    options = Options(
+        limits, environment, timeout, report, levels, selector, thread, stop_on_signal, alone=given is None
     )
+    life: Recovery | Life
+    if elastic:
+        life = await Recovery.of(ElasticWays(options, backend, given))
+    elif given is not None:
+        life = Life(await World.of(options, RankPlace(given.transport, given.channel, given.hosts)))
+    else:
+        life = Life(await World.of(options, await find_place(environment, backend, limits, meeting)))
     process, patience = os.getpid(), None
     try:
-        topology = await unless_lost(channel, find_topology(channel, place.hosts, environment, limits))
-        world = registry.world(transport, topology, thread=thread)
-        Watch.of(Progress.current(), channel).report.after = report
-        _limit_spinning(world)
-        asked = selector or environment.selector
-        table = world.parts.repertoire
-        edits = edits_at_start(asked, channel, table, topology, seconds=limits.rendezvous)
-        world.upkeep.apply_edits(await unless_lost(channel, edits))
-        # Ranks that are tasks of one process share its cores as they are.
-        with ExitStack() as stack:
-            if not given:
-                stack.enter_context(await unless_lost(channel, pinned(channel, world.topology, environment)))
-                if stop_on_signal:
-                    stack.enter_context(stopping_by_signals(world))
-            stack.enter_context(guard_polling(_epoll_of(asyncio.get_running_loop())))
-            if levels is not None:
-                await root_levels(world, levels)
-            try:
-                yield world
-            except GeneratorExit:  # the loop is closed
-                if registry.kept is None or not await registry.kept.was_forgotten():
-                    raise
-                patience = limits.forgotten
+        comm = await life.begin()
+        try:
+            yield comm
+        except GeneratorExit:  # the loop is closed
+            kept = life.registry.kept
+            if kept is None or not await kept.was_forgotten():
+                raise
+            patience = limits.forgotten
         if os.getpid() == process:  # else it is a forked child's end of the block, which is nobody else's business
             async with asyncio.timeout(patience):
-                await registry.close(world)
+                await life.close()
     except BaseException as error:
         if os.getpid() == process:
-            end = await the_end(error)
-            if given is None:
-                fold_tracebacks()
-            if given is None and transport.size > 1:
-                await leave_in_time(end.exitcode, limits.leave)
-            await abort(registry, channel, end, limits.abort, patient=environment.starter is Starter.MPI)
-            await registry.close_memory()
+            await _fail(life, options, error)
         raise
     if os.getpid() == process:
-        await registry.close_memory()
-        await channel.aclose()
+        await life.registry.close_memory()
+        await life.channel.aclose()
 
 
-def _communicator(dispatcher: Dispatcher, topology: Topology | None, registry: Registry[Communicator]) -> Communicator:
-    make = Communicator if dispatcher.issuing is None else ThreadedCommunicator
-    return make(dispatcher, topology, registry)
+async def _fail(life: Recovery | Life, options: Options, error: BaseException) -> None:
+    """The block raised: tell the others and let go, in time."""
+    limits = options.limits
+    end = await the_end(error)
+    if options.alone:
+        fold_tracebacks()
+    if options.alone and life.channel.size > 1:
+        await leave_in_time(end.exitcode, limits.leave)
+    await life.stop()
+    patient = options.environment.starter is Starter.MPI
+    await abort(life.registry, life.channel, end, limits.abort, patient=patient)
+    await life.registry.close_memory()
 
 
 def _called_as(other: Callable[P, object]) -> Callable[[Callable[..., T]], Callable[P, T]]:
@@ -196,23 +175,6 @@ async def open(*args: Any, **options: Any) -> Communicator:  # noqa: ANN401  - a
     world = await block.__aenter__()
     world.parts.registry.kept = Kept(world.parts.registry, block, Limits().forgotten)
     return world
-
-
-def _epoll_of(loop: asyncio.AbstractEventLoop) -> int | None:
-    """Return the file descriptor that the loop waits at, None where it does not tell."""
-    if (backend := getattr(loop, "_get_backend_id", None)) is not None:  # uvloop
-        fd: int = backend()
-        return fd
-    selector: object = getattr(loop, "_selector", None)
-    return selector.fileno() if isinstance(selector, selectors.EpollSelector) else None
-
-
-def _limit_spinning(world: Communicator) -> None:
-    """A rank that spins where another waits for the core only keeps it waiting."""
-    if world.local_size > len(os.sched_getaffinity(0)):
-        Progress.current().crowded = True
-        if (near := world.parts.registry.near) is not None:
-            near.engine.spin(0.0)
 
 
 # --- running -------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""What is done about ranks that are late, lost or new: recovery."""

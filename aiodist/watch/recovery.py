@@ -1,0 +1,240 @@
+"""An elastic world: the generations that one rank goes through, and how it comes from each to the next.
+
+[Note: generations] The hub keeps the ranks of a generation and forms the next (`control.generations`). Here a rank asks
+for it, connects to its session, and opens a world in it as at the start: nothing of the old one is mended or used
+again, so nothing of it can be taken for something of the new one. The connection to the old session stays until the
+new one has begun. Where a rank leaves while the others open the new world, they start over from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, Protocol
+
+from aiodist.communicator import Communicator
+from aiodist.communicator.registry import Registry
+from aiodist.control import Channel
+from aiodist.control.generations import Generation
+from aiodist.errors import (
+    AiodistError,
+    CommunicatorAborted,
+    CommunicatorClosed,
+    CommunicatorError,
+    LaunchError,
+    MismatchError,
+    OperationTimeout,
+    PeerError,
+    PeerLost,
+)
+from aiodist.handles import Handle, Origin
+
+_LATEST_SECONDS: Final = 0.2  # before a deadline: who is late is asked for then
+
+
+class OpenWorld(Protocol):
+    """What one generation has open on this rank."""
+
+    registry: Registry[Communicator]
+    comm: Communicator
+
+    def let_go(self) -> None:
+        """Hold nothing of the process any more: cores, signals."""
+
+    async def close(self) -> None:
+        """Close it with all other ranks."""
+
+    async def give_up(self, error: AiodistError) -> None:
+        """Close it without the others."""
+
+
+class Ways(Protocol):
+    """How a rank meets the others, and opens a world with them."""
+
+    @property
+    def most(self) -> int:
+        """How many ranks there may be; raises ConfigError where the job is not elastic."""
+
+    async def first(self) -> tuple[Channel, Generation]:
+        """Return the channel to the others of the generation that this rank is started for."""
+
+    async def next(self, generation: Generation, rank: int, where: Any) -> Channel:  # noqa: ANN401
+        """Return the channel of a generation once it has begun; raise `PeerLost` where it never will."""
+
+    async def open(self, channel: Channel, generation: Generation, before: Registry[Communicator] | None) -> OpenWorld:
+        """Return an open world; what fails half-way is closed, but for the channel."""
+
+
+class _Regrouping(Handle[Communicator]):
+    """Of a `shrink` or `grow`; it keeps what tells who is late."""
+
+    __slots__ = ()
+
+    def late(self) -> dict[int, str]:
+        known: dict[int, str] = {} if self.done() else self.keep
+        return known
+
+
+class Recovery:
+    """The generations of one rank, from the one that it was started for to the current one."""
+
+    def __init__(self, ways: Ways) -> None:
+        self._ways = ways
+        self._task: asyncio.Task[None] | None = None
+        self._under_way: Handle[Communicator] | None = None
+        self._world: OpenWorld
+        """That of the newest generation that was opened here."""
+        self.channel: Channel
+        """That of the newest one that has begun."""
+
+    @property
+    def registry(self) -> Registry[Communicator]:
+        """That of the newest world that was opened here."""
+        return self._world.registry
+
+    @classmethod
+    async def of(cls, ways: Ways) -> Recovery:
+        """Return one whose first world is open; as long as ranks leave meanwhile, it is one among those who live."""
+        recovery = cls(ways)
+        recovery.channel, generation = await ways.first()
+        try:
+            recovery._enter(await recovery._opened(generation, None))
+        except BaseException as error:
+            recovery.channel.fail(f"{type(error).__name__}: {error}")
+            await recovery.channel.aclose()
+            raise
+        return recovery
+
+    async def begin(self) -> Communicator:
+        """Return the first world."""
+        return self._world.comm
+
+    async def close(self) -> None:
+        """Close the current world with all other ranks."""
+        if self._under_way is not None:
+            raise CommunicatorError(f"the world was left while {self._under_way} was under way: await it first")
+        await self._world.close()
+
+    async def stop(self) -> None:
+        """The program failed: regroup no more, and hold nothing of the process."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._world.let_go()
+
+    # --- shrink and grow ---------------------------------------------------------------------------------------
+
+    def regroup(self, comm: Communicator, joiners: int, timeout: float | None) -> Handle[Communicator]:
+        """See `Communicator.shrink` and `grow`; `joiners` is 0 for the former."""
+        what = "grow" if joiners else "shrink"
+        dispatcher = comm.parts.dispatcher
+        if not dispatcher.progress.owns_thread():
+            raise RuntimeError(f"{what}() is called on the thread of the event loop that the world was opened on")
+        if comm is not self._world.comm or isinstance(dispatcher.refusal, (CommunicatorClosed, RuntimeError)):
+            raise dispatcher.refusal or CommunicatorError(f"{what}() is for the world: {comm.name!r} is a part of it")
+        if self._under_way is not None:
+            raise CommunicatorError(f"{self._under_way} is under way: await its handle")
+        if joiners:
+            dispatcher.check_usable()
+            if comm.size + joiners > self._ways.most:
+                most = f"the job may have {self._ways.most}"
+                raise ValueError(f"grow({joiners}) of {comm.size} ranks: {most} (aiodist run --elastic MIN:MAX)")
+        handle: Handle[Communicator] = _Regrouping(
+            dispatcher.progress, what, self._world.registry.generation.number, origin=Origin.here(3)
+        )
+        handle.polled, handle.keep = False, {}
+        seconds = comm.timeout if timeout is None else timeout
+        if seconds is not None:
+            handle.set_deadline(seconds)
+        self._under_way = handle
+        self._task = asyncio.get_running_loop().create_task(self._run(handle, joiners, seconds), name=f"world: {what}")
+        return handle
+
+    async def _run(self, handle: Handle[Communicator], joiners: int, seconds: float | None) -> None:
+        asking = asyncio.get_running_loop().create_task(self._ask_who_is_late(handle, seconds))
+        try:
+            made = await (self._grow(joiners) if joiners else self._shrink())
+        except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
+            self._under_way = None
+            handle.reject(error)
+        else:
+            self._under_way = None
+            handle.resolve(made)
+        finally:
+            asking.cancel()
+
+    async def _ask_who_is_late(self, handle: Handle[Communicator], seconds: float | None) -> None:
+        with suppress(PeerError, RuntimeError, ValueError):
+            if seconds is not None:
+                await asyncio.sleep(seconds - _LATEST_SECONDS)
+            handle.keep = dict(await self.channel.request("late"))
+
+    async def _shrink(self) -> Communicator:
+        old, channel = self._world, self.channel
+        number = old.registry.generation.number
+        giving_up = asyncio.get_running_loop().create_task(
+            self._supersede(old, f"rank {channel.rank} called shrink() on generation {number}")
+        )
+        generation = await self._next(0)
+        await giving_up
+        await channel.aclose()
+        return self._enter(await self._opened(generation, old.registry))
+
+    async def _grow(self, joiners: int) -> Communicator:
+        old, channel = self._world, self.channel
+        dispatcher = old.comm.parts.dispatcher
+        await dispatcher.settled()
+        generation = await self._next(joiners)
+        await self._supersede(old, f"it grew to generation {generation.number}")
+        await channel.aclose()
+        return self._enter(await self._ways.open(self.channel, generation, old.registry))
+
+    def _enter(self, world: OpenWorld) -> Communicator:
+        self._world = world
+        world.registry.elastic = self
+        return world.comm
+
+    async def _supersede(self, old: OpenWorld, why: str) -> None:
+        """Give the old world up: what is pending on it, and every later call, raises CommunicatorAborted."""
+        error = CommunicatorAborted(f"the ranks of this communicator go on in another one: {why}")
+        old.registry.supersede(error)
+        await old.give_up(error)
+
+    async def _opened(self, generation: Generation, before: Registry[Communicator] | None) -> OpenWorld:
+        """Return the world of a generation that has begun, or, where ranks leave meanwhile, of the next."""
+        while True:
+            try:
+                return await self._ways.open(self.channel, generation, before)
+            except PeerError:
+                channel = self.channel
+                generation = await self._next(0)
+                await channel.aclose()
+
+    async def _next(self, joiners: int) -> Generation:
+        """Return the next generation, once it has begun; `channel` is that of its session then."""
+        channel = self.channel
+        # Each time somebody has left meanwhile, or could not connect.
+        for _ in range(2 * channel.size + 8):
+            answer = await channel.request("regroup", joiners)
+            if "refused" in answer:
+                raise self._refusal(answer["refused"], answer["why"])
+            generation = Generation(answer["number"], tuple(answer["previous"]))
+            try:
+                self.channel = await self._ways.next(generation, answer["rank"], answer["where"])
+            except (PeerLost, OperationTimeout) as error:
+                failed = error
+            else:
+                return generation
+        raise failed
+
+    def _refusal(self, kind: str, why: str) -> AiodistError:
+        lost = next((exit for exit in self.channel.exits().values() if not exit.clean), None)
+        if kind == "left" and lost is not None:
+            return lost.error()
+        kinds: dict[str, Callable[[str], AiodistError]] = {
+            "outside": CommunicatorAborted,
+            "disagree": MismatchError,
+            "dropped": LaunchError,
+        }
+        return kinds.get(kind, CommunicatorError)(why)
