@@ -38,9 +38,9 @@ class Hub:
     """A hub on the running loop; use it as `async with Hub(size) as hub`, then connect ranks to `hub.address`.
 
     `host` is a name or an IPv4 or IPv6 address to listen at, `""` for all there are; port 0 takes any free one.
-    `host_rank` is the rank in whose process this is, None in a launcher. `members` is told of its ranks where the job is
-    elastic: then this is the session of one generation. Entering raises `OSError` where it cannot
-    listen there. On a hub that all may reach, give a token: anybody who knows it may join.
+    `host_rank` is the rank in whose process this is, None in a launcher. `members` is told of the ranks of an elastic
+    job, of which this is the session of one generation. Entering raises `OSError` where it cannot listen there. On a
+    hub that all may reach, give a token: anybody who knows it may join.
     """
 
     def __init__(

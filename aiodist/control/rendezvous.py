@@ -76,7 +76,7 @@ async def _open_hub(thread: LoopThread, hub: Hub) -> None:
     thread.stack.push_async_callback(hub.linger)
 
 
-async def connect(
+async def connect(  # noqa: PLR0913 - two of them for few callers
     address: str,
     *,
     rank: int,
@@ -99,8 +99,8 @@ async def connect(
 
     `hub` is what `host` returned, on the rank that runs the hub and on no other; it is closed with the channel, or
     here when this call fails. With `there` the hub was there when this rank was told of it: where nobody listens any
-    more, the call raises `PeerLost` at once. `options` are those of a hub that this call opens. Cancelling leaves no thread, no
-    socket and no file.
+    more, the call raises `PeerLost` at once. `options` are those of a hub that this call opens. Cancelling leaves no
+    thread, no socket and no file.
 
     Raises `ConfigError` for an address that makes no sense, where this process has joined there already, and when the
     hub refuses this rank: a wrong token, another size, a rank that has joined already; `PeerLost` when the hub or the

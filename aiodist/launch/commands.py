@@ -74,7 +74,7 @@ class Job:
     keep_going: bool = False
     """The others go on when a rank fails."""
     elastic: tuple[int, int] | None = None
-    """How many ranks there must be for the job to go on when some fail, and how many there may be; None: all of them."""
+    """How many ranks there must be for the job to go on when some fail, and how many there may be; None: all."""
     program: str = sys.executable
     """What each rank runs."""
 
@@ -269,8 +269,14 @@ def guard_command(address: str, cwd: Path) -> list[str]:
     return [sys.executable, *safe, "-m", "aiodist.launch.worker", address]
 
 
-def check_hosts(job: Job, mpi: Mpi | None) -> None:
-    """Raise where this MPI, or its absence, cannot run the job on the hosts that it names."""
+def check_mpi(job: Job, mpi: Mpi | None) -> None:
+    """Raise where this MPI, or its absence, cannot run the job."""
+    if mpi is None and job.mpi_args:
+        raise ConfigError(f"--mpi-arg {job.mpi_args[0]}: no MPI was found, so there is no mpirun that could take it")
+    if mpi is not None and job.keep_going:
+        raise ConfigError(f"--keep-going with {mpi.mpirun}, which --mpi auto found: {ENDS_ALL}")
+    if mpi is not None and job.elastic is not None:
+        raise BackendUnavailable(f"--elastic with {mpi.mpirun}: {ENDS_ALL}")
     if not job.hosts:
         return
     if mpi is None:

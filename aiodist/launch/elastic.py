@@ -42,7 +42,7 @@ class Starts(NamedTuple):
 
 
 class ElasticSessions:
-    """The sessions of one job, as `Generations` has them opened and ended; `known` tells who came and left."""
+    """The sessions of one job, as `Generations` has them opened and ended."""
 
     def __init__(self, size: int, host: str, token: str) -> None:
         self.generations = Generations(size, self)
@@ -57,20 +57,15 @@ class ElasticSessions:
         self._sessions = {0: Session(hub, tuple(range(size)))}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def __aenter__(self) -> ElasticSessions:
-        await self.first.__aenter__()
-        return self
+    async def __aenter__(self) -> Hub:
+        """Return the hub at which the ranks meet that are started first."""
+        return await self._sessions[0].hub.__aenter__()
 
     async def __aexit__(self, *raised: object) -> None:
         for session in list(self._sessions.values()):
             await session.hub.aclose()
         while self._tasks:
             await asyncio.wait(self._tasks)
-
-    @property
-    def first(self) -> Hub:
-        """The hub at which the ranks meet that are started first."""
-        return self._sessions[0].hub
 
     @property
     def begun(self) -> bool:

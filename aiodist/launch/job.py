@@ -10,11 +10,11 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from aiodist.control import Hub
 from aiodist.env import variables
-from aiodist.errors import ConfigError
 from aiodist.launch import commands, discover, network
 from aiodist.launch.commands import Job, Mpi
 from aiodist.launch.elastic import ElasticSessions, Starts
@@ -37,25 +37,16 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
     environ = variables() if environ is None else environ
     exports = commands.exported(job.exports, environ)
     mpi = await asyncio.to_thread(discover.find_mpi, job.mpi, environ.get("PATH", os.defpath))
-    if mpi is None and job.mpi_args:
-        raise ConfigError(f"--mpi-arg {job.mpi_args[0]}: no MPI was found, so there is no mpirun that could take it")
-    if mpi is not None and job.keep_going:
-        raise ConfigError(f"--keep-going with {mpi.mpirun}, which --mpi auto found: {commands.ENDS_ALL}")
-    if mpi is not None and job.elastic is not None:
-        raise ConfigError(f"--elastic with {mpi.mpirun}: {commands.ENDS_ALL}")
-    commands.check_hosts(job, mpi)
+    commands.check_mpi(job, mpi)
     here = await asyncio.to_thread(_meeting_address, job)
     events: asyncio.Queue[Event] = asyncio.Queue()
     token = secrets.token_hex(16)
     async with AsyncExitStack() as stack:
         output = Streams(job, broken=lambda: events.put_nowait(Signalled(signal.SIGPIPE)))
         stack.push_async_callback(output.aclose)
-        elastic = None
-        if job.elastic is not None:
-            elastic = await stack.enter_async_context(ElasticSessions(job.ranks, here, token))
-            hub = elastic.first
-        else:
-            hub = await stack.enter_async_context(Hub(job.ranks, host=here, token=token))
+        elastic = None if job.elastic is None else ElasticSessions(job.ranks, here, token)
+        sessions = elastic or Hub(job.ranks, host=here, token=token)
+        hub = await stack.enter_async_context(sessions)
         common = commands.common_variables(environ, hub.address, token, job.servers, job.elastic)
         if mpi is not None:
             common |= commands.mpirun_environment(mpi, environ, root=os.geteuid() == 0)
@@ -82,12 +73,7 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
         todo = _commands(job, mpi, commands.guard_command(ranks.address, Path.cwd()), common, session)
         processes = await stack.enter_async_context(Processes(todo, sink=overheard, notify=events.put_nowait))
         if elastic is not None:
-
-            def begin(number: int, start: Start) -> None:
-                starts.append(start)
-                output.add(number)
-                supervisor.started(number)
-
+            begin = partial(_begin, starts, output, supervisor)
             elastic.starts = Starts(starts[-1], todo[-1], begin, processes.start, ranks.kill)
         try:
             code = await supervisor.watch(events)
@@ -95,6 +81,13 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
             processes.patience = 1.0 if supervisor.stopping else processes.patience
             ranks.release()
     return code
+
+
+def _begin(starts: list[Start], output: Streams, supervisor: Supervisor, number: int, start: Start) -> None:
+    """An elastic job gets one more process."""
+    starts.append(start)
+    output.add(number)
+    supervisor.started(number)
 
 
 def _meeting_address(job: Job) -> str:

@@ -32,8 +32,8 @@ class Finished:
 class Ranks:
     """Lets the guards in, has them start their ranks, and hands on what they say.
 
-    `starts` has what each rank runs, and may grow. Output goes to `streams`, one chunk after the other: to wait there makes the
-    rank wait. `notify` hears `Ending` and then `Finished` of each rank, also of one whose
+    `starts` has what each rank runs, and may grow. Output goes to `streams`, one chunk after the other: to wait there
+    makes the rank wait. `notify` hears `Ending` and then `Finished` of each rank, also of one whose
     guard was killed (the kernel kills the rank then). Guards connect to `address`, at the address `host` of this host.
     """
 

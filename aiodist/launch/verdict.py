@@ -117,7 +117,7 @@ class JobVerdict:
         self._roster = roster
         self._least = least
         self._size = size
-        self._failed_ones: dict[int, Ending] = {}
+        self._without: dict[int, Ending] = {}
         self._named: set[int] = set()
         self._suspects: dict[int, tuple[float, Ending]] = {}
 
@@ -146,8 +146,9 @@ class JobVerdict:
         self.working.discard(ending.rank)
         if ending.code == 0:
             return self._left_early(ending, now)
-        if elastic:
-            return self._did_without(ending)
+        if elastic and self.code is None:
+            self._named.add(ending.rank)
+            return [self._line(ending), *self._too_few(ending)]
         if self._keep_going:
             if not self.working:
                 self._suspects.clear()  # nobody is left who still worked
@@ -206,22 +207,15 @@ class JobVerdict:
         ]
         return early + self._name(ending)
 
-    def _did_without(self, ending: Ending) -> list[str]:
-        """A rank of an elastic job failed."""
-        if self.code is not None:
-            return self._name(ending)
-        self._named.add(ending.rank)
-        return [self._line(ending), *self._too_few(ending)]
-
     def _too_few(self, ending: Ending) -> list[str]:
         """Count one more that failed; return the line that says that too few are left, if so."""
         assert self._least is not None
-        self._failed_ones[ending.rank] = ending
-        left = self._size - len(self._failed_ones)
+        self._without[ending.rank] = ending
+        left = self._size - len(self._without)
         if left >= self._least:
             return []
-        self.code = next(iter(self._failed_ones.values())).exit_code or 1
-        lost = name_ranks(self._failed_ones)
+        self.code = next(iter(self._without.values())).exit_code or 1
+        lost = name_ranks(self._without)
         return [f"{left} of at least {self._least} ranks are left: {lost} failed"]
 
     def _left_early(self, ending: Ending, now: float) -> list[str]:

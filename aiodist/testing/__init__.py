@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from aiodist.testing.clock import FakeClockLoop
-    from aiodist.testing.ranks import Deadlock, gather_ranks, run_ranks
+    from aiodist.testing.ranks import Deadlock, gather_ranks, kill_rank, run_ranks
 
-__all__ = ["Deadlock", "FakeClockLoop", "gather_ranks", "run_ranks"]
+__all__ = ["Deadlock", "FakeClockLoop", "gather_ranks", "kill_rank", "run_ranks"]
 
 _HOMES: Final = {
     "Deadlock": "aiodist.testing.ranks",
     "FakeClockLoop": "aiodist.testing.clock",
     "gather_ranks": "aiodist.testing.ranks",
+    "kill_rank": "aiodist.testing.ranks",
     "run_ranks": "aiodist.testing.ranks",
 }
 

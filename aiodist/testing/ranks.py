@@ -6,14 +6,14 @@ import asyncio
 import contextvars
 import inspect
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.inquiry import line_of_task
 from aiodist.control import Channel, in_process
-from aiodist.control.generations import Generation
-from aiodist.errors import AiodistError, PeerError
+from aiodist.control.generations import Generation, Generations, Members
+from aiodist.errors import AiodistError, LaunchError, PeerError, PeerLost
 from aiodist.handles import listed
 from aiodist.testing.clock import FakeClockLoop, TimeLimit
 from aiodist.world.isolation import isolate
@@ -30,7 +30,9 @@ class Deadlock(AiodistError):
     """No rank can ever go on; the message says what each waits for."""
 
 
-def run_ranks(n: int, main: Main[T], seed: int = 0, *, timeout: float | None = _DAY) -> list[T]:
+def run_ranks(
+    n: int, main: Main[T], seed: int = 0, *, timeout: float | None = _DAY, elastic: tuple[int, int] | None = None
+) -> list[T]:
     """Run `main` on `n` ranks in this process and return the results by rank.
 
     `main` is the unmodified program, a coroutine function without arguments or with one, the rank. It calls
@@ -40,6 +42,9 @@ def run_ranks(n: int, main: Main[T], seed: int = 0, *, timeout: float | None = _
     The same `seed` gives the same interleaving of ranks and deliveries, so a failure comes again; another seed
     gives another one. Time stands still while code runs and jumps when all wait, so `asyncio.sleep(3600)` and
     time-outs take no time; functions in an executor and sockets are waited for in real time.
+
+    With `elastic`, (MIN, MAX), it is an elastic job (`init(elastic=True)`): a rank that `kill_rank` kills ends no other
+    one, its result is None, and those that `grow` starts are numbered on from `n`, with results behind the others'.
 
     An exception of one rank ends the others and is raised, with a note that names the rank. Raises `Deadlock` where
     no rank can ever go on, and TimeoutError after `timeout` seconds (of that clock; None: never), both with what each
@@ -51,7 +56,7 @@ def run_ranks(n: int, main: Main[T], seed: int = 0, *, timeout: float | None = _
         pass
     else:
         raise RuntimeError("run_ranks makes its own event loop, and one is running here: await gather_ranks() instead")
-    job: _RanksJob[T] = _RanksJob(n, main, LocalHub(seed), story=f"seed {seed}")
+    job: _RanksJob[T] = _RanksJob(n, main, LocalHub(seed), story=f"seed {seed}", elastic=elastic)
 
     def make_loop() -> FakeClockLoop:
         return FakeClockLoop(seed=seed, group_of=_rank_of, on_deadlock=job.deadlocked)
@@ -61,51 +66,74 @@ def run_ranks(n: int, main: Main[T], seed: int = 0, *, timeout: float | None = _
         return runner.run(job.run(timeout))
 
 
-async def gather_ranks(n: int, main: Main[T]) -> list[T]:
+async def gather_ranks(n: int, main: Main[T], *, elastic: tuple[int, int] | None = None) -> list[T]:
     """Run `main` on `n` ranks as tasks of the running loop and return the results by rank.
 
     As `run_ranks`, in the order and at the speed of that loop: real time, any loop, no deadlock found.
     """
-    return await _RanksJob(n, main, LocalHub(), story="gather_ranks").run(None)
+    return await _RanksJob(n, main, LocalHub(), story="gather_ranks", elastic=elastic).run(None)
+
+
+def kill_rank(number: int | None = None) -> None:
+    """Kill a rank of an elastic `run_ranks`: the others see what they see of a process that is killed.
+
+    Its task is cancelled here.
+    `number` is that of the task, from 0 in the order in which they were started; None is the one that calls, which ends
+    at its next `await`. Raises RuntimeError outside.
+    """
+    seat = current_place.get()
+    if not isinstance(seat, _Seat):
+        raise RuntimeError("kill_rank() is for ranks under run_ranks(elastic=...)")
+    seat.job.kill(seat.number if number is None else number)
 
 
 class _Seat:
     """A rank's place, good for any number of `init` in a row: each takes its transport, then its channel."""
 
-    def __init__(self, job: _RanksJob[Any], rank: int) -> None:
-        self._job = job
-        self._rank = rank
+    def __init__(self, job: _RanksJob[Any], number: int, generation: Generation, rank: int) -> None:
+        self.job = job
+        self.number = number
+        """Of its task."""
+        self.channels: list[Channel] = []
+        """Of an elastic rank: those that it has taken, one for each generation."""
+        self.started_for = generation
+        self.started_as = rank
         self._opened = 0
 
     @property
     def transport(self) -> LocalTransport:
         """The transport of the rank's next `init`."""
         self._opened += 1
-        return LocalTransport(self._job.hub, self._rank, self._job.size, f"world.{self._opened - 1}")
+        return LocalTransport(self.job.hub, self.started_as, self.job.size, f"world.{self._opened - 1}")
 
     @property
     def channel(self) -> Channel:
         """The channel that goes with the transport that was taken last."""
-        return self._job.channels(self._opened - 1)[self._rank]
+        return self.job.channels(self._opened - 1)[self.started_as]
 
     @property
     def hosts(self) -> tuple[int, ...]:
         """For each rank the first of its host: they are all in this process."""
-        return (0,) * self._job.size
+        return (0,) * self.job.size
 
     @property
     def elastic(self) -> tuple[int, int] | None:
-        """How few and how many ranks there may be."""
-        return None
+        return self.job.elastic
 
     async def first(self) -> tuple[Channel, Generation]:
-        raise NotImplementedError
+        return await self.next(self.started_for, self.started_as), self.started_for
 
     async def next(self, generation: Generation, rank: int) -> Channel:
-        raise NotImplementedError
+        return await self.job.connect(self, generation, rank)
 
     def place(self, channel: Channel, generation: Generation) -> RankPlace:
-        raise NotImplementedError
+        transport = LocalTransport(self.job.hub, channel.rank, channel.size, f"generation.{generation.number}")
+        return RankPlace(transport, channel, (0,) * channel.size)
+
+    def leave(self) -> None:
+        """Its task is killed: the others hear that, and nothing of it any more."""
+        for channel in self.channels:
+            channel.fail("it was killed")
 
 
 def _rank_of(handle: asyncio.Handle) -> object:
@@ -117,11 +145,20 @@ def _rank_of(handle: asyncio.Handle) -> object:
 class _RanksJob(Generic[T]):
     """The ranks of one call."""
 
-    def __init__(self, size: int, main: Main[T], hub: LocalHub, *, story: str) -> None:
+    def __init__(
+        self, size: int, main: Main[T], hub: LocalHub, *, story: str, elastic: tuple[int, int] | None = None
+    ) -> None:
         if size < 1:
             raise ValueError(f"{size} ranks: expected at least 1")
+        if elastic is not None and not 1 <= elastic[0] <= size <= elastic[1]:
+            raise ValueError(f"elastic={elastic} with {size} ranks: expected (MIN, MAX) around them")
         self.size = size
         self.hub = hub
+        self.elastic = elastic
+        self._generations = Generations(size, self)
+        self._sessions: dict[int, tuple[Sequence[Channel], asyncio.Future[None]]] = {}
+        self._seats: list[_Seat] = []
+        self._killed: set[int] = set()
         self._main = main
         self._takes_rank = _takes_rank(main)
         self._story = story
@@ -141,39 +178,106 @@ class _RanksJob(Generic[T]):
         loop = self.hub.loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
         limit = None if timeout is None else loop.call_later(timeout, TimeLimit(self._late, timeout))
-        self._tasks = [self._start(rank) for rank in range(self.size)]
-        ended = asyncio.gather(*self._tasks, return_exceptions=True)
+        first = Generation(0, (None,) * self.size)
+        if self.elastic is not None:
+            self.form(first, self._generations.members())
+        else:
+            for rank in range(self.size):
+                self._start(first, rank)
         try:
-            either: list[asyncio.Future[Any]] = [ended, self._failed]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            while not self._failed.done() and (left := [task for task in self._tasks if not task.done()]):
+                either: list[asyncio.Future[Any]] = [*left, self._failed]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if limit is not None:
                 limit.cancel()
             for task in self._tasks:
                 task.cancel()
-            await asyncio.wait([ended])
+            await asyncio.wait(self._tasks)
         if not self._failed.done():
-            return [task.result() for task in self._tasks]
+            # A task that was cancelled before it began has no result of its own.
+            return [cast(T, None) if n in self._killed else task.result() for n, task in enumerate(self._tasks)]
         error = self._failed.result()
         try:
             raise error
         finally:
             del error, self._failed  # a cycle of traceback and frame would keep all tensors alive
 
-    def _start(self, rank: int) -> asyncio.Task[T]:
+    def _start(self, generation: Generation, rank: int) -> None:
+        number = len(self._tasks)
+        seat = _Seat(self, number, generation, rank)
+        self._seats.append(seat)
         context = contextvars.copy_context()
-        context.run(current_place.set, _Seat(self, rank))
-        return asyncio.get_running_loop().create_task(self._one(rank), name=f"rank {rank}", context=context)
+        context.run(current_place.set, seat)
+        work = self._one(number)
+        self._tasks.append(asyncio.get_running_loop().create_task(work, name=f"rank {number}", context=context))
 
     async def _one(self, rank: int) -> T:
         try:
             return await (self._main(rank) if self._takes_rank else self._main())
         except BaseException as error:
+            if rank in self._killed:
+                return cast(T, None)
             self._rank_failed(rank, error)
             if isinstance(error, (SystemExit, KeyboardInterrupt)):
                 # They would end the loop; run() raises them.
                 raise asyncio.CancelledError from error
             raise
+        finally:
+            self._seats[rank].channels = []
+
+    # --- an elastic job: see `Sessions` --------------------------------------------------------------------
+
+    def form(self, generation: Generation, members: Members) -> None:
+        """Open the session of a generation, and start those who join."""
+        current = self._generations.machine.current.number
+        self._sessions = {number: session for number, session in self._sessions.items() if number >= current}
+        ready = asyncio.get_running_loop().create_future()
+        ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # it may be nobody's news
+        self._sessions[generation.number] = in_process(generation.size, members), ready
+        for rank in generation.joiners:
+            self._start(generation, rank)
+
+    def drop(self, generation: Generation, why: str) -> None:
+        """End the session of a generation that never begins, and those who were to join it."""
+        _, ready = self._sessions.pop(generation.number)
+        if not ready.done():
+            ready.set_exception(PeerLost(why, lost=-1))
+        for seat in self._seats:
+            if seat.started_for is generation:
+                self.kill(seat.number)
+
+    async def connect(self, seat: _Seat, generation: Generation, rank: int) -> Channel:
+        """Return the channel of a rank of a generation, once all its ranks have asked for theirs."""
+        if generation.number not in self._sessions:
+            raise PeerLost(f"generation {generation.number} was given up", lost=-1)
+        channels, ready = self._sessions[generation.number]
+        seat.channels = [*seat.channels[-1:], channels[rank]]
+        machine = self._generations.machine
+        self._generations.do(machine.joined(generation.number, rank))
+        if machine.begun and machine.current.number == generation.number and not ready.done():
+            ready.set_result(None)
+        await asyncio.shield(ready)
+        return channels[rank]
+
+    def kill(self, number: int) -> None:
+        """Kill a rank, by the number of its task."""
+        if self.elastic is None:
+            raise RuntimeError("kill_rank() is for ranks under run_ranks(elastic=...)")
+        if number in self._killed or self._tasks[number].done():
+            return
+        self._killed.add(number)
+        seat = self._seats[number]
+        seat.leave()
+        machine = self._generations.machine
+        if not seat.channels and machine.forming is seat.started_for:
+            self._generations.do(machine.left(machine.forming.number, seat.started_as, "it was killed"))
+        self._tasks[number].cancel()
+        live = len(self._tasks) - len(self._killed)
+        if live < self.elastic[0] and self._failed is not None and not self._failed.done():
+            lost = ", ".join(map(str, sorted(self._killed)))
+            why = f"{live} of at least {self.elastic[0]} ranks are left: {lost} were killed"
+            self._failed.set_result(LaunchError(why))
 
     def _rank_failed(self, rank: int, error: BaseException) -> None:
         assert self._failed is not None

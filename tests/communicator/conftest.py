@@ -18,7 +18,7 @@ def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
         return f"host{place._rank % 2}"
 
     def hosts(place: Any) -> tuple[int, ...]:
-        return tuple(rank % 2 for rank in range(place._job.size))
+        return tuple(rank % 2 for rank in range(place.job.size))
 
     monkeypatch.setattr("socket.gethostname", name)
     monkeypatch.setattr("aiodist.testing.ranks._Seat.hosts", property(hosts))

@@ -190,17 +190,17 @@ def test_l5_ranks_go_to_the_same_folder_unless_mpirun_is_told_another() -> None:
 
 
 def test_l5_several_hosts_need_an_mpi_that_is_known() -> None:
-    commands.check_hosts(JOB, OPENMPI)
+    commands.check_mpi(JOB, OPENMPI)
     with pytest.raises(BackendUnavailable, match=r"--mpi none starts processes on this host alone: pip install"):
-        commands.check_hosts(replace(JOB, mpi="none"), None)
+        commands.check_mpi(replace(JOB, mpi="none"), None)
     with pytest.raises(BackendUnavailable, match="no MPI was found here: pip install"):
-        commands.check_hosts(JOB, None)
+        commands.check_mpi(JOB, None)
     with pytest.raises(ConfigError, match="with --mpi-arg"):
-        commands.check_hosts(JOB, OTHER)
+        commands.check_mpi(JOB, OTHER)
     with pytest.raises(ConfigError, match="put them into a script"):
-        commands.check_hosts(replace(JOB, rsh="ssh -p 2222"), MPICH)
+        commands.check_mpi(replace(JOB, rsh="ssh -p 2222"), MPICH)
     for job in (replace(JOB, hosts=(), mpi="none"), replace(JOB, hosts=())):
-        commands.check_hosts(job, None)
+        commands.check_mpi(job, None)
 
 
 def test_l5_options_for_hosts_need_hosts() -> None:

@@ -69,7 +69,7 @@ def test_t2_different_seeds_give_different_orders() -> None:
 def test_t2_the_progress_thread_may_be_the_first_to_send() -> None:
     async def main(rank: int) -> None:
         transport: Any = current_place.get()
-        one, two = (LocalTransport(transport._job.hub, end, 2, "other") for end in range(2))
+        one, two = (LocalTransport(transport.job.hub, end, 2, "other") for end in range(2))
         if rank:
             return
         t, over = torch.zeros(1), asyncio.Event()

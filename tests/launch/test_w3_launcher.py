@@ -1,0 +1,103 @@
+"""W3 at the launcher: what --elastic means and refuses, and when such a job is over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aiodist.control.generations import Generation
+from aiodist.control.roster import Roster
+from aiodist.env import Environment
+from aiodist.errors import BackendUnavailable, ConfigError
+from aiodist.launch import commands
+from aiodist.launch.commands import Flavour, Job, Mpi, elastic_range
+from aiodist.launch.hosts import Host
+from aiodist.launch.verdict import Ending, JobVerdict
+
+OPENMPI = Mpi("/opt/ompi/bin/mpirun", Flavour.OPENMPI, "5.0.11", None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"elastic": (3, 4)}, "--elastic 3:4 with 2 ranks: expected 1 <= MIN <= ranks <= MAX"),
+        ({"elastic": (0, 4)}, "expected 1 <= MIN"),
+        ({"elastic": (1, 1)}, "ranks <= MAX"),
+        ({"keep_going": True}, "--keep-going with --elastic 1:2, whose ranks go on when one fails"),
+        ({"ranks": 3, "elastic": (1, 3), "servers": 1}, "--servers with --elastic 1:3: ranks get new numbers"),
+        ({"hosts": (Host("a", 2),)}, "--hosts with --elastic 1:2: its ranks are of this host"),
+    ],
+)
+def test_w3_what_does_not_go_with_elastic_is_refused_with_the_reason(changed: dict[str, Any], why: str) -> None:
+    wanted: dict[str, Any] = {"command": ("train.py",), "ranks": 2, "elastic": (1, 2), **changed}
+    with pytest.raises(ConfigError) as caught:
+        Job(**wanted)
+    assert why in str(caught.value)
+
+
+def test_w3_an_mpirun_says_that_it_ends_all() -> None:
+    with pytest.raises(BackendUnavailable, match=r"--elastic with /opt/ompi/bin/mpirun: .*; say --mpi none"):
+        commands.check_mpi(Job(("train.py",), 2, elastic=(1, 2)), OPENMPI)
+
+
+@pytest.mark.parametrize("text", ["2", "a:b", "2:", ":4", "-1:2"])
+def test_w3_the_range_is_two_numbers(text: str) -> None:
+    assert elastic_range("2:16") == (2, 16)
+    with pytest.raises(ConfigError, match="expected MIN:MAX"):
+        elastic_range(text)
+
+
+def test_w3_a_rank_that_joins_is_told_its_place() -> None:
+    common = commands.common_variables({"AIODIST_GENERATION": "7"}, "tcp://here:1", "secret", elastic=(1, 4))
+    first = Environment.read({**common, **commands.place_variables(1, 2)})
+    assert (first.elastic, first.generation, first.previous) == ((1, 4), 0, (None, None))
+    place = commands.joiner_variables(Generation(3, (0, 2, None)), 2, "tcp://there:2")
+    joiner = Environment.read({**common, **place})
+    assert (joiner.generation, joiner.previous, joiner.rank, joiner.size) == (3, (0, 2, None), 2, 3)
+    assert joiner.rendezvous == "tcp://there:2"
+
+
+def elastic(size: int, least: int) -> JobVerdict:
+    known = Roster(size)
+    known.ready = True
+    known.joined |= set(range(size))
+    return JobVerdict(size, 5.0, known, least=least)
+
+
+def test_w3_the_job_goes_on_while_enough_have_not_failed() -> None:
+    v = elastic(4, 2)
+    assert v.ended(Ending(0, -9), 0, elastic=True) == ["rank 0: signal SIGKILL"]
+    assert v.ended(Ending(3, 5), 1, elastic=True) == ["rank 3: exit code 5"]
+    assert (v.code, v.working) == (None, {1, 2})
+    v.started(4)
+    assert v.ended(Ending(1, 1), 2, elastic=True) == ["rank 1: exit code 1"]
+    assert v.code is None
+    assert v.ended(Ending(4, -11), 3, elastic=True) == [
+        "rank 4: signal SIGSEGV",
+        "1 of at least 2 ranks are left: ranks 0, 1, 3, 4 failed",
+    ]
+    assert v.code == 137, "that of the first"
+    assert v.ended(Ending(2, -15, told=True), 4, elastic=True) == []
+
+
+def test_w3_one_that_leaves_without_a_goodbye_counts_too_and_one_that_is_not_needed_does_not() -> None:
+    v = elastic(3, 2)
+    assert v.ended(Ending(2, 0), 0, elastic=True) == []
+    assert v.due == 0.5
+    assert v.tick(1) == ["rank 2: exit code 0, while others still worked (0, 1)"]
+    assert v.code is None
+    v.started(3)
+    v.dismissed(3)
+    assert v.ended(Ending(1, 0), 2, elastic=True) == []
+    assert v.tick(3) == [
+        "rank 1: exit code 0, while others still worked (0)",
+        "1 of at least 2 ranks are left: ranks 1, 2 failed",
+    ]
+    assert v.code == 1
+
+
+def test_w3_before_it_has_begun_it_is_a_job_like_any_other() -> None:
+    v = elastic(3, 1)
+    assert v.ended(Ending(2, 7), 0) == ["rank 2: exit code 7"]
+    assert v.code == 7

@@ -1,0 +1,167 @@
+"""Elastic worlds whose ranks are killed, and joined by others: `elastic.py NAME`."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+import aiodist
+from aiodist import Communicator
+
+STEPS = 30
+SAMPLES = 12
+DEATHS = {0: 5, 2: 12}
+"""At which step which of the processes that start is killed."""
+GROWS_AT = 20
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
+    sys.stdout.flush()
+
+
+def die() -> None:
+    say(f"killed: {time.monotonic()}")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def gradient(w: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """Return that of a rank's share of the samples, for a sum of squares."""
+    x = torch.arange(SAMPLES * 3, dtype=torch.float64).view(SAMPLES, 3).sin()[rank::size]
+    y = torch.arange(SAMPLES, dtype=torch.float64).cos()[rank::size]
+    return x.T @ (x @ w - y)
+
+
+def undisturbed() -> torch.Tensor:
+    """Return what one rank comes to by itself."""
+    w = torch.zeros(3, dtype=torch.float64)
+    for _ in range(STEPS):
+        w -= 0.05 * gradient(w, 0, 1)
+    return w
+
+
+async def agree(coll: Communicator, w: torch.Tensor, step: int) -> int:
+    """Have all ranks go on from the state of one that has come furthest."""
+    steps = await coll.allgather_object(step)
+    await coll.broadcast(w, root=steps.index(max(steps)))
+    return int(max(steps))
+
+
+async def train() -> None:
+    """Two of four ranks are killed, two join, and the weights are as if nothing had happened."""
+    w, step = torch.zeros(3, dtype=torch.float64), 0
+    async with aiodist.init(elastic=True) as coll:
+        number = None if coll.generation else coll.rank
+        fresh = True
+        while step < STEPS:
+            try:
+                if fresh:
+                    step, fresh = await agree(coll, w, step), False
+                if number is not None and DEATHS.get(number) == step:
+                    die()
+                g = gradient(w, coll.rank, coll.size)
+                await coll.allreduce(g)
+                w -= 0.05 * g
+                step += 1
+                if step == GROWS_AT:
+                    coll, fresh = await coll.grow(2), True
+            except aiodist.PeerLost as error:
+                say("lost:", error.lost, "of", coll.size)
+                coll, fresh = await coll.shrink(), True
+        say(f"equal: {torch.allclose(w, undisturbed(), rtol=0, atol=1e-12)} {coll.rank} of {coll.size}")
+
+
+def held() -> tuple[Counter[str], int, int]:
+    """Return what this process has: descriptors by kind, threads, and mappings of memory files."""
+    gc.collect()
+    kinds: Counter[str] = Counter()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            kinds[os.readlink(f"/proc/self/fd/{fd}").partition(":")[0]] += 1
+        except OSError:  # the listing's own
+            continue
+    return kinds, threading.active_count(), Path("/proc/self/maps").read_text().count("memfd:aiodist")
+
+
+async def again() -> None:
+    """Regrouping without a death, again and again, leaves nothing behind."""
+    async with aiodist.init(elastic=True) as coll:
+        seen = []
+        for _ in range(13):
+            t = coll.empty(1000)
+            await coll.allreduce(t.fill_(1.0))
+            await coll.barrier()
+            coll = await coll.shrink()
+            await coll.allreduce(t.fill_(1.0))
+            await (await coll.dup()).allreduce(torch.ones(100_000))
+            del t
+            await asyncio.sleep(0.05)
+            seen.append(held())
+        say("held:", seen[3] == seen[-1], "" if seen[3] == seen[-1] else seen)
+
+
+async def too_few() -> None:
+    """All but one are killed."""
+    async with aiodist.init(elastic=True) as coll:
+        if coll.rank:
+            die()
+        try:
+            while True:
+                await coll.barrier()
+        except aiodist.PeerLost:
+            await coll.shrink()
+        await asyncio.sleep(60)
+
+
+async def early() -> None:
+    """One is killed before they have met."""
+    if os.environ["AIODIST_RANK"] == "1":
+        die()
+    async with aiodist.init(elastic=True):
+        say("open")
+
+
+async def raises() -> None:
+    """One raises: the others are told, and may go on as well."""
+    async with aiodist.init(elastic=True) as coll:
+        if coll.rank == 1:
+            raise ValueError("no more")
+        try:
+            await coll.barrier()
+        except aiodist.RemoteError as error:
+            say("told:", error.raised_by, "ValueError: no more" in str(error))
+        coll = await coll.shrink()
+        say("sum:", (await coll.allreduce(torch.ones(1))).item())
+
+
+async def plain() -> None:
+    """A program that knows nothing of it."""
+    async with aiodist.init() as coll:
+        await coll.barrier()
+        try:
+            coll.shrink()
+        except aiodist.ConfigError as error:
+            say("refused:", error)
+
+
+async def elastic() -> None:
+    """Under a launcher of another job."""
+    try:
+        async with aiodist.init(elastic=True):
+            say("open")
+    except aiodist.ConfigError as error:
+        say("refused:", error)
+
+
+if __name__ == "__main__":
+    programs = {main.__name__: main for main in (train, again, too_few, early, raises, plain, elastic)}
+    aiodist.run(programs[sys.argv[1]])
