@@ -50,7 +50,7 @@ class Refusal(StrEnum):
     DISAGREE = "disagree"
     LEFT = "left"
     """A rank of the current generation has left; it can only shrink."""
-    DROPPED = "dropped"
+    CANCELLED = "cancelled"
     """One that was to join never came."""
 
 
@@ -74,14 +74,14 @@ class Refuse(NamedTuple):
     why: str
 
 
-class Drop(NamedTuple):
+class Cancel(NamedTuple):
     """It will never begin: end its session, and those who were to join."""
 
     generation: Generation
     why: str
 
 
-Instruction = Form | Admit | Refuse | Drop
+Instruction = Form | Admit | Refuse | Cancel
 
 
 class Regrouping:
@@ -107,7 +107,7 @@ class Regrouping:
 
     def ask(self, rank: int, joiners: int) -> list[Instruction]:
         """A rank of the current generation asks for the next one, with so many new ranks."""
-        done = self._drop(Refusal.DROPPED, f"rank {rank} starts over")
+        done = self._cancel(Refusal.CANCELLED, f"rank {rank} starts over")
         self.asked[rank] = joiners
         if joiners and len(self.present) < self.current.size:
             gone = set(range(self.current.size)) - self.present
@@ -132,7 +132,7 @@ class Regrouping:
     def left(self, number: int, rank: int, why: str) -> list[Instruction]:
         """A rank has left a session, or, of one that was to join, will never come to it."""
         if self.forming is not None and number == self.forming.number:
-            return self._drop(Refusal.DROPPED, f"rank {rank} of the next generation left: {why}") + self._form()
+            return self._cancel(Refusal.CANCELLED, f"rank {rank} of the next generation left: {why}") + self._form()
         if not self.begun:
             self.came.discard(rank)
             return []
@@ -140,7 +140,7 @@ class Regrouping:
             return []
         self.present.remove(rank)
         self.asked.pop(rank, None)
-        done = self._drop(Refusal.LEFT, f"rank {rank} left: {why}")
+        done = self._cancel(Refusal.LEFT, f"rank {rank} left: {why}")
         if growing := [asker for asker, joiners in self.asked.items() if joiners]:
             done.append(self._refuse(growing, Refusal.LEFT, f"rank {rank} left: {why}"))
         return done + self._form()
@@ -174,13 +174,13 @@ class Regrouping:
         self.asked.clear()
         return [Admit(self.forming)]
 
-    def _drop(self, kind: Refusal, why: str) -> list[Instruction]:
+    def _cancel(self, kind: Refusal, why: str) -> list[Instruction]:
         """Give up what is being formed; those who wait for an answer are refused, the others come again."""
         if self.forming is None:
             return []
-        dropped, self.forming = self.forming, None
+        cancelled, self.forming = self.forming, None
         refused = [self._refuse(list(self.asked), kind, why)] if self.asked else []
-        return [Drop(dropped, why), *refused]
+        return [Cancel(cancelled, why), *refused]
 
     def _refuse(self, ranks: list[int], kind: Refusal, why: str) -> Refuse:
         for rank in ranks:
@@ -197,7 +197,7 @@ class Sessions(Protocol):
     def form(self, generation: Generation, members: Members) -> Any:  # noqa: ANN401
         """Open a session, whose hub tells `members` of its ranks, and start those who join; return where it is."""
 
-    def drop(self, generation: Generation, why: str) -> None:
+    def cancel(self, generation: Generation, why: str) -> None:
         """End a session that will never begin, and those who were to join it."""
 
 
@@ -241,8 +241,8 @@ class Generations:
                 case Refuse(ranks, kind, why):
                     for rank in ranks:
                         self._replies.pop(rank)({"refused": kind, "why": why}, None)
-                case Drop(generation, why):
-                    self.sessions.drop(generation, why)
+                case Cancel(generation, why):
+                    self.sessions.cancel(generation, why)
 
 
 class Members(NamedTuple):

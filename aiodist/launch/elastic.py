@@ -107,7 +107,7 @@ class ElasticSessions:
             self._start(generation, rank, process, hub.address)
         return hub.address
 
-    def drop(self, generation: Generation, why: str) -> None:
+    def cancel(self, generation: Generation, why: str) -> None:
         """Close the hub of a generation that will never begin, and kill those who were to join it."""
         session = self._sessions.pop(generation.number)
         self._spawn(session.hub.aclose(why))

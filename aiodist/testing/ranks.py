@@ -238,7 +238,7 @@ class _RanksJob(Generic[T]):
         for rank in generation.joiners:
             self._start(generation, rank)
 
-    def drop(self, generation: Generation, why: str) -> None:
+    def cancel(self, generation: Generation, why: str) -> None:
         """End the session of a generation that never begins, and those who were to join it."""
         _, ready = self._sessions.pop(generation.number)
         if not ready.done():

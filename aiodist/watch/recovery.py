@@ -39,13 +39,13 @@ class OpenWorld(Protocol):
     registry: Registry[Communicator]
     comm: Communicator
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Hold nothing of the process any more: cores, signals."""
 
     async def close(self) -> None:
         """Close it with all other ranks."""
 
-    async def give_up(self, error: AiodistError) -> None:
+    async def abort(self, error: AiodistError) -> None:
         """Close it without the others."""
 
 
@@ -116,12 +116,12 @@ class Recovery:
             raise CommunicatorError(f"the world was left while {self._under_way} was under way: await it first")
         await self._world.close()
 
-    async def stop(self) -> None:
+    async def cancel(self) -> None:
         """The program failed: regroup no more, and hold nothing of the process."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        self._world.let_go()
+        self._world.release()
 
     # --- shrink and grow ---------------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class Recovery:
         """Give the old world up: what is pending on it, and every later call, raises CommunicatorAborted."""
         error = CommunicatorAborted(f"the ranks of this communicator go on in another one: {why}")
         old.registry.supersede(error)
-        await old.give_up(error)
+        await old.abort(error)
 
     async def _opened(self, generation: Generation, before: Registry[Communicator] | None) -> OpenWorld:
         """Return the world of a generation that has begun, or, where ranks leave meanwhile, of the next."""
@@ -235,6 +235,6 @@ class Recovery:
         kinds: dict[str, Callable[[str], AiodistError]] = {
             "outside": CommunicatorAborted,
             "disagree": MismatchError,
-            "dropped": LaunchError,
+            "cancelled": LaunchError,
         }
         return kinds.get(kind, CommunicatorError)(why)

@@ -105,18 +105,18 @@ class World:
         self.comm = world
         return world
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Hold nothing of the process any more: cores, signals."""
         self._held.close()
 
     async def close(self) -> None:
         """Close all communicators, in order, with all other ranks."""
-        self.let_go()
+        self.release()
         await self.registry.close(self.comm)
 
-    async def give_up(self, error: AiodistError) -> None:
+    async def abort(self, error: AiodistError) -> None:
         """Close all there is without the others; what is pending, and every later call, raises `error`."""
-        self.let_go()
+        self.release()
         await self.registry.abort(error)
         await self.registry.close_memory()
 
@@ -137,9 +137,9 @@ class Life:
         """Close it with all other ranks."""
         await self._world.close()
 
-    async def stop(self) -> None:
+    async def cancel(self) -> None:
         """The program failed: hold nothing of the process any more."""
-        self._world.let_go()
+        self._world.release()
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class ElasticWays:
                     before.kept.follow(world.registry)
             await world.open()
         except BaseException as error:
-            await world.give_up(CommunicatorAborted(f"the world was not opened: {error!r}"))
+            await world.abort(CommunicatorAborted(f"the world was not opened: {error!r}"))
             raise
         return world
 

@@ -145,7 +145,7 @@ async def _fail(life: Recovery | Life, options: Options, error: BaseException) -
         fold_tracebacks()
     if options.alone and life.channel.size > 1:
         await leave_in_time(end.exitcode, limits.leave)
-    await life.stop()
+    await life.cancel()
     patient = options.environment.starter is Starter.MPI
     await abort(life.registry, life.channel, end, limits.abort, patient=patient)
     await life.registry.close_memory()

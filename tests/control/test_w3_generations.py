@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiodist.control.generations import Admit, Drop, Form, Generations, Refusal, Refuse, Regrouping
+from aiodist.control.generations import Admit, Cancel, Form, Generations, Refusal, Refuse, Regrouping
 
 
 class Model:
@@ -54,10 +54,10 @@ class Model:
                         process = self.members[self.machine.current.number][rank]
                         self.waits.remove(process)
                         self.refused.append((process, kind))
-                case Drop(generation, _):
+                case Cancel(generation, _):
                     for process in self.members.pop(generation.number):
                         if self.told.pop(process, None) is not None and process in self.place:
-                            self.refused.append((process, Refusal.DROPPED))
+                            self.refused.append((process, Refusal.CANCELLED))
         self.check()
 
     def events(self) -> list[tuple[str, int]]:
@@ -112,7 +112,7 @@ class Model:
         assert {current[rank] for rank in machine.asked} == self.waits
         if machine.forming is not None:
             assert machine.forming.number > machine.current.number
-            assert set(machine.forming.survivors) == machine.present, "whoever lives is in the next"
+            assert set(machine.forming.survivors) == machine.present, "all that live are in the next"
             assert set(self.told.values()) <= {machine.forming.number}
         else:
             assert not self.told, "nobody is on the way to nowhere"
@@ -207,7 +207,7 @@ def test_w3_a_stale_question_does_not_take_the_place_of_one_that_counts() -> Non
         def form(self, generation: Any, members: Any) -> str:
             return f"at {generation.number}"
 
-        def drop(self, generation: Any, why: str) -> None:
+        def cancel(self, generation: Any, why: str) -> None:
             raise AssertionError
 
     generations = Generations(2, NoSessions())

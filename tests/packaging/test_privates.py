@@ -27,7 +27,7 @@ EXCEPTIONS = {
     ("aiodist/testing/clock.py", "_ready"): "asyncio's, of its event loop",
     ("aiodist/testing/clock.py", "_selector"): "the same",
     ("aiodist/testing/ranks.py", "_context"): "asyncio's, of one of its handles",
-    ("aiodist/world/runtime.py", "_selector"): "asyncio's, of its event loop",
+    ("aiodist/world/generation.py", "_selector"): "asyncio's, of its event loop",
     ("handles/handle.py", "_origin"): "its own: the compiled base has it",
 }
 """Why a module may use a private name all the same, by the module and the name."""
