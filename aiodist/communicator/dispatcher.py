@@ -663,7 +663,7 @@ class Dispatcher:
             await all_over(pending, self.progress.loop)
 
     def supersede(self, error: CommunicatorAborted) -> None:
-        """Abort it on all ranks, unless that was done, and raise `error` from now on, in place of what was raised before."""
+        """Abort it on all ranks, unless that was done, and raise `error` from now on in place of what it raised."""
         self.abort_everywhere(error)
         with self.undisturbed():
             self._refuse(error)
