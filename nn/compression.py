@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import dtype_name
-from aiodist.codecs import Codec, Gather, GradientCodec, Gradients, NarrowSum, RoundingLoss, Sum
-from aiodist.codecs.base import FLOATS, STRETCH, wide
+from aiodist.codecs import Codec, Gather, GradientCodec, Gradients, NarrowSum, Sum
+from aiodist.codecs.base import FLOATS, wide
 from aiodist.codecs.gradients import Exchange, Gathered
 from aiodist.communicator import Communicator
 from aiodist.errors import OperationTimeout
@@ -26,6 +26,7 @@ from aiodist.handles import Done, Handle, Progress, join
 from aiodist.nn.buckets import Bucket
 from aiodist.nn.host_copies import HostCopies
 from aiodist.nn.layout import memory_shape
+from aiodist.nn.narrow_sums import Swap, narrow_sum
 from aiodist.streams import HostStream
 
 
@@ -76,12 +77,6 @@ class _Within(NamedTuple):
     """Add up, or spread, what the first rank of a host exchanges with other hosts."""
 
     kind: Literal["reduce", "broadcast"]
-    tensor: Tensor
-
-
-class Swap(NamedTuple):
-    """Give each rank between hosts its part of `tensor`, which has as many; the answer is this rank's part of each."""
-
     tensor: Tensor
 
 
@@ -396,35 +391,6 @@ def _advanced(program: _Program, answer: Any) -> _Request | None:  # noqa: ANN40
             return program.send(answer)
         except StopIteration:
             return None
-
-
-def narrow_sum(request: NarrowSum, rank: int, ranks: int) -> Generator[_Request, Any, RoundingLoss]:
-    """Add up 16-bit floats as `NarrowSum` says, in two collectives. (An allreduce sends them as float32.)
-
-    Each rank sums a part, which is rounded for the others. Two send each other all, which is as many bytes: nothing is
-    rounded, and none waits for the second half.
-    """
-    t, out, factor = request
-    if ranks <= 2:
-        codes = (yield Gather(t)) if ranks == 2 else [t]
-        room = torch.empty(min(STRETCH, out.numel()), dtype=out.dtype)
-        for to, first, *others in zip(*(part.split(STRETCH) for part in (out, *codes)), strict=True):
-            to.copy_(first)
-            for other in others:
-                to.add_(room[: to.numel()].copy_(other))  # half the time of a sum of two dtypes
-            if factor != 1.0:
-                to.mul_(factor)
-        return RoundingLoss(0, out[:0])
-    part = -(-t.numel() // ranks)
-    padded = torch.zeros(ranks * part, dtype=t.dtype)
-    padded[: t.numel()].copy_(t)
-    theirs = yield Swap(padded)
-    summed = theirs.view(ranks, part).sum(0, dtype=torch.float32)
-    narrow = summed.to(t.dtype)
-    for to, values in zip(out.split(part), (yield Gather(narrow)), strict=False):
-        to.copy_(values[: to.numel()]).mul_(factor)
-    start = min(rank * part, t.numel())
-    return RoundingLoss(start, summed.sub_(narrow)[: t.numel() - start])
 
 
 def _pieces(bucket: Bucket, flat: Tensor) -> list[Tensor]:

@@ -22,7 +22,7 @@ from aiodist.engine.profiling import checked_steps
 from aiodist.engine.samples import Split, WithCriterion, pair, whole
 from aiodist.engine.saving import Saving
 from aiodist.engine.state import Event, State
-from aiodist.engine.steppers import ClientStepper, PassStepper, Stepper
+from aiodist.engine.steppers import PassStepper, Stepper, client_stepper
 from aiodist.engine.training import Training
 from aiodist.nn import DataParallel
 from aiodist.nn.data_parallel import Driver
@@ -122,7 +122,7 @@ class Engine:
     def _made_stepper(self) -> Stepper:
         net, optimizer = self._net, self._optimizer
         if isinstance(optimizer, TrainingClient) and isinstance(net, DataParallel | nn.Module):
-            return ClientStepper(net, optimizer, self._reduced)
+            return client_stepper(net, optimizer, self._reduced)
         if isinstance(net, DataParallel) and isinstance(optimizer, Optimizer | Driver):
             return PassStepper(net, optimizer, self._reduced)
         raise TypeError(
@@ -136,7 +136,7 @@ class Engine:
             if every is not None or keep is not None:
                 raise ValueError("every= or keep= without checkpoint=, which says where")
             return None
-        if not isinstance(self._stepper, PassStepper):
+        if self._stepper.client is not None:
             raise ValueError("checkpoint= with a client: expected checkpoints of the parameter server")
         if every is not None and (not isinstance(every, int) or every < 1):
             raise ValueError(f"every={every!r}: expected a number of steps, or None: behind each epoch")

@@ -42,14 +42,28 @@ class Stepper(ABC):
     """How many more steps the other ranks begin before they hear that one has failed."""
     behind = False
     """The last step raised when gradients were reduced already, so the other ranks have made it."""
+    client: TrainingClient | None = None
+    """It steps once the gradients are there."""
 
     @abstractmethod
     def run(self, fn: Callable[..., T], /, *args: Any) -> Handle[T]:  # noqa: ANN401
         """Return a handle of `fn(*args)`, which runs where steps compute."""
 
-    @abstractmethod
     async def step(self, work: Callable[[], Tensor]) -> Tensor:
         """Return the loss of one step, detached; `work` computes it."""
+        self.behind = False
+        loss = await self._make(work)
+        if self.client is not None:
+            try:
+                await self.client.step()
+            except Exception as error:
+                self.behind = not isinstance(error, AiodistError)
+                raise
+        return loss
+
+    @abstractmethod
+    async def _make(self, work: Callable[[], Tensor]) -> Tensor:
+        """Do what `step` does without a client."""
 
     def stopping(self) -> bool:
         """Return whether all ranks stop behind the step that was just made, since one of them has asked."""
@@ -70,7 +84,7 @@ class Stepper(ABC):
 
     def weights(self) -> AbstractContextManager[object]:
         """Return the block in which the parameters are those to be evaluated."""
-        return nullcontext()
+        return nullcontext() if self.client is None else self.client.weights()
 
     @abstractmethod
     def open(self, stop: Callable[[], bool]) -> AbstractAsyncContextManager[None]:
@@ -133,9 +147,8 @@ class PassStepper(Stepper):
         """Return a handle of `fn(*args)` on the compute thread."""
         return self._net.run(fn, *args)
 
-    async def step(self, work: Callable[[], Tensor]) -> Tensor:
+    async def _make(self, work: Callable[[], Tensor]) -> Tensor:
         """Make a pass and an update."""
-        self.behind = False
         self._before = self._net.reducer.last
         try:
             return await self._net.step(work, self._driver)
@@ -209,14 +222,6 @@ class _NoUpdate:
         """Leave the parameters."""
 
 
-class _GroupStepper(PassStepper):
-    """The gradients of a data-parallel group, without an update."""
-
-    def __init__(self, net: DataParallel, reduced: Callable[[], None]) -> None:
-        super().__init__(net, _Plain(net, _NoUpdate(net), reduced), reduced)
-        self.joins = self.alike = False
-
-
 class _AloneStepper(Stepper):
     """The gradients of a module on this rank alone, computed on a thread of their own."""
 
@@ -229,7 +234,7 @@ class _AloneStepper(Stepper):
         """Return a handle of `fn(*args)` on that thread."""
         return self._stream.submit(fn, *args)
 
-    async def step(self, work: Callable[[], Tensor]) -> Tensor:
+    async def _make(self, work: Callable[[], Tensor]) -> Tensor:
         """Compute gradients."""
         return await self._stream.submit(self._compute, work)
 
@@ -247,53 +252,13 @@ class _AloneStepper(Stepper):
             yield
 
 
-class ClientStepper(Stepper):
-    """Asynchronous steps: the gradients of this rank, or of its group, and then a step of the client."""
-
-    def __init__(self, net: DataParallel | nn.Module, client: TrainingClient, reduced: Callable[[], None]) -> None:
-        self._client = client
-        self._inner: Stepper
-        if isinstance(net, DataParallel):
-            self._inner = _GroupStepper(net, reduced)
-        else:
-            self._inner = _AloneStepper(net, reduced)
-        self.base, self.waits, self.lag = self._inner.base, self._inner.waits, self._inner.lag
-
-    def run(self, fn: Callable[..., T], /, *args: Any) -> Handle[T]:  # noqa: ANN401
-        """Return a handle of `fn(*args)` where gradients are computed."""
-        return self._inner.run(fn, *args)
-
-    async def step(self, work: Callable[[], Tensor]) -> Tensor:
-        """Compute gradients, and have the client step."""
-        self.behind = False
-        try:
-            loss = await self._inner.step(work)
-        except Exception:
-            self.behind = self._inner.behind
-            raise
-        try:
-            await self._client.step()
-        except Exception as error:
-            self.behind = not isinstance(error, AiodistError)
-            raise
-        return loss
-
-    def stopping(self) -> bool:
-        """Return what the group has said."""
-        return self._inner.stopping()
-
-    async def tell(self, error: Exception) -> None:
-        """Tell the group."""
-        await self._inner.tell(error)
-
-    def tell_later(self, error: BaseException) -> None:
-        """Tell the group."""
-        self._inner.tell_later(error)
-
-    def weights(self) -> AbstractContextManager[object]:
-        """Return the client's block of that name."""
-        return self._client.weights()
-
-    def open(self, stop: Callable[[], bool]) -> AbstractAsyncContextManager[None]:
-        """Open what computes gradients."""
-        return self._inner.open(stop)
+def client_stepper(net: DataParallel | nn.Module, client: TrainingClient, reduced: Callable[[], None]) -> Stepper:
+    """Return asynchronous steps: the gradients of this rank, or of its group, and then a step of the client."""
+    stepper: Stepper
+    if isinstance(net, DataParallel):
+        stepper = PassStepper(net, _Plain(net, _NoUpdate(net), reduced), reduced)
+        stepper.joins = stepper.alike = False
+    else:
+        stepper = _AloneStepper(net, reduced)
+    stepper.client = client
+    return stepper
