@@ -9,15 +9,19 @@ A folder becomes a checkpoint by its renaming, once all that is in it is on the 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
+import mmap
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 MANIFEST = "manifest.json"
+_PIECE_BYTES = 16 << 20
 _log = logging.getLogger("aiodist")
 _NAME = re.compile(r"checkpoint-(\d{8,15})(\.part|\.old)?")
 
@@ -110,6 +114,27 @@ def write_all(fd: int, data: memoryview) -> None:
     """Write all of `data`."""
     while data:
         data = data[os.write(fd, data) :]
+
+
+def write_direct(fd: int, data: memoryview, rest: Callable[[], None]) -> None:
+    """Write all of `data`, past the cache of the kernel where the file system can: copies there are half of the CPU.
+
+    Its memory begins at a page. `rest` is called between pieces.
+    """
+    at, whole, flags = 0, len(data) // mmap.PAGESIZE * mmap.PAGESIZE, fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
+        while at < whole:
+            at += os.write(fd, data[at : min(at + _PIECE_BYTES, whole)])
+            rest()
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # it cannot, or in other pieces alone
+            raise
+    finally:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+    for begin in range(at, len(data), _PIECE_BYTES):
+        write_all(fd, data[begin : begin + _PIECE_BYTES])
+        rest()
 
 
 @contextmanager

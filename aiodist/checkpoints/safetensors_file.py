@@ -1,7 +1,8 @@
 """The file of one rank, in the format of safetensors: where its tensors lie, and its header.
 
-Eight bytes, little-endian: the length of the header. The header: JSON, with spaces up to a multiple of eight bytes.
-Then the tensors, one behind the other, little-endian, the largest elements first, so that each is aligned to its own.
+Eight bytes, little-endian: the length of the header. The header: JSON, with spaces so that the tensors begin at a
+multiple of sixteen. Then the tensors, one behind the other, little-endian, the largest elements first, so that each is
+aligned to its own.
 Source: huggingface.co/docs/safetensors.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -41,6 +42,7 @@ DTYPES: dict[str, torch.dtype] = {
     "C128": torch.complex128,
 }
 """By the names of safetensors, which has no complex128: there it is pairs of F64."""
+_PIECE_BYTES = 2 << 20
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Block = tuple[tuple[int, int], ...]
@@ -90,9 +92,9 @@ class Layout:
     entries: list[TensorEntry]
 
     @property
-    def data_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(entry.nbytes for entry in self.entries)
+    def nbytes(self) -> int:
+        """How long the file is."""
+        return len(self.header) + sum(entry.nbytes for entry in self.entries)
 
 
 def lay_out(given: Sequence[TensorEntry]) -> Layout:
@@ -102,7 +104,7 @@ def lay_out(given: Sequence[TensorEntry]) -> Layout:
     for entry, at in zip(given, ends, strict=False):
         described[entry.name] = {**_as_stored(entry), "data_offsets": [at, at + entry.nbytes]}
     text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % 16)
     header = struct.pack("<Q", len(text)) + text
     ends = accumulate((entry.nbytes for entry in given), initial=len(header))
     return Layout(header, [replace(entry, offset=at) for entry, at in zip(given, ends, strict=False)])
@@ -117,24 +119,25 @@ def _as_stored(entry: TensorEntry) -> dict[str, object]:
 
 
 def copy_into(buffer: Tensor, layout: Layout, sources: Sequence[Tensor]) -> None:
-    """Copy `sources`, flat, one for each entry, into `buffer`: bytes as they follow the header."""
-    at = 0
+    """Have `buffer` be the file: its header, and `sources`, flat, one for each entry."""
+    buffer[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
     for entry, source in zip(layout.entries, sources, strict=True):
-        buffer[at : at + entry.nbytes].view(DTYPES[entry.dtype]).copy_(source)
-        at += entry.nbytes
+        buffer[entry.offset : entry.offset + entry.nbytes].view(DTYPES[entry.dtype]).copy_(source)
 
 
-def write(path: Path, layout: Layout, buffer: Tensor) -> list[TensorEntry]:
-    """Write the file, of which `buffer` has the tensors; return the entries with their checksums when it is on disk.
+def write(path: Path, layout: Layout, buffer: Tensor, rest: Callable[[], None]) -> list[TensorEntry]:
+    """Write the file, which `buffer` has; return the entries with their checksums when it is on disk.
 
-    The calls that take long are few and leave the GIL alone, so a thread of low priority rarely has it.
+    `rest` is called again and again, each time after some work that leaves the GIL alone.
     """
-    data, before = buffer.numpy().data[: layout.data_bytes], len(layout.header)
+    data = buffer.numpy().data[: layout.nbytes]
     entries = []
     for entry in layout.entries:
-        at = entry.offset - before
-        entries.append(replace(entry, crc=zlib.crc32(data[at : at + entry.nbytes])))
+        crc, end = 0, entry.offset + entry.nbytes
+        for at in range(entry.offset, end, _PIECE_BYTES):
+            crc = zlib.crc32(data[at : min(at + _PIECE_BYTES, end)], crc)
+            rest()
+        entries.append(replace(entry, crc=crc))
     with folders.new_file(path) as fd:
-        folders.write_all(fd, memoryview(layout.header))
-        folders.write_all(fd, data)
+        folders.write_direct(fd, data, rest)
     return entries

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import mmap
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from threading import get_native_id
+from time import sleep, thread_time
 from typing import TypeVar
 
 import torch
@@ -21,14 +21,15 @@ from aiodist.streams import HostStream
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.5
-_NICE = 19
+_RESTS = 40.0
+"""For how many seconds the thread that writes sleeps for one of CPU."""
+_LEAST_REST_SECONDS = 5e-3
 
 
 class Writer:
     """The checkpoints of one communicator, on this rank; made at the first, it ends with its communicator.
 
-    It owns a duplicate of the communicator, two threads for files, and the memory into which shares are copied.
-    `stream` makes and reads files. `beside` is of low priority: it has what takes long beside steps.
+    It owns a duplicate of the communicator, a thread for files, and the memory into which shares are copied.
     """
 
     def __init__(self, coll: Communicator) -> None:
@@ -37,7 +38,6 @@ class Writer:
         self.buffers = BufferPool(self.progress)
         self.coll: Communicator
         self.stream: HostStream
-        self.beside: HostStream
         registry, name = coll.parts.registry, coll.parts.registry.next_name(coll, "dup")
         self._made: Handle[None] = registry.later(coll, "dup", coll.barrier(), lambda _: self._open(name))
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,9 +86,7 @@ class Writer:
         everybody = tuple(range(self.parent.size))
         self.coll = await self.parent.parts.registry.join(self.parent, name, everybody, shared=False)
         self.stream = await HostStream(f"files {self.coll.name}").__aenter__()
-        self.beside = await HostStream(f"files beside {self.coll.name}").__aenter__()
         self.coll.admit(self)
-        await self.beside.submit(_lower_priority)
 
     # --- a guest of its communicator ------------------------------------------------------------------------------
 
@@ -98,7 +96,6 @@ class Writer:
         if self._tasks:
             await asyncio.wait(self._tasks)
         await self.stream.aclose()
-        await self.beside.aclose()
 
     def abort(self) -> None:
         """Give up what is under way: nothing of it becomes a checkpoint."""
@@ -107,7 +104,6 @@ class Writer:
         for task in self._tasks:
             task.cancel()
         self.stream.abort()
-        self.beside.abort()
 
     def _forgotten(self) -> None:
         self.progress.belongings[Writer].pop(self.parent, None)
@@ -116,10 +112,23 @@ class Writer:
         return f"<Writer of {self.parent!r}, {len(self._tasks)} under way>"
 
 
-def _lower_priority() -> None:
-    """Have the calling thread run when no other wants its core: setpriority(2) is of threads."""
-    with suppress(OSError):  # a container may refuse it
-        os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICE)
+class Pace:
+    """Has the thread that makes it use a small part of a core while others compute."""
+
+    def __init__(self, computing: set[int]) -> None:
+        self._computing = computing
+        self._used = thread_time()
+        """CPU seconds of the thread up to the last rest."""
+        self._beside = False
+
+    def rest(self) -> None:
+        """Sleep as long as what was done since the last rest asks for; not where nothing computes."""
+        owed = _RESTS * (thread_time() - self._used)
+        if owed > _LEAST_REST_SECONDS:
+            before, self._beside = self._beside, len(self._computing) > 1  # this thread is one of them
+            if before or self._beside:
+                sleep(owed)
+            self._used = thread_time()
 
 
 class BufferPool:
@@ -145,14 +154,21 @@ class BufferPool:
         try:
             return self._sized(self._free.get_nowait(), nbytes)
         except Empty:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return _pages(nbytes)
 
     @staticmethod
     def _sized(buffer: Tensor, nbytes: int) -> Tensor:
         fits = nbytes <= buffer.numel() <= 2 * nbytes
-        return buffer if fits else torch.empty(nbytes, dtype=torch.uint8)
+        return buffer if fits else _pages(nbytes)
 
     def release(self, buffer: Tensor) -> None:
         """It is written, or never will be."""
         if self._free.empty():
             self._free.put(buffer)
+
+
+def _pages(nbytes: int) -> Tensor:
+    """Return memory that begins at a page."""
+    memory = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8)
+    begin = -memory.data_ptr() % mmap.PAGESIZE
+    return memory[begin : begin + nbytes]

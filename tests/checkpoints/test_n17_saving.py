@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import itertools
 import json
 import logging
@@ -12,7 +13,7 @@ import random
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ import aiodist
 from aiodist import CheckpointDamaged, Communicator, MismatchError, RemoteError
 from aiodist.checkpoints import folders
 from aiodist.checkpoints import saving as saving_module
+from aiodist.checkpoints import writer as writer_module
+from aiodist.checkpoints.writer import BufferPool, Pace
 from aiodist.codecs import TopK
 from aiodist.errors import CommunicatorAborted, CommunicatorClosed
 from aiodist.handles import Scheduler
@@ -349,6 +352,84 @@ def test_n17_nothing_of_a_training_that_failed_becomes_a_checkpoint(
     assert not (path / "checkpoint-00000001").exists()
     run_ranks(ranks, check)
     assert [p.name for p in path.iterdir()] == ["checkpoint-00000001"]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 40_001, 98_304])
+def test_n17_a_file_is_written_past_the_cache_where_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, refuses: bool
+) -> None:
+    memory = BufferPool(cast(Any, None)).borrow_nowait(nbytes)
+    memory.random_(0, 256)
+    directly, rests = [], []
+
+    class Disk:
+        def write(self, fd: int, data: memoryview) -> int:
+            directly.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
+            if directly[-1] and refuses:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return os.write(fd, data)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+    monkeypatch.setattr(folders, "os", Disk())
+    monkeypatch.setattr(folders, "_PIECE_BYTES", 32_768)
+    with folders.new_file(tmp_path / "file") as fd:
+        folders.write_direct(fd, memory.numpy().data, lambda: rests.append(1))
+    assert (tmp_path / "file").read_bytes() == bytes(memory.tolist())
+    pieces = -(-nbytes // 32_768)
+    if refuses:
+        assert directly == [True] * (nbytes >= 4096) + [False] * pieces
+    else:
+        whole = -(-(nbytes // 4096 * 4096) // 32_768)
+        assert directly == [True] * whole + [False] * (nbytes % 4096 > 0)
+    assert len(rests) == len(directly) - (refuses and nbytes >= 4096)
+
+
+def test_n17_what_writes_rests_only_beside_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = [7.0], list[float]()
+    monkeypatch.setattr(writer_module, "thread_time", lambda: now[0])
+    monkeypatch.setattr(writer_module, "sleep", slept.append)
+    computing = {1}  # the one that writes
+    pace = Pace(computing)
+
+    def work(seconds: float) -> float:
+        slept.clear()
+        now[0] += seconds
+        pace.rest()
+        return sum(slept)
+
+    assert work(0.01) == 0
+    computing.add(2)
+    assert work(0.01) == pytest.approx(0.4)
+    assert work(0.0001) == 0  # not worth it yet
+    assert work(0.0001) == pytest.approx(0.008)
+    computing.remove(2)
+    assert work(0.01) == pytest.approx(0.4)  # between two steps
+    assert work(0.01) == 0
+
+
+@pytest.mark.ranks(2)
+async def test_n17_a_save_beside_steps_ends_and_its_files_are_whole(coll: Communicator, path: Path) -> None:
+    path = Path(await coll.broadcast_object(str(path)))
+    net = await DataParallel.create(nn.Sequential(nn.Linear(700, 701), nn.Linear(701, 1)), coll)
+    opt = torch.optim.SGD(net.parameters(), lr=0.01)
+    batch = torch.ones(64, 700)
+    async with aiodist.timeout(30):
+        saving = aiodist.save(path, net, opt)
+        expected = await net.run(lambda: {name: t.clone() for name, t in net.state_dict().items()})
+        steps = 0
+        while not await coll.allreduce(int(saving.done()), "min"):
+            await net.step(lambda: net(batch).square().mean(), opt)
+            steps += 1
+    assert steps > 0
+    folder = await saving
+    pieces = [safetensors.torch.load_file(folder / folders.file_name(rank)) for rank in range(2)]
+    for name, t in expected.items():
+        found = torch.cat([p[f"net/{name}"].flatten() for p in pieces if f"net/{name}" in p])
+        assert torch.equal(found, t.flatten()), name
+    await net.aclose()
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
