@@ -36,6 +36,8 @@ _OPS: Mapping[dist.ReduceOp.RedOpType, Op] = MappingProxyType(
 )
 
 
+_WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
 _REDUCED = dist.AllreduceOptions()
 _SCATTERED = dist.ReduceScatterOptions()
 
@@ -66,25 +68,29 @@ class AiodistProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = _REDUCED) -> HandleWork:
         if tensors[0].is_sparse:
             return self._allreduce_sparse(tensors, opts)
-        return self._work(lambda: [self.coll.allreduce(*_summand(t, opts)) for t in tensors], tensors)
+        divide = _division(tensors, opts, self.coll.size)
+        return self._work(lambda: [self.coll.allreduce(*_summand(t, opts)) for t in tensors], tensors, divide)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> HandleWork:
-        return self._work(lambda: [self.coll.reduce(*_summand(t, opts), opts.rootRank) for t in tensors], tensors)
+        divide = _division(tensors if self.coll.rank == opts.rootRank else [], opts, self.coll.size)
+        issue: Handles = lambda: [self.coll.reduce(*_summand(t, opts), opts.rootRank) for t in tensors]  # noqa: E731
+        return self._work(issue, tensors, divide)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _SCATTERED) -> HandleWork:
         def issue() -> list[Handle[Any]]:
             return [self._scatter_reduced(out, joined(ts), opts, ts) for out, ts in zip(outputs, inputs, strict=True)]
 
-        return self._work(issue, outputs)
+        return self._work(issue, outputs, _division(outputs, opts, self.coll.size))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _SCATTERED) -> HandleWork:
-        return self._work(lambda: [self._scatter_reduced(output, input, opts)], [output])
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _SCATTERED) -> HandleWork:
         pairs = list(zip(outputs, inputs, strict=True))
-        return self._work(lambda: [self._scatter_reduced(out, t, opts) for out, t in pairs], outputs)
+        divide = _division(outputs, opts, self.coll.size)
+        return self._work(lambda: [self._scatter_reduced(out, t, opts) for out, t in pairs], outputs, divide)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -167,9 +173,25 @@ class AiodistProcessGroup(dist.ProcessGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Return when every rank has called it; raise with the ranks that are late, and where each of them is.
 
-        All of them are named, with `wait_all_ranks` or without.
+        The error begins with the words of gloo, which programs look for: there rank 0 names the first rank that is
+        late, or with `wait_all_ranks` all. What follows names all of them, on every rank.
         """
-        self._work(lambda: [self.coll.barrier()], []).wait(timeout)
+        seconds = self._timeout if timeout is None else timeout.total_seconds()
+        try:
+            self._work(lambda: [self.coll.barrier()], [], seconds=seconds).wait()
+        except dist.DistBackendError as error:
+            late = sorted(getattr(error.__cause__, "late", ()))
+            raise dist.DistBackendError(f"{self._unmet(late, wait_all_ranks)}: {error}") from error.__cause__
+
+    def _unmet(self, late: list[int], every: bool) -> str:
+        if self.rank():
+            reached = f"Rank {self.rank()} successfully reached monitoredBarrier"
+            return f"{reached}, but received errors while waiting for send/recv from rank 0"
+        said = "Rank 0 timed out in monitoredBarrier"
+        if not late:
+            return said
+        ranks = f"Ranks {', '.join(map(str, late))}" if every and len(late) > 1 else f"Rank {late[0]}"
+        return f"{said}: {ranks} failed to pass monitoredBarrier"
 
     # --- coalescing -------------------------------------------------------------------------------------------------
 
@@ -283,7 +305,14 @@ def _summand(t: Tensor, opts: Any) -> tuple[Tensor, Op]:
     line, name = flat(t), _OPS[op.op]
     if op.op == _Op.PREMUL_SUM:
         line.mul_(op.__getstate__()[1])
-    return line, name
+    return line, "sum" if name == "mean" and t.dtype in _WHOLE else name
+
+
+def _division(sums: Tensors, opts: Any, ranks: int) -> Callable[[], object] | None:
+    """Return what makes `sums` the means that NCCL has for integers, without the rest; None where none was asked."""
+    if not sums or sums[0].dtype not in _WHOLE or opts.reduceOp.op != _Op.AVG:
+        return None
+    return lambda: [t.div_(ranks, rounding_mode="trunc") for t in sums]
 
 
 def _dealing(rooms: list[tuple[Tensor, bool]], outputs: list[Tensors]) -> Callable[[], object] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import sys
-import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count
@@ -27,11 +26,11 @@ _FORGOTTEN_SECONDS = 5.0
 class Home:
     """The communicators of one default group, and of those that are made from it."""
 
-    def __init__(self, world: Communicator, leave: Callable[[], None] | None = None) -> None:
-        """`leave` closes the world; None: its program does."""
+    def __init__(self, world: Communicator, block: ExitStack | None = None) -> None:
+        """`block` is what keeps the world open, and its loop; None: its program does."""
         self.world = world
         self.loop = world.parts.dispatcher.progress.loop
-        self._leave = leave
+        self._block = block
 
     @classmethod
     def open(cls, store: dist.Store, rank: int, size: int, timeout: float) -> Home:
@@ -42,7 +41,7 @@ class Home:
             meeting = Introduction(rank, size, _exchange(store, rank, size))
             block = opened(Limits(rendezvous=timeout), meeting=meeting, thread=True)
             world = stack.enter_context(portal.wrap_async_context_manager(block))
-            home = cls(world, stack.pop_all().close)
+            home = cls(world, stack.pop_all())
             atexit.register(home._at_exit)
             return home
 
@@ -64,24 +63,24 @@ class Home:
             with suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(lambda: self.loop.create_task(_close(communicator)))
 
-    def close(self) -> None:
-        """Close the world with all that was made in it. Collective."""
-        leave, self._leave = self._leave, None
-        if leave is not None:
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the world with all that was made in it, and its loop. Collective, unless `error` ends the program."""
+        block, self._block = self._block, None
+        if block is not None:
             atexit.unregister(self._at_exit)
-            leave()
+            block.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def _at_exit(self) -> None:
         """The program ends without `destroy_process_group`; the others are told of an exception that ended it."""
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if error is not None:
-            trace = "".join(traceback.format_exception(error))
-            self.world.parts.registry.channel.fail(f"{type(error).__name__}: {error}", trace)
-        else:
-            with suppress(Exception):  # the process has its exit code already
-                asyncio.run_coroutine_threadsafe(
-                    asyncio.wait_for(self.world.parts.registry.close(self.world), _FORGOTTEN_SECONDS), self.loop
-                ).result()
+        if error is None:
+            closing = asyncio.wait_for(self.world.parts.registry.close(self.world), _FORGOTTEN_SECONDS)
+            try:
+                asyncio.run_coroutine_threadsafe(closing, self.loop).result()
+            except Exception as late:  # noqa: BLE001  - the process has its exit code already
+                error = late
+        with suppress(Exception):
+            self.close(error)  # else the loop's thread, which Python stops, would be waited for when this is collected
 
 
 async def _close(communicator: Communicator) -> None:

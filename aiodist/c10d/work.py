@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from aiodist.errors import AiodistError
+from aiodist.errors import AiodistError, OperationTimeout
 from aiodist.handles import Handle
 
 
@@ -81,6 +81,8 @@ class HandleWork(dist.Work):
                     handle.wait_stream()
                 else:
                     handle.wait(seconds if until is None or len(self._handles) == 1 else max(0.0, until - monotonic()))
+        except OperationTimeout as error:  # in the words of gloo, which programs look for
+            raise dist.DistBackendError(f"{error.op}: Timed out waiting {1e3 * (seconds or 0):g}ms: {error}") from error
         except AiodistError as error:
             raise dist.DistBackendError(str(error)) from error
         self._finish()

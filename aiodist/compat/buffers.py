@@ -29,6 +29,13 @@ class Buffer(NamedTuple):
     octets: Tensor
     """Their bytes, uint8 of shape (nbytes,), in the memory of the caller."""
     dtype: np.dtype[Any]
+    torch_kind: torch.dtype | None = None
+    """What they are, where numpy has no such type: `dtype` tells their size alone then."""
+
+    @property
+    def kind(self) -> np.dtype[Any] | torch.dtype:
+        """What the elements are."""
+        return self.torch_kind or self.dtype
 
     def block(self, number: int, of: int) -> Tensor:
         """Return the bytes of block `number` of so many equal ones."""
@@ -37,7 +44,7 @@ class Buffer(NamedTuple):
 
     def numbers(self) -> Tensor | None:
         """Return the elements as a tensor of numbers; None where torch has no such arithmetic."""
-        kind = _KINDS.get(self.dtype)
+        kind = self.torch_kind or _KINDS.get(self.dtype)
         return None if kind is None else self.octets.view(kind)
 
 
@@ -69,7 +76,7 @@ def buffer_of(spec: Any, blocks: int = 1, *, written: bool = False) -> Buffer:  
     else:
         nbytes = count * size * blocks
     _check(start, nbytes, whole)
-    return Buffer(whole.octets[start : start + nbytes], whole.dtype)
+    return whole._replace(octets=whole.octets[start : start + nbytes])
 
 
 def blocks_of(spec: Any, ranks: int, *, written: bool = False) -> RankBlocks:  # noqa: ANN401
@@ -134,8 +141,11 @@ def _memory(data: Any, written: bool) -> Buffer:  # noqa: ANN401
     if isinstance(data, Tensor):
         if not data.is_cpu or not data.is_contiguous():
             raise TypeError(f"a tensor on {data.device}, strides {data.stride()}: expected a contiguous one on the CPU")
-        kind = next((known for known, torch_kind in _KINDS.items() if torch_kind is data.dtype), np.dtype("B"))
-        return Buffer(data.detach().reshape(-1).view(torch.uint8), kind)
+        octets = data.detach().reshape(-1).view(torch.uint8)
+        try:
+            return Buffer(octets, torch.empty(0, dtype=data.dtype).numpy().dtype)
+        except TypeError:  # bfloat16 and others
+            return Buffer(octets, np.dtype(f"V{data.itemsize}"), data.dtype)
     array = data if isinstance(data, np.ndarray) else _array(data)
     if not array.flags.c_contiguous:
         raise TypeError(f"an array of shape {array.shape}, strides {array.strides}: expected a contiguous one")

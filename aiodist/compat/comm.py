@@ -27,8 +27,9 @@ _LEFT_OUT = {
     "Probe Iprobe Mprobe Improbe": "recv() of an object, or `coll.recv()`, which need not know the size",
     "Send_init Ssend_init Bsend_init Rsend_init Recv_init": "Isend() and Irecv() each time, which takes a microsecond",
     "Alltoallw Ialltoallw": "alltoall() of objects",
-    "Create Create_group Get_group": "Split(), or `coll.group(ranks)`",
+    "Create Create_group Get_group group": "Split(), or `coll.group(ranks)`",
     "Create_cart Create_graph Create_dist_graph Create_dist_graph_adjacent Cart_map Graph_map": "Split()",
+    "Set_errhandler Get_errhandler": "try and except: each error is an exception",
     "Create_intercomm Spawn Spawn_multiple Accept Connect Disconnect": "`aiodist run -n`, which starts all ranks",
 }
 
@@ -379,8 +380,7 @@ class Comm:
 
     def Ireduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Request:  # noqa: ANN401
         """Reduce all ranks' buffers into root's."""
-        into = buffer_of(recvbuf, written=True) if self.rank == root else None
-        mine = into if into and _in_place(sendbuf) else buffer_of(sendbuf)
+        mine, into = _operands(sendbuf, recvbuf) if self.rank == root else (buffer_of(sendbuf), None)
         if (t := _summable(mine, op)) is not None:
             out = None if into is None else into.octets.view(t.dtype)
             return self._request(self.coll.reduce(t, op.native or ReduceOp.SUM, root, out=out))
@@ -412,8 +412,7 @@ class Comm:
 
         Without counts the ranks tell one another theirs first, which blocks.
         """
-        into = buffer_of(recvbuf, written=True)
-        mine = into if _in_place(sendbuf) else buffer_of(sendbuf)
+        mine, into = _operands(sendbuf, recvbuf)
         if recvcounts is None:
             recvcounts = self.allgather(into.octets.numel() // into.dtype.itemsize)
         counts = [int(count) for count in recvcounts]
@@ -435,8 +434,7 @@ class Comm:
 
     def _reduced(self, name: str, sendbuf: Any, recvbuf: Any, op: Op, ranks: slice) -> Request:  # noqa: ANN401
         """Issue the reduction called `name`, into which the `ranks` go."""
-        into = buffer_of(recvbuf, written=True)
-        mine = into if _in_place(sendbuf) else buffer_of(sendbuf)
+        mine, into = _operands(sendbuf, recvbuf)
         if (t := _summable(mine, op)) is not None:
             out = None if _in_place(sendbuf) else into.octets.view(t.dtype)
             return self._request(getattr(self.coll, name)(t, op.native, out=out))
@@ -474,6 +472,15 @@ class Comm:
 def _in_place(spec: object) -> bool:
     """Return True where a call finds its input in the other buffer: mpi4py takes None for IN_PLACE too."""
     return spec is None or spec is IN_PLACE
+
+
+def _operands(sendbuf: Any, recvbuf: Any) -> tuple[Buffer, Buffer]:  # noqa: ANN401
+    """Return what a reduction reads and what it writes; raise TypeError where their elements differ."""
+    into = buffer_of(recvbuf, written=True)
+    mine = into if _in_place(sendbuf) else buffer_of(sendbuf)
+    if mine.kind != into.kind:
+        raise TypeError(f"sendbuf of {mine.kind}, recvbuf of {into.kind}: expected elements of one type")
+    return mine, into
 
 
 def _summable(buffer: Buffer, op: Op) -> Tensor | None:

@@ -74,10 +74,11 @@ class Op:
     """What a communicator calls it, None where it has none."""
 
     @classmethod
-    def Create(cls, function: Callable[[Any, Any, Any], None], commute: bool = False) -> Op:
-        """Return the operator of `function(a, b, datatype)`, which leaves `a op b` in `b`, as mpi4py calls it.
+    def Create(cls, function: Callable[[Any, Any, Any], Any], commute: bool = False) -> Op:
+        """Return the operator of `function(a, b, datatype)`, as mpi4py calls it; `datatype` is None.
 
-        `a` and `b` are writable buffers of bytes. `commute` makes no difference: ranks are taken in their order.
+        Of buffers, `a` and `b` are writable bytes, and it leaves `a op b` in `b`; of objects it returns `a op b`.
+        `commute` makes no difference: ranks are taken in their order.
         """
 
         def arrays(a: Any, b: Any) -> Any:  # noqa: ANN401
@@ -85,10 +86,7 @@ class Op:
             function(memoryview(a).cast("B"), memoryview(result).cast("B"), None)
             return result
 
-        def objects(a: Any, b: Any) -> Any:  # noqa: ANN401
-            raise TypeError("an operator of buffers met Python objects: give a function of two objects as op")
-
-        return cls("user", objects, arrays)
+        return cls("user", lambda a, b: function(a, b, None), arrays)
 
     def Free(self) -> None:
         """Do nothing, as there is nothing to free."""

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from contextlib import ExitStack
+from importlib.metadata import version
 from time import perf_counter
 from typing import Any, Final
 
@@ -151,6 +152,11 @@ def Get_processor_name() -> str:
 def Get_version() -> tuple[int, int]:
     """Return the version of the MPI standard that these calls are named after."""
     return 3, 1
+
+
+def Get_library_version() -> str:
+    """Return what stands where MPI's library names itself."""
+    return f"aiodist {version('aiodist')}"
 
 
 def get_vendor() -> tuple[str, tuple[int, int, int]]:

@@ -43,14 +43,16 @@ def test_t6_the_tutorial_prints_what_it_prints_with_mpi4py(ranks: int) -> None:
     assert ours.stdout == theirs.stdout
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("reductions", 3), ("awaited", 2), ("mistakes", 2), ("synchronous", 2)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("reductions", 3), ("tensors", 3), ("awaited", 2), ("mistakes", 2), ("synchronous", 2)]
+)
 def test_t6_over_processes(name: str, ranks: int) -> None:
     done = run(ranks, PROGRAMS / "compat.py", name)
     assert (done.returncode, done.stderr) == (0, ""), done
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {name}" for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("name", ["reductions", "synchronous", "mistakes"])
+@pytest.mark.parametrize("name", ["reductions", "tensors", "synchronous", "mistakes"])
 def test_t6_alone(name: str) -> None:
     command = [sys.executable, str(PROGRAMS / "compat.py"), name]
     environ = {**os.environ, "PYTHONPATH": python_path()}

@@ -13,13 +13,16 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.nn import functional as dist_functional
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -62,6 +65,20 @@ class Transformer(nn.Module):
         return self.last(x[:, 0])
 
 
+class Branches(nn.Module):
+    """Uses one of two branches."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.first = nn.ModuleList(nn.Linear(16, 8) for _ in range(2))
+        self.last = nn.Linear(8, 4)
+        self.branch = 0
+
+    def forward(self, x):
+        return self.last(self.first[self.branch](x).relu())
+
+
 def data(step, of=rank):
     generator = torch.Generator().manual_seed(100 * step + of)
     return torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator)
@@ -100,6 +117,37 @@ def ddp_comm_hook():
     net = DDP(mlp())
     net.register_comm_hook(None, default_hooks.fp16_compress_hook)
     return train(net, sgd(net))
+
+
+@case
+def ddp_hook_of_its_own():
+    def doubled(state, bucket):
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda over: over.value()[0].mul_(2.0 / size))
+
+    net = DDP(mlp(), bucket_cap_mb=0.001)
+    net.register_comm_hook(None, doubled)
+    return train(net, sgd(net))
+
+
+@case
+def ddp_unused_parameters():
+    net = Branches()
+    wrapped = DDP(net, find_unused_parameters=True)
+    opt, losses = sgd(wrapped), []
+    for step in range(4):
+        net.branch = step % 2 if step < 3 else rank  # the last step leaves no parameter out on both
+        losses += train(wrapped, opt, 1)
+    return [*losses, *net.last.weight.flatten()[:3].tolist()]
+
+
+@case
+def ddp_post_local_sgd():
+    net = DDP(mlp())
+    state = post_localSGD_hook.PostLocalSGDState(None, dist.new_subgroups(1)[0], 1)
+    net.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    averager = PeriodicModelAverager(period=2, warmup_steps=1)
+    return train(net, PostLocalSGDOptimizer(sgd(net), averager), 6)
 
 
 @case
@@ -159,6 +207,17 @@ def fsdp2():
 
 
 @case
+def fsdp2_mixed_precision():
+    net = Transformer()
+    kinds = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in net.blocks:
+        fully_shard(block, mp_policy=kinds, reshard_after_forward=False)
+    fully_shard(net, mp_policy=kinds)
+    found = train(net, torch.optim.SGD(net.parameters(), 0.1))
+    return [*found, nn.utils.clip_grad_norm_(net.parameters(), 1.0).full_tensor().item()]
+
+
+@case
 def fsdp1():
     net = FullyShardedDataParallel(mlp(), device_id=torch.device("cpu"))
     return train(net, torch.optim.Adam(net.parameters(), 0.01))
@@ -169,6 +228,16 @@ def dtensor():
     mesh = init_device_mesh("cpu", (size,))
     net = parallelize_module(mlp(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return train(net, torch.optim.SGD(net.parameters(), 0.1, foreach=False), of=0)
+
+
+@case
+def dtensor_layouts():
+    mesh = init_device_mesh("cpu", (size,))
+    whole = distribute_tensor(torch.arange(30.0).view(5, 6), mesh, [Shard(0)])  # 5 rows on two ranks
+    across = whole.redistribute(mesh, [Shard(1)])
+    product = (across @ whole.redistribute(mesh, [Replicate()]).t()).redistribute(mesh, [Replicate()])
+    partial = DTensor.from_local(torch.ones(3) * (rank + 1), mesh, [Partial()]).full_tensor()
+    return [across.to_local().tolist(), product.to_local().tolist(), partial.tolist()]
 
 
 @case
@@ -196,6 +265,17 @@ def pipeline():
 
 
 @case
+def pipeline_1f1b():
+    whole = mlp()
+    part = whole[:2] if rank == 0 else whole[2:]
+    schedule = Schedule1F1B(PipelineStage(part, rank, 2, torch.device("cpu")), 4, loss_fn=nn.functional.mse_loss)
+    losses = []
+    x, y = data(0, 0)
+    schedule.step(x) if rank == 0 else schedule.step(target=y, losses=losses)
+    return [*(loss.item() for loss in losses), *(p.grad.sum().item() for p in part.parameters())]
+
+
+@case
 def checkpoint():
     net = fully_shard(Transformer())
     train(net, sgd(net), 2)
@@ -207,6 +287,26 @@ def checkpoint():
     set_model_state_dict(other, state)
     pairs = list(zip(net.parameters(), other.parameters(), strict=True))
     return [torch.equal(a.to_local(), b.to_local()) for a, b in pairs]
+
+
+@case
+def checkpoint_in_the_background():
+    net = fully_shard(Transformer())
+    at = str(folder / f"background-{backend}")
+    dcp.async_save(get_model_state_dict(net), checkpoint_id=at, process_group=dist.new_group([0, 1])).result()
+    state = {name: torch.zeros_like(t) for name, t in get_model_state_dict(net).items()}
+    dcp.load(state, checkpoint_id=at)
+    return [torch.equal(state[name].to_local(), t.to_local()) for name, t in get_model_state_dict(net).items()]
+
+
+@case
+def autograd_collectives():
+    x = (torch.arange(4.0) + rank).requires_grad_()
+    total = dist_functional.all_reduce(x * x)
+    parts = dist_functional.all_gather(x * (rank + 1))
+    moved = dist_functional.all_to_all([torch.empty(2), torch.empty(2)], list((3 * x).split(2)))
+    (total.sum() + (parts[0] * parts[1]).sum() + moved[0].pow(2).sum()).backward()
+    return x.grad.tolist()
 
 
 @case

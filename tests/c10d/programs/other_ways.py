@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,16 @@ def own():
     t = torch.tensor([1.0, 3.0]) + rank
     dist.all_reduce(t, dist.ReduceOp.AVG)
     assert t.tolist() == [1.5, 3.5], t
+    t = torch.tensor([-3, 4]) - rank
+    dist.all_reduce(t, dist.ReduceOp.AVG)
+    assert t.tolist() == [-3, 3], t  # -7 and 7 halved as NCCL does it
+    t, out = torch.tensor([-3, 4]) - rank, torch.empty(1, dtype=torch.int64)
+    scattered = dist.ReduceScatterOptions()
+    scattered.reduceOp = dist.ReduceOp.AVG
+    dist.group.WORLD.reduce_scatter([out], [list(t.split(1))], scattered).wait()
+    assert out.item() == [-3, 3][rank]
+    dist.reduce(t, 1, dist.ReduceOp.AVG)
+    assert rank == 0 or t.tolist() == [-3, 3], t
     t = torch.ones(2)
     dist.all_reduce(t, dist._make_nccl_premul_sum(2.0))
     assert t.tolist() == [4.0, 4.0], t
@@ -102,6 +113,33 @@ def differ():
         print("the difference was told")
 
 
+def late():
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(3)
+        return
+    group = dist.group.WORLD
+    for call, said in (
+        (lambda: group.barrier().wait(timedelta(seconds=1.2)), " Timed out waiting 1200ms"),
+        (lambda: group.monitored_barrier(timedelta(milliseconds=1)), "Rank 1 failed to pass monitoredBarrier"),
+        (lambda: group.monitored_barrier(timedelta(0), wait_all_ranks=True), "Rank 0 timed out in monitoredBarrier"),
+    ):
+        try:
+            call()
+        except RuntimeError as error:
+            assert said in str(error), error  # noqa: PT017  - no test of pytest's
+            assert "rank 1 (" in str(error), error  # noqa: PT017
+    print("the late rank was named")
+
+
+def raised():
+    global home  # noqa: PLW0603  - collected while the interpreter ends, as in larger programs
+    home = dist.group.WORLD.home
+    vars(dist.group.WORLD).clear()
+    error = f"rank {dist.get_rank()} has had enough"
+    raise ValueError(error)
+
+
 def start():
     t = torch.ones(2)
     dist.all_reduce(t)
@@ -112,5 +150,5 @@ def start():
 if __name__ == "__main__":
     dist.init_process_group("aiodist")
     globals()[sys.argv[1]]()
-    if sys.argv[1] != "killed":
+    if sys.argv[1] not in ("killed", "late"):
         dist.destroy_process_group()

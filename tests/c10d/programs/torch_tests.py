@@ -35,7 +35,7 @@ def loaded():
     missing = types.ModuleType("expecttest")
     missing.TestCase = unittest.TestCase
     sys.modules.setdefault("expecttest", missing)
-    os.environ["BACKEND"] = "gloo"
+    os.environ.update(BACKEND="gloo", INIT_METHOD=f"file://{sys.argv[1]}/init")
     from torch.testing._internal.distributed import distributed_test as tests
 
     tests.BACKEND = Name("gloo")
@@ -54,13 +54,22 @@ class Name(str):
         return "aiodist"
 
 
-def run(tests, set_rng_seed, name, rank, size, folder):
+def meet(store, key, size):
+    """Return when all ranks have come here, whatever their process groups do."""
+    if store.add(key, 1) == size:
+        store.set(f"{key} all", "")
+    store.wait([f"{key} all"], timedelta(seconds=SECONDS))
+
+
+def run(tests, name, rank, size, folder, store):
     """Return how the test ended here: "passed", "skipped" or "failed", and why."""
 
     class Case(tests.TestDistBackend, tests.DistributedTest._DistTestBase):
         world_size = size
 
-    set_rng_seed(1234)
+    if getattr(getattr(Case, name), "__unittest_skip__", False):
+        return "skipped", getattr(Case, name).__unittest_skip_why__
+    sys.modules["torch.testing._internal.common_utils"].set_rng_seed(1234)
     case = Case(name)
     case.rank, case.file_name = rank, str(folder / f"store-{name}")
     dist.init_process_group(
@@ -71,13 +80,13 @@ def run(tests, set_rng_seed, name, rank, size, folder):
         timeout=timedelta(seconds=SECONDS),
     )
     try:
-        dist.barrier()
+        meet(store, f"{name} begins", size)
         getattr(case, name)()
-        dist.barrier()
+        meet(store, f"{name} ends", size)
     except unittest.SkipTest as skip:
         return "skipped", str(skip)
-    except SystemExit as code:
-        return "skipped", f"exit code {code.code}"
+    except SystemExit as end:
+        return "skipped", next(skip.message for skip in tests.TEST_SKIPS.values() if skip.exit_code == end.code)
     except BaseException as error:  # noqa: BLE001  - a test may end with any
         return "failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
     finally:
@@ -94,9 +103,8 @@ def main():
     warnings.simplefilter("ignore")
     faulthandler.enable()
     tests = loaded()
-    from torch.testing._internal.common_utils import set_rng_seed
-
     os.environ["TEMP_DIR"] = str(folder)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=rank == 0)
     for part in ("barrier", "test_dir", "init_dir"):
         (folder / part).mkdir(exist_ok=True)
     tests.Barrier.init()
@@ -107,7 +115,7 @@ def main():
             watch = threading.Timer(3 * SECONDS, lambda: (faulthandler.dump_traceback(), os._exit(3)))
             watch.daemon = True
             watch.start()
-            end, why = run(tests, set_rng_seed, name, rank, size, folder)
+            end, why = run(tests, name, rank, size, folder, store)
             watch.cancel()
             print(json.dumps([name, end, why, round(perf_counter() - began, 2)]), file=out, flush=True)
 

@@ -8,9 +8,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DistributedSampler
+from torchmetrics import MeanMetric
 
 import aiodist
 import aiodist.c10d
+
+
+def others():
+    """Return what a sampler, a metric and object collectives make of the group that they find."""
+    assert dist.is_initialized()
+    sampler = DistributedSampler(range(7), shuffle=False)
+    metric = MeanMetric()
+    for index in sampler:
+        metric.update(float(index))
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, list(sampler))
+    assert every == [[0, 2, 4, 6], [1, 3, 5, 0]], every
+    return metric.compute().item()
 
 
 def train():
@@ -36,6 +51,7 @@ async def main():
         for _ in range(rounds, 20):
             await coll.allreduce(torch.ones(4))
         losses = await coll.allgather(await training)
+        assert await asyncio.to_thread(others) == 21 / 8
         assert losses[0] == losses[1], losses
         await asyncio.to_thread(dist.destroy_process_group)
     print("side by side")

@@ -47,6 +47,27 @@ def reductions() -> None:
     assert got[0] == expected_number
 
 
+def tensors() -> None:
+    """Of torch's types that numpy lacks too: as many elements, and torch's sums; bytes that are none are refused."""
+    comm = MPI.COMM_WORLD
+    ranks = sum(range(1, comm.size + 1))
+    for kind in (torch.bfloat16, torch.float16, torch.float32, torch.int16, torch.uint16, torch.uint32):
+        t = torch.full((2 * comm.size,), comm.rank + 1).to(kind)
+        out, part = torch.empty_like(t), torch.empty(2, dtype=kind)
+        comm.Allreduce(t, out)
+        assert out.tolist() == [ranks] * len(t), (kind, out)
+        comm.Reduce_scatter_block(t, part)
+        assert part.tolist() == [ranks] * 2, (kind, part)
+        comm.Allgather(t[:2].clone(), out)
+        assert out.tolist() == [float(rank + 1) for rank in range(comm.size) for _ in range(2)], (kind, out)
+        comm.Allreduce(MPI.IN_PLACE, t, MPI.MAX)
+        assert t.tolist() == [comm.size] * len(t), (kind, t)
+    net = torch.nn.Linear(3, 2)
+    comm.Bcast(net.weight, 0)
+    assert comm.allreduce(net.weight.sum().item(), MPI.MAX) == net.weight.sum().item()
+    assert comm.allreduce([comm.rank], MPI.Op.Create(lambda a, b, datatype: a + b)) == list(range(comm.size))
+
+
 def awaited() -> None:
     """Over a communicator of an asyncio program requests are awaited, and what blocks is told."""
 
@@ -78,6 +99,11 @@ def mistakes() -> None:
         (lambda: comm.Send(np.ones((4, 4))[:, 1], 0), TypeError, "contiguous"),
         (lambda: comm.Send([np.ones(3), 4, MPI.DOUBLE], 0), ValueError, "4 elements"),
         (lambda: comm.Send(object(), 0), TypeError, "buffer"),
+        (lambda: comm.Allreduce(np.ones(4), np.ones(8, "f")), TypeError, "float64, recvbuf of float32"),
+        (lambda: comm.Allreduce(torch.ones(2), torch.ones(4).bfloat16()), TypeError, "recvbuf of torch.bfloat16"),
+        (lambda: comm.Allreduce(MPI.IN_PLACE, torch.ones(4).to(torch.float8_e4m3fn)), TypeError, "float8"),
+        (lambda: comm.group, NotImplementedError, "Split"),
+        (lambda: comm.Set_errhandler(1), NotImplementedError, "except"),
         (lambda: comm.bcast(1, root=99), ValueError, "root=99"),
     ):
         expect(call, kind, text)

@@ -1,0 +1,83 @@
+"""Programs of others over "aiodist": torch's own tests, Accelerate and Lightning."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.environ import python_path
+from tests.support.torch_ranks import started
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+DRAWN = (
+    *("test_all_gather_coalesced_simple", "test_all_reduce_full_group_sum", "test_all_to_all_single_unequal_split"),
+    *("test_barrier_full_group", "test_broadcast_group", "test_gather", "test_irecv"),
+    *("test_scatter_group", "test_send_recv_any_source", "test_send_recv_with_tag", "test_DistributedDataParallelCPU"),
+)
+"""Of torch's own tests: one of each kind."""
+
+
+class Outcome(NamedTuple):
+    """How a test of torch's ended: "passed", "skipped" or "failed" on the rank where it ended worst, and why."""
+
+    end: str
+    why: str
+
+
+def outcomes(folder: Path, size: int, names: Sequence[str], seconds: float) -> dict[str, Outcome]:
+    """Return how torch's own tests ended, or those of `names`, in a world of `size` ranks."""
+    folder.mkdir(exist_ok=True)
+    ended = started(PROGRAMS / "torch_tests.py", folder, *names, size=size, seconds=seconds)
+    assert [code for code, _ in ended] == [0] * size, ended
+    found: dict[str, Outcome] = {}
+    for rank in range(size):
+        for line in (folder / f"rank{rank}.jsonl").read_text().splitlines():
+            name, end, why, _ = json.loads(line)
+            if name not in found or end == "failed":
+                found[name] = Outcome(end, why)
+    return found
+
+
+def failures(found: Mapping[str, Outcome]) -> dict[str, str]:
+    """Return the tests that failed, and why."""
+    return {name: outcome.why for name, outcome in found.items() if outcome.end == "failed"}
+
+
+@pytest.mark.processes
+def test_t5_some_of_torchs_own_tests(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, 3, DRAWN, 110)
+    assert set(found) == set(DRAWN)
+    assert not failures(found)
+
+
+@pytest.mark.thorough
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["accelerate", "lightning"])
+def test_t5_frameworks_come_to_what_gloo_comes_to(tmp_path: Path, name: str) -> None:
+    if find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    found = {}
+    for backend in ("gloo", "aiodist"):
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = subprocess.run(
+            [sys.executable, *launch, str(PROGRAMS / f"with_{name}.py"), backend, str(tmp_path)],
+            env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        found[backend] = [json.loads((tmp_path / f"{backend}-{rank}.json").read_text()) for rank in (0, 1)]
+        assert all(result.pop("backend") == backend for result in found[backend])
+    assert found["aiodist"] == found["gloo"]
+    assert all(len(result["losses"]) > 8 for result in found["gloo"])

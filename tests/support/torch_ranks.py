@@ -1,0 +1,41 @@
+"""Ranks of programs that `torch.distributed` starts by its variables, without a launcher."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.environ import python_path
+
+__all__ = ["free_port", "started"]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def started(program: Path, *args: object, size: int = 2, seconds: float = 110) -> list[tuple[int, str]]:
+    """Run `size` ranks of a program by torch's variables; return each one's exit code and output."""
+    place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environ = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **place}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program), *map(str, args)],
+            env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=seconds)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
