@@ -141,11 +141,11 @@ def _memory(data: Any, written: bool) -> Buffer:  # noqa: ANN401
     if isinstance(data, Tensor):
         if not data.is_cpu or not data.is_contiguous():
             raise TypeError(f"a tensor on {data.device}, strides {data.stride()}: expected a contiguous one on the CPU")
-        octets = data.detach().reshape(-1).view(torch.uint8)
+        memory = data.detach().reshape(-1).view(torch.uint8)
         try:
-            return Buffer(octets, torch.empty(0, dtype=data.dtype).numpy().dtype)
+            return Buffer(memory, torch.empty(0, dtype=data.dtype).numpy().dtype)
         except TypeError:  # bfloat16 and others
-            return Buffer(octets, np.dtype(f"V{data.itemsize}"), data.dtype)
+            return Buffer(memory, np.dtype(f"V{data.itemsize}"), data.dtype)
     array = data if isinstance(data, np.ndarray) else _array(data)
     if not array.flags.c_contiguous:
         raise TypeError(f"an array of shape {array.shape}, strides {array.strides}: expected a contiguous one")

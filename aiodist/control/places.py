@@ -13,6 +13,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -111,6 +112,9 @@ def outward_host() -> str:
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((somewhere, 9))  # sends nothing: it only asks for the route
             return str(probe.getsockname()[0])
+    with contextlib.suppress(OSError):  # there is no route to everywhere: what its name stands for
+        named = [str(place[0]) for *_, place in socket.getaddrinfo(socket.gethostname(), None)]
+        return next(filterfalse(is_loopback, named), "127.0.0.1")
     return "127.0.0.1"
 
 

@@ -9,9 +9,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from tests.support.environ import python_path
 from tests.support.torch_ranks import started
@@ -20,10 +22,27 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 DRAWN = (
     *("test_all_gather_coalesced_simple", "test_all_reduce_full_group_sum", "test_all_to_all_single_unequal_split"),
-    *("test_barrier_full_group", "test_broadcast_group", "test_gather", "test_irecv"),
-    *("test_scatter_group", "test_send_recv_any_source", "test_send_recv_with_tag", "test_DistributedDataParallelCPU"),
+    *("test_barrier_full_group", "test_broadcast", "test_gather", "test_irecv"),
+    *("test_scatter", "test_send_recv_any_source", "test_send_recv_with_tag", "test_DistributedDataParallelCPU"),
 )
 """Of torch's own tests: one of each kind."""
+
+
+FAIL: Mapping[str, str] = MappingProxyType(
+    {
+        "test_monitored_barrier_gloo test_monitored_barrier_gloo_subgroup "
+        "test_monitored_barrier_failure_order test_monitored_barrier_wait_all_ranks": "torch asks for gloo by its name",
+    }
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
+    else {}
+)
+"""torch's own tests that do not pass over "aiodist", and why."""
+
+SKIPPED = (
+    *("CUDA", "Nccl", "NCCL", "torchvision"),  # not here: LACKING in the program
+    *("https://github.com/pytorch/pytorch/", "flakiness"),  # torch skips them itself
+)
+"""Why tests are skipped, over any backend on the CPU."""
 
 
 class Outcome(NamedTuple):
@@ -55,8 +74,23 @@ def failures(found: Mapping[str, Outcome]) -> dict[str, str]:
 @pytest.mark.processes
 def test_t5_some_of_torchs_own_tests(tmp_path: Path) -> None:
     found = outcomes(tmp_path, 3, DRAWN, 110)
-    assert set(found) == set(DRAWN)
-    assert not failures(found)
+    assert {name: found[name].end for name in DRAWN} == dict.fromkeys(DRAWN, "passed"), failures(found)
+
+
+@pytest.mark.thorough
+@pytest.mark.processes
+@pytest.mark.timeout(1500)
+def test_t5_torchs_own_tests(tmp_path: Path) -> None:
+    """All of them in a world of three, and those that want more ranks in the worlds that they want."""
+    found = outcomes(tmp_path / "3", 3, (), 600)
+    for size, wanted in ((4, "exact world size of 4"), (8, "small world size")):
+        names = [name for name, outcome in found.items() if wanted in outcome.why]
+        assert names, f"none wants a world of {size}"
+        found |= outcomes(tmp_path / str(size), size, names, 400)
+    assert failures(found).keys() == set(" ".join(FAIL).split()), "\n".join(failures(found).values())
+    skipped = {outcome.why for outcome in found.values() if outcome.end == "skipped"}
+    assert {why for why in skipped if not any(known in why for known in SKIPPED)} == set()
+    assert sum(outcome.end == "passed" for outcome in found.values()) >= 130
 
 
 @pytest.mark.thorough

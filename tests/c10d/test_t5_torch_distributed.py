@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from aiodist.errors import BackendUnavailable
+from aiodist.launch.commands import mpirun_environment
+from aiodist.launch.discover import find_mpi
 from tests.support.environ import python_path
 from tests.support.torch_ranks import started
 
@@ -85,24 +88,36 @@ def test_t5_a_killed_rank_is_named_within_a_second() -> None:
     assert "the loss was told" in output
 
 
+def command(starter: str) -> tuple[list[str], dict[str, str]]:
+    """Return what starts two ranks, and the variables that it needs; skip the test where its MPI is missing."""
+    if starter == "torchrun":
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], {}
+    name, _, kind = starter.partition(" ")
+    aiodist = [sys.executable, "-m", "aiodist.cli", "run", "-n", "2", "--mpi"]
+    if kind == "none":
+        return [*aiodist, kind], {}
+    named = kind
+    if kind == "mpich" and (prefix := os.environ.get("AIODIST_TEST_MPICH")):
+        named = str(Path(prefix) / "bin" / "mpirun")
+    try:
+        found = find_mpi(named, os.environ.get("PATH", os.defpath))
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+    assert found is not None
+    if name == "aiodist":
+        return [*aiodist, named], {}
+    options = ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"] if kind == "openmpi" else []
+    variables = mpirun_environment(found, os.environ, root=os.geteuid() == 0)
+    return [found.mpirun, *options, "-n", "2", sys.executable], variables
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["aiodist.cli", "run", "-n", "2", "--mpi", "none"],
-        ["aiodist.cli", "run", "-n", "2"],
-        ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    ],
-    ids=["aiodist", "aiodist-mpi", "torchrun"],
-)
-def test_t5_starters(command: list[str]) -> None:
-    module, *rest = command
-    main = "from aiodist.cli import main; main()" if module == "aiodist.cli" else ""
-    start = ["-c", main, *rest] if main else ["-m", module, *rest]
-    environ = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
+@pytest.mark.parametrize("starter", ["aiodist none", "aiodist openmpi", "torchrun", "mpirun openmpi", "mpirun mpich"])
+def test_t5_starters(starter: str) -> None:
+    start, variables = command(starter)
     done = subprocess.run(
-        [sys.executable, *start, str(PROGRAMS / "other_ways.py"), "start"],
-        env=environ,
+        [*start, str(PROGRAMS / "other_ways.py"), "start"],
+        env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
         timeout=110,

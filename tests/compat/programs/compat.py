@@ -130,11 +130,13 @@ def synchronous() -> None:
         assert not request.Test()
         comm.Barrier()
         assert not request.Test()
+        comm.Barrier()  # the other receives no sooner
         assert comm.recv(tag=3) == words
         assert request.wait() is None
     request = comm.Issend(np.arange(3.0), other)
     comm.Barrier()
     assert not request.Test()
+    comm.Barrier()
     into = np.empty(3)
     comm.Recv(into, (comm.rank - 1) % comm.size)
     assert request.Wait()
