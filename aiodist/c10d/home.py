@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
-import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from anyio.from_thread import start_blocking_portal
 
 from aiodist.communicator import Communicator
 from aiodist.errors import AiodistError
+from aiodist.world.background import in_thread
 from aiodist.world.opening import Introduction, Limits
 from aiodist.world.runtime import opened
 
 T = TypeVar("T")
-
-_FORGOTTEN_SECONDS = 5.0
 
 
 class Home:
@@ -35,15 +31,10 @@ class Home:
     @classmethod
     def open(cls, store: dist.Store, rank: int, size: int, timeout: float) -> Home:
         """Open a world on a loop in a thread, whose ranks meet in `store`."""
+        meeting = Introduction(rank, size, _exchange(store, rank, size))
         stack = ExitStack()
-        portal = stack.enter_context(start_blocking_portal("asyncio", {"use_uvloop": True}, name="aiodist-loop"))
-        with stack:
-            meeting = Introduction(rank, size, _exchange(store, rank, size))
-            block = opened(Limits(rendezvous=timeout), meeting=meeting, thread=True)
-            world = stack.enter_context(portal.wrap_async_context_manager(block))
-            home = cls(world, stack.pop_all())
-            atexit.register(home._at_exit)
-            return home
+        world = stack.enter_context(in_thread(opened(Limits(rendezvous=timeout), meeting=meeting, thread=True)))
+        return cls(world, stack)
 
     def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Return what a coroutine on the loop returns; for any thread but the loop's."""
@@ -63,24 +54,11 @@ class Home:
             with suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(lambda: self.loop.create_task(_close(communicator)))
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Close the world with all that was made in it, and its loop. Collective, unless `error` ends the program."""
+    def close(self) -> None:
+        """Close the world with all that was made in it, and its loop. Collective."""
         block, self._block = self._block, None
         if block is not None:
-            atexit.unregister(self._at_exit)
-            block.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
-
-    def _at_exit(self) -> None:
-        """The program ends without `destroy_process_group`; the others are told of an exception that ended it."""
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if error is None:
-            closing = asyncio.wait_for(self.world.parts.registry.close(self.world), _FORGOTTEN_SECONDS)
-            try:
-                asyncio.run_coroutine_threadsafe(closing, self.loop).result()
-            except Exception as late:  # noqa: BLE001  - the process has its exit code already
-                error = late
-        with suppress(Exception):
-            self.close(error)  # else the loop's thread, which Python stops, would be waited for when this is collected
+            block.close()
 
 
 async def _close(communicator: Communicator) -> None:

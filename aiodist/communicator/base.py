@@ -408,7 +408,7 @@ def tensors_of(t: object) -> list[Tensor]:
     if isinstance(t, Tensor):
         return [check_tensor(t)]
     if not isinstance(t, (list, tuple)):
-        raise TypeError(f"t is {type(t).__name__}: expected a tensor or a list of tensors")
+        raise TypeError(f"t is {type(t).__name__}: expected a tensor or a list of tensors; see broadcast_object")
     return check_list(t, None, "t")
 
 

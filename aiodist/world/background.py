@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
+import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 
 from anyio.from_thread import start_blocking_portal
 
@@ -13,6 +16,7 @@ from aiodist.communicator import Communicator, Hierarchy
 from aiodist.communicator.report import REPORT_SECONDS
 from aiodist.communicator.threaded import ThreadedCommunicator
 from aiodist.world.isolation import isolate
+from aiodist.world.opening import Limits
 from aiodist.world.runtime import best_loop, init
 from aiodist.world.stopping import stopping_by_signals
 
@@ -37,21 +41,45 @@ def start(
     is called there by itself. Works in notebooks and at a prompt too, whether or not a loop runs in their thread.
 
     Leaving the block does what leaving that of `init` does; an exception in it, Ctrl-C too, is told to the other ranks.
+    A program that ends inside, such as a notebook, leaves it then; the others have 5 s to leave theirs.
     Cost: a thread; of a short operation about what an `await` costs.
     """
     block = init(backend=backend, timeout=timeout, report=report, levels=levels, selector=selector, thread=True)
+    with in_thread(block) as coll, stopping_by_signals(coll) if stop_on_signal else nullcontext():
+        yield coll
+
+
+@contextmanager
+def in_thread(block: AbstractAsyncContextManager[Communicator]) -> Iterator[ThreadedCommunicator]:
+    """Enter `block` on an event loop in a thread of its own, and leave it when the program ends at the latest.
+
+    Python ends a program that has not left it with the thread stopped, where nobody could wait for it any more.
+    """
     with start_blocking_portal("asyncio", {"loop_factory": _isolated_loop}, name="aiodist-loop") as portal:
         coll = portal.call(block.__aenter__)
         assert isinstance(coll, ThreadedCommunicator)
         coll.parts.registry.portal = portal
+        thread, process, left = portal.call(threading.current_thread), os.getpid(), False
+
+        def at_exit() -> None:
+            nonlocal left
+            if os.getpid() == process:
+                left = True
+                with suppress(Exception):  # the others are told, and the process has its exit code already
+                    portal.call(_leave_late, block, coll)
+                portal.call(portal.stop, True)
+                thread.join()
+
+        atexit.register(at_exit)
         try:
-            with stopping_by_signals(coll) if stop_on_signal else nullcontext():
-                yield coll
+            yield coll
         except BaseException as error:
-            raised = portal.call(_leave, block, error)
+            raised = None if left else portal.call(_leave, block, error)
             if raised is None or raised is error:
                 raise
             raise raised from error
+        finally:
+            atexit.unregister(at_exit)
         if (raised := portal.call(_leave, block, None)) is not None:
             raise raised
 
@@ -60,6 +88,17 @@ def _isolated_loop() -> asyncio.AbstractEventLoop:
     loop = (best_loop() or asyncio.new_event_loop)()
     isolate(loop)
     return loop
+
+
+async def _leave_late(block: AbstractAsyncContextManager[object], coll: Communicator) -> None:
+    """Leave `block` as the program ends: with the exception that ended it, if one did, else as the others do."""
+    error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is None:
+        try:
+            await asyncio.wait_for(coll.parts.registry.close(coll), Limits().forgotten)
+        except Exception as late:  # noqa: BLE001  - it is told to the others
+            error = late
+    await _leave(block, error)
 
 
 async def _leave(block: AbstractAsyncContextManager[object], error: BaseException | None) -> BaseException | None:

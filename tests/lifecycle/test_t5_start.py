@@ -71,6 +71,20 @@ def test_t5_as_in_a_notebook_a_loop_may_run_in_the_thread_that_starts_it(run: Ru
     assert [ended.said(rank) for rank in range(2)] == [["cell: 2"]] * 2
 
 
+@GLOO
+def test_t5_a_program_that_ends_inside_leaves_it_then(run: Run) -> None:
+    ended = run("started.py", "left_open")
+    assert (ended.code, ended.codes(), ended.errors) == (0, [0, 0], ""), ended
+    assert [ended.said(rank) for rank in range(2)] == [["sum: 2"]] * 2
+
+
+@GLOO
+def test_t5_the_others_hear_of_what_ended_a_program_inside(run: Run) -> None:
+    ended = run("started.py", "left_open_by_an_error")
+    assert ended.codes()[1] == 1, ended
+    assert ended.said(0) == ["heard: rank 1 failed: ValueError: rank 1 has had enough"]
+
+
 def test_t5_without_start_there_is_no_portal(jobs: Jobs) -> None:
     ended = jobs.alone("started.py", "no_portal")
     assert (ended.code, ended.errors) == (0, ""), ended

@@ -57,7 +57,7 @@ class Name(str):
 
 
 def meet(store, key, size):
-    """Return when all ranks have come here, whatever their process groups do."""
+    """Return when all ranks have come here; process groups play no part."""
     if store.add(key, 1) == size:
         store.set(f"{key} all", "")
     store.wait([f"{key} all"], timedelta(seconds=SECONDS))

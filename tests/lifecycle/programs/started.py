@@ -134,6 +134,25 @@ def within_a_loop() -> None:
     say(f"cell: {asyncio.run(cell()):g}")
 
 
+def left_open() -> None:
+    """As in a notebook that ends: nobody has left the block, and Python collects it at its end."""
+    globals()["kept"] = block = aiodist.start()
+    say(f"sum: {block.__enter__().allreduce(1.0).wait():g}")
+
+
+def left_open_by_an_error() -> None:
+    """The same, where an exception ends one rank."""
+    globals()["kept"] = block = aiodist.start()
+    coll = block.__enter__()
+    coll.barrier().wait()
+    if coll.rank == 1:
+        raise ValueError("rank 1 has had enough")
+    try:
+        coll.barrier().wait(timeout=30)
+    except aiodist.RemoteError as error:
+        say(f"heard: {str(error).splitlines()[0]}")
+
+
 def no_portal() -> None:
     """A world of `init(thread=True)` has none."""
 
