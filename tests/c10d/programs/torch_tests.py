@@ -57,10 +57,13 @@ class Name(str):
 
 
 def meet(store, key, size):
-    """Return when all ranks have come here; process groups play no part."""
+    """Return when all ranks have come here; process groups play no part.
+
+    After a test that failed, a rank may still be in it for as long as a test may take.
+    """
     if store.add(key, 1) == size:
         store.set(f"{key} all", "")
-    store.wait([f"{key} all"], timedelta(seconds=SECONDS))
+    store.wait([f"{key} all"], timedelta(seconds=2 * SECONDS))
 
 
 def run(tests, name, rank, size, folder, store):
@@ -75,6 +78,7 @@ def run(tests, name, rank, size, folder, store):
     sys.modules["torch.testing._internal.common_utils"].set_rng_seed(1234)
     case = Case(name)
     case.rank, case.file_name = rank, str(folder / f"store-{name}")
+    meet(store, f"{name} begins", size)
     dist.init_process_group(
         "aiodist",
         init_method=f"file://{case.file_name}",
@@ -83,7 +87,6 @@ def run(tests, name, rank, size, folder, store):
         timeout=timedelta(seconds=SECONDS),
     )
     try:
-        meet(store, f"{name} begins", size)
         getattr(case, name)()
         meet(store, f"{name} ends", size)
     except unittest.SkipTest as skip:
