@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
-from aiodist.backends.base import Transport, ours
+from aiodist.backends.base import Transport, again, ours
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.backends.shm import Lanes, Neighbourhood, ShmNative
 from aiodist.collectives.between import Between
@@ -23,6 +23,7 @@ from aiodist.communicator.movement import Movement
 from aiodist.control.generations import Generation
 from aiodist.errors import (
     AiodistError,
+    BackendError,
     CommunicatorAborted,
     CommunicatorClosed,
     CommunicatorError,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_ANSWER_SECONDS = 0.5
 DRAIN_SECONDS = 30.0
 """How long closing waits for what is in flight."""
 
@@ -357,13 +359,28 @@ class Registry(Generic[C]):
                 table = await agreed
                 if earlier:
                     await all_over(earlier, dispatcher.progress.loop)
-                handle.resolve(await join(table))
+                try:
+                    made = await join(table)
+                except BackendError:  # which may follow from what is heard of only then, and ends this: a rank is gone
+                    await asyncio.sleep(_ANSWER_SECONDS)
+                    raise
+                handle.resolve(made)
             except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
-                handle.reject(error)
+                why = dispatcher.refusal if isinstance(error, asyncio.CancelledError) else None
+                handle.reject(again(why) if isinstance(why, AiodistError) else error)
 
         task = asyncio.get_running_loop().create_task(make(), name=f"{parent.name}: {kind}")
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+        def given_up(_: AiodistError) -> None:
+            task.cancel()
+
+        def over(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            dispatcher.on_abort.remove(given_up)
+
+        dispatcher.on_abort.append(given_up)
+        task.add_done_callback(over)
         return handle
 
     def next_name(self, parent: C, kind: str) -> str:

@@ -141,7 +141,7 @@ class Supervisor:
         if elastic is not None:
             elastic.ended(ending.rank, describe(ending.code))
         if elastic is not None and ending.rank in elastic.dismissed:
-            self._verdict.dismissed(ending.rank)
+            self._judge(self._verdict.dismissed(ending.rank))
             return
         lines = self._verdict.ended(ending, self._loop.time(), elastic=elastic is not None and elastic.begun)
         if self.code is None:

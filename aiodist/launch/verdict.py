@@ -136,10 +136,11 @@ class JobVerdict:
         self.working.add(rank)
         self._size += 1
 
-    def dismissed(self, rank: int) -> None:
-        """A rank that was to join is not needed."""
+    def dismissed(self, rank: int) -> list[str]:
+        """A rank that was to join is not needed; return the lines to print."""
         self.working.discard(rank)
         self._size -= 1
+        return self._too_few() if self.code is None else []
 
     def ended(self, ending: Ending, now: float, *, elastic: bool = False) -> list[str]:
         """Take in that a rank ended, of a job that was `elastic` by then; return the lines to print."""
@@ -148,7 +149,8 @@ class JobVerdict:
             return self._left_early(ending, now)
         if elastic and self.code is None:
             self._named.add(ending.rank)
-            return [self._line(ending), *self._too_few(ending)]
+            self._without[ending.rank] = ending
+            return [self._line(ending), *self._too_few()]
         if self._keep_going:
             if not self.working:
                 self._suspects.clear()  # nobody is left who still worked
@@ -172,7 +174,8 @@ class JobVerdict:
             if self.working and how_left(self._roster, rank) is not Left.CLEAN:
                 lines.append(self._early(ending, self.working))
                 if self._least is not None:
-                    lines += self._too_few(ending)
+                    self._without[rank] = ending
+                    lines += self._too_few()
         if lines and self.code is None and self._least is None:
             self.code = 1
         return lines
@@ -207,12 +210,10 @@ class JobVerdict:
         ]
         return early + self._name(ending)
 
-    def _too_few(self, ending: Ending) -> list[str]:
-        """Count one more that failed; return the line that says that too few are left, if so."""
-        assert self._least is not None
-        self._without[ending.rank] = ending
+    def _too_few(self) -> list[str]:
+        """Return the line that says that too few are left, if so."""
         left = self._size - len(self._without)
-        if left >= self._least:
+        if self._least is None or left >= self._least:
             return []
         self.code = next(iter(self._without.values())).exit_code or 1
         lost = name_ranks(self._without)

@@ -15,10 +15,12 @@ from typing import Any, Final, Protocol
 
 from aiodist.communicator import Communicator
 from aiodist.communicator.registry import Registry
-from aiodist.control import Channel
+from aiodist.control import Channel, Exit
 from aiodist.control.generations import Generation
 from aiodist.errors import (
     AiodistError,
+    BackendError,
+    BackendUnavailable,
     CommunicatorAborted,
     CommunicatorClosed,
     CommunicatorError,
@@ -31,6 +33,8 @@ from aiodist.errors import (
 from aiodist.handles import Handle, Origin
 
 _LATEST_SECONDS: Final = 0.2  # before a deadline: who is late is asked for then
+_ANSWER_SECONDS: Final = 0.5  # for news that a rank is gone, where a library failed
+_LOOK_SECONDS: Final = 0.01
 
 
 class OpenWorld(Protocol):
@@ -188,7 +192,7 @@ class Recovery:
         generation = await self._next(joiners)
         await self._supersede(old, f"it grew to generation {generation.number}")
         await channel.aclose()
-        return self._enter(await self._ways.open(self.channel, generation, old.registry))
+        return self._enter(await self._open(generation, old.registry))
 
     def _enter(self, world: OpenWorld) -> Communicator:
         self._world = world
@@ -205,11 +209,27 @@ class Recovery:
         """Return the world of a generation that has begun, or, where ranks leave meanwhile, of the next."""
         while True:
             try:
-                return await self._ways.open(self.channel, generation, before)
+                return await self._open(generation, before)
             except PeerError:
                 channel = self.channel
                 generation = await self._next(0)
                 await channel.aclose()
+
+    async def _open(self, generation: Generation, before: Registry[Communicator] | None) -> OpenWorld:
+        """Return the world of a generation; raise PeerError where a rank has left, though a library said otherwise."""
+        try:
+            return await self._ways.open(self.channel, generation, before)
+        except (BackendError, BackendUnavailable, OperationTimeout):
+            until = asyncio.get_running_loop().time() + _ANSWER_SECONDS
+            while (lost := self._lost()) is None:
+                if asyncio.get_running_loop().time() > until:
+                    raise
+                await asyncio.sleep(_LOOK_SECONDS)
+            raise lost.error() from None
+
+    def _lost(self) -> Exit | None:
+        """Return how the first rank left that is known to be lost."""
+        return next((exit for exit in self.channel.exits().values() if not exit.clean), None)
 
     async def _next(self, joiners: int) -> Generation:
         """Return the next generation, once it has begun; `channel` is that of its session then."""
@@ -229,8 +249,7 @@ class Recovery:
         raise failed
 
     def _refusal(self, kind: str, why: str) -> AiodistError:
-        lost = next((exit for exit in self.channel.exits().values() if not exit.clean), None)
-        if kind == "left" and lost is not None:
+        if kind == "left" and (lost := self._lost()) is not None:
             return lost.error()
         kinds: dict[str, Callable[[str], AiodistError]] = {
             "outside": CommunicatorAborted,

@@ -293,8 +293,10 @@ _CALLS: dict[str, Callable[[Any], Any]] = {
     "group": lambda c: c.group([0]),
     "split": lambda c: c.split(0),
     "hierarchy": lambda c: c.hierarchy(),
+    "stopping": lambda c: c.stopping(),
 }
 _LOCAL = {"arena", "availability", "empty", "share_", "statistics", "admit", "leave_to_thread", "abort", "aclose"}
+_LOCAL |= {"request_stop", "shrink", "grow"}  # these two are for elastic worlds alone
 _ITERATORS = {"messages"}
 
 

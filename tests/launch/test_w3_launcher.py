@@ -88,13 +88,22 @@ def test_w3_one_that_leaves_without_a_goodbye_counts_too_and_one_that_is_not_nee
     assert v.tick(1) == ["rank 2: exit code 0, while others still worked (0, 1)"]
     assert v.code is None
     v.started(3)
-    v.dismissed(3)
+    assert v.dismissed(3) == []
     assert v.ended(Ending(1, 0), 2, elastic=True) == []
     assert v.tick(3) == [
         "rank 1: exit code 0, while others still worked (0)",
         "1 of at least 2 ranks are left: ranks 1, 2 failed",
     ]
     assert v.code == 1
+
+
+def test_w3_those_that_were_to_join_do_not_make_up_for_those_that_failed() -> None:
+    """The last rank dies while it grows: what was started for it is ended, and the job with it."""
+    v = elastic(1, 1)
+    v.started(1)
+    assert v.ended(Ending(0, -9), 0, elastic=True) == ["rank 0: signal SIGKILL"]
+    assert v.dismissed(1) == ["0 of at least 1 ranks are left: rank 0 failed"]
+    assert v.code == 137
 
 
 def test_w3_before_it_has_begun_it_is_a_job_like_any_other() -> None:

@@ -87,6 +87,29 @@ def test_w3_everything_of_the_old_world_raises_and_what_was_pending_has_the_lost
     run_ranks(3, main, elastic=(1, 3))
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_w3_what_is_being_made_of_a_world_is_given_up_with_it(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """A library may wait for the lost rank for ever, or fail before the loss is known."""
+
+    async def split(*_: object) -> Any:
+        if waits:
+            await asyncio.sleep(1e6)
+        raise aiodist.BackendError("the other side has closed its connection")
+
+    async def main(number: int) -> None:
+        async with aiodist.init(elastic=True) as coll:
+            monkeypatch.setattr(type(coll.parts.transport), "split", split)
+            twin = coll.dup()
+            await coll.barrier()
+            if number == 1:
+                kill_rank()
+            with pytest.raises(PeerLost, match="rank 1 left"):
+                await twin
+            await coll.shrink()
+
+    run_ranks(3, main, elastic=(1, 3))
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_w3_a_death_at_any_moment_of_a_shrink_starts_it_over(seed: int) -> None:
     """Rank 3 dies, and rank 1 so many steps of the loop after it has called shrink()."""

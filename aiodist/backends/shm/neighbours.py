@@ -297,6 +297,8 @@ async def meet(channel: Channel, hosts: Sequence[int], *, allowed: bool = True, 
                 refusals = [f"rank {channel.rank}: {error}"]
     finally:
         if listener is not None:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # a thread that still waits for a rank that is gone ends now
             listener.close()
     met = await exchange(channel, "shm/met", refusals, seconds)
     sharing = _sharing(hosts, met)
