@@ -9,6 +9,7 @@ new one has begun. Where a rank leaves while the others open the new world, they
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, Protocol
@@ -35,6 +36,7 @@ from aiodist.handles import Handle, Origin
 _LATEST_SECONDS: Final = 0.2  # before a deadline: who is late is asked for then
 _ANSWER_SECONDS: Final = 0.5  # for news that a rank is gone, where a library failed
 _LOOK_SECONDS: Final = 0.01
+_MOST_OLD: Final = 4
 
 
 class OpenWorld(Protocol):
@@ -59,6 +61,10 @@ class Ways(Protocol):
     @property
     def most(self) -> int:
         """How many ranks there may be; raises ConfigError where the job is not elastic."""
+
+    @property
+    def alone(self) -> bool:
+        """This rank has its process to itself."""
 
     async def first(self) -> tuple[Channel, Generation]:
         """Return the channel to the others of the generation that this rank is started for."""
@@ -87,6 +93,7 @@ class Recovery:
         self._ways = ways
         self._task: asyncio.Task[None] | None = None
         self._under_way: Handle[Communicator] | None = None
+        self._uncollected = 0
         self._world: OpenWorld
         """That of the newest generation that was opened here."""
         self.channel: Channel
@@ -174,6 +181,13 @@ class Recovery:
                 await asyncio.sleep(seconds - _LATEST_SECONDS)
             handle.keep = dict(await self.channel.request("late"))
 
+    def _collect(self, most: int) -> None:
+        """Free old worlds, which are cycles with descriptors in them, once there are `most`: it takes some 0.3 s."""
+        self._uncollected += 1
+        if self._uncollected >= most and self._ways.alone:
+            self._uncollected = 0
+            gc.collect()
+
     async def _shrink(self) -> Communicator:
         old, channel = self._world, self.channel
         number = old.registry.generation.number
@@ -183,12 +197,16 @@ class Recovery:
         generation = await self._next(0)
         await giving_up
         await channel.aclose()
-        return self._enter(await self._opened(generation, old.registry))
+        comm = self._enter(await self._opened(generation, old.registry))
+        del old
+        self._collect(_MOST_OLD)
+        return comm
 
     async def _grow(self, joiners: int) -> Communicator:
         old, channel = self._world, self.channel
         dispatcher = old.comm.parts.dispatcher
         await dispatcher.settled()
+        asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._collect, 1)  # while the new ranks start
         generation = await self._next(joiners)
         await self._supersede(old, f"it grew to generation {generation.number}")
         await channel.aclose()

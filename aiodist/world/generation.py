@@ -159,6 +159,11 @@ class ElasticWays:
             raise ConfigError(f"init(elastic=True), and the job is not elastic: {how}")
         return elastic[1]
 
+    @property
+    def alone(self) -> bool:
+        """See `Ways`."""
+        return self.given is None
+
     async def first(self) -> tuple[Channel, Generation]:
         """See `Ways`."""
         if self.most and self.given is not None:

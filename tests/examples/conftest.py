@@ -62,9 +62,17 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Ou
 
 
 def start(
-    folder: Path, n: int, script: Path, *arguments: str, mpi: str, servers: int = 0, seconds: float = 60
+    folder: Path,
+    n: int,
+    script: Path,
+    *arguments: str,
+    mpi: str,
+    servers: int = 0,
+    joiners: int = 0,
+    elastic: str = "",
+    seconds: float = 60,
 ) -> Output:
-    ranks = ["-n", str(n), "--servers", str(servers)]
+    ranks = ["-n", str(n), "--servers", str(servers), *(["--elastic", elastic] if elastic else [])]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", "aiodist.cli", "run", *ranks, "--mpi", mpi, str(script), *arguments],
@@ -75,7 +83,7 @@ def start(
         timeout=seconds,
         check=False,
     )
-    lines: dict[int, list[str]] = {rank: [] for rank in range(n + servers)}
+    lines: dict[int, list[str]] = {rank: [] for rank in range(n + servers + joiners)}
     for line in done.stdout.splitlines():
         rank, _, text = line.removeprefix("[").partition("] ")
         lines[int(rank)].append(text)

@@ -507,3 +507,17 @@ def test_t5_the_ranks_share_the_jobs_that_rank_0_hands_out(launch: Launch, n: in
     done = launch(n, EXAMPLES / "workers.py", mpi="none")
     assert (done.code, done.errors) == (0, "")
     assert done.lines[0] == ["9 of 9 jobs done; the best: {'C': 10, 'gamma': 0.0001} with accuracy 0.903"]
+
+
+@pytest.mark.thorough
+def test_w3_elastic_training_ends_as_if_nothing_had_happened(launch: Launch) -> None:
+    """Two of four ranks are killed, and one joins."""
+    script = EXAMPLES / "elastic.py"
+    done = launch(4, script, mpi="none", elastic="2:4", joiners=1)
+    assert (done.code, done.errors.splitlines()) == (0, ["rank 1: signal SIGKILL", "rank 0: signal SIGKILL"])
+    assert done.lines[3] == ["step 60, rank 3 of 4: PeerLost", "step 120, rank 2 of 3: PeerLost"]
+    assert (done.lines[1], done.lines[4]) == ([], [])
+    calm = launch(2, script, "--undisturbed", mpi="none", elastic="1:2")
+    ((last,), line) = calm.lines[0], done.lines[2][-1]
+    assert line.partition(": ")[2] == last.partition(": ")[2]
+    assert line.startswith("3 ranks in generation 3: test accuracy 0.98")
