@@ -49,7 +49,7 @@ def batch(step: int, coll: aiodist.Communicator) -> Tensor:
     return chosen[coll.rank :: coll.size]  # (64 / size,)
 
 
-def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def loss(net: DataParallel, x: Tensor, y: Tensor) -> Tensor:
     """Return this rank's share of the batch's mean; the sum over the ranks is the mean."""
     share: Tensor = F.cross_entropy(net(x), y, reduction="sum") / BATCH
     return share

@@ -181,10 +181,10 @@ class Recovery:
                 await asyncio.sleep(seconds - _LATEST_SECONDS)
             handle.keep = dict(await self.channel.request("late"))
 
-    def _collect(self, most: int) -> None:
-        """Free old worlds, which are cycles with descriptors in them, once there are `most`: it takes some 0.3 s."""
+    def _collect(self) -> None:
+        """Free old worlds, which are cycles with descriptors in them, once there are some: it takes about 0.3 s."""
         self._uncollected += 1
-        if self._uncollected >= most and self._ways.alone:
+        if self._uncollected >= _MOST_OLD and self._ways.alone:
             self._uncollected = 0
             gc.collect()
 
@@ -199,14 +199,14 @@ class Recovery:
         await channel.aclose()
         comm = self._enter(await self._opened(generation, old.registry))
         del old
-        self._collect(_MOST_OLD)
+        self._collect()
         return comm
 
     async def _grow(self, joiners: int) -> Communicator:
         old, channel = self._world, self.channel
         dispatcher = old.comm.parts.dispatcher
         await dispatcher.settled()
-        asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._collect, 1)  # while the new ranks start
+        asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._collect)  # while the new ranks start
         generation = await self._next(joiners)
         await self._supersede(old, f"it grew to generation {generation.number}")
         await channel.aclose()
