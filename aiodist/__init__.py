@@ -35,8 +35,10 @@ if TYPE_CHECKING:
         WorkerFailed,
     )
     from aiodist.handles import Handle, as_completed, gather, timeout
+    from aiodist.handles.tracing import span
     from aiodist.ps import ParameterServer
     from aiodist.types import ANY, ReduceOp
+    from aiodist.watch.trace import trace
     from aiodist.world.background import start
     from aiodist.world.runtime import as_handle, init, isolate, open, run
 
@@ -84,10 +86,12 @@ __all__ = [
     "ps",
     "run",
     "save",
+    "span",
     "start",
     "streams",
     "testing",
     "timeout",
+    "trace",
 ]
 
 _HOMES: Final = {
@@ -123,8 +127,10 @@ _HOMES: Final = {
     "open": "aiodist.world.runtime",
     "run": "aiodist.world.runtime",
     "save": "aiodist.checkpoints",
+    "span": "aiodist.handles.tracing",
     "start": "aiodist.world.background",
     "timeout": "aiodist.handles",
+    "trace": "aiodist.watch.trace",
 }
 _MODULES: Final = frozenset(
     {"c10d", "checkpoints", "codecs", "data", "engine", "handles", "nn", "ps", "streams", "testing"}

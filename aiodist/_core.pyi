@@ -158,6 +158,7 @@ class Handle:
     source: int | None
     tag: int | None
     version: int | None
+    _observer: Callable[..., object] | None
     _consumed: bool
     _detached: bool
     _looked_at: bool
@@ -207,6 +208,8 @@ class Claims(Sized):
 class Log:
     seq: int
     awaited: Any
+    timed: bool
+    def arrivals(self, since: int, /) -> bytes: ...
     def kept(self, seq: int, /) -> tuple[int, Any, tuple[CodeType, int]] | None: ...
     def record(self, what: object, origin: tuple[CodeType, int], /) -> None: ...
 
@@ -233,6 +236,7 @@ class Plan:
 
 class Issuer:
     open: bool
+    observer: Callable[[Any], Callable[..., object]] | None
     threads: bool
     def __init__(
         self,

@@ -119,16 +119,29 @@ def run(  # noqa: PLR0913 - one for each option
             metavar="MIN:MAX", help="Go on while MIN ranks live, and grow to MAX: see init(elastic=True); --mpi none."
         ),
     ] = "",
+    trace: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Record what all ranks do: DIR/trace.json, for ui.perfetto.dev.")
+    ] = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="At the end say which rank the others waited for, and how long.")
+    ] = False,
 ) -> None:
     """Run SCRIPT on N ranks of this host, or of several; exit with the first non-zero code, 128 + n for signal n."""
     from aiodist.launch import job
     from aiodist.launch.commands import Job, elastic_range
     from aiodist.launch.program import command_of
+    from aiodist.watch.merging import prepare
 
     environ = variables()
     program, *command = command_of((script, *(args or ())), module=module, search=environ.get("PATH", os.defpath))
     count, where = _placed(ranks, hosts, hostfile, servers)
     wanted = elastic_range(elastic)
+    own = [] if pin is None else [f"AIODIST_PIN={int(pin)}"]
+    if report:
+        own.append("AIODIST_STRAGGLERS=1")
+    if trace is not None:
+        prepare(trace)
+        own.append(f"AIODIST_TRACE={trace.resolve()}")
     todo = Job(
         program=program,
         command=tuple(command),
@@ -136,7 +149,7 @@ def run(  # noqa: PLR0913 - one for each option
         servers=servers,
         mpi="none" if wanted and mpi == "auto" else mpi,
         mpi_args=tuple(mpi_arg or ()),
-        exports=(*(() if pin is None else (f"AIODIST_PIN={int(pin)}",)), *(export or ())),
+        exports=(*own, *(export or ())),
         log_dir=log_dir,
         prefix=prefix,
         timeout=timeout,
@@ -148,7 +161,32 @@ def run(  # noqa: PLR0913 - one for each option
         rsh=rsh,
         iface=iface,
     )
-    raise typer.Exit(asyncio.run(job.run(todo)))
+    try:
+        code = asyncio.run(job.run(todo))
+    finally:
+        if trace is not None:
+            _show_trace(trace)
+    raise typer.Exit(code)
+
+
+def _show_trace(folder: Path) -> None:
+    """Make one file of what the ranks have recorded, and say where it is."""
+    from aiodist.watch.merging import merge
+
+    merged = merge(folder)
+    typer.echo(
+        f"aiodist: no rank has recorded anything in {folder}" if merged is None else f"trace: {merged}", err=True
+    )
+
+
+@app.command("trace")
+def merge_trace(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where ranks that did not end in order left their files.")
+    ],
+) -> None:
+    """Make one file of what the ranks of a job have recorded in DIR."""
+    _show_trace(folder)
 
 
 def _hosts(listed: str, file: Path | None) -> tuple[Host, ...]:

@@ -94,6 +94,10 @@ class Environment:
     """Of an elastic job, the one that this process is started for."""
     previous: tuple[int | None, ...]
     """For each rank of it its rank in the one before; None of those that join, as all of the first do."""
+    trace: str | None
+    """A folder: what the ranks do is recorded there."""
+    stragglers: bool
+    """At the end rank 0 says for which rank the others waited (AIODIST_STRAGGLERS=1)."""
     variables: Mapping[str, str] = field(repr=False)
     """All of them, for the rendezvous, which knows the variables of torchrun and Slurm."""
 
@@ -119,6 +123,8 @@ class Environment:
             elastic=_elastic(environ),
             generation=_integer(environ, "AIODIST_GENERATION") if environ.get("AIODIST_GENERATION") else 0,
             previous=_previous(environ, size),
+            trace=environ.get("AIODIST_TRACE") or None,
+            stragglers=_flag(environ, "AIODIST_STRAGGLERS"),
             variables=dict(environ),
         )
 

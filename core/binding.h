@@ -85,7 +85,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *weak;
     PyObject *progress, *op, *account, *status, *value, *traceback, *waiters, *callbacks, *event, *canceller, *expires,
-        *late, *finisher, *keep, *fence, *source, *tag, *version;
+        *late, *finisher, *keep, *fence, *source, *tag, *version, *observer;
     long long seq;
     Py_ssize_t nbytes;
     origin called;  // by whom
@@ -120,11 +120,21 @@ enum { LOG_KEPT = 4096 };
 typedef struct {
     PyObject *what;
     origin called;
+    uint64_t came;  // when, in nanoseconds of core_now; 0 where nobody takes the time
 } record;
+// Operations before and behind which a rank issued nothing for so many nanoseconds are kept for longer.
+enum { GAP = 1000000, GAPS_KEPT = 2048 };
+typedef struct {
+    uint64_t seq;
+    record kept;
+} gap;
 typedef struct {
     PyObject_HEAD
     long long seq;
     PyObject *awaited;
+    char timed;  // when each came is noted
+    gap *gaps;
+    size_t gap_count;
     record kept[LOG_KEPT];
 } Log;
 
@@ -154,6 +164,9 @@ void claims_release(Claims *, uintptr_t start, size_t nbytes, bool writes);
 
 // Takes note of the next operation; false with an exception set.
 bool log_record(Log *, PyObject *what, origin);
+
+// Takes note of when the last one came, where that is wanted.
+void log_came(Log *, uint64_t when);
 
 // Returns (code, instruction), None where it is not known.
 PyObject *origin_pair(origin);

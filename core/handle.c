@@ -91,7 +91,7 @@ static int handle_init(Handle *self, PyObject *args, PyObject *named) {
     {                                                                                                                      \
         &self->progress, &self->op, &self->called.code, &self->account, &self->status, &self->value, &self->traceback,     \
             &self->waiters, &self->callbacks, &self->event, &self->canceller, &self->expires, &self->late, &self->finisher,\
-            &self->keep, &self->fence, &self->source, &self->tag, &self->version, &self->plan,       \
+            &self->keep, &self->fence, &self->source, &self->tag, &self->version, &self->observer, &self->plan,       \
             &self->tensor, &self->target, &self->result, &self->out                                                        \
     }
 
@@ -265,7 +265,7 @@ static PyMemberDef handle_members[] = {
     OBJECT("_status", status), OBJECT("_value", value), OBJECT("_traceback", traceback), OBJECT("_waiters", waiters),
     OBJECT("_callbacks", callbacks), OBJECT("_event", event), OBJECT("_canceller", canceller), OBJECT("_expires", expires),
     OBJECT("_late", late), OBJECT("_finisher", finisher), OBJECT("keep", keep), OBJECT("fence", fence),
-    OBJECT("source", source), OBJECT("tag", tag), OBJECT("version", version),
+    OBJECT("source", source), OBJECT("tag", tag), OBJECT("version", version), OBJECT("_observer", observer),
     OFFERS("seq", T_LONGLONG, Handle, seq, 0, NULL), OFFERS("nbytes", T_PYSSIZET, Handle, nbytes, 0, NULL),
     OFFERS("_consumed", T_BOOL, Handle, consumed, 0, NULL), OFFERS("_detached", T_BOOL, Handle, detached, 0, NULL),
     OFFERS("_looked_at", T_BOOL, Handle, looked_at, 0, NULL), OFFERS("polled", T_BOOL, Handle, polled, 0, NULL),

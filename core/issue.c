@@ -100,7 +100,7 @@ struct Issuer {
     Log *log;
     Pacer *pacer;
     Segments *segments;
-    PyObject *account, *pending, *inbox, *to_fail, *ours, *watch, *publish, *failed;
+    PyObject *account, *pending, *inbox, *to_fail, *ours, *watch, *publish, *failed, *observer;
     PyTypeObject *handle, *tensor, *parameter;
     const dl_exchange *exchange;  // of `tensor`
     char open, threads;
@@ -108,7 +108,7 @@ struct Issuer {
 };
 
 static PyTypeObject *issuer_type;
-static PyObject *s_back, *s_lasti, *s_filename, *s_watching, *s_keep_watch, *s_told;
+static PyObject *s_back, *s_lasti, *s_filename, *s_watching, *s_keep_watch, *s_told, *s_way;
 
 Lane *issuer_lane(Issuer *self) { return self->lane; }
 
@@ -293,6 +293,10 @@ static Handle *issued(Issuer *self, const call *what, core_place place) {
     }
     INCREF(self), INCREF(h);  // until it is settled
     h->issuer = self;
+    if (is_set(self->observer)) {
+        h->observer = PyObject_CallFunctionObjArgs(self->observer, h, NULL);
+        if (h->observer == NULL) PyErr_WriteUnraisable(self->observer);
+    }
     return h;
 }
 
@@ -321,6 +325,7 @@ static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
     uint64_t load = core_lane_load(lane->lane);
     bool heavy = load >= heavy_bytes(self->pacer);
     if (!heavy) core_lane_advance(lane->lane, SLICE);
+    if (self->log->timed) log_came(self->log, core_lane_busy(lane->lane) && !heavy ? core_lane_driven_at(lane->lane) : core_now());
     drive_end(completions);
     if (h->status == status_pending) core_engine_notice(lane->engine->engine, lane->lane, heavy);
     return (PyObject *)h;
@@ -390,6 +395,13 @@ void issuer_settle(Handle *h) {
         h->value = h->result != NULL ? h->result : h->tensor;
         Py_INCREF(h->value), Py_INCREF(status_returned), Py_DECREF(status_pending);
         h->status = status_returned;
+        if (is_set(h->observer)) {
+            PyObject *observer = h->observer, *observed = PyObject_CallFunctionObjArgs(observer, h, s_way, NULL);
+            h->observer = NULL;
+            if (observed == NULL) PyErr_WriteUnraisable(observer);
+            Py_XDECREF(observed);
+            Py_DECREF(observer);
+        }
         if (is_set(h->waiters) || is_set(h->callbacks) || is_set(h->event))
             told = PyObject_CallMethodObjArgs((PyObject *)h, s_told, NULL);
     }
@@ -458,7 +470,7 @@ static PyObject *issuer_new(PyTypeObject *type, PyObject *args, PyObject *named)
 static int issuer_traverse(Issuer *self, visitproc visit, void *arg) {
     PyObject *const kept[] = {
         (PyObject *)self->lane, (PyObject *)self->claims, (PyObject *)self->log, (PyObject *)self->pacer, self->account, self->pending,
-        self->inbox, self->to_fail, self->ours, self->watch, self->publish, self->failed, (PyObject *)self->handle,
+        self->inbox, self->to_fail, self->ours, self->watch, self->publish, self->failed, self->observer, (PyObject *)self->handle,
         (PyObject *)self->tensor, (PyObject *)self->parameter, (PyObject *)Py_TYPE((PyObject *)self),
     };
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_VISIT(kept[i]);
@@ -467,7 +479,8 @@ static int issuer_traverse(Issuer *self, visitproc visit, void *arg) {
 }
 
 static int issuer_clear(Issuer *self) {
-    PyObject **const kept[] = {&self->account, &self->pending, &self->inbox, &self->to_fail, &self->ours, &self->watch, &self->publish, &self->failed};
+    PyObject **const kept[] = {&self->account, &self->pending, &self->inbox, &self->to_fail, &self->ours, &self->watch, &self->publish, &self->failed,
+                                &self->observer};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_CLEAR(*kept[i]);
     for (size_t i = 0; i < KNOWN; i++) Py_CLEAR(self->known[i].plan);
     self->open = 0;
@@ -499,6 +512,7 @@ static PyMethodDef issuer_methods[] = {
 };
 static PyMemberDef issuer_members[] = {
     OFFERS("open", T_BOOL, Issuer, open, 0, "Calls are not refused."),
+    OFFERS("observer", T_OBJECT, Issuer, observer, 0, "None, or what is called with each handle, and returns what is called at its end."),
     OFFERS("threads", T_BOOL, Issuer, threads, 0, "Other threads may call too, one at a time."),
     {0},
 };
@@ -514,7 +528,7 @@ static PyType_Spec issuer_spec = {
 int issue_add(PyObject *module) {
     static const struct { PyObject **at; const char *text; } names[] = {
         {&s_back, "f_back"}, {&s_lasti, "f_lasti"}, {&s_filename, "co_filename"},
-        {&s_watching, "watching"}, {&s_keep_watch, "keep_watch"}, {&s_told, "_told"},
+        {&s_watching, "watching"}, {&s_keep_watch, "keep_watch"}, {&s_told, "_told"}, {&s_way, "shm"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if ((*names[i].at = PyUnicode_InternFromString(names[i].text)) == NULL) return -1;

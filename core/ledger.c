@@ -155,6 +155,9 @@ static void log_dealloc(Log *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     for (size_t i = 0; i < LOG_KEPT; i++) Py_XDECREF(self->kept[i].what), Py_XDECREF(self->kept[i].called.code);
     Py_XDECREF(self->awaited);
+    for (size_t i = 0; self->gaps != NULL && i < GAPS_KEPT; i++)
+        Py_XDECREF(self->gaps[i].kept.what), Py_XDECREF(self->gaps[i].kept.called.code);
+    PyMem_Free(self->gaps);
     freefunc free = (freefunc)PyType_GetSlot(type, Py_tp_free);
     free(self);
     DECREF(type);
@@ -176,10 +179,51 @@ static bool tell_issued(Log *self, long long number) {
 bool log_record(Log *self, PyObject *what, origin called) {
     record *kept = &self->kept[self->seq % LOG_KEPT], before = *kept;
     Py_INCREF(what), Py_XINCREF(called.code);
-    *kept = (record){what, called};
+    *kept = (record){what, called, 0};
     self->seq++;
     Py_XDECREF(before.what), Py_XDECREF(before.called.code);
     return PyDict_Size(self->awaited) == 0 || tell_issued(self, self->seq - 1);
+}
+
+static void keep_gap(Log *self, uint64_t seq) {
+    gap *at = &self->gaps[self->gap_count++ % GAPS_KEPT], before = *at;
+    *at = (gap){seq, self->kept[seq % LOG_KEPT]};
+    Py_INCREF(at->kept.what), Py_XINCREF(at->kept.called.code);
+    Py_XDECREF(before.kept.what), Py_XDECREF(before.kept.called.code);
+}
+
+void log_came(Log *self, uint64_t when) {
+    uint64_t seq = (uint64_t)self->seq - 1;
+    self->kept[seq % LOG_KEPT].came = when;
+    uint64_t before = seq == 0 ? 0 : self->kept[(seq - 1) % LOG_KEPT].came;
+    if (before == 0 || when < before + GAP) return;
+    if (self->gaps == NULL && (self->gaps = PyMem_Calloc(GAPS_KEPT, sizeof *self->gaps)) == NULL) return;
+    // Both ends count: this rank may have waited in the one before, or have come late to this one.
+    keep_gap(self, seq - 1);
+    keep_gap(self, seq);
+}
+
+// arrivals(since): when operations from number `since` on came, as pairs of number and nanoseconds: bytes of uint64.
+static PyObject *log_arrivals(Log *self, PyObject *number) {
+    unsigned long long since = PyLong_AsUnsignedLongLong(number);
+    if (PyErr_Occurred()) return NULL;
+    uint64_t seq = (uint64_t)self->seq, kept = seq < LOG_KEPT ? 0 : seq - LOG_KEPT;
+    size_t gaps = self->gap_count < GAPS_KEPT ? self->gap_count : GAPS_KEPT, count = 0;
+    struct { uint64_t seq, came; } *found = PyMem_Malloc((gaps + LOG_KEPT) * sizeof *found);
+    if (found == NULL) return PyErr_NoMemory();
+    for (size_t i = self->gap_count - gaps; i < self->gap_count; i++) {
+        const gap *one = &self->gaps[i % GAPS_KEPT];
+        // Where one gap follows upon another the operation between them is there twice.
+        if (one->seq < since || one->seq >= kept || (count > 0 && found[count - 1].seq == one->seq)) continue;
+        found[count].seq = one->seq, found[count++].came = one->kept.came;
+    }
+    for (uint64_t i = since > kept ? since : kept; i < seq; i++) {
+        if (self->kept[i % LOG_KEPT].came == 0) continue;
+        found[count].seq = i, found[count++].came = self->kept[i % LOG_KEPT].came;
+    }
+    PyObject *bytes = PyBytes_FromStringAndSize((const char *)found, (Py_ssize_t)(count * sizeof *found));
+    PyMem_Free(found);
+    return bytes;
 }
 
 static PyObject *log_recorded(Log *self, PyObject *args) {
@@ -187,24 +231,31 @@ static PyObject *log_recorded(Log *self, PyObject *args) {
     int instruction;
     if (!PyArg_ParseTuple(args, "O(Oi)", &what, &code, &instruction)) return NULL;
     if (!log_record(self, what, (origin){code, instruction})) return NULL;
+    if (self->timed) log_came(self, core_now());
     Py_RETURN_NONE;
 }
 
 static PyObject *log_find(Log *self, PyObject *number) {
     long long seq = PyLong_AsLongLong(number);
     if (seq == -1 && PyErr_Occurred()) return NULL;
-    if (seq < 0 || seq >= self->seq || seq < self->seq - LOG_KEPT) Py_RETURN_NONE;
-    const record *kept = &self->kept[seq % LOG_KEPT];
+    const record *kept = NULL;
+    if (seq >= 0 && seq < self->seq && seq >= self->seq - LOG_KEPT) kept = &self->kept[seq % LOG_KEPT];
+    for (size_t i = 0; kept == NULL && self->gaps != NULL && i < GAPS_KEPT; i++)
+        if (self->gaps[i].kept.what != NULL && self->gaps[i].seq == (uint64_t)seq) kept = &self->gaps[i].kept;
+    if (kept == NULL) Py_RETURN_NONE;
     return Py_BuildValue("(LON)", seq, kept->what, origin_pair(kept->called));
 }
 
 static PyMethodDef log_methods[] = {
     {"record", (PyCFunction)log_recorded, METH_VARARGS, "record(what, origin): take note of the next operation, whose number is `seq`."},
+    {"arrivals", (PyCFunction)log_arrivals, METH_O,
+     "arrivals(since): return when operations from that number on came, pairs of number and nanoseconds as bytes of uint64."},
     {"kept", (PyCFunction)log_find, METH_O, "kept(seq): return (seq, what, origin) of an operation, None where it is not kept."},
     {0},
 };
 static PyMemberDef log_members[] = {
     OFFERS("seq", T_LONGLONG, Log, seq, 0, "How many operations were issued: the number of the next one."),
+    OFFERS("timed", T_BOOL, Log, timed, 0, "When each is issued is noted."),
     OFFERS("awaited", T_OBJECT, Log, awaited, READONLY, "By number: what to call, once, when this rank has recorded it."),
     {0},
 };

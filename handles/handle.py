@@ -15,6 +15,7 @@ from aiodist import _core
 from aiodist.errors import OperationTimeout
 from aiodist.handles.account import Account
 from aiodist.handles.origin import Origin, described
+from aiodist.handles.tracing import Ended, tracing
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -107,6 +108,7 @@ class Handle(_core.Handle, Generic[T]):
 
     def _suspended(self) -> Generator[Any, None, T]:
         """Wait until it is over."""
+        began = 0.0 if tracing.to is None else perf_counter()
         hurries = self.in_lane
         if hurries:  # it ends outside Python: a thread that has the GIL then hands it over sooner
             self._progress.hurry(1)
@@ -115,7 +117,13 @@ class Handle(_core.Handle, Generic[T]):
         finally:
             if hurries:
                 self._progress.hurry(-1)
+            if began:
+                self._trace_wait(began, "waits")
         return self._outcome()
+
+    def _trace_wait(self, began: float, track: str = "") -> None:
+        if (trace := tracing.to) is not None:
+            trace.span(f"wait for {self.called}", began, track=track, seq=self.seq)
 
     def _yielding(self) -> Generator[Any, None, T]:
         """Let the loop run once: awaits that never suspend would starve it."""
@@ -233,11 +241,14 @@ class Handle(_core.Handle, Generic[T]):
         if timeout is not None:
             left = timeout if left is None else min(left, timeout)
         polled = not self.in_lane
+        began = 0.0 if tracing.to is None else perf_counter()
         self._progress.thread_waits(1, polled=polled)
         try:
             over = self.block(left)
         finally:
             self._progress.thread_waits(-1, polled=polled)
+            if began:
+                self._trace_wait(began)
         if not over:
             raise self._expired() or self._lateness(timeout)
 
@@ -348,6 +359,10 @@ class Handle(_core.Handle, Generic[T]):
         if call is not None:
             call()
 
+    def observe(self, observer: Ended) -> None:
+        """Have `observer` called with this handle when it is over; one at most, in the thread that ends it."""
+        self._observer = observer
+
     def set_canceller(self, canceller: Callable[[], bool]) -> None:
         """Let `cancel()` call `canceller`, which withdraws the handle and returns True, or returns False."""
         self._canceller = canceller
@@ -380,6 +395,9 @@ class Handle(_core.Handle, Generic[T]):
         self._value = value
         self._status = status  # right behind the check: no other thread comes in between
         self.keep = self.fence = self._canceller = self._late = self._finisher = None
+        if self._observer is not None:
+            observer, self._observer = self._observer, None
+            observer(self)
         self._told()
 
     def _told(self) -> None:

@@ -42,6 +42,7 @@ from weakref import WeakValueDictionary, ref
 
 from aiodist import _core
 from aiodist.handles.timers import Timers
+from aiodist.handles.tracing import tracing
 
 T = TypeVar("T")
 
@@ -747,6 +748,7 @@ def _after_fork() -> None:
     for progress in list(Progress._of_loop.values()):
         progress.forget()
     transport_lock.reinit()
+    tracing.to = None  # the thread that writes is the parent's
 
 
 os.register_at_fork(after_in_child=_after_fork)

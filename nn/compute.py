@@ -12,6 +12,7 @@ from torch import _foreach_mul_ as scale_each
 
 from aiodist.errors import AiodistError, MismatchError, RemoteError
 from aiodist.handles import Handle
+from aiodist.handles.tracing import span
 from aiodist.nn.buckets import Bucket
 from aiodist.nn.pass_status import PassStatus, StatusKind
 from aiodist.nn.reducer import Reducer
@@ -76,7 +77,7 @@ class Compute:
     def block(self, handle: Handle[Any]) -> None:
         """Block the thread until `handle` is over, however it ends; give up when the loop is gone."""
         progress = self.reducer.progress
-        with progress.waiting():
+        with span("wait", what=handle.called), progress.waiting():
             while not handle.block(_LOOK_SECONDS):
                 if progress.loop.is_closed():
                     raise RuntimeError(f"the event loop was closed while {handle} was under way")
@@ -162,7 +163,8 @@ class Compute:
 
         def backward(reduction: Reduction) -> None:
             reduction.on_arrival = on_arrival
-            losses[0].backward(**how)
+            with span("backward"):
+                losses[0].backward(**how)
 
         reduction = self._make_pass(prepare, backward)
         return losses[0].detach(), reduction
@@ -254,7 +256,7 @@ class Compute:
             self.drain()
             self.reducer.share()
         self._check_trusted()
-        with self.reducer.alone():
+        with self.reducer.alone(), span("backward"):
             loss.backward(**how)
 
     @called("net.join")

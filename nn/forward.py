@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
+from aiodist.handles.tracing import span
 from aiodist.nn.compute import Compute, called, check_loss
 from aiodist.nn.settings import StepSettings
 
@@ -40,7 +41,7 @@ class Forward:
         return loss
 
     def _run(self, closure: Callable[[], Tensor]) -> Tensor:
-        with self.settings.casting():
+        with span("forward"), self.settings.casting():
             loss = closure()
         check_loss(loss, {})
         self._losses.append(loss.detach())
@@ -71,7 +72,8 @@ def plain_step(forward: Forward, opt: Optimizer, compute: Compute, reduced: Call
     with steps.making():
         if reduced is not None:
             reduced()
-        made = forward.settings.update(opt.param_groups, opt.step)
+        with span("optimizer"):
+            made = forward.settings.update(opt.param_groups, opt.step)
     if made:
         steps.note(opt)  # one that has copies of the parameters too
         forward.settings.advance()
@@ -82,5 +84,5 @@ def local_step(forward: Forward, opt: Optimizer, compute: Compute) -> None:
     """Have `opt` step with the gradients of this rank alone, in the midst of a pass apart too; no scheduler steps."""
     opt.zero_grad()
     compute.accumulate(forward(), {})
-    with compute.reducer.steps.aside():
+    with span("optimizer"), compute.reducer.steps.aside():
         forward.settings.update(opt.param_groups, opt.step)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from aiodist.errors import AiodistError
 from aiodist.handles import Handle
+from aiodist.handles.tracing import span
 from aiodist.nn.buckets import Slot
 from aiodist.nn.compute import called
 from aiodist.nn.data_parallel import DataParallel, check_one_pass
@@ -142,7 +143,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         if error is None:
             try:
                 self._order(part)
-                with self._net.reducer.steps.aside():
+                with span("optimizer"), self._net.reducer.steps.aside():
                     part.step()
             except Exception as raised:  # noqa: BLE001  - told by the next step or flush
                 error = self._net.reducer.steps.mishap = raised

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from aiodist.errors import OperationTimeout
 from aiodist.handles import Handle, Permit, join
+from aiodist.handles.tracing import tracing
 from aiodist.nn.accounts import PassAccount
 from aiodist.nn.buckets import Bucket
 from aiodist.nn.pass_machine import PassMachine, Terms
@@ -246,7 +247,10 @@ class Reduction(PassMachine[Bucket]):
             self._queued.abort(index)
             self.failed(index, error)
         else:
-            self.spans.end(index)
+            began = self.spans.end(index)
+            if (trace := tracing.to) is not None:
+                rank, nbytes = self.paths.data.parts.registry.channel.rank, self.buckets[index].nbytes
+                trace.span(f"bucket {index}", began, track="reductions", of_rank=rank, bytes=nbytes)
             self.buckets[index].release()
             self.reduced(index)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from aiodist.handles.tracing import span
 from aiodist.nn.buckets import Bucket, Slot
 from aiodist.nn.compute import called
 from aiodist.nn.data_parallel import DataParallel, check_one_pass
@@ -202,7 +203,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
             self.optimizer.step()
 
         try:
-            with reducer.steps.making():
+            with span("optimizer"), reducer.steps.making():
                 made = settings.update(self.optimizer.param_groups, step, self._total)
         except BaseException as error:
             if not begun:  # the others wait for a sum

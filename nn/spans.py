@@ -23,9 +23,11 @@ class Spans:
         """Its device began with bucket `index`."""
         self._began[index] = when
 
-    def end(self, index: int) -> None:
-        """Bucket `index` is reduced."""
-        self._spans.append((self._began[index], perf_counter()))
+    def end(self, index: int) -> float:
+        """Bucket `index` is reduced; return when it began."""
+        began = self._began[index]
+        self._spans.append((began, perf_counter()))
+        return began
 
     def end_backward(self, when: float) -> None:
         """A device came to the end of backward."""

@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 from weakref import WeakSet, finalize
 
 from aiodist.handles import Account, Handle, Origin, Progress
+from aiodist.handles.tracing import span, tracing
 from aiodist.streams.modes import Modes, ModeSwitch
 
 P = ParamSpec("P")
@@ -229,7 +230,11 @@ class _QueuedCall:
             switch.outside = worker.base
             switch.enter()
             try:
-                value = self.context.run(self.fn, *self.args, **self.kwargs)
+                value = (
+                    self.context.run(self._call)
+                    if tracing.to is not None
+                    else self.context.run(self.fn, *self.args, **self.kwargs)
+                )
             finally:
                 switch.leave(last=True)
         except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
@@ -243,6 +248,10 @@ class _QueuedCall:
         finally:
             # The error holds the frames that it came through, this one too: it must not hold the handle in turn.
             del self, handle
+
+    def _call(self) -> Any:  # noqa: ANN401
+        with span(self.handle.op):
+            return self.fn(*self.args, **self.kwargs)
 
     def _claimed(self) -> bool:
         try:

@@ -12,12 +12,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import LARGE_BYTES, Done, Progress, join
+from aiodist.handles.tracing import rank_of_task, tracing
 from aiodist.streams.capture import Uncaptured, spoiled
 from aiodist.streams.current import OnStream
 from aiodist.streams.events import Events
@@ -92,6 +94,7 @@ class Staging:
         this returns. Tensors may have any strides: what goes from one memory to another goes through a dense copy.
         """
         after: list[tuple[Tensor, Tensor]] = []
+        finish = _recorded([(into, t)], finish)
         try:
             into, t = into.detach(), t.detach()
             with Uncaptured(), OnStream(stream):
@@ -137,7 +140,7 @@ class Staging:
         `reached(event)` is called when all is queued, and `event` is what ends it; what `stream` queues from then on
         finds it done.
         """
-        _Transfer(self, pairs, (), stream, reached, finish).start()
+        _Transfer(self, pairs, (), stream, reached, _recorded(pairs, finish)).start()
 
     def told(self, error: Exception, stream: torch.cuda.Stream) -> Exception:
         """Return `error` of a copy on `stream` as one of ours."""
@@ -336,6 +339,21 @@ def _spread(into: Tensor, dense: Tensor, finish: Done, error: BaseException | No
             _copy(into, dense)
         except Exception as raised:  # noqa: BLE001
             error = raised
+    finish(error)
+
+
+def _recorded(pairs: Copies, finish: Done) -> Done:
+    """Return `finish`, which also tells a trace of the copies that begin now."""
+    if tracing.to is None:
+        return finish
+    into, t = pairs[0]
+    name = "copy to host" if into.is_cpu else "copy to device" if t.is_cpu else "copy on device"
+    return partial(_copied, name, perf_counter(), sum(t.nbytes for _, t in pairs), rank_of_task.get(), finish)
+
+
+def _copied(name: str, began: float, nbytes: int, rank: int | None, finish: Done, error: BaseException | None) -> None:
+    if (trace := tracing.to) is not None:
+        trace.span(name, began, track="copies", of_rank=rank, bytes=nbytes)
     finish(error)
 
 

@@ -48,6 +48,8 @@ class Primitives:
         """Run an operation on tensors in wire dtype."""
         wanted = operation.wanted
         chosen = self._pick(wanted)
+        if self.ep.traffic is not None:
+            self.ep.traffic.way = chosen.name
         return self._checked(chosen, wanted.nbytes, chosen.run(self.ep, operation))
 
     def exchange(self, exchange: Exchange, ahead: Sequence[Call] = ()) -> Program[None]:

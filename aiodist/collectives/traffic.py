@@ -35,7 +35,7 @@ class Differ(Exception):
 class Traffic:
     """The messages of one operation on this rank."""
 
-    __slots__ = ("_asked", "_refusal", "_rooms", "_sent", "agreed", "native")
+    __slots__ = ("_asked", "_refusal", "_rooms", "_sent", "agreed", "native", "way")
 
     def __init__(self, rooms: list[Tensor] | None = None) -> None:
         """`rooms`, which are used again, are for receives that may meet a longer message: None where ranks agree."""
@@ -44,6 +44,8 @@ class Traffic:
         """Calls back when all ranks are known to have issued this operation, or with an error."""
         self.native = 0
         """How many parts of it are where nobody can be called back from: in a library, in memory of several ranks."""
+        self.way = ""
+        """The name of the implementation that ran, the last one where there were several."""
         self._sent: dict[int, Lists] = {}
         self._asked: dict[int, Lists] = {}
         self._refusal: BaseException | None = None

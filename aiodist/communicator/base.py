@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -39,6 +39,33 @@ _ANYWHERE = ONE_FORM.keys() - {"alltoall_single"}
 """Operations that ranks may do on any of their devices: messages carry them where these do not go together."""
 
 
+CAUSE = 0.8
+"""What share of all waiting a rank must explain to be named as its cause."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """For which ranks the others waited: in each collective for the one that came last, from when each of them came.
+
+    Waits that are shorter than the clocks may be wrong count nothing.
+    """
+
+    seconds: tuple[float, ...]
+    """By rank: how long the others waited for it, added up."""
+    by_operation: Mapping[str, tuple[float, ...]]
+    """The same by operation, such as "allreduce"."""
+    compared: int
+    """How many collectives are known: of more than some thousand a second, the last ones, and those behind a pause."""
+    clock_error: float
+    """How far the clocks of two ranks may have been apart, in seconds."""
+
+    @property
+    def cause(self) -> int | None:
+        """The rank that explains at least 80 % of the waiting; None where no rank does."""
+        most = CAUSE * sum(self.seconds)
+        return next((rank for rank, waited in enumerate(self.seconds) if waited >= most > 0), None)
+
+
 @dataclass(frozen=True)
 class CommunicatorStatistics:
     """What was issued on a communicator, on this rank."""
@@ -53,6 +80,8 @@ class CommunicatorStatistics:
     """Bytes of those that lay elsewhere, or were so short (32 KiB) that they travel whole: copied for the others."""
     named: int
     """How many collectives were issued by `name=`; they are not among `collectives`."""
+    waited: Waiting | None = None
+    """For whom ranks waited, as it was known a second ago: with `init(stragglers=True)`; None before it is."""
 
 
 class Parts(NamedTuple):
@@ -83,6 +112,7 @@ class Keeper(Protocol):
     near: Neighbourhood | None
     stop_requested: bool
     generation: Generation
+    waited: dict[str, Waiting]
 
     def edit(self, comm: Any, edit: Edit) -> Handle[None]:  # noqa: ANN401
         """Edit the tables of `comm` and of what was made of it; return the handle of its comparison."""
@@ -230,7 +260,11 @@ class Base:
         within = self._repertoire.within
         brought = (0, 0) if within is None else within.brought
         return CommunicatorStatistics(
-            self.seq, len(self._dispatcher.pending()), *brought, named=self._dispatcher.names.issued
+            self.seq,
+            len(self._dispatcher.pending()),
+            *brought,
+            named=self._dispatcher.names.issued,
+            waited=self._registry.waited.get(self.name),
         )
 
     def __repr__(self) -> str:

@@ -10,7 +10,7 @@ from asyncio import _get_running_loop
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 from torch import Tensor
@@ -50,6 +50,7 @@ from aiodist.handles.combinators import all_over
 from aiodist.handles.handle import plight
 from aiodist.handles.origin import Origin, known_files, whence
 from aiodist.handles.progress import transport_lock
+from aiodist.handles.tracing import Ended
 from aiodist.streams.events import failed
 
 T = TypeVar("T")
@@ -66,6 +67,7 @@ class ReductionPlan(NamedTuple):
 
     what: Fingerprint
     nbytes: int
+    way: str
     start: Begin
 
 
@@ -74,7 +76,18 @@ class QueuePlan(NamedTuple):
 
     what: Fingerprint
     nbytes: int
+    way: str
     queue: Queue
+
+
+class OperationObserver(Protocol):
+    """Watches the operations of one communicator."""
+
+    def issued(self, handle: Handle[Any], meets: Peer | Named | None = None, /) -> Ended:
+        """Return what is to be called, in any thread, when `handle` is over; `meets` is what has no place in the order.
+
+        It is called with the handle, and with the name of the implementation where a lane has done it.
+        """
 
 
 class Dispatcher:
@@ -133,6 +146,7 @@ class Dispatcher:
         self._watchdog.unmatched = self.mailbox.unmatched
         self._watchdog.uses_of = self.names.count_of
         self.account = Account(self.progress.loop, prompt=True, witness=self._watchdog)
+        self._observer: OperationObserver | None = None
         self.on_lost: list[Callable[[int, AiodistError], None]] = []
         """Told, on the loop, of each rank of this communicator that is gone; -1 when nothing can be known any more."""
         self.on_abort: list[Callable[[AiodistError], None]] = []
@@ -180,6 +194,20 @@ class Dispatcher:
         dispatcher.unsubscribe()
         dispatcher._refuse(error)
         return dispatcher
+
+    # --- watching ------------------------------------------------------------------------------------------
+
+    def observe(self, observer: OperationObserver | None) -> None:
+        """Have `observer` told of each operation from now on; on the loop's thread."""
+        with self.undisturbed():
+            self._observer = observer
+            if self.issuer is not None:
+                self.issuer.observer = None if observer is None else observer.issued
+
+    def way_of(self, handle: Handle[Any]) -> str:
+        """Return the name of the implementation that ran a collective in the order, "" where there was none."""
+        traffic = self._recent.get(handle.seq)
+        return "" if traffic is None else traffic.way
 
     # --- issuing -------------------------------------------------------------------------------------------
 
@@ -306,6 +334,8 @@ class Dispatcher:
         handle: Handle[Tensor] = self._handle("allreduce", plan.nbytes, claim, timeout)
         self.oplog.record(plan.what, handle.raw_origin)
         done = once(partial(self._quick_done, handle, claim, t))
+        if self._observer is not None and (traffic := self.traffic(handle.seq)) is not None:
+            traffic.way = plan.way
         if isinstance(plan, QueuePlan):
             self._queue(plan, t, handle, done)
         elif plan.nbytes >= self.large_bytes:
@@ -424,6 +454,8 @@ class Dispatcher:
             self._set_deadline(handle, timeout)
         in_flight.acquire_all(claims, handle)
         self._pending[handle] = meets or True
+        if self._observer is not None:
+            handle.observe(self._observer.issued(handle, meets))
         self._watch.keep_watch()
         return handle
 

@@ -232,7 +232,7 @@ class Reductions(Base):
         if begin is None:
             return None
         what = Fingerprint("allreduce", dtype_name(kind), str(list(shape)), how(known.value, impl))
-        plan = self._plans[key] = ReductionPlan(what, numel * kind.itemsize, begin)
+        plan = self._plans[key] = ReductionPlan(what, numel * kind.itemsize, chosen.name, begin)
         return plan
 
     def _queue_plan(self, t: Tensor, op: str, impl: str) -> QueuePlan | None:
@@ -247,7 +247,7 @@ class Reductions(Base):
             queue = self._queue_of(kind, numel, check_op(op, kind), device, impl) if kind in SUPPORTED else None
             if queue is None:
                 return None
-            plan = QueuePlan(fingerprint_of("allreduce", [t], op, impl=impl), t.nbytes, queue)
+            plan = QueuePlan(fingerprint_of("allreduce", [t], op, impl=impl), t.nbytes, "nccl", queue)
             self._queue_plans[key] = plan
         return plan if t.layout is torch.strided and t.is_contiguous() else None
 

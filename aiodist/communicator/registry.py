@@ -17,6 +17,7 @@ from aiodist.collectives.between import Between
 from aiodist.collectives.choice.table import Edit, Table
 from aiodist.collectives.cuda.accelerator import Accelerator
 from aiodist.collectives.implementations import Repertoire
+from aiodist.communicator.base import Waiting
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.gate import Entry, Gate
 from aiodist.communicator.movement import Movement
@@ -136,6 +137,10 @@ class Registry(Generic[C]):
         """The way to the loop's thread, where `aiodist.start` opened the world; threads may issue on all made then."""
         self.stop_requested = False
         """This rank was asked to stop, and asks all others; any thread sets it, nobody takes it back."""
+        self.waited: dict[str, Waiting] = {}
+        """By communicator, where that is measured."""
+        self.on_open: list[Callable[[Dispatcher], None]] = []
+        """Told of the dispatcher of each communicator that is made."""
         self._shared: dict[tuple[str, tuple[int, ...], Levels | None], C] = {}
         self._children: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -147,6 +152,11 @@ class Registry(Generic[C]):
     def channel(self) -> Channel:
         """What carries small messages between ranks, while their programs compute too."""
         return self._channel
+
+    @property
+    def dispatchers(self) -> list[Dispatcher]:
+        """Those of the communicators that are not closed."""
+        return [communicator.parts.dispatcher for communicator in (*self._open, *self._closing)]
 
     def fail(self, why: str) -> None:
         """Tell the other ranks that this one fails."""
@@ -185,6 +195,8 @@ class Registry(Generic[C]):
             dispatcher.mailbox.device_messages = self.accelerator.device_messages
         made = self._make(dispatcher, topology, self)
         self._open.append(made)
+        for tell in list(self.on_open):
+            tell(dispatcher)
         return made
 
     def _repertoire(

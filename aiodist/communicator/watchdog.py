@@ -105,6 +105,8 @@ class Watch:
         self.watching = False
         self.members: dict[str, Watchdog] = {}
         """The communicators by name."""
+        self.on_look: list[Callable[[], object]] = []
+        """Told of each look, also when nothing is pending any more."""
         self.progress = progress
         self._thread_id = get_ident()
         self.scopes = Scopes.of(progress)
@@ -143,6 +145,8 @@ class Watch:
 
     def _look(self) -> None:
         self.watching = False  # and then it looks: another thread adds to what is pending, and then looks at this
+        for tell in self.on_look:
+            tell()
         if not any(member.pending for member in self.members.values()):
             return
         self.keep_watch()

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from aiodist.data.items import Item, Made
 from aiodist.handles import Handle, Progress
+from aiodist.handles.tracing import span
 from aiodist.streams import HostStream
 
 T = TypeVar("T")
@@ -106,9 +107,10 @@ class ThreadReader:
         """Read one item and return whether there may be more."""
         began = perf_counter()
         try:
-            if self._iterator is None:
-                self._iterator = iter(self._source)
-            made = Made(next(self._iterator))
+            with span("read", item=item.seq):
+                if self._iterator is None:
+                    self._iterator = iter(self._source)
+                made = Made(next(self._iterator))
         except StopIteration:
             made = Made(error=StopAsyncIteration())
         except BaseException as error:  # noqa: BLE001  - any error belongs to the consumer
@@ -173,9 +175,10 @@ class TaskReader:
         """Read one item and return whether there may be more."""
         began = perf_counter()
         try:
-            if self._iterator is None:
-                self._iterator = aiter(self._source)
-            made = Made(await anext(self._iterator))
+            with span("read", track=f"aiodist-{self._name}", item=item.seq):
+                if self._iterator is None:
+                    self._iterator = aiter(self._source)
+                made = Made(await anext(self._iterator))
         except BaseException as error:
             if self._stopped:  # it comes from being stopped, and nobody takes items any more
                 raise

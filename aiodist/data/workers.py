@@ -18,6 +18,7 @@ from aiodist.data.items import Item, Made
 from aiodist.data.nesting import nbytes_of
 from aiodist.data.reading import Deliver, WorkQueue
 from aiodist.handles import Progress
+from aiodist.handles.tracing import span
 from aiodist.streams import Modes
 
 Job = tuple[Item, Made]
@@ -130,7 +131,8 @@ def _in_process(transform: Callable[[Any], Any], value: object) -> Made:
 def _made(transform: Callable[[Any], Any], value: object) -> Made:
     began = perf_counter()
     try:
-        result = transform(value)
+        with span("transform"):
+            result = transform(value)
         made = Made(result, nbytes=nbytes_of(result))
     except (StopIteration, StopAsyncIteration) as error:  # it would end the stream without a word (PEP 479)
         ended = RuntimeError(f"transform raised {type(error).__name__}")

@@ -1,1 +1,1 @@
-"""What is done about ranks that are late, lost or new: recovery."""
+"""What is seen and done of ranks while a job runs: a trace on one clock, for whom they wait, recovery."""

@@ -30,6 +30,7 @@ def start(
     levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None,
     selector: str | os.PathLike[str] | None = None,
     stop_on_signal: bool = False,
+    stragglers: bool = False,
 ) -> Iterator[ThreadedCommunicator]:
     """Open the world for a script without asyncio: `with aiodist.start() as coll: coll.allreduce(t).wait()`.
 
@@ -44,7 +45,15 @@ def start(
     A program that ends inside, such as a notebook, leaves it then; the others have 5 s to leave theirs.
     Cost: a thread; of a short operation about what an `await` costs.
     """
-    block = init(backend=backend, timeout=timeout, report=report, levels=levels, selector=selector, thread=True)
+    block = init(
+        backend=backend,
+        timeout=timeout,
+        report=report,
+        levels=levels,
+        selector=selector,
+        thread=True,
+        stragglers=stragglers,
+    )
     with in_thread(block) as coll, stopping_by_signals(coll) if stop_on_signal else nullcontext():
         yield coll
 

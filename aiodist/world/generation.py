@@ -8,6 +8,7 @@ import selectors
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from aiodist.collectives.choice.tablefile import edits_at_start
@@ -19,10 +20,12 @@ from aiodist.communicator.watchdog import Watch
 from aiodist.control import Channel, connect
 from aiodist.control.forks import guard_polling
 from aiodist.control.generations import Generation
-from aiodist.env import Environment
+from aiodist.env import Environment, Starter
 from aiodist.errors import AiodistError, BackendUnavailable, CommunicatorAborted, ConfigError
 from aiodist.handles import Progress
 from aiodist.topology import Topology
+from aiodist.watch.arrivals import Arrivals
+from aiodist.watch.trace import Recording
 from aiodist.world.opening import (
     Limits,
     RankPlace,
@@ -48,6 +51,8 @@ class Options:
     selector: str | os.PathLike[str] | None
     thread: bool
     stop_on_signal: bool
+    stragglers: bool
+    """Ranks note when they come to collectives."""
     alone: bool
     """This rank has its process to itself."""
 
@@ -64,6 +69,7 @@ class World:
         self._options = options
         self._hosts = place.hosts
         self._held = ExitStack()
+        self._watching: list[Arrivals | Recording] = []
 
     @classmethod
     async def of(cls, options: Options, place: RankPlace, generation: Generation | None = None) -> World:
@@ -102,15 +108,29 @@ class World:
         self._held.enter_context(guard_polling(_epoll_of(asyncio.get_running_loop())))
         if options.levels is not None:
             await root_levels(world, options.levels)
+        if options.stragglers and world.size > 1:
+            self._watch(Arrivals(world, report=environment.stragglers))
+        if environment.trace is not None:
+            # The launcher merges the files, also where ranks are killed.
+            own = environment.starter is not Starter.AIODIST
+            recording = Recording(world, Path(environment.trace), own=own)
+            self._watch(recording)
+            await recording.begin()
         self.comm = world
         return world
 
+    def _watch(self, watching: Arrivals | Recording) -> None:
+        self._watching.append(watching)
+        self._held.callback(watching.close)
+
     def release(self) -> None:
-        """Hold nothing of the process any more: cores, signals."""
+        """Hold nothing of the process any more: cores, signals, a trace."""
         self._held.close()
 
     async def close(self) -> None:
         """Close all communicators, in order, with all other ranks."""
+        for watching in reversed(self._watching):
+            await watching.finish()
         self.release()
         await self.registry.close(self.comm)
 

@@ -38,7 +38,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def init(
+def init(  # noqa: PLR0913 - one for each option
     *,
     backend: str | None = None,
     timeout: float | None = None,
@@ -48,6 +48,7 @@ def init(
     thread: bool = False,
     stop_on_signal: bool = False,
     elastic: bool = False,
+    stragglers: bool = False,
 ) -> AbstractAsyncContextManager[Communicator]:
     """Open the world: a `Communicator` over all ranks of the job; every rank must enter.
 
@@ -61,7 +62,8 @@ def init(
     (AIODIST_SELECTOR where None); without, the one that `aiodist tune` measured for these hosts and versions, if any;
     "none" is neither. With `thread=True` other threads may issue on the world too, see `Communicator.dup`. With
     `stop_on_signal=True` the first SIGTERM or Ctrl-C of a rank asks all ranks to stop together, see
-    `Communicator.stopping`; a second one has its usual meaning. Raises `ConfigError` outside the main thread.
+    `Communicator.stopping`; a second one has its usual meaning. Raises `ConfigError` outside the main thread. With
+    `stragglers=True` ranks note when they come to each collective, and compare: `coll.statistics().waited`.
 
     Leaving the block closes the world on all ranks, once what is in flight is over (30 s at most). When the block
     raises, nothing is waited for: the other ranks are told, and their operations raise `RemoteError` or `PeerLost`;
@@ -82,6 +84,7 @@ def init(
         thread=thread,
         stop_on_signal=stop_on_signal,
         elastic=elastic,
+        stragglers=stragglers,
     )
 
 
@@ -97,6 +100,7 @@ async def opened(  # noqa: PLR0913 - those of init, and two more
     thread: bool = False,
     stop_on_signal: bool = False,
     elastic: bool = False,
+    stragglers: bool = False,
     meeting: Introduction | None = None,
 ) -> AsyncIterator[Communicator]:
     """Open the world as `init` does, with the patience that `limits` says; over the ranks of a `meeting`, if any."""
@@ -106,7 +110,16 @@ async def opened(  # noqa: PLR0913 - those of init, and two more
     if meeting is not None:
         environment = replace(environment, rank=meeting.rank, size=meeting.size, mpi=False, rendezvous=None)
     options = Options(
-        limits, environment, timeout, report, levels, selector, thread, stop_on_signal, alone=given is None
+        limits,
+        environment,
+        timeout,
+        report,
+        levels,
+        selector,
+        thread,
+        stop_on_signal,
+        stragglers or environment.stragglers,
+        alone=given is None,
     )
     life: Recovery | Life
     if elastic:

@@ -1,0 +1,243 @@
+"""One timeline of what all ranks have recorded: a file of trace events, which Perfetto and chrome://tracing open.
+
+The format is "Trace Event Format" (Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMHgjY): a rank is a
+process, a track is a thread. What overlaps on a track without lying within one another goes to further rows of it.
+No torch here: the launcher reads the files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from aiodist.errors import ConfigError
+
+MERGED = "trace.json"
+_FILES = "rank-*.jsonl"
+
+
+class Recorded(NamedTuple):
+    """One span of a rank, in seconds of the first rank's clock."""
+
+    rank: int
+    track: str
+    name: str
+    began: float
+    ended: float
+    details: dict[str, Any]
+
+
+@dataclass
+class RankClock:
+    """How far a rank's clock is from the first one's, as it was measured."""
+
+    measured: list[tuple[float, float]] = field(default_factory=list)
+    """When, by the first rank's clock, and what is to be added to this rank's time."""
+    error: float = 0.0
+    """Seconds."""
+
+    def shared(self, time: float) -> float:
+        """Return a time of this rank by the first one's clock: between two measurements the clocks run apart evenly."""
+        if not self.measured:
+            return time
+        (first, offset), (last, then) = self.measured[0], self.measured[-1]
+        began, ended = first - offset, last - then  # by this rank's clock
+        if ended > began:
+            share = min(max((time - began) / (ended - began), 0.0), 1.0)
+            offset += share * (then - offset)
+        return time + offset
+
+
+class Merged(NamedTuple):
+    """What became of the files of a folder."""
+
+    file: Path
+    ranks: list[int]
+    size: int
+    """How many ranks there were."""
+    error: float
+    """Seconds by which the clocks may differ; inf where one was not measured."""
+
+    def __str__(self) -> str:
+        missing = sorted({*range(self.size)} - {*self.ranks})
+        told = f"; nothing is there of ranks {missing}" if missing else ""
+        clocks = f"clocks to {self.error * 1e6:.0f} us" if self.error < 1e9 else "clocks not compared"
+        return f"{self.file}: {len(self.ranks)} ranks, {clocks}{told}; open it at https://ui.perfetto.dev"
+
+
+def prepare(folder: Path) -> None:
+    """Make `folder` ready: what an earlier trace left is removed; raise `ConfigError` where that cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in (*folder.glob(_FILES), folder / MERGED):
+            file.unlink(missing_ok=True)
+        (folder / MERGED).touch()
+        (folder / MERGED).unlink()
+    except OSError as error:
+        raise ConfigError(f"a trace cannot be written to {folder}: {error.strerror}") from error
+
+
+def merge(folder: Path) -> Merged | None:
+    """Write `folder/trace.json` of what the ranks have written there; None where they have written nothing.
+
+    Killed ranks may have written no last line: what came before it counts.
+    """
+    said, spans = _read(sorted(folder.glob(_FILES)))
+    about = {one["rank"]: one for one in said if "rank" in one}
+    if not about:
+        return None
+    clocks = _clocks(said, about)
+    shared = [
+        Recorded(rank, track, name, clocks[rank].shared(began), clocks[rank].shared(ended), details)
+        for rank, track, name, began, ended, details in spans
+    ]
+    shared.sort(key=lambda one: (one.began, -one.ended))
+    _note_arrivals(shared)
+    error = max(clock.error for clock in clocks.values())
+    written = {
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "clock": "that of the first rank, in us from the first event",
+            "clock_error_us": {str(rank): _us(clock.error) for rank, clock in clocks.items()},
+        },
+        "traceEvents": list(_events(about, shared)),
+    }
+    file = folder / MERGED
+    unfinished = file.with_suffix(".part")
+    unfinished.write_text(json.dumps(written, separators=(",", ":")))
+    os.replace(unfinished, file)
+    return Merged(file, sorted(about), max(one["size"] for one in about.values()), error)
+
+
+def _read(files: Iterable[Path]) -> tuple[list[dict[str, Any]], list[list[Any]]]:
+    said: list[dict[str, Any]] = []
+    spans: list[list[Any]] = []
+    for file in files:
+        for text in file.read_text().splitlines():
+            try:
+                line = json.loads(text)
+            except ValueError:  # the last one of a process that was killed
+                break
+            if isinstance(line, dict):
+                said.append(line)
+            else:
+                spans += line
+    return said, spans
+
+
+def _clocks(said: Iterable[dict[str, Any]], ranks: Iterable[int]) -> dict[int, RankClock]:
+    clocks = {rank: RankClock() for rank in ranks}
+    for one in said:
+        for rank, (offset, error) in one.get("offsets", {}).items():
+            if (clock := clocks.get(int(rank))) is not None:
+                clock.measured.append((one["at"], offset))
+                clock.error = max(clock.error, error)
+    if len(clocks) > 1:
+        for clock in clocks.values():
+            clock.error = clock.error if clock.measured else float("inf")
+    return clocks
+
+
+# --- what the ranks did together ---------------------------------------------------------------------------------
+
+
+def _together(spans: Iterable[Recorded]) -> Iterator[list[Recorded]]:
+    """Yield the spans of each collective, those of all ranks that took part, in the order in which these came to it."""
+    found: dict[tuple[Any, ...], list[Recorded]] = defaultdict(list)
+    times: dict[tuple[Any, ...], int] = defaultdict(int)
+    for one in spans:
+        if "seq" in one.details and "comm" in one.details:
+            key = one.details["comm"], one.details.get("called", ""), one.details["seq"]
+            times[one.rank, *key] += 1  # a process may open several worlds, one after the other
+            found[*key, times[one.rank, *key]].append(one)
+    yield from (group for group in found.values() if len(group) > 1)
+
+
+def _note_arrivals(spans: Iterable[Recorded]) -> None:
+    """Have each collective say how long it had to wait for which rank."""
+    for group in _together(spans):
+        last = group[-1]
+        for one in group:
+            one.details["last_rank"] = last.rank
+            one.details["waited_us"] = _us(last.began - one.began)
+
+
+# --- events --------------------------------------------------------------------------------------------------------
+
+
+def _us(seconds: float) -> float | None:
+    return round(seconds * 1e6, 3) if abs(seconds) < 1e9 else None
+
+
+def _events(about: dict[int, dict[str, Any]], spans: list[Recorded]) -> Iterator[dict[str, Any]]:
+    """Yield what names ranks and tracks, then all spans and the arrows between those of one collective, by time."""
+    zero = spans[0].began if spans else 0.0
+    rows, threads = _rows(spans)
+    for rank, known in sorted(about.items()):
+        name = f"rank {rank} ({known['host']}, process {known['process']})"
+        yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+    for (rank, tid), name in sorted(threads.items()):
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": tid, "args": {"sort_index": tid}}
+    timed: list[dict[str, Any]] = []
+    place: dict[int, dict[str, Any]] = {}
+    for one, tid in zip(spans, rows, strict=True):
+        begins = _us(one.began - zero) or 0.0
+        where = {"pid": one.rank, "tid": tid, "ts": begins}
+        dur = max(0.0, round((_us(one.ended - zero) or 0.0) - begins, 3))
+        event = {"ph": "X", "name": one.name, "cat": "span", **where, "dur": dur, "args": one.details}
+        if "comm" in one.details:
+            event["cat"] = "operation"
+        place[id(one)] = where
+        timed.append(event)
+    for number, group in enumerate(_together(spans)):
+        for index, one in enumerate(group):
+            phase = "s" if index == 0 else "f" if index == len(group) - 1 else "t"
+            ends = {"bp": "e"} if phase == "f" else {}
+            timed.append({"ph": phase, "name": one.name, "cat": "collective", "id": number, **place[id(one)], **ends})
+    timed.sort(key=lambda event: event["ts"])
+    yield from timed
+
+
+def _rows(spans: list[Recorded]) -> tuple[list[int], dict[tuple[int, int], str]]:
+    """Return the row of each span, and the names of the rows of each rank: on one, spans lie apart or in one another.
+
+    Spans are in order of their begins, the longer one first.
+    """
+    tracks: dict[tuple[int, str], list[list[float]]] = defaultdict(list)
+    placed = []
+    for one in spans:
+        rows = tracks[one.rank, one.track]
+        number = next((i for i, row in enumerate(rows) if _fits(one, row)), len(rows))
+        if number == len(rows):
+            rows.append([])
+        rows[number].append(one.ended)
+        placed.append((one.rank, one.track, number))
+    ids: dict[tuple[int, str, int], int] = {}
+    threads: dict[tuple[int, int], str] = {}
+    for rank in {rank for rank, _ in tracks}:
+        mine = [(track, row) for (r, track), rows in tracks.items() if r == rank for row in range(len(rows))]
+        for tid, (track, row) in enumerate(sorted(mine, key=_order), 1):
+            ids[rank, track, row] = tid
+            threads[rank, tid] = track if row == 0 else f"{track} ({row + 1})"
+    return [ids[key] for key in placed], threads
+
+
+def _fits(one: Recorded, open_ends: list[float]) -> bool:
+    """Return whether it can be on a row whose last spans end then; operations lie in no other."""
+    while open_ends and open_ends[-1] <= one.began:
+        open_ends.pop()
+    return not open_ends or (one.ended <= open_ends[-1] and "comm" not in one.details)
+
+
+def _order(row: tuple[str, int]) -> tuple[int, str, int]:
+    """Return where a row stands: threads that compute, reductions, operations, and then the rest."""
+    track, number = row
+    first = ("MainThread", "aiodist-compute", "reductions", "world")
+    return next((i for i, prefix in enumerate(first) if track.startswith(prefix)), len(first)), track, number

@@ -1,0 +1,82 @@
+"""What watching costs, on and off in turn in one job: `aiodist run -n 2 benchmarks/watch.py`; medians, and ratios."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from time import perf_counter
+
+import torch
+
+import aiodist
+from aiodist.communicator import Communicator
+from aiodist.nn import DataParallel
+from aiodist.watch.arrivals import Arrivals
+from benchmarks import models
+from benchmarks.training import Setting
+
+_TURNS = 8
+_SECONDS = 1.5
+
+
+async def timed(call: Callable[[], Awaitable[object]], count: int, seconds: float, coll: Communicator) -> list[float]:
+    """Return the seconds of `call`, in each of many rows of `count`, on all ranks as often."""
+    taken = []
+    until = perf_counter() + seconds
+    while await coll.allreduce(perf_counter() < until, "min"):
+        began = perf_counter()
+        for _ in range(count):
+            await call()
+        taken.append((perf_counter() - began) / count)
+    return taken
+
+
+async def compare(
+    what: str,
+    call: Callable[[], Awaitable[object]],
+    count: int,
+    watched: Callable[[], AbstractAsyncContextManager[None]],
+    coll: Communicator,
+) -> None:
+    """Print the median with and without `watched`, in turn."""
+    found: dict[bool, list[float]] = {False: [], True: []}
+    await timed(call, count, _SECONDS, coll)
+    for turn in range(2 * _TURNS):
+        if turn % 4 in (1, 2):
+            async with watched():
+                found[True].append(statistics.median(await timed(call, count, _SECONDS, coll)))
+        else:
+            found[False].append(statistics.median(await timed(call, count, _SECONDS, coll)))
+    off, on = (statistics.median(found[which]) * 1e6 for which in (False, True))
+    if coll.rank == 0:
+        print(f"{what}: {off:.3f} us, watched {on:.3f} us: {on / off:.3f}")  # noqa: T201
+
+
+@asynccontextmanager
+async def _noted(coll: Communicator) -> AsyncIterator[None]:
+    arrivals = Arrivals(coll)
+    yield
+    await arrivals.finish()
+    arrivals.close()
+
+
+async def main() -> None:
+    """Measure an awaited small allreduce with arrivals noted, and a training step that is traced."""
+    async with aiodist.init() as coll:
+        t = torch.zeros(1)
+        noted = lambda: _noted(coll)  # noqa: E731
+        await compare("stragglers, an awaited allreduce of 4 B", lambda: coll.allreduce(t), 1000, noted, coll)
+        setting = Setting.make("mlp", 32, coll)
+        net = await DataParallel.create(models.build("mlp"), coll)
+        opt = torch.optim.SGD(net.parameters(), lr=1e-6)
+        with tempfile.TemporaryDirectory() as folder:
+            traced = lambda: aiodist.trace(coll, folder)  # noqa: E731
+            step = lambda: net.step(lambda: setting.loss(net), opt)  # noqa: E731
+            await compare("trace, a step of the mlp", step, 5, traced, coll)
+        await net.aclose()
+
+
+if __name__ == "__main__":
+    aiodist.run(main)

@@ -1,0 +1,97 @@
+"""What `aiodist run --trace` and `--report` are tried on: `traced.py NAME`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import nn
+
+import aiodist
+from aiodist.nn import DataParallel
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
+    sys.stdout.flush()
+
+
+async def trained() -> None:
+    """Steps whose backward takes long enough to hide the reductions."""
+    async with aiodist.init() as coll:
+        torch.manual_seed(coll.rank)
+        layers = [layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.Tanh())]
+        net = await DataParallel.create(nn.Sequential(*layers), coll, bucket_bytes=1 << 18, first_bucket_bytes=1 << 18)
+        opt = torch.optim.SGD(net.parameters(), lr=0.01)
+        async with aiodist.data.prefetch([torch.randn(512, 256)] * 6) as batches:
+            async for x in batches:
+                with aiodist.span("step"):
+                    await net.step(lambda x=x: net(x).square().mean(), opt)
+        await net.aclose()
+
+
+async def killed() -> None:
+    """Rank 1 is killed in the midst of it."""
+    async with aiodist.init() as coll:
+        for _ in range(3):
+            await coll.allreduce(torch.ones(100))
+        await asyncio.sleep(1.0)  # until that is written
+        if coll.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        await coll.allreduce(torch.ones(100))
+
+
+async def raised() -> None:
+    """Rank 1 raises."""
+    async with aiodist.init() as coll:
+        await coll.allreduce(torch.ones(100))
+        with aiodist.span("last"):
+            if coll.rank == 1:
+                raise ValueError("boom")
+            await coll.allreduce(torch.ones(100))
+
+
+async def late() -> None:
+    """Rank 1 comes 200 ms late, now and then; what others wait for beside that is short."""
+    async with aiodist.init() as coll:
+        for i in range(200):
+            if coll.rank == 1 and i % 20 == 19:
+                time.sleep(0.2)  # noqa: ASYNC251  - it computes
+            await coll.allreduce(torch.ones(2))
+            await coll.barrier()
+
+
+async def late_in_turn() -> None:
+    """Each rank comes late equally often."""
+    async with aiodist.init() as coll:
+        for i in range(4 * coll.size):
+            if coll.rank == i % coll.size:
+                time.sleep(0.05)  # noqa: ASYNC251  - it computes
+            await coll.allreduce(torch.ones(2))
+
+
+async def asked() -> None:
+    """Every rank knows it, by the keyword of `init`."""
+    async with aiodist.init(stragglers=True) as coll:
+        side = await coll.dup()
+        assert coll.statistics().waited is None
+        for i in range(5):
+            if side.rank == 1:
+                time.sleep(0.2)  # noqa: ASYNC251  - it computes
+            await (side.allreduce(torch.ones(2)) if i % 2 else side.broadcast(torch.ones(3)))
+        async with asyncio.timeout(20):
+            while (waited := side.statistics().waited) is None or waited.compared < 5:
+                await coll.allreduce(1.0)
+                await asyncio.sleep(0.01)
+        kinds = {kind: round(seconds[1], 1) for kind, seconds in waited.by_operation.items() if seconds[1] > 0.1}
+        say("waited:", waited.cause, waited.compared, sorted(kinds.items()))
+
+
+PROGRAMS = {program.__name__: program for program in (trained, killed, raised, late, late_in_turn, asked)}
+
+if __name__ == "__main__":
+    aiodist.run(PROGRAMS[sys.argv[1]])

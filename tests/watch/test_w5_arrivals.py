@@ -1,0 +1,107 @@
+"""W5: when ranks came to each collective, and what of it is kept and compared. The report is in tests/lifecycle."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+import aiodist
+from aiodist import Communicator
+from aiodist.communicator.base import Waiting
+from aiodist.communicator.fingerprint import Fingerprint
+from aiodist.communicator.oplog import OpLog
+from aiodist.handles.origin import whence
+from aiodist.testing.ranks import gather_ranks
+from aiodist.watch.arrivals import _late
+
+KEPT = 4096
+
+
+def kept(log: OpLog, since: int = 0) -> list[tuple[int, int]]:
+    return [(int(number), int(came)) for number, came in np.frombuffer(log.arrivals(since), np.int64).reshape(-1, 2)]
+
+
+def fill(log: OpLog, count: int, kind: str = "allreduce") -> None:
+    what, origin = Fingerprint(kind), whence(1)
+    for _ in range(count):
+        log.record(what, origin)
+
+
+def test_w5_times_are_noted_only_where_that_is_wanted() -> None:
+    log = OpLog()
+    fill(log, 3)
+    assert kept(log) == []
+    log.timed = True
+    fill(log, 2)
+    (first, came), (second, then) = kept(log)
+    assert (first, second) == (3, 4)
+    assert 0 < came <= then
+    assert kept(log, 4) == [(second, then)]
+    assert kept(log, 5) == []
+
+
+def test_w5_what_came_before_and_behind_a_pause_is_kept_for_longer() -> None:
+    log = OpLog()
+    log.timed = True
+    fill(log, 10)
+    until = asyncio.new_event_loop()
+    until.run_until_complete(asyncio.sleep(0.005))  # more than a millisecond
+    until.close()
+    fill(log, 1, "late")
+    fill(log, 2 * KEPT)
+    numbers = [number for number, _ in kept(log)]
+    assert numbers[-KEPT:] == list(range(log.seq - KEPT, log.seq))
+    assert {9, 10} <= set(numbers[:-KEPT])
+    assert numbers == sorted(set(numbers))
+    found, other = log.find(10), log.find(8)
+    assert found is not None
+    assert found.what.kind == "late"
+    assert other is None or 8 in numbers
+
+
+def times(*rows: tuple[int, float]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    return np.array([(number, round(seconds * 1e9)) for number, seconds in rows], np.int64)
+
+
+def test_w5_the_last_rank_is_waited_for_by_each_other_one() -> None:
+    ranks = [
+        times((4, 1.0), (5, 2.0), (6, 3.0), (7, 4.0)),
+        times((5, 2.5), (6, 3.0), (7, 4.0000001)),
+        times((3, 0.5), (5, 2.25), (6, 3.0), (6, 3.0), (7, 4.0), (8, 5.0)),
+    ]
+    numbers, late = _late(ranks, 1e-6)
+    assert numbers.tolist() == [5, 6, 7]  # to which all have come
+    assert late.tolist() == [[5.0, 1.0, pytest.approx(0.75)]]  # of ranks 0 and 2; 7 is within the error
+
+
+def test_w5_a_cause_explains_most_of_the_waiting() -> None:
+    assert Waiting((0.1, 0.8, 0.1), {}, 3, 0.0).cause == 1
+    assert Waiting((0.11, 0.79, 0.1), {}, 3, 0.0).cause is None
+    assert Waiting((0.0, 0.0), {}, 3, 0.0).cause is None
+
+
+async def test_w5_ranks_of_one_process_are_compared_too() -> None:
+    async def main(rank: int) -> tuple[int | None, float, int]:
+        async with aiodist.init(stragglers=True) as coll:
+            for _ in range(3):
+                if rank == 1:
+                    await asyncio.sleep(0.05)  # in real time
+                await coll.allreduce(torch.ones(3))
+        waited = coll.statistics().waited
+        assert waited is not None
+        return waited.cause, waited.seconds[1], waited.compared
+
+    for cause, seconds, compared in await gather_ranks(2, main):
+        assert cause == 1
+        assert 0.14 < seconds < 1.0
+        assert compared >= 3
+
+
+@pytest.mark.ranks(1, 2)
+async def test_w5_nothing_is_noted_unless_asked(coll: Communicator) -> None:
+    await coll.allreduce(torch.ones(3))
+    assert coll.statistics().waited is None
+    assert kept(coll.parts.dispatcher.oplog) == []
