@@ -15,7 +15,7 @@ from aiodist import _core
 from aiodist.errors import OperationTimeout
 from aiodist.handles.account import Account
 from aiodist.handles.origin import Origin, described
-from aiodist.handles.tracing import Ended, tracing
+from aiodist.handles.tracing import Ended, rank_of_task, tracing
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -363,6 +363,11 @@ class Handle(_core.Handle, Generic[T]):
         """Have `observer` called with this handle when it is over; one at most, in the thread that ends it."""
         self._observer = observer
 
+    def follow(self, track: str) -> None:
+        """Have a trace show on `track` how long it takes from now on."""
+        if tracing.to is not None:
+            self.observe(partial(_trace, perf_counter(), track, rank_of_task.get()))
+
     def set_canceller(self, canceller: Callable[[], bool]) -> None:
         """Let `cancel()` call `canceller`, which withdraws the handle and returns True, or returns False."""
         self._canceller = canceller
@@ -522,6 +527,11 @@ class Handle(_core.Handle, Generic[T]):
 
     def __str__(self) -> str:
         return described(self.called, self.seq, self.origin)
+
+
+def _trace(began: float, track: str, rank: int | None, handle: Handle[Any]) -> None:
+    if (trace := tracing.to) is not None:
+        trace.span(handle.op, began, track=track, of_rank=rank, bytes=handle.nbytes)
 
 
 def plight(handles: Sequence[Handle[Any]]) -> tuple[str, dict[int, str]]:

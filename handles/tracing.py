@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from aiodist.handles.handle import Handle
+from typing import Any, Protocol
 
 Ended = Callable[..., object]
 """Called with a handle when that is over, and, where a lane has done it, with the name of the implementation."""
@@ -69,14 +65,3 @@ def span(name: str, /, **details: Any) -> AbstractContextManager[None]:  # noqa:
     microsecond where nothing is recorded, else two: see `trace`.
     """
     return _NOT_RECORDED if tracing.to is None else _Span(name, details)
-
-
-def follow(handle: Handle[Any], track: str) -> None:
-    """Have a trace show on `track` how long `handle` takes from now on."""
-    if tracing.to is not None:
-        handle.observe(partial(_over, perf_counter(), track, rank_of_task.get()))
-
-
-def _over(began: float, track: str, rank: int | None, handle: Handle[Any]) -> None:
-    if (trace := tracing.to) is not None:
-        trace.span(handle.op, began, track=track, of_rank=rank, bytes=handle.nbytes)

@@ -14,7 +14,6 @@ from aiodist.backends.base import Done
 from aiodist.backends.inplace import copy
 from aiodist.communicator.claims import Claim
 from aiodist.handles import Handle, in_flight
-from aiodist.handles.tracing import follow
 
 if TYPE_CHECKING:
     from aiodist.ps.names import NameEntry
@@ -33,7 +32,7 @@ class Operation:
         self._result = result
         self._error: BaseException | None = None
         self._began = perf_counter()
-        follow(handle, "parameter server")
+        handle.follow("parameter server")
         self.seconds = 0.0
         self.version: int | None = None
         """The lowest that a part of it read."""

@@ -111,7 +111,7 @@ class Arrivals:
         """Compare nothing any more."""
         if self._says and self._world.rank == 0:
             sys.stderr.write(f"{self}\n")
-        self._stop()
+        self._ignore_looks()
         if self._task is not None:
             self._task.cancel()
         self._registry.on_open.remove(self.follow)
@@ -121,7 +121,7 @@ class Arrivals:
         with suppress(RuntimeError):  # the channel is closed
             self._channel.unsubscribe(_TOPIC)
 
-    def _stop(self) -> None:
+    def _ignore_looks(self) -> None:
         if self._look in self._watch.on_look:
             self._watch.on_look.remove(self._look)
 
@@ -135,7 +135,7 @@ class Arrivals:
         """Compare for the last time; collective."""
         await self._world.barrier()
         if self._world.rank == 0:
-            self._stop()
+            self._ignore_looks()
             if self._task is not None:
                 await asyncio.wait([self._task])
             await self._compare()
