@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-STEP = 6
+STEP = 4
 COLOURS = {"forward": "#9ecae1", "backward": "#3182bd", "wait": "#fdae6b", "optimizer": "#a1d99b", "bucket": "#756bb1"}
 TRACKS = {"compute": "aiodist-compute", "reductions": "reductions", "prefetch": "AnyIO worker thread"}
 
@@ -35,7 +35,7 @@ async def train() -> None:
         layers = [layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.Tanh())]
         net = await DataParallel.create(nn.Sequential(*layers), coll, bucket_bytes=1 << 20, first_bucket_bytes=1 << 20)
         opt = torch.optim.SGD(net.parameters(), lr=0.01)
-        async with aiodist.data.prefetch([torch.randn(128, 512)] * (STEP + 3), transform=load) as batches:
+        async with aiodist.data.prefetch([torch.randn(128, 512)] * (STEP + 5), transform=load) as batches:
             async for x in batches:
                 await net.step(lambda x=x: net(x).square().mean(), opt)
         await net.aclose()
@@ -73,6 +73,7 @@ def draw(events: list[dict[str, Any]], picture: Path) -> None:
                 if last - first > 0.07 * (end - begin) and len(lanes) == 1:
                     axes.text((first + last - 2 * begin) / 2e3, row, e["name"], ha="center", va="center", fontsize=8)
     axes.set_yticks([-i for i in range(len(labels))], labels)
+    axes.set_ylim(0.5 - len(labels), 0.5)
     axes.set_xlim(0, (end - begin) / 1e3)
     axes.set_xlabel("ms")
     figure.tight_layout()
