@@ -1,4 +1,4 @@
-"""What watching costs, on and off in turn in one job: `aiodist run -n 2 benchmarks/watch.py`; medians, and ratios."""
+"""What watching costs, on and off in turn in one job: `aiodist run -n 2 -m benchmarks.watch`; medians, and ratios."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def timed(call: Callable[[], Awaitable[object]], count: int, seconds: floa
     """Return the seconds of `call`, in each of many rows of `count`, on all ranks as often."""
     taken = []
     until = perf_counter() + seconds
-    while await coll.allreduce(perf_counter() < until, "min"):
+    while await coll.allreduce(int(perf_counter() < until), "min"):
         began = perf_counter()
         for _ in range(count):
             await call()
