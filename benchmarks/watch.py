@@ -71,10 +71,12 @@ async def main() -> None:
         setting = Setting.make("mlp", 32, coll)
         net = await DataParallel.create(models.build("mlp"), coll)
         opt = torch.optim.SGD(net.parameters(), lr=1e-6)
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as mine:
+            folder = await coll.broadcast_object(mine)
             traced = lambda: aiodist.trace(coll, folder)  # noqa: E731
             step = lambda: net.step(lambda: setting.loss(net), opt)  # noqa: E731
             await compare("trace, a step of the mlp", step, 5, traced, coll)
+            await coll.barrier()
         await net.aclose()
 
 
