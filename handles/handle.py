@@ -360,7 +360,7 @@ class Handle(_core.Handle, Generic[T]):
             call()
 
     def observe(self, observer: Ended) -> None:
-        """Have `observer` called with this handle when it is over; one at most, in the thread that ends it."""
+        """Have `observer` called with this handle when it is over, where that is recorded; in the thread that ends it."""
         self._observer = observer
 
     def follow(self, track: str) -> None:
@@ -400,7 +400,7 @@ class Handle(_core.Handle, Generic[T]):
         self._value = value
         self._status = status  # right behind the check: no other thread comes in between
         self.keep = self.fence = self._canceller = self._late = self._finisher = None
-        if self._observer is not None:
+        if tracing.to is not None and self._observer is not None:
             observer, self._observer = self._observer, None
             observer(self)
         self._told()
