@@ -360,7 +360,7 @@ class Handle(_core.Handle, Generic[T]):
             call()
 
     def observe(self, observer: Ended) -> None:
-        """Have `observer` called with this handle when it is over, where that is recorded; in the thread that ends it."""
+        """Have `observer` called with this handle, in the thread that ends it; where something is recorded then."""
         self._observer = observer
 
     def follow(self, track: str) -> None:
