@@ -252,6 +252,24 @@ def doctor(
     raise typer.Exit(0 if report.usable else 1)
 
 
+@app.command(name="inspect")
+def inspect_(
+    job: Annotated[
+        int | None,
+        typer.Argument(metavar="[JOB]", help="The process id of `aiodist run`, or of rank 0; left out: the only job."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print all that the ranks say.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Look again every second, until Ctrl-C.")] = False,
+    flight_recorder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write a file for each rank there, for `torchfrtrace`.")
+    ] = None,
+) -> None:
+    """Say where each rank of a running job is: who is late, who waits for whom, and at which lines."""
+    from aiodist.watch import shown
+
+    shown.show(job, as_json=json, live=live, flight_recorder=flight_recorder)
+
+
 @app.command(context_settings=_Everything, add_help_option=False)
 def bench(context: typer.Context) -> None:
     """Measure operations, beside plain library calls in the same processes."""

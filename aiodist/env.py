@@ -86,6 +86,8 @@ class Environment:
     """The CUDA devices that this process may see, as CUDA_VISIBLE_DEVICES names them; None: all of the host's."""
     many_ranks_a_device: bool
     """NCCL is told that several ranks may share a device (NCCL_MULTI_RANK_GPU_ENABLE=1)."""
+    job: int
+    """The process that this job is known by: that of `aiodist run`, else this one."""
     selector: str | None
     """A file with the selector's table, or "none": not even a measured one."""
     elastic: tuple[int, int] | None
@@ -119,6 +121,7 @@ class Environment:
             pin=_flag(environ, "AIODIST_PIN") if environ.get("AIODIST_PIN") else None,
             visible_devices=_visible_devices(environ),
             many_ranks_a_device=environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
+            job=_integer(environ, "AIODIST_JOB") if environ.get("AIODIST_JOB") else os.getpid(),
             selector=environ.get("AIODIST_SELECTOR") or None,
             elastic=_elastic(environ),
             generation=_integer(environ, "AIODIST_GENERATION") if environ.get("AIODIST_GENERATION") else 0,

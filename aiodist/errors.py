@@ -12,6 +12,7 @@ AiodistError                         .rank .comm .op
 ├─ PeerError
 │  ├─ PeerLost (ConnectionError)     a rank died or cannot be reached
 │  └─ RemoteError                    a rank raised; carries its traceback
+├─ DeadlockError                     .cycle: the ranks that wait for one another, and never will go on
 ├─ OperationTimeout (TimeoutError)   .late: the ranks that are late, and where each of them is
 ├─ BackendError                      .code and the native text, raised `from` the native error
 ├─ CheckpointDamaged (ValueError)    a file of a checkpoint is not as it was written
@@ -34,6 +35,7 @@ __all__ = [
     "CommunicatorClosed",
     "CommunicatorError",
     "ConfigError",
+    "DeadlockError",
     "LaunchError",
     "MismatchAborted",
     "MismatchError",
@@ -134,6 +136,17 @@ class RemoteError(PeerError):
         super().__init__(message, **where)  # type: ignore[arg-type]
         self.raised_by = raised_by
         self.traceback = traceback
+
+
+class DeadlockError(AiodistError):
+    """Ranks wait for one another, or for themselves, and none can go on; `cycle` are those, each waiting for the next.
+
+    The message shows what each of them waits in, and where its tasks are suspended.
+    """
+
+    def __init__(self, message: str, *, cycle: tuple[int, ...] = (), **where: str | int | None) -> None:
+        super().__init__(message, **where)  # type: ignore[arg-type]
+        self.cycle = cycle
 
 
 class OperationTimeout(AiodistError, TimeoutError):

@@ -41,7 +41,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from weakref import WeakValueDictionary, ref
 
 from aiodist import _core
-from aiodist.handles.timers import Timers
+from aiodist.handles.timers import Quiet, Timers
 from aiodist.handles.tracing import tracing
 
 T = TypeVar("T")
@@ -108,12 +108,13 @@ class Driven(Protocol):
         """The loop will not poll: call its `resume` when something ends. False where something has ended."""
 
 
-class Progress(_core.Pacer):
+class Progress(_core.Pacer, Quiet):
     """Drives every pending operation of one event loop.
 
     Get it with `Progress.current()` in a coroutine. `last_ran` is when the loop last ran our callback (seconds of
     `perf_counter`), `spin_seconds` how long an await may spin; `crowded` says that ranks outnumber
-    cores: a thread that spins lets others run in between.
+    cores: a thread that spins lets others run in between. Its turns of the loop run nothing of the program's but by the
+    end of an operation, and what is posted, see `busy`.
 
     [Note: held while pending] A parked loop does not hold it, nor need anybody hold a handle: what is dropped is a
     cycle, and a collection of garbage in the midst of a transfer would free its buffers. So `_held` has those with work
@@ -138,6 +139,8 @@ class Progress(_core.Pacer):
         """How much work other threads and devices do, whose end is still to be told; with the transport lock held."""
         self._large_lock = threading.Lock()
         self.timers = Timers(loop)
+        self.own_files: set[int] = set()
+        """Those that the loop looks at for aiodist alone."""
         self.belongings: dict[object, Any] = {}
         """What others keep for this loop, by a key of their own: nothing of it outlives the loop."""
         self.watched = False
@@ -373,6 +376,11 @@ class Progress(_core.Pacer):
     def pending(self) -> bool:
         """Return True while anything is to be driven."""
         return bool(self._inbox) or any(map(len, self._pollers))
+
+    def busy(self) -> bool:
+        """Return whether something may end that waits for no other rank: a thread's work, a device's, a transfer."""
+        others = (len(poller) for poller in self._pollers if not getattr(poller, "of_ranks", False))
+        return bool(self._inbox or self._posted or self.offloaded or self.large) or any(others)
 
     def rung(self) -> bool:
         """Return True when nobody need look: the bell rings when something that is pending may have moved."""

@@ -10,11 +10,15 @@ from time import monotonic
 from typing import Protocol
 from weakref import ref
 
+_FINAL = ("close", "aclose")
+"""Operations of the close of a communicator: past their deadline the program ends with an error."""
 _SLACK_SECONDS = 5e-4  # uvloop rounds to milliseconds and may be early
 
 
 class Expiring(Protocol):
     """A handle, as far as its deadline is concerned."""
+
+    op: str
 
     @property
     def is_pending(self) -> bool:
@@ -27,7 +31,26 @@ class Expiring(Protocol):
         """Its deadline has passed."""
 
 
-class Timers:
+class Quiet:
+    """Has the loop call it, or a method of it, and none of that runs code of the program's."""
+
+    def is_quiet(self, *, closing: bool) -> bool:
+        """Return False where it may yet wake the program; with `closing` a deadline of a close is none."""
+        return True
+
+
+def is_quiet(callback: object, *, closing: bool = False) -> bool:
+    """Return whether what a loop will call runs nothing of the program's; `closing` as of `Quiet`."""
+    owner = callback if isinstance(callback, Quiet) else getattr(callback, "__self__", None)
+    return isinstance(owner, Quiet) and owner.is_quiet(closing=closing)
+
+
+def may_pass(handle: Expiring | None, *, closing: bool) -> bool:
+    """Return whether the deadline of `handle` may yet wake the program."""
+    return handle is not None and handle.is_pending and not (closing and handle.op in _FINAL)
+
+
+class Timers(Quiet):
     """Tells handles that their deadline passed.
 
     Most are over long before. A timer of the loop for each, with a deadline of half an hour, would still be
@@ -52,6 +75,10 @@ class Timers:
 
     def __len__(self) -> int:
         return len(self._heap)
+
+    def is_quiet(self, *, closing: bool) -> bool:
+        """See `Quiet`."""
+        return not any(may_pass(handle(), closing=closing) for *_, handle in self._heap)
 
     def _clear(self) -> None:
         self._heap = [entry for entry in self._heap if (handle := entry[2]()) is not None and handle.is_pending]

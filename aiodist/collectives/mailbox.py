@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -118,6 +119,9 @@ class Mailbox:
         self._wanted: list[Wanted] = []
         self._unexpected: list[_Unexpected] = []
         self._listening = False
+        self.sent: Counter[int] = Counter()
+        """How many headers went to each other rank, and came from each: equal on both where none is on its way."""
+        self.heard: Counter[int] = Counter()
         self._sent = 0
         self._heard_of = 0
         self._unanswered: dict[int, Done] = {}
@@ -129,6 +133,11 @@ class Mailbox:
     def wanted(self) -> tuple[Wanted, ...]:
         """The receives that nothing has matched."""
         return tuple(self._wanted)
+
+    @property
+    def unanswered(self) -> int:
+        """How many synchronous messages nothing is known to have matched."""
+        return len(self._unanswered)
 
     def unmatched(self) -> list[str]:
         """Return what came and no receive has matched, as words; from any thread."""
@@ -165,7 +174,7 @@ class Mailbox:
         inline = flat.nbytes <= (_INLINE_BYTES if t.is_cpu else 0)
         form = _INLINE if inline else _BEHIND if t.is_cpu else _IN_PIECES
         marked = form | _SYNCHRONOUS if synchronous else form
-        frame = self._frame(kind, marked, tag, t, number, flat.nbytes if inline else 0)
+        frame = self._frame(dst, kind, marked, tag, t, number, flat.nbytes if inline else 0)
         if inline:
             frame[_DATA_AT : _DATA_AT + flat.nbytes] = flat
             self._transport.isend(frame, dst, _HEADER_TAG, keeping(frame, done))
@@ -178,11 +187,12 @@ class Mailbox:
                 assert self.device_messages is not None
                 guarded(partial(self.device_messages.send, self._transport, flat, dst, number), both)
 
-    def _frame(self, kind: int, form: int, tag: int, t: Tensor, number: int, room: int = 0) -> Tensor:
-        """Return the header of message `number`, of `t`, with so much room behind it."""
+    def _frame(self, dst: int, kind: int, form: int, tag: int, t: Tensor, number: int, room: int = 0) -> Tensor:
+        """Return the header of message `number`, of `t`, to rank `dst`, with so much room behind it."""
         head = _HEADER.pack(kind, form, self._transport.rank, tag, number) + pack_meta(t)
         frame = torch.empty(self._frame_bytes or (_DATA_AT + room), dtype=torch.uint8)
         frame[:_DATA_AT] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        self.sent[dst] += 1
         return frame
 
     def part(self, done: Done) -> None:
@@ -190,9 +200,10 @@ class Mailbox:
 
         Every rank says so to the next one, when all have issued what they will. So no receive stays behind.
         """
-        frame = self._frame(self._FAREWELL, _INLINE, 0, _NOTHING, 0)
+        following = (self._transport.rank + 1) % self._transport.size
+        frame = self._frame(following, self._FAREWELL, _INLINE, 0, _NOTHING, 0)
         both = join(2, keeping(frame, done))
-        self._transport.isend(frame, (self._transport.rank + 1) % self._transport.size, _HEADER_TAG, both)
+        self._transport.isend(frame, following, _HEADER_TAG, both)
         if self._farewell_heard:
             both(None)
         else:
@@ -243,12 +254,14 @@ class Mailbox:
 
     def _take_in(self, frame: Tensor) -> None:
         """Take a message, an answer, or that the rank before this one in the ring says that it ends."""
+        _, _, source, _, number = _HEADER.unpack_from(frame.numpy().data)
+        self.heard[source] += 1
         if frame[0] == self._FAREWELL:
             self._farewell_heard = True
             if self._parting is not None:
                 self._parting(None)
         elif frame[0] == self._ANSWER:
-            self._unanswered.pop(_HEADER.unpack_from(frame.numpy().data)[-1])(None)
+            self._unanswered.pop(number)(None)
         else:
             self._arrived(_read(frame))
 
@@ -258,7 +271,7 @@ class Mailbox:
         if message.source == self._transport.rank:
             self._unanswered.pop(message.payload)(None)
             return
-        frame = self._frame(self._ANSWER, _INLINE, 0, _NOTHING, message.payload)
+        frame = self._frame(message.source, self._ANSWER, _INLINE, 0, _NOTHING, message.payload)
         told = keeping(frame, lambda error: None)  # who is gone waits for no answer
         guarded(partial(self._transport.isend, frame, message.source, _HEADER_TAG), told)
 

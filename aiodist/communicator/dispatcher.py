@@ -142,9 +142,9 @@ class Dispatcher:
         """In order of issue; True for collectives, which all ranks number alike, else whom or by what they meet."""
         self._refusal: AiodistError | RuntimeError | None = None
         self._watch = Watch.of(self.progress, channel)
-        self._watchdog = Watchdog(name, self._pending, self.oplog, self.ranks, self._watch)
-        self._watchdog.unmatched = self.mailbox.unmatched
-        self._watchdog.uses_of = self.names.count_of
+        self._watchdog = Watchdog(name, self._pending, self.oplog, self.ranks, self.mailbox, self._watch)
+        self._watchdog.uses = self.names.uses
+        self._watchdog.give_up = self.abort_everywhere
         self.account = Account(self.progress.loop, prompt=True, witness=self._watchdog)
         self._observer: OperationObserver | None = None
         self.on_lost: list[Callable[[int, AiodistError], None]] = []
@@ -210,6 +210,10 @@ class Dispatcher:
         return "" if traffic is None else traffic.way
 
     # --- issuing -------------------------------------------------------------------------------------------
+
+    def waits_unseen(self, waits: Callable[[], bool]) -> None:
+        """While `waits` returns True, something waits for other ranks by a way of its own, not by an operation."""
+        self._watchdog.unseen.append(waits)
 
     def check_usable(self) -> None:
         """Raise what a call must raise: wrong thread or loop, closed, aborted."""
@@ -425,7 +429,7 @@ class Dispatcher:
     ) -> tuple[Handle[Any], Completion]:
         """Return the handle of a point-to-point operation with `peer`, and what to call when it is over."""
         handle: Handle[Any] = self._handle(op, nbytes, claims, timeout, peer)
-        self._watchdog.messages = True
+        self._watchdog.messages += 1
         return handle, Completion(self, handle, claims, convert)
 
     def start(self, call: Callable[[], None], nbytes: int) -> None:

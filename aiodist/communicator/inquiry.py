@@ -7,27 +7,19 @@ from one that is stopped or holds the GIL (none came).
 
 from __future__ import annotations
 
-import asyncio
-import sysconfig
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
-from sys import _current_frames
-from traceback import walk_stack
-from types import CodeType
 from typing import Any, NamedTuple
 
 from aiodist.control import Channel, name_ranks
 from aiodist.handles import Progress
-from aiodist.handles.origin import is_ours
 
 _TOPIC = "whereabouts"
 _ANSWER_SECONDS = 0.3  # who has not answered after this is told to be one that does not
 _LOOP_SECONDS = 0.2  # and so the loop of one that did
 _NEWS_SECONDS = 2.0  # an answer that is older is told with its age
-_SHOWN = 4
-_LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 class Wait(NamedTuple):
@@ -197,37 +189,3 @@ class Inquiry:
         if not self._progress.owns_thread():
             reply("here", on_loop=False)
         self._progress.post(lambda: reply("loop", on_loop=True))
-
-
-def line_of_thread(thread_id: int) -> str:
-    """Return the innermost line of the program that a thread executes just now."""
-    frame = _current_frames().get(thread_id)
-    frames = [] if frame is None else [*walk_stack(frame)]
-    return _innermost([(frame.f_code, line) for frame, line in reversed(frames)])
-
-
-def line_of_task(task: asyncio.Task[Any]) -> str:
-    """Return the innermost line of the program at which a task is suspended, or "" before its start."""
-    places: list[tuple[CodeType, int]] = []
-    coroutine: Any = task.get_coro()
-    while coroutine is not None:
-        frames = (getattr(coroutine, name, None) for name in ("cr_frame", "gi_frame", "ag_frame"))
-        places += [(frame.f_code, frame.f_lineno) for frame in frames if frame is not None]
-        awaits = (getattr(coroutine, name, None) for name in ("cr_await", "gi_yieldfrom", "ag_await"))
-        coroutine = next((inner for inner in awaits if inner is not None), None)
-    return _innermost(places)
-
-
-def lines_of_tasks(tasks: Iterable[asyncio.Task[Any]]) -> list[str]:
-    """Return the lines of the first few of them, each line once."""
-    return list(dict.fromkeys(filter(None, map(line_of_task, tasks))))[:_SHOWN]
-
-
-def _innermost(places: list[tuple[CodeType, int]]) -> str:
-    """Return the last place of the program's, else of a library's, but never of ours."""
-    theirs = [place for place in places if not is_ours(place[0].co_filename)]
-    program = [place for place in theirs if not place[0].co_filename.startswith(_LIBRARIES)]
-    if not theirs:
-        return ""
-    code, line = (program or theirs)[-1]
-    return f"{code.co_filename}:{line} in {code.co_qualname}"

@@ -200,7 +200,8 @@ class PointToPoint(Base):
     ) -> Handle[None]:
         nbytes = sum(t.nbytes for t in ts)
         work = self._work_of(ts)
-        handle, finish = self._dispatcher.message(op, nbytes, reading(*ts), timeout, Peer(None, dst, tag))
+        peer = Peer(None, dst, tag, answered=synchronous and len(ts) == 1)
+        handle, finish = self._dispatcher.message(op, nbytes, reading(*ts), timeout, peer)
         mailbox = self._dispatcher.mailbox
 
         def program() -> Program[None]:

@@ -234,10 +234,9 @@ class Names:
 
     # --- what is known, from any thread ----------------------------------------------------------------------
 
-    def count_of(self, name: str) -> int:
-        """Return how often this rank has issued an operation of `name`."""
-        known = self._names.get(name)
-        return 0 if known is None else known.issued
+    def uses(self) -> dict[str, int]:
+        """Return how often this rank has issued an operation of each name."""
+        return {name: known.issued for name, known in list(self._names.items())}
 
     def find(self, number: int) -> Named | None:
         """Return the operation of that number, None where this rank has not issued it, or has forgotten it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import CodeType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aiodist import _core
 from aiodist.communicator.fingerprint import Fingerprint
@@ -24,6 +24,19 @@ class Record(NamedTuple):
     def text(self) -> str:
         """Return what was issued and where."""
         return f"{self.what} at {Origin(*self.origin)}"
+
+    def told(self, *, pending: bool) -> dict[str, Any]:
+        """Return it as JSON knows it."""
+        what, where = self.what, Origin(*self.origin)
+        return {
+            "seq": self.seq,
+            "kind": what.kind,
+            "dtype": what.dtype,
+            "size": what.size,
+            "text": self.text(),
+            "place": [where.filename, where.lineno, where.code.co_qualname],
+            "pending": pending,
+        }
 
 
 class OpLog(_core.Log):

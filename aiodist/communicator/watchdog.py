@@ -18,12 +18,17 @@ from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
-from aiodist.communicator.inquiry import Inquiry, Wait, Whereabouts, line_of_thread, lines_of_tasks
+from aiodist.collectives.mailbox import Mailbox
+from aiodist.communicator.facts import CommFacts, Op
+from aiodist.communicator.inquiry import Inquiry, Wait, Whereabouts
 from aiodist.communicator.oplog import OpLog, Record
 from aiodist.communicator.report import StallReporter
 from aiodist.control import Channel
+from aiodist.errors import AiodistError
 from aiodist.handles import Handle, Progress
 from aiodist.handles.deadline import SHORT_SECONDS, Scopes
+from aiodist.handles.stacks import line_of_thread, lines_of_tasks
+from aiodist.handles.timers import Quiet
 from aiodist.types import ANY
 
 _LOOK_SECONDS = 0.1  # an operation that is pending at two looks in a row is published
@@ -32,6 +37,8 @@ _LATEST_SECONDS = 0.8  # before a deadline: the answers that its error tells are
 _LONGEST_SECONDS = 10.0  # between two questions
 _POLLED_SECONDS = 2.0  # who asked so long ago whether a message is over still waits for it
 _SHOWN = 3
+_RECENT = 32
+_MOST_NAMES = 256
 
 
 class Peer(NamedTuple):
@@ -40,6 +47,8 @@ class Peer(NamedTuple):
     src: int | None
     dst: int | None
     tag: int
+    answered: bool = False
+    """Of one message to `dst`: it is over only when a receive has matched it."""
 
     def __str__(self) -> str:
         ends = []
@@ -98,7 +107,7 @@ class _Stalled:
         return False
 
 
-class Watch:
+class Watch(Quiet):
     """Looks ten times a second at what is pending on one rank, for as long as something is; on its loop's thread."""
 
     def __init__(self, channel: Channel, progress: Progress) -> None:
@@ -112,7 +121,9 @@ class Watch:
         self.scopes = Scopes.of(progress)
         self.scopes.watchers.add(self)
         self.inquiry = Inquiry(channel, progress, self._here)
-        self.report = StallReporter(self.inquiry, self._ages, self._waits)
+        self.report = StallReporter(self.inquiry, self._ages, self.waits)
+        self.observers: list[Callable[[], None]] = []
+        """Called at each look."""
         task = asyncio.current_task()
         self._opener = None if task is None else ref(task)
 
@@ -154,17 +165,20 @@ class Watch:
         for member in list(self.members.values()):
             member.look(now)
         self.report.look(now)
+        for look in self.observers:
+            look()
 
     def _ages(self) -> list[float]:
         return [age for member in list(self.members.values()) for age in member.ages()]
 
-    def _waits(self) -> list[Wait]:
+    def waits(self) -> list[Wait]:
+        """Return what this rank waits in; from any thread."""
         return [wait for member in list(self.members.values()) for wait in member.waits(self.report.told)]
 
     def _here(self, comm: str, on_loop: bool) -> Whereabouts:
         """Answer another rank's question."""
-        lines = lines_of_tasks(self._tasks()) if on_loop else [line_of_thread(self._thread_id)]
-        return Whereabouts(self._last(comm), lines, self._waits())
+        lines = lines_of_tasks(self.tasks()) if on_loop else [line_of_thread(self._thread_id)]
+        return Whereabouts(self._last(comm), lines, self.waits())
 
     def _last(self, comm: str) -> str:
         """Return this rank's last operation on one communicator, or on each, as words."""
@@ -175,7 +189,7 @@ class Watch:
         parts += [f"{member.last()} on {name!r}" for name, member in active[:_SHOWN]]
         return "; ".join(parts if active else [*parts, "has issued nothing yet"])
 
-    def _tasks(self) -> Iterator[asyncio.Task[Any]]:
+    def tasks(self) -> Iterator[asyncio.Task[Any]]:
         """Yield the tasks of this rank: first the one that opened it, where it has the loop to itself then all."""
         opener = None if self._opener is None else self._opener()
         if opener is not None and not opener.done():
@@ -193,6 +207,7 @@ class Watchdog:
         pending: Mapping[Handle[Any], bool | Peer | Use],
         oplog: OpLog,
         ranks: Sequence[int],
+        mailbox: Mailbox,
         watch: Watch,
     ) -> None:
         """`pending` holds operations in order of issue: True for collectives, else whom or by what they meet.
@@ -201,12 +216,15 @@ class Watchdog:
         """
         self.pending = pending
         self.watch = watch
-        self.messages = False
-        """Whether any message was issued."""
-        self.unmatched: Callable[[], list[str]] = list
-        """What arrived, and no receive has matched."""
-        self.uses_of: Callable[[str], int] = lambda _: 0
-        """How often this rank has issued an operation of a name."""
+        self.messages = 0
+        """How many messages were issued."""
+        self.mailbox = mailbox
+        self.uses: Callable[[], Mapping[str, int]] = dict
+        """How often this rank has issued an operation of each name."""
+        self.unseen: list[Callable[[], bool]] = []
+        """Return whether something waits for other ranks just now by a way of its own, which is in no `pending`."""
+        self.give_up: Callable[[AiodistError], None] = lambda _: None
+        """Aborts the communicator on all ranks."""
         self._last_use: Use | None = None
         self._name = name
         self._topic = f"watchdog:{name}"
@@ -333,15 +351,20 @@ class Watchdog:
             return ""
         if what.src is None:
             return f"the message goes {what}"
-        came = self.unmatched()
+        came = self.mailbox.unmatched()
         more = f" and {len(came) - 8} more" if len(came) > 8 else ""
         arrived = f"; arrived unmatched: {', '.join(came[:8])}{more}" if came else ""
         return f"it waits for a message {Peer(what.src, None, what.tag)}{arrived}"
 
     @property
+    def issued(self) -> int:
+        """How much this rank has issued here, but for what has a name."""
+        return self._oplog.seq + self.messages
+
+    @property
     def has_issued(self) -> bool:
         """Whether this rank has issued anything here."""
-        return self.messages or self._oplog.seq > 0 or self._last_use is not None
+        return self.issued > 0 or self._last_use is not None
 
     def last(self) -> str:
         """Return the last operation of this rank as words; from any thread."""
@@ -349,6 +372,14 @@ class Watchdog:
         after = [] if last is None else [f"after {last.text()}"]
         after += [] if use is None else [f"by name after {use.name!r}, {use.text()}"]
         return ", ".join(after) or ("has issued no collective yet" if self.has_issued else "has issued nothing yet")
+
+    def told(self) -> dict[str, Any]:
+        """Return the ranks, and the last few operations of this one, as JSON knows them; from any thread."""
+        seq = self._oplog.seq
+        records = (self._oplog.find(number) for number in range(max(0, seq - _RECENT), seq))
+        pending = {handle.seq for handle, meets in list(self.pending.items()) if meets is True and handle.is_pending}
+        told = [record.told(pending=record.seq in pending) for record in records if record is not None]
+        return {"ranks": list(self._ranks), "last": self.last(), "operations": told}
 
     def ages(self) -> list[float]:
         """Return for how long, in seconds, this rank waits in each of its operations that take long."""
@@ -377,6 +408,32 @@ class Watchdog:
         whom = [self._ranks[rank] for rank in self._missing(handle)] if seconds >= _LOOK_SECONDS else []
         return Wait(f"{handle}{to} on {self._name!r}", round(seconds, 1), whom)
 
+    def facts(self) -> tuple[CommFacts, list[Op]] | None:
+        """Return what those who look for deadlocks need; None where something may end without another rank's doing."""
+        pending = [(handle, meets) for handle, meets in list(self.pending.items()) if handle.is_pending]
+        receives = sum(isinstance(meets, Peer) and meets.src is not None for _, meets in pending)
+        sends = [meets for _, meets in pending if isinstance(meets, Peer) and meets.src is None]
+        uses, mailbox = self.uses(), self.mailbox
+        if any(waits() for waits in self.unseen) or len(uses) > _MOST_NAMES:
+            return None
+        # Data of a message are on their way, or a send may be over before another rank receives it.
+        if receives != len(mailbox.wanted) or len(sends) != mailbox.unanswered or not all(s.answered for s in sends):
+            return None
+        world = self._ranks
+        sent, heard = ([[world[rank], n] for rank, n in sorted(of.items())] for of in (mailbox.sent, mailbox.heard))
+        names = [[name, count] for name, count in uses.items()]
+        comm = CommFacts(self._name, [*world], self._oplog.seq, names, sent, heard, self.messages)
+        return comm, [self._op(handle, meets) for handle, meets in pending]
+
+    def _op(self, handle: Handle[Any], meets: bool | Peer | Use) -> Op:
+        if isinstance(meets, Use):
+            return Op(self._name, str(handle), meets.count, meets.name, [])
+        if not isinstance(meets, Peer):
+            return Op(self._name, str(handle), handle.seq, "", [])
+        end = meets.dst if meets.src is None else meets.src
+        peers = [*self._ranks] if end == ANY or end is None else [self._ranks[end]]
+        return Op(self._name, f"{handle} {meets}", handle.seq, "", peers)
+
     def _since(self, handle: Handle[Any]) -> float | None:
         """Return when the others were first told: of a collective or of the one that it comes behind."""
         stalled = self._stalled.get(handle)
@@ -390,7 +447,7 @@ class Watchdog:
 
     def _issued(self, name: str) -> int:
         """Return how many uses of `name` this rank has issued."""
-        return self.uses_of(name) if name else self._oplog.seq
+        return self.uses().get(name, 0) if name else self._oplog.seq
 
     def _send(self, ranks: Sequence[int], what: str, name: str, issued: int, last: str = "") -> None:
         """Tell `ranks` how many uses of `name` this one has issued, at least; who is "stalled" wants to hear back."""

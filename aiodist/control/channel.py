@@ -131,6 +131,11 @@ class Channel(ABC):
         self._owner.check()
         return dict(self._exits)
 
+    @property
+    @abstractmethod
+    def asks(self) -> bool:
+        """Whether an answer of the hub's is still to come."""
+
     @abstractmethod
     def fail(self, cause: str, traceback: str = "", exitcode: int = 1) -> None:
         """Tell everybody that this rank failed, before it exits. From any thread, within 1 s, best effort."""

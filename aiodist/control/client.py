@@ -57,6 +57,10 @@ class SocketChannel(Channel):
         """On the thread: done when all ranks have joined."""
         self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # it may be nobody's news
 
+    @property
+    def asks(self) -> bool:
+        return bool(self._replies)
+
     def fail(self, cause: str, traceback: str = "", exitcode: int = 1) -> None:
         self._owner.check()
         if self._closing or self._lost:

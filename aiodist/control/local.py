@@ -85,6 +85,10 @@ class _InProcessChannel(Channel):
         self._hub.answer(question, waiter, partial(self._hub.post, settle, answer))
         return answer
 
+    @property
+    def asks(self) -> bool:
+        return bool(self._asked)
+
     def fail(self, cause: str, traceback: str = "", exitcode: int = 1) -> None:
         self._owner.check()
         if self._open and not self._failed:

@@ -54,6 +54,11 @@ class QueueClient:
         wires.channel.subscribe(wires.answers, self._heard)
 
     @property
+    def waits(self) -> bool:
+        """Whether an answer is still to come."""
+        return self._asked is not None
+
+    @property
     def used(self) -> list[Range]:
         """The positions that this rank has used in this lap."""
         return self._share.used

@@ -111,6 +111,7 @@ class ShardQueue(Generic[T]):
             self._server = QueueServer(wires, terms, self._machine, over)
         parts.dispatcher.on_lost.append(self._lost)
         parts.dispatcher.on_abort.append(self._aborted)
+        parts.dispatcher.waits_unseen(lambda: self._client.waits)
         coll.admit(self)
 
     # --- epochs ----------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
         sessions = elastic or Hub(job.ranks, host=here, token=token)
         hub = await stack.enter_async_context(sessions)
         common = commands.common_variables(environ, hub.address, token, job.servers, job.elastic)
+        common["AIODIST_JOB"] = str(os.getpid())
         if mpi is not None:
             common |= commands.mpirun_environment(mpi, environ, root=os.geteuid() == 0)
         if job.hosts:

@@ -110,6 +110,7 @@ class ParameterServerSession:
         self.client = Client(self.context, self.server.own, self.server.shown)
         dispatcher.on_lost.append(self._lost)
         dispatcher.on_abort.append(self._aborted)
+        dispatcher.waits_unseen(lambda: True)
         self.coll.admit(self)
         self._refusal = None
         with transport_lock:

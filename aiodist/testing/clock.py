@@ -21,11 +21,9 @@ from typing import Any
 from weakref import ref
 
 from aiodist import _core
-from aiodist.backends.cuda_ipc import ReleaseNotices
 from aiodist.communicator.dispatcher import Dispatcher
-from aiodist.communicator.watchdog import Watch
 from aiodist.handles.progress import Progress, transport_lock
-from aiodist.handles.timers import Expiring, Timers
+from aiodist.handles.timers import Expiring, Quiet, Timers, is_quiet, may_pass
 
 _GRACE_SECONDS = 0.05  # real time for sockets and threads to come with something, before the clock jumps
 _LAST_GRACE_SECONDS = 2.0  # and before it is a deadlock
@@ -36,7 +34,7 @@ _LOOK_SECONDS = 0.5  # before what the program waits for: they ask once more the
 _LIBRARY_THREADS = ("aiodist-progress", "aiodist-ps-", "asyncio_", "pytest_timeout")
 
 
-class TimeLimit(partial[None]):
+class TimeLimit(Quiet, partial[None]):
     """What a timer calls that limits the whole program: it does not keep a deadlock from being one."""
 
 
@@ -123,22 +121,14 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
 
     def next_of_program(self) -> float | None:
         """Return when the program's next timer is due; those that only watch for stalls are not the program's."""
-        scheduled: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
-        return min((t.when() for t in scheduled if not t.cancelled() and not _only_watches(t)), default=None)
+        scheduled: list[Any] = self._scheduled  # type: ignore[attr-defined]
+        return min((t.when() for t in scheduled if not t.cancelled() and not is_quiet(t._callback)), default=None)
 
     def deadlocked(self) -> None:
         """Nothing can ever happen any more."""
         if self._on_deadlock is None:
             raise RuntimeError("deadlock: nothing is ready, no timer is set, nothing runs outside the loop")
         self._on_deadlock()
-
-
-def _only_watches(timer: asyncio.TimerHandle) -> bool:
-    call: Any = timer._callback  # type: ignore[attr-defined]
-    if isinstance(call, partial) and call.func is _tell:
-        handle = call.args[0]()
-        return handle is None or not handle.is_pending
-    return isinstance(call, TimeLimit) or isinstance(getattr(call, "__self__", None), (Watch, ReleaseNotices))
 
 
 def _signature(loop: asyncio.AbstractEventLoop) -> tuple[int, int]:
@@ -287,10 +277,20 @@ class _LoopTimers(Timers):
     def add(self, expires: float, handle: Expiring) -> None:
         """Tell `handle` that it is late at `expires`, in seconds of `monotonic`, as if that went on from now."""
         seconds = round(expires - monotonic(), 3)  # as it was asked for: the microseconds since then are noise
-        self._loop.call_later(max(0.0, seconds), partial(_tell, ref(handle)))
+        self._loop.call_later(max(0.0, seconds), _Deadline(handle))
 
 
-def _tell(late: ref[Expiring]) -> None:
-    handle = late()
-    if handle is not None and handle.is_pending:
-        handle.expire()
+class _Deadline(Quiet):
+    """Of one handle."""
+
+    def __init__(self, handle: Expiring) -> None:
+        self._late = ref(handle)
+
+    def __call__(self) -> None:
+        handle = self._late()
+        if handle is not None and handle.is_pending:
+            handle.expire()
+
+    def is_quiet(self, *, closing: bool) -> bool:
+        """See `Quiet`."""
+        return not may_pass(self._late(), closing=closing)

@@ -10,11 +10,11 @@ from typing import Any, Generic, TypeVar, cast
 
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.communicator.dispatcher import Dispatcher
-from aiodist.communicator.inquiry import line_of_task
 from aiodist.control import Channel, in_process
 from aiodist.control.generations import Generation, Generations, Members
-from aiodist.errors import AiodistError, LaunchError, PeerError, PeerLost
+from aiodist.errors import DeadlockError, LaunchError, PeerError, PeerLost
 from aiodist.handles import listed
+from aiodist.handles.stacks import line_of_task
 from aiodist.testing.clock import FakeClockLoop, TimeLimit
 from aiodist.world.isolation import isolate
 from aiodist.world.opening import RankPlace, current_place
@@ -26,8 +26,8 @@ _DAY = 86_400.0
 _PATIENCE = 10  # deadlocks while the ranks are being ended, then they are left to themselves
 
 
-class Deadlock(AiodistError):
-    """No rank can ever go on; the message says what each waits for."""
+class Deadlock(DeadlockError):
+    """No rank can ever go on, for other reasons than operations alone; the message says what each waits for."""
 
 
 def run_ranks(
@@ -46,9 +46,10 @@ def run_ranks(
     With `elastic`, (MIN, MAX), it is an elastic job (`init(elastic=True)`): a rank that `kill_rank` kills ends no other
     one, its result is None, and those that `grow` starts are numbered on from `n`, with results behind the others'.
 
-    An exception of one rank ends the others and is raised, with a note that names the rank. Raises `Deadlock` where
-    no rank can ever go on, and TimeoutError after `timeout` seconds (of that clock; None: never), both with what each
-    rank waits for; RuntimeError where a loop runs already: there, `await gather_ranks(n, main)`.
+    An exception of one rank ends the others and is raised, with a note that names the rank. Raises `DeadlockError`
+    where ranks wait for one another's operations, `Deadlock` where none can go on for other reasons, and TimeoutError
+    after `timeout` seconds (of that clock; None: never), all with what each rank waits for; RuntimeError where a loop
+    runs already: there, `await gather_ranks(n, main)`.
     """
     try:
         asyncio.get_running_loop()

@@ -1,1 +1,1 @@
-"""What is seen and done of ranks while a job runs: a trace on one clock, for whom they wait, recovery."""
+"""What is seen and done of ranks while a job runs: traces, for whom they wait, deadlocks, inspect, recovery."""

@@ -31,6 +31,7 @@ def start(
     selector: str | os.PathLike[str] | None = None,
     stop_on_signal: bool = False,
     stragglers: bool = False,
+    lag: float | None = None,
 ) -> Iterator[ThreadedCommunicator]:
     """Open the world for a script without asyncio: `with aiodist.start() as coll: coll.allreduce(t).wait()`.
 
@@ -53,6 +54,7 @@ def start(
         selector=selector,
         thread=True,
         stragglers=stragglers,
+        lag=lag,
     )
     with in_thread(block) as coll, stopping_by_signals(coll) if stop_on_signal else nullcontext():
         yield coll

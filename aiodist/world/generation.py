@@ -25,6 +25,9 @@ from aiodist.errors import AiodistError, BackendUnavailable, CommunicatorAborted
 from aiodist.handles import Progress
 from aiodist.topology import Topology
 from aiodist.watch.arrivals import Arrivals
+from aiodist.watch.deadlocks import Deadlocks
+from aiodist.watch.inspector import inspected
+from aiodist.watch.lag import watched_loop
 from aiodist.watch.trace import Recording
 from aiodist.world.opening import (
     Limits,
@@ -53,6 +56,7 @@ class Options:
     stop_on_signal: bool
     stragglers: bool
     """Ranks note when they come to collectives."""
+    lag: float | None
     alone: bool
     """This rank has its process to itself."""
 
@@ -96,7 +100,9 @@ class World:
         limits, environment = options.limits, options.environment
         topology = await unless_lost(channel, find_topology(channel, self._hosts, environment, limits))
         world = self.registry.world(self.transport, topology, thread=options.thread)
-        Watch.of(Progress.current(), channel).report.after = options.report
+        watch = Watch.of(Progress.current(), channel)
+        watch.report.after = options.report
+        Deadlocks(watch, channel)
         _limit_spinning(world)
         asked = options.selector or environment.selector
         edits = edits_at_start(asked, channel, world.parts.repertoire, topology, seconds=limits.rendezvous)
@@ -106,6 +112,8 @@ class World:
             if options.stop_on_signal:
                 self._held.enter_context(stopping_by_signals(world))
         self._held.enter_context(guard_polling(_epoll_of(asyncio.get_running_loop())))
+        self._held.enter_context(watched_loop(Progress.current(), channel.rank, options.lag))
+        self._held.enter_context(inspected(watch, channel, environment.job if options.alone else None))
         if options.levels is not None:
             await root_levels(world, options.levels)
         if options.stragglers and world.size > 1:

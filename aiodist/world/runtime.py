@@ -19,6 +19,7 @@ from aiodist.communicator.report import REPORT_SECONDS, check_report
 from aiodist.env import Environment, Starter
 from aiodist.handles import Handle, from_future
 from aiodist.streams import CudaStream, event_handle
+from aiodist.watch.lag import check_lag
 from aiodist.watch.recovery import Recovery
 from aiodist.world.generation import ElasticWays, Life, Options, World
 from aiodist.world.isolation import isolate
@@ -49,6 +50,7 @@ def init(  # noqa: PLR0913 - one for each option
     stop_on_signal: bool = False,
     elastic: bool = False,
     stragglers: bool = False,
+    lag: float | None = None,
 ) -> AbstractAsyncContextManager[Communicator]:
     """Open the world: a `Communicator` over all ranks of the job; every rank must enter.
 
@@ -63,7 +65,9 @@ def init(  # noqa: PLR0913 - one for each option
     "none" is neither. With `thread=True` other threads may issue on the world too, see `Communicator.dup`. With
     `stop_on_signal=True` the first SIGTERM or Ctrl-C of a rank asks all ranks to stop together, see
     `Communicator.stopping`; a second one has its usual meaning. Raises `ConfigError` outside the main thread. With
-    `stragglers=True` ranks note when they come to each collective, and compare: `coll.statistics().waited`.
+    `stragglers=True` ranks note when they come to each collective, and compare: `coll.statistics().waited`. Where the
+    event loop runs nothing for `lag` seconds, a thread warns, once a minute, for how long and at which line; None is
+    never.
 
     Leaving the block closes the world on all ranks, once what is in flight is over (30 s at most). When the block
     raises, nothing is waited for: the other ranks are told, and their operations raise `RemoteError` or `PeerLost`;
@@ -85,6 +89,7 @@ def init(  # noqa: PLR0913 - one for each option
         stop_on_signal=stop_on_signal,
         elastic=elastic,
         stragglers=stragglers,
+        lag=lag,
     )
 
 
@@ -101,10 +106,12 @@ async def opened(  # noqa: PLR0913 - those of init, and two more
     stop_on_signal: bool = False,
     elastic: bool = False,
     stragglers: bool = False,
+    lag: float | None = None,
     meeting: Introduction | None = None,
 ) -> AsyncIterator[Communicator]:
     """Open the world as `init` does, with the patience that `limits` says; over the ranks of a `meeting`, if any."""
     check_report(report)
+    check_lag(lag)
     given = current_place.get() if meeting is None else None
     environment = Environment.read()
     if meeting is not None:
@@ -119,6 +126,7 @@ async def opened(  # noqa: PLR0913 - those of init, and two more
         thread,
         stop_on_signal,
         stragglers or environment.stragglers,
+        lag,
         alone=given is None,
     )
     life: Recovery | Life

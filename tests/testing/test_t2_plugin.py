@@ -126,7 +126,7 @@ def test_t2_a_failure_shows_the_rank_and_its_line(run: Run) -> None:
         """)
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(
-        ["*assert coll.rank < 2*", "*raised by rank 2 of 3*seed 0*", "*Deadlock*", "*rank 0*test_it.py:10*recv #0*"]
+        ["*assert coll.rank < 2*", "*raised by rank 2 of 3*seed 0*", "*Deadlock*", "*rank 0*recv #0*test_it.py:10*"]
     )
 
 

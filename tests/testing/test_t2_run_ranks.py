@@ -178,7 +178,7 @@ def test_t2_a_deadlock_names_what_every_rank_waits_for() -> None:
             if rank == 0:
                 await coll.barrier()
             elif rank == 1:
-                await coll.recv(src=0, tag=5)
+                await coll.recv(src=2, tag=5)
             else:
                 await asyncio.Event().wait()
 

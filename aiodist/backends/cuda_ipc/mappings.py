@@ -35,6 +35,7 @@ from aiodist.backends.cuda_ipc.mapping import Mapped, Mapper, address_of, living
 from aiodist.errors import BackendError, MismatchError
 from aiodist.handles import Progress
 from aiodist.handles.progress import transport_lock
+from aiodist.handles.timers import Quiet
 
 if TYPE_CHECKING:
     from aiodist.control import Channel
@@ -324,7 +325,7 @@ class Loan:
             self._mappings.release_loan(self._lent)
 
 
-class ReleaseNotices:
+class ReleaseNotices(Quiet):
     """Looks once a second for what died of what one rank lends, and tells those who have heard of it.
 
     So memory goes back also where no operation follows that would tell. It goes by the control channel: a number is

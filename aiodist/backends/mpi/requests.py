@@ -20,6 +20,7 @@ class Requests:
     """The pending MPI requests of one loop: one `Testsome` for all of them."""
 
     rings = False
+    of_ranks = True
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress

@@ -44,6 +44,7 @@ class Lanes:
     """All lanes of one loop, as `Progress` polls them."""
 
     rings = True
+    of_ranks = True
 
     def __init__(self, progress: Progress, near: Neighbourhood) -> None:
         self.progress = progress
@@ -53,6 +54,7 @@ class Lanes:
         progress.add_poller(self)
         progress.add_driven(self)
         progress.loop.add_reader(self.completions.event, self._woken)
+        progress.own_files.add(self.completions.event)
         near.wake_by(self.completions.event)
 
     def __len__(self) -> int:
@@ -87,6 +89,7 @@ class Lanes:
         self.progress.remove_poller(self)
         self.progress.remove_driven(self)
         self.progress.loop.remove_reader(self.completions.event)
+        self.progress.own_files.discard(self.completions.event)
 
 
 class Lane:

@@ -49,6 +49,8 @@ class _Copy:
 class Messages:
     """See the module; everything but making it runs with the transport lock held."""
 
+    of_ranks = True
+
     def __init__(self, near: Neighbourhood, progress: Progress) -> None:
         self.near = near
         self.progress = progress

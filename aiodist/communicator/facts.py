@@ -1,0 +1,49 @@
+"""What a rank knows of itself when it stands still, for those who look for deadlocks: plain data, which travels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Op(NamedTuple):
+    """An operation that is pending, and what it needs of other ranks."""
+
+    comm: str
+    text: str
+    """The operation, with the line that issued it."""
+    number: int
+    """Its place in the order of its communicator; of a named one, how often the name was used before."""
+    name: str
+    """"" where it has none."""
+    peers: list[int]
+    """The world ranks of which any could end it, by a message; empty where it needs all ranks."""
+
+
+class CommFacts(NamedTuple):
+    """One communicator, as this rank sees it. Lists of pairs stand for dicts, whose keys would travel as words."""
+
+    name: str
+    ranks: list[int]
+    """Its world ranks."""
+    issued: int
+    """How many collectives this rank has issued."""
+    names: list[list[Any]]
+    """How often it has used each name."""
+    sent: list[list[int]]
+    """How many messages it has sent to each other rank, and heard of each."""
+    heard: list[list[int]]
+    messages: int
+    """How many messages this rank has issued, both ways."""
+
+
+class Facts(NamedTuple):
+    """What a rank tells when nothing but the end of a pending operation can have it go on."""
+
+    ops: list[Op]
+    comms: list[CommFacts]
+
+    @classmethod
+    def read(cls, told: list[Any]) -> Facts:
+        """Return what another rank has sent."""
+        ops, comms = told
+        return cls([Op(*op) for op in ops], [CommFacts(*comm) for comm in comms])

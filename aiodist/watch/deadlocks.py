@@ -1,0 +1,163 @@
+"""Ranks that stand still tell one of them what they wait in; it finds deadlocks, and every rank in one is told.
+
+    looked at - stands still at two looks in a row: tells the judge - is asked again: tells it once more - is told
+
+The judge is the first rank that has not left. It judges on the thread that listens, so that its program may compute.
+What it has been told may be of different moments. So it asks all ranks of a deadlock once more: where all of them tell
+the same again, there was a moment at which all stood still like that, between the first answers and the second
+questions; see [Note: no false alarm] in docs/design/watch.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+from aiodist.communicator.facts import Facts
+from aiodist.communicator.watchdog import Watch
+from aiodist.control import Channel
+from aiodist.errors import DeadlockError
+from aiodist.handles.stacks import stack_of_task
+from aiodist.handles.timers import Quiet
+from aiodist.watch.graph import Lock, drawn, locked
+from aiodist.watch.stillness import what_goes_on
+
+_TOPIC = "deadlocks"
+_PAUSE_SECONDS = 1e-3  # before a rank looks at itself, or speaks: another rank of its loop may have to do the same
+_ROUND_SECONDS = 1.0  # who has not answered after this is asked again
+_STACKS = 4
+
+
+class _Round(NamedTuple):
+    """The judge's second question to the ranks of a deadlock."""
+
+    number: int
+    asked: float
+    lock: Lock
+    told: Mapping[int, Facts]
+    answers: dict[int, list[list[str]]]
+    """The stacks of those that have told the same again."""
+
+
+class Deadlocks(Quiet):
+    """One rank's part."""
+
+    def __init__(self, watch: Watch, channel: Channel) -> None:
+        self._watch = watch
+        self._channel = channel
+        self._progress = watch.progress
+        # On the loop's thread.
+        self._issued = -1
+        self._seen: Facts | None = None
+        """What this rank waited in at the last look, where it stood still."""
+        self._told: tuple[int, Facts] | None = None
+        """What it has told, and whom."""
+        self._asked = (0, 0)
+        """By whom, in which round."""
+        self._outbox: list[tuple[int, list[Any]]] = []
+        # On the thread that listens.
+        self._known: dict[int, Facts] = {}
+        self._round: _Round | None = None
+        self._rounds = 0
+        watch.observers.append(self.look)
+        channel.subscribe(_TOPIC, self._heard)
+
+    # --- a rank that waits: on the loop's thread -------------------------------------------------------------
+
+    def look(self) -> None:
+        """Tell the judge, where nothing goes on here; called while operations are pending."""
+        facts = self._facts() if self._is_quiet() else None
+        judge = next(rank for rank in range(self._channel.size) if rank not in self._channel.exits())
+        if facts is None or facts != self._seen:
+            self._seen = facts
+        elif self._told != (judge, facts):
+            self._told = judge, facts
+            self._say(judge, ["waits", 0, facts, []])
+
+    def _is_quiet(self) -> bool:
+        """Return whether nothing was issued since the last look: a cheap no for a program that goes on."""
+        before, self._issued = self._issued, sum(member.issued for member in self._watch.members.values())
+        return self._issued == before
+
+    def _facts(self) -> Facts | None:
+        """Return what this rank waits in; None where something goes on."""
+        found = [member.facts() for member in self._watch.members.values()]
+        if None in found or what_goes_on(self._progress, self._channel):
+            return None
+        told = [one for one in found if one is not None]
+        return Facts([op for _, ops in told for op in ops], [comm for comm, _ in told])
+
+    def _again(self, judge: int, number: int) -> None:
+        # The last question counts: `run_ranks` draws the order of what is ready, that of messages too.
+        self._asked = judge, number if judge != self._asked[0] else max(number, self._asked[1])
+        self._progress.loop.call_later(_PAUSE_SECONDS, self._answer)
+
+    def _answer(self) -> None:
+        judge, number = self._asked
+        facts = self._facts()
+        if facts is None:
+            self._told = None  # it tells again when it stands still again
+        stacks = [stack_of_task(task) for task in self._watch.tasks()]
+        self._say(judge, ["answer", number, facts, [stack for stack in stacks if stack][:_STACKS]])
+
+    def _say(self, rank: int, message: list[Any]) -> None:
+        self._outbox.append((rank, message))
+        self._progress.loop.call_later(_PAUSE_SECONDS, self._speak)
+
+    def _speak(self) -> None:
+        outbox, self._outbox = self._outbox, []
+        for rank, message in outbox:
+            with suppress(RuntimeError):  # the channel was closed
+                self._channel.send(rank, _TOPIC, message)
+
+    def _raise(self, text: str, cycle: list[int]) -> None:
+        for member in list(self._watch.members.values()):
+            if member.pending:
+                member.give_up(DeadlockError(text, cycle=tuple(cycle)))
+
+    # --- the judge: on the thread that listens ---------------------------------------------------------------
+
+    def _heard(self, src: int, message: list[Any]) -> None:
+        what, number, content, more = message
+        if what == "again":
+            self._progress.post(partial(self._again, src, number))
+        elif what == "lock":
+            if self._channel.rank in content:
+                self._progress.post(partial(self._raise, *more))
+        else:
+            facts = None if content is None else Facts.read(content)
+            if facts is None:
+                self._known.pop(src, None)
+            else:
+                self._known[src] = facts
+            if what == "waits":
+                self._judge()
+            elif self._round is not None and number == self._round.number:
+                self._count_answer(self._round, src, facts, more)
+
+    def _judge(self) -> None:
+        """Ask the ranks of a deadlock once more, unless they have just been asked."""
+        gone = self._channel.exits()
+        told = {rank: facts for rank, facts in self._known.items() if rank not in gone}
+        lock, now = locked(told), self._progress.loop.time()
+        if lock is None or (self._round and self._round.lock == lock and now < self._round.asked + _ROUND_SECONDS):
+            return
+        self._rounds += 1
+        self._round = _Round(self._rounds, now, lock, told, {})
+        for rank in lock.waits:
+            self._channel.send(rank, _TOPIC, ["again", self._rounds, None, None])
+
+    def _count_answer(self, the_round: _Round, src: int, facts: Facts | None, stacks: list[list[str]]) -> None:
+        if facts != the_round.told[src]:
+            self._round = None
+            self._judge()
+            return
+        the_round.answers[src] = stacks
+        if the_round.answers.keys() == the_round.lock.waits.keys():
+            self._round = None
+            text = drawn(the_round.lock, the_round.answers)
+            message = ["lock", 0, [*the_round.lock.waits], [text, the_round.lock.cycle]]
+            self._channel.broadcast(_TOPIC, message)
+            self._heard(self._channel.rank, message)

@@ -1,0 +1,106 @@
+"""The wait-for graph: which ranks can never go on, found in what each tells of itself. Pure; no I/O.
+
+Each rank tells its facts when it stands still (`stillness`), so that only the end of one of its pending operations can
+have it do anything. A set of such ranks is locked when each operation of each of them needs something that a rank of
+the set has not done: the first of them to do anything would need another one to have done something before. `locked`
+returns the largest such set. [Note: no false alarm] in docs/design/watch.md has the argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from aiodist.communicator.facts import CommFacts, Facts, Op
+from aiodist.control import name_ranks
+
+_SHOWN = 8
+
+
+class Wait(NamedTuple):
+    """An operation that cannot end, and the ranks that have yet to do their part of it."""
+
+    op: Op
+    ranks: list[int]
+
+
+class Lock(NamedTuple):
+    """Ranks of which none can go on."""
+
+    waits: dict[int, list[Wait]]
+    """What each of them waits in."""
+    cycle: list[int]
+    """Ranks of it of which each waits for the next, and the last for the first."""
+
+
+def locked(told: Mapping[int, Facts]) -> Lock | None:
+    """Return the ranks that can never go on, of those that stand still and have told what they wait in."""
+    waits = {rank: [Wait(op, []) for op in facts.ops] for rank, facts in told.items() if facts.ops}
+    comms = {rank: {comm.name: comm for comm in told[rank].comms} for rank in waits}
+    changed = True
+    while changed:
+        changed = False
+        for rank in list(waits):
+            waits[rank] = [Wait(op, _blocking(rank, op, comms)) for op, _ in waits[rank]]
+            if not all(wait.ranks for wait in waits[rank]):  # this one may end, and then the rank may do anything
+                del waits[rank], comms[rank]
+                changed = True
+    return Lock(waits, _cycle(waits)) if waits else None
+
+
+def _blocking(rank: int, op: Op, comms: Mapping[int, Mapping[str, CommFacts]]) -> list[int]:
+    """Return the ranks, of those that stand still, without which `op` of `rank` cannot end; none where it may."""
+    mine = comms[rank][op.comm]
+    there = {other: comm for other in mine.ranks if (comm := comms.get(other, {}).get(op.comm)) is not None}
+    if not op.peers:
+        return [other for other, comm in there.items() if _issued(comm, op.name) <= op.number]
+    # Any of them could end it, and so may a message that is on its way.
+    can = [other for other in op.peers if other not in there or (other != rank and _on_the_way(other, rank, there))]
+    return [] if can else op.peers
+
+
+def _issued(comm: CommFacts, name: str) -> int:
+    return comm.issued if not name else _found(comm.names, name)
+
+
+def _on_the_way(src: int, dst: int, there: Mapping[int, CommFacts]) -> bool:
+    return _found(there[src].sent, dst) != _found(there[dst].heard, src)
+
+
+def _found(pairs: Sequence[Sequence[Any]], key: object) -> int:
+    return next((count for one, count in pairs if one == key), 0)
+
+
+def _cycle(waits: Mapping[int, list[Wait]]) -> list[int]:
+    """Follow the first rank that each waits for until one comes again."""
+    path: list[int] = []
+    rank = min(waits)
+    while rank not in path:
+        path.append(rank)
+        rank = min(waits[rank][0].ranks, key=lambda other: (other not in path, other))
+    return path[path.index(rank) :]
+
+
+# --- drawn -----------------------------------------------------------------------------------------------------
+
+
+def drawn(lock: Lock, stacks: Mapping[int, list[list[str]]]) -> str:
+    """Return it as text: the cycle, then what each rank waits in and where its tasks are suspended."""
+    return "\n".join(_lines(lock, stacks))
+
+
+def _lines(lock: Lock, stacks: Mapping[int, list[list[str]]]) -> Iterator[str]:
+    first, *others = lock.cycle
+    if others:
+        chain = "".join(f" waits for rank {rank}, which" for rank in others)
+        yield f"deadlock: rank {first}{chain} waits for rank {first}"
+    else:
+        yield f"deadlock: rank {first} waits for itself"
+    rest = sorted(lock.waits.keys() - set(lock.cycle))
+    for rank in (*lock.cycle, *rest)[:_SHOWN]:
+        for wait in lock.waits[rank]:
+            yield f"rank {rank} waits for {name_ranks(wait.ranks)} in {wait.op.text} on {wait.op.comm!r}"
+        for stack in stacks.get(rank, []):
+            yield from (f"  {'   ' * depth}└─ {line}" for depth, line in enumerate(stack))
+    if len(lock.waits) > _SHOWN:
+        yield f"and {len(lock.waits) - _SHOWN} more ranks wait for these"

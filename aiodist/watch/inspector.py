@@ -1,0 +1,147 @@
+"""A running job answers where it is: rank 0 asks all ranks, and hands what they say to who connects to its socket.
+
+Ranks answer twice, as for `Inquiry`: at once on the thread that listens, and from their loop as soon as that runs. The
+socket has a thread of its own, which sleeps until somebody connects; so it answers though all the rest is stuck.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from time import monotonic
+from typing import Any
+
+from aiodist.communicator.watchdog import Watch
+from aiodist.control import Channel
+from aiodist.control.forks import forget, guard
+from aiodist.handles.stacks import stack_of_task, stack_of_thread
+from aiodist.watch import jobs
+
+_TOPIC = "inspect"
+_ANSWER_SECONDS = 0.5
+_STACKS = 16
+
+
+@contextmanager
+def inspected(watch: Watch, channel: Channel, job: int | None) -> Iterator[None]:
+    """Within, `aiodist inspect` finds this job by the number `job`, that of its launcher's process; None: nowhere."""
+    inspector = Inspector(watch, channel)
+    server = None if job is None or channel.rank else _Server(inspector, job)
+    try:
+        yield
+    finally:
+        if server is not None:
+            server.close()
+        inspector.close()
+
+
+class Inspector:
+    """One rank's answers, and its questions to the others."""
+
+    def __init__(self, watch: Watch, channel: Channel) -> None:
+        self._watch = watch
+        self._channel = channel
+        self._number = 0
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._news = threading.Event()
+        channel.subscribe(_TOPIC, self._heard)
+
+    def close(self) -> None:
+        """Answer no more."""
+        with suppress(RuntimeError):  # the channel is closed
+            self._channel.unsubscribe(_TOPIC)
+
+    def ask(self) -> list[dict[str, Any]]:
+        """Return what each rank says of itself; on a thread of its own."""
+        self._number += 1
+        exits, mine = self._channel.exits(), self._channel.rank
+        answers: dict[int, dict[str, Any]] = {rank: {} for rank in range(self._channel.size) if rank not in exits}
+        self._answers = answers
+        with suppress(RuntimeError):
+            self._channel.broadcast(_TOPIC, ["ask", self._number, None])
+        answers[mine].update(self._here())
+        self._watch.progress.post(lambda: self._note(mine, self._on_loop()))
+        until = monotonic() + _ANSWER_SECONDS
+        while not all("tasks" in answer for answer in answers.values()) and (left := until - monotonic()) > 0:
+            self._news.wait(left)
+            self._news.clear()
+        told = [{"rank": rank, **answer} for rank, answer in answers.items()]
+        told += [{"rank": rank, "left": exit.cause} for rank, exit in exits.items()]
+        return sorted(told, key=lambda answer: answer["rank"])
+
+    def _heard(self, src: int, message: list[Any]) -> None:
+        what, number, content = message
+        if what == "ask":
+            self._reply(src, number, self._here())
+            self._watch.progress.post(lambda: self._reply(src, number, self._on_loop()))
+        elif number == self._number:
+            self._note(src, content)
+
+    def _note(self, rank: int, content: dict[str, Any]) -> None:
+        self._answers[rank].update(content)
+        self._news.set()
+
+    def _reply(self, dst: int, number: int, content: dict[str, Any]) -> None:
+        with suppress(RuntimeError):  # the channel was closed
+            self._channel.send(dst, _TOPIC, ["answer", number, content])
+
+    def _here(self) -> dict[str, Any]:
+        """On any thread."""
+        watch = self._watch
+        return {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "thread": stack_of_thread(watch.progress.thread_id),
+            "waits": [wait._asdict() for wait in watch.waits()],
+            "communicators": {name: member.told() for name, member in list(watch.members.items())},
+        }
+
+    def _on_loop(self) -> dict[str, Any]:
+        stacks = ((task.get_name(), stack_of_task(task)) for task in self._watch.tasks())
+        return {"tasks": [[name, stack] for name, stack in stacks if stack][:_STACKS]}
+
+
+class _Server:
+    """The socket of a job, and its thread."""
+
+    def __init__(self, inspector: Inspector, job: int) -> None:
+        self._inspector = inspector
+        self._path = jobs.path_of(job)
+        self._socket = socket.socket(socket.AF_UNIX)
+        try:
+            self._path = jobs.claim(job)
+            self._socket.bind(str(self._path))
+            self._socket.listen()
+        except OSError:  # there is no such folder, or another job of this name is open: nobody can look at this one
+            self._socket.close()
+            return
+        guard(self._socket.fileno())
+        self._thread = threading.Thread(target=self._serve, name="aiodist-inspect", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, and take the socket away."""
+        if self._socket.fileno() < 0:
+            return
+        forget(self._socket.fileno())
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(2 * _ANSWER_SECONDS)
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection, suppress(OSError):
+                connection.settimeout(_ANSWER_SECONDS)
+                told = {"job": int(self._path.stem), "program": sys.argv[:1], "ranks": self._inspector.ask()}
+                connection.sendall(json.dumps(told).encode())

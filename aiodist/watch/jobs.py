@@ -1,0 +1,78 @@
+"""The jobs of this host that can be looked into, each by a socket in the user's runtime folder. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import warnings
+from pathlib import Path
+from typing import Any
+
+from aiodist.errors import ConfigError
+
+_SECONDS = 5.0
+
+
+def _folder() -> Path:
+    from platformdirs import user_runtime_path
+
+    with warnings.catch_warnings():  # of a folder that is not private, and so is not taken
+        warnings.simplefilter("ignore")
+        return user_runtime_path("aiodist")
+
+
+def path_of(job: int) -> Path:
+    """Return the socket of a job."""
+    return _folder() / f"{job}.sock"
+
+
+def claim(job: int) -> Path:
+    """Return where the job's socket may be made: in a folder of this user alone, and in place of a stale one."""
+    folder = _folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    path = path_of(job)
+    _is_alive(path)
+    return path
+
+
+def running() -> list[int]:
+    """Return the jobs whose sockets somebody serves; stale ones are removed."""
+    found = [path for path in _folder().glob("*.sock") if path.stem.isdecimal() and _is_alive(path)]
+    return sorted(int(path.stem) for path in found)
+
+
+def look(job: int | None) -> dict[str, Any]:
+    """Return what a job says of its ranks; None: of the only one here. Raises ConfigError where there is none such."""
+    if job is None:
+        here = running()
+        if len(here) != 1:
+            seen = f"jobs {', '.join(map(str, here))} are" if here else "no job is"
+            raise ConfigError(f"{seen} running here: expected the process id of a launcher, or of rank 0 without one")
+        (job,) = here
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(_SECONDS)
+            connection.connect(str(path_of(job)))
+            told: dict[str, Any] = json.loads(b"".join(iter(lambda: connection.recv(1 << 16), b"")))
+    except (OSError, ValueError) as error:
+        _is_alive(path_of(job))
+        others = ", ".join(map(str, running())) or "none"
+        raise ConfigError(f"job {job} does not answer here: {error}; those that do: {others}") from error
+    return told
+
+
+def _is_alive(path: Path) -> bool:
+    """Return whether somebody serves the socket; what a process that was killed has left behind is removed."""
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(_SECONDS)
+            connection.connect(str(path))
+    except ConnectionRefusedError:
+        path.unlink(missing_ok=True)
+        return False
+    except OSError:
+        return path.exists()
+    return True

@@ -1,0 +1,95 @@
+"""Loop lag: a thread that tells when the event loop of this rank was blocked, for how long and at which line."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf
+from time import monotonic
+
+from aiodist.handles import Progress
+from aiodist.handles.stacks import line_of_thread
+from aiodist.handles.timers import Quiet
+
+_AGAIN_SECONDS = 60.0
+
+_log = logging.getLogger("aiodist")
+
+
+def check_lag(seconds: float | None) -> None:
+    """Raise ValueError unless `init(lag=)` was given a number of seconds, or None."""
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"lag={seconds}: expected seconds, more than 0, or None")
+
+
+@contextmanager
+def watched_loop(progress: Progress, rank: int, seconds: float | None) -> Iterator[None]:
+    """Within, warn where the loop runs nothing for `seconds`; None: never, and no thread looks."""
+    if seconds is None:
+        yield
+        return
+    watcher = _LoopWatcher(progress, rank, seconds)
+    try:
+        yield
+    finally:
+        watcher.close()
+
+
+class _LoopWatcher(Quiet):
+    """Has the loop call `_beat` again and again; while that is late it looks where the loop's thread is."""
+
+    def __init__(self, progress: Progress, rank: int, seconds: float) -> None:
+        self._progress = progress
+        self._rank = rank
+        self._seconds = seconds
+        self._told = -inf
+        self._untold = 0
+        """How often the loop was blocked since then."""
+        self._beaten = 0.0
+        self._came = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="aiodist-lag", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing = True
+        self._came.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        self._beaten = monotonic()
+        self._came.set()
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._came.clear()
+            asked = monotonic()
+            try:
+                self._progress.loop.call_soon_threadsafe(self._beat)
+            except RuntimeError:  # it was closed
+                return
+            lines: Counter[str] = Counter()
+            while not self._came.wait(self._seconds / 2) and not self._closing:
+                if monotonic() >= asked + self._seconds:
+                    lines[line_of_thread(self._progress.thread_id)] += 1
+            if self._closing:
+                return
+            if self._beaten - asked >= self._seconds:
+                self._tell(self._beaten - asked, lines)
+            self._came.clear()
+            self._came.wait(self._seconds / 2)  # only `close` ends this sooner
+
+    def _tell(self, seconds: float, lines: Counter[str]) -> None:
+        """Warn, once a minute; the line is the one at which the thread was seen most often."""
+        self._untold += 1
+        now = monotonic()
+        if now < self._told + _AGAIN_SECONDS:
+            return
+        where = next((f"at {line}" for line, _ in lines.most_common(1) if line), "by native code that held the GIL")
+        more = f" ({self._untold - 1} times more since it was told last)" if self._untold > 1 else ""
+        _log.warning("rank %d: its event loop was blocked for %.2f s %s%s", self._rank, seconds, where, more)
+        self._told, self._untold = now, 0

@@ -1,0 +1,90 @@
+"""What `aiodist inspect` shows: who is late, who waits, and where each rank is. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from aiodist.watch import flight, jobs
+
+_LAST = 3
+_LIVE_SECONDS = 1.0
+
+
+def late(ranks: Sequence[Mapping[str, Any]]) -> dict[int, list[int]]:
+    """Return the ranks that others wait for, each with those that do."""
+    found: dict[int, set[int]] = {}
+    for answer in ranks:
+        for wait in answer.get("waits", []):
+            for whom in wait["ranks"]:
+                found.setdefault(whom, set()).add(answer["rank"])
+    return {rank: sorted(waiting - {rank}) for rank, waiting in sorted(found.items()) if waiting - {rank}}
+
+
+def state(answer: Mapping[str, Any]) -> str:
+    """Return whether the rank answers, as words."""
+    if "left" in answer:
+        return f"has left: {answer['left']}"
+    if "thread" not in answer:
+        return "does not answer: it is stopped, or native code holds the GIL"
+    return "its loop answers" if "tasks" in answer else "its loop does not answer"
+
+
+def _waits(answer: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for wait in answer.get("waits", []):
+        whom = f"for {_named(wait['ranks'])} " if wait["ranks"] else ""
+        lines.append(f"waits {whom}for {wait['seconds']:.1f} s in {wait['what']}")
+    return lines
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _where(answer: Mapping[str, Any]) -> list[str]:
+    """Return the stack of each task, else that of the main thread."""
+    stacks = answer.get("tasks") or ([["main thread", answer["thread"]]] if answer.get("thread") else [])
+    return [f"{name}: {' > '.join(stack)}" for name, stack in stacks]
+
+
+def table(told: Mapping[str, Any]) -> Table:
+    """Return a table with a row for each rank."""
+    ranks = told["ranks"]
+    behind = late(ranks)
+    shown = Table("rank", "state", "waits", "last operations", "where", title=f"job {told['job']}", show_lines=True)
+    for answer in ranks:
+        rank = answer["rank"]
+        states = ([f"late for {_named(behind[rank])}"] if rank in behind else []) + [state(answer)]
+        last = [
+            f"#{op['seq']} {op['text']} on {name}{'' if op['pending'] else ', done'}"
+            for name, comm in answer.get("communicators", {}).items()
+            for op in comm["operations"][-_LAST:]
+        ]
+        texts = ("\n".join(part) for part in (states, _waits(answer), last, _where(answer)))
+        shown.add_row(str(rank), *texts, style="bold" if rank in behind else None)
+    return shown
+
+
+def show(job: int | None, *, as_json: bool, live: bool, flight_recorder: Path | None) -> None:
+    """Look at a job once, or every second until Ctrl-C; raise ConfigError where it does not answer."""
+    told = jobs.look(job)
+    if flight_recorder is not None:
+        flight.write(told["ranks"], flight_recorder)
+    if as_json:
+        print(json.dumps(told, indent=1))  # noqa: T201
+    elif not live:
+        Console().print(table(told))
+    else:
+        with Live(table(told), auto_refresh=False) as screen, suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(_LIVE_SECONDS)
+                screen.update(table(jobs.look(told["job"])), refresh=True)

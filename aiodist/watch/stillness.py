@@ -1,0 +1,139 @@
+"""Whether a rank stands still: nothing in its process can run code of the program but the end of an operation.
+
+Everything that can is looked at: what the loop has ready, its timers, files and signal handlers, the work of devices
+and streams, what was asked on the control channel, and every other thread. What is of a kind that is not known here
+counts as something that can. [Note: standing still] in docs/design/watch.md says why that is enough.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Sized
+from concurrent.futures import thread as executors
+from types import FrameType
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+from aiodist.control import Channel
+from aiodist.handles import Handle, Progress
+from aiodist.handles.origin import is_ours
+from aiodist.handles.stacks import line_of_thread
+from aiodist.handles.timers import is_quiet
+
+_OWN_THREADS = (
+    "aiodist-progress",
+    "aiodist-control",
+    "aiodist-gloo-",
+    "aiodist-lag",
+    "aiodist-inspect",
+    "aiodist-trace",
+)
+"""They run nothing of the program's; what they receive is told by the counts of messages."""
+_WAITS = frozenset(
+    code
+    for call in (
+        threading.Condition.wait,
+        threading.Thread.join,
+        getattr(threading.Thread, "_wait_for_tstate_lock", threading.Thread.join),
+    )
+    if (code := getattr(call, "__code__", None)) is not None
+)
+"""A thread that is in one of these without a time-out goes on only when another thread wakes it."""
+
+
+class LoopState(NamedTuple):
+    """What a loop may call, apart from what only watches."""
+
+    ready: int
+    timers: int
+    others: int
+    """Files, sockets, servers, signal handlers."""
+
+
+def what_goes_on(progress: Progress, channel: Channel) -> str:
+    """Return why this rank may go on though none of its operations ends, "" where it cannot; on the loop's thread."""
+    if progress.busy():
+        return "a transfer or a device is at work"
+    if channel.asks:
+        return "an answer on the control channel is to come"
+    state = _state_of(progress)
+    if state is None:
+        return f"its event loop is {type(progress.loop).__qualname__}, which does not tell what it waits for"
+    if state.ready:
+        return "its loop has something to run"
+    if state.timers:
+        return "its loop has set a timer"
+    if state.others:
+        return "its loop waits for a file, a socket or a signal"
+    for thread in threading.enumerate():
+        if thread.ident != progress.thread_id and thread.ident is not None and not _stands_still(thread):
+            return f"thread {thread.name!r} is at {line_of_thread(thread.ident) or 'work'}"
+    return ""
+
+
+def _state_of(progress: Progress) -> LoopState | None:
+    loop: Any = progress.loop
+    if isinstance(progress.loop, asyncio.SelectorEventLoop):
+        files = set(loop._selector.get_map()) - progress.own_files - {loop._ssock.fileno()}
+        return _counted(loop._ready, loop._scheduled, [files, loop._signal_handlers])
+    return _of_uvloop(progress) if type(loop).__module__.partition(".")[0] == "uvloop" else None
+
+
+def _of_uvloop(progress: Progress) -> LoopState:
+    """It shows nothing of that by name, and all of it to the garbage collector."""
+    held = gc.get_referents(progress.loop)
+    own = progress.own_files | {one.fileno() for one in held if isinstance(one, socket.socket)}
+    ready = [handle for one in held if isinstance(one, deque) for handle in one]
+    sets = [item for one in held if isinstance(one, set) for item in one]
+    timers = [item for item in sets if hasattr(item, "when")]
+    tables = [one for one in held if isinstance(one, dict)]
+    files = {fd for table in tables for fd in table if fd not in own}
+    transports = [one for one in held if isinstance(one, WeakValueDictionary)]
+    return _counted(ready, timers, [files, *transports, [item for item in sets if not hasattr(item, "when")]])
+
+
+def _counted(ready: Any, timers: Any, others: list[Sized]) -> LoopState:  # noqa: ANN401
+    return LoopState(_loud(ready), _loud(timers), sum(map(len, others)))
+
+
+def _loud(handles: Any) -> int:  # noqa: ANN401
+    """Return how many of them may run code of the program's."""
+    return sum(not handle.cancelled() and not is_quiet(_callback(handle), closing=True) for handle in tuple(handles))
+
+
+def _callback(handle: Any) -> object:  # noqa: ANN401
+    """Return what a loop will call."""
+    found = getattr(handle, "_callback", None)
+    return found if found is not None else next(filter(callable, gc.get_referents(handle)), None)
+
+
+def _stands_still(thread: threading.Thread) -> bool:
+    if thread.name.startswith(_OWN_THREADS):
+        return True
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None:
+        return not thread.is_alive()
+    code = frame.f_code
+    if _waits_for_work(frame):
+        return True
+    if code in _WAITS:
+        return frame.f_locals.get("timeout") in (None, -1)
+    return code is Handle.block.__code__ and frame.f_locals.get("until", 0) is None
+
+
+def _waits_for_work(frame: FrameType) -> bool:
+    """Return whether the worker of an executor, a stream or a parameter server has none, in hand or in its queue.
+
+    What a server's is given is counted, see `Progress.busy`.
+    """
+    code, known = frame.f_code, frame.f_locals
+    if code is executors._worker.__code__:
+        return known.get("work_item") is None and bool(known["work_queue"].empty())
+    if not is_ours(code.co_filename) or known.get("item") is not None:
+        return False
+    return code.co_qualname == "Service._serve" or (code.co_qualname == "_Worker.run" and known["self"].queue.empty())

@@ -1,0 +1,77 @@
+"""Where a program stands: the lines of its threads, and the frames of its tasks down to what they await."""
+
+from __future__ import annotations
+
+import asyncio
+import sysconfig
+from collections.abc import Iterable, Iterator
+from sys import _current_frames
+from traceback import walk_stack
+from types import CodeType, FrameType
+from typing import Any
+
+from aiodist.handles.origin import is_ours
+
+_SHOWN = 4
+_LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_FRAMES = ("cr_frame", "gi_frame", "ag_frame")
+_AWAITS = ("cr_await", "gi_yieldfrom", "ag_await")
+
+Place = tuple[CodeType, int]
+"""Code, and the line in it."""
+
+
+def frames_of_task(task: asyncio.Task[Any]) -> Iterator[FrameType]:
+    """Yield the frames of a suspended task, the outermost first."""
+    coroutine: Any = task.get_coro()
+    while coroutine is not None:
+        yield from (frame for name in _FRAMES if (frame := getattr(coroutine, name, None)) is not None)
+        awaits = (getattr(coroutine, name, None) for name in _AWAITS)
+        coroutine = next((inner for inner in awaits if inner is not None), None)
+
+
+def frames_of_thread(thread_id: int) -> list[tuple[FrameType, int]]:
+    """Return the frames of a thread with their lines, the outermost first; none of one that runs no Python."""
+    frame = _current_frames().get(thread_id)
+    return [] if frame is None else [*walk_stack(frame)][::-1]
+
+
+def line_of_thread(thread_id: int) -> str:
+    """Return the innermost line of the program that a thread executes just now."""
+    return _innermost([(frame.f_code, line) for frame, line in frames_of_thread(thread_id)])
+
+
+def line_of_task(task: asyncio.Task[Any]) -> str:
+    """Return the innermost line of the program at which a task is suspended, or "" before its start."""
+    return _innermost(_places(task))
+
+
+def lines_of_tasks(tasks: Iterable[asyncio.Task[Any]]) -> list[str]:
+    """Return the lines of the first few of them, each line once."""
+    return list(dict.fromkeys(filter(None, map(line_of_task, tasks))))[:_SHOWN]
+
+
+def stack_of_task(task: asyncio.Task[Any]) -> list[str]:
+    """Return the lines of the program, and of libraries, at which a task is suspended, the outermost first."""
+    return [_text(place) for place in _places(task) if not is_ours(place[0].co_filename)]
+
+
+def stack_of_thread(thread_id: int) -> list[str]:
+    """Return the same lines of a thread."""
+    return [_text((f.f_code, line)) for f, line in frames_of_thread(thread_id) if not is_ours(f.f_code.co_filename)]
+
+
+def _places(task: asyncio.Task[Any]) -> list[Place]:
+    return [(frame.f_code, frame.f_lineno) for frame in frames_of_task(task)]
+
+
+def _innermost(places: list[Place]) -> str:
+    """Return the last place of the program's, else of a library's, but never of ours."""
+    theirs = [place for place in places if not is_ours(place[0].co_filename)]
+    program = [place for place in theirs if not place[0].co_filename.startswith(_LIBRARIES)]
+    return _text((program or theirs)[-1]) if theirs else ""
+
+
+def _text(place: Place) -> str:
+    code, line = place
+    return f"{code.co_filename}:{line} in {code.co_qualname}"

@@ -1,0 +1,186 @@
+"""W11: `aiodist inspect` says of a running job who is late, who waits for whom, and where each rank is."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from torch.distributed.flight_recorder import fr_trace
+
+from aiodist.watch import flight, jobs, shown
+
+pytestmark = pytest.mark.timeout(100)
+
+PROGRAM = """
+import asyncio, time, torch, aiodist
+
+def stuck(coll):
+    time.sleep(60)
+
+async def late(coll):
+    await asyncio.sleep(60)
+
+async def main():
+    async with aiodist.init(report=None) as coll:
+        await coll.allreduce(torch.ones(3, 2))
+        print("ready", flush=True)
+        if coll.rank == 1 or coll.size == 1:
+            await late(coll)
+        if coll.rank == 2:
+            stuck(coll)
+        await coll.broadcast(torch.ones(4))
+
+aiodist.run(main)
+"""
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime folder of its own, for this process and those that it starts; a socket's path has to be short."""
+    with tempfile.TemporaryDirectory() as name:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", name)
+        yield Path(name)
+
+
+@contextmanager
+def running(folder: Path, *command: str, ranks: int) -> Iterator[subprocess.Popen[str]]:
+    """Start a job, wait until all of its ranks are ready, and end it."""
+    (folder / "program.py").write_text(PROGRAM)
+    words = [sys.executable, *command, str(folder / "program.py")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+        try:
+            assert job.stdout is not None
+            seen: list[str] = []
+            while sum("ready" in line for line in seen) < ranks:
+                line = job.stdout.readline()
+                assert line, seen
+                seen.append(line)
+            yield job
+        finally:
+            job.send_signal(signal.SIGINT)
+            job.send_signal(signal.SIGINT)
+            job.communicate(timeout=20)
+
+
+def until(what: Callable[[], Any]) -> Any:
+    """Return what is true at last."""
+    for _ in range(200):
+        if found := what():
+            return found
+        time.sleep(0.05)
+    raise AssertionError("never")
+
+
+def aiodist(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "aiodist.cli", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def _line(text: str) -> str:
+    return f"program.py:{PROGRAM.splitlines().index(text) + 1} in"
+
+
+def test_w11_a_running_job_says_who_is_late(folder: Path) -> None:
+    with running(folder, "-m", "aiodist.cli", "run", "-n", "3", "--mpi", "none", ranks=3) as job:
+        told = until(lambda: (t := jobs.look(None))["ranks"][0]["waits"] and t["ranks"][0]["waits"][0]["ranks"] and t)
+        assert told["job"] == job.pid
+        waiting, late, stuck = told["ranks"]
+        (wait,) = waiting["waits"]
+        assert wait["ranks"] == [1, 2]
+        assert wait["what"].startswith("broadcast #1 issued at")
+        assert shown.late(told["ranks"]) == {1: [0], 2: [0]}
+        assert not late["waits"]
+        assert shown.state(late) == "its loop answers"
+        (stack,) = [stack for _, stack in late["tasks"]]
+        assert [
+            _line("            await late(coll)") in stack[0],
+            _line("    await asyncio.sleep(60)") in stack[1],
+        ] == [1, 1]
+        assert shown.state(stuck) == "its loop does not answer"
+        assert _line("    time.sleep(60)") in stuck["thread"][-1]
+
+        table = aiodist("inspect", str(job.pid))
+        assert table.returncode == 0, table.stderr
+        assert "late for rank 0" in " ".join(table.stdout.split())
+        as_json = json.loads(aiodist("inspect", "--json").stdout)
+        assert [rank["rank"] for rank in as_json["ranks"]] == [0, 1, 2]
+
+        dumps = folder / "dumps"
+        assert aiodist("inspect", "--flight-recorder", str(dumps)).returncode == 0
+        read = subprocess.run(
+            [sys.executable, "-m", fr_trace.__name__, str(dumps)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert read.returncode == 0, read.stderr
+        said = read.stdout + read.stderr
+        assert "missing ranks: {1, 2}" in said
+        assert "gloo:broadcast" in said
+    assert jobs.running() == []
+
+
+def test_w11_a_process_alone_is_its_own_job_and_one_that_was_killed_leaves_nothing(folder: Path) -> None:
+    with running(folder, ranks=1) as job:
+        assert jobs.running() == [job.pid]
+        told = jobs.look(job.pid)
+        assert [rank["pid"] for rank in told["ranks"]] == [job.pid]
+        job.kill()
+        job.wait()
+        path = jobs.path_of(job.pid)
+        assert path.exists()
+        assert jobs.running() == []
+        assert not path.exists()
+    refused = aiodist("inspect", str(job.pid))
+    assert refused.returncode == 2
+    assert "does not answer here" in refused.stderr
+    assert "no job is running here" in aiodist("inspect").stderr
+
+
+def test_w11_a_folder_of_another_user_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(PermissionError, match="another user"):
+        jobs.claim(1)
+
+
+def _wait(*ranks: int) -> dict[str, Any]:
+    return {"what": "barrier #3 issued at x.py:1 in f on 'world'", "seconds": 2.5, "ranks": list(ranks)}
+
+
+def test_w11_a_rank_that_is_late_and_waits_says_both() -> None:
+    here: dict[str, Any] = {"thread": [], "tasks": [], "communicators": {}}
+    ranks: list[dict[str, Any]] = [
+        {"rank": 0, "waits": [_wait(1)], **here},
+        {"rank": 1, "waits": [_wait(2)], **here},
+        {"rank": 2, "waits": [], "thread": [], "communicators": {}},
+        {"rank": 3},
+        {"rank": 4, "left": "killed by SIGKILL"},
+    ]
+    assert shown.late(ranks) == {1: [0], 2: [1]}
+    console = Console(width=250, record=True, file=io.StringIO())
+    console.print(shown.table({"job": 7, "ranks": ranks}))
+    rows = console.export_text()
+    assert "late for rank 0" in rows
+    assert "waits for rank 2 for 2.5 s in barrier #3" in rows
+    assert "its loop does not answer" in rows
+    assert "does not answer: it is stopped, or native code holds the GIL" in rows
+    assert "has left: killed by SIGKILL" in rows
+
+
+def test_w11_the_dumps_are_one_a_rank(tmp_path: Path) -> None:
+    flight.write([{"rank": 0, "communicators": {}}, {"rank": 1}], tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["rank_0"]

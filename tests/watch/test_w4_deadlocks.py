@@ -1,0 +1,415 @@
+"""W4: a deadlock is found in what ranks wait for, and each rank in it is told who waits for whom; nothing else is."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from itertools import chain, combinations
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import aiodist
+from aiodist import Communicator, DeadlockError
+from aiodist.communicator.facts import CommFacts, Facts, Op
+from aiodist.streams import HostStream
+from aiodist.testing import run_ranks
+from aiodist.watch.graph import locked
+
+pytestmark = pytest.mark.timeout(100)
+
+
+def _told(n: int, main: Callable[[Communicator], Awaitable[object]]) -> dict[int, tuple[float, DeadlockError]]:
+    """Run `main` and return the ranks that were told of a deadlock, with the time of their clock."""
+    told: dict[int, tuple[float, DeadlockError]] = {}
+
+    async def rank(number: int) -> None:
+        try:
+            async with aiodist.init() as coll:
+                await main(coll)
+        except DeadlockError as error:
+            told[number] = asyncio.get_running_loop().time(), error
+            raise
+
+    with pytest.raises(DeadlockError):
+        run_ranks(n, rank)
+    return told
+
+
+def test_w4_crossed_order_on_two_communicators() -> None:
+    async def main(coll: Communicator) -> None:
+        one, two = await coll.dup(), await coll.dup()
+        first, second = (one, two) if coll.rank == 0 else (two, one)
+        await first.allreduce(torch.ones(3))
+        await second.allreduce(torch.ones(3))
+
+    told = _told(2, main)
+    assert told.keys() == {0, 1}
+    line = inspect.getsourcelines(main)[1] + 3
+    for at, error in told.values():
+        assert at < 1
+        assert error.cycle == (0, 1)
+        text = str(error)
+        assert text.startswith("deadlock: rank 0 waits for rank 1, which waits for rank 0\n")
+        for rank, comm in ((0, "world/dup1.0"), (1, "world/dup2.0")):
+            known = f"rank {rank} waits for rank {1 - rank} in allreduce #0 issued at {__file__}:{line} in"
+            (found,) = (each for each in text.splitlines() if each.startswith(known))
+            assert found.endswith(f"on {comm!r}")
+        assert text.count(f"└─ {__file__}:{line} in") == 2
+
+
+def test_w4_a_ring_of_three_and_one_that_waits_for_it() -> None:
+    async def main(coll: Communicator) -> None:
+        if coll.rank == 3:
+            await coll.recv(src=0)
+        else:
+            await coll.recv(src=(coll.rank + 1) % 3)
+
+    told = _told(4, main)
+    assert {error.cycle for _, error in told.values()} == {(0, 1, 2)}
+    assert told.keys() == {0, 1, 2, 3}  # the last one cannot go on either
+    assert "rank 3 waits for rank 0 in recv #0" in str(told[3][1])
+
+
+def test_w4_a_receive_that_nobody_sends() -> None:
+    async def main(coll: Communicator) -> None:
+        if coll.rank == 0:
+            await coll.recv(src=1)
+
+    told = _told(2, main)
+    assert told.keys() == {0, 1}
+    assert "rank 1 waits for rank 0 in close #0" in str(told[0][1])
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_w4_a_rank_that_waits_for_its_own_later_send(n: int) -> None:
+    async def main(coll: Communicator) -> None:
+        await coll.recv(src=coll.rank)
+        await coll.send(torch.ones(1), coll.rank)
+
+    for rank, (_, error) in _told(n, main).items():
+        assert error.cycle in ((0,), (rank,))
+        assert "waits for itself" in str(error)
+
+
+def test_w4_a_name_that_nobody_else_uses_and_a_synchronous_send() -> None:
+    async def main(coll: Communicator) -> None:
+        if coll.rank == 0:
+            await coll.allreduce(1, name="x")
+        else:
+            await coll.send(torch.ones(5), 0, synchronous=True)
+
+    told = _told(2, main)
+    assert "rank 0 waits for rank 1 in allreduce 'x' #0" in str(told[0][1])
+    assert "rank 1 waits for rank 0 in send #0" in str(told[1][1])
+
+
+def test_w4_the_others_go_on_and_are_told_of_the_communicator_alone() -> None:
+    """A rank outside the cycle that is at work; and the world goes on."""
+
+    async def main() -> int:
+        async with aiodist.init() as coll:
+            side = await coll.dup()
+            if coll.rank == 2:
+                await asyncio.to_thread(time.sleep, 0.3)  # its process stands still for no moment
+            with pytest.raises(aiodist.AiodistError) as caught:
+                await side.recv(src=(1, 0, 1)[coll.rank])
+            assert "deadlock" in str(caught.value)
+            return int(await coll.allreduce(1))
+
+    assert run_ranks(3, main) == [3, 3, 3]
+
+
+# --- slow is no deadlock ---------------------------------------------------------------------------------------
+
+
+async def _after_sleep(issue: Callable[[], object]) -> None:
+    await asyncio.sleep(30)
+    issue()
+
+
+async def _by_timer(issue: Callable[[], object]) -> None:
+    asyncio.get_running_loop().call_later(30, issue)
+
+
+async def _from_executor(issue: Callable[[], object]) -> None:
+    await asyncio.to_thread(time.sleep, 0.8)
+    issue()
+
+
+async def _from_thread(issue: Callable[[], object]) -> None:
+    loop = asyncio.get_running_loop()
+
+    def later() -> None:
+        time.sleep(0.8)
+        loop.call_soon_threadsafe(issue)
+
+    threading.Thread(target=later, daemon=True).start()
+
+
+async def _from_stream(issue: Callable[[], object]) -> None:
+    async with HostStream() as stream:
+        await stream.submit(time.sleep, 0.8)
+    issue()
+
+
+WAYS = [_after_sleep, _by_timer, _from_executor, _from_thread, _from_stream]
+
+
+async def _crossed_but_for(coll: Communicator, way: Callable[[Callable[[], object]], Awaitable[None]]) -> None:
+    """Each rank waits in its first operation, and issues the other one beside that, later."""
+    one, two = await coll.dup(), await coll.dup()
+    first, second = (one, two) if coll.rank == 0 else (two, one)
+    later: list[aiodist.Handle[Any]] = []
+
+    def issue() -> None:
+        later.append(second.allreduce(1))
+
+    beside: asyncio.Task[None] = asyncio.create_task(way(issue))  # type: ignore[arg-type]
+    assert await first.allreduce(1) == coll.size
+    await beside
+    while not later:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    assert await later[0] == coll.size
+    for comm in (one, two):
+        await comm.aclose()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.ranks(2)
+async def test_w4_what_may_yet_be_issued_is_no_deadlock(coll: Communicator, way: Any) -> None:
+    await _crossed_but_for(coll, way)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("way", [_from_executor, _from_thread, _from_stream])
+@pytest.mark.ranks(2, backend=("shm", "gloo", "mpi"))
+async def test_w4_what_may_yet_be_issued_is_none_on_processes(coll: Communicator, way: Any) -> None:
+    await _crossed_but_for(coll, way)
+
+
+def test_w4_a_deadline_may_end_the_wait() -> None:
+    """What the program does then is its own affair."""
+
+    async def main() -> None:
+        async with aiodist.init() as coll:
+            with pytest.raises(aiodist.OperationTimeout):
+                await coll.recv(src=1 - coll.rank, tag=1, timeout=20)
+            async with asyncio.timeout(20):
+                exchanged = await coll.sendrecv(torch.ones(1), 1 - coll.rank, 1 - coll.rank, tag=2)
+            assert exchanged == 1
+            await coll.send(torch.ones(1), 1 - coll.rank, tag=1)
+
+    run_ranks(2, main)
+
+
+# --- on real ranks ---------------------------------------------------------------------------------------------
+
+
+async def _one_after_another(*comms: Communicator) -> None:
+    for comm in comms:
+        await comm.allreduce(torch.ones(3))
+
+
+@pytest.mark.ranks(2, backend=("shm", "gloo", "mpi"))
+async def test_w4_crossed_order_is_told_within_a_second(coll: Communicator) -> None:
+    one, two = await coll.dup(), await coll.dup()
+    first, second = (one, two) if coll.rank == 0 else (two, one)
+    await coll.barrier()
+    began = time.monotonic()
+    with pytest.raises(DeadlockError) as caught:
+        await _one_after_another(first, second)
+    took = time.monotonic() - began
+    assert caught.value.cycle == (0, 1)
+    assert f"rank {1 - coll.rank} waits for rank {coll.rank} in allreduce #0" in str(caught.value)
+    slowest = max(await coll.allgather_object(took))  # the world goes on
+    assert slowest < 1
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.ranks(2, 3, backend=("shm", "gloo", "mpi"))
+async def test_w4_messages_that_wait_for_one_another(coll: Communicator) -> None:
+    side = await coll.dup()
+    await side.send_object("before", (coll.rank + 1) % coll.size)
+    assert await side.recv_object() == "before"
+    with pytest.raises(DeadlockError):
+        await side.recv(src=(coll.rank + 1) % coll.size, tag=3)
+    assert await coll.allreduce(1) == coll.size
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.ranks(2, backend=("shm", "gloo", "mpi"))
+async def test_w4_threads_that_wait_for_handles(coll: Communicator) -> None:
+    one, two = await coll.dup(thread=True), await coll.dup(thread=True)
+    first = one if coll.rank == 0 else two
+    async with HostStream() as stream:
+        with pytest.raises(DeadlockError):
+            await stream.submit(lambda: first.allreduce(torch.ones(2)).wait())
+    assert await coll.allreduce(1) == coll.size
+
+
+# --- the graph, against a simpler way to find the same ----------------------------------------------------------
+
+
+def _can_end(rank: int, op: Op, locked_ranks: frozenset[int], told: dict[int, Facts]) -> bool:
+    """Say it in words of the definition: something outside the set, or something that is done, may end it."""
+    comm = {r: next((c for c in facts.comms if c.name == op.comm), None) for r, facts in told.items()}
+
+    def stuck(other: int) -> bool:
+        return other in locked_ranks and comm.get(other) is not None
+
+    if op.peers:
+        return any(not stuck(peer) for peer in op.peers)
+    members = next(c for c in told[rank].comms if c.name == op.comm).ranks
+    return not any(stuck(r) and comm[r].issued <= op.number for r in members)  # type: ignore[union-attr]
+
+
+@st.composite
+def _stories(draw: st.DrawFn) -> dict[int, Facts]:
+    """Facts of up to four ranks, whether or not a program could come to them."""
+    told = {}
+    for rank in draw(st.sets(st.integers(0, 3), min_size=1)):
+        comms = [CommFacts(name, [0, 1, 2, 3], draw(st.integers(0, 2)), [], [], [], 0) for name in "ab"]
+        op = st.builds(
+            lambda comm, number, peers: Op(comm, "op", number, "", sorted(peers)),
+            st.sampled_from("ab"),
+            st.integers(0, 2),
+            st.sets(st.integers(0, 3), max_size=2),
+        )
+        told[rank] = Facts(draw(st.lists(op, max_size=2)), comms)
+    return told
+
+
+@given(_stories())
+@settings(max_examples=300, deadline=None)
+def test_w4_the_graph_finds_every_set_of_ranks_that_none_leaves(told: dict[int, Facts]) -> None:
+    waiting = [rank for rank, facts in told.items() if facts.ops]
+    sets = chain.from_iterable(combinations(waiting, size) for size in range(1, len(waiting) + 1))
+    stuck = [
+        each
+        for each in map(frozenset, sets)
+        if not any(_can_end(rank, op, each, told) for rank in each for op in told[rank].ops)
+    ]
+    found = locked(told)
+    assert (set(found.waits) if found else set()) == set().union(*stuck)
+    if found:
+        following = [*found.cycle[1:], found.cycle[0]]
+        for rank, other in zip(found.cycle, following, strict=True):
+            assert other in found.waits[rank][0].ranks
+
+
+def test_w4_a_message_on_its_way_is_no_deadlock() -> None:
+    def side(sent: int, heard: int, other: int) -> CommFacts:
+        return CommFacts("a", [0, 1], 0, [], [[other, sent]], [[other, heard]], 1)
+
+    ops = {rank: [Op("a", "recv #0", 0, "", [1 - rank])] for rank in (0, 1)}
+    assert locked({0: Facts(ops[0], [side(0, 1, 1)]), 1: Facts(ops[1], [side(1, 0, 0)])})
+    assert not locked({0: Facts(ops[0], [side(0, 0, 1)]), 1: Facts(ops[1], [side(1, 0, 0)])})
+
+
+# --- random programs -------------------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """A barrier on a communicator, a message between two ranks, or a pause of one; -1 is none."""
+
+    comm: int = -1
+    src: int = -1
+    dst: int = -1
+    pause: float = 0.0
+
+
+def _ends(programs: list[list[Step]]) -> bool:
+    """Whether all ranks come to their ends: a message is over when both of its ends have come to it."""
+    at = [0] * len(programs)
+
+    def head(rank: int) -> Step | None:
+        return programs[rank][at[rank]] if at[rank] < len(programs[rank]) else None
+
+    moved = True
+    while moved:
+        moved = False
+        heads = [head(rank) for rank in range(len(programs))]
+        for rank, step in enumerate(heads):
+            if step is None or step != head(rank):
+                continue
+            ready = range(len(programs)) if step.comm >= 0 else {step.src, step.dst} - {-1} or {rank}
+            if all(other is not None and other[:3] == step[:3] for other in map(head, ready)):
+                for other in ready:
+                    at[other] += 1
+                moved = True
+                break
+    return all(place == len(program) for place, program in zip(at, programs, strict=True))
+
+
+async def _do(step: Step, rank: int, world: Communicator, comms: list[Communicator]) -> None:
+    if step.pause:
+        await asyncio.sleep(step.pause)
+    elif step.comm >= 0:
+        await comms[step.comm].barrier()
+    elif step.src == rank:
+        await world.send(torch.ones(2), step.dst, synchronous=True)
+    else:
+        await world.recv(src=step.src)
+
+
+@st.composite
+def _programs(draw: st.DrawFn) -> list[list[Step]]:
+    """What each rank does: the same story, told by one rank with two steps exchanged, or without one, where drawn."""
+    n = draw(st.integers(2, 4))
+    pair = st.permutations(range(n)).map(lambda ranks: Step(src=ranks[0], dst=ranks[1]))
+    pause = st.builds(
+        lambda dst, seconds: Step(dst=dst, pause=seconds), st.integers(0, n - 1), st.sampled_from([0.2, 3])
+    )
+    story = draw(st.lists(st.one_of(st.integers(0, 2).map(Step), pair, pause), min_size=1, max_size=9))
+    programs = [[s for s in story if s.comm >= 0 or rank in (s.src, s.dst)] for rank in range(n)]
+    wrong = draw(st.sampled_from([p for p in programs if p] or [[]]))
+    kind = draw(st.sampled_from(["none", "exchanged", "left out"]))
+    if kind == "exchanged" and len(wrong) > 1:
+        i = draw(st.integers(0, len(wrong) - 2))
+        wrong[i], wrong[i + 1] = wrong[i + 1], wrong[i]
+    messages = [i for i, s in enumerate(wrong) if s.src >= 0]
+    if kind == "left out" and messages:
+        del wrong[draw(st.sampled_from(messages))]
+    return programs
+
+
+@given(_programs(), st.integers(0, 99))
+@example([[Step(0), Step(1)], [Step(1), Step(0)]], 0)
+@example([[Step(src=0, dst=1)], []], 0)
+@settings(max_examples=25, deadline=None)
+def test_w4_random_programs_on_local_ranks(programs: list[list[Step]], seed: int) -> None:
+    """A program that ends does so, and tells no rank anything; one that does not tells all of a cycle, within 1 s."""
+    stalled: dict[int, float] = {}
+    told: dict[int, float] = {}
+    cycles: set[tuple[int, ...]] = set()
+
+    async def main(rank: int) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with aiodist.init() as coll:
+                comms = [await coll.dup() for _ in range(3)]
+                for step in programs[rank]:
+                    stalled[rank] = loop.time()
+                    await _do(step, rank, coll, comms)
+                stalled[rank] = loop.time()
+        except DeadlockError as error:
+            told[rank] = loop.time()
+            cycles.add(error.cycle)
+            raise
+
+    if _ends(programs):
+        run_ranks(len(programs), main, seed)
+        assert not told
+    else:
+        with pytest.raises(DeadlockError):
+            run_ranks(len(programs), main, seed)
+        (cycle,) = cycles
+        assert set(cycle) <= told.keys()  # others may have been told that their communicator was given up
+        assert max(told.values()) < max(stalled.values()) + 1
