@@ -70,8 +70,9 @@ class Communicator(SharedMemory, Reductions, Movement, Objects):
 
         For an elastic world (`init(elastic=True)`), after a rank was lost; otherwise the call gives this one up on all
         ranks, whose operations raise CommunicatorAborted then, and they are to call it too. From now on everything of
-        this world, what was made of it too, raises CommunicatorAborted. Where a rank dies meanwhile it starts over with
-        the others. Cancelling the await changes nothing.
+        this world, what was made of it too, raises CommunicatorAborted. What an operation that raised PeerLost has
+        written is unspecified. Where a rank dies meanwhile it starts over with the others. Cancelling the await changes
+        nothing.
 
         Raises ConfigError unless the world is elastic, CommunicatorError for a communicator that is only a part of it
         and while another `shrink` or `grow` is under way, CommunicatorAborted for a world that was shrunk already; on

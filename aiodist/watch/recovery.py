@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, Protocol
@@ -37,6 +38,8 @@ _LATEST_SECONDS: Final = 0.2  # before a deadline: who is late is asked for then
 _ANSWER_SECONDS: Final = 0.5  # for news that a rank is gone, where a library failed
 _LOOK_SECONDS: Final = 0.01
 _MOST_OLD: Final = 4
+_AGAIN_SECONDS: Final = 60.0  # between two reports
+_log = logging.getLogger("aiodist")
 
 
 class OpenWorld(Protocol):
@@ -65,6 +68,10 @@ class Ways(Protocol):
     @property
     def alone(self) -> bool:
         """This rank has its process to itself."""
+
+    @property
+    def report(self) -> float | None:
+        """After how many seconds it is told for whom this rank waits; None: never."""
 
     async def first(self) -> tuple[Channel, Generation]:
         """Return the channel to the others of the generation that this rank is started for."""
@@ -176,10 +183,23 @@ class Recovery:
             asking.cancel()
 
     async def _ask_who_is_late(self, handle: Handle[Communicator], seconds: float | None) -> None:
+        """Know it before a deadline, and report it where the ranks wait for long."""
+        loop, report = asyncio.get_running_loop(), self._ways.report
+        told_at = loop.time() if report is None else loop.time() + report
         with suppress(PeerError, RuntimeError, ValueError):
-            if seconds is not None:
+            if not self._ways.alone:  # a clock that jumps would do so for nothing else
+                if seconds is None:
+                    return
                 await asyncio.sleep(seconds - _LATEST_SECONDS)
-            handle.keep = dict(await self.channel.request("late"))
+            while True:
+                handle.keep = late = dict(await self.channel.request("late"))
+                if report is not None and loop.time() >= told_at:
+                    names = "; ".join(f"rank {rank}: {where}" for rank, where in sorted(late.items()))
+                    _log.warning("rank %d waits in %s: %s", self.channel.rank, handle, names or "all are on their way")
+                    told_at += _AGAIN_SECONDS
+                if not self._ways.alone:
+                    return
+                await asyncio.sleep(_LATEST_SECONDS)
 
     def _collect(self) -> None:
         """Free old worlds, which are cycles with descriptors in them, once there are some: it takes about 0.3 s."""
@@ -194,8 +214,10 @@ class Recovery:
         giving_up = asyncio.get_running_loop().create_task(
             self._supersede(old, f"rank {channel.rank} called shrink() on generation {number}")
         )
-        generation = await self._next(0)
-        await giving_up
+        try:
+            generation = await self._next(0)
+        finally:
+            await giving_up
         await channel.aclose()
         comm = self._enter(await self._opened(generation, old.registry))
         del old

@@ -69,6 +69,9 @@ def init(  # noqa: PLR0913 - one for each option
     event loop runs nothing for `lag` seconds, a thread warns, once a minute, for how long and at which line; None is
     never.
 
+    With `elastic=True`, under `aiodist run --elastic MIN:MAX`, ranks may die and others join: see `Communicator.shrink`
+    and `grow`. Each of their worlds is opened with the same keywords. Ranks that leave while it opens are left out.
+
     Leaving the block closes the world on all ranks, once what is in flight is over (30 s at most). When the block
     raises, nothing is waited for: the other ranks are told, and their operations raise `RemoteError` or `PeerLost`;
     when the process then ends, threads that never do hold it up for a few seconds at most. Raises `ConfigError`,

@@ -43,6 +43,16 @@ def test_w3_the_job_ends_with_fewer_than_it_needs_and_names_them(run: Run) -> No
     assert last == "1 of at least 2 ranks are left: ranks 1, 2 failed"
 
 
+def test_w3_a_rank_that_comes_late_to_a_shrink_is_named(run: Run) -> None:
+    ended = run("elastic.py", "late", n=3, options=("--elastic", "1:3"))
+    assert (ended.code, causes(ended)) == (0, []), ended
+    warned, size = ended.said(0)
+    assert warned.startswith("rank 0 waits in shrink #0 issued at ")
+    assert warned.endswith(": rank 1: it has not asked to regroup")
+    assert (size, ended.said(1)) == ("size: 3", ["size: 3"])
+    assert "late: {1: 'it has not asked to regroup'}" in ended.said(2)
+
+
 def test_w3_a_death_before_all_have_met_ends_the_job(run: Run) -> None:
     ended = run("elastic.py", "early", options=("--elastic", "1:2"))
     assert ended.code == 137, ended

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import sys
@@ -122,6 +123,23 @@ async def too_few() -> None:
         await asyncio.sleep(60)
 
 
+async def late() -> None:
+    """Rank 1 comes late to a shrink, which names it by a warning, and by an error where there is a deadline."""
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    async with aiodist.init(elastic=True, report=0.4) as coll:
+        if coll.rank == 1:
+            await asyncio.sleep(2)
+            coll = await coll.shrink()
+        else:
+            handle = coll.shrink(timeout=1.2 if coll.rank == 2 else None)
+            try:
+                coll = await handle
+            except aiodist.OperationTimeout as error:
+                say("late:", error.late)
+                coll = await handle
+        say("size:", coll.size)
+
+
 async def early() -> None:
     """One is killed before they have met."""
     if os.environ["AIODIST_RANK"] == "1":
@@ -163,5 +181,5 @@ async def elastic() -> None:
 
 
 if __name__ == "__main__":
-    programs = {main.__name__: main for main in (train, again, too_few, early, raises, plain, elastic)}
+    programs = {main.__name__: main for main in (train, again, too_few, late, early, raises, plain, elastic)}
     aiodist.run(programs[sys.argv[1]])
