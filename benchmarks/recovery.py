@@ -9,6 +9,7 @@ of all ranks, without the seconds in which the new process imported torch.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ import aiodist  # noqa: E402
 from aiodist import Communicator  # noqa: E402
 
 _ROUNDS = 8
+_AHEAD = 0.2
+"""Seconds before it is killed in which a rank says when that will be."""
 _STEPS = 5
 """Before each death."""
 _NAMES = ("SIGKILL to PeerLost", "to the new communicator", "to the next step", "grow to the first step")
@@ -79,10 +82,11 @@ async def _lose_one(coll: Communicator, training: Training, number: int) -> tupl
     killed = 0.0
     try:
         if coll.rank == victim:
-            now = monotonic()
+            then = monotonic() + _AHEAD
             for rank in range(coll.size):
                 if rank != victim:
-                    await coll.send_object(now, rank)
+                    await coll.send_object(then, rank)
+            await asyncio.sleep(then - monotonic())
             os.kill(os.getpid(), signal.SIGKILL)
         killed = await coll.recv_object(src=victim)
         while True:
