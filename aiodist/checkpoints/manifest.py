@@ -18,9 +18,11 @@ from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+from aiodist.checkpoints import folders
 from aiodist.checkpoints.folders import MANIFEST
-from aiodist.checkpoints.safetensors_file import DTYPES, Block, TensorEntry
+from aiodist.checkpoints.safetensors_file import DTYPES, Block, Layout, TensorEntry
 from aiodist.checkpoints.values import Json
 from aiodist.errors import CheckpointDamaged
 
@@ -38,6 +40,11 @@ class FileFacts:
     """Bytes of its header, with the length before it."""
     crc: int
     """The CRC-32 of these."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> FileFacts:
+        """Return those of a file."""
+        return cls(layout.nbytes, len(layout.header), crc32(layout.header))
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,29 @@ class Manifest:
             return _parsed(_content(data))
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise CheckpointDamaged(f"{path}: {error}") from error
+
+
+def commit(
+    path: Path,
+    number: int,
+    written: Sequence[tuple[FileFacts, list[TensorEntry], Json]],
+    parts: list[Json],
+    extra: Json,
+) -> Path:
+    """Have checkpoint `number` be one, of files that are on the disk: each with its entries and what its rank has."""
+    part = folders.folder_of(path, number, ".part")
+    tensors: dict[str, list[Stored]] = {}
+    for rank, (facts, entries, _) in enumerate(written):
+        file = part / folders.file_name(rank)
+        if not file.exists() or file.stat().st_size != facts.nbytes:
+            raise FileNotFoundError(f"{file}, which rank {rank} wrote, is not there: do all ranks share the folder?")
+        for entry in entries:
+            tensors.setdefault(entry.name, []).append(Stored(rank, entry))
+    check_filled(tensors)
+    manifest = Manifest([facts for facts, _, _ in written], tensors, parts, extra, [own for *_, own in written])
+    with folders.new_file(part / folders.MANIFEST) as fd:
+        folders.write_all(fd, memoryview(manifest.packed()))
+    return folders.commit(path, number)
 
 
 def check_filled(tensors: Mapping[str, Sequence[Stored]]) -> None:

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 from torch import Tensor
 
 from aiodist.checkpoints import folders, safetensors_file
 from aiodist.checkpoints.agreeing import check_alike, check_blocks, digest, together
 from aiodist.checkpoints.blocks import Cuts
-from aiodist.checkpoints.manifest import FileFacts, Manifest, Stored, check_filled
+from aiodist.checkpoints.manifest import FileFacts, commit
 from aiodist.checkpoints.own import check_own, own_buffers, own_loaders, own_states
 from aiodist.checkpoints.parts import Net, Part, Taken, check_parts
 from aiodist.checkpoints.safetensors_file import Layout, TensorEntry, copy_into, lay_out
@@ -67,14 +66,19 @@ def save(
     its CRC-32. While a compute thread is busy the thread that writes rests 40 times as long as it uses a core: a GB for
     each rank takes about 10 seconds then.
     """
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise ValueError(f"keep={keep!r}: expected how many checkpoints to keep, at least 1, or None for all")
+    check_keep(keep)
     coll, replicas = ranks_of(net, parts, own, coll)
     job = _Save(Path(path), [net, *parts], own, keep, (coll.rank, coll.size), replicas)
     job.say(extra)
     writer = Writer.of(coll)
     job.begin(writer)
     return writer.later("save", partial(job.finish, writer))
+
+
+def check_keep(keep: object) -> None:
+    """Raise `ValueError` unless it is a number of checkpoints, or None."""
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"keep={keep!r}: expected how many checkpoints to keep, at least 1, or None for all")
 
 
 def ranks_of(
@@ -203,9 +207,9 @@ class _Save:
         """Write the file of this rank; return what the manifest says of it."""
         assert self.copied is not None
         layout = self.copied.layout
-        file, header = part / folders.file_name(writer.coll.rank), layout.header
+        file = part / folders.file_name(writer.coll.rank)
         entries = await writer.stream.submit(self._write_file, file, writer.progress.computing)
-        return FileFacts(layout.nbytes, len(header), crc32(header)), entries, self.copied.own
+        return FileFacts.of(layout), entries, self.copied.own
 
     def _write_file(self, file: Path, computing: set[int]) -> list[TensorEntry]:
         assert self.copied is not None
@@ -217,27 +221,8 @@ class _Save:
         """Have the folder be a checkpoint; rank 0."""
         if writer.coll.rank != 0:
             return part
-        folder = await writer.stream.submit(self._finish_folder, part, written)
+        assert self.copied is not None
+        folder = await writer.stream.submit(commit, self.path, self.number, written, self.copied.parts, self.extra)
         if self.keep is not None:
             await writer.stream.submit(folders.remove_old, self.path, self.keep)
         return folder
-
-    def _finish_folder(self, part: Path, written: list[tuple[FileFacts, list[TensorEntry], Json]]) -> Path:
-        """Write the manifest, and rename the folder; on the thread for files."""
-        assert self.copied is not None
-        tensors: dict[str, list[Stored]] = {}
-        for rank, (facts, entries, _) in enumerate(written):
-            file = part / folders.file_name(rank)
-            if not file.exists() or file.stat().st_size != facts.nbytes:
-                raise FileNotFoundError(
-                    f"{file}, which rank {rank} wrote, is not there: do all ranks share the folder?"
-                )
-            for entry in entries:
-                tensors.setdefault(entry.name, []).append(Stored(rank, entry))
-        check_filled(tensors)
-        manifest = Manifest(
-            [facts for facts, _, _ in written], tensors, self.copied.parts, self.extra, [own for *_, own in written]
-        )
-        with folders.new_file(part / folders.MANIFEST) as fd:
-            folders.write_all(fd, memoryview(manifest.packed()))
-        return folders.commit(self.path, self.number)

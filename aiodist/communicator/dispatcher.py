@@ -150,7 +150,7 @@ class Dispatcher:
         self.on_lost: list[Callable[[int, AiodistError], None]] = []
         """Told, on the loop, of each rank of this communicator that is gone; -1 when nothing can be known any more."""
         self.on_abort: list[Callable[[AiodistError], None]] = []
-        """Told, on the loop, when it is given up, for any reason; once."""
+        """Told, on the loop, when it is given up, for any reason; after a loss again when a rank has given it up."""
         self.issuer = self._make_issuer()
         """What issues allreduces that a lane does; None where no lane does."""
         self._alive.add(self)
@@ -700,9 +700,13 @@ class Dispatcher:
 
     def supersede(self, error: CommunicatorAborted) -> None:
         """Abort it on all ranks, unless that was done, and raise `error` from now on in place of what it raised."""
+        given_up = self._refusal is not None
         self.abort_everywhere(error)
         with self.undisturbed():
             self._refuse(error)
+        if given_up:  # as after a loss, which not all heed
+            self._tell_given_up(error)
+            self.disputes.tell_abort(str(error))
 
     def abort_everywhere(self, error: AiodistError) -> None:
         """Abort it on all ranks, unless that was done."""
@@ -713,11 +717,16 @@ class Dispatcher:
     def abort(self, error: AiodistError) -> None:
         """Reject what is pending and refuse what comes; buffers stay owned by transfers that never end."""
         if self._refusal is not None:
+            if isinstance(error, CommunicatorAborted):
+                self._tell_given_up(error)
             return
         with self.undisturbed():
             self._refuse(self._aborted(error))
         self._watchdog.close()
         self.progress.exclusively(partial(self._fail_all, error))
+        self._tell_given_up(error)
+
+    def _tell_given_up(self, error: AiodistError) -> None:
         for tell in list(self.on_abort):
             tell(error)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aiodist.backends.base import DTYPES, Done
 from aiodist.collectives.program import Call, Program
-from aiodist.errors import AiodistError, MismatchError, PeerLost, RemoteError
+from aiodist.errors import AiodistError, CheckpointDamaged, MismatchError, PeerLost, RemoteError
 from aiodist.handles import Handle
 from aiodist.ps import wire
 from aiodist.ps.codes import Codes
@@ -34,11 +34,14 @@ class Client:
     """What the calls of a parameter server ask for; what is `heard` comes with the transport lock held."""
 
     def __init__(
-        self, context: Context, own: dict[tuple[int, int], Tensor], shown: Callable[[int, int], Tensor]
+        self, context: Context, own: dict[tuple[int, int], Tensor], shown: Callable[[int, int], Tensor], first: int = 1
     ) -> None:
-        """`own` is where the server of this very rank finds what is pushed to it; for `shown` see `Pulls`."""
+        """`own` is where the server of this very rank finds what is pushed to it; for `shown` see `Pulls`.
+
+        `first` is the number of the first request.
+        """
         self._context = context
-        self.queue = RequestQueue(context, self.lose)
+        self.queue = RequestQueue(context, self.lose, first)
         self.codes = Codes(context)
         self.pushes = Pushes(self.queue, self.codes, own, self._one_over)
         self.pulls = Pulls(self.queue, self.codes, shown, self._one_over)
@@ -63,8 +66,12 @@ class Client:
     def call(self, dst: int, op: str, **said: Any) -> Generator[list[Call], None, _Said]:  # noqa: ANN401
         """Ask server `dst`, as a step of a program, and return what it answers."""
         answers: list[_Said] = []
-        yield [partial(self._ask, dst, self.queue.number(), {"op": op, **said}, answers)]
+        yield [self.asking(dst, answers, op, **said)]
         return answers[0]
+
+    def asking(self, dst: int, answers: list[_Said], op: str, **said: Any) -> Call:  # noqa: ANN401
+        """Return the call that asks server `dst`, and adds what it answers to `answers`."""
+        return partial(self._ask, dst, self.queue.number(), {"op": op, **said}, answers)
 
     def everywhere(self, op: str) -> Program[None]:
         """Ask all servers that are there, as one request; raises PeerLost where the first of them dies, or has."""
@@ -84,9 +91,9 @@ class Client:
         said = {"op": "configure", "key": entry.key, "settings": settings}
         yield [partial(self._ask, span.rank, number, said, []) for span in entry.spans]
 
-    def filling(self, entry: NameEntry, value: Tensor, spans: Sequence[Span]) -> Program[None]:
-        """Make the shards `spans` of `entry` and give them the first values."""
-        servers = [span.rank for span in entry.spans]
+    def filling(self, entry: NameEntry, value: Tensor | None, spans: Sequence[Span]) -> Program[None]:
+        """Make the shards `spans` of `entry` and give them the first values; without a value, any."""
+        spans_of = [list(span) for span in entry.spans]
         yield [
             self.tell(
                 span.rank,
@@ -95,20 +102,24 @@ class Client:
                 name=entry.name,
                 dtype=DTYPES.index(entry.dtype),
                 numel=span.stop - span.start,
-                servers=servers,
+                shape=entry.shape,
+                spans=spans_of,
                 rule=entry.rule_number,
                 codec=entry.codec is not None,
                 table=None if entry.table is None else entry.table.said,
             )
             for span in spans
         ]
-        yield [partial(self.pushes.fill, entry, span, value) for span in spans]
+        if value is None:
+            yield [self.asking(span.rank, [], "made") for span in spans]
+        else:
+            yield [partial(self.pushes.fill, entry, span, value) for span in spans]
 
     def tell(self, dst: int, op: str, **said: Any) -> Call:  # noqa: ANN401
         """Return the call that tells server `dst` something which it does not answer."""
 
         def put(done: Done) -> None:
-            self._say(dst, {"op": op, **said})
+            self.say(dst, {"op": op, **said})
             self._context.coalescer.flush()
             done(None)
 
@@ -120,7 +131,7 @@ class Client:
 
         def say() -> None:
             for rank in self._context.servers if self.pushes.busy else ():
-                self._say(rank, {"op": "sync", "n": number})
+                self.say(rank, {"op": "sync", "n": number})
 
         self.queue.issue((say,))
 
@@ -129,10 +140,11 @@ class Client:
             done(self._refusal or self._context.lost(dst))
             return
         self._asked[(dst, number)] = answers, done
-        self._say(dst, {**said, "n": number})
+        self.say(dst, {**said, "n": number})
         self._context.coalescer.flush()
 
-    def _say(self, dst: int, said: _Said) -> None:
+    def say(self, dst: int, said: _Said) -> None:
+        """Have server `dst` told something, with the next `flush`."""
         if dst not in self._context.gone:
             self._context.coalescer.put(dst, Kind.CALL, json.dumps(said).encode(), request=True)
 
@@ -153,8 +165,8 @@ class Client:
     def heard(self, src: int, kind: int, body: memoryview) -> None:
         """Take one entry that is meant for a client."""
         if kind == Kind.DONE:
-            number, _, stage = wire.unpack(wire.Done, body)
-            self.pushes.done(src, number, stage)
+            number, version, stage = wire.unpack(wire.Done, body)
+            self.pushes.done(src, number, version, stage)
         elif kind == Kind.DATA:
             self.pulls.data(src, body)
         else:
@@ -195,8 +207,9 @@ def _error_of(said: _Said, src: int) -> BaseException | None:
     text = f"{said['error']}"
     if "lost" in said:
         return PeerLost(text, lost=said["lost"])
-    if said["type"] == MismatchError.__name__:
-        return MismatchError(text)
+    for known in (MismatchError, CheckpointDamaged):
+        if said["type"] == known.__name__:
+            return known(text)
     if said["type"] == Freed.__name__:
         return KeyError(text)
     return RemoteError(f"server {src} raised {said['type']}: {text}", raised_by=src)

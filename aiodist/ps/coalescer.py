@@ -2,7 +2,8 @@
 
 A frame goes out at once when fewer than `_WINDOW` frames of requests are unanswered; otherwise entries gather until it
 is full, or an answer comes. So a single small request is quick, and many cost little each. Entries between two ranks
-arrive in order. Every method runs with the transport lock held.
+arrive in order, and once: frames are numbered, and kept until the other side says that they came; what a transport
+drops is sent again, and what it doubles is ignored. Every method runs with the transport lock held.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from torch import Tensor
 from aiodist.backends.base import Done, Transport
 from aiodist.types import ANY
 
-_FRAME = struct.Struct("<iIHBx4x")  # source, bytes in use, frames answered, flags
+_FRAME = struct.Struct("<iIHHBxxx")  # source, bytes in use, its number, the number that it awaits, flags
 _ENTRY = struct.Struct("<BxxxI")
-_REQUESTS, _LAST = 1, 2
+_REQUESTS, _LAST, _NUMBERED, _AGAIN = 1, 2, 4, 8
+_NUMBERS = 1 << 16
+_UNTOLD = 8
+"""So many frames without a request may come before their sender is told."""
 _FRAME_TAG = 1
 _DATA_TAGS = 1 << 20
 _CONTINUES = 0x80
@@ -51,8 +55,23 @@ class _Outgoing:
     frame: bytearray = field(default_factory=lambda: bytearray(_FRAME.size))
     has_requests: bool = False
     full: deque[tuple[bytearray, bool]] = field(default_factory=deque)
+    sent: deque[tuple[bytearray, int]] = field(default_factory=deque)
+    """Frames that may not have come, with their flags."""
+    next: int = 0
+    """The number of the next one."""
     unanswered: int = 0
-    owed: int = 0
+    """How many of those sent have requests."""
+    oldest: bytearray | None = None
+    """Of those sent, when that was last looked at."""
+    awaited: int = 0
+    """The number of the next frame from there."""
+    came: int = 0
+    """How many have come since it was told of any."""
+    owed: bool = False
+    again: bool = False
+    """One is missing, of which it is to be told."""
+    asked: bool = False
+    """It was told so."""
     gone: bool = False
     waiting: bool = False
     """It is among those to flush."""
@@ -78,13 +97,19 @@ class Coalescer:
         heard: Heard,
         failed: Callable[[BaseException], None],
         ring: Callable[[int], None],
+        later: Callable[[], None],
     ) -> None:
-        """`failed` is told that nothing can be received; `ring(rank)` wakes who may sleep when something comes."""
+        """`failed` is told that nothing can be received; `ring(rank)` wakes who may sleep when something comes.
+
+        `later` has `resend` called in a while.
+        """
         self._transport = transport
         self.rank = transport.rank
         self._heard = heard
         self._failed = failed
         self._ring = ring
+        self._later = later
+        self._looks_later = False
         can = transport.capabilities()
         short = can.short_receives
         self._send_now = can.send_now
@@ -172,13 +197,43 @@ class Coalescer:
             self._send(dst, outgoing, bytearray(_FRAME.size), False)
 
     def _send(self, dst: int, outgoing: _Outgoing, frame: bytearray, has_requests: bool, flags: int = 0) -> None:
-        used = len(frame)
-        _FRAME.pack_into(frame, 0, self.rank, used, outgoing.owed, has_requests * _REQUESTS | flags)
-        outgoing.owed = 0
-        outgoing.unanswered += has_requests
+        self.sent_bytes += len(frame)
+        number = outgoing.next
+        if len(frame) > _FRAME.size or flags:
+            flags |= _NUMBERED | has_requests * _REQUESTS
+            outgoing.next = (number + 1) % _NUMBERS
+            outgoing.sent.append((frame, flags))
+            outgoing.unanswered += has_requests
+            if not self._looks_later:
+                self._looks_later = True
+                self._later()
+        _FRAME.pack_into(frame, 0, self.rank, len(frame), number, outgoing.awaited, flags | outgoing.again * _AGAIN)
+        outgoing.owed, outgoing.again, outgoing.came = False, False, 0
         if self._fixed_bytes:
-            frame.extend(bytes(self._fixed_bytes - used))
-        self.sent_bytes += used
+            frame.extend(bytes(self._fixed_bytes - len(frame)))
+        self._transmit(frame, dst)
+
+    def _send_again(self, dst: int, outgoing: _Outgoing) -> None:
+        for frame, _ in outgoing.sent:
+            copy = bytearray(frame)  # the first one may still be on its way
+            source, used, number, _, flags = _FRAME.unpack_from(frame)
+            _FRAME.pack_into(copy, 0, source, used, number, outgoing.awaited, flags & ~_AGAIN)
+            self._transmit(copy, dst)
+
+    def resend(self) -> None:
+        """Send again what has not come for a while."""
+        self._looks_later = False
+        for dst, outgoing in enumerate(self._outgoing if not self._closed else ()):
+            if not outgoing.sent or outgoing.gone:
+                continue
+            if outgoing.oldest is outgoing.sent[0][0]:
+                self._send_again(dst, outgoing)
+            outgoing.oldest = outgoing.sent[0][0]
+            if not self._looks_later:
+                self._looks_later = True
+                self._later()
+
+    def _transmit(self, frame: bytearray, dst: int) -> None:
         if self._send_now is not None and self._send_now(frame, dst, _FRAME_TAG):
             return
         t = torch.frombuffer(frame, dtype=torch.uint8)
@@ -210,15 +265,16 @@ class Coalescer:
             else:
                 self._failed(error)
             return
-        source, used, answered, flags = _FRAME.unpack_from(self._came)
+        source, used, number, awaited, flags = _FRAME.unpack_from(self._came)
         body = memoryview(bytearray(self._came[:used]))
         outgoing = self._outgoing[source]
-        outgoing.unanswered -= answered
-        if flags & _REQUESTS:
-            outgoing.owed += 1
         if not outgoing.waiting:
             outgoing.waiting = True
             self._to_flush.append(source)
+        self._take_word(source, outgoing, awaited, flags)
+        if flags & _NUMBERED and not self._is_next(outgoing, number, flags):
+            used = 0
+            flags = 0
         at = _FRAME.size
         while at < used:
             kind, length = _ENTRY.unpack_from(body, at)
@@ -232,6 +288,27 @@ class Coalescer:
                 self._ended()
         else:
             self._listen()  # after the answers, for which somebody waits
+
+    def _take_word(self, source: int, outgoing: _Outgoing, awaited: int, flags: int) -> None:
+        """Keep no more what has come there."""
+        told = (awaited - outgoing.next + len(outgoing.sent)) % _NUMBERS
+        for _ in range(told if told <= len(outgoing.sent) else 0):
+            outgoing.unanswered -= bool(outgoing.sent.popleft()[1] & _REQUESTS)
+        if flags & _AGAIN:
+            self._send_again(source, outgoing)
+
+    def _is_next(self, outgoing: _Outgoing, number: int, flags: int) -> bool:
+        """Return whether a frame is the one that was awaited; its sender is told of others."""
+        if number != outgoing.awaited:
+            ahead = (number - outgoing.awaited) % _NUMBERS < _NUMBERS // 2
+            if not (ahead and outgoing.asked):
+                outgoing.owed, outgoing.again, outgoing.asked = True, ahead, ahead or outgoing.asked
+            return False
+        outgoing.awaited = (number + 1) % _NUMBERS
+        outgoing.asked = False
+        outgoing.came += 1
+        outgoing.owed = outgoing.owed or bool(flags & _REQUESTS) or outgoing.came >= _UNTOLD
+        return True
 
     def _take(self, source: int, kind: int, body: memoryview) -> None:
         if kind & _CONTINUES:
@@ -256,7 +333,9 @@ class Coalescer:
 
     def forget(self, rank: int) -> None:
         """`rank` is gone: say nothing to it any more."""
-        self._outgoing[rank].gone = True
+        outgoing = self._outgoing[rank]
+        outgoing.gone = True
+        outgoing.sent.clear()
 
     def say_last(self, dst: int) -> None:
         """Send `dst` all that is left, and that nobody will send it anything after this."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from aiodist.backends.base import Done
@@ -73,6 +74,22 @@ class Codes:
                 if rule in (RULES["copy"], RULES["zero"]):
                     self.feedback.forget(part)
         return found, alpha
+
+    def residual(self, key: int, spans: Iterable[tuple[int, int, int]]) -> Tensor | None:
+        """Return a copy of all that is left out of a tensor, flat; None for nothing. In any thread."""
+        if self.feedback is None:
+            return None
+        blocks = [(self.feedback.residual((key, rank)), stop - start) for rank, start, stop in spans]
+        kind = next((block.dtype for block, _ in blocks if block is not None), None)
+        if kind is None:
+            return None
+        return torch.cat([torch.zeros(numel, dtype=kind) if block is None else block for block, numel in blocks])
+
+    def take(self, key: int, spans: Iterable[tuple[int, int, int]], whole: Tensor) -> None:
+        """Have that be left out of a tensor, cut for its servers."""
+        if self.feedback is not None:
+            blocks: dict[Hashable, Tensor] = {(key, rank): whole[start:stop] for rank, start, stop in spans}
+            self.feedback.load_state_dict({**self.feedback.state_dict(), **blocks})
 
     # --- what comes down -----------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from aiodist.errors import AiodistError, PeerLost
 from aiodist.handles import Progress
 from aiodist.ps.coalescer import Coalescer
 from aiodist.ps.consistency import Policy
+from aiodist.ps.log import Log
 from aiodist.ps.pool import Pool
 from aiodist.ps.rules import Rule
 from aiodist.ps.service import Service
@@ -38,6 +39,10 @@ class Context:
     workers: tuple[int, ...]
     world_ranks: Sequence[int]
     """The ranks' numbers in the world."""
+    uids: Sequence[str]
+    """Names of the ranks' clients, which they keep in other communicators."""
+    log: Log | None
+    """What this rank pushes, kept for servers that die; None: nothing is."""
     rules: Sequence[Rule]
     """By their numbers on the wire: the same on all ranks."""
     policy: Policy
@@ -49,6 +54,8 @@ class Context:
     near: Neighbourhood | None
     counts: defaultdict[str, Any] = field(default_factory=lambda: defaultdict(int))
     """Of `ParameterServerStatistics`, those that are counted as things happen."""
+    saved: tuple[int, str] | None = None
+    """How many checkpoints there were, and the folder of the last."""
     gone: dict[int, AiodistError] = field(default_factory=dict)
     """The ranks that died, and how."""
     coalescer: Coalescer = field(init=False)

@@ -126,7 +126,9 @@ class Directory:
         """Have those fill the entry who should: each server its own block, the first worker, or the first to come."""
         start = entry.first["start"]
         for client, call in list(entry.waiting):
-            if start == "own":
+            if call["again"]:  # what comes from elsewhere
+                chosen = not entry.fillers
+            elif start == "own":
                 chosen = client in entry.first["servers"]
             elif start == "root":
                 chosen = client == min(self._coming(entry), default=-1) and not entry.fillers
@@ -190,7 +192,9 @@ class Directory:
             self._answers.fail(client, call["n"], error)
             return
         entry.done[client] = call["n"]
-        entry.filled = entry.first["start"] != "own" or set(entry.done) == set(entry.first["servers"])
+        entry.filled = (
+            entry.first["start"] != "own" or entry.first["again"] or set(entry.done) == set(entry.first["servers"])
+        )
         if entry.filled:
             self._failures.pop(call["name"], None)
             for asker, number in entry.askers():

@@ -27,9 +27,10 @@ class NameEntry:
     rule_number: int
     """That of the rule on the wire."""
     rule: Rule
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...] = ()
     codec: ObjectCodec | None = None
     table: TableSpec | None = None
+    start: str = "first"
     dtype: torch.dtype = torch.uint8
     shape: tuple[int, ...] = ()
     key: int = -1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -14,17 +15,18 @@ from aiodist.backends.base import DTYPES, dtype_name
 from aiodist.backends.inplace import flat
 from aiodist.codecs import ObjectCodec
 from aiodist.collectives.program import Program, concurrently
+from aiodist.communicator import Communicator
 from aiodist.handles import Handle
-from aiodist.handles.progress import transport_lock
 from aiodist.ps.arguments import check_settings, check_timeout, listed
+from aiodist.ps.members import Roles
 from aiodist.ps.names import NameEntry, Names, checked, checked_name
 from aiodist.ps.optimizers import OptimizerRule
+from aiodist.ps.rebinding import Rebinding
 from aiodist.ps.rows import Constant, Normal, TableSpec, Uniform
 from aiodist.ps.rows.initial import initial_of
-from aiodist.ps.rows.shard import TableShard
 from aiodist.ps.rules import RULES
 from aiodist.ps.session import ParameterServerSession
-from aiodist.ps.settings import STARTS, ReadMode, RuleLike, Start, one_of
+from aiodist.ps.settings import STARTS, ReadMode, RuleLike, Settings, Start, one_of
 from aiodist.ps.sharding import Span, place, spread
 from aiodist.ps.table import Table
 
@@ -38,9 +40,12 @@ class Naming:
     def __init__(self, session: ParameterServerSession, reads: ReadMode) -> None:
         self._session = session
         self._read_mode = reads
-        self._settings = session.settings
         self._names = Names()
         self._prefetched: dict[str, tuple[Handle[Any], int | None]] = {}
+
+    @property
+    def _settings(self) -> Settings:
+        return self._session.settings
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,28 +76,34 @@ class Naming:
         if len(names) != len(given):
             raise ValueError(f"{len(given)} values for {len(names)} names: expected one for each")
         chosen = self._settings.start if start is None else one_of("start", start, STARTS)
-        fresh = [self._new(name, value, rule, codec) for name, value in zip(names, given, strict=True)]
+        fresh = [self._new(name, value, rule, codec, chosen) for name, value in zip(names, given, strict=True)]
         if len(set(names)) != len(names):
             raise ValueError(f"init of {names}: expected each name once")
         if codec is not None:
             given = [codec.encode(value) for value in given]  # here: what cannot be encoded is the caller's mistake
-        programs = [self._opening(entry, value, chosen) for entry, value in zip(fresh, given, strict=True)]
+        programs = [self._opening(entry, value) for entry, value in zip(fresh, given, strict=True)]
         check_timeout(timeout)
         self._names.announce(names)
         return self._session.run("init", _each(programs), timeout)
 
-    def _new(self, name: str, value: Any, rule: RuleLike | None, codec: ObjectCodec | None) -> NameEntry:  # noqa: ANN401
+    def _new(
+        self,
+        name: str,
+        value: Any,  # noqa: ANN401
+        rule: RuleLike | None,
+        codec: ObjectCodec | None,
+        start: Start,
+    ) -> NameEntry:
         self._check_new(name)
         if value is _MISSING:
             raise TypeError(f"init of {name!r}: expected a value, from which readers too learn dtype and shape")
-        servers = self._settings.servers
         number, chosen = self._settings.rule("copy" if rule is None and codec is not None else rule)
         if codec is not None:
             if chosen is not RULES["copy"]:
                 raise ValueError(
                     f"rule {chosen.name} for the object {name!r}: expected copy, servers look at no object"
                 )
-            return NameEntry(name, None, number, chosen, place(name, 1, 1, servers, 2), codec)
+            return self._placed(NameEntry(name, None, number, chosen, codec=codec, start=start))
         t = checked(value, name)
         chosen.check(t.dtype)
         if self._settings.consistency.scales and not (t.dtype.is_floating_point or t.dtype.is_complex):
@@ -100,8 +111,7 @@ class Naming:
                 f"{name!r} holds {dtype_name(t.dtype)}: expected a floating dtype, "
                 f"since {self._settings.consistency!r} takes means"
             )
-        spans = place(name, t.numel(), t.itemsize, servers, self._settings.split_bytes)
-        return NameEntry(name, t, number, chosen, spans)
+        return self._placed(NameEntry(name, t, number, chosen, start=start))
 
     def _check_new(self, name: str) -> None:
         """Raise KeyError unless the name is new here."""
@@ -153,71 +163,75 @@ class Naming:
             coded=coded,
         )
         check_timeout(timeout)
-        entry = NameEntry(name, None, *self._settings.rule(None), spread(name, self._settings.servers), table=spec)
+        entry = self._placed(NameEntry(name, None, *self._settings.rule(None), table=spec))
         self._names.announce([name])
         return self._session.run("embedding", self._making(entry), timeout)
 
     def _making(self, entry: NameEntry) -> Program[Table]:
-        yield from self._opening(entry, torch.empty(0), "first")
+        yield from self._opening(entry, torch.empty(0))
         return Table(self._session, self._names, entry, self._read_mode)
 
-    def table_state(self, name: str) -> dict[str, Tensor]:
-        """Return copies of this server's part of a table, in plain tensors: local, at once; for a checkpoint.
-
-        "ids", int64 `(n,)`; "rows" `(n, dim)`; what the optimizer keeps, `(n, dim)` each: "sum", or "exp_avg" and
-        "exp_avg_sq"; "steps", a number. Rows that nobody has pushed are not in it: they follow from the seed. Call it
-        between `barrier`s, on each server. Raises KeyError where there is no such table, on a rank that does not serve
-        too, and RuntimeError while it is changed or read. Cost: a copy.
-        """
-        with transport_lock:
-            return self._quiet_table(name).store.state_dict()
-
-    def load_table_state(self, name: str, state: Mapping[str, Tensor]) -> None:
-        """Take what `table_state` gave, of any number of servers: those of its rows that belong to this server.
-
-        Local, at once: call it between `barrier`s, on each server, with the state of each former one. Rows that are
-        there already are replaced. Raises as `table_state`, ValueError and TypeError for what does not fit.
-        """
-        with transport_lock:
-            self._quiet_table(name).load_state_dict(state)
-
-    def _quiet_table(self, name: str) -> TableShard:
-        self._session.check()
-        table = self._session.server.table(name)
-        if table.looked_at:
-            raise RuntimeError(f"the table {name!r} is being changed or read: expected a call between two barriers")
-        return table
-
-    def _opening(self, entry: NameEntry, value: Tensor, start: str) -> Program[None]:
+    def _opening(self, entry: NameEntry, value: Tensor) -> Program[None]:
         opened = None
         try:
-            leader = entry.spans[0].rank
-            said = yield from self._session.client.call(
-                leader,
-                "open",
-                name=entry.name,
-                dtype=DTYPES.index(entry.dtype),
-                shape=list(entry.shape),
-                rule=entry.rule_number,
-                start=start,
-                servers=[span.rank for span in entry.spans],
-                codec=repr(entry.codec),
-                table=str(entry.table),
-                worker=self._session.coll.rank in self._settings.workers,
-            )
-            entry.key = said["key"]
-            if said["fill"]:
-                data = flat(value)
-                own = start == "own"
-                spans = [span for span in entry.spans if not own or span.rank == self._session.coll.rank]
-                if entry.codec is not None:
-                    spans = [Span(spans[0].rank, spans[0].start, data.numel())]
-                with suppress(KeyError):  # the others gave it up meanwhile: `ready` says why
-                    yield from self._session.client.filling(entry, data, spans)
-                yield from self._session.client.call(leader, "ready", name=entry.name, key=entry.key)
+            yield from self._opened(entry, value)
             opened = entry
         finally:
             self._names.settle(entry.name, opened)
+
+    def _opened(self, entry: NameEntry, value: Tensor | None) -> Program[None]:
+        """Have a name known to its servers; without a value its shards are told later what they have."""
+        leader = entry.spans[0].rank
+        said = yield from self._session.client.call(
+            leader,
+            "open",
+            name=entry.name,
+            dtype=DTYPES.index(entry.dtype),
+            shape=list(entry.shape),
+            rule=entry.rule_number,
+            start=entry.start,
+            servers=[span.rank for span in entry.spans],
+            codec=repr(entry.codec),
+            table=str(entry.table),
+            worker=self._session.coll.rank in self._settings.workers,
+            again=value is None,
+        )
+        entry.key = said["key"]
+        if said["fill"]:
+            data = None if value is None else flat(value)
+            own = entry.start == "own" and data is not None
+            spans = [span for span in entry.spans if not own or span.rank == self._session.coll.rank]
+            if entry.codec is not None and data is not None:
+                spans = [Span(spans[0].rank, spans[0].start, data.numel())]
+            with suppress(KeyError):  # the others gave it up meanwhile: `ready` says why
+                yield from self._session.client.filling(entry, data, spans)
+            yield from self._session.client.call(leader, "ready", name=entry.name, key=entry.key)
+
+    def _placed(self, entry: NameEntry) -> NameEntry:
+        """Return `entry`, which knows where it lies now."""
+        name, servers = entry.name, self._settings.servers
+        if entry.table is not None:
+            entry.spans = spread(name, servers)
+        elif entry.codec is not None:
+            entry.spans = place(name, 1, 1, servers, 2)
+        else:
+            entry.spans = place(name, prod(entry.shape), entry.dtype.itemsize, servers, self._settings.split_bytes)
+        return entry
+
+    async def _rebind(self, coll: Communicator, roles: Roles | None) -> None:
+        session = self._session
+        entries = [self._names[name] for name in self._names.names]
+        rebinding = Rebinding(session, entries)
+        self._prefetched.clear()
+        members = await session.rebind(coll, roles)
+        try:
+            folder = await rebinding.find(members)
+            opening = [self._opened(self._placed(entry), None) for entry in entries]
+            await session.run("rebind", _each(opening), None)
+            await rebinding.restore(folder, members)
+        except BaseException as error:
+            session.abort_everywhere(error)
+            raise
 
     def free(self, what: object, *, timeout: float | None = None) -> Handle[None]:
         """Forget names on this rank, after its own pushes; a name is gone when all workers have freed it.

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from aiodist.checkpoints.saving import check_keep
 from aiodist.codecs import Codec
+from aiodist.collectives.program import Program
 from aiodist.communicator import Communicator
 from aiodist.communicator.claims import Claim, reading, writing
 from aiodist.handles import Handle, in_flight, join
@@ -20,6 +25,7 @@ from aiodist.ps.hooks import BackwardPushes
 from aiodist.ps.names import NameEntry, named
 from aiodist.ps.naming import Naming
 from aiodist.ps.operation import Operation, PullPart
+from aiodist.ps.rebinding import join as joined
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import READS, STARTS, ReadMode, RuleLike, Settings, Start, one_of, roles_of, rules_of
 from aiodist.ps.statistics import ParameterServerStatistics
@@ -63,6 +69,7 @@ class ParameterServer(Naming):
             has zeros; copy and zero end what this rank had left.
         pull_codec: encodes what is pulled, as the change since this rank's last pull.
         split_bytes: tensors from here on are cut.
+        checkpoints: workers keep a copy of what they have pushed until `save` has it, for `rebind` after a server died.
         timeout: seconds, for calls that are given none; None is none.
 
     Rank r of a server is rank r of `coll`. In the block a server-only rank has nothing to do; leaving it, it waits for
@@ -88,6 +95,7 @@ class ParameterServer(Naming):
         codec: Codec | None = None,
         pull_codec: Codec | None = None,
         split_bytes: int = 1 << 20,
+        checkpoints: bool = False,
         timeout: float | None = None,
     ) -> None:
         if isinstance(split_bytes, bool) or not isinstance(split_bytes, int) or split_bytes < 1:
@@ -102,15 +110,15 @@ class ParameterServer(Naming):
             codec=codec,
             pull_codec=pull_codec,
             split_bytes=split_bytes,
+            checkpoints=checkpoints,
         )
         mode = READS[one_of("reads", reads, tuple(READS))]
         super().__init__(ParameterServerSession(coll, settings, timeout), reads)
         self._tensors = named(tensors)
-        self._works = coll.rank in working
         self._reads = mode
 
     async def __aenter__(self) -> Self:
-        await self._session.open(self._begin)
+        await self._session.open(self._begin, partial(joined, self._session))
         return self
 
     async def __aexit__(
@@ -148,7 +156,7 @@ class ParameterServer(Naming):
     @property
     def is_worker(self) -> bool:
         """This rank pushes, and counts in the clocks."""
-        return self._works
+        return self.rank in self.workers
 
     def statistics(self) -> ParameterServerStatistics:
         """Return what happened on this rank since the block was entered; local, at once.
@@ -353,6 +361,63 @@ class ParameterServer(Naming):
             raise ValueError(f"barrier() on rank {self.rank}: expected a worker, one of {list(self.workers)}")
         return self._session.run("barrier", self._session.client.everywhere("barrier"), timeout)
 
+    # --- checkpoints -------------------------------------------------------------------------------------------
+
+    def save(
+        self, path: str | os.PathLike[str], *, keep: int | None = None, timeout: float | None = None
+    ) -> Handle[Path]:
+        """Write a checkpoint of all that the servers have, while pushes go on; the result is its own folder in `path`.
+
+        One rank calls it; all ranks must see `path`. Each tensor is as it is between two steps, on all of its shards
+        between the same two: its values, what its rules keep beside them, its version; the rows of tables, objects, and
+        what the codecs of each worker have left out. The format is that of `aiodist.save`, with a file for each server;
+        all of it is on the disk before the folder is renamed. `keep` is how many checkpoints are left in `path`, None
+        all. Saves and loads are done one after the other.
+
+        Raises ValueError for a wrong `keep`; on await RemoteError for what a server raised, such as OSError, PeerLost
+        when a server is gone, KeyError when a tensor was freed meanwhile. The checkpoints before are untouched then.
+        Cost: on each server, beside pushes, two copies of what it has in memory; it is written in a thread of its own.
+        """
+        self._session.check()
+        check_keep(keep)
+        asked = self._session.client.call(self.servers[0], "save", path=os.path.abspath(path), keep=keep)
+        return self._session.run("save", _folder(asked), timeout)
+
+    def load(self, path: str | os.PathLike[str], *, timeout: float | None = None) -> Handle[Path]:
+        """Give the servers the state of a checkpoint, of any number of servers; the result is its folder.
+
+        `path` is a checkpoint's own folder, or one with several: then the newest sound one is taken. One rank calls it,
+        when all names are init()ed that were when it was saved; tensors of ranks change when they pull. Every byte is
+        compared with its checksum before anything is changed. Worker r goes on with the residuals that worker r had.
+
+        Raises, on await, CheckpointDamaged where none is sound, saying where, MismatchError for other names, shapes,
+        dtypes, rules or tables, which says what was seen and expected, RemoteError where there is none; nothing is
+        changed then. Cost: each server reads what it needs into new memory, and all together the rest.
+        """
+        self._session.check()
+        asked = self._session.client.call(self.servers[0], "load", path=os.path.abspath(path), again=False)
+        return self._session.run("load", _folder(asked), timeout)
+
+    async def rebind(
+        self, coll: Communicator, *, servers: int | Sequence[int] | None = None, workers: Sequence[int] | None = None
+    ) -> None:
+        """Go on over another communicator, such as `await coll.shrink()` or `await coll.grow(n)` returns.
+
+        All its ranks take part: those that were there call this, new ones open a `ParameterServer` on it with the same
+        settings. `servers` and `workers` are as where it was opened. If not given, and all ranks served, all of `coll`
+        do; else who served and is there goes on to, and those work that did, and new ranks.
+
+        If every server is there, in its place, servers keep what they have. Else all of them go on from the last
+        checkpoint of `save`, and workers push again what came after it: each push counts once, whether it was awaited
+        or its await raised PeerLost or CommunicatorAborted. What was known to be applied is so in the order in which it
+        was; of a rank that died the pushes since are lost. This takes `checkpoints=`, without which a push under way
+        may be lost: meet at a `barrier` before. What else was under way raises CommunicatorAborted; pull again.
+
+        Raises PeerLost where servers are missing, or their shards are at different versions, and there is no checkpoint
+        to go on from; ValueError where no server is left; what `load` raises; MismatchError for other settings.
+        """
+        await self._rebind(coll, None if servers is None and workers is None else roles_of(coll, servers, workers))
+
     # --- how it is done ----------------------------------------------------------------------------------------
 
     def _pushed(self, what: object, values: Any, rule: RuleLike | None, alpha: float) -> list[Pushed]:  # noqa: ANN401
@@ -401,6 +466,11 @@ class ParameterServer(Naming):
 
 
 _ALONE = nullcontext()
+
+
+def _folder(asked: Program[dict[str, Any]]) -> Program[Path]:
+    said = yield from asked
+    return Path(said["folder"])
 
 
 def _none() -> None:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import Done
-from aiodist.errors import AiodistError
+from aiodist.errors import AiodistError, CommunicatorError, PeerLost
 from aiodist.handles import Account, Handle
 from aiodist.ps.coalescer import keep
 from aiodist.ps.codes import Codes
+from aiodist.ps.log import Logged
 from aiodist.ps.names import NameEntry
 from aiodist.ps.operation import Operation, PushPart
 from aiodist.ps.request_queue import RequestQueue, Sender
@@ -43,6 +44,7 @@ class Pushes:
         self._codes = codes
         self._own = own
         self._one_over = one_over
+        self._log = queue.context.log
         self._inline_bytes = self._context.coalescer.inline_bytes
         self._parts: dict[int, PushPart] = {}
         self._open: set[int] = set()
@@ -67,12 +69,15 @@ class Pushes:
         elif len(spans) == 1 and value.nbytes <= self._inline_bytes and spans[0].rank != self._context.rank:
             # What `_sender` does, for what is pushed fifty thousand times a second.
             head = pack_push(entry.key, rule, _INLINE, False, number, entry.base, alpha, value.nbytes, 0, 0)
-            self._queue.issue((partial(self._put, spans[0].rank, head, as_bytes(value)),))
+            send = partial(self._put, spans[0].rank, head, as_bytes(value))
+            if self._log is None:
+                self._queue.issue((send,))
+            else:
+                self._queue.issue((self._logging(number, entry, [(value, False)], rule, alpha), send))
         else:
             # The one span of an object does not say how long its code is.
             blocks = [value] if len(spans) == 1 else [value[start:stop] for _, start, stop in spans]
-            parts = zip(spans, blocks, strict=True)
-            self._queue.issue([self._sender(number, entry, span, block, rule, alpha) for span, block in parts])
+            self._queue.issue(self._senders(number, entry, [(block, False) for block in blocks], rule, alpha))
 
     def push_rows(
         self,
@@ -112,10 +117,7 @@ class Pushes:
 
         def senders() -> list[Sender]:
             blocks, alpha = found[0]
-            return [
-                self._sender(number, entry, span, block, rule, alpha, coded=coded)
-                for span, (block, coded) in zip(entry.spans, blocks, strict=True)
-            ]
+            return self._senders(number, entry, blocks, rule, alpha)
 
         def over(error: BaseException | None) -> None:
             if error is not None:
@@ -129,6 +131,47 @@ class Pushes:
             self._queue.issue((partial(self.refuse, number, error),))
         else:
             self._queue.issue(senders())
+
+    def _senders(
+        self, number: int, entry: NameEntry, blocks: Sequence[tuple[Tensor, bool]], rule: int, alpha: float
+    ) -> list[Sender]:
+        """Return what sends each server its block, of which some are codes."""
+        senders: list[Sender] = [
+            self._sender(number, entry, span, block, rule, alpha, coded=coded)
+            for span, (block, coded) in zip(entry.spans, blocks, strict=True)
+        ]
+        return senders if self._log is None else [self._logging(number, entry, blocks, rule, alpha), *senders]
+
+    def _logging(
+        self, number: int, entry: NameEntry, blocks: Sequence[tuple[Tensor, bool]], rule: int, alpha: float
+    ) -> Sender:
+        """Return what keeps copies of the blocks, when the push is sent."""
+        assert self._log is not None
+        with torch.inference_mode(False):
+            kept = [
+                (block if coded and entry.table is None else block.clone(), span.stop - span.start if coded else None)
+                for span, (block, coded) in zip(entry.spans, blocks, strict=True)
+            ]
+        return partial(self._log.add, entry.name, Logged(number, rule, alpha, entry.base, kept))
+
+    def again(self, entry: NameEntry, push: Logged, blocks: Sequence[Tensor]) -> None:
+        """Push once more what may not have counted; an error of it is raised by the next sync."""
+
+        def over(error: BaseException | None) -> None:
+            self._late_error = self._late_error or error
+
+        servers = {span.rank for span in entry.spans}
+        self._parts[push.number] = PushPart(
+            over, entry, servers, servers.copy() if self._context.policy.accepts else None
+        )
+        self._open.add(push.number)
+        entry.open.add(push.number)
+        self._queue.issue(
+            [
+                self._sender(push.number, entry, span, block, push.rule, push.alpha)
+                for span, block in zip(entry.spans, blocks, strict=True)
+            ]
+        )
 
     def _begin(self, operation: Operation, entry: NameEntry, nbytes: int) -> int:
         """Number a push, and have it wait for the servers of `entry`."""
@@ -181,7 +224,7 @@ class Pushes:
 
     # --- what servers say ------------------------------------------------------------------------------------
 
-    def done(self, src: int, number: int, stage: int) -> None:
+    def done(self, src: int, number: int, version: int, stage: int) -> None:
         """Server `src` says how far a push is."""
         part = self._parts.get(number)
         if part is None:
@@ -192,6 +235,10 @@ class Pushes:
                 if not part.accepting:
                     part.over(None)
             return
+        if self._log is not None and stage == Stage.APPLIED:
+            self._log.applied(part.entry.name, number, version)
+        elif self._log is not None:
+            self._log.forget(part.entry.name, number)
         part.applying.discard(src)
         if not part.applying:
             del self._parts[number]
@@ -205,6 +252,8 @@ class Pushes:
         if part is None:
             return False
         error = self._queue.located(error)
+        if self._log is not None and not isinstance(error, PeerLost | CommunicatorError):
+            self._log.forget(part.entry.name, number)  # else it comes again
         if part.accepting is not None and not part.accepting:
             self._late_error = self._late_error or error
         else:

@@ -17,11 +17,11 @@ Sender = Callable[[], object]
 class RequestQueue:
     """Numbers requests, and has them leave in order: issued on the loop's thread, sent with the transport lock held."""
 
-    def __init__(self, context: Context, lost: Callable[[int], None]) -> None:
-        """`lost(rank)` is told of a request to a rank that is gone."""
+    def __init__(self, context: Context, lost: Callable[[int], None], first: int) -> None:
+        """`lost(rank)` is told of a request to a rank that is gone; `first` is the number of the first one."""
         self.context = context
         self._lost = lost
-        self._numbers = count(1)
+        self._numbers = count(first)
         self._begun = 0  # on the loop's thread
         self._ended = 0  # with the transport lock held
         self._gathered: list[Sender] | None = None

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
+from aiodist.ps.rows.store import RowStore
 from aiodist.ps.wire import Reads, Way
 
 
@@ -68,6 +70,18 @@ class Mark(Request):
 
     def __post_init__(self) -> None:
         self.ready = not self.stops
+
+
+@dataclass(eq=False, slots=True)
+class Restored:
+    """What a shard takes from a checkpoint: memory, with the states of its rules by their numbers; rows of a table."""
+
+    version: int
+    data: Tensor
+    states: dict[int, Any] = field(default_factory=dict)
+    store: RowStore | None = None
+    marks: dict[str, int] = field(default_factory=dict)
+    """By the names of clients, see `Context.uids`."""
 
 
 class Arrivals:

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from aiodist.backends.base import DTYPES
 from aiodist.ps.answers import Answers
+from aiodist.ps.client import Client
 from aiodist.ps.consistency import Counts
 from aiodist.ps.context import Context
 from aiodist.ps.directory import Directory
 from aiodist.ps.meeting import Meeting
 from aiodist.ps.requests import Change, Freed, Mark, Pulling, Pushing, Request
 from aiodist.ps.rows.shard import TableShard
+from aiodist.ps.saving import Saving
 from aiodist.ps.service import LIGHT_BYTES
 from aiodist.ps.serving import Serving
 from aiodist.ps.shard import Shard
@@ -57,8 +59,10 @@ class Server:
         self._serving = Serving(context, answers)
         self._directory = Directory(context, answers, self._shards, lambda client: self._meeting.stops(client))
         self._meeting = Meeting(context, answers, self._shards, self._directory)
+        self.saving: Saving
         self._calls: dict[str, Callable[[int, dict[str, Any]], None]] = {
             "make": self._make,
+            "made": lambda client, call: answers.answer(client, call["n"]),
             "remove": self._remove,
             "configure": self._configure,
             "part": self._part,
@@ -72,6 +76,11 @@ class Server:
             "settle": self._meeting.settle,
             "bye": self._meeting.bye,
         }
+
+    def open(self, client: Client) -> None:
+        """Know the client of this rank."""
+        self.saving = Saving(self.context, self._answers, self._shards, client)
+        self._calls |= self.saving.calls
 
     # --- what comes ----------------------------------------------------------------------------------------
 
@@ -203,13 +212,15 @@ class Server:
         self._meeting.stop_at(shard)
 
     def _made(self, call: dict[str, Any]) -> Shard:
-        leads = call["servers"][0] == self.context.rank
+        leads = call["spans"][0][0] == self.context.rank
         machine = self.context.policy.machine(self.context.workers) if leads else None
         if call["table"] is not None:
-            return TableShard(self.context, self._answers, self._serving.serve_rows, self._unseen, call, machine)
+            told = (self._serving.serve_rows, self._unseen, self.saving.at)
+            return TableShard(self.context, self._answers, *told, call, machine)
         dtype = DTYPES[call["dtype"]]
         memory = self.context.pool.take(call["numel"] * dtype.itemsize).view(dtype)
-        return Shard(self.context, self._answers, self._serving.serve, self._unseen, call, memory, machine)
+        told = (self._serving.serve, self._unseen, self.saving.at)
+        return Shard(self.context, self._answers, *told, call, memory, machine)
 
     def _remove(self, client: int, call: dict[str, Any]) -> None:
         shard = self._shards.pop(call["key"], None)
@@ -222,6 +233,7 @@ class Server:
             self._counted.append(shard.machine.counts)
         if shard.looked_at:
             self._retired[shard.key] = shard
+        self.saving.check()
 
     def _configure(self, client: int, call: dict[str, Any]) -> None:
         self._expect(call["key"], Change(client, call["n"], call["settings"]))
@@ -245,6 +257,7 @@ class Server:
     def lose(self, rank: int) -> None:
         """`rank` died."""
         self._gone(rank, gone=True)
+        self.saving.check()
         self.context.coalescer.flush()
 
     def _gone(self, rank: int, *, gone: bool) -> None:
@@ -260,12 +273,13 @@ class Server:
         """Return the memory that the pull `number` of this very rank's client was let look at."""
         return (self._shards.get(key) or self._retired[key]).shown(self.context.rank, number)
 
-    def table(self, name: str) -> TableShard:
-        """Return this server's part of a table; raise KeyError where there is none."""
-        for shard in self._shards.values():
-            if isinstance(shard, TableShard) and shard.name == name:
-                return shard
-        raise KeyError(f"no table {name!r} on this rank: expected one that a worker has made, and a rank that serves")
+    def by_name(self) -> dict[str, Shard]:
+        """Return all shards."""
+        return {shard.name: shard for shard in self._shards.values()}
+
+    def led(self) -> list[Shard]:
+        """Return the shards that lead."""
+        return self._shards.led()
 
     def statistics(self) -> ParameterServerStatistics:
         """Return what is counted, with what the machines have counted."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import _get_running_loop
-from collections.abc import Awaitable, Callable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -24,6 +27,8 @@ from aiodist.ps.arguments import check_timeout
 from aiodist.ps.client import Client
 from aiodist.ps.coalescer import Coalescer
 from aiodist.ps.context import Context
+from aiodist.ps.log import Log
+from aiodist.ps.members import Member, Roles, roles_among
 from aiodist.ps.pool import Pool
 from aiodist.ps.server import Server
 from aiodist.ps.service import Service
@@ -31,6 +36,7 @@ from aiodist.ps.settings import Settings
 from aiodist.ps.wire import Kind
 
 _DRAIN_SECONDS = 1e-3
+_RESEND_SECONDS = 0.5  # of two looks at what has not come
 _NO_LIMIT = inf  # a rank that leaves waits for the others, however long they work
 _SERVER_KINDS = frozenset({Kind.CALL, Kind.PUSH, Kind.PULL, Kind.ORDER, Kind.RELEASE})
 
@@ -39,6 +45,8 @@ class ParameterServerSession:
     """What the calls of a parameter server stand on; a guest of its own duplicate of the communicator."""
 
     def __init__(self, coll: Communicator, settings: Settings, timeout: float | None) -> None:
+        self.uid = token_hex(8)
+        self.log = Log() if settings.checkpoints else None
         self.parent = coll
         self.settings = settings
         self.timeout = check_timeout(timeout)
@@ -47,39 +55,74 @@ class ParameterServerSession:
             "the parameter server is not open: use `async with`"
         )
         self._opened = False
+        self.context: Context
+        self.server: Server
+        self.client: Client
+        self._counts: defaultdict[str, Any] = defaultdict(int)
         self._seq = 0
         self._over = asyncio.Event()
         """There is nothing to listen for any more."""
 
-    async def open(self, begin: Callable[[], Awaitable[None]]) -> None:
-        """Open it with all ranks; `begin` makes the first calls."""
+    async def open(self, begin: Callable[[], Awaitable[None]], join: Callable[[], Awaitable[None]]) -> None:
+        """Open it with all ranks; `begin` makes the first calls. Where others go on with it `join` comes before."""
         if self._opened:
             raise RuntimeError("a parameter server cannot be opened twice: make another")
         self._opened = True
-        self.coll = await self.parent.dup()
-        await self._agree()
-        self._open()
+        members = await self._bind(self.parent, Member(self.uid))
+        joins = any(member.size for member in members)
         try:
+            if joins:
+                await join()
             await begin()
-            await self.coll.barrier()  # nobody changes what another is still to begin with
+            if not joins:
+                await self.coll.barrier()  # nobody changes what another is still to begin with
         except BaseException as error:
-            self._abort_on_all_ranks(error)
+            self.abort_everywhere(error)
             raise
 
-    async def _agree(self) -> None:
-        """Raise MismatchError unless all ranks opened it with the same settings."""
-        mine = self.settings.described()
-        described = Json()  # objects would be unpickled
-        others = [described.decode(code) for code in await self.coll.allgather(described.encode(mine))]
+    async def rebind(self, coll: Communicator, roles: Roles | None) -> list[Member]:
+        """Go on over another communicator, with its ranks; what was under way failed. Shards have nothing yet."""
+        old, settings = self.context, self.settings
+        place = settings.servers.index(old.rank) if old.rank in settings.servers else None
+        size, worked = len(old.world_ranks), old.rank in settings.workers
+        me = Member(self.uid, size, len(settings.servers), place, worked, roles, old.saved)
+        name = self.coll.name
+        self._abort(CommunicatorAborted(f"parameter server {name!r} goes on with other ranks", comm=name))
+        if self.coll.parts.dispatcher.refusal is None:
+            self.coll.abort("its parameter server goes on with other ranks")
+        self.parent = coll
+        return await self._bind(coll, me)
+
+    async def _bind(self, coll: Communicator, me: Member) -> list[Member]:
+        """Take a duplicate of `coll`, on which all ranks agree; return who they are."""
+        self.coll = await coll.dup()
+        members = await self._agree(me)
+        self._open(members)
+        return members
+
+    async def told(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return what each rank tells."""
+        json = Json()  # objects would be unpickled
+        return [json.decode(code) for code in await self.coll.allgather(json.encode(mine))]
+
+    async def _agree(self, me: Member) -> list[Member]:
+        """Return who takes part, and know who serves; raise MismatchError where ranks chose other settings."""
+        told = await self.told({"settings": self.settings.described(), "me": me.said()})
+        members = [Member(**each["me"]) for each in told]
+        others = [each["settings"] for each in told]
         for rank, other in enumerate(others):
-            different = [what for what in mine if other[what] != others[0][what]]
+            roles = {"servers", "workers"} if any(member.size for member in members) else set()
+            different = [what for what in other if other[what] != others[0][what] and what not in roles]
             if different:
                 what = different[0]
                 raise MismatchError(
                     f"parameter servers disagree on {what}: rank 0: {others[0][what]}; rank {rank}: {other[what]}"
                 )
+        servers, workers = roles_among(members, (self.settings.servers, self.settings.workers))
+        self.settings = replace(self.settings, servers=servers, workers=workers)
+        return members
 
-    def _open(self) -> None:
+    def _open(self, members: Sequence[Member]) -> None:
         progress = self.progress = Progress.current()
         dispatcher = self.coll.parts.dispatcher
         near = self.coll.parts.registry.near
@@ -96,6 +139,8 @@ class ParameterServerSession:
             servers=self.settings.servers,
             workers=self.settings.workers,
             world_ranks=dispatcher.ranks,
+            uids=[member.uid for member in members],
+            log=self.log,
             rules=tuple(self.settings.rules.values()),
             policy=self.settings.consistency,
             codec=self.settings.codec,
@@ -104,15 +149,22 @@ class ParameterServerSession:
             service=Service(progress, f"aiodist-ps-{self.coll.name}", lambda: self.context.coalescer.flush()),
             pool=Pool(buffer),
             near=near,
+            counts=self._counts,
+            saved=max((member.saved for member in members if member.saved is not None), default=None),
         )
-        self.context.coalescer = Coalescer(self.coll.parts.transport, self._heard, self._failed, self.context.ring)
+        first = self.client.queue.number() if hasattr(self, "client") else 1  # it goes on
+        self.context.coalescer = Coalescer(
+            self.coll.parts.transport, self._heard, self._failed, self.context.ring, self._resend_later
+        )
         self.server = Server(self.context)
-        self.client = Client(self.context, self.server.own, self.server.shown)
+        self.client = Client(self.context, self.server.own, self.server.shown, first)
+        self.server.open(self.client)
         dispatcher.on_lost.append(self._lost)
         dispatcher.on_abort.append(self._aborted)
         dispatcher.waits_unseen(lambda: True)
-        self.coll.admit(self)
+        self.coll.admit(_Guest(self, self.coll))
         self._refusal = None
+        self._over = asyncio.Event()
         with transport_lock:
             self.context.coalescer.open()
         if dispatcher.refusal is not None:  # lost in the meantime
@@ -121,12 +173,12 @@ class ParameterServerSession:
     async def exit(self, error: BaseException | None) -> None:
         """Leave it with all ranks, or give it up when `error` ended the block."""
         if error is not None:
-            self._abort_on_all_ranks(error)
+            self.abort_everywhere(error)
             return
         try:
             await self._leave()
         except BaseException as raised:
-            self._abort_on_all_ranks(raised)
+            self.abort_everywhere(raised)
             raise
         await self.coll.aclose()
 
@@ -195,12 +247,13 @@ class ParameterServerSession:
         with transport_lock:
             self.context.coalescer.abort()
             self.context.service.close()
+            self.server.saving.close()
         dispatcher = self.coll.parts.dispatcher
         for told, mine in ((dispatcher.on_lost, self._lost), (dispatcher.on_abort, self._aborted)):
             if mine in told:
                 told.remove(mine)  # type: ignore[arg-type]
 
-    def _abort_on_all_ranks(self, error: BaseException) -> None:
+    def abort_everywhere(self, error: BaseException) -> None:
         """End at once, and have the other ranks do so too."""
         if self._refusal is not None and isinstance(self._refusal, CommunicatorClosed):
             return
@@ -217,14 +270,12 @@ class ParameterServerSession:
         with suppress(Warning):  # one that is an error must not take the place of what happened
             self.account.judge()
 
-    async def close(self) -> None:
-        """End with the communicator; see `Guest`."""
-        self.abort()
-
-    def abort(self) -> None:
-        """End without waiting for anything; see `Guest`."""
-        name = self.coll.name
-        self._abort(CommunicatorAborted(f"parameter server {name!r} was given up: its communicator ended", comm=name))
+    def ended(self, coll: Communicator) -> None:
+        """A communicator ended: end without waiting for anything, if it is the one that this goes over."""
+        if coll is self.coll:
+            name = coll.name
+            why = f"parameter server {name!r} was given up: its communicator ended"
+            self._abort(CommunicatorAborted(why, comm=name))
 
     # --- other ranks' fate -----------------------------------------------------------------------------------
 
@@ -245,6 +296,15 @@ class ParameterServerSession:
         if not isinstance(error, PeerLost):
             self._abort(error)
 
+    def _resend_later(self) -> None:
+        coalescer = self.context.coalescer
+
+        def resend() -> None:
+            with transport_lock:
+                coalescer.resend()
+
+        self.progress.post(lambda: self._loop.call_later(_RESEND_SECONDS, resend) and None)
+
     def _failed(self, error: BaseException) -> None:
         text = f"parameter server {self.coll.name!r} can hear nothing more: {error}"
         self.progress.post(partial(self._abort, CommunicatorAborted(text)))
@@ -259,7 +319,7 @@ class ParameterServerSession:
         except Exception as error:  # noqa: BLE001  - it must not end the progress of everything else
             message = f"parameter server {self.coll.name!r}: what rank {src} sent failed here"
             self.progress.report(message, error)
-            self.progress.post(partial(self._abort_on_all_ranks, error))
+            self.progress.post(partial(self.abort_everywhere, error))
 
     # --- handles ---------------------------------------------------------------------------------------------
 
@@ -300,3 +360,19 @@ class ParameterServerSession:
 
         self.client.queue.issue((partial(run, program, finish),))  # behind pushes that are being encoded
         return handle
+
+
+@dataclass(frozen=True, eq=False)
+class _Guest:
+    """The session on one of its communicators."""
+
+    session: ParameterServerSession
+    coll: Communicator
+
+    async def close(self) -> None:
+        """End with the communicator."""
+        self.abort()
+
+    def abort(self) -> None:
+        """End without waiting for anything."""
+        self.session.ended(self.coll)

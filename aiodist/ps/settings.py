@@ -37,6 +37,8 @@ class Settings:
     codec: Codec | None
     pull_codec: Codec | None
     split_bytes: int
+    checkpoints: bool = False
+    """Workers keep what they push until a checkpoint has it."""
 
     def __post_init__(self) -> None:
         for name, expected, value in (

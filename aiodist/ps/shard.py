@@ -20,9 +20,10 @@ from aiodist.ps import consistency
 from aiodist.ps.answers import Answers
 from aiodist.ps.consistency import Apply, Drop, Machine, Serve
 from aiodist.ps.context import Context
-from aiodist.ps.requests import Arrivals, Change, Freed, Mark, Pulling, Pushing, Request
+from aiodist.ps.requests import Arrivals, Change, Freed, Mark, Pulling, Pushing, Request, Restored
 from aiodist.ps.rules import RULES, Function, Piece, Rule, apply_step
 from aiodist.ps.service import LIGHT_BYTES, error_of
+from aiodist.ps.sharding import Span
 from aiodist.ps.wire import FILL, Kind, Order, OrderKind, Reads, Stage
 
 _Key = tuple[int, int]  # client, number
@@ -37,19 +38,22 @@ class Shard:
         answers: Answers,
         serve: Callable[[Shard, Pulling, int], None],
         unseen: Callable[[int], object],
+        turned: Callable[[Shard, Order], None],
         call: dict[str, Any],
         memory: Tensor,
         machine: Machine | None,
     ) -> None:
         """`call` asks to make it; `memory` is flat. Of the servers of a tensor the first, its leader, has its machine.
 
-        `serve` lets a client have it as of a version. `unseen` is told the key when nobody looks any more at the memory
-        of a tensor that was freed. What `replaces` is the code of an object, which a push replaces whole.
+        `serve` lets a client have it as of a version. `turned` is told of the turn of a checkpoint. `unseen` is told
+        the key when nobody looks any more at the memory of a tensor that was freed. What `replaces` is the code of an
+        object, which a push replaces whole.
         """
         self._context = context
         self._answers = answers
         self._serve = serve
         self._unseen = unseen
+        self._turned = turned
         self.key: int = call["key"]
         self.name: str = call["name"]
         self.data = memory
@@ -59,11 +63,20 @@ class Shard:
         self.machine = machine
         self._rule = self._context.rules[call["rule"]]
         """That of the tensor, which a push may replace by another."""
-        self._servers = frozenset(call["servers"])
-        self._followers = tuple(call["servers"][1:]) if machine is not None else ()
-        self._refusal: Exception | None = None
+        self.shape = tuple(call["shape"])
+        self.spans = [Span(*span) for span in call["spans"]]
+        """Of all of its servers."""
+        servers = [span.rank for span in self.spans]
+        self.number = servers.index(context.rank)
+        """Of this server among them."""
+        self.start = self.spans[self.number].start
+        self._servers = frozenset(servers)
+        self._followers = tuple(servers[1:]) if machine is not None else ()
+        self.refusal: Exception | None = None
         """The tensor was freed; or another block of it is lost, so nobody orders what happens to this one."""
         self.version = 0
+        self.marks: dict[int, int] = {}
+        """Of each client the number of its last push that was applied, or failed."""
         self._states: dict[int, Any] = {}
         self.arrivals = Arrivals(self._deliver, self._reached)
         self._arrived: dict[_Key, tuple[Request, float]] = {}
@@ -81,7 +94,7 @@ class Shard:
 
     def obey(self, order: Order) -> None:
         """Carry out what the leader of the tensor says, in its turn."""
-        if self._refusal is None:
+        if self.refusal is None:
             self._orders.append(order)
             self.advance()
 
@@ -98,17 +111,17 @@ class Shard:
             self.arrivals.forget(client)
             self._readers = {reader for reader in self._readers if reader[0] != client}
             self._lookers = {looker: seen for looker, seen in self._lookers.items() if looker[0] != client}
-            if client in self._servers and self._refusal is None:
+            if client in self._servers and self.refusal is None:
                 self._orders.clear()
                 self._refuse(self._context.lost(client))
-        if self.machine is not None and client in self._context.workers and self._refusal is None:
+        if self.machine is not None and client in self._context.workers and self.refusal is None:
             self._order(self.machine.leave(client))
         self.advance()
         self._release()
 
     def rest(self, client: int) -> None:
         """Have no step wait for `client`, until it may `resume`."""
-        if self.machine is not None and client in self._context.workers and self._refusal is None:
+        if self.machine is not None and client in self._context.workers and self.refusal is None:
             self._order(self.machine.rest(client))
             self.advance()
 
@@ -124,7 +137,7 @@ class Shard:
 
     def _refuse(self, error: Exception) -> None:
         """Carry out no more than what was ordered; refuse the rest, and what comes."""
-        self._refusal = error
+        self.refusal = error
         ordered = {(client, number) for order in self._orders for client, number, _ in order.parts}
         for key in [key for key in self._arrived if key not in ordered]:
             request, _ = self._arrived.pop(key)
@@ -138,8 +151,8 @@ class Shard:
             self.leave(mark.client, gone=False)
 
     def _deliver(self, request: Request) -> None:
-        if self._refusal is not None:
-            self._answers.refuse(request, self._refusal)
+        if self.refusal is not None:
+            self._answers.refuse(request, self.refusal)
             return
         if isinstance(request, Pushing):
             if request.rule == FILL:
@@ -234,6 +247,12 @@ class Shard:
         try:
             while self._orders and not self._busy:
                 order = self._orders[0]
+                if order.kind in (OrderKind.SAVE, OrderKind.LOAD):
+                    if order.kind == OrderKind.LOAD and (self._readers or self._lookers):
+                        return
+                    self._orders.popleft()
+                    self._turned(self, order)
+                    continue
                 if order.kind == OrderKind.APPLY and self._readers:
                     return
                 requests = self._gather(order)
@@ -274,6 +293,53 @@ class Shard:
                 self._serve(self, request, self.version)
             elif isinstance(request, Change):
                 self._change(request)
+
+    # --- checkpoints -------------------------------------------------------------------------------------------
+
+    def turn(self, kind: OrderKind, number: int, version: int) -> None:
+        """Have all shards of the tensor come to the turn of that number between the same two steps, at that version."""
+        if self.machine is not None and self.refusal is None:
+            self.machine.restart(version, {})
+            self._send(Order(self.key, kind, number, ()))
+            self.advance()
+
+    def work(self, work: Callable[[], object], over: Callable[[BaseException | None], None]) -> None:
+        """Do `work` on the memory, while nothing changes it."""
+
+        def done(error: BaseException | None) -> None:
+            self._busy = False
+            over(error)
+            self.advance()
+            self._release()
+
+        self._busy = True
+        self._context.service.do(self.data.nbytes, work, done)
+
+    def state_of(self, rule: Rule) -> Any:  # noqa: ANN401
+        """Return what that rule keeps beside it; None for nothing."""
+        return self._states.get(id(rule))
+
+    def take(self, restored: Restored) -> None:
+        """Go on from what was read of a checkpoint."""
+        self._context.pool.release(self.data.view(torch.uint8))
+        self.data = restored.data
+        self._states = {id(self._context.rules[number]): state for number, state in restored.states.items()}
+        self._restart(restored)
+
+    def _restart(self, restored: Restored) -> None:
+        self.version = max(self.version, restored.version)
+        for client, uid in enumerate(self._context.uids):
+            self.marks[client] = max(self.marks.get(client, 0), restored.marks.get(uid, 0))
+        if self.machine is not None:
+            self.machine.restart(restored.version, self.marks)
+
+    def order_again(self, pushes: Iterable[consistency.Push]) -> None:
+        """Order pushes whose data are still to come, as they were ordered before a server was lost."""
+        assert self.machine is not None
+        for client, number, base in pushes:
+            self._order(self.machine.push(consistency.Push(client, number, min(base, self.machine.version))))
+
+    # --- reads -------------------------------------------------------------------------------------------------
 
     def shown(self, client: int, number: int) -> Tensor:
         """Return what the pull `number` of `client` was let look at."""
@@ -372,6 +438,7 @@ class Shard:
         counts["applied"] += len(pushes) if error is None else 0
         counts["steps"] += 1
         for push in pushes:
+            self.marks[push.client] = push.number
             self._answers.recycle(push)
             if error is None:
                 self._answers.done(push, Stage.APPLIED, version)

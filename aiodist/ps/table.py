@@ -45,7 +45,10 @@ class Table:
         self._entry = entry
         self._reads = reads
         self._spec: TableSpec = entry.table
-        self._ranks = [span.rank for span in entry.spans]
+
+    @property
+    def _ranks(self) -> list[int]:
+        return [span.rank for span in self._entry.spans]
 
     @property
     def name(self) -> str:

@@ -67,6 +67,10 @@ class OrderKind(IntEnum):
     DROP = 1
     SERVE = 2
     DO = 3
+    SAVE = 4
+    """A checkpoint has it as it is now; in the place of a version there is the number of the turn."""
+    LOAD = 5
+    """It is now as a checkpoint has it; so too."""
 
 
 FILL = 0xFFFF

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import aiodist
 from aiodist import Communicator, Handle
 from aiodist.errors import CommunicatorAborted, RemoteError
 from aiodist.ps import Asynchronous, ParameterServer, Synchronous
+from aiodist.ps.coalescer import Coalescer
+from aiodist.testing import run_ranks
 
 NUMELS = [12, 120_000]
 
@@ -90,3 +94,55 @@ async def test_p12_an_exception_of_one_body_gives_it_up_on_all_ranks(coll: Commu
         while any(t.name.startswith("aiodist-ps-") for t in threading.enumerate()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert await coll.allreduce(1) == 3
+
+
+# --- messages that are lost, and that come twice ---------------------------------------------------------------------
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("keys", [300, pytest.param(10_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("policy", [Asynchronous(), Synchronous("sum")], ids=repr)
+def test_p12_pushes_stay_exact_where_messages_are_dropped_and_doubled(
+    monkeypatch: pytest.MonkeyPatch, keys: int, servers: int, policy: Any
+) -> None:
+    """Of twenty frames one, below all that ranks say; 50 pushes to each key by two workers, and each counts once."""
+    dice = random.Random(servers)
+    counts = {"dropped": 0, "doubled": 0}
+    transmit = Coalescer._transmit
+    faulty = False
+
+    def faulted(self: Coalescer, frame: bytearray, dst: int) -> None:
+        drawn = dice.random() if faulty else 1.0
+        if drawn < 0.025:
+            counts["dropped"] += 1
+            return
+        transmit(self, frame, dst)
+        if drawn < 0.05:
+            counts["doubled"] += 1
+            transmit(self, bytearray(frame), dst)
+
+    monkeypatch.setattr(Coalescer, "_transmit", faulted)
+
+    async def main() -> None:
+        nonlocal faulty
+        async with aiodist.init() as coll:
+            w = {str(i): torch.zeros(3) for i in range(keys)}
+            async with ParameterServer(coll, w, servers=list(range(2, 2 + servers)), consistency=policy) as ps:
+                await coll.barrier()
+                faulty = True
+                if ps.is_worker:
+                    values = [torch.full((3,), 1.0 + ps.rank) for _ in w]
+                    for _ in range(25):
+                        await ps.push(None, values)
+                    await ps.sync()
+                    await ps.barrier()
+                    assert all(t.tolist() == [25 * 3.0] * 3 for t in await ps.pull())
+                    pull = ps.pull("0")
+                    await pull
+                    assert pull.version == (50 if isinstance(policy, Asynchronous) else 25)
+                await coll.barrier()
+                faulty = False
+
+    run_ranks(2 + servers, main)
+    assert min(counts.values()) > keys // 200

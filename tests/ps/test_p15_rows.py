@@ -235,7 +235,7 @@ def test_p15_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
         ({"ids": torch.tensor([1.0, 2.0])}, TypeError, "ids and steps in int64"),
         ({"rows": torch.ones(2, 3, dtype=torch.float64)}, ValueError, r"rows has shape \[2, 3\]: expected \[2, 2\]"),
         ({"sum": torch.ones(2, 2)}, TypeError, "sum holds float32: expected float64"),
-        ({"exp_avg": good["sum"]}, ValueError, "expected ids, rows, steps, sum"),
+        ({"exp_avg": good["sum"]}, ValueError, "expected ids, rows, settings, steps, sum"),
     ):
         with pytest.raises(kind, match=told):
             store.load_state_dict({**good, **change}, lambda ids: ids >= 0)

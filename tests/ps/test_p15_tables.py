@@ -16,7 +16,6 @@ from aiodist.handles import gather
 from aiodist.handles.progress import transport_lock
 from aiodist.ps import (
     SGD,
-    Adagrad,
     Adam,
     Asynchronous,
     Bounded,
@@ -292,38 +291,6 @@ async def test_p15_a_table_is_freed_and_made_anew(coll: Communicator) -> None:
                 table.pull(torch.arange(3))
             await ps.barrier()
         assert ps.statistics().rows == 0
-
-
-@pytest.mark.ranks(3)
-async def test_p15_states_move_to_another_number_of_servers(coll: Communicator) -> None:
-    ids = scattered(300, 2)
-    rows = torch.randn(300, 3, generator=torch.Generator().manual_seed(1))
-    parts: list[dict[str, Tensor]] = []
-    results = []
-    for servers in ([0, 1, 2], [1], [2, 0]):
-        async with ParameterServer(coll, servers=servers, workers=[0, 1, 2], timeout=SECONDS) as ps:
-            table = await ps.embedding("t", 3, optimizer=Adagrad(lr=0.1))
-            if ps.is_server:
-                for part in parts:
-                    ps.load_table_state("t", part)
-            else:
-                with pytest.raises(KeyError, match="no table 't' on this rank"):
-                    ps.table_state("t")
-            await ps.barrier()
-            if coll.rank == 1:
-                await table.push(ids[:200], rows[:200])
-            await ps.barrier()
-            if not parts:
-                state = ps.table_state("t")
-                assert set(state) == {"ids", "rows", "sum", "steps"}
-                parts = await coll.allgather_object(state)
-                if coll.rank == 1:
-                    await table.push(ids[:200], rows[:200])
-                await ps.barrier()
-            results.append(await table.pull(ids))
-            await ps.barrier()
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
 
 
 @pytest.mark.ranks(2)

@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,16 +38,23 @@ CALLS: dict[str, Callable[[ParameterServer], Any]] = {
     "configure": lambda ps: ps.configure("w", lr=0.1),
     "sync": lambda ps: ps.sync(),
     "barrier": lambda ps: ps.barrier(),
+    "save": lambda ps: ps.save(FOLDERS[ps.rank]),
+    "load": lambda ps: ps.load(FOLDERS[ps.rank]),
     "free": lambda ps: ps.free("w"),
 }
-LOCAL = {"statistics", "pushing", "table_state", "load_table_state"}
-"""`pushing` is a block; the rest say nothing to other ranks, or are for the registry of communicators."""
+
+FOLDERS: dict[int, Path] = {}
+LOCAL = {"statistics", "pushing", "rebind"}
+"""`pushing` is a block, `rebind` is awaited as one is entered; the rest say nothing to other ranks."""
 
 
 @pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 3)
 @pytest.mark.ranks(2, backend=("mpi", "gloo", "shm"))
-async def test_h1_every_communicating_method_of_a_parameter_server_returns_a_handle(coll: Communicator) -> None:
+async def test_h1_every_communicating_method_of_a_parameter_server_returns_a_handle(
+    coll: Communicator, tmp_path: Path
+) -> None:
+    FOLDERS[coll.rank] = tmp_path / str(coll.rank)
     methods = {
         name
         for name in dir(ParameterServer)

@@ -148,6 +148,12 @@ class Machine(ABC):
             self._resting -= back
             self._back_on_the_clock(back)
 
+    def restart(self, version: int, marks: Mapping[int, int]) -> None:
+        """Go on from what a checkpoint has: that version at least, and of each client all up to that number."""
+        self.version = max(self.version, version)
+        for worker, last in self._last.items():
+            self._last[worker] = max(last, marks.get(worker, _NONE))
+
     def waiting(self) -> Waiting:
         """Return what is held."""
         pushes = tuple(push for line in self._held.values() for push in line)

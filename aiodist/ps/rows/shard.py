@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from aiodist.ps.answers import Answers
 from aiodist.ps.consistency import Machine
 from aiodist.ps.context import Context
-from aiodist.ps.requests import Change, Pulling, Pushing
+from aiodist.ps.requests import Change, Pulling, Pushing, Restored
 from aiodist.ps.rows.hashing import owners
 from aiodist.ps.rows.packing import rows_in, unpack_ids
 from aiodist.ps.rows.spec import TableSpec
@@ -20,7 +20,7 @@ from aiodist.ps.rows.store import RowStore
 from aiodist.ps.rules import RULES
 from aiodist.ps.service import LIGHT_BYTES
 from aiodist.ps.shard import Shard
-from aiodist.ps.wire import TABLE, Stage
+from aiodist.ps.wire import TABLE, Order, Stage
 
 COPY, ADD = RULES["copy"], RULES["add"]
 
@@ -48,19 +48,19 @@ class TableShard(Shard):
         answers: Answers,
         serve: Callable[[Any, Pulling, int], None],
         unseen: Callable[[int], object],
+        turned: Callable[[Shard, Order], None],
         call: dict[str, Any],
         machine: Machine | None,
     ) -> None:
         """As a `Shard`; `call` says too what the rows are."""
-        super().__init__(context, answers, serve, unseen, call, torch.empty(0, dtype=torch.uint8), machine)
+        super().__init__(context, answers, serve, unseen, turned, call, torch.empty(0, dtype=torch.uint8), machine)
         self.spec = TableSpec.from_json(call["table"])
         self.store = RowStore(self.spec)
-        self._own = list(call["servers"]).index(context.rank)
-        self._count = len(call["servers"])
+        self._count = len(self.spans)
 
     def mine(self, ids: Tensor) -> Tensor:
         """Return which of `ids` are this server's, as bools; from any thread."""
-        return owners(ids, self._count) == self._own
+        return owners(ids, self._count) == self.number
 
     def check_mine(self, ids: Tensor) -> None:
         """Raise ValueError unless all of `ids` are this server's; from any thread."""
@@ -97,10 +97,11 @@ class TableShard(Shard):
         self.advance()
         self._release()
 
-    def load_state_dict(self, given: Mapping[str, Tensor]) -> None:
-        """Take those rows of a state that are this server's; raises as `RowStore.load_state_dict`."""
-        with torch.inference_mode(False), torch.no_grad():
-            self.store.load_state_dict(given, self.mine)
+    def take(self, restored: Restored) -> None:
+        """Go on from what was read of a checkpoint."""
+        assert restored.store is not None
+        self.store = restored.store
+        self._restart(restored)
 
     # --- applying ----------------------------------------------------------------------------------------------
 

@@ -120,13 +120,17 @@ class RowStore:
 
     # --- checkpoints -------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return copies: "ids" `(n,)`, "rows" `(n, dim)`, what the optimizer keeps, `(n, dim)` each, and "steps"."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies: "ids" `(n,)`, "rows" and what the optimizer keeps, `(n, dim)` each; "steps" and "settings"."""
         count = len(self)
         kept = {name: column[:count].clone() for name, column in self._columns.items()}
-        return {"ids": self._index.ids.clone(), **kept, "steps": torch.tensor(self.steps)}
+        return {"ids": self._index.ids.clone(), **kept, "steps": torch.tensor(self.steps), "settings": self._settings()}
 
-    def load_state_dict(self, given: Mapping[str, Tensor], mine: Callable[[Tensor], Tensor]) -> None:
+    def _settings(self) -> dict[str, Any]:
+        settings = {} if self.optimizer is None else self.optimizer.settings
+        return {key: value for key, value in settings.items() if key != "params"}
+
+    def load_state_dict(self, given: Mapping[str, Any], mine: Callable[[Tensor], Tensor]) -> None:
         """Take rows that a `state_dict` gave, of any server; `mine(ids)` says, in bools, which belong here.
 
         Rows that are there are replaced, others stay. Raises ValueError, or TypeError for another dtype, for what does
@@ -138,11 +142,15 @@ class RowStore:
         for name, column in self._columns.items():
             write_rows(column, slots, given[name][chosen])
         self.steps = max(self.steps, int(given["steps"]))
+        if self.optimizer is not None:
+            self.optimizer.settings.update(given["settings"])
 
     def _check(self, given: Mapping[str, Any]) -> None:
-        expected = {"ids", "steps", *self._columns}
+        expected = {"ids", "steps", "settings", *self._columns}
         if given.keys() != expected:
             raise ValueError(f"a table's state has {', '.join(sorted(given))}: expected {', '.join(sorted(expected))}")
+        if given["settings"].keys() != self._settings().keys():
+            raise ValueError(f"a table's settings are {list(given['settings'])}: expected {list(self._settings())}")
         ids = given["ids"]
         if ids.dtype is not torch.int64 or given["steps"].dtype is not torch.int64:
             raise TypeError("a table's state: expected ids and steps in int64")

@@ -1,0 +1,139 @@
+"""A parameter server goes on with other ranks: what servers have is there again, and each push counts once.
+
+All ranks that were there do this together, and ranks that are new wait for them. They tell one another, in this order:
+what versions servers have; that all names are known to the new servers; that these have what a checkpoint has, or what
+the servers had; which pushes are known to be applied, and up to where the checkpoint has them; and that those are
+ordered again. Then clients send what may not have counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from aiodist.errors import PeerLost
+from aiodist.handles.progress import transport_lock
+from aiodist.ps.log import Known, Logged, again
+from aiodist.ps.members import Member, kept
+from aiodist.ps.rows.grouping import grouped
+from aiodist.ps.rows.packing import COUNT_BYTES, pack_head, rows_in, unpack_ids
+
+if TYPE_CHECKING:
+    from aiodist.ps.context import Context
+    from aiodist.ps.names import NameEntry
+    from aiodist.ps.session import ParameterServerSession
+    from aiodist.ps.shard import Shard
+
+_EXCHANGES = 3
+"""How often ranks tell one another something before pushes are ordered again."""
+
+
+async def join(session: ParameterServerSession) -> None:
+    """Wait until the others have what there was; this rank is new, but may serve."""
+    for _ in range(_EXCHANGES):
+        await session.told({})
+    await _order_again(session, {})
+
+
+class Rebinding:
+    """One rank's part."""
+
+    def __init__(self, session: ParameterServerSession, entries: Sequence[NameEntry]) -> None:
+        """Take what this rank has; `entries` are the names that it knows."""
+        self._session = session
+        self._entries = {entry.name: entry for entry in entries}
+        self._before: dict[str, Shard] = session.server.by_name()
+        self._uids = session.context.uids
+        self._residuals = {entry.name: session.client.codes.residual(entry.key, entry.spans) for entry in entries}
+
+    async def find(self, members: Sequence[Member]) -> str | None:
+        """Return the checkpoint with which servers go on, None for what they have; raise PeerLost for neither."""
+        session = self._session
+        saving = session.server.saving
+        saving.before, saving.uids_before = self._before, self._uids
+        told = await session.told({"versions": {name: shard.version for name, shard in self._before.items()}})
+        versions: dict[str, set[int]] = {}
+        for each in told:
+            for name, version in each.get("versions", {}).items():
+                versions.setdefault(name, set()).add(version)
+        torn = next((name for name, found in versions.items() if len(found) > 1), None)
+        if torn is None and kept(members, session.settings.servers):
+            return None
+        if session.log is not None and session.context.saved is not None:
+            return session.context.saved[1]
+        why = f"shards of {torn!r} are at versions {sorted(versions[torn])}" if torn else "not all servers are left"
+        expected = "a save() since, " if session.log is not None else "checkpoints=, and a save() since, "
+        raise PeerLost(f"parameter server {session.coll.name!r}: {why}: expected {expected}to go on from", lost=-1)
+
+    async def restore(self, folder: str | None, members: Sequence[Member]) -> None:
+        """Have servers take what they had, or what the checkpoint has; then each push once that came after it."""
+        session = self._session
+        await session.told({})  # all names are known
+        if session.coll.rank == next(rank for rank, member in enumerate(members) if member.size):
+            asked = session.client.call(session.settings.servers[0], "load", path=folder, again=True)
+            await session.run("rebind", asked, None)
+        await session.told({})  # all servers have it
+        marks = await _order_again(session, self._entries)
+        for name, entry in self._entries.items():
+            if (whole := self._residuals[name]) is not None:
+                session.client.codes.take(entry.key, entry.spans, whole)
+        for name, push in [] if session.log is None else session.log.above(marks):
+            if name in self._entries:
+                entry = self._entries[name]
+                session.client.pushes.again(entry, push, blocks_of(entry, push, session.context))
+
+
+async def _order_again(session: ParameterServerSession, entries: Mapping[str, NameEntry]) -> dict[str, int]:
+    """Have what is known to be applied ordered as it was; return up to which number servers have ours, by name."""
+    led = session.server.led()
+    told = await session.told(
+        {
+            "known": {} if session.log is None else session.log.known(),
+            "marks": {shard.name: [[client, n] for client, n in shard.marks.items()] for shard in led},
+        }
+    )
+    known: dict[str, dict[int, list[Known]]] = {}
+    for client, each in enumerate(told):
+        for name, found in each.get("known", {}).items():
+            known.setdefault(name, {})[client] = [Known(*one) for one in found]
+    with transport_lock:
+        for shard in led:
+            shard.order_again(again(known.get(shard.name, {}), shard.marks))
+        session.context.coalescer.flush()
+    ordered = await session.told({"versions": {shard.name: shard.machine.version for shard in led if shard.machine}})
+    for each in ordered:
+        for name, version in each.get("versions", {}).items():
+            if name in entries:
+                entries[name].base = min(entries[name].base, version)
+    return {
+        name: dict(found).get(session.coll.rank, 0) for each in told for name, found in each.get("marks", {}).items()
+    }
+
+
+def blocks_of(entry: NameEntry, push: Logged, context: Context) -> list[Tensor]:
+    """Return what was pushed, decoded, cut for the servers that there are now."""
+    spec = entry.table
+    with torch.inference_mode(False), torch.no_grad():
+        if spec is None:
+            whole = torch.cat(
+                [t if numel is None else context.decoded(t, entry.dtype, numel) for t, numel in push.blocks]
+            )
+            spans = entry.spans
+            return [whole] if len(spans) == 1 else [whole[start:stop] for _, start, stop in spans]
+        found: list[tuple[Tensor, Tensor]] = []
+        for t, numel in push.blocks:
+            ids, rest = unpack_ids(t, spec)
+            if numel is not None:
+                rest = context.decoded(rest, spec.dtype, ids.numel() * spec.dim).view(torch.uint8)
+            found.append((ids, rows_in(rest, ids.numel(), spec)))
+        chosen = grouped(torch.cat([ids for ids, _ in found]), spec, len(entry.spans))
+        packed, rows = list[Tensor](), list[Tensor]()
+        for block in chosen.blocks():
+            ids = chosen.ids[block]
+            packed.append(torch.empty(COUNT_BYTES + ids.nbytes + ids.numel() * spec.row_bytes, dtype=torch.uint8))
+            rows.append(pack_head(ids, packed[-1]).view(spec.dtype).view(-1, spec.dim))
+        chosen.gather(torch.cat([each for _, each in found]), rows, last=False)
+        return packed

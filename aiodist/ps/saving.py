@@ -1,0 +1,353 @@
+"""Checkpoints of a parameter server, taken and given back while pushes go on.
+
+A rank asks the first server, which does one after the other. To save, the leader of each tensor puts an order between
+two steps, at which every shard copies itself; then each rank writes its file, and the first server the manifest. To
+load, all ranks read and compare first; then an order has every shard take the memory that was read for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aiodist.checkpoints import folders, safetensors_file
+from aiodist.checkpoints.manifest import FileFacts, commit
+from aiodist.checkpoints.reading import Reader
+from aiodist.checkpoints.safetensors_file import TensorEntry, lay_out
+from aiodist.checkpoints.writer import Pace
+from aiodist.collectives.program import Program, run
+from aiodist.errors import CheckpointDamaged, MismatchError
+from aiodist.ps.captured import Captured, capture, described, moved, restore, tensors_in
+from aiodist.ps.requests import Freed, Restored
+from aiodist.ps.service import Service
+from aiodist.ps.wire import Order, OrderKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aiodist.ps.answers import Answers
+    from aiodist.ps.client import Client
+    from aiodist.ps.context import Context
+    from aiodist.ps.shard import Shard
+    from aiodist.ps.shards import Shards
+
+_Said = dict[str, Any]
+_Tensors = list[tuple[int, str, list[tuple[int, int, int]]]]
+"""Of each tensor its key, its name and its spans, as JSON."""
+
+
+@dataclass(eq=False)
+class _Turn:
+    """One save or load on this rank; all know it by the number that the first server has given it."""
+
+    captured: dict[int, Captured] = field(default_factory=dict)
+    """Of a save, by key."""
+    restored: dict[int, Restored] = field(default_factory=dict)
+    """Of a load, by key."""
+    residuals: list[tuple[int, Sequence[tuple[int, int, int]], Tensor]] = field(default_factory=list)
+    """Of a load: the key and the spans of a tensor, and what this worker has left out of it."""
+    keys: list[int] = field(default_factory=list)
+    """The shards of this server that are meant."""
+    come: set[int] = field(default_factory=set)
+    """Those that have come to the order."""
+    error: BaseException | None = None
+    then: Callable[[BaseException | None], object] | None = None
+    """Called once all have come, or one never will."""
+
+
+class Saving:
+    """One rank's part; every method runs with the transport lock held, unless it says otherwise."""
+
+    def __init__(self, context: Context, answers: Answers, shards: Shards, client: Client) -> None:
+        self._context = context
+        self._answers = answers
+        self._shards = shards
+        self._client = client
+        self._files = Service(context.progress, f"aiodist-ps-files-{context.name}", lambda: context.coalescer.flush())
+        self._turns: dict[int, _Turn] = {}
+        self.before: dict[str, Shard] = {}
+        """What this rank had, by name, over the communicator before; there `uids_before` were the names of clients."""
+        self.uids_before: Sequence[str] = ()
+        self._asked: deque[Program[None]] = deque()
+        self.calls: dict[str, Callable[[int, _Said], None]] = {
+            "save": partial(self._queue, self._saving),
+            "load": partial(self._queue, self._loading),
+            "led": lambda client, call: self._answers.answer(client, call["n"], tensors=self._led()),
+            "write": self._write,
+            "read": self._read,
+            "take": self._take,
+            "end_turn": self._forget,
+            "saved": self._saved,
+        }
+
+    def close(self) -> None:
+        """End the thread for files after what it does."""
+        self._files.close()
+
+    # --- the first server: one after the other ------------------------------------------------------------------------
+
+    def _queue(self, what: Callable[[_Said], Program[str]], client: int, call: _Said) -> None:
+        def program() -> Program[None]:
+            try:
+                self._answers.answer(client, call["n"], folder=(yield from what(call)))
+            except Exception as error:  # noqa: BLE001  - it belongs to the rank that asked
+                self._answers.fail(client, call["n"], error)
+
+        self._asked.append(program())
+        if len(self._asked) == 1:
+            self._next()
+
+    def _next(self) -> None:
+        def finish(_: object, error: BaseException | None) -> None:
+            self._asked.popleft()
+            self._context.coalescer.flush()
+            if self._asked:
+                self._next()
+
+        run(self._asked[0], finish)
+
+    def _ask(self, ranks: Sequence[int], op: str, **said: Any) -> Program[list[_Said]]:  # noqa: ANN401
+        """Ask ranks; return what each answers. Each is told too where it is among them."""
+        answers: list[list[_Said]] = [[] for _ in ranks]
+        yield [
+            self._client.asking(rank, answers[at], op, at=at, size=len(ranks), **said) for at, rank in enumerate(ranks)
+        ]
+        return [answer[0] for answer in answers]
+
+    def _on_disk(self, work: Callable[[], Any]) -> Program[Any]:
+        """Return what `work` does in the thread for files."""
+        found: list[Any] = []
+        yield [partial(self._files.run, lambda: found.append(work()))]
+        return found[0]
+
+    def _ranks(self) -> list[int]:
+        """Return who has anything: servers, and workers where codes leave residuals."""
+        workers = self._context.workers if self._context.codec is not None else ()
+        return sorted({*self._context.servers, *(rank for rank in workers if rank not in self._context.gone)})
+
+    def _begin(self) -> Program[tuple[int, _Tensors]]:
+        """Return the number of a turn, and all tensors that there are."""
+        led = yield from self._ask(self._context.servers, "led")
+        return self._client.queue.number(), [tensor for each in led for tensor in each["tensors"]]
+
+    def _end(self, turn: int) -> None:
+        for rank in self._ranks():
+            self._client.say(rank, {"op": "end_turn", "turn": turn})
+
+    def _saving(self, call: _Said) -> Program[str]:
+        path = Path(call["path"])
+        number = yield from self._on_disk(partial(folders.begin, path))
+        turn, tensors = yield from self._begin()
+        ranks, folder = self._ranks(), str(folders.folder_of(path, number, ".part"))
+        try:
+            found = yield from self._ask(ranks, "write", turn=turn, folder=folder, tensors=tensors)
+            written = [
+                (FileFacts(*each["facts"]), [TensorEntry(*row) for row in each["entries"]], {"map": {"rank": rank}})
+                for each, rank in zip(found, ranks, strict=True)
+            ]
+            parts = [{"state": tensors_in([each["said"] for each in found])}]
+            folder = yield from self._on_disk(partial(commit, path, number, written, parts, None))
+            self._tell_saved(folder, {name: of["map"]["version"] for name, of in described(parts[0]["state"]).items()})
+            if call["keep"] is not None:
+                yield from self._on_disk(partial(folders.remove_old, path, call["keep"]))
+        except BaseException:
+            yield from self._on_disk(partial(folders.discard, path, number))
+            raise
+        finally:
+            self._end(turn)
+        return str(folder)
+
+    def _tell_saved(self, folder: str, versions: dict[str, int] | None) -> None:
+        """Have all ranks know the last checkpoint, which has these versions; None: it has all that was pushed."""
+        for rank in range(len(self._context.world_ranks)):
+            self._client.say(rank, {"op": "saved", "folder": str(folder), "versions": versions})
+
+    def _saved(self, client: int, call: _Said) -> None:
+        count = self._context.saved[0] if self._context.saved is not None else 0
+        self._context.saved = (count + 1, call["folder"])
+        if self._context.log is not None:
+            self._context.log.saved(call["versions"])
+
+    def _loading(self, call: _Said) -> Program[str]:
+        damages: list[CheckpointDamaged] = []
+        if call["path"] is None:  # what servers had over the communicator before
+            candidates = [None]
+        else:
+            path = Path(call["path"])
+            if call["again"] and not path.exists():  # a newer one has taken its place, of which nobody was told
+                path = path.parent
+            candidates = yield from self._on_disk(partial(folders.candidates, path))
+            if call["again"]:  # what is older lacks pushes that nobody has any more
+                candidates = candidates[:1]
+        for folder in candidates:
+            turn, tensors = yield from self._begin()
+            try:
+                said = {"turn": turn, "folder": folder and str(folder), "residuals": not call["again"]}
+                yield from self._ask(self._ranks(), "read", tensors=tensors, **said)
+                yield from self._ask(self._ranks(), "take", **said)
+            except CheckpointDamaged as error:
+                damages.append(error)
+            else:
+                if not call["again"]:
+                    self._tell_saved(str(folder), None)
+                return str(folder)
+            finally:
+                self._end(turn)
+        for other in damages[1:]:
+            damages[0].add_note(f"and an older one: {other}")
+        raise damages[0]
+
+    # --- every server -------------------------------------------------------------------------------------------------
+
+    def _led(self) -> _Tensors:
+        return [(shard.key, shard.name, [(*span,) for span in shard.spans]) for shard in self._shards.led()]
+
+    def _order(self, kind: OrderKind, number: int, then: Callable[[BaseException | None], None]) -> None:
+        """Order this of the tensors that are led here; then wait until all shards that are meant have come to it."""
+        turn = self._turns[number]
+        turn.then = then
+        for shard in self._shards.led():
+            if shard.key in turn.keys:
+                restored = turn.restored.get(shard.key)
+                shard.turn(kind, number, 0 if restored is None else restored.version)
+        self._go_on(turn)
+
+    def at(self, shard: Shard, order: Order) -> None:
+        """A shard has come to the order of a save or a load."""
+        turn = self._turns.setdefault(order.version, _Turn())
+
+        def over(error: BaseException | None) -> None:
+            turn.error = turn.error or error
+            turn.come.add(shard.key)
+            self._go_on(turn)
+
+        if order.kind == OrderKind.SAVE:
+            shard.work(
+                lambda: turn.captured.update({shard.key: capture(shard, self._context.rules, self._context.uids)}), over
+            )
+        else:
+            shard.take(turn.restored.pop(shard.key))
+            over(None)
+
+    def check(self) -> None:
+        """A tensor was freed, or a rank died."""
+        for turn in list(self._turns.values()):
+            self._go_on(turn)
+
+    def _go_on(self, turn: _Turn) -> None:
+        if turn.then is None:
+            return
+        for key in turn.keys:
+            if key not in turn.come:
+                shard = self._shards.get(key)
+                if shard is not None and shard.refusal is None:
+                    return  # it comes
+                turn.error = turn.error or (Freed(f"key {key} was freed") if shard is None else shard.refusal)
+        then, turn.then = turn.then, None
+        then(turn.error)
+
+    def _forget(self, client: int, call: _Said) -> None:
+        self._turns.pop(call["turn"], None)
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def _write(self, client: int, call: _Said) -> None:
+        turn = self._turns.setdefault(call["turn"], _Turn())
+        turn.keys = [key for key, _, spans in call["tensors"] if any(self._context.rank == span[0] for span in spans)]
+        residuals, found = Captured({}), list[_Said]()
+
+        def copy_residuals() -> None:
+            for key, name, spans in call["tensors"]:
+                if (whole := self._client.codes.residual(key, spans)) is not None:
+                    residuals.add(self._residual_name(name), whole)
+
+        def copied(error: BaseException | None) -> None:
+            if error is not None:
+                self._answers.fail(client, call["n"], error)
+            else:  # behind what is being encoded
+                self._context.service.run(copy_residuals, write)
+
+        def write(error: BaseException | None) -> None:
+            if error is not None:
+                written(error)
+                return
+            captured, computing = [*turn.captured.values(), residuals], self._context.progress.computing
+            self._files.run(lambda: found.append(_written(call, captured, computing)), written)
+
+        def written(error: BaseException | None) -> None:
+            if error is not None:
+                self._answers.fail(client, call["n"], error)
+            else:
+                self._answers.answer(client, call["n"], **found[0])
+
+        self._order(OrderKind.SAVE, call["turn"], copied)
+
+    def _residual_name(self, name: str) -> str:
+        return f"rank{self._context.rank}/residuals/{name}"
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def _read(self, client: int, call: _Said) -> None:
+        turn = self._turns[call["turn"]] = _Turn()
+        shards = [self._shards[key] for key, *_ in call["tensors"] if key in self._shards]
+        turn.keys = [shard.key for shard in shards]
+        take = self._context.pool.take
+
+        def work() -> None:
+            if call["folder"] is None:
+                rules, uids = self._context.rules, self.uids_before
+                turn.restored = {shard.key: moved(self.before[shard.name], rules, uids, take) for shard in shards}
+                return
+            with Reader(Path(call["folder"])) as reader:
+                try:
+                    turn.restored = {
+                        shard.key: restore(shard, reader, call["tensors"], self._context.rules, take)
+                        for shard in shards
+                    }
+                    turn.residuals = [
+                        (key, spans, reader.tensor(kept))
+                        for key, name, spans in call["tensors"]
+                        if (kept := self._residual_name(name)) in reader.manifest.tensors
+                    ]
+                except (MismatchError, CheckpointDamaged):
+                    raise
+                except (ValueError, LookupError, TypeError, AttributeError) as error:  # nobody here wrote it
+                    raise CheckpointDamaged(f"{reader.folder / folders.MANIFEST}: {error!r}") from error
+                reader.check_rest(call["at"], call["size"])
+
+        self._files.run(work, partial(self._answered, client, call))
+
+    def _take(self, client: int, call: _Said) -> None:
+        for residual in self._turns[call["turn"]].residuals if call["residuals"] else ():
+            self._client.codes.take(*residual)
+        self._order(OrderKind.LOAD, call["turn"], partial(self._answered, client, call))
+
+    def _answered(self, client: int, call: _Said, error: BaseException | None) -> None:
+        if error is not None:
+            self._answers.fail(client, call["n"], error)
+        else:
+            self._answers.answer(client, call["n"])
+
+
+def _written(call: _Said, captured: Sequence[Captured], computing: set[int]) -> _Said:
+    """Write this rank's file; return what the manifest says of it. In the thread for files."""
+    written = sorted((each for one in captured for each in one.written), key=lambda each: -each.entry.itemsize)
+    layout = lay_out([each.entry for each in written])
+    buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+    safetensors_file.copy_into(buffer, layout, [each.elements for each in written])
+    for one in captured:
+        one.written.clear()
+    file = Path(call["folder"]) / folders.file_name(call["at"])
+    entries = safetensors_file.write(file, layout, buffer, Pace(computing).rest)
+    facts = FileFacts.of(layout)
+    return {
+        "facts": [facts.nbytes, facts.header, facts.crc],
+        "entries": [[e.name, e.dtype, e.shape, e.start, e.numel, e.block, e.offset, e.crc] for e in entries],
+        "said": [one.said for one in captured if one.said],
+    }

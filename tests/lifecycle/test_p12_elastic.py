@@ -1,0 +1,24 @@
+"""P12 between processes: a server is killed amid pushes, a new rank takes its place, and each push counts once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.lifecycle.conftest import Run
+
+pytestmark = pytest.mark.parametrize("run", ["gloo"], indirect=True)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_p12_each_push_counts_once_where_a_server_process_is_killed(run: Run, backend: str, tmp_path: Path) -> None:
+    run.environ["AIODIST_BACKEND"] = backend
+    ended = run("ps_elastic.py", str(tmp_path), n=4, options=("--elastic", "3:4"))
+    assert ended.code == 0, ended
+    for rank in (0, 1):
+        lost, found = ended.said(rank)
+        assert lost.startswith("lost: "), ended
+        assert found == f"found: [[800.0], [800.0]] {rank} of 4", ended

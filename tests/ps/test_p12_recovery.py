@@ -1,0 +1,386 @@
+"""P12: servers that die: the others go on from the last checkpoint, and each push counts once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import aiodist
+from aiodist import Communicator
+from aiodist.codecs import Int8, Json
+from aiodist.errors import CommunicatorError, PeerLost
+from aiodist.ps import SGD, Asynchronous, Bounded, ParameterServer, Policy, Quorum, Synchronous
+from aiodist.ps.consistency import Push
+from aiodist.ps.log import Log, Logged, again
+from aiodist.testing import kill_rank, run_ranks
+
+pytestmark = pytest.mark.timeout(120)
+LOST = (PeerLost, CommunicatorError)
+
+
+async def regrouped(coll: Communicator, ps: ParameterServer, **roles: Any) -> Communicator:
+    """Return the communicator of those who live, on which the parameter server goes on."""
+    new = await coll.shrink()
+    await ps.rebind(new, **roles)
+    return new
+
+
+async def lost(coll: Communicator) -> None:
+    """Wait until a rank is lost."""
+    with suppress(*LOST):
+        while True:
+            await coll.allreduce(1)
+
+
+def tensors() -> dict[str, Tensor]:
+    return {"small": torch.zeros(5, dtype=torch.float64), "cut": torch.zeros(3000, dtype=torch.float64)}
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "asynchronous": Asynchronous,
+    "bounded": lambda: Bounded(2),
+    "sum": lambda: Synchronous("sum"),
+    "quorum": lambda: Quorum(2, "sum"),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("layout", ["apart", "symmetric"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_p12_each_push_counts_once_when_a_server_dies(  # noqa: C901
+    tmp_path: Path, policy: str, layout: str, seed: int
+) -> None:
+    """It dies at any time after a checkpoint, amid pushes of which some are awaited; those that raised count too."""
+    apart = layout == "apart"
+    dies = 4 if apart else 2
+    counts: dict[int, int] = {}
+
+    async def main(number: int) -> Any:
+        dice = random.Random(100 * seed + number)
+        async with aiodist.init(elastic=True) as coll:
+            roles: dict[str, Any] = {"servers": [3, 4]} if apart else {}
+            async with ParameterServer(
+                coll, tensors(), consistency=POLICIES[policy](), split_bytes=64, checkpoints=True, **roles
+            ) as ps:
+                pushes = 0
+                if number == 0:
+                    await ps.save(tmp_path)
+                saves = number == 1 and seed == 1
+                try:
+                    if number == dies and apart:
+                        await asyncio.sleep(dice.random() * 4)
+                        kill_rank()
+                    while ps.is_worker:
+                        for name, t in tensors().items():
+                            push = ps.push(name, t + 1)
+                            pushes += 1 if name == "small" else 0
+                            if dice.random() < 0.3:
+                                await push
+                            else:
+                                push.add_done_callback(lambda done: done.exception())
+                        if saves and pushes == 4:
+                            await ps.save(tmp_path, keep=1)
+                        if number == dies and pushes == 6:
+                            kill_rank()
+                        await asyncio.sleep(dice.random())
+                    await asyncio.sleep(1000)
+                except LOST:
+                    counts[number] = pushes
+                # The two names were pushed alike but for the last, where the first may have raised
+                new = await regrouped(coll, ps)
+                if ps.is_worker:
+                    await ps.push("small", torch.zeros(5, dtype=torch.float64))
+                    await ps.sync()
+                    await ps.barrier()
+                    small, cut = await ps.pull(list(tensors()))
+                    total = await new.allreduce(counts.get(number, 0)) if not apart else None
+                    return small.unique().tolist(), cut.unique().tolist(), total
+                return None
+
+    found = run_ranks(5, main, seed, elastic=(1, 5))
+    workers = [r for r in range(3 if apart else 5) if r != dies]
+    small, cut, _ = found[workers[0]]
+    expected = sum(counts[r] for r in workers)
+    if apart:
+        assert small == [expected]
+    else:
+        assert small[0] >= expected  # and of the pushes of the rank that died those that a checkpoint has
+    assert len(cut) == 1
+    assert all(found[r][:2] == (small, cut) for r in workers)
+    assert expected - len(workers) <= cut[0] <= small[0] + len(workers)
+
+
+@pytest.mark.parametrize("rule", [SGD(0.1, 0.9), "copy"], ids=str)
+def test_p12_what_was_known_to_be_applied_is_so_again_in_its_order(  # noqa: C901
+    tmp_path: Path, rule: Any
+) -> None:
+    """Pushes that do not commute: workers took turns, so the result is that of one process, to the bit."""
+
+    async def main(number: int) -> Any:
+        async with aiodist.init(elastic=True) as coll:
+            w = {"w": torch.zeros(100), "v": torch.zeros(3)}
+            async with ParameterServer(
+                coll, w, rule=rule, servers=[2, 3, 4], split_bytes=40, checkpoints=True, timeout=500
+            ) as ps:
+                for step in range(20):
+                    if step == 8 and number == 0:
+                        await ps.save(tmp_path)
+                    if ps.is_worker and step % 2 == number:
+                        for name, t in w.items():
+                            value = torch.full_like(t, 1.0 + step)
+                            await ps.push(name, value)
+                    if ps.is_worker:
+                        await ps.barrier()
+                if number == 3:
+                    await asyncio.sleep(100)
+                    kill_rank()
+                await lost(coll)
+                await regrouped(coll, ps)
+                if not ps.is_worker:
+                    return None
+                pulled = [ps.pull(name) for name in w]
+                found = [(await pull).clone() for pull in pulled]
+                assert [pull.version for pull in pulled] == [20, 20]
+                await ps.push("w", torch.ones(100))
+                await ps.barrier()
+                return found
+
+    found = run_ranks(5, main, elastic=(1, 5))
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    for step in range(20):
+        parameter.grad = torch.full((1,), 1.0 + step)
+        optimizer.step()
+    expected = 20.0 if rule == "copy" else parameter.item()
+    for t in (*found[0], *found[1]):
+        torch.testing.assert_close(t, torch.full_like(t, expected))
+
+
+@pytest.mark.parametrize("codec", [None, Int8()], ids=str)
+def test_p12_rows_objects_and_codes_come_back_on_a_new_server(  # noqa: C901
+    tmp_path: Path, codec: Any
+) -> None:
+    """The new rank takes the place of the one that died; what a code left out is not lost, and not there twice."""
+    ids = torch.arange(0, 90, 3)
+
+    async def work(ps: ParameterServer, table: aiodist.ps.Table) -> None:
+        for step in range(4):
+            await ps.push("w", torch.full((600,), 1.0 + step + ps.rank))
+            await table.push(ids, torch.full((30, 2), 1.0 + step))
+        if ps.rank == 0:
+            await ps.push("notes", {"step": 3})
+
+    async def main(number: int) -> Any:
+        async with aiodist.init(elastic=True) as coll:
+            settings: dict[str, Any] = {"codec": codec, "split_bytes": 40, "checkpoints": True}
+            fresh = coll.generation > 0
+            settings |= {"servers": [2, 3], "workers": [0, 1]}
+            async with ParameterServer(coll, {"w": torch.zeros(600)}, **settings) as ps:
+                if fresh:  # it serves from now on
+                    await asyncio.sleep(1)
+                    return None
+                table = None
+                if ps.is_worker:
+                    table = await ps.embedding("rows", 2, init=0.0, coded=codec is not None)
+                    await ps.init("notes", {"step": 0}, codec=Json())
+                    await ps.barrier()
+                    if ps.rank == 0:
+                        await ps.save(tmp_path)
+                    await ps.barrier()
+                    await work(ps, table)
+                    await ps.barrier()
+                if number == 2:
+                    await asyncio.sleep(100)
+                    kill_rank()
+                await lost(coll)
+                coll = await coll.shrink()
+                coll = await coll.grow(1)
+                await ps.rebind(coll, servers=[2, 3], workers=[0, 1])
+                assert (ps.servers, ps.workers) == ((2, 3), (0, 1))
+                if table is None:
+                    return None
+                rows, notes = await table.pull(ids), await ps.pull("notes")
+                w = (await ps.pull("w")).clone()
+                await ps.barrier()
+                await ps.push("w", torch.ones(600))
+                await table.push(ids, torch.ones(30, 2))
+                await ps.barrier()
+                assert torch.allclose(await ps.pull("w"), w + 2, atol=0.1)
+                return w.unique().tolist(), rows.unique().tolist(), notes
+
+    found = run_ranks(4, main, elastic=(1, 4))
+    for w, rows, notes in found[:2]:
+        assert torch.allclose(torch.tensor(w), torch.tensor(24.0), atol=0.1)
+        assert torch.allclose(torch.tensor(rows), torch.tensor(20.0), atol=0.1)
+        assert notes == {"step": 3}
+
+
+def test_p12_servers_keep_what_they_have_where_a_worker_died() -> None:
+    """No checkpoint is needed, and versions go on."""
+
+    async def main(number: int) -> Any:
+        async with (
+            aiodist.init(elastic=True) as coll,
+            ParameterServer(coll, {"w": torch.zeros(50)}, rule=SGD(0.1, 0.9), servers=[1, 3], split_bytes=40) as ps,
+        ):
+            if ps.is_worker:
+                for _ in range(3):
+                    await ps.push("w", torch.ones(50))
+                await ps.barrier()
+            if number == 0:
+                kill_rank()
+            await lost(coll)
+            await regrouped(coll, ps)
+            assert (ps.servers, ps.workers) == ((0, 2), (1,))
+            if ps.is_worker:
+                await ps.push("w", torch.ones(50))
+                pull = ps.pull("w")
+                return (await pull).unique().tolist(), pull.version
+            return None
+
+    value, version = run_ranks(4, main, elastic=(1, 4))[2]
+    p = torch.nn.Parameter(torch.zeros(1))
+    opt = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+    for _ in range(7):
+        p.grad = torch.ones(1)
+        opt.step()
+    assert version == 7
+    assert value == pytest.approx([p.item()])
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_p12_without_a_checkpoint_a_server_that_died_is_told(checkpoints: bool) -> None:
+    async def main(number: int) -> None:
+        async with aiodist.init(elastic=True) as coll:
+            with pytest.raises(PeerLost, match=r"not all servers are left: expected .*a save"):  # noqa: PT012
+                async with ParameterServer(coll, {"w": torch.zeros(5)}, checkpoints=checkpoints) as ps:
+                    if number == 0:
+                        kill_rank()
+                    await lost(coll)
+                    await regrouped(coll, ps)
+
+    run_ranks(3, main, elastic=(1, 3))
+
+
+def test_p13_a_joiner_gets_state_and_version_while_the_others_go_on(tmp_path: Path) -> None:
+    """It works as soon as it is there; nobody waits for its first pull."""
+    seen: dict[str, Any] = {}
+
+    async def main(number: int) -> Any:
+        async with aiodist.init(elastic=True) as coll:
+            w = {"w": torch.full((300,), float(number)), "v": torch.zeros(3)}
+            joined = coll.generation > 0
+            async with ParameterServer(coll, w, rule=SGD(0.1, 0.9), servers=[0], split_bytes=8, timeout=500) as ps:
+                if joined:
+                    seen["values"] = w["w"].unique().tolist()  # before any pull of its own
+                    seen["version"] = ps._names["w"].base
+                    await ps.push("w", torch.ones(300))
+                else:
+                    if ps.is_worker:
+                        for _ in range(4):
+                            await ps.push("w", torch.ones(300))
+                        await ps.barrier()
+                    await ps.rebind(await coll.grow(1))
+                    assert ps.workers == (1, 2, 3)
+                    if number == 1:
+                        await ps.push("w", torch.ones(300))
+                if ps.is_worker:
+                    await ps.sync()
+                    await ps.barrier()
+                    pull = ps.pull("w")
+                    return (await pull).unique().tolist(), pull.version
+                return None
+
+    found = run_ranks(3, main, elastic=(1, 4))
+    p = torch.nn.Parameter(torch.ones(1))  # that of the first worker
+    opt = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+    values = []
+    for _ in range(10):
+        p.grad = torch.ones(1)
+        opt.step()
+        values.append(p.item())
+    assert found[1] == found[2]
+    assert found[1][1] == 10
+    assert found[1][0] == pytest.approx([values[9]])
+    assert seen["version"] in (8, 9)
+    assert seen["values"] == pytest.approx([values[seen["version"] - 1]])
+
+
+# --- the machine, on all small cases ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [Asynchronous(), Bounded(1), Synchronous("sum"), Quorum(2, "sum")], ids=repr)
+def test_p12_the_log_and_the_machine_count_each_push_once(policy: Policy) -> None:
+    """Two workers push three times each, in every order; a checkpoint, deafness and death come at every time.
+
+    Then each push is in the checkpoint or applied after it, once, and what was known keeps its order.
+    """
+    orders = sorted(set(itertools.permutations([0, 0, 0, 1, 1, 1])))
+    for order in orders:
+        for saved, deaf, dies in itertools.product(range(7), range(7), range(7)):
+            if saved <= dies and deaf <= dies:
+                _check_one(policy, order[:dies], saved, deaf)
+
+
+class History:
+    """What became of pushes before a server dies: of those from `deaf` on nobody hears; `saved` before a checkpoint."""
+
+    def __init__(self, policy: Policy, order: tuple[int, ...], saved: int, deaf: int) -> None:
+        self.logs = [Log(), Log()]
+        self.made: list[tuple[int, int]] = []
+        self.applied: list[tuple[int, int]] = []
+        self.kept: list[tuple[int, int]] = []
+        self.version = 0
+        machine = policy.machine([0, 1])
+        for at in range(len(order) + 1):
+            if at == saved:
+                self.kept, self.version = list(self.applied), machine.version
+            if at < len(order):
+                self._push(machine, order[at], heard=at < deaf)
+
+    def _push(self, machine: Any, worker: int, *, heard: bool) -> None:
+        number = 1 + sum(client == worker for client, _ in self.made)
+        self.made.append((worker, number))
+        self.logs[worker].add("w", Logged(number, 0, 1.0, machine.version, []))
+        for action in machine.push(Push(worker, number, machine.version)):
+            for part in action.parts:
+                self.applied.append((part.worker, part.number))
+                if heard:
+                    self.logs[part.worker].applied("w", part.number, action.version)
+
+
+def _check_one(policy: Policy, order: tuple[int, ...], saved: int, deaf: int) -> None:
+    history = History(policy, order, saved, deaf)
+    marks = dict(history.kept)  # of each the last number
+    known = {w: log.known().get("w", []) for w, log in enumerate(history.logs)}
+    for log in history.logs[: saved % 3]:  # not all have heard of the checkpoint
+        log.saved({"w": history.version})
+    fresh = policy.machine([0, 1])
+    fresh.restart(history.version, marks)
+    found: list[tuple[int, int]] = []
+
+    def take(actions: Any) -> None:
+        found.extend((part.worker, part.number) for action in actions for part in action.parts)
+
+    for event in again({w: log.known().get("w", []) for w, log in enumerate(history.logs)}, marks):
+        take(fresh.push(event._replace(base=min(event.base, fresh.version))))
+    first = list(found)
+    for worker, log in enumerate(history.logs):
+        for _, logged in log.above({"w": marks.get(worker, 0)}):
+            take(fresh.push(Push(worker, logged.number, min(logged.base, fresh.version))))  # or it came already
+    for worker in (0, 1):
+        take(fresh.leave(worker))
+    assert sorted(history.kept + found) == sorted(history.made), (order, saved, deaf)
+    told = {(w, each.number) for w, pushes in known.items() for each in pushes}
+    if isinstance(policy, Asynchronous):
+        was = [each for each in history.applied if each in told and each not in history.kept]
+        assert first == was, (order, saved, deaf)
