@@ -4,14 +4,15 @@ aiodist run -n 4 --elastic 2:4 examples/elastic.py                   # two ranks
 aiodist run -n 2 --elastic 1:2 examples/elastic.py --undisturbed     # ends with the same accuracy
 
 The ranks divide each batch among themselves, and add up their gradients, so the steps are the same for any number of
-ranks. Where a rank dies in the middle of a step, that step is done again, or not, where another rank had finished it.
+ranks. Where a rank dies in the middle of a step, that step is done again, or not, where another rank had finished it:
+`net.rebind` has all go on from the state of one that has made most steps, and `net.steps` says how many these are.
 """
 
 import argparse
 import os
+import random
 import signal
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +23,8 @@ import aiodist
 from aiodist.nn import DataParallel
 
 STEPS, BATCH, RATE, HELD_OUT = 300, 64, 0.1, 360
-DEATHS = {(0, 1): 60, (1, 0): 120}
-"""Generation and rank of those that are killed, and at which step."""
-GROWS_AT = 180
+GROWS_AT = 200
+"""At this step one rank joins, after two were killed."""
 
 
 def load() -> tuple[Tensor, Tensor]:
@@ -55,15 +55,10 @@ def loss(net: DataParallel, x: Tensor, y: Tensor) -> Tensor:
     return share
 
 
-async def agree(coll: aiodist.Communicator, net: nn.Module, opt: torch.optim.Optimizer, step: int) -> int:
-    """Have all ranks go on from the state of one that has come furthest; return its step."""
-    steps = await coll.allgather_object(step)
-    furthest = steps.index(max(steps))
-    mine = (net.state_dict(), opt.state_dict()) if coll.rank == furthest else None
-    state: Any = await coll.broadcast_object(mine, root=furthest)
-    net.load_state_dict(state[0])
-    opt.load_state_dict(state[1])
-    return int(max(steps))
+def dies(draws: random.Random, coll: aiodist.Communicator) -> int | None:
+    """Return at which step this rank is killed in this generation of the world, if it is the one that is drawn."""
+    victim, step = draws.randrange(coll.size), draws.randrange(20, 90)
+    return 90 * coll.generation + step if coll.generation < 2 and coll.rank == victim else None
 
 
 async def accuracy(coll: aiodist.Communicator, net: nn.Module, images: Tensor, labels: Tensor) -> float:
@@ -73,28 +68,32 @@ async def accuracy(coll: aiodist.Communicator, net: nn.Module, images: Tensor, l
     return await coll.allreduce(int(right.sum())) / len(labels)
 
 
-async def main(*, undisturbed: bool) -> None:
+async def main(*, undisturbed: bool, seed: int) -> None:
     torch.set_num_threads(1)  # these matrices are small, and the ranks share the cores
     images, labels = load()
-    module, step = build(), 0
+    module, draws = build(), random.Random(seed)
     opt = torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.9)
+    net, fresh, dies_at = None, True, None
     async with aiodist.init(elastic=True) as coll:
-        net = None
-        while step < STEPS:
+        while net is None or fresh or net.steps < STEPS:
             try:
-                if net is None:
-                    step = await agree(coll, module, opt, step)
-                    net = await DataParallel.create(module, coll, op="sum")
-                if not undisturbed and DEATHS.get((coll.generation, coll.rank)) == step:
+                if net is None:  # at first, and on a rank that joins, which gets what the others have
+                    net = await DataParallel.create(module, coll, opt, op="sum")
+                elif fresh:  # the world is another one
+                    await net.rebind(coll, opt)
+                if fresh:
+                    fresh, dies_at = False, None if undisturbed else dies(draws, coll)
+                if net.steps == dies_at:
                     os.kill(os.getpid(), signal.SIGKILL)
-                mine = batch(step, coll)
+                if net.steps == GROWS_AT and coll.generation == 2 and not undisturbed:
+                    coll, fresh = await coll.grow(), True
+                    continue
+                mine = batch(net.steps, coll)
                 await net.step(partial(loss, net, images[mine], labels[mine]), opt)
-                step += 1
-                if step == GROWS_AT and not undisturbed:
-                    coll, net = await coll.grow(), None
             except aiodist.PeerError as error:
-                print(f"step {step}, rank {coll.rank} of {coll.size}: {type(error).__name__}")
-                coll, net = await coll.shrink(), None
+                where = "before the first step" if net is None else f"step {net.steps}"
+                print(f"{where}, rank {coll.rank} of {coll.size}: {type(error).__name__}")
+                coll, fresh = await coll.shrink(), True
         figure = await accuracy(coll, module, images[-HELD_OUT:], labels[-HELD_OUT:])
         if coll.rank == 0:
             print(f"{coll.size} ranks in generation {coll.generation}: test accuracy {figure:.4f}")
@@ -103,4 +102,6 @@ async def main(*, undisturbed: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--undisturbed", action="store_true", help="kill no rank, and start none")
-    aiodist.run(main(undisturbed=parser.parse_args().undisturbed))
+    parser.add_argument("--seed", type=int, default=0, help="chooses who is killed, and when")
+    options = parser.parse_args()
+    aiodist.run(main(undisturbed=options.undisturbed, seed=options.seed))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar, Unpack, cast, runtime_checkable
@@ -24,14 +25,14 @@ from aiodist.nn.compute import Compute
 from aiodist.nn.deals import Sizes
 from aiodist.nn.devices import cuda_devices, placement
 from aiodist.nn.forward import Forward, plain_step
-from aiodist.nn.join import share_longest
+from aiodist.nn.join import share_furthest, share_longest
 from aiodist.nn.layout import check_same_structure, named_state
 from aiodist.nn.module_like import ModuleLike
 from aiodist.nn.reducer import DataParallelStatistics, Reducer
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.rows import row_parameters
 from aiodist.nn.settings import Changes, StepSettings
-from aiodist.nn.synchronize import synchronize_buffers, synchronize_parameters
+from aiodist.nn.synchronize import synchronize_buffers
 from aiodist.nn.tensor_parallel import divided_parameters
 from aiodist.streams import HostStream
 from aiodist.types import Stateful
@@ -88,26 +89,23 @@ class DataParallel(ModuleLike):
             f"`net = await {type(self).__name__}.create(module, coll)`"
         )
 
-    def _set(
-        self, module: nn.Module, coll: Communicator, side: Communicator, reducer: Reducer, compute: Compute
-    ) -> None:
-        """`reducer` and `compute` are for what drives a step: a `Driver`."""
+    def _set(self, module: nn.Module, terms: _Terms, settings: StepSettings) -> None:
         self._module = module
-        self._coll = coll
-        self._side = side  # what the user calls while reductions may be under way
-        self.reducer = reducer
-        self.compute = compute
-        self._settings = StepSettings()
+        self._terms = terms
+        self._settings = settings
         self._optimizer: Optimizer | Driver | None = None
-        self._refuses: str | None = None
+        self._refuses: str | None = "is on no communicator"
         self._passes: set[asyncio.Future[None]] = set()
+        self.reducer: Reducer
+        """It and `compute` are for what drives a step: a `Driver`."""
+        self.compute: Compute
 
     @classmethod
     async def create(
         cls,
         module: nn.Module,
         coll: Communicator,
-        *,
+        *state: Stateful,
         op: Literal["mean", "sum"] = "mean",
         bucket_bytes: int | None = None,
         first_bucket_bytes: int | None = None,
@@ -127,10 +125,12 @@ class DataParallel(ModuleLike):
         `settings` are those of the method of that name.
         With `compress`, a codec of `aiodist.codecs` or a `Compression`, gradients travel as codes, made on the host;
         what these leave out is sent later (`compressor`). Sparse gradients go as they are.
+        All ranks get rank 0's `state` too, such as the optimizer's. In an elastic world a rank that joins calls this
+        where the others call `rebind`, with as much `state`, and gets what they have.
 
         Raises `ValueError` for another `op`, sizes below 1 or a module with nothing to train, `TypeError` for
         parameters that `compress` does not take, `RuntimeError` when a parameter belongs to a `DataParallel` already.
-        Costs three duplicates of `coll`, one small collective, and one broadcast of all parameters and buffers; later
+        Costs three duplicates of `coll`, two small collectives, and one broadcast of all parameters and buffers; later
         memory for one more copy of the small gradients.
         """
         if op not in ("mean", "sum"):
@@ -146,35 +146,83 @@ class DataParallel(ModuleLike):
         )
         Reducer.check_free(module.named_parameters())
         compression = None if compress is None else checked_compression(compress, module.named_parameters())
+        net = cls.__new__(cls)
+        net._set(module, _Terms(op, sizes, compression), known)
+        await net._bind(coll, state, 0)
+        return net
+
+    async def rebind(self, coll: Communicator, *state: Stateful) -> None:
+        """Go on on another communicator, such as the world that `shrink` or `grow` has returned.
+
+        All ranks of `coll` call it with as much `state`: the optimizer, and what else goes with the steps. One that
+        joins calls `create` instead, with the same arguments as the others once. The first of the ranks that have made
+        most steps gives all others its parameters, buffers and `state`, those of the scaler and the schedulers of
+        `settings` too; `steps` is then the same everywhere. Gradients are forgotten, and so is what `compress` had left
+        for later. Buckets are dealt anew. Where it raises `PeerError` nothing has changed: shrink, and call it again.
+
+        Raises at the call `TypeError` for a `PipelinedOptimizer` and others that drive the step, `ValueError` where the
+        optimizer of the last step is missing, `RuntimeError` for a module with divided layers; `MismatchError` on all
+        ranks as `create`, and `RuntimeError` where each rank's optimizer has raised in the midst of its step.
+        Cost: that of `create`, a broadcast of `state`, and memory for what comes until all of it is there.
+        """
+        if self._settings.divided:
+            what = "layers are divided among ranks, and blocks may be lost: make it anew, and load the last checkpoint"
+            raise RuntimeError(f"rebind of a module whose {what}")
+        for each in (*state, self._optimizer):
+            if isinstance(each, Driver):
+                raise TypeError(
+                    f"rebind with {type(each).__name__}, whose updates may be made in part, or are divided among ranks:"
+                    " close() it, make net and optimizer anew, and load the last checkpoint"
+                )
+        if self._optimizer is not None and all(each is not self._optimizer for each in state):
+            raise ValueError(f"rebind without {type(self._optimizer).__name__}, which made the last step: expected it")
+        if self._refuses is None:
+            await self.aclose()
+        await self.compute.stream.aclose()  # what was asked for may still run
+        for parameter in self._module.parameters():
+            parameter.grad = None
+        await self._bind(coll, state, self.reducer.steps.whole)
+
+    async def _bind(self, coll: Communicator, state: Sequence[Stateful], made: int | None) -> None:
+        """Make what the net has on `coll`; this rank has `made` so many steps, None where it is in the midst of one."""
+        module, terms = self._module, self._terms
+        if coll.parts.registry.elastic is not None:
+            state = (*state, *self._settings.stateful)
         own = await coll.dup()
         own.leave_to_thread(_BACKGROUND_BYTES)
-        side = await own.dup()
-        status = await own.dup()
-        stream = HostStream(f"compute {own.name}")
         try:
+            side = await own.dup()
+            status = await own.dup()
             frozen = ", ".join(name for name, p in module.named_parameters() if not p.requires_grad)
-            given = f"op={op!r}, compress={compression!r} and buckets of {sizes.bucket} and {sizes.first} bytes"
             named = named_state(module)
             rows = row_parameters(module)
             sparse = ", ".join(name for name, p in module.named_parameters() if p in rows)
-            also = placement(named), given, f"frozen: {frozen or 'nothing'}", f"sparse gradients: {sparse or 'none'}"
-            await check_same_structure(named, own, *also)
-            await synchronize_parameters(module, own)
-            hook: CommHook = (
-                Allreduce(own, op)
-                if compression is None
-                else await Compressor.open(compression, own, op, module.named_parameters())
+            kinds = ", ".join(type(each).__name__ for each in state)
+            also = (
+                placement(named),
+                str(terms),
+                f"frozen: {frozen or 'nothing'}",
+                f"sparse gradients: {sparse or 'none'}",
             )
-            reducer = Reducer(own, status, module, op=op, sizes=sizes, hook=hook)
+            await check_same_structure(named, own, *also, f"state: {kinds or 'none'}")
+            hook: CommHook = (
+                Allreduce(own, terms.op)
+                if terms.compression is None
+                else await Compressor.open(terms.compression, own, terms.op, module.named_parameters())
+            )
+            made = await share_furthest(own, module, state, made)
+            reducer = Reducer(own, status, module, op=terms.op, sizes=terms.sizes, hook=hook)
         except BaseException:
             await own.aclose()
             raise
+        reducer.steps.alike(made)
+        stream = HostStream(f"compute {own.name}")
         await stream.__aenter__()
-        net = cls.__new__(cls)
-        net._set(module, own, side, reducer, Compute(stream, reducer))
-        net._settings = known
-        status.admit(_Guest(net))  # the last that was made is the first to be closed
-        return net
+        self._coll = own
+        self._side = side  # what the user calls while reductions may be under way
+        self.reducer, self.compute = reducer, Compute(stream, reducer)
+        self._refuses = None
+        status.admit(_Guest(self))  # the last that was made is the first to be closed
 
     # --- the module ---------------------------------------------------------------------------------------------
 
@@ -417,6 +465,14 @@ class DataParallel(ModuleLike):
         """What compresses the gradients, None where nothing does; its `state_dict` is this rank's, for a checkpoint."""
         return self.reducer.hook if isinstance(self.reducer.hook, Compressor) else None
 
+    @property
+    def steps(self) -> int:
+        """How many steps of optimizers the parameters have seen since the net was made, or a state was loaded.
+
+        It goes on with `rebind`. A step that a scaler left out does not count.
+        """
+        return self.reducer.steps.total
+
     def statistics(self) -> DataParallelStatistics:
         """Return what the reductions of gradients have cost so far on this rank; local, at once."""
         return self.reducer.statistics
@@ -476,6 +532,19 @@ class DataParallel(ModuleLike):
 
     def __repr__(self) -> str:
         return f"<DataParallel of {type(self._module).__name__} on {self._coll!r}>"
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """What a net is made with, the same on all ranks."""
+
+    op: Literal["mean", "sum"]
+    sizes: Sizes
+    compression: Compression | None
+
+    def __str__(self) -> str:
+        sizes = f"buckets of {self.sizes.bucket} and {self.sizes.first} bytes"
+        return f"op={self.op!r}, compress={self.compression!r} and {sizes}"
 
 
 class _Guest:

@@ -1,14 +1,15 @@
-"""After uneven data: the state of a rank that trained longest, on all ranks."""
+"""After uneven data, or deaths: the state of a rank that trained longest, on all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from aiodist.communicator import Communicator
-from aiodist.nn.synchronize import synchronize_parameters
+from aiodist.nn.synchronize import receive_state, synchronize_parameters
 from aiodist.types import Stateful
 
 
@@ -34,11 +35,41 @@ async def share_longest(
         )
     root = passes.index(max(passes))
     await synchronize_parameters(module, coll, root=root, buffers=False)
-    mine = [optimizer.state_dict() for optimizer in optimizers if coll.rank == root]
-    on_host = tree_map_only(Tensor, Tensor.cpu, mine)  # each rank has devices of its own, to which loading takes it
-    states = await coll.broadcast_object(on_host, root=root)
+    states = await _states_of(coll, root, optimizers)
     if coll.rank != root:
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
     steps: int = told[root][1]
     return steps
+
+
+async def share_furthest(coll: Communicator, module: nn.Module, states: Sequence[Stateful], made: int | None) -> int:
+    """Give all ranks parameters, buffers and `states` of the first rank that has `made` most steps; return how many.
+
+    None: a rank is in the midst of one, and gives nothing. Raises RuntimeError on all where all are. In an elastic
+    world what comes is written only once all of it is here, since `root` may die meanwhile.
+    """
+    told: list[int | None] = await coll.allgather_object(made)
+    most = max((count for count in told if count is not None), default=None)
+    if most is None:
+        raise RuntimeError("each rank's optimizer has raised in the midst of a step: load the last checkpoint first")
+    root = told.index(most)
+    if coll.parts.registry.elastic is None:
+        await synchronize_parameters(module, coll, root=root)
+        write = None
+    else:
+        write = await receive_state(module, coll, root)
+    came = await _states_of(coll, root, states) if states else []
+    if coll.rank != root:
+        if write is not None:
+            write()
+        for each, state in zip(states, came, strict=True):
+            each.load_state_dict(state)
+    return most
+
+
+async def _states_of(coll: Communicator, root: int, owners: Sequence[Stateful]) -> list[Any]:
+    mine = [each.state_dict() for each in owners if coll.rank == root]
+    on_host = tree_map_only(Tensor, Tensor.cpu, mine)  # each rank has devices of its own, to which loading takes it
+    states: list[Any] = await coll.broadcast_object(on_host, root=root)
+    return states

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from aiodist.communicator import Communicator
 from aiodist.nn.rows import with_values
 from aiodist.nn.tensor_parallel import total_over
+from aiodist.types import Stateful
 
 Groups = Sequence[Mapping[str, Any]]
 """Parameter groups, as an optimizer of torch has them."""
@@ -79,6 +80,11 @@ class StepSettings:
     def whole(self) -> bool:
         """Updates need all gradients: no parameter may be updated before the last gradient is there."""
         return self.clip_norm is not None or self.scaler is not None
+
+    @property
+    def stateful(self) -> list[Stateful]:
+        """What of it goes on with the steps."""
+        return [each for each in (self.scaler, *self.scheduler) if isinstance(each, Stateful)]
 
     def casting(self) -> AbstractContextManager[object]:
         """Return the block in which forward runs."""

@@ -113,6 +113,16 @@ class Steps:
 
         return update_wrapper(step, fn)
 
+    @property
+    def total(self) -> int:
+        """Steps made, those since the last backward too."""
+        return self.made + len(self._since or ())
+
+    @property
+    def whole(self) -> int | None:
+        """The same; None where an optimizer has raised, and the parameters may be those of no step."""
+        return self.total if self.mishap is None else None
+
     def alike(self, made: int = 0) -> None:
         """The ranks have the same parameters, those after so many steps."""
         self.made = made

@@ -10,6 +10,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch import _foreach_copy_ as copy_each
 
 from aiodist.collectives.cuda.on_device import attach
 from aiodist.communicator import Communicator
@@ -60,6 +61,24 @@ async def synchronize_parameters(
     _check_layout("tensor", named)
     same_order = await check_same_structure(named, coll, f"how={how!r} with root {root}", any_order=True)
     await _share([t for _, t in named], coll, how, root, same_order, "synchronize_parameters")
+
+
+async def receive_state(module: nn.Module, coll: Communicator, root: int) -> Callable[[], None]:
+    """Return a function that gives this rank the parameters and buffers of `root`, which have all come.
+
+    Collective, of modules of the same structure. Cost: as `synchronize_parameters`, and memory for what comes.
+    """
+    named = named_state(module)
+    _check_layout("tensor", named)
+    mine = [_distinct(t.detach()) for _, t in named]
+    come = mine if coll.rank == root else [torch.empty_like(t) for t in mine]
+    await _share(come, coll, "root", root, False, "receive_state")
+
+    def write() -> None:
+        if come is not mine:
+            copy_each(mine, come)
+
+    return write
 
 
 def synchronize_buffers(module: nn.Module, coll: Communicator, *, how: str = "root", root: int = 0) -> Handle[None]:

@@ -1,0 +1,303 @@
+"""W3: a net goes on on another world, after deaths and with new ranks; ranks are tasks of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aiodist
+from aiodist import Communicator, MismatchError, PeerError
+from aiodist.codecs import TopK
+from aiodist.nn import DataParallel, LocalSGD, PipelinedOptimizer, ShardedOptimizer
+from aiodist.testing import kill_rank, run_ranks
+
+pytestmark = pytest.mark.timeout(100)
+
+SAMPLES = 12
+
+
+def build(seed: int) -> nn.Module:
+    """Return a module in float64, other on each rank at first."""
+    generator = torch.Generator().manual_seed(seed)
+    module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 3)
+    module.register_buffer("seen", torch.tensor(float(seed)))
+    return module
+
+
+def optimizers(kind: str, module: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    if kind == "sgd":
+        opt: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    else:
+        opt = torch.optim.Adam(module.parameters(), lr=0.03)
+    return opt, torch.optim.lr_scheduler.StepLR(opt, 7, gamma=0.7)
+
+
+def share(module: Any, step: int, rank: int, size: int) -> Tensor:
+    """Return a rank's part of the loss of a step's batch, which is a sum over its samples."""
+    at = torch.arange(SAMPLES, dtype=torch.float64)[rank::size, None] + step
+    x, y = (at * torch.arange(1, 6)).sin(), (at * torch.arange(1, 4)).cos()
+    loss: Tensor = (module(x) - y).square().sum() / SAMPLES
+    return loss
+
+
+def alone(kind: str, steps: int) -> nn.Module:
+    """Return what one process comes to that makes as many steps on the joined batches."""
+    module = build(0)
+    opt, scheduler = optimizers(kind, module)
+    for step in range(steps):
+        opt.zero_grad()
+        share(module, step, 0, 1).backward()
+        opt.step()
+        scheduler.step()
+    return module
+
+
+async def killed_after(turns: int, work: Any) -> Any:
+    """Return what `work` does; the rank dies after so many turns of the loop."""
+    task = asyncio.ensure_future(work)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    kill_rank()
+    return await task
+
+
+def bytes_of(module: nn.Module, *states: Any) -> list[bytes]:
+    """Return all numbers of a module and of some states, to be compared bit by bit."""
+    held: list[Any] = [module.state_dict(), *(each.state_dict() for each in states)]
+    return [
+        each.numpy().tobytes() if isinstance(each, Tensor) else repr(each).encode()
+        for each in torch.utils._pytree.tree_leaves(held)
+    ]
+
+
+async def train(number: int, kind: str, steps: int, grows_at: int, made: list[int]) -> Any:
+    module = build(number)
+    opt, scheduler = optimizers(kind, module)
+    options: dict[str, Any] = {"op": "sum", "bucket_bytes": 1, "scheduler": scheduler}
+    net: DataParallel | None = None
+    async with aiodist.init(elastic=True) as coll:
+        fresh = True
+        while fresh or net is None or net.steps < steps:
+            try:
+                if net is None:
+                    net = await DataParallel.create(module, coll, opt, **options)
+                elif fresh:
+                    await net.rebind(coll, opt)
+                fresh = False
+                if net.steps == grows_at and coll.size < 4:
+                    coll, fresh = await coll.grow(), True
+                    continue
+                await net.step(partial(share, net, net.steps, coll.rank, coll.size), opt)
+                made.append(net.steps)
+            except PeerError:
+                coll, fresh = await coll.shrink(), True
+        return coll.size, net.steps, bytes_of(module, opt, scheduler), module
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_w3_killed_at_any_moment_and_joined_it_trains_as_one_process_does(kind: str, seed: int) -> None:
+    """Of four ranks two are killed, in a step, while the others rebind or before there is a net; then one joins."""
+    draws = random.Random(seed)
+    turns = {number: draws.randrange(1500) for number in draws.sample(range(4), 2)}
+    steps, made = 40, [[] for _ in range(6)]
+
+    async def main(number: int) -> Any:
+        work = train(number, kind, steps, 30, made[number])
+        return await (killed_after(turns[number], work) if number in turns else work)
+
+    said = [each for each in run_ranks(4, main, seed, elastic=(1, 4)) if each is not None]
+    sizes, counts, held, modules = zip(*said, strict=True)
+    assert set(counts) == {steps}
+    assert len(set(sizes)) == 1
+    assert all(each == held[0] for each in held), "bit by bit the same on all ranks"
+    started = float(modules[0].seen)
+    if started == 0:  # rank 0 lived until all had its parameters
+        for name, p in alone(kind, steps).named_parameters():
+            torch.testing.assert_close(modules[0].get_parameter(name), p, rtol=1e-9, atol=1e-11)
+
+
+def test_w3_the_rank_that_made_most_steps_gives_the_others_what_it_has() -> None:
+    """One of three makes the step, one is killed, one was about to make it."""
+
+    async def main(number: int) -> Any:
+        module = build(number)
+        opt, _ = optimizers("adam", module)
+        async with aiodist.init(elastic=True) as coll:
+            net = await DataParallel.create(module, coll, opt)
+            await net.step(partial(share, net, 0, coll.rank, coll.size), opt)
+            await net.backward(share(net, 1, coll.rank, coll.size))
+            if number == 2:
+                opt.step()
+                module.seen.fill_(77.0)
+            if number == 0:
+                kill_rank()
+            before = net.steps
+            with pytest.raises(PeerError):
+                await coll.barrier()
+            coll = await coll.shrink()
+            await net.rebind(coll, opt)
+            assert all(p.grad is None for p in net.parameters()), "gradients are dropped"
+            found = bytes_of(module, opt)
+            await net.step(partial(share, net, net.steps, coll.rank, coll.size), opt)
+            return before, net.steps, float(module.seen), found, bytes_of(module, opt)
+
+    _, one, two = run_ranks(3, main, elastic=(1, 3))
+    assert (one[:3], two[:3]) == ((1, 3, 77.0), (2, 3, 77.0))
+    assert one[3:] == two[3:]
+
+
+@pytest.mark.parametrize("turns", range(0, 90, 3))
+def test_w3_where_the_one_that_gives_dies_meanwhile_nobody_has_half_of_it(turns: int) -> None:
+    """Rank 2 has made a step more than the others; they have that one, or all stay where they were."""
+
+    async def main(number: int) -> Any:
+        module = build(number)
+        opt, _ = optimizers("sgd", module)
+        async with aiodist.init(elastic=True) as coll:
+            net = await DataParallel.create(module, coll, opt)
+            await net.step(partial(share, net, 0, coll.rank, coll.size), opt)
+            states = [bytes_of(module, opt)]
+            await net.backward(share(net, 1, coll.rank, coll.size))
+            if number == 2:
+                opt.step()
+                states.append(bytes_of(module, opt))
+            coll = await coll.shrink()  # nobody was lost: all come to another world
+            while True:
+                try:
+                    rebinding = net.rebind(coll, opt)
+                    await (killed_after(turns, rebinding) if number == 2 else rebinding)
+                    await coll.barrier()
+                except PeerError:
+                    coll = await coll.shrink()
+                else:
+                    if coll.size == 3:
+                        continue
+                    break
+            return net.steps, states[0] == bytes_of(module, opt), bytes_of(module, opt)
+
+    one, two, dead = run_ranks(3, main, elastic=(1, 3))
+    assert dead is None
+    assert one == two
+    assert one[:2] in ((1, True), (2, False))
+
+
+def test_w3_gradients_that_are_compressed_and_a_scaler_go_on_too() -> None:
+    async def main(number: int) -> Any:
+        module = build(number).float()
+        opt = torch.optim.SGD(module.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0 + number, growth_interval=2)
+        async with aiodist.init(elastic=True) as coll:
+            x = torch.ones(4, 5) * (number + 1)
+            net = await DataParallel.create(module, coll, opt, compress=TopK(0.5), scaler=scaler)
+            if coll.generation == 0:
+                for _ in range(3):
+                    await net.step(lambda: net(x).square().sum(), opt)
+                coll = await coll.grow()
+                await net.rebind(coll, opt)
+            assert net.steps == 3
+            for _ in range(2):
+                await net.step(lambda: net(x).square().sum(), opt)
+            return bytes_of(module), scaler.get_scale(), scaler._get_growth_tracker()
+
+    first, *others = run_ranks(2, main, elastic=(1, 3))
+    assert len(others) == 2
+    assert all(each == first for each in others)
+    assert first[1] == 32.0  # from 8, twice doubled in 5 steps
+
+
+def test_w3_what_cannot_go_on_says_what_to_do_instead() -> None:
+    async def main(number: int) -> None:
+        async with aiodist.init(elastic=True) as coll:
+            net = await DataParallel.create(build(number), coll)
+            sgd, _ = optimizers("sgd", net.module)
+            for make in (
+                lambda: PipelinedOptimizer(net, lambda params: torch.optim.SGD(params, lr=0.1)),
+                lambda: LocalSGD(net, sgd, every=4),
+                lambda: ShardedOptimizer(net, lambda groups: torch.optim.SGD(groups, lr=0.1)),
+            ):
+                opt = make()
+                with pytest.raises(TypeError, match="make net and optimizer anew, and load the last checkpoint"):
+                    await net.rebind(coll, opt)
+                await net.step(partial(share, net, 0, coll.rank, coll.size), opt)
+                await opt.flush()
+                with pytest.raises(TypeError, match=f"rebind with {type(opt).__name__}"):
+                    await net.rebind(coll)
+                if not isinstance(opt, LocalSGD):
+                    opt.close()
+            await net.step(partial(share, net, 1, coll.rank, coll.size), sgd)
+            with pytest.raises(ValueError, match="rebind without SGD, which made the last step"):
+                await net.rebind(coll)
+            with pytest.raises(MismatchError, match="state: SGD"):
+                await net.rebind(coll, sgd, *([sgd] if number else []))
+            await net.rebind(coll, sgd)
+            await net.step(partial(share, net, 1, coll.rank, coll.size), sgd)
+
+    run_ranks(2, main, elastic=(1, 2))
+
+
+class Fails(torch.optim.SGD):
+    """Has changed one parameter when it raises."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            self.fails = False
+            self.param_groups[0]["params"][0].data.zero_()
+            raise ArithmeticError("no luck")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("failing", [[0], [0, 1]])
+def test_w3_a_rank_whose_optimizer_raised_gives_nothing(failing: list[int]) -> None:
+    async def main(number: int) -> Any:
+        opt = Fails((module := build(number)).parameters(), lr=0.1)
+        async with aiodist.init(elastic=True) as coll:
+            net = await DataParallel.create(module, coll, opt)
+            opt.fails = number in failing
+            with suppress(ArithmeticError):
+                await net.step(partial(share, net, 0, coll.rank, coll.size), opt)
+            kept = bytes_of(module)
+            coll = await coll.shrink()
+            if len(failing) == 2:
+                with pytest.raises(RuntimeError, match="load the last checkpoint first"):
+                    await net.rebind(coll, opt)
+                net.load_state_dict(build(5).state_dict())
+            await net.rebind(coll, opt)
+            return kept, bytes_of(module), net.steps
+
+    zero, one = run_ranks(2, main, elastic=(1, 2))
+    assert zero[1:] == one[1:]
+    assert zero[1:] == ((one[0], 1) if failing == [0] else (bytes_of(build(5)), 0))
+
+
+@pytest.mark.ranks(1, 3)
+async def test_w3_any_other_communicator_will_do(coll: Communicator) -> None:
+    net = await DataParallel.create(build(coll.rank), coll, op="sum")
+    opt, _ = optimizers("sgd", net.module)
+    twin = await coll.dup()
+    for step in range(4):
+        if step == 2:
+            await net.rebind(twin, opt)
+        assert net.steps == step
+        await net.step(partial(share, net, step, coll.rank, coll.size), opt)
+    expected = build(0)
+    opt, _ = optimizers("sgd", expected)
+    for step in range(4):
+        opt.zero_grad()
+        share(expected, step, 0, 1).backward()
+        opt.step()
+    for name, p in expected.named_parameters():
+        torch.testing.assert_close(net.module.get_parameter(name), p, rtol=1e-9, atol=1e-11)
+    await net.aclose()
