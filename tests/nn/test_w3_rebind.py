@@ -80,7 +80,7 @@ def bytes_of(module: nn.Module, *states: Any) -> list[bytes]:
     ]
 
 
-async def train(number: int, kind: str, steps: int, grows_at: int, made: list[int]) -> Any:
+async def train(number: int, kind: str, steps: int, grows_at: int) -> Any:
     module = build(number)
     opt, scheduler = optimizers(kind, module)
     options: dict[str, Any] = {"op": "sum", "bucket_bytes": 1, "scheduler": scheduler}
@@ -98,7 +98,6 @@ async def train(number: int, kind: str, steps: int, grows_at: int, made: list[in
                     coll, fresh = await coll.grow(), True
                     continue
                 await net.step(partial(share, net, net.steps, coll.rank, coll.size), opt)
-                made.append(net.steps)
             except PeerError:
                 coll, fresh = await coll.shrink(), True
         return coll.size, net.steps, bytes_of(module, opt, scheduler), module
@@ -110,10 +109,10 @@ def test_w3_killed_at_any_moment_and_joined_it_trains_as_one_process_does(kind: 
     """Of four ranks two are killed, in a step, while the others rebind or before there is a net; then one joins."""
     draws = random.Random(seed)
     turns = {number: draws.randrange(1500) for number in draws.sample(range(4), 2)}
-    steps, made = 40, [[] for _ in range(6)]
+    steps = 40
 
     async def main(number: int) -> Any:
-        work = train(number, kind, steps, 30, made[number])
+        work = train(number, kind, steps, 30)
         return await (killed_after(turns[number], work) if number in turns else work)
 
     said = [each for each in run_ranks(4, main, seed, elastic=(1, 4)) if each is not None]
@@ -139,7 +138,7 @@ def test_w3_the_rank_that_made_most_steps_gives_the_others_what_it_has() -> None
             await net.backward(share(net, 1, coll.rank, coll.size))
             if number == 2:
                 opt.step()
-                module.seen.fill_(77.0)
+                module.get_buffer("seen").fill_(77.0)
             if number == 0:
                 kill_rank()
             before = net.steps
@@ -150,7 +149,7 @@ def test_w3_the_rank_that_made_most_steps_gives_the_others_what_it_has() -> None
             assert all(p.grad is None for p in net.parameters()), "gradients are dropped"
             found = bytes_of(module, opt)
             await net.step(partial(share, net, net.steps, coll.rank, coll.size), opt)
-            return before, net.steps, float(module.seen), found, bytes_of(module, opt)
+            return before, net.steps, float(module.get_buffer("seen")), found, bytes_of(module, opt)
 
     _, one, two = run_ranks(3, main, elastic=(1, 3))
     assert (one[:3], two[:3]) == ((1, 3, 77.0), (2, 3, 77.0))
