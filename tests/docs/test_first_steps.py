@@ -1,0 +1,53 @@
+"""docs/first-steps.md typed from top to bottom: its programs are saved under their names, its commands are run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "first-steps.md"
+BLOCK = re.compile(r"(?:as `(?P<name>\w+\.py)`:\n\n)?^```(?P<kind>python|console)\n(?P<text>.*?)^```$", re.M | re.S)
+
+
+def steps() -> list[re.Match[str]]:
+    return list(BLOCK.finditer(PAGE.read_text(encoding="utf-8")))
+
+
+def test_t4_first_steps_do_what_the_page_says(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    ran = 0
+    for step in steps():
+        if step["kind"] == "python":
+            assert step["name"], f"a program without a name: {step['text'][:60]}"
+            (tmp_path / step["name"]).write_text(step["text"])
+            continue
+        command, *expected = step["text"].splitlines()
+        ended = _run(shlex.split(command.removeprefix("$ ")), tmp_path)
+        for line in expected:
+            pattern = ".*".join(map(re.escape, line.split("…")))
+            assert re.search(f"^{pattern}$", ended.stdout, re.MULTILINE), f"{command}: {line}\n{ended.stdout}"
+        assert (ended.returncode == 0) == ("Error: " not in step["text"]), ended.stdout
+        ran += 1
+    assert ran == 4
+
+
+def _run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    assert words[0] == "aiodist"
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-m", "aiodist.cli", *words[1:]],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+        check=False,
+    )

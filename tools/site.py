@@ -1,0 +1,161 @@
+"""What MkDocs is told of the site beside `docs/`: pages made from other files, and drawings as pictures.
+
+README.md is the first page; CHANGELOG.md, CONTRIBUTING.md and SECURITY.md have a page each, and so has every example.
+The reference has a page for each public module, whose names come from `__all__` and whose texts are the docstrings,
+and one for the command line. Modules are parsed, not imported, apart from the command line's.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+
+ROOT = Path(__file__).resolve().parent.parent
+_PAGES = {
+    "index.md": "README.md",
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
+}
+_TOP = {
+    "starting": ("Starting and ending", ("init", "run", "open", "start", "isolate")),
+    "communicator": ("Communicator", ("Communicator", "ReduceOp", "ANY")),
+    "handle": ("Handles", ("Handle", "gather", "as_completed", "timeout", "as_handle")),
+    "errors": ("Errors", ()),
+}
+"""Pages of the names of `aiodist` itself; errors are all that is left of its classes."""
+_MODULES = ("nn", "data", "ps", "codecs", "engine", "checkpoints", "streams", "handles", "testing", "c10d")
+_LINK = re.compile(r"\]\((?!\w+:)([^)\s#]+)")
+
+
+def _pictures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "tools" / "pictures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+pictures = _pictures()
+
+
+def pages() -> dict[str, str]:
+    """Return the pages that are made, by where they are in the site."""
+    made = {page: (ROOT / source).read_text(encoding="utf-8") for page, source in _PAGES.items()}
+    return made | _examples() | _reference()
+
+
+def _linked(text: str) -> str:
+    """Return a page of the root, or of docs/, with links that lead to pages of the site."""
+    homes = {source: page for page, source in _PAGES.items()} | {"examples": "examples/index.md"}
+
+    def led(link: re.Match[str]) -> str:
+        path = link[1].removeprefix("docs/")
+        return f"]({homes.get(path.removeprefix('../'), path)}"
+
+    return _LINK.sub(led, text)
+
+
+# --- examples ----------------------------------------------------------------------------------------------------
+
+
+def _examples() -> dict[str, str]:
+    rows, found = [], {}
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        first = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+        rows.append(f"| [{path.name}]({path.stem}.md) | {first} |")
+        found[f"examples/{path.stem}.md"] = f"# {path.name}\n\n```python\n{text}```\n"
+    table = "\n".join(["| | |", "|---|---|", *rows])
+    text = f"# Examples\n\nEach has one idea. `aiodist run -n 2 examples/NAME.py` runs one on two ranks.\n\n{table}\n"
+    return {"examples/index.md": text, **found}
+
+
+# --- the reference -----------------------------------------------------------------------------------------------
+
+
+def _reference() -> dict[str, str]:
+    public = _public("aiodist")
+    named = {name for _, names in _TOP.values() for name in names}
+    errors = tuple(name for name in public if name[0].isupper() and name not in named | {"Engine", "ParameterServer"})
+    found = {}
+    for page, (title, names) in _TOP.items():
+        found[f"reference/{page}.md"] = _entries(title, "aiodist", names or errors)
+    for module in _MODULES:
+        full = f"aiodist.{module}"
+        found[f"reference/{module}.md"] = _entries(f"`{full}`", full, _public(full))
+    found["reference/compat.md"] = "# `aiodist.compat.mpi`\n\n::: aiodist.compat.mpi\n    options: {members: false}\n"
+    found["reference/command-line.md"] = _command_line()
+    links = "\n".join(f"- [{text.partition(chr(10))[0][2:]}]({Path(page).name})" for page, text in found.items())
+    found["reference/index.md"] = f"# Reference\n\nEvery public name, from its docstring.\n\n{links}\n"
+    return found
+
+
+def _public(module: str) -> tuple[str, ...]:
+    """Return what `__all__` of a module says."""
+    tree = ast.parse((ROOT.joinpath(*module.split(".")) / "__init__.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return tuple(ast.literal_eval(node.value))
+    raise ValueError(f"{module} has no __all__")
+
+
+def _entries(title: str, module: str, names: tuple[str, ...]) -> str:
+    return "\n\n".join([f"# {title}", *(f"::: {module}.{name}" for name in names if name[0] != "_")]) + "\n"
+
+
+def _command_line() -> str:
+    """Return what the commands say of themselves."""
+    from typer.testing import CliRunner
+
+    from aiodist.cli import app
+
+    names = [one.name or one.callback.__name__ for one in app.registered_commands if one.callback]
+    parts = ["# The command line"]
+    for name in names:
+        told = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "110", "NO_COLOR": "1"}, prog_name="aiodist")
+        parts.append(f"## aiodist {name}\n\n```text\n{told.output.strip()}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+# --- what MkDocs calls -------------------------------------------------------------------------------------------
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add to the menu what there is of many pages."""
+    design = [str(path.relative_to(ROOT / "docs")) for path in sorted((ROOT / "docs/design").glob("*.md"))]
+    more = {"How it works": design, "Examples": sorted(_examples()), "Reference": list(_reference())}
+    for section in config.nav or []:
+        for title, entries in section.items():
+            entries += [page for page in more.get(title, []) if page not in entries]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are not in docs/."""
+    from mkdocs.structure.files import File
+
+    for page, text in pages().items():
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Return a page with its drawings as pictures, and with links that lead to pages of the site."""
+
+    def picture(fence: re.Match[str]) -> str:
+        svg: str = (pictures.FOLDER / pictures.name_of(fence[1])).read_text(encoding="utf-8")
+        return f'<div class="drawing">{svg.replace(chr(10), "")}</div>\n'
+
+    shown: str = pictures.FENCE.sub(picture, _linked(markdown))
+    return shown
