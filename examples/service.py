@@ -67,7 +67,7 @@ async def main() -> None:
                     break
         if runner is not None:
             await runner.cleanup()  # requests under way are answered first
-            report(net, images, labels)
+            report(net.module, images, labels)
         print(f"rank {coll.rank} stops after {service.steps} steps")
 
 
