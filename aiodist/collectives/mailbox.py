@@ -248,7 +248,7 @@ class Mailbox:
             except Exception as raised:  # noqa: BLE001  - whose message it was nobody knows
                 error = ours(raised)
         if error is not None:
-            self.give_up(error)
+            self.abort(error)
         elif self._wanted or self._unanswered or (self._parting is not None and not self._farewell_heard):
             self._listen()
 
@@ -275,7 +275,7 @@ class Mailbox:
         told = keeping(frame, lambda error: None)  # who is gone waits for no answer
         guarded(partial(self._transport.isend, frame, message.source, _HEADER_TAG), told)
 
-    def give_up(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """Nothing can be received any more: receives that nothing has matched end, and their memory is free."""
         wanted, self._wanted = self._wanted, []
         unanswered, self._unanswered = self._unanswered, {}

@@ -736,7 +736,7 @@ class Dispatcher:
         self._pending.clear()
         self._freed.clear()
         self._rejected.clear()
-        self.mailbox.give_up(error)
+        self.mailbox.abort(error)
         self.names.close(error)
         if self.gate is not None:
             self.gate.close(error)
