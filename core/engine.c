@@ -6,7 +6,7 @@
 //     something moved               looks again
 //     it waits for other ranks      looks for `spin` more, then LISTENS: those who say something wake it
 //     others drive what there is    DOZES for a millisecond
-//     nothing is under way          the same, for as long as something was lately; then SLEEPS, and a submit wakes it
+//     nothing is under way          the same, while something was lately; then SLEEPS, and a submit wakes it
 //
 // No wake-up is lost: it says how it is about to sleep, looks once more, and sleeps only if nothing moved. Who says or
 // submits something looks at `sleep` afterwards. The fences between store and load on both sides (`doze`, `ring` of
@@ -23,7 +23,7 @@ enum {
     KEEP_OFF = 20000,      // nanoseconds that a lane is left alone when another thread has driven it
     SLICE = 200000,        // how long a lane is driven before the next one has its turn
     DOZE = 1000000,
-    LINGER = 200000000,    // after the last operation
+    LINGER = 2000000,      // after the last operation; each doze takes a core from a thread that computes
     MUCH = 1 << 20,        // bytes under way from which on engines keep to cores of their own
 };
 

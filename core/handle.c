@@ -239,14 +239,15 @@ static bool drive_alone(const Handle *self, Lane *lane) {
     return core_op_state(&self->native) != CORE_PENDING;
 }
 
-static PyObject *handle_sleep(Handle *self, PyObject *seconds) {
-    double limit = PyFloat_AsDouble(seconds);
-    if (limit == -1 && PyErr_Occurred()) return NULL;
+static PyObject *handle_sleep(Handle *self, PyObject *args) {
+    double limit;
+    int looks;
+    if (!PyArg_ParseTuple(args, "dp", &limit, &looks)) return NULL;
     Issuer *issuer = self->issuer;
     if (issuer != NULL) {
         Lane *lane = issuer_lane(issuer);
         INCREF(self), INCREF(issuer);  // another thread may settle it, which gives both back
-        if (!drive_alone(self, lane)) {
+        if (!looks || !drive_alone(self, lane)) {
             core_engine_notice(lane->engine->engine, lane->lane, true);
             Py_BEGIN_ALLOW_THREADS;
             core_op_wait(&self->native, (uint64_t)(limit * 1e9) + 1);
@@ -275,7 +276,8 @@ static PyMethodDef handle_methods[] = {
     {"done", (PyCFunction)handle_done, METH_NOARGS,
      "Return True when it is over, however it ended; from any thread.\n\n"
      "Who asks now and again waits for it too: reports tell of a message that takes long, unless it is detached."},
-    {"_sleep", (PyCFunction)handle_sleep, METH_O, "Block this thread until a lane has done it; return whether it is over."},
+    {"_sleep", (PyCFunction)handle_sleep, METH_VARARGS,
+     "_sleep(seconds, looks): block this thread until a lane has done it, which it `looks` for at first; return whether it is over."},
     {0},
 };
 static PyGetSetDef handle_getset[] = {

@@ -336,9 +336,10 @@ static void end(core_lane *lane, core_op *op, enum core_state state, unsigned wh
         lane->idle = op;
         return;
     }
-    // A wake-up at memory that has gone meanwhile wakes nobody.
-    if (atomic_exchange_explicit(&op->state, state, memory_order_acq_rel) == CORE_WATCHED) core_word_wake(&op->state);
+    bool watched = atomic_exchange_explicit(&op->state, state, memory_order_acq_rel) == CORE_WATCHED;
     lane->ended(lane->context, op);
+    // Only now: who is woken looks for what was told. A wake-up at memory that has gone meanwhile wakes nobody.
+    if (watched) core_word_wake(&op->state);
 }
 
 void core_op_wait(core_op *op, uint64_t nanoseconds) {

@@ -252,17 +252,18 @@ class Handle(_core.Handle, Generic[T]):
         if not over:
             raise self._expired() or self._lateness(timeout)
 
-    def block(self, timeout: float | None = None) -> bool:
+    def block(self, timeout: float | None = None, *, looks: bool = True) -> bool:
         """Block this thread until it is over, for `timeout` seconds at most; return whether it is.
 
-        For streams: unlike `wait` it raises nothing and consumes nothing, with any outcome.
+        For streams: unlike `wait` it raises nothing and consumes nothing, with any outcome. Unless it `looks` it leaves
+        its core to others at once.
         """
         until = None if timeout is None else monotonic() + timeout
         while self.in_lane:  # this thread may be the only one that runs
             left = _SLEEP_SECONDS if until is None else min(until - monotonic(), _SLEEP_SECONDS)
             if left <= 0:
                 return not self.is_pending
-            if self._sleep(left):
+            if self._sleep(left, looks):
                 return True
         with _event_lock:  # two threads must not each make one
             if self._event is None:

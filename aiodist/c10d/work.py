@@ -135,7 +135,7 @@ class HandleWork(dist.Work):
 
     def _complete(self, over: Future[None]) -> None:
         for handle in self._handles:
-            handle.block()
+            handle.block(looks=False)  # what computes meanwhile needs the core
         over.set_result(None)
 
     def _outcome(self, _: Future[None]) -> list[Tensor]:
