@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -11,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import graph
 
 from aiodist.c10d.home import Home
 from aiodist.c10d.layout import blocks, deal, flat, joined, movable, room_for
 from aiodist.c10d.work import HandleWork
 from aiodist.communicator import Communicator
-from aiodist.errors import AiodistError
+from aiodist.errors import AiodistError, BackendUnavailable
 from aiodist.handles import Handle
 from aiodist.types import ANY, Op
 
@@ -37,7 +40,8 @@ _OPS: Mapping[dist.ReduceOp.RedOpType, Op] = MappingProxyType(
 
 
 _WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-
+_BACKWARD = graph._engine_run_backward.__code__
+_SHORT_BYTES = 1 << 15  # what travels with its entry is copied anyway
 _REDUCED = dist.AllreduceOptions()
 _SCATTERED = dist.ReduceScatterOptions()
 
@@ -68,10 +72,22 @@ class AiodistProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = _REDUCED) -> HandleWork:
         if tensors[0].is_sparse:
             return self._allreduce_sparse(tensors, opts)
+        caller = sys._getframe().f_back
+        if caller is not None and caller.f_code is _BACKWARD:  # no Python in between: torch's reducer
+            self.adopt(tensors[0])
         divide = _division(tensors, opts, self.coll.size)
         return self._work(lambda: [self.coll.allreduce(*_summand(t, opts)) for t in tensors], tensors, divide)
 
     allreduce_coalesced = allreduce
+
+    def adopt(self, bucket: Tensor) -> None:
+        """Move a bucket of DDP's into the arena, where that can be: the reducer keeps it, and nobody has its address.
+
+        What has no views is none, but made for one call.
+        """
+        if bucket.nbytes > _SHORT_BYTES and torch._C._storage_Use_Count(bucket.untyped_storage()._cdata) > 2:
+            with suppress(ValueError, BackendUnavailable, MemoryError):
+                self.coll.share_(bucket)
 
     def reduce(self, tensors: Tensors, opts: Any) -> HandleWork:
         divide = _division(tensors if self.coll.rank == opts.rootRank else [], opts, self.coll.size)

@@ -1,4 +1,4 @@
-"""DDP's buckets in the arena: the last factor between DDP over aiodist and shared memory."""
+"""DDP's gradients averaged in one pass, in place of a division and a sum."""
 
 import torch.distributed as dist
 from torch import Tensor
@@ -7,9 +7,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from aiodist.c10d.calls import AiodistProcessGroup
 
+_MEAN = dist.AllreduceOptions()
+_MEAN.reduceOp = dist.ReduceOp.AVG
+
 
 def ddp_hook(net: DistributedDataParallel) -> None:
-    """Have `net` reduce its gradients in memory that the ranks of a host share: no copy, the mean in one pass.
+    """Have `net` average its gradients in one pass over its buckets, which lie in memory that ranks of a host share.
 
     To be called once, before the first backward pass. The sums are divided after they were added up, where DDP's own
     way divides first: results may differ in the last bit unless the number of ranks is a power of two. Raises
@@ -18,26 +21,11 @@ def ddp_hook(net: DistributedDataParallel) -> None:
     group = net.process_group
     if not isinstance(group, AiodistProcessGroup):
         raise TypeError(f"net reduces over {type(group).__name__}: expected a process group of the backend aiodist")
-    net.register_comm_hook(_Arena(group), _reduce)
-
-
-class _Arena:
-    """Which buckets lie in the arena: DDP makes them anew after the first step."""
-
-    def __init__(self, group: AiodistProcessGroup) -> None:
-        self.group = group
-        self.mean = dist.AllreduceOptions()
-        self.mean.reduceOp = dist.ReduceOp.AVG
-        self._moved: set[int] = set()
-
-    def take(self, buffer: Tensor) -> None:
-        """Have `buffer` lie there."""
-        if buffer.data_ptr() not in self._moved:
-            self._moved.add(self.group.coll.share_(buffer).data_ptr())
+    net.register_comm_hook(group, _reduce)
 
 
 # torch looks at the annotations themselves, which a __future__ import would make strings.
-def _reduce(arena: _Arena, bucket: dist.GradBucket) -> Future[Tensor]:
+def _reduce(group: AiodistProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
     buffer = bucket.buffer()
-    arena.take(buffer)
-    return arena.group.allreduce([buffer], arena.mean).get_future().then(lambda over: over.value()[0])
+    group.adopt(buffer)
+    return group.allreduce([buffer], _MEAN).get_future().then(lambda over: over.value()[0])
