@@ -258,7 +258,11 @@ class AiodistProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         if self.coll is self.home.world:
-            self.home.close()
+            try:
+                self.home.close()
+            except BaseException:
+                dist.destroy_process_group()  # torch, which calls us, would keep what is closed; now that does no more
+                raise
         else:
             self.home.release(self.coll)
 

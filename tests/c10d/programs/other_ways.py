@@ -80,28 +80,97 @@ def killed():
             net(torch.ones(1, 4)).sum().backward()
     except RuntimeError as error:
         assert "rank 1" in str(error), error  # noqa: PT017  - no test of pytest's
-        assert time.monotonic() - began < 1.0 + float(sys.argv[2]), "it took too long"
-        print("the loss was told")
+        took = time.monotonic() - began
+        assert took < 1.0, took
+        print(f"the loss was told in {took:.3f} s")
 
 
 def opposite():
+    """Two threads use a group each, 100 times, and the ranks start them in opposite order."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
 
     def use(which, found):
-        for _ in range(50):
+        for _ in range(5):
             t = torch.ones(1000) * (which + 1)
             dist.all_reduce(t, group=groups[which])
             found.append(bool(t.eq(2 * (which + 1)).all()))
 
-    found = []
-    order = (0, 1) if dist.get_rank() == 0 else (1, 0)
-    threads = [threading.Thread(target=use, args=(which, found)) for which in order]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [True] * 100
+    for turn in range(100):
+        found = []
+        threads = [threading.Thread(target=use, args=(which, found)) for which in (0, 1)]
+        for thread in threads if (dist.get_rank() + turn) % 2 else reversed(threads):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [True] * 10, turn
     print("both orders agree")
+
+
+def shared():
+    """Two threads use both groups, in orders that differ from rank to rank: a result is right, or the error is told."""
+    for turn in range(100):
+        groups = [dist.new_group([0, 1]) for _ in range(2)]
+        ends = []
+
+        def use(numel, order, ends=ends, groups=groups):
+            for which in order:
+                t = torch.ones(numel)
+                try:
+                    dist.all_reduce(t, group=groups[which])
+                except dist.DistBackendError as error:
+                    ends.append(type(error.__cause__) is aiodist.MismatchError)
+                else:
+                    ends.append(bool(t.eq(2).all()))
+
+        orders = ((0, 1), (1, 0))
+        if (dist.get_rank() + turn) % 2:
+            orders = orders[::-1]
+        threads = [threading.Thread(target=use, args=(10 + i, order)) for i, order in enumerate(orders)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert ends == [True] * 4, (turn, ends)
+        for group in groups:
+            dist.destroy_process_group(group)
+    print("right or told")
+
+
+def unequal():
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(2), async_op=True)
+    try:
+        dist.destroy_process_group()
+    except aiodist.AiodistError as error:
+        print("the end was told:", type(error).__name__)
+    assert not dist.is_initialized()
+    assert not dist.distributed_c10d._world.pg_map
+
+
+def arena():
+    """Buckets of DDP's move into the arena with the first step; what other callers bring stays where it is."""
+    statistics = dist.group.WORLD.coll.statistics
+    for ways in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
+        torch.manual_seed(0)
+        net, alone = DDP(nn.Linear(300, 301), **ways), nn.Linear(300, 301)
+        alone.load_state_dict(net.module.state_dict())
+        for _ in range(4):
+            x = torch.randn(2, 5, 300)  # the same on both ranks, of which each takes a half
+            net.zero_grad()
+            alone.zero_grad()
+            before = statistics()
+            net(x[dist.get_rank()]).square().mean().backward()
+            after = statistics()
+            alone(x.view(10, 300)).square().mean().backward()
+            for mine, whole in zip(net.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, whole.grad)
+            assert after.arena_bytes - before.arena_bytes == 301 * 301 * 4, ways
+    t = torch.ones(100_000)
+    views, before = t.split(1000), statistics().arena_bytes
+    dist.all_reduce(t)
+    assert statistics().arena_bytes == before
+    assert all(view.eq(2).all() for view in views)
+    print("in the arena")
 
 
 def differ():
@@ -150,5 +219,5 @@ def start():
 if __name__ == "__main__":
     dist.init_process_group("aiodist")
     globals()[sys.argv[1]]()
-    if sys.argv[1] not in ("killed", "late"):
+    if sys.argv[1] not in ("killed", "late", "unequal"):
         dist.destroy_process_group()
