@@ -49,7 +49,8 @@ def use(group: AiodistProcessGroup) -> list[list[float]]:
 @pytest.mark.ranks(2)
 async def test_t5_calls_with_tensors_on_a_device(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
     own = await coll.dup(thread=True)
-    group = AiodistProcessGroup(own, Home(own), dist.HashStore(), timedelta(seconds=30))
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    group = AiodistProcessGroup(own, Home(own), store, timedelta(seconds=30))
     found = await asyncio.to_thread(use, group)
     summed = [[0.0, 2.0], [4.0, 6.0]][coll.rank]
     assert found[:3] == [[3.0] * 1000, [1.0] * 3, [0.0, 0.0, 1.0, 1.0]]
