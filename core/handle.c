@@ -239,10 +239,9 @@ static bool drive_alone(const Handle *self, Lane *lane) {
     return core_op_state(&self->native) != CORE_PENDING;
 }
 
-static PyObject *handle_sleep(Handle *self, PyObject *args) {
-    double limit;
-    int looks;
-    if (!PyArg_ParseTuple(args, "dp", &limit, &looks)) return NULL;
+static PyObject *sleep_for(Handle *self, PyObject *seconds, bool looks) {
+    double limit = PyFloat_AsDouble(seconds);
+    if (limit == -1 && PyErr_Occurred()) return NULL;
     Issuer *issuer = self->issuer;
     if (issuer != NULL) {
         Lane *lane = issuer_lane(issuer);
@@ -258,6 +257,10 @@ static PyObject *handle_sleep(Handle *self, PyObject *args) {
     }
     return PyBool_FromLong(self->status != status_pending);
 }
+
+static PyObject *handle_sleep(Handle *self, PyObject *seconds) { return sleep_for(self, seconds, true); }
+
+static PyObject *handle_rest(Handle *self, PyObject *seconds) { return sleep_for(self, seconds, false); }
 
 #define OBJECT(name, field) OFFERS(name, T_OBJECT, Handle, field, 0, NULL)
 static PyMemberDef handle_members[] = {
@@ -276,8 +279,8 @@ static PyMethodDef handle_methods[] = {
     {"done", (PyCFunction)handle_done, METH_NOARGS,
      "Return True when it is over, however it ended; from any thread.\n\n"
      "Who asks now and again waits for it too: reports tell of a message that takes long, unless it is detached."},
-    {"_sleep", (PyCFunction)handle_sleep, METH_VARARGS,
-     "_sleep(seconds, looks): block this thread until a lane has done it, which it `looks` for at first; return whether it is over."},
+    {"_sleep", (PyCFunction)handle_sleep, METH_O, "Block this thread until a lane has done it; return whether it is over."},
+    {"_rest", (PyCFunction)handle_rest, METH_O, "As _sleep, and leave the core to others at once."},
     {0},
 };
 static PyGetSetDef handle_getset[] = {

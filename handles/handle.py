@@ -263,7 +263,7 @@ class Handle(_core.Handle, Generic[T]):
             left = _SLEEP_SECONDS if until is None else min(until - monotonic(), _SLEEP_SECONDS)
             if left <= 0:
                 return not self.is_pending
-            if self._sleep(left, looks):
+            if self._sleep(left) if looks else self._rest(left):
                 return True
         with _event_lock:  # two threads must not each make one
             if self._event is None:
