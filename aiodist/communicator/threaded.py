@@ -96,6 +96,8 @@ class ThreadedCommunicator(Communicator):
     group = _makes(Communicator.group)
     split = _makes(Communicator.split)
     hierarchy = _makes(Communicator.hierarchy)
+    shrink = _makes(Communicator.shrink)
+    grow = _makes(Communicator.grow)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """As of `Communicator`; in another thread, as soon as the loop runs."""

@@ -35,7 +35,7 @@ def start(
 ) -> Iterator[ThreadedCommunicator]:
     """Open the world for a script without asyncio: `with aiodist.start() as coll: coll.allreduce(t).wait()`.
 
-    Takes the keywords of `init` and raises what it raises. Its calls return the same handles: `h.wait()` blocks this
+    Takes the keywords of `init`, all but `elastic`, and raises what it raises. Its calls return the same handles: `h.wait()` blocks this
     thread until the result is there and returns it, `h.result()` returns it if it is. The thread that calls issues by
     itself, so ranks see the order of the calls; threads take turns, as on a `dup(thread=True)`. The loop runs in a
     thread named "aiodist-loop": `coll.portal.call(fn, *args)` calls `fn` there and returns its result, awaited where it

@@ -15,7 +15,7 @@ def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def name() -> str:
         place: Any = current_place.get()
-        return f"host{place._rank % 2}"
+        return f"host{place.started_as % 2}"
 
     def hosts(place: Any) -> tuple[int, ...]:
         return tuple(rank % 2 for rank in range(place.job.size))

@@ -16,7 +16,7 @@ from tests.support.simulated_cuda.simulation import simulated_cuda
 
 def my_rank() -> int | None:
     place: Any = current_place.get()
-    return None if place is None else int(place._rank)
+    return None if place is None else int(place.started_as)
 
 
 @pytest.mark.ranks(5)
