@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from aiodist.communicator.facts import CommFacts, Facts, Op
 from aiodist.control import name_ranks
 
-_SHOWN = 8
+_SHOWN, _SHOWN_OF_A_RANK = 8, 3
 
 
 class Wait(NamedTuple):
@@ -98,7 +98,10 @@ def _lines(lock: Lock, stacks: Mapping[int, list[list[str]]]) -> Iterator[str]:
         yield f"deadlock: rank {first} waits for itself"
     rest = sorted(lock.waits.keys() - set(lock.cycle))
     for rank in (*lock.cycle, *rest)[:_SHOWN]:
-        for wait in lock.waits[rank]:
+        waits = lock.waits[rank]
+        if len(waits) > _SHOWN_OF_A_RANK:
+            yield f"rank {rank} waits in {len(waits)} operations, the first of them:"
+        for wait in waits[:_SHOWN_OF_A_RANK]:
             yield f"rank {rank} waits for {name_ranks(wait.ranks)} in {wait.op.text} on {wait.op.comm!r}"
         for stack in stacks.get(rank, []):
             yield from (f"  {'   ' * depth}└─ {line}" for depth, line in enumerate(stack))
