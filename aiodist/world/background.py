@@ -35,12 +35,13 @@ def start(
 ) -> Iterator[ThreadedCommunicator]:
     """Open the world for a script without asyncio: `with aiodist.start() as coll: coll.allreduce(t).wait()`.
 
-    Takes the keywords of `init`, all but `elastic`, and raises what it raises. Its calls return the same handles: `h.wait()` blocks this
-    thread until the result is there and returns it, `h.result()` returns it if it is. The thread that calls issues by
-    itself, so ranks see the order of the calls; threads take turns, as on a `dup(thread=True)`. The loop runs in a
-    thread named "aiodist-loop": `coll.portal.call(fn, *args)` calls `fn` there and returns its result, awaited where it
-    is awaitable, such as `coll.portal.call(nn.DataParallel.create, model, coll)`. What makes or closes communicators
-    is called there by itself. Works in notebooks and at a prompt too, whether or not a loop runs in their thread.
+    Takes the keywords of `init`, not `elastic`, and raises what it raises. Its calls return the same handles: `wait()`
+    blocks this thread until the result is there and returns it, `result()` returns it if it is. The calling thread
+    issues by itself, so ranks see the order of the calls; threads take turns, as on a `dup(thread=True)`. The loop
+    runs in a thread named "aiodist-loop": `coll.portal.call(fn, *args)` calls `fn` there and returns its result,
+    awaited where it is awaitable, such as `coll.portal.call(nn.DataParallel.create, model, coll)`. What makes or
+    closes communicators is called there by itself. Works in notebooks and at a prompt too, whether or not a loop runs
+    in their thread.
 
     Leaving the block does what leaving that of `init` does; an exception in it, Ctrl-C too, is told to the other ranks.
     A program that ends inside, such as a notebook, leaves it then; the others have 5 s to leave theirs.
