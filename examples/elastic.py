@@ -73,27 +73,26 @@ async def main(*, undisturbed: bool, seed: int) -> None:
     images, labels = load()
     module, draws = build(), random.Random(seed)
     opt = torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.9)
-    net, fresh, dies_at = None, True, None
+    net, dies_at, drawn_in = None, None, -1
     async with aiodist.init(elastic=True) as coll:
-        while net is None or fresh or net.steps < STEPS:
+        while net is None or net.steps < STEPS:
             try:
                 if net is None:  # at first, and on a rank that joins, which gets what the others have
                     net = await DataParallel.create(module, coll, opt, op="sum")
-                elif fresh:  # the world is another one
-                    await net.rebind(coll, opt)
-                if fresh:
-                    fresh, dies_at = False, None if undisturbed else dies(draws, coll)
+                await net.rebind(coll, opt)  # where the world is another one; else nothing happens
+                if coll.generation != drawn_in and not undisturbed:
+                    dies_at, drawn_in = dies(draws, coll), coll.generation
                 if net.steps == dies_at:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if net.steps == GROWS_AT and coll.generation == 2 and not undisturbed:
-                    coll, fresh = await coll.grow(), True
+                    coll = await coll.grow()
                     continue
                 mine = batch(net.steps, coll)
                 await net.step(partial(loss, net, images[mine], labels[mine]), opt)
             except aiodist.PeerError as error:
                 where = "before the first step" if net is None else f"step {net.steps}"
                 print(f"{where}, rank {coll.rank} of {coll.size}: {type(error).__name__}")
-                coll, fresh = await coll.shrink(), True
+                coll = await coll.shrink()
         figure = await accuracy(coll, module, images[-HELD_OUT:], labels[-HELD_OUT:])
         if coll.rank == 0:
             print(f"{coll.size} ranks in generation {coll.generation}: test accuracy {figure:.4f}")

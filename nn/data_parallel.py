@@ -155,7 +155,8 @@ class DataParallel(ModuleLike):
         """Go on on another communicator, such as the world that `shrink` or `grow` has returned.
 
         All ranks of `coll` call it with as much `state`: the optimizer, and what else goes with the steps. One that
-        joins calls `create` instead, with the same arguments as the others once. The first of the ranks that have made
+        joins calls `create` instead, with the same arguments as the others once. Where the net is on `coll` already
+        nothing happens, so a loop may call it before each step. The first of the ranks that have made
         most steps gives all others its parameters, buffers and `state`, those of the scaler and the schedulers of
         `settings` too; `steps` is then the same everywhere. Gradients are forgotten, and so is what `compress` had left
         for later. Buckets are dealt anew. Where it raises `PeerError` nothing has changed: shrink, and call it again.
@@ -169,7 +170,7 @@ class DataParallel(ModuleLike):
             what = "layers are divided among ranks, and blocks may be lost: make it anew, and load the last checkpoint"
             raise RuntimeError(f"rebind of a module whose {what}")
         for each in (*state, self._optimizer):
-            if isinstance(each, Driver):
+            if not isinstance(each, Optimizer) and isinstance(each, Driver):
                 raise TypeError(
                     f"rebind with {type(each).__name__}, whose updates may be made in part, or are divided among ranks:"
                     " close() it, make net and optimizer anew, and load the last checkpoint"
@@ -177,6 +178,8 @@ class DataParallel(ModuleLike):
         if self._optimizer is not None and all(each is not self._optimizer for each in state):
             raise ValueError(f"rebind without {type(self._optimizer).__name__}, which made the last step: expected it")
         if self._refuses is None:
+            if coll is self._home:
+                return
             await self.aclose()
         await self.compute.stream.aclose()  # what was asked for may still run
         for parameter in self._module.parameters():
@@ -218,7 +221,7 @@ class DataParallel(ModuleLike):
         reducer.steps.alike(made)
         stream = HostStream(f"compute {own.name}")
         await stream.__aenter__()
-        self._coll = own
+        self._home, self._coll = coll, own
         self._side = side  # what the user calls while reductions may be under way
         self.reducer, self.compute = reducer, Compute(stream, reducer)
         self._refuses = None

@@ -83,6 +83,12 @@ class QueueServer:
         """The ranks that have not left."""
         return list(self._reached)
 
+    def used(self, lap: Lap) -> list[Range]:
+        """Return what was used in `lap`, as far as ranks have said."""
+        with self._lock:
+            known, machine = self._laps.get(lap.number, (None, None))
+            return machine.used if machine is not None and known == lap else []
+
     def lose(self, rank: int) -> None:
         """`rank` is gone: others get what it held; on the loop."""
         with self._lock:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Se
 from contextlib import aclosing
 from functools import partial
 from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -21,10 +21,22 @@ from aiodist.data.queue_pass import QueuePass
 from aiodist.data.queue_server import Lap, QueueServer, Wires
 from aiodist.data.sharded import Shards
 from aiodist.data.shards import check_batch_size, check_natural
-from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorClosed, PeerError
+from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorClosed, MismatchError, PeerError
 from aiodist.handles import Progress
 
 T = TypeVar("T")
+
+
+class _Agreed(NamedTuple):
+    """What all ranks together have used of an epoch, once more than `step` steps are made."""
+
+    step: int
+    epoch: int
+    used: list[Range]
+
+
+def _total(ranges: Iterable[Range]) -> int:
+    return sum(stop - start for start, stop in ranges)
 
 
 class ShardQueue(Generic[T]):
@@ -76,10 +88,8 @@ class ShardQueue(Generic[T]):
         check_batch_size(batch_size)
         check_natural("seed", seed)
         check_shuffle(shuffle)
-        parts = coll.parts
-        parts.dispatcher.check_on_loop("ShardQueue()")
+        coll.parts.dispatcher.check_on_loop("ShardQueue()")
         self._shards = shards
-        self._coll = coll
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
@@ -95,6 +105,16 @@ class ShardQueue(Generic[T]):
         self._before: list[Range] = []
         """What was used of this epoch before its state was loaded."""
         self._pass: QueuePass[T] | None = None
+        self._agreed: list[_Agreed] = []
+        """What all ranks together had used, in order; as far as `rebind` may go back."""
+        self._bound_to: Communicator | None = None
+        """Where the last `rebind` was."""
+        self._attach(coll)
+
+    def _attach(self, coll: Communicator) -> None:
+        """Have what a queue has on a communicator, with its messages."""
+        parts = coll.parts
+        self._coll = coll
         self._closed = False
         self._failure: AiodistError | None = None
         wires = Wires(parts.registry.channel, parts.dispatcher.ranks, parts.registry.next_name(coll, "shards"))
@@ -111,7 +131,6 @@ class ShardQueue(Generic[T]):
             self._server = QueueServer(wires, terms, self._machine, over)
         parts.dispatcher.on_lost.append(self._lost)
         parts.dispatcher.on_abort.append(self._aborted)
-        parts.dispatcher.waits_unseen(lambda: self._client.waits)
         coll.admit(self)
 
     # --- epochs ----------------------------------------------------------------------------------------------
@@ -162,6 +181,69 @@ class ShardQueue(Generic[T]):
             raise ValueError(f"states with used={each}: expected ranges of {total} records, each record once")
         self._leave_pass()
         self._begin(Lap(self._client.lap.number + 1, epochs[0], zlib.crc32(repr(used).encode())), used)
+        self._agreed = [_Agreed(-1, epochs[0], used)]
+
+    # --- other ranks -----------------------------------------------------------------------------------------
+
+    async def agree(self, step: int) -> int:
+        """Return how many records all ranks together have been given since they called it last in this epoch.
+
+        For ranks that make their steps together, in an elastic world: all call it before each, with the number of steps
+        made so far, one whose records have ended too. 0: the epoch is over. So each knows what a rank that dies has
+        used. Raises `MismatchError` where ranks are in different epochs. Cost: an `allgather_object`.
+        """
+        check_natural("step", step)
+        told = await self._coll.allgather_object((self.epoch, self._client.used))
+        if any(epoch != self.epoch for epoch, _ in told):
+            raise MismatchError(f"ranks in epochs {[epoch for epoch, _ in told]} of {self.name}: expected the same")
+        used = merged(self._before, *((Range(*each) for each in ranges) for _, ranges in told))
+        last = self._agreed[-1] if self._agreed else None
+        before = last.used if last is not None and last.epoch == self.epoch else self._before
+        kept = max((i for i, agreed in enumerate(self._agreed) if agreed.step < step), default=0)
+        self._agreed = [*self._agreed[kept:], _Agreed(step, self.epoch, used)]
+        return _total(used) - _total(before)
+
+    async def rebind(self, coll: Communicator, step: int | None = None) -> None:
+        """Go on on another communicator, such as the world that `shrink` or `grow` has returned.
+
+        Every rank of `coll` calls it, one that joins too, which has just made its queue there; again: nothing happens.
+        What no rank has used of the epoch is handed out, by the order and to the ranks that there are; an open pass
+        ends. `step` is the number of steps whose results the ranks have: then what was given out behind the last
+        `agree` before that counts as not used, the records of ranks that died too, so that none is lost or used twice.
+        Without it a record counts that a rank of these was given; one that was lost has used what the first rank had
+        heard of, if that is still there.
+
+        Where it raises `PeerError` nothing is forgotten: call it again. Raises `MismatchError` on all ranks where they
+        have gone different ways: in different epochs, or with steps that were not agreed.
+        """
+        if coll is self._bound_to and not self._closed:
+            return
+        self._leave_pass()
+        known = self._known()
+        if coll is not self._coll:
+            await self.aclose()
+            self._attach(coll)
+            self._begin(Lap(0, known.epoch, 0), known.used)
+        if step is not None:
+            mine = next((agreed for agreed in reversed(self._agreed) if agreed.step < step), None)
+        else:
+            mine = known if known.used else None
+        told = await coll.allgather_object((self._client.lap.number, self.epoch, mine))
+        found = [one for *_, one in told if one is not None]
+        number, epoch = max(number for number, *_ in told), max(epoch for _, epoch, _ in told)
+        if found:
+            first, epoch = found[0], found[0].epoch
+            if any(each.epoch != epoch or (step is not None and each.used != first.used) for each in found):
+                raise MismatchError(f"ranks disagree on what was used of {self.name}: {found}")
+        used = merged(*(each.used for each in found))
+        self._begin(Lap(number + 1, epoch, zlib.crc32(repr(used).encode())), used)
+        self._agreed = [_Agreed(-1, epoch, used)]
+        self._bound_to = coll
+
+    def _known(self) -> _Agreed:
+        """Return what this rank knows to be used of its epoch."""
+        told = self._server.used(self._client.lap) if self._server is not None else []
+        return _Agreed(-1, self.epoch, merged(self._before, self._client.used, told))
 
     def _begin(self, lap: Lap, before: list[Range]) -> None:
         self._before = before

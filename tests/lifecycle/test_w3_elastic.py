@@ -28,6 +28,16 @@ def test_w3_two_are_killed_two_join_and_the_weights_are_as_if_nothing_had_happen
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_w3_a_net_and_its_queue_go_on_and_each_record_is_trained_on_once(run: Run, backend: str) -> None:
+    run.environ["AIODIST_BACKEND"] = backend
+    ended = run("elastic.py", "count", n=4, options=("--elastic", "2:4"))
+    assert (ended.code, causes(ended)) == (0, ["rank 0: signal SIGKILL", "rank 2: signal SIGKILL"]), ended
+    for process, rank in ((1, 0), (3, 1), (4, 2)):
+        lost = ["lost: 0 of 4", "lost: 1 of 3"] if process < 4 else []
+        assert ended.said(process) == [*lost, f"once: True {rank} of 3"]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_w3_regrouping_leaves_no_descriptor_thread_or_memory(run: Run, backend: str) -> None:
     run.environ["AIODIST_BACKEND"] = backend
     ended = run("elastic.py", "again", options=("--elastic", "1:2"))

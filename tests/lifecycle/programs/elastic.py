@@ -17,9 +17,12 @@ import torch
 
 import aiodist
 from aiodist import Communicator
+from aiodist.data import IndexShards, ShardQueue
+from aiodist.nn import DataParallel
 
 STEPS = 30
 SAMPLES = 12
+RECORDS = 2000
 DEATHS = {0: 5, 2: 12}
 """At which step which of the processes that start is killed."""
 GROWS_AT = 20
@@ -91,6 +94,43 @@ def held() -> tuple[Counter[str], int, int]:
         except OSError:  # the listing's own
             continue
     return kinds, threading.active_count(), Path("/proc/self/maps").read_text().count("memfd:aiodist")
+
+
+async def count() -> None:
+    """Two are killed in a step, one joins, and each record was trained on once: the parameters are the counts."""
+    module = torch.nn.Embedding(RECORDS, 1)
+    torch.nn.init.zeros_(module.weight)
+    opt = torch.optim.SGD(module.parameters(), lr=1.0)
+    net: DataParallel | None = None
+    queue: ShardQueue[int] | None = None
+    async with aiodist.init(elastic=True) as coll:
+        number = None if coll.generation else coll.rank
+
+        def share(batch: list[int]) -> torch.Tensor:
+            if net is not None and (number, net.steps) in ((0, 10), (2, 20)):
+                die()
+            loss: torch.Tensor = -module(torch.tensor(batch, dtype=torch.int64)).sum()
+            return loss
+
+        used = 1
+        while used:
+            try:
+                net = net or await DataParallel.create(module, coll, opt, op="sum")
+                await net.rebind(coll, opt)
+                queue = queue or ShardQueue(IndexShards(RECORDS, 64), coll, batch_size=8, shuffle=True)
+                await queue.rebind(coll, net.steps)
+                batches = aiter(queue)
+                while used:
+                    if net.steps == 30 and coll.size == 2:
+                        coll = await coll.grow()
+                        break
+                    batch: list[int] = await anext(batches, [])
+                    if used := await queue.agree(net.steps):
+                        await net.step(share, opt, batch)
+            except aiodist.PeerLost as error:
+                say("lost:", error.lost, "of", coll.size)
+                coll = await coll.shrink()
+        say(f"once: {bool((module.weight == 1).all())} {coll.rank} of {coll.size}")
 
 
 async def again() -> None:
@@ -181,5 +221,5 @@ async def elastic() -> None:
 
 
 if __name__ == "__main__":
-    programs = {main.__name__: main for main in (train, again, too_few, late, early, raises, plain, elastic)}
+    programs = {main.__name__: main for main in (train, count, again, too_few, late, early, raises, plain, elastic)}
     aiodist.run(programs[sys.argv[1]])
