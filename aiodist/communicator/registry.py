@@ -378,8 +378,11 @@ class Registry(Generic[C]):
                     raise
                 handle.resolve(made)
             except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
-                why = dispatcher.refusal if isinstance(error, asyncio.CancelledError) else None
-                handle.reject(again(why) if isinstance(why, AiodistError) else error)
+                fail(error)
+
+        def fail(error: BaseException) -> None:
+            why = dispatcher.refusal if isinstance(error, asyncio.CancelledError) else None
+            handle.reject(again(why) if isinstance(why, AiodistError) else error)
 
         task = asyncio.get_running_loop().create_task(make(), name=f"{parent.name}: {kind}")
         self._tasks.add(task)
@@ -390,6 +393,9 @@ class Registry(Generic[C]):
         def over(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
             dispatcher.on_abort.remove(given_up)
+            if task.cancelled():  # before it began
+                agreed.detach()
+                fail(asyncio.CancelledError())
 
         dispatcher.on_abort.append(given_up)
         task.add_done_callback(over)

@@ -110,6 +110,18 @@ def test_w3_what_is_being_made_of_a_world_is_given_up_with_it(monkeypatch: pytes
     run_ranks(3, main, elastic=(1, 3))
 
 
+def test_w3_what_was_to_be_made_of_a_communicator_that_is_given_up_at_once_raises() -> None:
+    async def main() -> None:
+        async with aiodist.init() as coll:
+            twin = await coll.dup()
+            making = twin.dup()
+            twin.abort()
+            with pytest.raises(CommunicatorAborted):
+                await making
+
+    run_ranks(2, main)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_w3_a_death_at_any_moment_of_a_shrink_starts_it_over(seed: int) -> None:
     """Rank 3 dies, and rank 1 so many steps of the loop after it has called shrink()."""
