@@ -19,7 +19,9 @@ from aiodist.handles.progress import Progress, transport_lock
 Address = tuple[str, int]  # communicator, rank
 
 
-class _LocalMessage(NamedTuple):
+class LocalMessage(NamedTuple):
+    """What `LocalHub.send` is given."""
+
     src: int
     tag: int
     data: Tensor
@@ -35,13 +37,13 @@ class LocalHub:
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = None if seed is None else random.Random(seed)
-        self._waiting: defaultdict[Address, Matching[Receive, _LocalMessage]] = defaultdict(Matching)
+        self._waiting: defaultdict[Address, Matching[Receive, LocalMessage]] = defaultdict(Matching)
         self._ready: deque[Callable[[], None]] = deque()
         self._draining = False
         self.loop: asyncio.AbstractEventLoop | None = None
         """That of all ranks: the progress thread may be the first to send."""
 
-    def send(self, to: Address, message: _LocalMessage) -> None:
+    def send(self, to: Address, message: LocalMessage) -> None:
         """Give `message` to the first receive that wants it, or keep it."""
         receive = self._waiting[to].match(message.src, message.tag)
         if receive is not None:
@@ -62,13 +64,13 @@ class LocalHub:
         comm, rank = at
         gone = BackendError(f"rank {rank} of {comm!r} has left")
         own = self._waiting.pop(at, None) or Matching()
-        over: list[Receive | _LocalMessage] = [*own.cancel_receives(), *own.cancel_messages()]
+        over: list[Receive | LocalMessage] = [*own.cancel_receives(), *own.cancel_messages()]
         for (name, _), others in self._waiting.items():
             if name == comm:
                 over += others.cancel_messages(lambda message: message.src == rank)
         tell((one.done, gone) for one in over)
 
-    def _deliver(self, message: _LocalMessage, receive: Receive) -> None:
+    def _deliver(self, message: LocalMessage, receive: Receive) -> None:
         self._ready.append(lambda: _copy(message, receive))
         if self._random is not None:
             self._soon(lambda: Progress.current().start(self._deliver_one))
@@ -97,7 +99,7 @@ class LocalHub:
             self._ready.popleft()()
 
 
-def _copy(message: _LocalMessage, receive: Receive) -> None:
+def _copy(message: LocalMessage, receive: Receive) -> None:
     data, into = message.data, receive.into
     error: BaseException | None = None
     if data.nbytes > into.nbytes:
@@ -126,7 +128,7 @@ class LocalTransport:
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """Send `t`; done when the receiver has copied it."""
-        self._hub.send((self._comm, dst), _LocalMessage(self.rank, tag, t, done))
+        self._hub.send((self._comm, dst), LocalMessage(self.rank, tag, t, done))
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
         self._hub.receive((self._comm, self.rank), Receive(src, tag, t, done))

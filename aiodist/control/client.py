@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -134,6 +135,20 @@ class SocketChannel(Channel):
             (channel.place, channel.rank) == (place, rank) and channel.is_welcome and channel._is_open()
             for channel in tuple(cls._of_process)
         )
+
+    @classmethod
+    def cut(cls) -> None:
+        """Break this process's connections to hubs, as a network does; for tests."""
+        for channel in tuple(cls._of_process):
+            if channel._is_open() and channel._link is not None:
+                channel._thread.call(channel._link.abort, "it was cut")
+
+    @classmethod
+    def stall(cls, seconds: float) -> None:
+        """Have nothing come or go on them for so many seconds; for tests."""
+        for channel in tuple(cls._of_process):
+            if channel._is_open():
+                channel._thread.call(time.sleep, seconds)
 
     def _is_open(self) -> bool:
         return not self._closing and self._lost is None and self._owner.is_here()

@@ -1,8 +1,9 @@
 """Testing programs that communicate: N ranks inside one process, and the pytest plugin.
 
 `run_ranks(n, main)` runs the unmodified program n times as tasks of one event loop, with a clock that jumps and an
-interleaving that a seed fixes. The plugin (see `aiodist.testing.plugin`) gives the marker `ranks` and the fixture
-`coll`. Names are resolved at first use: pytest loads the plugin in every run, and must not load torch with it.
+interleaving that a seed fixes. `Faults` has ranks die, stop or lose messages on purpose, in processes too. The plugin
+(see `aiodist.testing.plugin`) gives the marker `ranks` and the fixture `coll`. Names are resolved at first use: pytest
+loads the plugin in every run, and must not load torch with it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,28 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from aiodist.testing.clock import FakeClockLoop
+    from aiodist.testing.faults import Fault, FaultKind, Faults, InjectedFault
     from aiodist.testing.ranks import Deadlock, gather_ranks, kill_rank, run_ranks
 
-__all__ = ["Deadlock", "FakeClockLoop", "gather_ranks", "kill_rank", "run_ranks"]
+__all__ = [
+    "Deadlock",
+    "FakeClockLoop",
+    "Fault",
+    "FaultKind",
+    "Faults",
+    "InjectedFault",
+    "gather_ranks",
+    "kill_rank",
+    "run_ranks",
+]
 
 _HOMES: Final = {
     "Deadlock": "aiodist.testing.ranks",
     "FakeClockLoop": "aiodist.testing.clock",
+    "Fault": "aiodist.testing.faults",
+    "FaultKind": "aiodist.testing.faults",
+    "Faults": "aiodist.testing.faults",
+    "InjectedFault": "aiodist.testing.faults",
     "gather_ranks": "aiodist.testing.ranks",
     "kill_rank": "aiodist.testing.ranks",
     "run_ranks": "aiodist.testing.ranks",

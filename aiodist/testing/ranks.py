@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import inspect
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import nullcontext
 from typing import Any, Generic, TypeVar, cast
 
 from aiodist.backends.local import LocalHub, LocalTransport
@@ -16,6 +17,7 @@ from aiodist.errors import DeadlockError, LaunchError, PeerError, PeerLost
 from aiodist.handles import listed
 from aiodist.handles.stacks import line_of_task
 from aiodist.testing.clock import FakeClockLoop, TimeLimit
+from aiodist.testing.faults import Faults, FaultyHub
 from aiodist.world.isolation import isolate
 from aiodist.world.opening import RankPlace, current_place
 
@@ -23,6 +25,7 @@ T = TypeVar("T")
 Main = Callable[..., Coroutine[Any, Any, T]]
 
 _DAY = 86_400.0
+_KILLED = "it was killed"
 _PATIENCE = 10  # deadlocks while the ranks are being ended, then they are left to themselves
 
 
@@ -31,7 +34,13 @@ class Deadlock(DeadlockError):
 
 
 def run_ranks(
-    n: int, main: Main[T], seed: int = 0, *, timeout: float | None = _DAY, elastic: tuple[int, int] | None = None
+    n: int,
+    main: Main[T],
+    seed: int = 0,
+    *,
+    timeout: float | None = _DAY,
+    elastic: tuple[int, int] | None = None,
+    faults: Faults | None = None,
 ) -> list[T]:
     """Run `main` on `n` ranks in this process and return the results by rank.
 
@@ -43,8 +52,9 @@ def run_ranks(
     gives another one. Time stands still while code runs and jumps when all wait, so `asyncio.sleep(3600)` and
     time-outs take no time; functions in an executor and sockets are waited for in real time.
 
-    With `elastic`, (MIN, MAX), it is an elastic job (`init(elastic=True)`): a rank that `kill_rank` kills ends no other
-    one, its result is None, and those that `grow` starts are numbered on from `n`, with results behind the others'.
+    With `elastic`, (MIN, MAX), it is an elastic job (`init(elastic=True)`), and those that `grow` starts are numbered
+    on from `n`, with results behind the others'. A rank that is killed, by `kill_rank` or by `faults`, ends no other
+    one by that, and its result is None.
 
     An exception of one rank ends the others and is raised, with a note that names the rank. Raises `DeadlockError`
     where ranks wait for one another's operations, `Deadlock` where none can go on for other reasons, and TimeoutError
@@ -57,12 +67,16 @@ def run_ranks(
         pass
     else:
         raise RuntimeError("run_ranks makes its own event loop, and one is running here: await gather_ranks() instead")
-    job: _RanksJob[T] = _RanksJob(n, main, LocalHub(seed), story=f"seed {seed}", elastic=elastic)
+    hub, story = LocalHub(seed), f"seed {seed}"
+    if faults is not None:
+        faults.check(local=True)
+        hub, story = FaultyHub(seed, faults), f"{story}, {faults}"
+    job: _RanksJob[T] = _RanksJob(n, main, hub, story=story, elastic=elastic)
 
     def make_loop() -> FakeClockLoop:
         return FakeClockLoop(seed=seed, group_of=_rank_of, on_deadlock=job.deadlocked)
 
-    with asyncio.Runner(loop_factory=make_loop) as runner:
+    with faults or nullcontext(), asyncio.Runner(loop_factory=make_loop) as runner:
         isolate(runner.get_loop())
         return runner.run(job.run(timeout))
 
@@ -76,7 +90,7 @@ async def gather_ranks(n: int, main: Main[T], *, elastic: tuple[int, int] | None
 
 
 def kill_rank(number: int | None = None) -> None:
-    """Kill a rank of an elastic `run_ranks`: the others see what they see of a process that is killed.
+    """Kill a rank of `run_ranks`: the others see what they see of a process that is killed.
 
     Its task is cancelled here.
     `number` is that of the task, from 0 in the order in which they were started; None is the one that calls, which ends
@@ -84,7 +98,7 @@ def kill_rank(number: int | None = None) -> None:
     """
     seat = current_place.get()
     if not isinstance(seat, _Seat):
-        raise RuntimeError("kill_rank() is for ranks under run_ranks(elastic=...)")
+        raise RuntimeError("kill_rank() is for ranks under run_ranks()")
     seat.job.kill(seat.number if number is None else number)
 
 
@@ -134,7 +148,7 @@ class _Seat:
     def leave(self) -> None:
         """Its task is killed: the others hear that, and nothing of it any more."""
         for channel in self.channels:
-            channel.fail("it was killed")
+            channel.fail(_KILLED)
 
 
 def _rank_of(handle: asyncio.Handle) -> object:
@@ -171,7 +185,9 @@ class _RanksJob(Generic[T]):
     def channels(self, number: int) -> Sequence[Channel]:
         """Return those of the `number`-th `init` of all ranks, made by the rank that comes first."""
         if number == len(self._meetings):
-            self._meetings.append(in_process(self.size))
+            self._meetings.append(channels := in_process(self.size))
+            for killed in self._killed:
+                channels[killed].fail(_KILLED)
         return self._meetings[number]
 
     async def run(self, timeout: float | None) -> list[T]:
@@ -263,8 +279,6 @@ class _RanksJob(Generic[T]):
 
     def kill(self, number: int) -> None:
         """Kill a rank, by the number of its task."""
-        if self.elastic is None:
-            raise RuntimeError("kill_rank() is for ranks under run_ranks(elastic=...)")
         if number in self._killed or self._tasks[number].done():
             return
         self._killed.add(number)
@@ -272,8 +286,12 @@ class _RanksJob(Generic[T]):
         seat.leave()
         machine = self._generations.machine
         if not seat.channels and machine.forming is seat.started_for:
-            self._generations.do(machine.left(machine.forming.number, seat.started_as, "it was killed"))
+            self._generations.do(machine.left(machine.forming.number, seat.started_as, _KILLED))
         self._tasks[number].cancel()
+        if self.elastic is None:
+            for channels in self._meetings:
+                channels[number].fail(_KILLED)
+            return
         live = len(self._tasks) - len(self._killed)
         if live < self.elastic[0] and self._failed is not None and not self._failed.done():
             lost = ", ".join(map(str, sorted(self._killed)))

@@ -1,0 +1,268 @@
+"""Faults on purpose: `Faults` has ranks die, raise, stop or lose messages at an operation that a seed may draw.
+
+    run_ranks(4, main, faults=Faults(Fault("kill", rank=2, at=10)))        # ranks of this process
+
+    with Faults(Fault("kill", rank=2, at=10)):                             # in the program, in every process
+        aiodist.run(main)
+
+Within its block the calls of `Communicator` and `ParameterServer` are counted; outside nothing is added to them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import signal
+import subprocess
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from random import Random
+from typing import Any, Final, Self
+
+from aiodist.backends.base import tell
+from aiodist.backends.local import Address, LocalHub, LocalMessage
+from aiodist.communicator import Communicator
+from aiodist.control.client import SocketChannel
+from aiodist.env import Environment
+from aiodist.handles import Progress
+from aiodist.ps import ParameterServer
+from aiodist.testing.clock import FakeClockLoop
+from aiodist.types import OPERATIONS
+from aiodist.world.opening import current_place
+
+_CALLS: Final = {
+    Communicator: (
+        *(*OPERATIONS, "barrier", "exscan", "gather", "scatter", "alltoall", "alltoall_single"),
+        *("send", "recv", "sendrecv", "send_object", "recv_object"),
+    ),
+    ParameterServer: ("push", "pull", "push_pull", "sync", "barrier"),
+}
+
+
+class FaultKind(StrEnum):
+    """What happens: at a call of a rank, or to a message from it."""
+
+    KILL = "kill"
+    """SIGKILL. Under `run_ranks` its task is cancelled, and the others see what they see of a killed process."""
+    RAISE = "raise"
+    """The call raises `InjectedFault`."""
+    STOP = "stop"
+    """SIGSTOP, and SIGCONT after `seconds`; processes only."""
+    BLOCK = "block"
+    """The event loop stands still for `seconds`."""
+    SLOW = "slow"
+    """From then on each call blocks for `seconds`; under `run_ranks` each message from it takes so long."""
+    STALL = "stall"
+    """What goes over the connection to the hub waits for `seconds`; processes only."""
+    CUT = "cut"
+    """The connection to the hub breaks; processes only."""
+    DROP = "drop"
+    """The message never comes. This and those below are for `run_ranks`: MPI and TCP do not do that."""
+    DELAY = "delay"
+    """It comes after `seconds`, with what follows from that rank to the same one behind it, as on one connection."""
+    REORDER = "reorder"
+    """It comes after `seconds`, behind later ones with other tags, as on several connections."""
+    DUPLICATE = "duplicate"
+    """It comes twice. No transport does that: a collective is right all the same, a receive may take the copy."""
+
+
+_OF_MESSAGES = frozenset({FaultKind.DROP, FaultKind.DELAY, FaultKind.REORDER, FaultKind.DUPLICATE})
+_OF_PROCESSES = frozenset({FaultKind.STOP, FaultKind.STALL, FaultKind.CUT})
+
+
+class InjectedFault(RuntimeError):
+    """What a call raises on purpose."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: `kind` at call, or message, number `at` of `rank`, from 0."""
+
+    kind: str
+    rank: int
+    at: int = 0
+    seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what is no such fault."""
+        FaultKind(self.kind)
+        if self.rank < 0 or self.at < 0 or self.seconds < 0:
+            raise ValueError(f"{self}: expected a rank, a number and seconds of at least 0")
+
+
+class Faults:
+    """Faults that happen while its block is entered, on the ranks that run in it; it can be entered once at a time.
+
+    Every rank is given the same. A rank's calls are counted from 0, those of all its communicators and parameter
+    servers together; its messages too, those of all, by its rank in the communicator that sends.
+    """
+
+    def __init__(self, *faults: Fault) -> None:
+        self.faults = faults
+        self._calls: Counter[int] = Counter()
+        self._messages: Counter[int] = Counter()
+        self._originals: list[tuple[type, str, Any]] = []
+
+    @classmethod
+    def drawn(
+        cls, seed: int, kinds: Iterable[str], *, ranks: Iterable[int], calls: int, count: int = 1, seconds: float = 1.0
+    ) -> Self:
+        """Return `count` faults, each of one of `kinds`, at one of the first `calls` calls of one of `ranks`."""
+        random, what, who = Random(seed), list(kinds), list(ranks)
+        return cls(
+            *[Fault(random.choice(what), random.choice(who), random.randrange(calls), seconds) for _ in range(count)]
+        )
+
+    def __repr__(self) -> str:
+        return f"Faults({', '.join(map(repr, self.faults))})"
+
+    def __enter__(self) -> Self:
+        """Count calls from now on."""
+        self._calls.clear()
+        self._messages.clear()
+        for owner, names in _CALLS.items():
+            for name in names:
+                self._originals.append((owner, name, vars(owner).get(name)))
+                setattr(owner, name, self._counted(getattr(owner, name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the calls as they were."""
+        while self._originals:
+            owner, name, original = self._originals.pop()
+            if original is None:  # a base has it
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+    def check(self, *, local: bool) -> None:
+        """Raise ValueError for a fault that these ranks cannot have."""
+        for fault in self.faults:
+            if fault.kind in (_OF_PROCESSES if local else _OF_MESSAGES):
+                raise ValueError(f"{fault} is for {'ranks that are processes' if local else 'run_ranks'}")
+
+    def at_message(self, src: int) -> list[Fault]:
+        """Count a message of `src`; return what is to happen to it."""
+        number = self._messages[src]
+        self._messages[src] += 1
+        return [
+            fault
+            for fault in self.faults
+            if fault.rank == src
+            and (
+                (fault.kind in _OF_MESSAGES and fault.at == number)
+                or (fault.kind == FaultKind.SLOW and fault.at <= number)
+            )
+        ]
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def counted(*args: Any, **options: Any) -> Any:  # noqa: ANN401
+            self._at_call()
+            return call(*args, **options)
+
+        return counted
+
+    def _at_call(self) -> None:
+        place: Any = current_place.get()
+        rank: int = Environment.read().rank if place is None else place.number
+        if place is None:
+            self.check(local=False)
+        number = self._calls[rank]
+        self._calls[rank] += 1
+        for fault in self.faults:
+            if fault.rank == rank and (fault.at == number or (fault.kind == FaultKind.SLOW and fault.at <= number)):
+                _strike(fault, place)
+
+
+def _strike(fault: Fault, place: Any) -> None:  # noqa: ANN401
+    """Have this rank suffer what happens at a call."""
+    match fault.kind:
+        case FaultKind.KILL if place is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case FaultKind.KILL:
+            place.job.kill(place.number)
+            raise asyncio.CancelledError(str(fault))
+        case FaultKind.RAISE:
+            raise InjectedFault(str(fault))
+        case FaultKind.STOP:
+            subprocess.Popen(["/bin/sh", "-c", f"sleep {fault.seconds}; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case FaultKind.SLOW if place is None:
+            time.sleep(fault.seconds)
+        case FaultKind.BLOCK:
+            _block(fault.seconds)
+        case FaultKind.STALL:
+            SocketChannel.stall(fault.seconds)
+        case FaultKind.CUT:
+            SocketChannel.cut()
+
+
+def _block(seconds: float) -> None:
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        loop = None
+    if isinstance(loop, FakeClockLoop):
+        loop.now += seconds
+    else:
+        time.sleep(seconds)
+
+
+@dataclass(eq=False)
+class _Held:
+    """A message on its way."""
+
+    message: LocalMessage
+    due: float
+    overtakable: bool
+
+
+class FaultyHub(LocalHub):
+    """A `LocalHub` whose messages suffer what `faults` say."""
+
+    def __init__(self, seed: int | None, faults: Faults) -> None:
+        super().__init__(seed)
+        self._faults = faults
+        self._held: defaultdict[tuple[Address, int], deque[_Held]] = defaultdict(deque)
+
+    def send(self, to: Address, message: LocalMessage) -> None:
+        """Send, lose, double or hold it."""
+        late, overtakable, copy = 0.0, False, None
+        for fault in self._faults.at_message(message.src):
+            match fault.kind:
+                case FaultKind.DROP:
+                    tell([(message.done, None)])
+                    return
+                case FaultKind.DUPLICATE:
+                    copy = message._replace(data=message.data.clone(), done=lambda error: None)
+                case kind:
+                    late, overtakable = fault.seconds, kind == FaultKind.REORDER
+        self._hold(to, message, late, overtakable)
+        if copy is not None:
+            self._hold(to, copy, late, overtakable)
+
+    def _hold(self, to: Address, message: LocalMessage, late: float, overtakable: bool) -> None:
+        held = self._held[to, message.src]
+        ahead = [one for one in held if not one.overtakable or one.message.tag == message.tag]
+        if not late and not ahead:
+            super().send(to, message)
+            return
+        assert self.loop is not None
+        due = max([self.loop.time() + late, *[one.due for one in ahead]])
+        held.append(_Held(message, due, overtakable))
+        self.loop.call_soon_threadsafe(self.loop.call_at, due, self._release, to, message.src, due)
+
+    def _release(self, to: Address, src: int, due: float) -> None:
+        """What is due comes; it is called a little early, as timers are."""
+        Progress.current().start(lambda: self._release_until(to, src, due))
+
+    def _release_until(self, to: Address, src: int, due: float) -> None:
+        held = self._held[to, src]
+        for one in [one for one in held if one.due <= due]:
+            held.remove(one)
+            super().send(to, one.message)
