@@ -91,7 +91,8 @@ def observe(fault: str, launcher: str, seed: int, command: Callable[[list[str]],
             errors = process.stderr.read() if process.stderr is not None and not late else ""
         seconds = time.monotonic() - began
         notes = _read(said)
-        left = _left(notes, scratch, before)
+        # A launcher that is killed cannot remove the folder that it gave to mpirun.
+        left = _left(notes, scratch, before, everything=fault != "launcher" or launcher not in _LAUNCHERS[1:])
         why = left or ("" if late else _judge(fault, seed, process.returncode, notes, errors))
         how = "hung" if late else "wrong" if why else FAULTS[fault]
         return Outcome(fault, launcher, seed, how, f"{why}\n{errors}" if why else "", seconds)
@@ -123,7 +124,7 @@ def _read(said: Path) -> Notes:
     return notes
 
 
-def _left(notes: Notes, scratch: Path, before: set[Path]) -> str:
+def _left(notes: Notes, scratch: Path, before: set[Path], *, everything: bool) -> str:
     """Return what is left behind, once it had time to go."""
     until = time.monotonic() + _GONE_SECONDS
     while True:
@@ -132,7 +133,7 @@ def _left(notes: Notes, scratch: Path, before: set[Path]) -> str:
         memory = [path.name for path in set(_MEMORY.iterdir()) - before]
         if memory and not processes:
             memory = _unused(memory)
-        if not (processes or files or memory):
+        if not (processes or (everything and (files or memory))):
             return ""
         if time.monotonic() > until:
             for pid in processes:

@@ -80,7 +80,7 @@ class Roster:
         self.exits: dict[int, Exit] = {}
         """How each rank left last, until it joins again."""
         self._left: set[int] = set()
-        self._gave_up: dict[int, str] = {}
+        self._gave_up: dict[int, Exit] = {}
 
     def join(self, rank: int, size: int) -> None:
         """Let a rank in; raise `Refused` with the reason why not."""
@@ -107,7 +107,7 @@ class Roster:
         if not self.ready:
             if exit.rank in self.joined:
                 self.joined.remove(exit.rank)
-                self._gave_up[exit.rank] = exit.cause
+                self._gave_up[exit.rank] = exit
             return False
         if exit.rank in self._left:
             return False
@@ -125,9 +125,13 @@ class Roster:
         return over
 
     def missing(self) -> dict[int, str]:
-        """Return the ranks that have not joined, each with what is known of it."""
+        """Return the ranks that have not joined, each with what is known of it.
+
+        Those that gave up waiting in good order are not among them where others never came, or broke off.
+        """
+        missing = [rank for rank in range(self.size) if rank not in self.joined]
+        first = [rank for rank in missing if rank not in self._gave_up or not self._gave_up[rank].clean] or missing
         return {
-            rank: f"joined and left again: {self._gave_up[rank]}" if rank in self._gave_up else "never came"
-            for rank in range(self.size)
-            if rank not in self.joined
+            rank: f"joined and left again: {self._gave_up[rank].cause}" if rank in self._gave_up else "never came"
+            for rank in first
         }

@@ -270,7 +270,7 @@ async def test_a_rank_that_gives_up_before_all_have_come_may_come_again() -> Non
         for _ in range(3):
             with pytest.raises(OperationTimeout):
                 await connect(hub.address, rank=0, size=2, timeout=0.05)
-        assert "gave up after 0.05 s" in hub.roster.missing()[0]
+        assert hub.roster.missing() == {1: "never came"}  # the one that gave up waited for it
         a, b = await join(hub, 2)
         assert not hub.roster.missing()
         await asyncio.gather(a.aclose(), b.aclose())

@@ -25,6 +25,7 @@ from aiodist.types import ANY
 T = TypeVar("T")
 
 _SHORT_BYTES = 64 << 10
+_MPICH_MEMORY = " /dev/shm/mpich_shm_"
 
 
 class MpiTransport:
@@ -110,7 +111,7 @@ class MpiTransport:
             ):  # those of a split may never end, and need their buffers
                 self._progress.remove_poller(self._requests)
         else:
-            World.doomed = True
+            World.doom()
 
 
 class World:
@@ -134,6 +135,17 @@ class World:
         if level < MPI.THREAD_MULTIPLE:
             names = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
             raise BackendError(f"MPI offers {names[level]}; aiodist needs THREAD_MULTIPLE")
+
+    @classmethod
+    def doom(cls) -> None:
+        """MPI is not to be finalised: remove the file behind MPICH's shared memory, as that would; all ranks map it."""
+        cls.doomed = True
+        if cls.pid != os.getpid():
+            return
+        with suppress(OSError), open("/proc/self/maps") as maps:
+            for path in {line.split()[-1] for line in maps if _MPICH_MEMORY in line}:
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
 
     @classmethod
     def finalize(cls) -> None:
@@ -162,7 +174,7 @@ async def open_world() -> MpiTransport:
     try:
         world = MpiTransport(await in_thread(start), progress, requests)
     except BaseException:
-        World.doomed = True  # the thread may still wait for the other ranks
+        World.doom()  # the thread may still wait for the other ranks
         raise
     world._owns_requests = True
     progress.add_poller(requests)
