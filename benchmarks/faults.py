@@ -169,12 +169,15 @@ def _judge(fault: str, seed: int, code: int, notes: Notes, errors: str) -> str:
     others = [rank for rank in range(_RANKS) if rank != victim]
     match FAULTS[fault]:
         case "survived":
-            blamed = fault != "mismatch" or all(victim in note.get("told", []) for note in notes.values())
-            fine = code == 0 and set(ends.values()) == {"right"} and blamed
+            named = fault != "mismatch" or all(victim in note.get("told", []) for note in notes.values())
+            fine = code == 0 and set(ends.values()) == {"right"} and named
         case "named":
             cause = {"kill": f"rank {victim}: signal SIGKILL", "raise": f"rank {victim}: exit code 1"}.get(fault)
             told = cause is None or cause in errors.splitlines()
-            fine = code > 0 and told and all(notes[rank].get("named") == [victim] for rank in others)
+            blamed = [notes[rank].get("named", []) for rank in others]
+            # Where two ranks wait for each other, both are named.
+            right = all(victim in names if fault == "crossed" else names == [victim] for names in blamed)
+            fine = code > 0 and told and right
         case _:
             fine = code == (130 if fault == "interrupt" else -signal.SIGKILL)
     return "" if fine else f"exit code {code}, the fault was rank {victim}'s, {notes}"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 import aiodist
-from aiodist import AiodistError, Communicator, MismatchError, OperationTimeout, PeerLost, RemoteError
+from aiodist import AiodistError, Communicator, DeadlockError, MismatchError, OperationTimeout, PeerLost, RemoteError
 from aiodist.env import Environment
 from aiodist.testing import Fault, FaultKind, Faults, InjectedFault
 from aiodist.world.opening import Limits
@@ -67,6 +67,8 @@ def named(error: BaseException) -> list[int]:
             return [error.raised_by]
         case OperationTimeout():
             return sorted(error.late)
+        case DeadlockError():
+            return sorted(error.cycle)
     return sorted({int(rank) for rank in re.findall(r"\brank (\d+): ", str(error))})
 
 
@@ -86,8 +88,8 @@ async def crossed(coll: Communicator, plan: Plan, notes: Notes) -> None:
     one, two = await coll.dup(), await coll.dup()
     first = two if coll.rank == plan.victim else one
     try:
-        await first.barrier(timeout=_LATE_SECONDS)
-    except OperationTimeout as error:
+        await first.barrier()
+    except DeadlockError as error:
         notes.failed(error)
         await asyncio.sleep(1.0)  # the others find out by themselves
         raise
@@ -110,7 +112,7 @@ async def main(plan: Plan, notes: Notes) -> None:
         await asyncio.sleep(60)
     limits = Limits(rendezvous=_LATE_SECONDS) if plan.fault == "absent" else Limits()
     try:
-        async with opened(limits, timeout=20) as coll:
+        async with opened(limits, timeout=None if plan.fault == "crossed" else 20) as coll:
             notes.add(ready=True)
             if plan.fault == "crossed":
                 await crossed(coll, plan, notes)

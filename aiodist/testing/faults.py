@@ -20,6 +20,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from random import Random
 from typing import Any, Final, Self
 
@@ -67,7 +68,7 @@ class FaultKind(StrEnum):
     REORDER = "reorder"
     """It comes after `seconds`, behind later ones with other tags, as on several connections."""
     DUPLICATE = "duplicate"
-    """It comes twice. No transport does that: a collective is right all the same, a receive may take the copy."""
+    """A copy comes after `seconds`: a collective is right all the same, another receive may take it."""
 
 
 _OF_MESSAGES = frozenset({FaultKind.DROP, FaultKind.DELAY, FaultKind.REORDER, FaultKind.DUPLICATE})
@@ -232,7 +233,7 @@ class FaultyHub(LocalHub):
 
     def send(self, to: Address, message: LocalMessage) -> None:
         """Send, lose, double or hold it."""
-        late, overtakable, copy = 0.0, False, None
+        late, overtakable = 0.0, False
         for fault in self._faults.at_message(message.src):
             match fault.kind:
                 case FaultKind.DROP:
@@ -240,26 +241,26 @@ class FaultyHub(LocalHub):
                     return
                 case FaultKind.DUPLICATE:
                     copy = message._replace(data=message.data.clone(), done=lambda error: None)
+                    self._at(self._now() + fault.seconds, partial(super().send, to, copy))
                 case kind:
                     late, overtakable = fault.seconds, kind == FaultKind.REORDER
-        self._hold(to, message, late, overtakable)
-        if copy is not None:
-            self._hold(to, copy, late, overtakable)
-
-    def _hold(self, to: Address, message: LocalMessage, late: float, overtakable: bool) -> None:
         held = self._held[to, message.src]
         ahead = [one for one in held if not one.overtakable or one.message.tag == message.tag]
         if not late and not ahead:
             super().send(to, message)
             return
-        assert self.loop is not None
-        due = max([self.loop.time() + late, *[one.due for one in ahead]])
+        due = max([self._now() + late, *[one.due for one in ahead]])
         held.append(_Held(message, due, overtakable))
-        self.loop.call_soon_threadsafe(self.loop.call_at, due, self._release, to, message.src, due)
+        self._at(due, partial(self._release_until, to, message.src, due))
 
-    def _release(self, to: Address, src: int, due: float) -> None:
-        """What is due comes; it is called a little early, as timers are."""
-        Progress.current().start(lambda: self._release_until(to, src, due))
+    def _now(self) -> float:
+        assert self.loop is not None
+        return self.loop.time()
+
+    def _at(self, due: float, call: Callable[[], None]) -> None:
+        """Have the loop make a call at that time, with the transport lock held; a little early, as timers are."""
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(self.loop.call_at, due, lambda: Progress.current().start(call))
 
     def _release_until(self, to: Address, src: int, due: float) -> None:
         held = self._held[to, src]
