@@ -129,7 +129,7 @@ def _left(notes: Notes, scratch: Path, before: set[Path], *, everything: bool) -
     until = time.monotonic() + _GONE_SECONDS
     while True:
         processes = [pid for note in notes.values() if _lives(pid := note["pid"])]
-        files = [str(path.relative_to(scratch)) for path in scratch.rglob("*")]
+        files = [str(path.relative_to(scratch)) for path in scratch.rglob("*") if not path.is_dir()]
         memory = [path.name for path in set(_MEMORY.iterdir()) - before]
         if memory and not processes:
             memory = _unused(memory)

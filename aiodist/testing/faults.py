@@ -62,7 +62,10 @@ class FaultKind(StrEnum):
     CUT = "cut"
     """The connection to the hub breaks; processes only."""
     DROP = "drop"
-    """The message never comes. This and those below are for `run_ranks`: MPI and TCP do not do that."""
+    """It never comes, nor what follows from that rank to the same one on that communicator, as where a link is dead.
+
+    This and those below are for `run_ranks`.
+    """
     DELAY = "delay"
     """It comes after `seconds`, with what follows from that rank to the same one behind it, as on one connection."""
     REORDER = "reorder"
@@ -230,6 +233,7 @@ class FaultyHub(LocalHub):
         super().__init__(seed)
         self._faults = faults
         self._held: defaultdict[tuple[Address, int], deque[_Held]] = defaultdict(deque)
+        self._dead: set[tuple[Address, int]] = set()
 
     def send(self, to: Address, message: LocalMessage) -> None:
         """Send, lose, double or hold it."""
@@ -237,13 +241,15 @@ class FaultyHub(LocalHub):
         for fault in self._faults.at_message(message.src):
             match fault.kind:
                 case FaultKind.DROP:
-                    tell([(message.done, None)])
-                    return
+                    self._dead.add((to, message.src))
                 case FaultKind.DUPLICATE:
                     copy = message._replace(data=message.data.clone(), done=lambda error: None)
                     self._at(self._now() + fault.seconds, partial(super().send, to, copy))
                 case kind:
                     late, overtakable = fault.seconds, kind == FaultKind.REORDER
+        if (to, message.src) in self._dead:
+            tell([(message.done, None)])
+            return
         held = self._held[to, message.src]
         ahead = [one for one in held if not one.overtakable or one.message.tag == message.tag]
         if not late and not ahead:

@@ -118,7 +118,7 @@ def check(ends: list[Any], faults: Faults) -> None:
 def programs(draw: st.DrawFn) -> tuple[int, list[Step], Faults, int]:
     size = draw(st.integers(2, 4))
     steps = draw(st.lists(st.sampled_from(STEPS), min_size=1, max_size=8))
-    kinds = [*FATAL, *HARMLESS, "drop", *(["duplicate"] if set(steps) <= set(COLLECTIVES) else [])]
+    kinds = [*FATAL, *HARMLESS, *(["drop", "duplicate"] if set(steps) <= set(COLLECTIVES) else [])]
     fault = st.builds(Fault, st.sampled_from(kinds), st.integers(0, size - 1), st.integers(0, 20), st.floats(0.01, 2))
     return size, steps, Faults(*draw(st.lists(fault, min_size=1, max_size=3))), draw(st.integers(0, 1 << 16))
 
@@ -136,7 +136,7 @@ def test_w9_every_rank_ends_right_or_says_who_failed(drawn: tuple[int, list[Step
     "runs", [1, pytest.param(100, marks=[pytest.mark.thorough, pytest.mark.soak, pytest.mark.timeout(600)])]
 )
 def test_w9_each_fault_at_random_operations(kind: str, runs: int) -> None:
-    steps = COLLECTIVES if kind == "duplicate" else STEPS
+    steps = COLLECTIVES if kind in ("drop", "duplicate") else STEPS
     struck = 0
     for seed in range(runs):
         faults = Faults.drawn(seed, [kind], ranks=range(4), calls=8, seconds=1.5)
