@@ -75,7 +75,7 @@ async def main(*, undisturbed: bool, seed: int) -> None:
     opt = torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.9)
     net, dies_at, drawn_in = None, None, -1
     async with aiodist.init(elastic=True) as coll:
-        while net is None or net.steps < STEPS:
+        while True:
             try:
                 if net is None:  # at first, and on a rank that joins, which gets what the others have
                     net = await DataParallel.create(module, coll, opt, op="sum")
@@ -87,13 +87,15 @@ async def main(*, undisturbed: bool, seed: int) -> None:
                 if net.steps == GROWS_AT and coll.generation == 2 and not undisturbed:
                     coll = await coll.grow()
                     continue
+                if net.steps == STEPS:  # in the block, since a rank may have died in the last step
+                    figure = await accuracy(coll, module, images[-HELD_OUT:], labels[-HELD_OUT:])
+                    break
                 mine = batch(net.steps, coll)
                 await net.step(partial(loss, net, images[mine], labels[mine]), opt)
             except aiodist.PeerError as error:
                 where = "before the first step" if net is None else f"step {net.steps}"
                 print(f"{where}, rank {coll.rank} of {coll.size}: {type(error).__name__}")
                 coll = await coll.shrink()
-        figure = await accuracy(coll, module, images[-HELD_OUT:], labels[-HELD_OUT:])
         if coll.rank == 0:
             print(f"{coll.size} ranks in generation {coll.generation}: test accuracy {figure:.4f}")
 

@@ -528,6 +528,6 @@ def test_w3_elastic_training_ends_as_if_nothing_had_happened(launch: Launch, see
         assert 0 <= int(at) - step <= 1
         assert 0 <= int(then) - (90 + later) <= 1
     calm = launch(2, script, "--undisturbed", mpi="none", elastic="1:2").lines[0][0]
-    (line,) = [line for lines in done.lines for line in lines if "accuracy" in line]
+    (line,) = [line for lines in done.lines.values() for line in lines if "accuracy" in line]
     assert line.startswith("3 ranks in generation 3: test accuracy 0.9")
     assert abs(float(line.split()[-1]) - float(calm.split()[-1])) <= 0.01
