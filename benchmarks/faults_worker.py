@@ -15,7 +15,16 @@ from typing import NamedTuple
 import torch
 
 import aiodist
-from aiodist import AiodistError, Communicator, DeadlockError, MismatchError, OperationTimeout, PeerLost, RemoteError
+from aiodist import (
+    AiodistError,
+    Communicator,
+    CommunicatorAborted,
+    DeadlockError,
+    MismatchError,
+    OperationTimeout,
+    PeerLost,
+    RemoteError,
+)
 from aiodist.env import Environment
 from aiodist.testing import Fault, FaultKind, Faults, InjectedFault
 from aiodist.world.opening import Limits
@@ -69,7 +78,7 @@ def named(error: BaseException) -> list[int]:
             return sorted(error.late)
         case DeadlockError():
             return sorted(error.cycle)
-    return sorted({int(rank) for rank in re.findall(r"\brank (\d+): ", str(error))})
+    return sorted({int(rank) for rank in re.findall(r"\brank (\d+)(?:: | waits for rank)", str(error))})
 
 
 async def one_round(coll: Communicator) -> None:
@@ -89,7 +98,7 @@ async def crossed(coll: Communicator, plan: Plan, notes: Notes) -> None:
     first = two if coll.rank == plan.victim else one
     try:
         await first.barrier()
-    except DeadlockError as error:
+    except (DeadlockError, CommunicatorAborted) as error:  # a rank outside the cycle is told by one in it
         notes.failed(error)
         await asyncio.sleep(1.0)  # the others find out by themselves
         raise
