@@ -13,7 +13,7 @@ import torch
 import aiodist
 from aiodist.communicator import Communicator
 from aiodist.nn import DataParallel
-from aiodist.watch.arrivals import Arrivals
+from aiodist.watch.arrivals import ArrivalTimes
 from benchmarks import models
 from benchmarks.training import Setting
 
@@ -56,7 +56,7 @@ async def compare(
 
 @asynccontextmanager
 async def _noted(coll: Communicator) -> AsyncIterator[None]:
-    arrivals = Arrivals(coll)
+    arrivals = ArrivalTimes(coll)
     yield
     await arrivals.finish()
     arrivals.close()

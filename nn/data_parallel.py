@@ -240,7 +240,7 @@ class DataParallel(ModuleLike):
 
         Raises `RuntimeError` while updates are pending: `await opt.flush()` first.
         """
-        self._check_updated()
+        self.check_updated()
         return self._module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -249,7 +249,7 @@ class DataParallel(ModuleLike):
         After steps that some ranks have not made this is how the next step works again. Raises `RuntimeError` while
         updates are pending, which would be made to what is loaded: `await opt.flush()` first.
         """
-        self._check_updated()
+        self.check_updated()
         self.reducer.steps.alike()
         self._module.load_state_dict(state, strict=strict)
 
@@ -310,7 +310,7 @@ class DataParallel(ModuleLike):
             raise RuntimeError("net.step inside net.no_sync(): there, `await net.backward(loss)` adds up gradients")
         self._check_owner(opt)
         if opt is not self._optimizer:
-            self._check_updated()
+            self.check_updated()
             if isinstance(opt, Optimizer):
                 check_one_pass(opt)
             self._optimizer = opt
@@ -517,7 +517,8 @@ class DataParallel(ModuleLike):
         if error[0] is None:
             await self.aclose()
 
-    def _check_updated(self) -> None:
+    def check_updated(self) -> None:
+        """Raise RuntimeError while the optimizer has updates still to make."""
         if isinstance(self._optimizer, Driver) and self._optimizer.pending:
             raise RuntimeError("the last updates are still to be made: `await opt.flush()` first")
 

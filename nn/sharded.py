@@ -254,7 +254,7 @@ def _check_net(net: DataParallel) -> None:
     """Raise where the gradients of `net` cannot be scattered."""
     if net.compressor is not None:
         raise ValueError("the net compresses its gradients, and codes are no gradients of blocks: leave out compress=")
-    net._check_updated()
+    net.check_updated()
     for slot in net.reducer.slots:
         if slot.parameter.is_cuda:
             raise TypeError(f"parameter {slot.name!r} lies on {slot.parameter.device}: expected all on the CPU")

@@ -20,7 +20,7 @@ from aiodist.checkpoints.own import check_own, own_buffers, own_loaders, own_sta
 from aiodist.checkpoints.parts import Net, Part, Taken, check_parts
 from aiodist.checkpoints.safetensors_file import Layout, TensorEntry, copy_into, lay_out
 from aiodist.checkpoints.values import Json, encode
-from aiodist.checkpoints.writer import Pace, Writer
+from aiodist.checkpoints.writer import WritePace, Writer
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
 
@@ -213,7 +213,7 @@ class _Save:
 
     def _write_file(self, file: Path, computing: set[int]) -> list[TensorEntry]:
         assert self.copied is not None
-        return safetensors_file.write(file, self.copied.layout, self.copied.buffer, Pace(computing).rest)
+        return safetensors_file.write(file, self.copied.layout, self.copied.buffer, WritePace(computing).rest)
 
     async def _commit(
         self, writer: Writer, part: Path, written: list[tuple[FileFacts, list[TensorEntry], Json]]

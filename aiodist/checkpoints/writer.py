@@ -112,7 +112,7 @@ class Writer:
         return f"<Writer of {self.parent!r}, {len(self._tasks)} under way>"
 
 
-class Pace:
+class WritePace:
     """Has the thread that makes it use a small part of a core while others compute."""
 
     def __init__(self, computing: set[int]) -> None:

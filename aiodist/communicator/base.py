@@ -44,7 +44,7 @@ CAUSE = 0.8
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WaitingCall:
     """For which ranks the others waited: in each collective for the one that came last, from when each of them came.
 
     Waits that are shorter than the clocks may be wrong count nothing.
@@ -80,7 +80,7 @@ class CommunicatorStatistics:
     """Bytes of those that lay elsewhere, or were so short (32 KiB) that they travel whole: copied for the others."""
     named: int
     """How many collectives were issued by `name=`; they are not among `collectives`."""
-    waited: Waiting | None = None
+    waited: WaitingCall | None = None
     """For whom ranks waited, as it was known a second ago: with `init(stragglers=True)`; None before it is."""
 
 
@@ -112,7 +112,7 @@ class Keeper(Protocol):
     near: Neighbourhood | None
     stop_requested: bool
     generation: Generation
-    waited: dict[str, Waiting]
+    waited: dict[str, WaitingCall]
 
     def edit(self, comm: Any, edit: Edit) -> Handle[None]:  # noqa: ANN401
         """Edit the tables of `comm` and of what was made of it; return the handle of its comparison."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
-class Op(NamedTuple):
+class PendingOp(NamedTuple):
     """An operation that is pending, and what it needs of other ranks."""
 
     comm: str
@@ -39,11 +39,11 @@ class CommFacts(NamedTuple):
 class Facts(NamedTuple):
     """What a rank tells when nothing but the end of a pending operation can have it go on."""
 
-    ops: list[Op]
+    ops: list[PendingOp]
     comms: list[CommFacts]
 
     @classmethod
     def read(cls, told: list[Any]) -> Facts:
         """Return what another rank has sent."""
         ops, comms = told
-        return cls([Op(*op) for op in ops], [CommFacts(*comm) for comm in comms])
+        return cls([PendingOp(*op) for op in ops], [CommFacts(*comm) for comm in comms])

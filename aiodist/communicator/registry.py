@@ -17,7 +17,7 @@ from aiodist.collectives.between import Between
 from aiodist.collectives.choice.table import Edit, Table
 from aiodist.collectives.cuda.accelerator import Accelerator
 from aiodist.collectives.implementations import Repertoire
-from aiodist.communicator.base import Waiting
+from aiodist.communicator.base import WaitingCall
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.gate import Entry, Gate
 from aiodist.communicator.movement import Movement
@@ -74,7 +74,7 @@ class OpenBlock(Protocol):
         """The world has a new generation, in this registry."""
 
 
-class Elastic(Protocol):
+class ElasticJob(Protocol):
     """What comes to the next generation of the world."""
 
     def regroup(self, comm: Any, joiners: int, timeout: float | None) -> Handle[Any]:  # noqa: ANN401
@@ -116,7 +116,7 @@ class Registry(Generic[C]):
         self._make = make
         self.generation = generation or Generation(0, (None,) * channel.size)
         """The one that this world is; of one that is not elastic, the first."""
-        self.elastic: Elastic | None = None
+        self.elastic: ElasticJob | None = None
         """What an elastic world comes to the next one by."""
         self.near = near
         """The ranks of this host, and this rank's memory that they can map."""
@@ -137,7 +137,7 @@ class Registry(Generic[C]):
         """The way to the loop's thread, where `aiodist.start` opened the world; threads may issue on all made then."""
         self.stop_requested = False
         """This rank was asked to stop, and asks all others; any thread sets it, nobody takes it back."""
-        self.waited: dict[str, Waiting] = {}
+        self.waited: dict[str, WaitingCall] = {}
         """By communicator, where that is measured."""
         self.on_open: list[Callable[[Dispatcher], None]] = []
         """Told of the dispatcher of each communicator that is made."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 from aiodist.collectives.mailbox import Mailbox
-from aiodist.communicator.facts import CommFacts, Op
+from aiodist.communicator.facts import CommFacts, PendingOp
 from aiodist.communicator.inquiry import Inquiry, Wait, Whereabouts
 from aiodist.communicator.oplog import OpLog, Record
 from aiodist.communicator.report import StallReporter
@@ -408,7 +408,7 @@ class Watchdog:
         whom = [self._ranks[rank] for rank in self._missing(handle)] if seconds >= _LOOK_SECONDS else []
         return Wait(f"{handle}{to} on {self._name!r}", round(seconds, 1), whom)
 
-    def facts(self) -> tuple[CommFacts, list[Op]] | None:
+    def facts(self) -> tuple[CommFacts, list[PendingOp]] | None:
         """Return what those who look for deadlocks need; None where something may end without another rank's doing."""
         pending = [(handle, meets) for handle, meets in list(self.pending.items()) if handle.is_pending]
         receives = sum(isinstance(meets, Peer) and meets.src is not None for _, meets in pending)
@@ -425,14 +425,14 @@ class Watchdog:
         comm = CommFacts(self._name, [*world], self._oplog.seq, names, sent, heard, self.messages)
         return comm, [self._op(handle, meets) for handle, meets in pending]
 
-    def _op(self, handle: Handle[Any], meets: bool | Peer | Use) -> Op:
+    def _op(self, handle: Handle[Any], meets: bool | Peer | Use) -> PendingOp:
         if isinstance(meets, Use):
-            return Op(self._name, str(handle), meets.count, meets.name, [])
+            return PendingOp(self._name, str(handle), meets.count, meets.name, [])
         if not isinstance(meets, Peer):
-            return Op(self._name, str(handle), handle.seq, "", [])
+            return PendingOp(self._name, str(handle), handle.seq, "", [])
         end = meets.dst if meets.src is None else meets.src
         peers = [*self._ranks] if end == ANY or end is None else [self._ranks[end]]
-        return Op(self._name, f"{handle} {meets}", handle.seq, "", peers)
+        return PendingOp(self._name, f"{handle} {meets}", handle.seq, "", peers)
 
     def _since(self, handle: Handle[Any]) -> float | None:
         """Return when the others were first told: of a collective or of the one that it comes behind."""

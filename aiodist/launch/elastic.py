@@ -21,7 +21,7 @@ from aiodist.launch.processes import Command
 from aiodist.launch.wire import Start
 
 
-class Session(NamedTuple):
+class ElasticSession(NamedTuple):
     """Where one generation meets, and which process is which of its ranks."""
 
     hub: Hub
@@ -54,7 +54,7 @@ class ElasticSessions:
         self._host = host
         self._token = token
         hub = Hub(size, host=host, token=token, members=self.generations.members())
-        self._sessions = {0: Session(hub, tuple(range(size)))}
+        self._sessions = {0: ElasticSession(hub, tuple(range(size)))}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Hub:
@@ -86,7 +86,7 @@ class ElasticSessions:
         session = self._current()
         return {session.processes[rank]: exit for rank, exit in session.hub.roster.exits.items()}
 
-    def _current(self) -> Session:
+    def _current(self) -> ElasticSession:
         return self._sessions[self.generations.machine.current.number]
 
     # --- see `Sessions` ------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class ElasticSessions:
         new = range(self.count, self.count + len(generation.joiners))
         self.count += len(new)
         survivors = [before[rank] for rank in generation.survivors]
-        self._sessions[generation.number] = Session(hub, (*survivors, *new))
+        self._sessions[generation.number] = ElasticSession(hub, (*survivors, *new))
         for rank, process in zip(generation.joiners, new, strict=True):
             self._start(generation, rank, process, hub.address)
         return hub.address

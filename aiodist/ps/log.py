@@ -30,7 +30,7 @@ class Logged:
     """What it made; None: nobody has said."""
 
 
-class Known(NamedTuple):
+class KnownPushes(NamedTuple):
     """A push that made a version, as JSON has it."""
 
     version: int
@@ -70,10 +70,10 @@ class Log:
             pushes = self._pushes.get(name, {})
             self._pushes[name] = {n: p for n, p in pushes.items() if p.version is None or p.version > version}
 
-    def known(self) -> dict[str, list[Known]]:
+    def known(self) -> dict[str, list[KnownPushes]]:
         """Return what is known to be applied."""
         return {
-            name: [Known(p.version, p.number, p.base) for p in pushes.values() if p.version is not None]
+            name: [KnownPushes(p.version, p.number, p.base) for p in pushes.values() if p.version is not None]
             for name, pushes in self._pushes.items()
         }
 
@@ -88,7 +88,7 @@ class Log:
         return sorted(found, key=lambda each: each[1].number)
 
 
-def again(known: Mapping[int, Iterable[Known]], marks: Mapping[int, int]) -> list[Push]:
+def again(known: Mapping[int, Iterable[KnownPushes]], marks: Mapping[int, int]) -> list[Push]:
     """Return what is ordered first, of what clients know to be applied to one tensor: as it was then.
 
     Both by client. A client's own come in the order of their numbers, also where two servers said other versions.

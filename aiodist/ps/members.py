@@ -11,7 +11,7 @@ Roles = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Member:
+class ServerMember:
     """One rank. What stands behind `uid` is of the communicator before; a rank that is new has nothing there."""
 
     uid: str
@@ -33,7 +33,7 @@ class Member:
         return asdict(self)
 
 
-def roles_among(members: Sequence[Member], own: Roles) -> Roles:
+def roles_among(members: Sequence[ServerMember], own: Roles) -> Roles:
     """Return who serves and who works: `own`, as this rank was told, where all are new.
 
     Else as the ranks that were there were told. If not at all: where every rank served, all do; or those that served
@@ -55,7 +55,7 @@ def roles_among(members: Sequence[Member], own: Roles) -> Roles:
     return servers, tuple(rank for rank in everybody if rank not in servers and members[rank].worked)
 
 
-def kept(members: Sequence[Member], servers: Sequence[int]) -> bool:
+def kept(members: Sequence[ServerMember], servers: Sequence[int]) -> bool:
     """Return whether every shard is on the server where it was."""
     old = next((member for member in members if member.size), None)
     return old is not None and [members[rank].served for rank in servers] == list(range(old.servers))

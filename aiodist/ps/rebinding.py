@@ -16,8 +16,8 @@ from torch import Tensor
 
 from aiodist.errors import PeerLost
 from aiodist.handles.progress import transport_lock
-from aiodist.ps.log import Known, Logged, again
-from aiodist.ps.members import Member, kept
+from aiodist.ps.log import KnownPushes, Logged, again
+from aiodist.ps.members import ServerMember, kept
 from aiodist.ps.rows.grouping import grouped
 from aiodist.ps.rows.packing import COUNT_BYTES, pack_head, rows_in, unpack_ids
 
@@ -49,7 +49,7 @@ class Rebinding:
         self._uids = session.context.uids
         self._residuals = {entry.name: session.client.codes.residual(entry.key, entry.spans) for entry in entries}
 
-    async def find(self, members: Sequence[Member]) -> str | None:
+    async def find(self, members: Sequence[ServerMember]) -> str | None:
         """Return the checkpoint with which servers go on, None for what they have; raise PeerLost for neither."""
         session = self._session
         saving = session.server.saving
@@ -68,7 +68,7 @@ class Rebinding:
         expected = "a save() since, " if session.log is not None else "checkpoints=, and a save() since, "
         raise PeerLost(f"parameter server {session.coll.name!r}: {why}: expected {expected}to go on from", lost=-1)
 
-    async def restore(self, folder: str | None, members: Sequence[Member]) -> None:
+    async def restore(self, folder: str | None, members: Sequence[ServerMember]) -> None:
         """Have servers take what they had, or what the checkpoint has; then each push once that came after it."""
         session = self._session
         await session.told({})  # all names are known
@@ -95,10 +95,10 @@ async def _order_again(session: ParameterServerSession, entries: Mapping[str, Na
             "marks": {shard.name: [[client, n] for client, n in shard.marks.items()] for shard in led},
         }
     )
-    known: dict[str, dict[int, list[Known]]] = {}
+    known: dict[str, dict[int, list[KnownPushes]]] = {}
     for client, each in enumerate(told):
         for name, found in each.get("known", {}).items():
-            known.setdefault(name, {})[client] = [Known(*one) for one in found]
+            known.setdefault(name, {})[client] = [KnownPushes(*one) for one in found]
     with transport_lock:
         for shard in led:
             shard.order_again(again(known.get(shard.name, {}), shard.marks))

@@ -20,7 +20,7 @@ from aiodist.checkpoints import folders, safetensors_file
 from aiodist.checkpoints.manifest import FileFacts, commit
 from aiodist.checkpoints.reading import Reader
 from aiodist.checkpoints.safetensors_file import TensorEntry, lay_out
-from aiodist.checkpoints.writer import Pace
+from aiodist.checkpoints.writer import WritePace
 from aiodist.collectives.program import Program, run
 from aiodist.errors import CheckpointDamaged, MismatchError
 from aiodist.ps.captured import Captured, capture, described, moved, restore, tensors_in
@@ -61,7 +61,7 @@ class _Turn:
     """Called once all have come, or one never will."""
 
 
-class Saving:
+class ServerSaving:
     """One rank's part; every method runs with the transport lock held, unless it says otherwise."""
 
     def __init__(self, context: Context, answers: Answers, shards: Shards, client: Client) -> None:
@@ -344,7 +344,7 @@ def _written(call: _Said, captured: Sequence[Captured], computing: set[int]) -> 
     for one in captured:
         one.written.clear()
     file = Path(call["folder"]) / folders.file_name(call["at"])
-    entries = safetensors_file.write(file, layout, buffer, Pace(computing).rest)
+    entries = safetensors_file.write(file, layout, buffer, WritePace(computing).rest)
     facts = FileFacts.of(layout)
     return {
         "facts": [facts.nbytes, facts.header, facts.crc],

@@ -20,7 +20,7 @@ from aiodist.ps.directory import Directory
 from aiodist.ps.meeting import Meeting
 from aiodist.ps.requests import Change, Freed, Mark, Pulling, Pushing, Request
 from aiodist.ps.rows.shard import TableShard
-from aiodist.ps.saving import Saving
+from aiodist.ps.saving import ServerSaving
 from aiodist.ps.service import LIGHT_BYTES
 from aiodist.ps.serving import Serving
 from aiodist.ps.shard import Shard
@@ -59,7 +59,7 @@ class Server:
         self._serving = Serving(context, answers)
         self._directory = Directory(context, answers, self._shards, lambda client: self._meeting.stops(client))
         self._meeting = Meeting(context, answers, self._shards, self._directory)
-        self.saving: Saving
+        self.saving: ServerSaving
         self._calls: dict[str, Callable[[int, dict[str, Any]], None]] = {
             "make": self._make,
             "made": lambda client, call: answers.answer(client, call["n"]),
@@ -79,7 +79,7 @@ class Server:
 
     def open(self, client: Client) -> None:
         """Know the client of this rank."""
-        self.saving = Saving(self.context, self._answers, self._shards, client)
+        self.saving = ServerSaving(self.context, self._answers, self._shards, client)
         self._calls |= self.saving.calls
 
     # --- what comes ----------------------------------------------------------------------------------------

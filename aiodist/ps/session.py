@@ -28,7 +28,7 @@ from aiodist.ps.client import Client
 from aiodist.ps.coalescer import Coalescer
 from aiodist.ps.context import Context
 from aiodist.ps.log import Log
-from aiodist.ps.members import Member, Roles, roles_among
+from aiodist.ps.members import Roles, ServerMember, roles_among
 from aiodist.ps.pool import Pool
 from aiodist.ps.server import Server
 from aiodist.ps.service import Service
@@ -68,7 +68,7 @@ class ParameterServerSession:
         if self._opened:
             raise RuntimeError("a parameter server cannot be opened twice: make another")
         self._opened = True
-        members = await self._bind(self.parent, Member(self.uid))
+        members = await self._bind(self.parent, ServerMember(self.uid))
         joins = any(member.size for member in members)
         try:
             if joins:
@@ -80,12 +80,12 @@ class ParameterServerSession:
             self.abort_everywhere(error)
             raise
 
-    async def rebind(self, coll: Communicator, roles: Roles | None) -> list[Member]:
+    async def rebind(self, coll: Communicator, roles: Roles | None) -> list[ServerMember]:
         """Go on over another communicator, with its ranks; what was under way failed. Shards have nothing yet."""
         old, settings = self.context, self.settings
         place = settings.servers.index(old.rank) if old.rank in settings.servers else None
         size, worked = len(old.world_ranks), old.rank in settings.workers
-        me = Member(self.uid, size, len(settings.servers), place, worked, roles, old.saved)
+        me = ServerMember(self.uid, size, len(settings.servers), place, worked, roles, old.saved)
         name = self.coll.name
         self._abort(CommunicatorAborted(f"parameter server {name!r} goes on with other ranks", comm=name))
         if self.coll.parts.dispatcher.refusal is None:
@@ -93,7 +93,7 @@ class ParameterServerSession:
         self.parent = coll
         return await self._bind(coll, me)
 
-    async def _bind(self, coll: Communicator, me: Member) -> list[Member]:
+    async def _bind(self, coll: Communicator, me: ServerMember) -> list[ServerMember]:
         """Take a duplicate of `coll`, on which all ranks agree; return who they are."""
         self.coll = await coll.dup()
         members = await self._agree(me)
@@ -105,10 +105,10 @@ class ParameterServerSession:
         json = Json()  # objects would be unpickled
         return [json.decode(code) for code in await self.coll.allgather(json.encode(mine))]
 
-    async def _agree(self, me: Member) -> list[Member]:
+    async def _agree(self, me: ServerMember) -> list[ServerMember]:
         """Return who takes part, and know who serves; raise MismatchError where ranks chose other settings."""
         told = await self.told({"settings": self.settings.described(), "me": me.said()})
-        members = [Member(**each["me"]) for each in told]
+        members = [ServerMember(**each["me"]) for each in told]
         others = [each["settings"] for each in told]
         for rank, other in enumerate(others):
             roles = {"servers", "workers"} if any(member.size for member in members) else set()
@@ -122,7 +122,7 @@ class ParameterServerSession:
         self.settings = replace(self.settings, servers=servers, workers=workers)
         return members
 
-    def _open(self, members: Sequence[Member]) -> None:
+    def _open(self, members: Sequence[ServerMember]) -> None:
         progress = self.progress = Progress.current()
         dispatcher = self.coll.parts.dispatcher
         near = self.coll.parts.registry.near
@@ -162,7 +162,7 @@ class ParameterServerSession:
         dispatcher.on_lost.append(self._lost)
         dispatcher.on_abort.append(self._aborted)
         dispatcher.waits_unseen(lambda: True)
-        self.coll.admit(_Guest(self, self.coll))
+        self.coll.admit(_ServerGuest(self, self.coll))
         self._refusal = None
         self._over = asyncio.Event()
         with transport_lock:
@@ -363,7 +363,7 @@ class ParameterServerSession:
 
 
 @dataclass(frozen=True, eq=False)
-class _Guest:
+class _ServerGuest:
     """The session on one of its communicators."""
 
     session: ParameterServerSession

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiodist.communicator import Communicator
-from aiodist.communicator.base import CAUSE, Waiting
+from aiodist.communicator.base import CAUSE, WaitingCall
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.oplog import OpLog, Record
 from aiodist.communicator.watchdog import Watch
@@ -57,7 +57,7 @@ class _Followed:
         """What was issued on it."""
         return self.dispatcher.oplog
 
-    def add(self, late: NDArray[np.float64], compared: int, error: float) -> Waiting:
+    def add(self, late: NDArray[np.float64], compared: int, error: float) -> WaitingCall:
         """Take in (number, last rank, seconds waited) of operations; return what is known now."""
         size = len(self.dispatcher.ranks)
         self.seconds = self.seconds or [0.0] * size
@@ -69,17 +69,17 @@ class _Followed:
         self.compared += compared
         self.error = max(self.error, error)
         by_operation = {kind: tuple(seconds) for kind, seconds in self.by_operation.items()}
-        return Waiting(tuple(self.seconds), by_operation, self.compared, self.error)
+        return WaitingCall(tuple(self.seconds), by_operation, self.compared, self.error)
 
 
-class Arrivals:
+class ArrivalTimes:
     """One rank's part in it."""
 
     def __init__(self, world: Communicator, *, report: bool = False) -> None:
         """With `report` rank 0 says at the end who waited for whom."""
         self._world = world
         registry = self._registry = world.parts.registry
-        self._waited: dict[str, Waiting] = registry.waited
+        self._waited: dict[str, WaitingCall] = registry.waited
         self._channel = registry.channel
         self._ranks = world.parts.dispatcher.ranks
         self._clock = Clock(self._channel, "clock of arrivals", self._ranks)

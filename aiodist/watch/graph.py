@@ -11,23 +11,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from aiodist.communicator.facts import CommFacts, Facts, Op
+from aiodist.communicator.facts import CommFacts, Facts, PendingOp
 from aiodist.control import name_ranks
 
 _SHOWN, _SHOWN_OF_A_RANK = 8, 3
 
 
-class Wait(NamedTuple):
+class Blocked(NamedTuple):
     """An operation that cannot end, and the ranks that have yet to do their part of it."""
 
-    op: Op
+    op: PendingOp
     ranks: list[int]
 
 
 class Lock(NamedTuple):
     """Ranks of which none can go on."""
 
-    waits: dict[int, list[Wait]]
+    waits: dict[int, list[Blocked]]
     """What each of them waits in."""
     cycle: list[int]
     """Ranks of it of which each waits for the next, and the last for the first."""
@@ -35,20 +35,20 @@ class Lock(NamedTuple):
 
 def locked(told: Mapping[int, Facts]) -> Lock | None:
     """Return the ranks that can never go on, of those that stand still and have told what they wait in."""
-    waits = {rank: [Wait(op, []) for op in facts.ops] for rank, facts in told.items() if facts.ops}
+    waits = {rank: [Blocked(op, []) for op in facts.ops] for rank, facts in told.items() if facts.ops}
     comms = {rank: {comm.name: comm for comm in told[rank].comms} for rank in waits}
     changed = True
     while changed:
         changed = False
         for rank in list(waits):
-            waits[rank] = [Wait(op, _blocking(rank, op, comms)) for op, _ in waits[rank]]
+            waits[rank] = [Blocked(op, _blocking(rank, op, comms)) for op, _ in waits[rank]]
             if not all(wait.ranks for wait in waits[rank]):  # this one may end, and then the rank may do anything
                 del waits[rank], comms[rank]
                 changed = True
     return Lock(waits, _cycle(waits)) if waits else None
 
 
-def _blocking(rank: int, op: Op, comms: Mapping[int, Mapping[str, CommFacts]]) -> list[int]:
+def _blocking(rank: int, op: PendingOp, comms: Mapping[int, Mapping[str, CommFacts]]) -> list[int]:
     """Return the ranks, of those that stand still, without which `op` of `rank` cannot end; none where it may."""
     mine = comms[rank][op.comm]
     there = {other: comm for other in mine.ranks if (comm := comms.get(other, {}).get(op.comm)) is not None}
@@ -71,7 +71,7 @@ def _found(pairs: Sequence[Sequence[Any]], key: object) -> int:
     return next((count for one, count in pairs if one == key), 0)
 
 
-def _cycle(waits: Mapping[int, list[Wait]]) -> list[int]:
+def _cycle(waits: Mapping[int, list[Blocked]]) -> list[int]:
     """Follow the first rank that each waits for until one comes again."""
     path: list[int] = []
     rank = min(waits)

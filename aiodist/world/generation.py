@@ -24,7 +24,7 @@ from aiodist.env import Environment, Starter
 from aiodist.errors import AiodistError, BackendUnavailable, CommunicatorAborted, ConfigError
 from aiodist.handles import Progress
 from aiodist.topology import Topology
-from aiodist.watch.arrivals import Arrivals
+from aiodist.watch.arrivals import ArrivalTimes
 from aiodist.watch.deadlocks import Deadlocks
 from aiodist.watch.inspector import inspected
 from aiodist.watch.lag import watched_loop
@@ -43,7 +43,7 @@ from aiodist.world.stopping import stopping_by_signals
 
 
 @dataclass(frozen=True)
-class Options:
+class WorldOptions:
     """How the world is to be, as `init` was told and the environment says."""
 
     limits: Limits
@@ -61,10 +61,10 @@ class Options:
     """This rank has its process to itself."""
 
 
-class World:
+class OpenWorld:
     """What one generation has open on this rank."""
 
-    def __init__(self, options: Options, place: RankPlace, registry: Registry[Communicator]) -> None:
+    def __init__(self, options: WorldOptions, place: RankPlace, registry: Registry[Communicator]) -> None:
         self.transport = place.transport
         self.channel = place.channel
         self.registry = registry
@@ -73,10 +73,10 @@ class World:
         self._options = options
         self._hosts = place.hosts
         self._held = ExitStack()
-        self._watching: list[Arrivals | Recording] = []
+        self._watching: list[ArrivalTimes | Recording] = []
 
     @classmethod
-    async def of(cls, options: Options, place: RankPlace, generation: Generation | None = None) -> World:
+    async def of(cls, options: WorldOptions, place: RankPlace, generation: Generation | None = None) -> OpenWorld:
         """Return the world of the ranks at `place`, for `open` to be called."""
         limits = options.limits
         near, alone, sharing = await find_neighbours(
@@ -117,7 +117,7 @@ class World:
         if options.levels is not None:
             await root_levels(world, options.levels)
         if options.stragglers and world.size > 1:
-            self._watch(Arrivals(world, report=environment.stragglers))
+            self._watch(ArrivalTimes(world, report=environment.stragglers))
         if environment.trace is not None:
             # The launcher merges the files, also where ranks are killed.
             own = environment.starter is not Starter.AIODIST
@@ -127,7 +127,7 @@ class World:
         self.comm = world
         return world
 
-    def _watch(self, watching: Arrivals | Recording) -> None:
+    def _watch(self, watching: ArrivalTimes | Recording) -> None:
         self._watching.append(watching)
         self._held.callback(watching.close)
 
@@ -152,7 +152,7 @@ class World:
 class Life:
     """A rank's only world."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: OpenWorld) -> None:
         self.channel = world.channel
         self.registry = world.registry
         self._world = world
@@ -174,7 +174,7 @@ class Life:
 class ElasticWays:
     """How an elastic world finds the others, and opens what they share."""
 
-    options: Options
+    options: WorldOptions
     backend: str | None
     given: RankSeat | None
 
@@ -231,7 +231,7 @@ class ElasticWays:
         if name not in ("gloo", "shm"):
             raise ConfigError(f"backend {name!r} of an elastic world: expected gloo or shm")
 
-    async def open(self, channel: Channel, generation: Generation, before: Registry[Communicator] | None) -> World:
+    async def open(self, channel: Channel, generation: Generation, before: Registry[Communicator] | None) -> OpenWorld:
         """See `Ways`."""
         options = self.options
         if self.given is not None:
@@ -241,7 +241,7 @@ class ElasticWays:
             backend = backend or ("shared" if options.environment.shared_memory else "gloo")
             place = await place_on(channel, options.environment, backend, options.limits)
         try:
-            world = await World.of(options, place, generation)
+            world = await OpenWorld.of(options, place, generation)
         except BaseException:
             await place.transport.aclose(drained=False)
             raise

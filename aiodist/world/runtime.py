@@ -21,7 +21,7 @@ from aiodist.handles import Handle, from_future
 from aiodist.streams import CudaStream, event_handle
 from aiodist.watch.lag import check_lag
 from aiodist.watch.recovery import Recovery
-from aiodist.world.generation import ElasticWays, Life, Options, World
+from aiodist.world.generation import ElasticWays, Life, OpenWorld, WorldOptions
 from aiodist.world.isolation import isolate
 from aiodist.world.leaving import Kept, abort, leave_in_time, the_end
 from aiodist.world.opening import (
@@ -119,7 +119,7 @@ async def opened(  # noqa: PLR0913 - those of init, and two more
     environment = Environment.read()
     if meeting is not None:
         environment = replace(environment, rank=meeting.rank, size=meeting.size, mpi=False, rendezvous=None)
-    options = Options(
+    options = WorldOptions(
         limits,
         environment,
         timeout,
@@ -136,9 +136,9 @@ async def opened(  # noqa: PLR0913 - those of init, and two more
     if elastic:
         life = await Recovery.of(ElasticWays(options, backend, given))
     elif given is not None:
-        life = Life(await World.of(options, RankPlace(given.transport, given.channel, given.hosts)))
+        life = Life(await OpenWorld.of(options, RankPlace(given.transport, given.channel, given.hosts)))
     else:
-        life = Life(await World.of(options, await find_place(environment, backend, limits, meeting)))
+        life = Life(await OpenWorld.of(options, await find_place(environment, backend, limits, meeting)))
     process, patience = os.getpid(), None
     try:
         comm = await life.begin()
@@ -161,7 +161,7 @@ async def opened(  # noqa: PLR0913 - those of init, and two more
         await life.channel.aclose()
 
 
-async def _fail(life: Recovery | Life, options: Options, error: BaseException) -> None:
+async def _fail(life: Recovery | Life, options: WorldOptions, error: BaseException) -> None:
     """The block raised: tell the others and let go, in time."""
     limits = options.limits
     end = await the_end(error)

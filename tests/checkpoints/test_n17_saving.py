@@ -26,7 +26,7 @@ from aiodist import CheckpointDamaged, Communicator, MismatchError, RemoteError
 from aiodist.checkpoints import folders
 from aiodist.checkpoints import saving as saving_module
 from aiodist.checkpoints import writer as writer_module
-from aiodist.checkpoints.writer import BufferPool, Pace
+from aiodist.checkpoints.writer import BufferPool, WritePace
 from aiodist.codecs import TopK
 from aiodist.errors import CommunicatorAborted, CommunicatorClosed
 from aiodist.handles import Scheduler
@@ -392,7 +392,7 @@ def test_n17_what_writes_rests_only_beside_what_computes(monkeypatch: pytest.Mon
     monkeypatch.setattr(writer_module, "thread_time", lambda: now[0])
     monkeypatch.setattr(writer_module, "sleep", slept.append)
     computing = {1}  # the one that writes
-    pace = Pace(computing)
+    pace = WritePace(computing)
 
     def work(seconds: float) -> float:
         slept.clear()

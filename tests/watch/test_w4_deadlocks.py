@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import aiodist
 from aiodist import Communicator, DeadlockError
-from aiodist.communicator.facts import CommFacts, Facts, Op
+from aiodist.communicator.facts import CommFacts, Facts, PendingOp
 from aiodist.streams import HostStream
 from aiodist.testing import run_ranks
 from aiodist.watch.graph import locked
@@ -257,7 +257,7 @@ async def test_w4_threads_that_wait_for_handles(coll: Communicator) -> None:
 # --- the graph, against a simpler way to find the same ----------------------------------------------------------
 
 
-def _can_end(rank: int, op: Op, locked_ranks: frozenset[int], told: dict[int, Facts]) -> bool:
+def _can_end(rank: int, op: PendingOp, locked_ranks: frozenset[int], told: dict[int, Facts]) -> bool:
     """Say it in words of the definition: something outside the set, or something that is done, may end it."""
     comm = {r: next((c for c in facts.comms if c.name == op.comm), None) for r, facts in told.items()}
 
@@ -277,7 +277,7 @@ def _stories(draw: st.DrawFn) -> dict[int, Facts]:
     for rank in draw(st.sets(st.integers(0, 3), min_size=1)):
         comms = [CommFacts(name, [0, 1, 2, 3], draw(st.integers(0, 2)), [], [], [], 0) for name in "ab"]
         op = st.builds(
-            lambda comm, number, peers: Op(comm, "op", number, "", sorted(peers)),
+            lambda comm, number, peers: PendingOp(comm, "op", number, "", sorted(peers)),
             st.sampled_from("ab"),
             st.integers(0, 2),
             st.sets(st.integers(0, 3), max_size=2),
@@ -308,7 +308,7 @@ def test_w4_a_message_on_its_way_is_no_deadlock() -> None:
     def side(sent: int, heard: int, other: int) -> CommFacts:
         return CommFacts("a", [0, 1], 0, [], [[other, sent]], [[other, heard]], 1)
 
-    ops = {rank: [Op("a", "recv #0", 0, "", [1 - rank])] for rank in (0, 1)}
+    ops = {rank: [PendingOp("a", "recv #0", 0, "", [1 - rank])] for rank in (0, 1)}
     assert locked({0: Facts(ops[0], [side(0, 1, 1)]), 1: Facts(ops[1], [side(1, 0, 0)])})
     assert not locked({0: Facts(ops[0], [side(0, 0, 1)]), 1: Facts(ops[1], [side(1, 0, 0)])})
 

@@ -10,7 +10,7 @@ import torch
 
 import aiodist
 from aiodist import Communicator
-from aiodist.communicator.base import Waiting
+from aiodist.communicator.base import WaitingCall
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.oplog import OpLog
 from aiodist.handles.origin import whence
@@ -78,9 +78,9 @@ def test_w5_the_last_rank_is_waited_for_by_each_other_one() -> None:
 
 
 def test_w5_a_cause_explains_most_of_the_waiting() -> None:
-    assert Waiting((0.1, 0.8, 0.1), {}, 3, 0.0).cause == 1
-    assert Waiting((0.11, 0.79, 0.1), {}, 3, 0.0).cause is None
-    assert Waiting((0.0, 0.0), {}, 3, 0.0).cause is None
+    assert WaitingCall((0.1, 0.8, 0.1), {}, 3, 0.0).cause == 1
+    assert WaitingCall((0.11, 0.79, 0.1), {}, 3, 0.0).cause is None
+    assert WaitingCall((0.0, 0.0), {}, 3, 0.0).cause is None
 
 
 async def test_w5_ranks_of_one_process_are_compared_too() -> None:
