@@ -520,7 +520,8 @@ def test_w3_elastic_training_ends_as_if_nothing_had_happened(launch: Launch, see
     (first, step), (second, later) = ((draws.randrange(size), draws.randrange(20, 90)) for size in (4, 3))
     left = [number for number in range(4) if number != first]
     dead = [first, left[second]]
-    assert (done.code, done.errors.splitlines()) == (0, [f"rank {number}: signal SIGKILL" for number in dead])
+    died = [line for line in done.errors.splitlines() if "signal" in line]  # a slow start of a joiner is reported too
+    assert (done.code, died) == (0, [f"rank {number}: signal SIGKILL" for number in dead])
     for number in set(range(4)) - set(dead):
         told = [re.findall(r"step (\d+), .* of (\d): PeerLost", line) for line in done.lines[number][:2]]
         (((at, size),), ((then, fewer),)) = told
