@@ -218,7 +218,7 @@ def _block(seconds: float) -> None:
 
 
 @dataclass(eq=False)
-class _Held:
+class _HeldMessage:
     """A message on its way."""
 
     message: LocalMessage
@@ -232,7 +232,7 @@ class FaultyHub(LocalHub):
     def __init__(self, seed: int | None, faults: Faults) -> None:
         super().__init__(seed)
         self._faults = faults
-        self._held: defaultdict[tuple[Address, int], deque[_Held]] = defaultdict(deque)
+        self._held: defaultdict[tuple[Address, int], deque[_HeldMessage]] = defaultdict(deque)
         self._dead: set[tuple[Address, int]] = set()
 
     def send(self, to: Address, message: LocalMessage) -> None:
@@ -256,7 +256,7 @@ class FaultyHub(LocalHub):
             super().send(to, message)
             return
         due = max([self._now() + late, *[one.due for one in ahead]])
-        held.append(_Held(message, due, overtakable))
+        held.append(_HeldMessage(message, due, overtakable))
         self._at(due, partial(self._release_until, to, message.src, due))
 
     def _now(self) -> float:

@@ -61,7 +61,7 @@ class WorldOptions:
     """This rank has its process to itself."""
 
 
-class OpenWorld:
+class RankWorld:
     """What one generation has open on this rank."""
 
     def __init__(self, options: WorldOptions, place: RankPlace, registry: Registry[Communicator]) -> None:
@@ -76,7 +76,7 @@ class OpenWorld:
         self._watching: list[ArrivalTimes | Recording] = []
 
     @classmethod
-    async def of(cls, options: WorldOptions, place: RankPlace, generation: Generation | None = None) -> OpenWorld:
+    async def of(cls, options: WorldOptions, place: RankPlace, generation: Generation | None = None) -> RankWorld:
         """Return the world of the ranks at `place`, for `open` to be called."""
         limits = options.limits
         near, alone, sharing = await find_neighbours(
@@ -152,7 +152,7 @@ class OpenWorld:
 class Life:
     """A rank's only world."""
 
-    def __init__(self, world: OpenWorld) -> None:
+    def __init__(self, world: RankWorld) -> None:
         self.channel = world.channel
         self.registry = world.registry
         self._world = world
@@ -231,7 +231,7 @@ class ElasticWays:
         if name not in ("gloo", "shm"):
             raise ConfigError(f"backend {name!r} of an elastic world: expected gloo or shm")
 
-    async def open(self, channel: Channel, generation: Generation, before: Registry[Communicator] | None) -> OpenWorld:
+    async def open(self, channel: Channel, generation: Generation, before: Registry[Communicator] | None) -> RankWorld:
         """See `Ways`."""
         options = self.options
         if self.given is not None:
@@ -241,7 +241,7 @@ class ElasticWays:
             backend = backend or ("shared" if options.environment.shared_memory else "gloo")
             place = await place_on(channel, options.environment, backend, options.limits)
         try:
-            world = await OpenWorld.of(options, place, generation)
+            world = await RankWorld.of(options, place, generation)
         except BaseException:
             await place.transport.aclose(drained=False)
             raise

@@ -21,7 +21,7 @@ from aiodist.handles import Handle, from_future
 from aiodist.streams import CudaStream, event_handle
 from aiodist.watch.lag import check_lag
 from aiodist.watch.recovery import Recovery
-from aiodist.world.generation import ElasticWays, Life, OpenWorld, WorldOptions
+from aiodist.world.generation import ElasticWays, Life, RankWorld, WorldOptions
 from aiodist.world.isolation import isolate
 from aiodist.world.leaving import Kept, abort, leave_in_time, the_end
 from aiodist.world.opening import (
@@ -136,9 +136,9 @@ async def opened(  # noqa: PLR0913 - those of init, and two more
     if elastic:
         life = await Recovery.of(ElasticWays(options, backend, given))
     elif given is not None:
-        life = Life(await OpenWorld.of(options, RankPlace(given.transport, given.channel, given.hosts)))
+        life = Life(await RankWorld.of(options, RankPlace(given.transport, given.channel, given.hosts)))
     else:
-        life = Life(await OpenWorld.of(options, await find_place(environment, backend, limits, meeting)))
+        life = Life(await RankWorld.of(options, await find_place(environment, backend, limits, meeting)))
     process, patience = os.getpid(), None
     try:
         comm = await life.begin()
