@@ -16,7 +16,7 @@ from aiodist.bench.session import Session
 from aiodist.launch.discover import find_mpi
 from aiodist.testing import run_ranks
 from benchmarks import __main__ as command
-from benchmarks import ps, ps_serving
+from benchmarks import ps, ps_saving, ps_serving
 from benchmarks.ps_ways import SPLIT_BYTES, Roles
 from benchmarks.targets import verdicts
 from tests.support.records import loads
@@ -37,6 +37,7 @@ async def measure(plan: Plan) -> list[Record]:
 def test_p14_bench_ps_measures_every_call(monkeypatch: pytest.MonkeyPatch, ranks: int, servers: int) -> None:
     monkeypatch.setattr(ps, "COUNT", 20)
     monkeypatch.setattr(ps_serving, "PULLS", 1)
+    monkeypatch.setattr(ps_saving, "_TENSORS", 2)
     plan = Plan("ps", ranks, ("ps", "ps-arena"), (), sizes=(64, 2 << 20), repeat=1, own={"servers": servers})
     found, *others = run_ranks(ranks, partial(measure, plan))
     assert others == [[]] * (ranks - 1)
@@ -53,6 +54,7 @@ def test_p14_bench_ps_measures_every_call(monkeypatch: pytest.MonkeyPatch, ranks
     assert [(r.op, r.impl) for r in found[len(timed) :]] == [
         *[("serving_step", impl) for impl in ("none", "aiodist:ps", "aiodist:ps:lock-free")],
         *[(op, impl) for op in ("serving_pull", "serving") for impl in ("aiodist:ps", "aiodist:ps:lock-free")],
+        *[(op, "aiodist:ps") for op in ("ps_save:beside", "ps_save:disk")],
     ]
     slowed = {record.impl: record.value for record in found if record.op == "serving"}
     steps = {record.impl: record.seconds or 0.0 for record in found if record.op == "serving_step"}
