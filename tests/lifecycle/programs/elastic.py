@@ -191,6 +191,7 @@ async def early() -> None:
 async def raises() -> None:
     """One raises: the others are told, and may go on as well."""
     async with aiodist.init(elastic=True) as coll:
+        await coll.barrier()  # who opens after the failure is in the world after this one, with another rank
         if coll.rank == 1:
             raise ValueError("no more")
         try:
