@@ -174,7 +174,7 @@ def test_p2_a_rank_that_waits_for_first_values_hears_that_a_server_died() -> Non
     answers = Answers()
     names = Directory(context, answers, Shards(), lambda _: False)  # type: ignore[arg-type]
     call: dict[str, Any] = {"name": "w", "dtype": 8, "shape": [4], "rule": 0, "start": "root", "servers": [0, 1]}
-    call |= {"codec": "None", "table": "None", "worker": True}
+    call |= {"codec": "None", "table": "None", "worker": True, "again": False}
     names.open(2, call | {"n": 1})
     names.open(3, call | {"n": 2})
     assert answers.said == {1: {"key": 0, "fill": True}}
