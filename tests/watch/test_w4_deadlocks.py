@@ -230,6 +230,9 @@ async def test_w4_crossed_order_is_told_within_a_second(coll: Communicator) -> N
     assert f"rank {1 - coll.rank} waits for rank {coll.rank} in allreduce #0" in str(caught.value)
     slowest = max(await coll.allgather_object(took))  # the world goes on
     assert slowest < 1
+    async with asyncio.timeout(5):  # each rank gives up the one that it waited in, and tells the other
+        while None in (one.parts.dispatcher.refusal, two.parts.dispatcher.refusal):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.drawn(1)
