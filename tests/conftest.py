@@ -14,6 +14,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
 from pathlib import Path
@@ -138,6 +139,22 @@ def _nothing_reported() -> Iterator[None]:
         patch.setattr(Progress, "_report", note)
         yield
     assert not said, "\n".join(said)
+
+
+_STAYING = ("aiodist-progress", "aiodist-future", "asyncio_", "pytest_timeout", "pt_autograd")
+"""They serve the whole process."""
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left() -> Iterator[None]:
+    """Fail the test that leaves a thread: later ones in this process would no longer stand still, or be slow."""
+    before = set(threading.enumerate())
+    yield
+    since = [t for t in threading.enumerate() if t not in before and not t.name.startswith(_STAYING)]
+    for thread in since:
+        thread.join(5)
+    left = [thread.name for thread in since if thread.is_alive()]
+    assert not left, f"the test left threads behind: {left}"
 
 
 async def _until(true: Callable[[], object]) -> None:

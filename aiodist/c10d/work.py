@@ -25,18 +25,21 @@ class _Workers:
     """
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._idle = threading.Semaphore(0)
 
     def run(self, job: Callable[[], None]) -> None:
         """Have an idle thread run `job`, or a new one."""
         if not self._idle.acquire(blocking=False):
             threading.Thread(target=self._serve, name="aiodist-future", daemon=True).start()
-        self._jobs.put(job)
+        self.queue.put(job)
 
     def _serve(self) -> None:
+        item: Callable[[], None] | None = None  # whether it has a job: read by `watch.stillness`
         while True:
-            self._jobs.get()()
+            item = self.queue.get()
+            item()
+            item = None
             self._idle.release()
 
 

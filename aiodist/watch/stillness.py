@@ -136,4 +136,5 @@ def _waits_for_work(frame: FrameType) -> bool:
         return known.get("work_item") is None and bool(known["work_queue"].empty())
     if not is_ours(code.co_filename) or known.get("item") is not None:
         return False
-    return code.co_qualname == "Service._serve" or (code.co_qualname == "_Worker.run" and known["self"].queue.empty())
+    name = code.co_qualname
+    return name == "Service._serve" or (name in ("_Worker.run", "_Workers._serve") and known["self"].queue.empty())

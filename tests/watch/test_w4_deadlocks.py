@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import aiodist
 from aiodist import Communicator, DeadlockError
+from aiodist.c10d.work import HandleWork
 from aiodist.communicator.facts import CommFacts, Facts, PendingOp
 from aiodist.streams import HostStream
 from aiodist.testing import run_ranks
@@ -85,6 +86,14 @@ def test_w4_a_receive_that_nobody_sends() -> None:
     told = _told(2, main)
     assert told.keys() == {0, 1}
     assert "rank 1 waits for rank 0 in close #0" in str(told[0][1])
+
+
+def test_w4_an_idle_thread_of_torchs_futures_hides_nothing() -> None:
+    async def main(coll: Communicator) -> None:
+        assert HandleWork([], [], None).get_future().wait() == []
+        await coll.recv(src=coll.rank)
+
+    assert _told(2, main).keys() == {0, 1}
 
 
 @pytest.mark.parametrize("n", [1, 2])
