@@ -100,6 +100,10 @@ wheel: $(VENV)/dev.stamp  ## sdist and wheel into dist/, for every Linux from gl
 wheel-aarch64:  ## the same for 64-bit ARM, compiled here
 	@$(MAKE) wheel MACHINE=aarch64
 
+.PHONY: release-check
+release-check: $(VENV)/dev.stamp  ## what is released, installed and tried in empty environments of each Python here
+	$(BIN)/python tools/release.py $(PIP_ARGS)
+
 .PHONY: clean
 clean:  ## remove .venv and all that was built
 	rm -rf $(VENV) build dist *.egg-info aiodist/_core*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -134,3 +134,48 @@ def test_a_test_that_failed_runs_once_more(
     out, _ = capfd.readouterr()
     assert said in out.splitlines()
     assert "run-last-failure" in out, "and it alone"
+
+
+@pytest.mark.parametrize("tool", ["release"], indirect=True)
+def test_release_finds_each_python_once_and_hides_compilers(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, name, says in (
+        (first, "python3.13", "13 None"),
+        (first, "python3.14t", "14 1"),
+        (first, "python3.9", "9 None"),
+        (first, "python3.13-config", "13 None"),
+        (second, "python3.13", "13 0"),
+        (second, "python3.11", "11 None"),
+        (second, "gcc-12", ""),
+        (second, "x86_64-linux-gnu-gcc", ""),
+        (second, "sh", ""),
+    ):
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(f"#!/bin/sh\necho {says}\n")
+        (folder / name).chmod(0o755)
+    (second / "python3.12").write_text("#!/bin/sh\nexit 1\n")  # without the module that makes environments
+    (second / "python3.12").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{first}:{second}")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    found = [(python.version, python.path) for python in tool.pythons()]
+    assert found == [
+        ("3.11", f"{second}/python3.11"),
+        ("3.13", f"{first}/python3.13"),
+        ("3.14t", f"{first}/python3.14t"),
+    ]
+    shown = {path.name for path in tool.without_compilers(tmp_path / "shown").iterdir()}
+    assert {"sh", "python3.13", "python3.13-config"} <= shown
+    assert not {"gcc-12", "x86_64-linux-gnu-gcc"} & shown
+
+
+@pytest.mark.parametrize("tool", ["policies_picture"], indirect=True)
+def test_policies_let_workers_do_what_the_picture_shows(tool: ModuleType) -> None:
+    done = {name: tool.done(tool.run(policy)) for name, policy in tool.POLICIES.items()}
+    assert done == {
+        "Asynchronous()": [12, 8, 4],
+        "Bounded(1)": [5, 5, 4],
+        'Quorum(2, "mean", stale="drop")': [8, 8, 4],
+        'Synchronous("mean")': [4, 4, 4],
+    }
