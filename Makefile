@@ -89,7 +89,7 @@ test-gpu: $(VENV)/dev.stamp  ## the tests that need a CUDA device
 
 .PHONY: bench
 bench: $(VENV)/dev.stamp  ## measure awaits and allreduce beside mpi4py and gloo
-	@for op in $(BENCH); do echo "aiodist bench $$op"; $(BIN)/aiodist bench $$op || exit 1; done
+	@for op in $(BENCH); do echo "python -m benchmarks $$op"; $(BIN)/python -m benchmarks $$op || exit 1; done
 
 .PHONY: wheel
 wheel: $(VENV)/dev.stamp  ## sdist and wheel into dist/, for every Linux from glibc 2.28 on

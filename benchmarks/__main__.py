@@ -50,16 +50,12 @@ def measure(  # noqa: PLR0913 - one for each option
     servers: Annotated[int | None, typer.Option(metavar="S", min=1, help="ps: how many ranks serve (1).")] = None,
     dtype: cli.Dtype = "float32",
     repeat: cli.Repeat = None,
-    loop: cli.Loop = "auto",
     mpi: cli.Mpi = "auto",
-    busy: cli.Busy = False,
+    busy: Annotated[bool, typer.Option("--busy", help="await: beside a process that spins on every core.")] = False,
 ) -> None:
-    """Measure on N ranks of this host, beside other libraries in the same run.
-
-    Started by mpirun, srun or torchrun it measures on the ranks of that job.
-    """
-    own = {"model": model, "batch": batch, "servers": servers}
-    options = cli.Options(ranks, sizes, impl, against, json, plot, dtype, repeat, loop, mpi, busy, own)
+    """Measure on N ranks of this host, beside other libraries in the same run."""
+    own = {"model": model, "batch": batch, "servers": servers, "busy": busy}
+    options = cli.Options(ranks, sizes, impl, against, json, plot, dtype, repeat, mpi, own)
     raise typer.Exit(cli.run(name, BENCHMARKS, options))
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from aiodist.bench.records import BUSY, Verdict
+from rich.table import Table
+
+from aiodist.bench.records import Record, size_text
 from aiodist.bench.timing import OVERWRITTEN_BYTES
-from aiodist.bench.units import size_text
+from benchmarks.busy import BUSY
+from benchmarks.verdicts import Verdict, verdict_table
 
-if TYPE_CHECKING:
-    from aiodist.bench.records import Record
+__all__ = ["ratio", "reached", "verdicts"]
+
+
+def reached(records: Sequence[Record]) -> list[Table]:
+    """Return a table of them, where there is one to show."""
+    found = verdicts(records)
+    return [verdict_table(found)] if found else []
 
 
 def verdicts(records: Iterable[Record]) -> list[Verdict]:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 import aiodist
-from aiodist.bench.timing import percentile, ticker
+from aiodist.bench.timing import percentile
 from aiodist.nn import DataParallel
 from benchmarks import models
+from benchmarks.ticker import ticker
 from benchmarks.training import Setting, torch_threads
 
 if TYPE_CHECKING:

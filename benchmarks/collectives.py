@@ -27,7 +27,7 @@ async def measure(session: Session) -> list[Record]:
         if "shm-c" in plan.peers and plan.op == "allreduce" and session.first:
             try:
                 peers.append(await stack.enter_async_context(shm_c.opened(session.coll)))
-                session.notes.append(peers[-1].describe())
+                session.notes.append(peers[-1].described)
             except BackendUnavailable as error:
                 session.notes.append(str(error))
         return await collectives.measure(replace(session, plan=plan, peers=peers))

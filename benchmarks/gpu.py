@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from aiodist.bench.cli import terminal, writable
+from aiodist.bench.cli import writable
 from aiodist.bench.plan import parse_names
 from aiodist.collectives.choice.availability import state_of
 from aiodist.env import Environment, Starter
@@ -25,6 +25,7 @@ from aiodist.errors import AiodistError, BackendUnavailable, ConfigError
 from benchmarks import gpu_report
 from benchmarks.gpu_cases import CASES, Case, Figure, State, Todo, figures, groups, without_value
 from benchmarks.gpu_notes import Notes, read_notes
+from benchmarks.verdicts import terminal
 
 __all__ = ["Limits", "Run", "app"]
 

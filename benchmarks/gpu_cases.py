@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from aiodist.bench.errand import Errand
+from aiodist.bench.plan import Errand
 from aiodist.bench.records import Record
 
 if TYPE_CHECKING:

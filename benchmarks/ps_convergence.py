@@ -22,11 +22,11 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from aiodist.bench.cli import terminal, writable
-from aiodist.bench.records import Verdict
-from aiodist.bench.report import check_plot, verdict_table
+from aiodist.bench.cli import writable
+from aiodist.bench.records import check_plot
 from aiodist.errors import ConfigError
 from aiodist.ps.training import EASGD, Downpour, elastic_alpha
+from benchmarks.verdicts import Verdict, terminal, verdict_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,9 +14,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from aiodist.bench.cli import terminal, writable
+from aiodist.bench.cli import writable
 from aiodist.bench.plan import parse_names, parse_sizes
-from aiodist.bench.report import check_plot
+from aiodist.bench.records import check_plot
 from aiodist.env import Environment, Starter
 from aiodist.errors import ConfigError
 from aiodist.schedules import MAX_LANES
@@ -26,6 +26,7 @@ from benchmarks.scale_bound import bound
 from benchmarks.scale_check_plan import CheckPlan
 from benchmarks.scale_model import HIERARCHICAL, OPS, Case, estimate, names
 from benchmarks.scale_presets import COMBINE, PRESETS
+from benchmarks.verdicts import terminal
 
 __all__ = ["app"]
 

@@ -22,10 +22,10 @@ from rich.table import Table
 
 import aiodist
 from aiodist.backends.base import Done, Operation
-from aiodist.bench.errand import carry_out
+from aiodist.bench.plan import carry_out
+from aiodist.bench.records import seconds_text, size_text
 from aiodist.bench.session import facts
 from aiodist.bench.timing import Contender, Pace, interleaved, pace
-from aiodist.bench.units import seconds_text, size_text
 from aiodist.collectives.arithmetic import combine
 from aiodist.collectives.program import Call, Endpoint, Program
 from aiodist.collectives.scheduled import Scheduled, SubEndpoint

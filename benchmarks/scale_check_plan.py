@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aiodist.bench.errand import Errand
+from aiodist.bench.plan import Errand
 
 __all__ = ["CheckPlan"]
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from aiodist.bench.report import check_plot
-from aiodist.bench.units import seconds_text, size_text
+from aiodist.bench.records import check_plot, seconds_text, size_text
 from benchmarks.loggp import LogGP, Machine
 from benchmarks.scale_model import Case, Estimate
 

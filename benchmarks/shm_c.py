@@ -75,8 +75,9 @@ class ShmC:
         """Unmap the slots."""
         self._memory.close()
 
-    def describe(self) -> str:
-        """Return what it is, and how it was compiled."""
+    @property
+    def described(self) -> str:
+        """What it is, and how it was compiled."""
         return f"shm-c: DeepSpeed's csrc/cpu/comm/shm.cpp, rebuilt ({' '.join(_FLAGS[:3])}, one thread a rank)"
 
 

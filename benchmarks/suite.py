@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
-from aiodist.bench import registry
-from aiodist.bench.plan import PEERS, Plan, parse_names
-from aiodist.bench.registry import Benchmark
+from aiodist.bench.plan import PEERS, Benchmark, Plan, parse_names
 from aiodist.errors import ConfigError
 
 __all__ = ["BENCHMARKS", "JOBS", "MODELS", "batches", "models", "servers"]
@@ -49,6 +46,10 @@ def servers(plan: Plan) -> int:
 
 def _check(plan: Plan) -> None:
     models(plan)
+    if plan.own.get("busy") and plan.op != "await":
+        raise ConfigError(f"--busy: {plan.op} is measured on cores that are free")
+    if plan.op == "await" and plan.dtype != "float32":
+        raise ConfigError("--dtype: await is measured with float32")
     if plan.own.get("batch") is not None and plan.op not in ("train", "engine"):
         raise ConfigError(f"--batch: {plan.op} has none")
     batches(plan, "mlp")
@@ -64,7 +65,6 @@ def _check(plan: Plan) -> None:
 BENCHMARKS = {
     **{
         op: Benchmark(
-            op,
             "benchmarks.collectives",
             peers=(*PEERS, "shm-c") if op == "allreduce" else PEERS,
             default_impls=("auto", "arena"),
@@ -73,9 +73,8 @@ BENCHMARKS = {
         )
         for op in ("allreduce", "broadcast", "reduce_scatter", "allgather")
     },
-    "await": replace(registry.BENCHMARKS["await"], check=_check, targets=_OF_AWAITS),
+    "await": Benchmark("benchmarks.awaits", default_impls=("auto", "gloo"), check=_check, targets=_OF_AWAITS),
     "train": Benchmark(
-        "train",
         "benchmarks.training",
         impls=("datapar", "pipelined", "sharded", "sync", "powersgd", "topk", "bf16"),
         peers=("none", "ddp"),
@@ -85,7 +84,6 @@ BENCHMARKS = {
         targets=_TARGETS,
     ),
     "engine": Benchmark(
-        "engine",
         "benchmarks.engine_steps",
         impls=("engine",),
         peers=("bare",),
@@ -95,7 +93,6 @@ BENCHMARKS = {
         targets=_TARGETS,
     ),
     "prefetch": Benchmark(
-        "prefetch",
         "benchmarks.prefetching",
         impls=("prefetch",),
         peers=("plain", "dataloader"),
@@ -105,7 +102,6 @@ BENCHMARKS = {
         targets=_TARGETS,
     ),
     "reading": Benchmark(
-        "reading",
         "benchmarks.reading",
         impls=("records", "queue"),
         peers=("plain",),
@@ -115,7 +111,6 @@ BENCHMARKS = {
         targets=_TARGETS,
     ),
     "codecs": Benchmark(
-        "codecs",
         "benchmarks.coding",
         impls=("int8", "sign", "topk"),
         peers=("int8-hook",),
@@ -125,7 +120,6 @@ BENCHMARKS = {
         targets=_TARGETS,
     ),
     "checkpoint": Benchmark(
-        "checkpoint",
         "benchmarks.checkpointing",
         impls=("save",),
         peers=(),
@@ -135,7 +129,6 @@ BENCHMARKS = {
         targets=_TARGETS,
     ),
     "end2end": Benchmark(
-        "end2end",
         "benchmarks.endtoend",
         impls=("datapar",),
         peers=("ddp",),
@@ -145,7 +138,6 @@ BENCHMARKS = {
         targets=_TARGETS,
     ),
     "ps": Benchmark(
-        "ps",
         "benchmarks.ps",
         impls=("ps", "ps-arena"),
         peers=("rpc", "mpi"),

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from aiodist.bench.records import Record, Verdict
+from rich.table import Table
+
+from aiodist.bench.records import Record
 from benchmarks.await_targets import ratio
 from benchmarks.threads import OTHERS
+from benchmarks.verdicts import Verdict, verdict_table
 
-__all__ = ["verdicts"]
+__all__ = ["reached", "verdicts"]
+
+
+def reached(records: Sequence[Record]) -> list[Table]:
+    """Return a table of them, where there is one to show."""
+    found = verdicts(records)
+    return [verdict_table(found)] if found else []
 
 
 def verdicts(records: Iterable[Record]) -> list[Verdict]:

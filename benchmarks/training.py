@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from aiodist import codecs
 from aiodist.bench.records import Record
-from aiodist.bench.timing import percentile, ticker
+from aiodist.bench.timing import percentile
 from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer, synchronize_gradients
 from aiodist.nn.data_parallel import Driver
 from benchmarks import models, suite, threads
+from benchmarks.ticker import ticker
 
 if TYPE_CHECKING:
     from aiodist.bench.session import Session

@@ -15,9 +15,8 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from aiodist.bench.plan import DTYPES, IMPLS, LOOPS, PEERS, Plan, parse_names, parse_sizes
-from aiodist.bench.registry import BENCHMARKS, Benchmark
-from aiodist.env import Environment, Starter, variables
+from aiodist.bench.plan import BENCHMARKS, DTYPES, IMPLS, PEERS, Benchmark, Plan, parse_names, parse_sizes
+from aiodist.env import variables
 from aiodist.errors import AiodistError, ConfigError
 from aiodist.launch.discover import find_mpi
 
@@ -55,9 +54,7 @@ class Options(NamedTuple):
     plot: Path | None = None
     dtype: str = "float32"
     repeat: int | None = None
-    loop: str = "auto"
     mpi: str = "auto"
-    busy: bool = False
     own: Mapping[str, Any] = {}
     """Options that only some benchmarks have."""
 
@@ -73,8 +70,6 @@ Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw them there.")]
 Dtype = Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="Of the tensors.")]
 Repeat = Annotated[int | None, typer.Option("--repeat", metavar="R", min=1, help="Samples of each figure.")]
-Loop = Annotated[str, typer.Option("--loop", metavar="|".join(LOOPS), help="The event loop.")]
-Busy = Annotated[bool, typer.Option("--busy", help="Beside a process that spins on every core.")]
 Mpi = Annotated[str, typer.Option("--mpi", metavar="auto|openmpi|mpich|none|PATH", help="As in aiodist run.")]
 
 
@@ -91,37 +86,24 @@ def bench(  # noqa: PLR0913 - one for each option
     plot: Plot = None,
     dtype: Dtype = "float32",
     repeat: Repeat = None,
-    loop: Loop = "auto",
     mpi: Mpi = "auto",
-    busy: Busy = False,
 ) -> None:
-    """Measure an operation on N ranks of this host, beside plain library calls in the same processes.
-
-    Started by mpirun, srun or torchrun it measures on the ranks of that job.
-    """
-    options = Options(ranks, sizes, impl, against, json, plot, dtype, repeat, loop, mpi, busy)
+    """Measure an operation on N ranks of this host, beside plain library calls in the same processes."""
+    options = Options(ranks, sizes, impl, against, json, plot, dtype, repeat, mpi)
     raise typer.Exit(run(op, BENCHMARKS, options))
 
 
 def run(op: str, benchmarks: Mapping[str, Benchmark], options: Options) -> int:
-    """Measure `op` of `benchmarks` on ranks of their own, or those of the job that this is; return the exit code."""
+    """Measure `op` of `benchmarks` on ranks of this host; return the exit code."""
     if op not in benchmarks:
         raise ConfigError(f"{op}: expected one of {', '.join(benchmarks)}")
-    for option, given, known in (
-        ("--dtype", options.dtype, DTYPES),
-        ("--loop", options.loop, LOOPS),
-    ):
-        if given not in known:
-            raise ConfigError(f"{option} {given}: expected one of {', '.join(known)}")
+    if options.dtype not in DTYPES:
+        raise ConfigError(f"--dtype {options.dtype}: expected one of {', '.join(DTYPES)}")
     benchmark = benchmarks[op]
-    environment = Environment.read()
-    in_job = _job_size(options.ranks, environment)
-    path = environment.variables.get("PATH", os.defpath)
-    with_mpi = environment.mpi if in_job else find_mpi(options.mpi, path) is not None
-    width, colour = terminal()
+    with_mpi = find_mpi(options.mpi, variables().get("PATH", os.defpath)) is not None
     plan = Plan(
         op=op,
-        ranks=in_job or options.ranks or 2,
+        ranks=options.ranks or 2,
         impls=_chosen("--impl", options.impl, benchmark.impls, benchmark.default_impls, with_mpi=with_mpi),
         peers=()
         if options.against == "none" and "none" not in benchmark.peers
@@ -131,22 +113,14 @@ def run(op: str, benchmarks: Mapping[str, Benchmark], options: Options) -> int:
         targets=benchmark.targets,
         dtype=options.dtype,
         repeat=options.repeat,
-        loop=options.loop,
         json=writable("--json", options.json),
         plot=writable("--plot", options.plot),
-        busy=options.busy,
-        width=width,
-        colour=colour,
+        width=max(100, shutil.get_terminal_size((120, 40)).columns),
         own=options.own,
     )
     _check(plan, benchmark)
     benchmark.check(plan)
-    if not in_job:
-        return asyncio.run(plan.start("aiodist.bench.worker", plan.ranks, mpi=options.mpi))
-    from aiodist.bench import worker
-
-    worker.main(plan)
-    return 0
+    return asyncio.run(plan.start("aiodist.bench.worker", plan.ranks, mpi=options.mpi))
 
 
 def _check(plan: Plan, benchmark: Benchmark) -> None:
@@ -155,23 +129,14 @@ def _check(plan: Plan, benchmark: Benchmark) -> None:
         raise ConfigError(f"--impl local: it has one process, and this is measured on {plan.ranks} ranks")
     if plan.sizes is not None and (plan.op == "barrier" or not benchmark.sized):
         raise ConfigError(f"--sizes: a {plan.op} has none")
-    if plan.dtype != "float32" and (plan.op == "await" or not benchmark.sized):
+    if plan.dtype != "float32" and not benchmark.sized:
         raise ConfigError(f"--dtype: {plan.op} is measured with float32")
     if plan.plot is not None:
-        from aiodist.bench.report import check_plot
+        from aiodist.bench.records import check_plot
 
         if not benchmark.sized:
             raise ConfigError(f"--plot: {plan.op} has no sizes to draw by")
         check_plot()
-
-
-def _job_size(asked: int | None, environment: Environment) -> int | None:
-    """Return how many ranks the job has that this process already belongs to, None where it is to start them."""
-    if environment.starter is Starter.ALONE:
-        return None
-    if asked not in (None, environment.size):
-        raise ConfigError(f"--ranks {asked}: {environment.starter} started {environment.size} of them")
-    return environment.size
 
 
 def _chosen(
@@ -184,12 +149,6 @@ def _chosen(
             raise ConfigError(f"{option} {lacking[0]}: no MPI was found to start the ranks with")
         return tuple([name for name in names if name not in _MPI])
     return names
-
-
-def terminal() -> tuple[int, bool]:
-    """Return the width of tables that are printed, and whether they have colours."""
-    colour = sys.stdout.isatty() and "NO_COLOR" not in variables()
-    return max(100, shutil.get_terminal_size((120, 40)).columns), colour
 
 
 def writable(option: str, path: Path | None) -> str | None:

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from aiodist.bench.session import Session
     from aiodist.communicator import Communicator
 
-_CUT = frozenset(
-    {"scatter", "reduce_scatter", "alltoall", "alltoall_single"}
-)  # one rank's input is cut into a block for each rank
+# One rank's input is cut into a block for each rank.
+_CUT = frozenset({"scatter", "reduce_scatter", "alltoall", "alltoall_single"})
 _WITHOUT_IMPL = frozenset({"barrier", "sendrecv"})
 
 
@@ -40,8 +39,7 @@ async def measure_size(session: Session, op: str, nbytes: int, *, name: str | No
     """Measure `op` on `nbytes` of input a rank; the records are called `name`, or as the operation."""
     found = contenders(session, op, nbytes)
     measured = buffers(session, op, nbytes).t.nbytes
-    often = pace(measured, session.plan.repeat, busy=session.plan.busy)
-    times = await interleaved(found, session.fence, often)
+    times = await interleaved(found, session.fence, pace(measured, session.plan.repeat))
     return await session.timed(name or op, measured, times)
 
 

@@ -7,13 +7,13 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from aiodist.bench.timing import Contender
-from aiodist.bench.versions import described_gloo, described_mpi
 from aiodist.errors import BackendUnavailable, ConfigError
 
 if TYPE_CHECKING:
@@ -63,6 +63,10 @@ class Buffers:
 class Peer(Protocol):
     """A library to be measured beside ours."""
 
+    @property
+    def described(self) -> str:
+        """Its name and its version."""
+
     def contenders(self, op: str, buffers: Buffers) -> list[Contender]:
         """Return its ways to do `op` on these tensors, none where it has none."""
 
@@ -71,9 +75,6 @@ class Peer(Protocol):
 
     def close(self) -> None:
         """Release it."""
-
-    def describe(self) -> str:
-        """Return its name, its version, and what carries its bytes."""
 
 
 class Mpi4py:
@@ -87,16 +88,15 @@ class Mpi4py:
         if self._started:  # our own backend is another
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         self.comm: MPI.Intracomm = MPI.COMM_WORLD.Dup()
+        library = MPI.Get_library_version().strip("\0").splitlines()[0].split(",")[0]
+        self.described = f"mpi4py {metadata.version('mpi4py')} over {' '.join(library.split())}"
 
     def contenders(self, op: str, buffers: Buffers) -> list[Contender]:
         """Return the blocking and the non-blocking form."""
         if op != "barrier" and buffers.t.dtype not in _MPI_DTYPES:
             return []
         blocking, started = _mpi_calls(self.comm, op, self._mpi.IN_PLACE, buffers)
-        return [
-            Contender(f"mpi4py:{op}", blocking),
-            Contender(f"mpi4py:i{op}", started),
-        ]
+        return [Contender(f"mpi4py:{op}", blocking), Contender(f"mpi4py:i{op}", started)]
 
     def barrier(self) -> None:
         """Block until every rank is here."""
@@ -107,10 +107,6 @@ class Mpi4py:
         self.comm.Free()
         if self._started:
             self._mpi.Finalize()
-
-    def describe(self) -> str:
-        """Return the versions of mpi4py and of the library below it, and the transports of that."""
-        return described_mpi(self._mpi.Get_library_version())
 
 
 _Calls = tuple[Callable[[], Any], Callable[[], Any]]
@@ -158,44 +154,24 @@ class Gloo:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         import torch.distributed as dist
 
-        self._dist = dist
+        self.dist = dist
+        self.described = f"gloo of torch {torch.__version__}"
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
     def contenders(self, op: str, buffers: Buffers) -> list[Contender]:
         """Return its one blocking form."""
         if op != "barrier" and buffers.t.dtype not in _GLOO_DTYPES:
             return []
-        call = _gloo_call(self._dist, op, buffers)
+        call = _gloo_call(self.dist, op, buffers)
         return [] if call is None else [Contender("gloo", call)]
 
     def barrier(self) -> None:
         """Block until every rank is here."""
-        self._dist.barrier()
+        self.dist.barrier()
 
     def close(self) -> None:
         """Release it."""
-        self._dist.destroy_process_group()
-
-    def describe(self) -> str:
-        """Return the version of torch, which brings it."""
-        return described_gloo()
-
-    def comparing(self, t: Tensor) -> list[Contender]:
-        """Return an allreduce, and one in torch's mode DETAIL, in which ranks compare what they call before they do it.
-
-        All ranks call it: it makes a group of its own.
-        """
-        dist = self._dist
-        before = dist.get_debug_level()
-        dist.set_debug_level(dist.DebugLevel.DETAIL)
-        try:
-            compared = dist.new_group(backend="gloo")
-        finally:
-            dist.set_debug_level(before)
-        return [
-            Contender("gloo", lambda: dist.all_reduce(t)),
-            Contender("gloo:detail", lambda: dist.all_reduce(t, group=compared)),
-        ]
+        self.dist.destroy_process_group()
 
 
 def _gloo_call(dist: Any, op: str, b: Buffers) -> Callable[[], Any] | None:  # noqa: ANN401

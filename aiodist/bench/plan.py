@@ -1,38 +1,61 @@
-"""What is to be measured: sizes, implementations, peers; travels to the ranks as JSON and imports no torch."""
+"""What is to be measured: sizes, implementations, peers. It travels to the ranks as JSON; nothing here loads torch."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
 
-from aiodist.bench.errand import Errand
-from aiodist.errors import ConfigError
+from aiodist.env import Environment
+from aiodist.errors import BackendUnavailable, ConfigError
 
 BACKENDS = ("mpi", "gloo", "local")
 SCHEDULES = ("ring", "doubling", "halving", "tree", "chain", "bruck", "direct")
 IMPLS = ("auto", "arena", "shm", "hierarchical", "leaders", *SCHEDULES, *BACKENDS)
 PEERS = ("mpi4py", "gloo", "copy")
-LOOPS = ("auto", "asyncio", "uvloop")
 DTYPES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "complex64": 8,
-    "complex128": 16,
+    **{"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8},
+    **{"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16},
 }
 """Bytes per element of each dtype."""
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _KICK = 13  # an odd number more than a power of two: nothing divides evenly, nothing stays aligned
+
+
+@dataclass(frozen=True)
+class Errand:
+    """Base of what ranks are to measure: numbers, texts, and tuples of them."""
+
+    def to_json(self) -> str:
+        """Return it as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return what `to_json` made."""
+        fields = json.loads(text).items()
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields})
+
+    async def start(self, module: str, ranks: int, **options: Any) -> int:  # noqa: ANN401  - those of `Job`
+        """Start ranks that run `module` with this as its argument; return the exit code."""
+        from aiodist.launch import job
+        from aiodist.launch.commands import Job
+
+        return await job.run(Job(command=("-m", module, self.to_json()), ranks=ranks, prefix=False, **options))
+
+
+def carry_out(do: Callable[[str], object]) -> None:
+    """What such a module does: call `do` with its argument, and exit with 2 where rank 0 says what is wrong."""
+    try:
+        do(sys.argv[1])
+    except (ConfigError, BackendUnavailable) as error:
+        if Environment.read().rank == 0:
+            print(f"aiodist: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
 
 
 @dataclass(frozen=True)
@@ -48,19 +71,39 @@ class Plan(Errand):
     module: str = "aiodist.bench.collectives"
     """Where `async def measure(session) -> list[Record]` is."""
     targets: str | None = None
-    """Where `verdicts(records) -> list[Verdict]` is, for speeds to reach."""
+    """Where `reached(records) -> list[Table]` is, of speeds to reach."""
     dtype: str = "float32"
     repeat: int | None = None
     """Samples of each figure; None: as many as the size allows."""
-    loop: str = "auto"
     json: str | None = None
     plot: str | None = None
-    busy: bool = False
-    """A process spins on every core meanwhile."""
     width: int = 120
-    colour: bool = False
     own: Mapping[str, Any] = field(default_factory=dict)
     """What was said by options that only this benchmark has."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What can be measured under one name; its module is imported by the ranks alone."""
+
+    module: str = "aiodist.bench.collectives"
+    impls: tuple[str, ...] = IMPLS
+    """What `--impl` may name."""
+    peers: tuple[str, ...] = PEERS
+    """What `--against` may name, and what is measured without it."""
+    default_impls: tuple[str, ...] = ("auto",)
+    sized: bool = True
+    """It has sizes in bytes; else neither `--sizes` nor `--plot` is for it."""
+    check: Callable[[Plan], None] = lambda plan: None
+    """Raises `ConfigError` for options of its own that make no sense."""
+    targets: str | None = None
+
+
+COLLECTIVES = (
+    *("allreduce", "broadcast", "reduce", "allgather", "gather", "scatter", "reduce_scatter"),
+    *("alltoall", "alltoall_single", "scan", "exscan", "sendrecv", "barrier"),
+)
+BENCHMARKS = {name: Benchmark() for name in COLLECTIVES}
 
 
 def parse_sizes(text: str, itemsize: int) -> tuple[int, ...]:

@@ -1,18 +1,24 @@
-"""One measured thing: `Record`, its bandwidths, its JSON."""
+"""One measured thing, its bandwidths, and records as JSON, a table and a plot."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from aiodist.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # nccl-tests' factors from algorithm to bus bandwidth, for n ranks; scan and exscan, which it lacks, as reduce.
 _SHARED = frozenset({"allgather", "gather", "scatter", "reduce_scatter", "alltoall", "alltoall_single"})
 # Where nccl-tests counts what all ranks give together, not one rank's input.
 _TOGETHER = frozenset({"allgather", "gather"})
 _OPTIONAL = frozenset({"value", "batch", "overlap", "loop_lag", "rule", "thread", "cpu"})
-BUSY = ":busy"
-"""What ends the names of operations that were measured beside a process that spins on every core."""
 
 
 @dataclass(frozen=True)
@@ -45,29 +51,12 @@ class Record:
     rule: str | None = None
     """What a server does with what is pushed."""
     thread: str | None = None
-    """A thread of a rank."""
     cpu: float | None = None
     """CPU seconds of `thread` in one operation, of the rank where it has most."""
 
     def to_dict(self) -> dict[str, object]:
         """Return it as JSON has it."""
         return {name: value for name, value in asdict(self).items() if value is not None or name not in _OPTIONAL}
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One line of the table: `reached` is `value` against `target`, at most or at least."""
-
-    what: str
-    value: float
-    unit: str
-    target: float
-    at_least: bool = False
-
-    @property
-    def reached(self) -> bool:
-        """The target is reached."""
-        return self.value >= self.target if self.at_least else self.value <= self.target
 
 
 def bandwidths(op: str, nbytes: int, seconds: float, ranks: int) -> tuple[float | None, float | None]:
@@ -92,3 +81,112 @@ def bandwidths(op: str, nbytes: int, seconds: float, ranks: int) -> tuple[float 
 def dumps(records: Iterable[Record]) -> str:
     """Return records as a JSON list, one to a line."""
     return "[\n" + ",\n".join(json.dumps(record.to_dict()) for record in records) + "\n]\n"
+
+
+# --- for people ----------------------------------------------------------------------------------------------------
+
+
+def size_text(nbytes: int | None) -> str:
+    """Return bytes as people write them, without rounding.
+
+    >>> size_text(1024), size_text(64 << 20), size_text(1077)
+    ('1 KiB', '64 MiB', '1077 B')
+    """
+    if nbytes is None:
+        return ""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes and nbytes % size == 0:
+            return f"{nbytes // size} {unit}"
+    return f"{nbytes} B"
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Return seconds in a unit that suits them.
+
+    >>> seconds_text(4.56e-06), seconds_text(0.0123), seconds_text(2.5)
+    ('4.56 us', '12.3 ms', '2.5 s')
+    """
+    if seconds is None:
+        return ""
+    for unit, scale in (("us", 1e6), ("ms", 1e3)):
+        if seconds * scale < 1000:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def _text(value: object) -> str:
+    return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+_COLUMNS = (
+    *(("op", "op", str), ("input", "nbytes", size_text), ("batch", "batch", _text), ("rule", "rule", _text)),
+    *(("impl", "impl", str), ("thread", "thread", _text), ("median", "seconds", seconds_text)),
+    *(("mean", "mean", seconds_text), ("p99", "p99", seconds_text), ("algbw GB/s", "algbw_gbps", _text)),
+    *(("busbw GB/s", "busbw_gbps", _text), ("CPU", "cpu", seconds_text), ("overlap", "overlap", _text)),
+    *(("loop lag", "loop_lag", seconds_text), ("value", "value", _text)),
+)
+"""Of the table: its heading, the field, and how that is written; one that no record has is left out."""
+
+
+def table(records: Sequence[Record], title: str) -> Table:
+    """Return every record as a row; the fastest of each operation and size is marked."""
+    result = Table(title=title, title_justify="left")
+    columns = [
+        (name, field, text) for name, field, text in _COLUMNS if any(text(getattr(one, field)) for one in records)
+    ]
+    for name, _, _ in columns:
+        result.add_column(name, justify="left" if name in ("op", "impl", "thread") else "right", no_wrap=True)
+    best: dict[object, list[float]] = {}
+    for one in records:
+        if one.seconds is not None:
+            best.setdefault(_case(one), []).append(one.seconds)
+    for number, one in enumerate(records):
+        if number and _case(one) != _case(records[number - 1]):
+            result.add_section()
+        beside = best.get(_case(one), [])
+        is_best = len(beside) > 1 and one.seconds == min(beside)
+        result.add_row(*[text(getattr(one, field)) for _, field, text in columns], style="bold" if is_best else None)
+    return result
+
+
+def _case(one: Record) -> tuple[object, ...]:
+    """Return what the records that are held against one another have in common."""
+    return one.op, one.nbytes, one.batch, one.rule
+
+
+def check_plot() -> None:
+    """Raise `BackendUnavailable` where no plot can be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise BackendUnavailable("--plot needs matplotlib: pip install 'aiodist[plot]'") from error
+
+
+def plot(records: Sequence[Record], op: str, path: str) -> None:
+    """Draw time and bus bandwidth of `op` by size, one line for each implementation, into `path`."""
+    check_plot()
+    from matplotlib.figure import Figure
+
+    shown = [r for r in records if r.op == op and r.seconds is not None]
+    rates = [r for r in shown if r.busbw_gbps]
+    figure = Figure(figsize=(12 if rates else 6, 4.5), layout="constrained")
+    axes = figure.subplots(1, 2 if rates else 1, squeeze=False)[0]
+    _lines(axes[0], [(r.impl, r.nbytes or 0, (r.seconds or 0) * 1e6) for r in shown], "us")
+    if rates:
+        _lines(axes[1], [(r.impl, r.nbytes or 0, r.busbw_gbps or 0) for r in rates], "bus bandwidth, GB/s")
+    figure.suptitle(f"{op}, {shown[0].ranks if shown else 0} ranks")
+    figure.savefig(path)
+
+
+def _lines(axes: Axes, points: Sequence[tuple[str, int, float]], label: str) -> None:
+    for impl in dict.fromkeys(point[0] for point in points):
+        mine = sorted((x, y) for name, x, y in points if name == impl)
+        axes.plot([x for x, _ in mine], [y for _, y in mine], marker="o", markersize=3, label=impl)
+    if any(x for _, x, _ in points):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+    axes.set_xlabel("input of one rank, bytes")
+    axes.set_ylabel(label)
+    axes.grid(visible=True, alpha=0.3)
+    if points:
+        axes.legend()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import statistics
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -14,8 +12,6 @@ from typing import Any
 WARMUPS = 10
 OVERWRITTEN_BYTES = 64 << 10
 """From so many bytes on every rank overwrites its tensor before each timed call."""
-_TICK_SECONDS = 1e-3
-_BUSY_BATCH = 2000
 
 
 @dataclass(frozen=True)
@@ -41,18 +37,10 @@ class Pace:
     warmups: int = WARMUPS
     leads: int = 0
     """Operations at the start of each sample that are not timed, where a contender disturbs the one after it."""
-    apart: bool = False
-    """Each operation is a sample of its own: the mean of a batch hides how its operations differ."""
 
 
-def pace(nbytes: int, repeat: int | None, *, busy: bool = False) -> Pace:
-    """Return how often an operation of so many bytes is done; reading the clock must not be what is measured.
-
-    On a `busy` machine each operation is a sample of its own, since few take a thousand times as long as most. And
-    there are so many of them in a row that a rank loses its core meanwhile: right after a barrier all have theirs.
-    """
-    if busy and nbytes < OVERWRITTEN_BYTES:
-        return Pace(repeat or 10, _BUSY_BATCH, warmups=min(2, repeat or 2), apart=True)
+def pace(nbytes: int, repeat: int | None) -> Pace:
+    """Return how often an operation of so many bytes is done; reading the clock must not be what is measured."""
     paces = ((4 << 10, 100, 40), (OVERWRITTEN_BYTES - 1, 20, 40), (1 << 20, 1, 100))
     batch, usual = next(((batch, usual) for limit, batch, usual in paces if nbytes <= limit), (1, 20))
     return Pace(repeat or usual, batch)
@@ -101,65 +89,33 @@ async def interleaved(contenders: Sequence[Contender], fence: Fence, pace: Pace)
             await fence()
             for _ in range(pace.leads):
                 await _timed(contender)
-            found = await _batch(contender, fence, pace)
+            found = await _sample(contender, fence, pace.batch)
             if turn >= pace.warmups:
-                samples[contender.name] += found
+                samples[contender.name].append(found)
     return samples
 
 
-async def _batch(contender: Contender, fence: Fence, pace: Pace) -> list[float]:
-    """Return the seconds of each operation where they are to be told apart, else of one on average."""
-    if contender.overwrite is None and not pace.apart:
-        return [await _timed(contender, pace.batch) / pace.batch]
+async def _sample(contender: Contender, fence: Fence, batch: int) -> float:
+    """Return the seconds of one operation, on average over so many."""
+    if contender.overwrite is None:
+        return await _timed(contender, batch) / batch
     seconds = []
-    for _ in range(pace.batch):
-        if contender.overwrite is not None:
-            await fence()
-            contender.overwrite()
-            await fence()
+    for _ in range(batch):
+        await fence()
+        contender.overwrite()
+        await fence()
         seconds.append(await _timed(contender))
-    return seconds if pace.apart else [statistics.fmean(seconds)]
+    return statistics.fmean(seconds)
 
 
 async def _timed(contender: Contender, count: int = 1) -> float:
     """Return the seconds that so many operations take, one after the other."""
     once = contender.once
+    began = perf_counter()
     if contender.awaited:
-        began = perf_counter()
         for _ in range(count):
             await once()
     else:
-        began = perf_counter()
         for _ in range(count):
             once()
     return perf_counter() - began
-
-
-@asynccontextmanager
-async def ticker() -> AsyncIterator[list[float]]:
-    """Collect how late each tick of a 1 ms ticker is, while the block runs.
-
-    When the loop is held up, the ticks that would have come meanwhile count too, each with its own lateness; else
-    a long stop would be one tick among many.
-    """
-    lateness: list[float] = []
-
-    async def tick() -> None:
-        while True:
-            due = perf_counter() + _TICK_SECONDS
-            await asyncio.sleep(_TICK_SECONDS)
-            late = max(0.0, perf_counter() - due)
-            while late >= 0:
-                lateness.append(late)
-                late -= _TICK_SECONDS
-
-    task = asyncio.create_task(tick())
-    await asyncio.sleep(5 * _TICK_SECONDS)
-    lateness.clear()
-    try:
-        yield lateness
-        while not lateness:  # noqa: ASYNC110  - the block took less than a tick, which sets no event
-            await asyncio.sleep(_TICK_SECONDS)
-    finally:
-        task.cancel()
-        await asyncio.wait([task])

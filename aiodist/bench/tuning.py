@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiodist.bench.cli import writable
-from aiodist.bench.errand import Errand
-from aiodist.bench.plan import parse_names, parse_sizes
+from aiodist.bench.plan import Errand, parse_names, parse_sizes
 from aiodist.types import OPERATIONS
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import aiodist
 from aiodist.bench import collectives
-from aiodist.bench.errand import carry_out
 from aiodist.bench.peers import Buffers
-from aiodist.bench.plan import Plan
+from aiodist.bench.plan import Plan, carry_out
 from aiodist.bench.session import Session
 from aiodist.bench.timing import Contender, Pace, interleaved, pace
 from aiodist.bench.tuning import Tuning

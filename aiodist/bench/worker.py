@@ -7,56 +7,35 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import platform
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
 
 import aiodist
-from aiodist.bench import peers, records, registry, report
-from aiodist.bench.busy import cores_to_keep_busy, spinning
-from aiodist.bench.errand import carry_out
-from aiodist.bench.plan import BACKENDS, Plan
+from aiodist.bench import peers, records
+from aiodist.bench.plan import BACKENDS, Plan, carry_out
+from aiodist.bench.records import Record
 from aiodist.bench.session import Session, facts
-from aiodist.errors import ConfigError
+from aiodist.bench.timing import Fence
+from aiodist.communicator import Communicator
 from aiodist.handles.progress import Progress
-
-if TYPE_CHECKING:
-    from aiodist.bench.records import Record
-    from aiodist.bench.timing import Fence
-    from aiodist.communicator import Communicator
 
 
 def main(plan: Plan) -> None:
     """Measure what `plan` says, with the other ranks of this job."""
-    aiodist.run(_measure, plan, loop_factory=_loop_factory(plan.loop))
-
-
-def _loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if name == "auto":
-        return None
-    if name == "asyncio":
-        return asyncio.new_event_loop
-    try:
-        import uvloop
-    except ImportError as error:
-        raise ConfigError("--loop uvloop: it is not installed: pip install uvloop") from error
-    return uvloop.new_event_loop
+    aiodist.run(_measure, plan)
 
 
 async def _measure(plan: Plan) -> None:
-    measure = registry.load(plan.module)
+    measure = importlib.import_module(plan.module).measure
     found: list[Record] = []
-    title = ""
     notes: list[str] = []
     impls_left = sorted(plan.impls, key=lambda impl: impl in BACKENDS)
     peers_left = list(plan.peers)
-    rank = 0
+    first, rank = True, 0
     while impls_left:
         async with aiodist.init(backend=impls_left[0] if impls_left[0] in BACKENDS else None) as coll:
             rank = coll.rank
@@ -67,16 +46,14 @@ async def _measure(plan: Plan) -> None:
             peers_left = [peer for peer in peers_left if peer not in beside]
             only_fence = ["mpi4py"] if coll.backend == "mpi" and not {"mpi4py", "mpi"} & set(beside) else []
             async with peers.opened(beside, coll) as opened, peers.opened(only_fence, coll) as fences:
+                if first:
+                    notes.append(_title(plan, coll))
+                notes += [peer.described for peer in opened]
                 fence = _fence(coll, [*fences, *opened])
-                session = Session(plan, coll, here, opened, fence, first=not title, notes=notes)
-                title = title or _title(plan, coll)
-                notes += [peer.describe() for peer in opened] if rank == 0 else []
-                with spinning(await cores_to_keep_busy(coll) if plan.busy else ()):
-                    found += await measure(session)
-    if plan.busy:
-        found = [replace(record, op=record.op + records.BUSY) for record in found]
+                found += await measure(Session(plan, coll, here, opened, fence, first=first, notes=notes))
+                first = False
     if rank == 0:
-        _report(plan, found, "\n".join([title, *notes]))
+        _report(plan, found, "\n".join(notes))
 
 
 def _fence(coll: Communicator, opened: Sequence[peers.Peer]) -> Fence:
@@ -101,12 +78,10 @@ def _fence(coll: Communicator, opened: Sequence[peers.Peer]) -> Fence:
 def _title(plan: Plan, coll: Communicator) -> str:
     known = facts()
     loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
-    cores = ",".join(map(str, known.affinity))
-    busy = ", each with a process that spins" if plan.busy else ""
     return (
         f"{plan.op}: {coll.size} ranks over {coll.backend} on {coll.nodes} host(s), {plan.dtype}, {loop}\n"
-        f"rank {coll.rank} on cores {cores}{busy}, with {known.torch_threads} torch threads; "
-        f"aiodist {metadata.version('aiodist')}, torch {torch.__version__}, Python {platform.python_version()}"
+        f"rank {coll.rank} on cores {','.join(map(str, known.affinity))}, with {known.torch_threads} torch threads; "
+        f"aiodist {metadata.version('aiodist')}, torch {torch.__version__}"
     )
 
 
@@ -115,12 +90,11 @@ def _report(plan: Plan, found: list[Record], title: str) -> None:
     if plan.json is not None:
         Path(plan.json).write_text(records.dumps(found))
     if plan.plot is not None:
-        report.plot(found, plan, plan.plot)
-    console = Console(width=plan.width, force_terminal=plan.colour, highlight=False)
-    for table in report.tables(found, title):
-        console.print(table)
-    if plan.targets is not None and (reached := importlib.import_module(plan.targets).verdicts(found)):
-        console.print(report.verdict_table(reached))
+        records.plot(found, plan.op, plan.plot)
+    console = Console(width=plan.width, highlight=False)
+    console.print(records.table(found, title))
+    if plan.targets is not None:
+        console.print(*importlib.import_module(plan.targets).reached(found))
 
 
 if __name__ == "__main__":

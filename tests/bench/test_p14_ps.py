@@ -10,8 +10,7 @@ import torch
 
 import aiodist
 from aiodist.bench.plan import Plan
-from aiodist.bench.records import Record, dumps
-from aiodist.bench.report import table
+from aiodist.bench.records import Record, dumps, table
 from aiodist.bench.session import Session
 from aiodist.launch.discover import find_mpi
 from aiodist.testing import run_ranks

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import aiodist
-from aiodist.bench.busy import cores_to_keep_busy, spinning
 from aiodist.testing import run_ranks
+from benchmarks.busy import cores_to_keep_busy, spinning
 
 ROOT = Path(aiodist.__file__).parents[1]
 
@@ -26,7 +26,7 @@ def test_t1_a_process_spins_on_every_core_while_the_block_runs() -> None:
 
 LEAVES = """
 import os, sys
-from aiodist.bench.busy import spinning
+from benchmarks.busy import spinning
 with spinning([min(os.sched_getaffinity(0))]) as ids:
     print(*ids, flush=True)
     sys.stdin.read()

@@ -9,7 +9,7 @@ import pytest
 from aiodist import Communicator
 from aiodist.bench import timing
 from aiodist.bench.plan import Plan, default_sizes, parse_names, parse_sizes
-from aiodist.bench.records import BUSY, Record, bandwidths, dumps
+from aiodist.bench.records import Record, bandwidths, dumps
 from aiodist.bench.session import Session
 from aiodist.bench.timing import (
     WARMUPS,
@@ -23,6 +23,7 @@ from aiodist.bench.timing import (
 )
 from aiodist.errors import ConfigError
 from benchmarks.await_targets import verdicts
+from benchmarks.busy import BUSY
 from tests.support.records import loads
 
 FIELDS = ["op", "impl", "ranks", "nbytes", "seconds", "mean", "p50", "p99", "algbw_gbps", "busbw_gbps"]
@@ -116,11 +117,6 @@ def test_t1_small_operations_are_timed_in_batches() -> None:
     assert pace(64 << 20, None).batch == 1
     assert pace(64 << 20, 3) == Pace(3, 1)
     assert pace(64, 3).repeat == 3
-    busy = pace(4, 3, busy=True)
-    assert busy.apart
-    assert not pace(4, 3).apart
-    assert busy.batch > 1000
-    assert pace(1 << 20, 3, busy=True) == pace(1 << 20, 3)
 
 
 async def test_t1_contenders_take_turns_after_warming_up() -> None:
@@ -157,14 +153,6 @@ async def test_t1_overwriting_is_between_two_barriers_and_not_timed(monkeypatch:
     samples = await interleaved([contender], fence, Pace(repeat=2, batch=2, warmups=0))
     assert "".join(calls) == 2 * ("|" + 2 * "|w|o")
     assert samples == {"ours": [1.0, 1.0]}
-
-
-async def test_t1_operations_can_be_told_apart() -> None:
-    async def fence() -> None:
-        pass
-
-    samples = await interleaved([Contender("ours", int)], fence, Pace(repeat=2, batch=3, warmups=1, apart=True))
-    assert len(samples["ours"]) == 6
 
 
 def test_t1_json_has_the_fields_and_null_for_what_is_absent() -> None:

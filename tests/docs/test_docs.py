@@ -18,7 +18,7 @@ import typer.main
 import benchmarks.__main__ as benchmarks_main
 from aiodist import cli
 from aiodist.bench import cli as bench_cli
-from aiodist.bench.registry import BENCHMARKS
+from aiodist.bench.plan import BENCHMARKS
 from benchmarks import faults, gpu, ps_convergence, scale, suite
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def parsed(command: Any, words: list[str]) -> tuple[list[str], str | None]:
 
 
 def test_commands_that_do_not_exist_are_found(markdown: ModuleType) -> None:
-    text = "`aiodist run -n 2 --fast t.py`\n\n| `python -m benchmarks gpo` |\n`aiodist bench await\n--impl x --no 3`\n"
+    text = "`aiodist run -n 2 --fast t.py`\n\n| `python -m benchmarks gpo` |\n`aiodist bench scan\n--impl x --no 3`\n"
     found = [(line, check(shlex.split(command))) for line, command in commands(text, markdown)]
     assert found == [
         (1, "there is no option --fast"),

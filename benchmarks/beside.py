@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aiodist.bench.timing import WARMUPS, percentile, ticker
+from aiodist.bench.timing import WARMUPS, percentile
+from benchmarks.ticker import ticker
 
 if TYPE_CHECKING:
     from aiodist.bench.records import Record
     from aiodist.bench.session import Session
+
+__all__ = ["LARGE", "measure"]
 
 LARGE = 64 << 20
 MIDDLE = 4 << 20

@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from aiodist.communicator import Communicator
 
+__all__ = ["BUSY", "cores_to_keep_busy", "spinning"]
+
+BUSY = ":busy"
+"""What ends the names of operations that were measured beside a process that spins on every core."""
+
 # It ends by itself when the process that started it is gone, however that went.
 _SPIN = """
 import os, sys

@@ -9,19 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aiodist.bench import beside, collectives
+from aiodist.bench import collectives
 from aiodist.bench.peers import Gloo
 from aiodist.bench.timing import Contender, interleaved, pace
 from aiodist.handles import gather
+from benchmarks import beside
+from benchmarks.busy import BUSY, cores_to_keep_busy, spinning
 
 if TYPE_CHECKING:
     from aiodist.bench.records import Record
     from aiodist.bench.session import Session
 
+__all__ = ["measure"]
+
 SMALL = (4, 1 << 10, 8 << 10, 32 << 10)
 COUNTS = {1000: 20, 20_000: 3}
 """How many handles are awaited at once, and how many samples are taken of each figure."""
 _MANY_WARMUPS = 2
+_BUSY_BATCH = 2000
 _Gather = Callable[..., Awaitable[Any]]
 
 
@@ -31,13 +36,11 @@ async def measure(session: Session) -> list[Record]:
     Beside spinning processes only the smallest is measured, and on the first alone: gloo would take minutes, and the
     rest says what ours does to a machine that is free.
     """
-    if session.plan.busy and not session.first:
-        return []
+    if session.plan.own.get("busy"):
+        return await _busy(session) if session.first else []
     records = []
-    for nbytes in session.plan.sizes or (SMALL[:1] if session.plan.busy else SMALL):
+    for nbytes in session.plan.sizes or SMALL:
         records += await collectives.measure_size(session, "allreduce", nbytes, name="await_small")
-    if session.plan.busy:
-        return records
     records += await _comparing(session)
     if session.first:
         for count, usual in COUNTS.items():
@@ -45,6 +48,39 @@ async def measure(session: Session) -> list[Record]:
         records += await collectives.measure_size(session, "allreduce", beside.LARGE)
         records += await beside.measure(session)
     return records
+
+
+async def _busy(session: Session) -> list[Record]:
+    """Measure small awaits while a process spins on every core.
+
+    Each operation is a sample of its own, since few take a thousand times as long as most. And there are so many of
+    them in a row that a rank loses its core meanwhile: right after a barrier all have theirs.
+    """
+    cores = await cores_to_keep_busy(session.coll)
+    session.notes.append("each core has a process that spins")
+    records = []
+    with spinning(cores):
+        for nbytes in session.plan.sizes or SMALL[:1]:
+            contenders = collectives.contenders(session, "allreduce", nbytes)
+            samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+            repeat = session.plan.repeat or 10
+            warmups = min(2, repeat)
+            for turn in range(warmups + repeat):
+                for contender in contenders if turn % 2 else reversed(contenders):
+                    await session.fence()
+                    seconds = [await _timed(contender) for _ in range(_BUSY_BATCH)]
+                    if turn >= warmups:
+                        samples[contender.name] += seconds
+            records += await session.timed(f"await_small{BUSY}", nbytes, samples)
+    return records
+
+
+async def _timed(contender: Contender) -> float:
+    began = perf_counter()
+    called = contender.once()
+    if contender.awaited:
+        await called
+    return perf_counter() - began
 
 
 class _Finished:
@@ -93,6 +129,23 @@ async def _comparing(session: Session) -> list[Record]:
     if found is None:
         return []
     t = torch.zeros(1)
-    contenders = [Contender(session.name, lambda: session.allreduce(t), awaited=True), *found.comparing(t)]
+    contenders = [Contender(session.name, lambda: session.allreduce(t), awaited=True), *_of_gloo(found.dist, t)]
     times = await interleaved(contenders, session.fence, pace(4, session.plan.repeat))
     return await session.timed("comparing", 4, times)
+
+
+def _of_gloo(dist: Any, t: torch.Tensor) -> list[Contender]:  # noqa: ANN401  - the module
+    """Return an allreduce, and one in torch's mode DETAIL, in which ranks compare what they call before they do it.
+
+    All ranks call it: it makes a group of its own.
+    """
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        compared = dist.new_group(backend="gloo")
+    finally:
+        dist.set_debug_level(before)
+    return [
+        Contender("gloo", lambda: dist.all_reduce(t)),
+        Contender("gloo:detail", lambda: dist.all_reduce(t, group=compared)),
+    ]
