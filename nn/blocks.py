@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
 
 
 class BlockSequential(nn.Module):

@@ -1,8 +1,7 @@
 """Ordered work beside the event loop: `HostStream` and `CudaStream`, and torch's modes, which travel with it."""
 
-from aiodist.streams.capture import check_not_capturing
 from aiodist.streams.cuda import CudaStream, event_handle, lend
-from aiodist.streams.current import OnStream
+from aiodist.streams.current import OnStream, check_not_capturing
 from aiodist.streams.events import Events
 from aiodist.streams.fence import Fence
 from aiodist.streams.host import HostStream

@@ -13,10 +13,6 @@ from functools import cache
 from types import TracebackType
 from typing import Any
 
-import torch
-
-from aiodist.streams.current import device_index
-
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _PUT_OFF = "operation not permitted when stream is capturing"  # cudaErrorStreamCaptureUnsupported
 
@@ -55,23 +51,3 @@ def spoiled(error: BaseException) -> bool:
     Not for an event that was itself recorded in a capture: that is over never.
     """
     return _PUT_OFF in str(error)
-
-
-def check_not_capturing(*devices: int) -> None:
-    """Raise RuntimeError while the current stream of one of `devices` captures a CUDA graph.
-
-    None named is the current device. Nothing in a graph can be waited for.
-    """
-    if torch.cuda.is_initialized() and any(map(_captures, devices or (torch.cuda.current_device(),))):
-        raise RuntimeError(
-            "the current stream captures a CUDA graph: a graph holds no communication and no handle; issue it outside "
-            "of the capture"
-        )
-
-
-def _captures(device: int) -> bool:
-    """Return True where the current stream of `device` captures; torch asks the current device alone."""
-    if device == device_index():
-        return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from aiodist.handles import Account, Handle, Origin, Progress, in_flight
-from aiodist.streams.capture import check_not_capturing
-from aiodist.streams.current import OnStream
+from aiodist.streams.current import OnStream, check_not_capturing
 from aiodist.streams.events import Events
 from aiodist.streams.fence import Fence
 from aiodist.streams.memory import dtype_name
@@ -83,11 +82,11 @@ class CudaStream:
         """
         self._check()
         self._check_all_queued(self.stream)
-        with OnStream(self.stream) as block:
+        caller = torch.cuda.current_stream(self.device)
+        with OnStream(self.stream):
             value = fn(*args, **kwargs)
         op = getattr(fn, "__qualname__", None) or type(fn).__qualname__
-        mine = block.before[0] == self.stream.stream_id
-        return self._until_over(op, value, (fn, value, args, kwargs), None if mine else block.before)
+        return self._until_over(op, value, (fn, value, args, kwargs), None if caller == self.stream else caller)
 
     def record(self) -> Handle[None]:
         """Return a handle that is done when all that was queued so far is; raises and costs what `submit` does."""
@@ -181,7 +180,7 @@ class CudaStream:
         op: str,
         value: T,
         keep: Any,  # noqa: ANN401
-        caller: tuple[int, int, int] | None = None,
+        caller: torch.cuda.Stream | None = None,
     ) -> Handle[T]:
         """`caller` is the other stream that `value` is lent to."""
         handle: Handle[T] = self._handle(op)
@@ -210,17 +209,13 @@ class CudaStream:
         return f"<CudaStream {self.role!r} on {self.device}>"
 
 
-def lend(result: object, stream: torch.cuda.Stream | tuple[int, int, int]) -> None:
+def lend(result: object, stream: torch.cuda.Stream) -> None:
     """Keep the memory of a result that was made on another stream from being reused while `stream` reads it.
 
     It may lie in any containers that torch looks into, and in dataclasses.
     """
-    on_device = [t for t in _tensors(result) if t.is_cuda and t.layout is torch.strided]  # torch takes no other
-    if on_device:
-        if isinstance(stream, tuple):
-            stream_id, index, kind = stream
-            stream = torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind)
-        for t in on_device:
+    for t in _tensors(result):
+        if t.is_cuda and t.layout is torch.strided:  # torch takes no other
             t.record_stream(stream)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from aiodist.handles import Handle, Progress
-from aiodist.streams.capture import check_not_capturing
+from aiodist.streams.current import check_not_capturing
 from aiodist.streams.host import HostStream
 
 _LOOK_SECONDS = 0.05

@@ -30,8 +30,6 @@ from torch._C import _pop_torch_function_stack as _pop_function
 from torch._C import _push_on_torch_function_stack as _push_function
 from torch.utils import _device
 
-from aiodist.streams.current import StreamNumbers, device_index, numbers_of_stream, to_device, to_stream
-
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 _grad = torch.is_grad_enabled
@@ -41,28 +39,26 @@ _deeper = torch.autocast_increment_nesting
 _back = torch.autocast_decrement_nesting
 
 
-Place = tuple[int, tuple[StreamNumbers, ...]]
+Place = tuple[int, tuple[torch.cuda.Stream, ...]]
 """The current CUDA device, and of each device the current stream; see `_place`."""
-
-_CUDA = 1  # the number of that kind of device
 
 
 def _place() -> Place | None:
     """Return where this thread's CUDA work goes, None where that is where torch starts: nothing is set, or no CUDA."""
     if not torch.cuda.is_initialized():
         return None
-    device = device_index()
-    streams = tuple([numbers_of_stream(i) for i in range(torch.cuda.device_count())])
-    return (device, streams) if device or any(stream[0] for stream in streams) else None
+    device = torch.cuda.current_device()
+    streams = tuple(map(torch.cuda.current_stream, range(torch.cuda.device_count())))
+    return (device, streams) if device or any(stream.stream_id for stream in streams) else None
 
 
 def _go_to(place: Place | None) -> None:
     """Make `place` this thread's."""
-    device, streams = place or (0, tuple([(0, i, _CUDA) for i in range(torch.cuda.device_count())]))
+    device, streams = place or (0, tuple(map(torch.cuda.default_stream, range(torch.cuda.device_count()))))
     for stream in streams:
-        if numbers_of_stream(stream[1])[0] != stream[0]:
-            to_stream(stream)
-    to_device(device)
+        if torch.cuda.current_stream(stream.device_index) != stream:
+            torch.cuda.set_stream(stream)
+    torch.cuda._maybe_exchange_device(device)  # unlike `set_device` it opens no context on a device that has none
 
 
 def plain() -> bool:

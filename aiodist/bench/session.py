@@ -87,9 +87,16 @@ class Session:
         known = everything[slowest(by_rank)][1]
         return self._record(op, name, nbytes, known, **measured, algbw_gbps=algorithm, busbw_gbps=bus)
 
-    def _record(self, op: str, impl: str, nbytes: int | None, known: Sequence[Any], **measured: Any) -> Record:  # noqa: ANN401
-        facts: Any = RankFacts(*known)._asdict()
-        return Record(op, impl, self.coll.size, nbytes, **facts, **measured)
+    def _record(self, op: str, impl: str, nbytes: int | None, known: RankFacts, **measured: Any) -> Record:  # noqa: ANN401
+        return Record(
+            op,
+            impl,
+            self.coll.size,
+            nbytes,
+            affinity=known.affinity,
+            torch_threads=known.torch_threads,
+            **measured,
+        )
 
     async def valued(self, op: str, impl: str, value: float | None, nbytes: int | None = None) -> list[Record]:
         """Return on rank 0 a record with the largest `value` of all ranks that have one, elsewhere nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -72,7 +72,8 @@ class AiodistProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = _REDUCED) -> HandleWork:
         if tensors[0].is_sparse:
             return self._allreduce_sparse(tensors, opts)
-        caller = sys._getframe().f_back
+        frame = inspect.currentframe()
+        caller = None if frame is None else frame.f_back
         if caller is not None and caller.f_code is _BACKWARD:  # no Python in between: torch's reducer
             self.adopt(tensors[0])
         divide = _division(tensors, opts, self.coll.size)

@@ -76,7 +76,7 @@ def buffer_of(spec: Any, blocks: int = 1, *, written: bool = False) -> Buffer:  
     else:
         nbytes = count * size * blocks
     _check(start, nbytes, whole)
-    return whole._replace(octets=whole.octets[start : start + nbytes])
+    return Buffer(whole.octets[start : start + nbytes], whole.dtype, whole.torch_kind)
 
 
 def blocks_of(spec: Any, ranks: int, *, written: bool = False) -> RankBlocks:  # noqa: ANN401

@@ -150,7 +150,7 @@ class RecordFile(AbstractContextManager["RecordFile"]):
             offset += _HEADER.size + nbytes
             if offset > size:
                 self._fail(chunk, f"it ends at byte {offset} of {size}; the file is truncated, or its header damaged")
-            chunks.append(chunk._replace(checksum=checksum, compressor=compressor, nbytes=nbytes, records=count))
+            chunks.append(Chunk(chunk.number, chunk.offset, checksum, compressor, nbytes, count, first))
             first += count
         return chunks
 

@@ -161,7 +161,7 @@ _T = TypeVar("_T", PushHead, PullHead, IdsHead, Done, Data, Release)
 
 def unpack(kind: type[_T], body: memoryview, start: int = 0) -> _T:
     """Return what was packed, and stands in `body` from `start` on."""
-    return kind._make(_FORMS[kind].unpack_from(body, start))
+    return kind(*_FORMS[kind].unpack_from(body, start))
 
 
 _ORDER = struct.Struct("<QBxxxxxxxqQ")

@@ -243,7 +243,7 @@ class FaultyHub(LocalHub):
                 case FaultKind.DROP:
                     self._dead.add((to, message.src))
                 case FaultKind.DUPLICATE:
-                    copy = message._replace(data=message.data.clone(), done=lambda error: None)
+                    copy = LocalMessage(message.src, message.tag, message.data.clone(), lambda error: None)
                     self._at(self._now() + fault.seconds, partial(super().send, to, copy))
                 case kind:
                     late, overtakable = fault.seconds, kind == FaultKind.REORDER

@@ -235,7 +235,7 @@ class _Report:
         """As `_Followed.add`, which has taken it in."""
         for number, last, waited in late.tolist():
             rank, record = one.dispatcher.ranks[int(last)], one.log.find(int(number))
-            line = rank, None if record is None else record._replace(seq=0)
+            line = rank, None if record is None else Record(0, record.what, record.origin)
             self._seconds[rank] += waited
             self._lines[line] = self._lines.get(line, 0.0) + waited
         self._compared += compared

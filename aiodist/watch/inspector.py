@@ -97,7 +97,7 @@ class Inspector:
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "thread": stack_of_thread(watch.progress.thread_id),
-            "waits": [wait._asdict() for wait in watch.waits()],
+            "waits": [{"what": what, "seconds": seconds, "ranks": ranks} for what, seconds, ranks in watch.waits()],
             "communicators": {name: member.told() for name, member in list(watch.members.items())},
         }
 

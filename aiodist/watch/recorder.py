@@ -29,7 +29,7 @@ _BATCH = 256  # spans that are encoded at a time: meanwhile no other thread runs
 class Recorder:
     """Takes the spans of this process, for one rank or for several that are its tasks, and writes them."""
 
-    _open: ClassVar[Recorder | None] = None
+    running: ClassVar[Recorder | None] = None
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._rank = rank
@@ -48,16 +48,16 @@ class Recorder:
     @classmethod
     def check_free(cls, rank: int) -> None:
         """Raise RuntimeError where `rank` is recorded already."""
-        if cls._open is not None and cls._open._process == os.getpid() and rank in cls._open._members:
+        if cls.running is not None and cls.running._process == os.getpid() and rank in cls.running._members:
             raise RuntimeError(f"rank {rank} is traced already: one trace at a time, of the launcher or of a block")
 
     @classmethod
     def join(cls, folder: Path, rank: int, size: int) -> Recorder:
         """Return that of this process, which records `rank` too from now on; raise `ConfigError` where it cannot."""
         cls.check_free(rank)
-        recorder = cls._open
+        recorder = cls.running
         if recorder is None or recorder._process != os.getpid():  # that of the process that this one was forked from
-            recorder = cls._open = tracing.to = cls(folder, rank)
+            recorder = cls.running = tracing.to = cls(folder, rank)
         recorder._members.add(rank)
         recorder.say(rank=rank, size=size, host=socket.gethostname(), process=os.getpid())
         return recorder
@@ -66,7 +66,7 @@ class Recorder:
         """Record `rank` no more; with the last one the file is complete."""
         self._members.remove(rank)
         if not self._members:
-            Recorder._open = tracing.to = None
+            Recorder.running = tracing.to = None
             self._ending.set()
             self._thread.join()
             self._file.close()

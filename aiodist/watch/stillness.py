@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-import sys
 import threading
 from collections import deque
 from collections.abc import Sized
@@ -22,7 +21,7 @@ from weakref import WeakValueDictionary
 from aiodist.control import Channel
 from aiodist.handles import Handle, Progress
 from aiodist.handles.origin import is_ours
-from aiodist.handles.stacks import line_of_thread
+from aiodist.handles.stacks import frames_of_thread, line_of_thread
 from aiodist.handles.timers import is_quiet
 
 _OWN_THREADS = (
@@ -115,9 +114,10 @@ def _callback(handle: Any) -> object:  # noqa: ANN401
 def _stands_still(thread: threading.Thread) -> bool:
     if thread.name.startswith(_OWN_THREADS):
         return True
-    frame = sys._current_frames().get(thread.ident or 0)
-    if frame is None:
+    frames = frames_of_thread(thread.ident or 0)
+    if not frames:
         return not thread.is_alive()
+    frame = frames[-1][0]
     code = frame.f_code
     if _waits_for_work(frame):
         return True

@@ -65,7 +65,8 @@ class Receiving:
         if wanted is not None:
             self._deliver(message, wanted)
         else:
-            self._matching.keep(message if message.offer else message._replace(data=message.data.clone()))
+            data = message.data if message.offer else message.data.clone()
+            self._matching.keep(ArrivedMessage(message.src, message.tag, message.nbytes, data, message.offer))
 
     def lost(self, rank: int, error: BackendError) -> None:
         """Fail the receives that need `rank`, see [Note: lost peers]."""

@@ -110,6 +110,7 @@ def _cuda(world: SimulatedCuda) -> dict[str, object]:
         "device_count": lambda: world.count,
         "current_device": lambda: world.index(),
         "set_device": world.set_index,
+        "_maybe_exchange_device": world.set_index,
         "device": device_context,
         "get_allocator_backend": lambda: "native",
         "get_device_name": name,
