@@ -1,7 +1,7 @@
 """The training loop with hooks: synchronous and asynchronous SGD, tests, metrics over all ranks, going on later."""
 
+from aiodist.engine.batch import WithCriterion
 from aiodist.engine.engine import Engine
-from aiodist.engine.samples import WithCriterion
 from aiodist.engine.state import State
 
 __all__ = ["Engine", "State", "WithCriterion"]

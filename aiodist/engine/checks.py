@@ -10,16 +10,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from aiodist.communicator import Communicator
 from aiodist.engine.state import State
 from aiodist.errors import MismatchError
 from aiodist.nn import DataParallel
 
-_HASH_BYTES = 8
 
-
-def place(state: State) -> str:
-    """Return where training is, in words."""
+def _place(state: State) -> str:
     return f"rank {state.rank}, epoch {state.epoch}, step {state.step}"
 
 
@@ -30,7 +26,7 @@ def check_loss(state: State) -> None:
     """Raise FloatingPointError unless the loss is finite."""
     assert state.loss is not None
     if not torch.isfinite(state.loss.detach()).all():
-        raise FloatingPointError(f"the loss is {state.loss.detach().tolist()}: {place(state)}")
+        raise FloatingPointError(f"the loss is {state.loss.detach().tolist()}: {_place(state)}")
 
 
 def check_parameters(module: nn.Module, state: State) -> None:
@@ -64,42 +60,36 @@ def _check_finite(what: str, t: Tensor, state: State) -> None:
         bad = t[~finite]
         raise FloatingPointError(
             f"{what} has {bad.numel()} of {t.numel()} elements that are not finite, the first is "
-            f"{bad.flatten()[0].item()}: {place(state)}"
+            f"{bad.flatten()[0].item()}: {_place(state)}"
         )
 
 
 # --- ranks that differ ------------------------------------------------------------------------------------------------
 
 
-def fingerprints(module: nn.Module) -> Tensor:
-    """Return a hash of each parameter, `(parameters,)` of int64: equal where all bits are."""
-    return torch.tensor([_fingerprint(p.detach()) for p in module.parameters()], dtype=torch.int64, device="cpu")
+def fingerprints(module: nn.Module) -> list[int]:
+    """Return a hash of each parameter: equal where all bits are."""
+    return [_fingerprint(p.detach()) for p in module.parameters()]
 
 
 def _fingerprint(t: Tensor) -> int:
     data = t.cpu().contiguous().flatten().view(torch.uint8).numpy().data
-    return int.from_bytes(hashlib.blake2b(data, digest_size=_HASH_BYTES).digest(), "little", signed=True)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-async def check_alike(module: nn.Module, mine: Tensor, comm: Communicator, state: State) -> None:
-    """Raise MismatchError, on all ranks, unless all have the same `fingerprints` of the module.
-
-    Collective: an allgather of 8 bytes for each parameter.
-    """
-    table = torch.stack(await comm.allgather(mine))  # (size, parameters)
-    apart = (table != table[0]).any(0).nonzero().flatten().tolist()
+def check_alike(module: nn.Module, by_rank: Sequence[Sequence[int]], state: State) -> None:
+    """Raise MismatchError, naming the first that differs, unless all ranks have the same `fingerprints`."""
+    names = [name for name, _ in module.named_parameters()]
+    apart = [(name, hashes) for name, *hashes in zip(names, *by_rank, strict=False) if len(set(hashes)) > 1]
     if not apart:
         return
-    name = [name for name, _ in module.named_parameters()][apart[0]]
-    hashes = table[:, apart[0]].tolist()
+    name, hashes = apart[0]
     usual = max(hashes, key=hashes.count)
     others = ", ".join(str(rank) for rank, value in enumerate(hashes) if value != usual)
     more = f"; so do {len(apart) - 1} more parameters" if len(apart) > 1 else ""
     raise MismatchError(
-        f"parameter {name!r} on rank {others} differs from that of the other ranks after step {state.step} of epoch "
-        f"{state.epoch}{more}",
+        f"parameter {name!r} on rank {others} differs from that of the other ranks behind epoch {state.epoch}{more}",
         rank=state.rank,
-        comm=comm.name,
     )
 
 
@@ -133,7 +123,7 @@ class GraphCheck:
         elif seen != self._first:
             raise RuntimeError(
                 f"the graph of step {state.step} differs from that of the first step: {_difference(self._first, seen)} "
-                f"({place(state)}); expected the same in every step, since the engine has dynamic=False"
+                f"({_place(state)}); expected the same in every step, since the engine has dynamic=False"
             )
 
 

@@ -1,12 +1,15 @@
-"""What rank 0 shows of a training: a bar on a terminal, elsewhere a line for each epoch."""
+"""What is seen of a training: on rank 0 a bar on a terminal, elsewhere a line for each epoch; a trace of some steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from time import perf_counter
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from torch.profiler import ProfilerActivity, profile
 
 from aiodist.engine.state import State
 
@@ -68,6 +71,42 @@ def in_words(metrics: Mapping[str, float]) -> str:
     >>> in_words({"loss": 0.25, "accuracy": 0.96875})
     'loss 0.25, accuracy 0.9688'
     """
-    return ", ".join(
-        f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in metrics.items()
-    )
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
+class Profiling:
+    """Profiles steps `first` to `last` of this rank, both included; `begin` and `end` belong to the compute thread.
+
+    The trace has the operators of that thread and, with CUDA, the kernels. It is written in Chrome's format, for
+    https://ui.perfetto.dev, to `folder/rank<rank>-steps<first>-<last>.json`.
+    """
+
+    def __init__(self, steps: tuple[int, int], folder: Path, rank: int) -> None:
+        self.first, self.last = steps
+        self.file = folder / f"rank{rank}-steps{self.first}-{self.last}.json"
+        self._profile: profile | None = None
+
+    def begin(self) -> None:
+        """The first of the steps begins."""
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        begun = profile(activities=activities)
+        begun.start()
+        self._profile = begun
+
+    def end(self) -> None:
+        """The last of the steps is over, or training is: write what there is."""
+        ended, self._profile = self._profile, None
+        if ended is not None:
+            ended.stop()
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            ended.export_chrome_trace(str(self.file))
+
+
+def check_steps(steps: tuple[int, int]) -> None:
+    """Raise TypeError or ValueError unless these are the first and the last step that are to be profiled."""
+    if not isinstance(steps, tuple) or [type(step) for step in steps] != [int, int]:
+        raise TypeError(f"profile={steps!r}: expected the first and the last step, such as (3, 8)")
+    if not 1 <= steps[0] <= steps[1]:
+        raise ValueError(f"profile={steps!r}: expected steps from 1 on, the first not after the last")

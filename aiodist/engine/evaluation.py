@@ -8,43 +8,40 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from aiodist.engine.batch import Batch, Loader, Model, prefetched
 from aiodist.engine.hooks import Hooks
-from aiodist.engine.meeting import Assembly, Word
-from aiodist.engine.meters import Meter
-from aiodist.engine.plan import Batch, Loader, LoopPlan, prefetched, take
+from aiodist.engine.meters import Assembly, Meter
 from aiodist.engine.state import State
 from aiodist.engine.steppers import Stepper
 from aiodist.handles import Progress
 
 
 async def evaluate(
-    plan: LoopPlan, stepper: Stepper, assembly: Assembly, hooks: Hooks, state: State, loader: Loader
+    model: Model, stepper: Stepper, assembly: Assembly, hooks: Hooks, state: State, loader: Loader
 ) -> dict[str, float]:
     """Return the figures of the data of all ranks; each goes at its own pace, and they meet at the end."""
-    meter = Meter(plan.metrics)
-    batch = Batch(plan, state, hooks, meter, Progress.current())
+    meter = Meter(model.metrics)
+    batch = Batch(model, state, hooks, meter, Progress.current())
     failure: Exception | None = None
     await assembly.open()
     try:
         async with stepper.open(lambda: False):
             await stepper.flush()
-            with stepper.weights(), _switched_off(plan.module):
+            with stepper.weights(), _switched_off(model.module):
                 await hooks.call("start", state)
                 async with prefetched(loader) as samples:
                     async for sample in samples:
                         state.step = state.batch = state.batch + 1
-                        await take(sample, plan, state, hooks)
+                        await batch.take(sample)
                         state.loss = await stepper.run(_without_gradients, batch)
                         if state.stop:
                             break
     except Exception as error:  # noqa: BLE001  - raised after the others have been told
         failure = error
     except BaseException as error:
-        assembly.abort(f"rank {assembly.rank} was cancelled in this evaluation: {error!r}")
+        assembly.abort(f"was cancelled in this evaluation: {error!r}")
         raise
-    figures = None if failure is not None else meter.figures()
-    words = await assembly.exchange(Word(figures=figures), failure)
-    state.metrics = meter.merged([word.figures for word in words if word.figures is not None])
+    state.metrics = meter.means(await assembly.exchange(meter.sums(), failure))
     await hooks.call("end", state)
     return dict(state.metrics)
 

@@ -1,105 +1,61 @@
-"""Means over an epoch and over all ranks: of losses, of what functions return, and torchmetrics' metrics."""
+"""Means over an epoch and over all ranks, of losses and of what functions return; and how ranks exchange them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from aiodist.checkpoints.agreeing import exchange
+from aiodist.communicator import Communicator
 from aiodist.engine.state import State
 
+T = TypeVar("T")
+
 LOSS = "loss"
-
-MetricFunction = Callable[[Any, Any], "Tensor | float"]
+Metric = Callable[[Any, Any], "Tensor | float"]
 """Returns a number of one batch, of its output and target: the mean over its samples."""
-
-
-@runtime_checkable
-class MetricObject(Protocol):
-    """One of torchmetrics' metrics, or what has the same: `_reductions` says how each state is reduced over ranks."""
-
-    _reductions: Mapping[str, Callable[[Any], Any] | None]
-
-    def update(self, *args: Any) -> None:  # noqa: ANN401
-        """Take output and target of one batch."""
-
-    def compute(self) -> Any:  # noqa: ANN401
-        """Return the figure."""
-
-    def reset(self) -> None:
-        """Begin anew."""
-
-
-Metric = MetricFunction | MetricObject
-
-
-@dataclass(frozen=True)
-class EpochFigures:
-    """What one rank has measured so far; it is small, and travels between ranks as an object."""
-
-    weight: float = 0.0
-    """Of all batches."""
-    sums: Mapping[str, float] = field(default_factory=dict)
-    """By name, of the values of the batches, each times its weight."""
-    states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Of metrics that are objects, by name."""
+Sums = tuple[float, dict[str, float]]
+"""The weight of all batches, and by name the sum of their values, each times its weight."""
 
 
 class Meter:
     """Measures one epoch on this rank; `add` belongs to the thread that computes."""
 
-    def __init__(self, metrics: Mapping[str, Metric], before: EpochFigures | None = None) -> None:
-        """`before` is what was measured of this epoch before training was interrupted."""
-        before = before or EpochFigures()
-        self._functions = {name: m for name, m in metrics.items() if not isinstance(m, MetricObject)}
-        self._objects = {name: deepcopy(m) for name, m in metrics.items() if isinstance(m, MetricObject)}
-        for name, metric in self._objects.items():
-            metric.reset()
-            _set_states(metric, before.states.get(name, {}))
-        self._weight = before.weight
-        self._sums: dict[str, Any] = dict(before.sums)
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self._metrics = metrics
+        self._weight = 0.0
+        self._sums: dict[str, Any] = {}
         """Of Python numbers; of tensors where the values are on a device, which is not waited for."""
 
     def add(self, state: State) -> None:
         """Take the batch of `state`."""
-        weight = 1.0 if state.weight is None else state.weight
         assert state.loss is not None
+        weight = 1.0 if state.weight is None else state.weight
         with torch.no_grad():
             self._weight += weight
             self._add(LOSS, state.loss.detach(), weight)
-            for name, function in self._functions.items():
-                self._add(name, function(state.output, state.target), weight)
-            for metric in self._objects.values():
-                metric.update(_detached(state.output), state.target)
+            for name, metric in self._metrics.items():
+                self._add(name, metric(state.output, state.target), weight)
 
     def _add(self, name: str, value: Tensor | float, weight: float) -> None:
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"metric {name!r} is a tensor of shape {list(value.shape)}: expected one number a batch")
-        if isinstance(value, Tensor) and value.is_cuda:
-            self._sums[name] = self._sums.get(name, 0.0) + value.detach().double() * weight
-        else:
-            self._sums[name] = self._sums.get(name, 0.0) + float(value) * weight
+        on_device = isinstance(value, Tensor) and value.is_cuda
+        self._sums[name] = self._sums.get(name, 0.0) + (value.double() if on_device else float(value)) * weight  # type: ignore[union-attr]
 
-    def figures(self) -> EpochFigures:
+    def sums(self) -> Sums:
         """Return what was measured so far."""
-        sums = {name: float(total) for name, total in self._sums.items()}
-        states = {name: {key: getattr(m, key) for key in _reductions(m)} for name, m in self._objects.items()}
-        return EpochFigures(self._weight, sums, cast("Mapping[str, Mapping[str, Any]]", _on_host(states)))
+        return self._weight, {name: float(total) for name, total in self._sums.items()}
 
-    def merged(self, figures: Sequence[EpochFigures]) -> dict[str, float]:
-        """Return each mean, and the figure of each metric, over all ranks that `figures` are of."""
-        weight = math.fsum(one.weight for one in figures)
-        names = [LOSS, *self._functions]
-        totals = {name: math.fsum(one.sums.get(name, 0.0) for one in figures) for name in names}
-        means = {name: total / weight if weight else math.nan for name, total in totals.items()}
-        for name, metric in self._objects.items():
-            means[name] = _over_ranks(metric, [one.states[name] for one in figures])
-        return means
+    def means(self, by_rank: Sequence[Sums]) -> dict[str, float]:
+        """Return each mean over all ranks that the sums are of."""
+        weight = math.fsum(weight for weight, _ in by_rank)
+        totals = {name: math.fsum(sums.get(name, 0.0) for _, sums in by_rank) for name in (LOSS, *self._metrics)}
+        return {name: total / weight if weight else math.nan for name, total in totals.items()}
 
 
 def checked_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
@@ -108,52 +64,43 @@ def checked_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
     for name, metric in found.items():
         if not isinstance(name, str) or name == LOSS:
             raise ValueError(f"metric {name!r}: expected a name other than {LOSS!r}, which is that of the mean loss")
-        if not callable(metric) or (hasattr(metric, "compute") and not isinstance(metric, MetricObject)):
+        if not callable(metric) or hasattr(metric, "compute"):
             raise TypeError(
-                f"metric {name!r} is {type(metric).__name__}: expected a function of output and target, or one of "
-                "torchmetrics' metrics; give those of a MetricCollection by name, dict(collection.items())"
+                f"metric {name!r} is {type(metric).__name__}: expected a function of output and target; what counts by "
+                "itself, as torchmetrics' do, belongs in hooks"
             )
     return found
 
 
-def _reductions(metric: MetricObject) -> Mapping[str, Any]:
-    """Return how each state of a torchmetrics metric is reduced over ranks."""
-    return metric._reductions
+class Assembly:
+    """The ranks of one engine; without a communicator there is no other one, and nothing is sent."""
 
+    def __init__(self, base: Communicator | None) -> None:
+        self._base = base
+        self.comm: Communicator | None = None
+        """The engine's own communicator, once it is open."""
+        self.rank = 0 if base is None else base.rank
+        self.size = 1 if base is None else base.size
 
-def _over_ranks(metric: MetricObject, states: Sequence[Mapping[str, Any]]) -> float:
-    """Return the figure of `metric` whose states are reduced over ranks, as torchmetrics reduces them."""
-    whole = deepcopy(metric)
-    whole.reset()
-    reduced = {}
-    for key, reduction in _reductions(metric).items():
-        values = [state[key] for state in states]
-        if isinstance(values[0], Tensor):
-            together: Any = torch.stack(values)
-        else:
-            together = [item for value in values for item in value]
-        reduced[key] = reduction(together) if reduction is not None and len(together) else together
-    _set_states(whole, reduced)
-    result = whole.compute()
-    return float(result) if isinstance(result, Tensor) and result.numel() == 1 else result
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this rank was asked to stop, see `Communicator.stopping`."""
+        return self._base is not None and self._base.parts.registry.stop_requested
 
+    async def open(self) -> None:
+        """Collective at the first call: all ranks get a duplicate of the communicator, which is the engine's own."""
+        if self.comm is None and self._base is not None:
+            self.comm = await self._base.dup()
 
-def _set_states(metric: Any, states: Mapping[str, Any]) -> None:  # noqa: ANN401
-    """Give `metric` these states, as if by an update; it is not to gather any by torch.distributed."""
-    device = getattr(metric, "device", None)
-    for key, value in states.items():
-        setattr(metric, key, value.to(device) if isinstance(value, Tensor) else value)
-    metric.sync_on_compute = False
-    metric._update_count = max(1, getattr(metric, "_update_count", 0))
+    def abort(self, why: str) -> None:
+        """Have all ranks hear that this one takes no part any more; the next training opens another communicator."""
+        comm, self.comm = self.comm, None
+        if comm is not None:
+            comm.abort(f"rank {self.rank} {why}")
 
+    async def exchange(self, said: T, failure: Exception | None = None) -> list[T]:
+        """Return what all ranks say; raise `failure`, or RemoteError with that of another rank.
 
-def _detached(output: Any) -> Any:  # noqa: ANN401
-    return output.detach() if isinstance(output, Tensor) else output
-
-
-def _on_host(state: Any) -> Any:  # noqa: ANN401
-    if isinstance(state, Tensor):
-        return state.detach().cpu()
-    if isinstance(state, Mapping):
-        return {key: _on_host(value) for key, value in state.items()}
-    return [_on_host(value) for value in state] if isinstance(state, list) else state
+        Collective, one allgather of small objects.
+        """
+        return await exchange(self.comm, "this training", said, failure)

@@ -1,4 +1,4 @@
-"""What hooks are given: the state of a training, or of an evaluation."""
+"""What hooks are given, the state of a training or of an evaluation, and how far a training has come."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["EVENTS", "Event", "State"]
+from aiodist.checkpoints.generators import set_torch_state, torch_state
+
+__all__ = ["EVENTS", "Event", "Position", "State"]
 
 Event = Literal["start", "sample", "forward", "criterion", "backward", "update", "epoch", "end"]
 """When hooks are called."""
@@ -58,3 +61,37 @@ class State:
     """Of the last epoch that is over, over all ranks: the mean of the losses, "loss", and each metric by its name."""
     stop: bool = False
     """Set it to end the training on all ranks behind the same step."""
+
+
+@dataclass
+class Position:
+    """Where a training is on this rank, between two of its steps."""
+
+    epoch: int = 0
+    """How many are over."""
+    step: int = 0
+    """How many were made."""
+    batch: int = 0
+    """How many of the current epoch were trained on."""
+    order: Tensor | None = None
+    """The state of torch's generator when this epoch began: it gives the order of its data."""
+    random: dict[str, Any] | None = None
+    """The states of torch's generators to go on with; None where training goes on with those that there are."""
+
+    def begin_epoch(self) -> None:
+        """Have torch's generators as they were when this epoch began, if it has begun before."""
+        if self.batch == 0:
+            self.go_on()
+            self.order = torch.get_rng_state()
+        elif self.order is not None:
+            torch.set_rng_state(self.order)
+
+    def go_on(self) -> None:
+        """Have torch's generators as they are to be when the next step begins."""
+        given, self.random = self.random, None
+        if given is not None:
+            set_torch_state(given)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return numbers and tensors."""
+        return {**vars(self), "order": self.order if self.batch else None, "random": self.random or torch_state()}

@@ -2,113 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, suppress
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any, NamedTuple
 
+from aiodist.checkpoints.generators import torch_state
+from aiodist.data import ShardQueue
 from aiodist.engine import checks
-from aiodist.engine.display import Display
+from aiodist.engine.batch import Batch, Loader, Model, length_of, prefetched, set_epoch, source_of
+from aiodist.engine.display import Display, Profiling
 from aiodist.engine.hooks import Hooks
-from aiodist.engine.meeting import Assembly, Word
-from aiodist.engine.meters import Meter
-from aiodist.engine.plan import Batch, Loader, LoopPlan, length_of, prefetched, queue_of, set_epoch, take
-from aiodist.engine.position import Position
-from aiodist.engine.profiling import Profiling
-from aiodist.engine.state import Event, State
+from aiodist.engine.meters import Assembly, Meter, Sums
+from aiodist.engine.state import Event, Position, State
 from aiodist.engine.steppers import Stepper
-from aiodist.errors import AiodistError
 from aiodist.handles import Progress
 from aiodist.nn import DataParallel
+
+
+class Watchers(NamedTuple):
+    """What looks at a training beside the user's hooks."""
+
+    display: Display | None
+    profiling: Profiling | None
+    debug: bool
+    dynamic: bool
+
+
+class _Word(NamedTuple):
+    """What a rank says behind an epoch."""
+
+    stop: bool
+    interrupted: bool
+    sums: Sums
+    prints: list[int]
+    """See `checks.fingerprints`; empty where they are not compared."""
 
 
 class Training:
     """One call of `Engine.train` on this rank.
 
-    All ranks do the same in the same order: before each epoch they tell one another how much data they have, then they
-    make steps, and after it they tell what they have measured. A rank that fails takes part in this to the end: where
-    the others are about to make another step it makes that with a forward that raises, so that they hear of it.
+    All ranks do the same in the same order: before each epoch they tell one another whether one stops or has failed,
+    then they make steps, and after it they tell what they have measured. The steps of an epoch are inside the block of
+    the stepper, which tells the other ranks when one fails there, and has a rank whose data have ended wait.
     """
 
     def __init__(
-        self, plan: LoopPlan, stepper: Stepper, assembly: Assembly, position: Position, hooks: Hooks, state: State
+        self, model: Model, watchers: Watchers, stepper: Stepper, assembly: Assembly, position: Position, state: State
     ) -> None:
-        self._plan = plan
+        self._model = model
+        self._watchers = watchers
         self._stepper = stepper
         self._assembly = assembly
         self._position = position
         self._state = state
-        self._hooks = Hooks(behind=hooks)
         self._progress = Progress.current()
-        self._display = Display() if plan.progress and assembly.rank == 0 else None
-        self._profiling: Profiling | None = None
-        self.meter = Meter(plan.metrics)
-        self._loader: Loader = ()
-        self._length: int | None = None
-        """Of an epoch, in batches, where the loader knows it."""
-        self._uneven = False
-        """Ranks may have different numbers of batches."""
-        self._interrupted = False
-        """This epoch ended before its data."""
-        self._passes: int | None = None
-        """How many steps of this epoch this rank has begun; None between epochs."""
-        self._batches: AsyncIterator[Any] | None = None
-        """Those of this epoch, once they are read."""
-        self._due = False
-        """The other ranks make another step, as far as this one knows."""
-        self._told = False
-        """The last step failed on all ranks."""
-        self._agreed = False
-        """They have been asked, and make this step."""
-        self._asked = False
-        """They have been asked for the last time in this epoch."""
-        self._data: list[Any] = []
-        """States of a queue of shards with which this epoch begins."""
+
+    async def run(self, loader: Loader, users: Hooks) -> None:
+        """Train until there are as many epochs as the state says, or one rank asks to stop."""
+        self._loader, self._hooks = loader, Hooks(behind=users)
+        self._state.epoch, self._state.step = self._position.epoch, self._position.step
         self._add_ours()
-
-    def _add_ours(self) -> None:
-        """Add the hooks that come before the user's."""
-        plan = self._plan
-        if plan.profile is not None:
-            self._profiling = Profiling(plan.profile, plan.traces, self._assembly.rank)
-            self._hooks.add("sample", self._begin_profile)
-        if plan.debug:
-            self._hooks.add("criterion", checks.check_loss)
-            self._hooks.add("update", self._check_parameters)
-        if not plan.dynamic:
-            self._hooks.add("criterion", checks.GraphCheck(plan.module))
-        if self._profiling is not None:
-            self._hooks.add("update", self._end_profile)
-        if plan.saving is not None:
-            self._hooks.add("update", plan.saving.update)
-            self._hooks.add("epoch", plan.saving.epoch)
-            self._hooks.add("end", plan.saving.finish)
-        if self._display is not None:
-            self._hooks.add("update", self._display.update)
-            self._hooks.add("epoch", self._display.epoch)
-
-    # --- epochs -------------------------------------------------------------------------------------------------
-
-    async def run(self, loader: Loader, epochs: int) -> None:
-        """Train until there are `epochs` epochs in all, or one rank asks to stop."""
-        self._loader, self._state.epochs = loader, epochs
-        self._state.epoch, self._state.step = self._position.epochs, self._position.steps
+        display, profiling, debug, _ = self._watchers
         try:
             async with AsyncExitStack() as stack:
                 await self._assembly.open()
                 await stack.enter_async_context(self._stepper.open(self._asks_stop))
-                if self._plan.debug and not self._scaled():
-                    stack.enter_context(checks.checked_gradients(self._plan.module, self._state))
-                if self._display is not None:
-                    stack.callback(self._display.close)
+                if debug and not self._scaled():
+                    stack.enter_context(checks.checked_gradients(self._model.module, self._state))
+                if display is not None:
+                    stack.callback(display.close)
                 try:
                     await self._run()
                 finally:
-                    if self._profiling is not None and self._profiling.under_way:
-                        await self._stepper.run(self._profiling.end)
+                    if profiling is not None:
+                        await self._stepper.run(profiling.end)
         except BaseException as error:
             if not isinstance(error, Exception):
-                self._leave(error)
+                self._assembly.abort(f"was cancelled in this training: {error!r}")
             raise
+
+    def _add_ours(self) -> None:
+        """Add the hooks that come before the user's."""
+        display, profiling, debug, dynamic = self._watchers
+        if profiling is not None:
+            self._hooks.add("sample", self._begin_profile)
+        if debug:
+            self._hooks.add("criterion", checks.check_loss)
+            self._hooks.add("update", self._check_parameters)
+        if not dynamic:
+            self._hooks.add("criterion", checks.GraphCheck(self._model.module))
+        if profiling is not None:
+            self._hooks.add("update", self._end_profile)
+        if display is not None:
+            self._hooks.add("update", display.update)
+            self._hooks.add("epoch", display.epoch)
 
     def _asks_stop(self) -> bool:
         """Return whether this rank asks all to stop: a hook does, or a signal."""
@@ -119,13 +106,16 @@ class Training:
         net = self._state.net
         return isinstance(net, DataParallel) and net.settings().scaler is not None
 
+    # --- epochs -------------------------------------------------------------------------------------------------
+
     async def _run(self) -> None:
         failure = await self._call("start")
-        while await self._begin_epoch(failure):
-            failure = await self._epoch()
-            failure = await self._end_epoch(failure)
-        failure = await self._call("end")
-        await self._assembly.exchange(Word(), failure)
+        while True:
+            self._state.stop = any(await self._assembly.exchange(self._asks_stop(), failure))
+            if self._state.stop or self._position.epoch >= self._state.epochs:
+                break
+            failure = await self._end_epoch(await self._epoch())
+        await self._assembly.exchange(None, await self._call("end"))
 
     async def _call(self, event: Event) -> Exception | None:
         """Call the hooks of `event`; return what they raise, which the ranks are told when they meet next."""
@@ -135,242 +125,82 @@ class Training:
             return error
         return None
 
-    async def _begin_epoch(self, failure: Exception | None) -> bool:
-        """Return whether there is another epoch, the same on all ranks, which hear of one another's data."""
-        self._length = length_of(self._loader)
-        left = None if self._length is None else self._length - self._position.batches
-        word = Word(stop=self._asks_stop(), batches=left, data=self._position.data)
-        words = await self._assembly.exchange(word, failure)
-        self._state.stop = any(one.stop for one in words)
-        if self._state.stop or self._position.epochs >= self._state.epochs:
-            return False
-        self._uneven = self._stepper.waits and self._is_uneven([one.batches for one in words])
-        if self._uneven and self._plan.saving is not None:
-            self._plan.saving.check_uneven()
-        self._data = [state for one in words for state in one.data or ()]
-        return True
-
-    def _is_uneven(self, batches: Sequence[int | None]) -> bool:
-        """Return whether ranks may have different numbers of batches; raise ValueError where that cannot be."""
-        known = len(set(batches)) == 1 and None not in batches
-        if len(batches) == 1 or (known and self._plan.uneven is None) or self._assembly.base is not self._stepper.base:
-            return False
-        if self._plan.uneven is not None and (self._plan.uneven or known or None in batches):
-            return self._plan.uneven
-        if self._plan.uneven is None and self._stepper.joins:
-            return True
-        said = ", ".join(f"rank {rank}: {'unknown' if n is None else n}" for rank, n in enumerate(batches))
-        raise ValueError(
-            f"ranks have different numbers of batches ({said}): expected as many on every rank, with this optimizer "
-            "or with uneven=False"
-        )
-
     async def _epoch(self) -> Exception | None:
         """Train on what is left of this epoch; return what went wrong on this rank."""
-        position = self._position
-        self._state.epoch = position.epochs + 1
-        self._meter_epoch()
+        self._state.epoch = self._position.epoch + 1
+        self._meter = Meter(self._model.metrics)
+        self._interrupted = False
         try:
-            async with AsyncExitStack() as stack:
-                if self._uneven:
-                    await stack.enter_async_context(self._stepper.join())
-                try:
-                    if isinstance(self._state.net, DataParallel):
-                        checks.check_reduced(self._state.net)
-                    self._load_data()
-                    set_epoch(self._loader, position.epochs)
-                    position.begin_epoch()
-                    self._batches = await stack.enter_async_context(prefetched(self._loader))
-                    await self._steps(self._batches)
-                except Exception as error:
-                    await self._tell(error)
-                    raise
-            if not self._stepper.asks:  # else it may need all ranks, and one may have failed
-                await self._stepper.flush()
-            if self._plan.debug and self._uneven:
-                await self._compare()
+            async with self._stepper.epoch():
+                if isinstance(self._state.net, DataParallel):
+                    checks.check_reduced(self._state.net)
+                set_epoch(self._loader, self._position.epoch)
+                self._position.begin_epoch()
+                if self._watchers.display is not None:
+                    self._watchers.display.start(length_of(self._loader))
+                async with prefetched(self._loader) as batches:
+                    await self._steps(batches)
+            await self._stepper.flush()
         except Exception as error:  # noqa: BLE001  - raised after the others have been told
             return error
         return None
 
-    def _load_data(self) -> None:
-        """Have a queue of shards go on where all ranks were."""
-        self._position.data = None
-        if self._data and (queue := queue_of(self._loader)) is not None:
-            queue.load_state_dicts(self._data)
-
-    def _meter_epoch(self) -> None:
-        self.meter = Meter(self._plan.metrics, self._position.figures)
-        self._position.figures = None
-        self._interrupted = self._told = self._agreed = self._asked = False
-        self._passes, self._due = self._position.batches, True
-        self._batches = None
-        if self._display is not None:
-            self._display.start(self._length)
-
     async def _end_epoch(self, failure: Exception | None) -> Exception | None:
         """Tell the others what was measured, or that this rank failed; return what the hooks of "epoch" raise."""
-        self._passes = None
         if failure is not None and not self._stepper.waits:
-            self._assembly.abort(f"rank {self._assembly.rank} failed in this training: {failure!r}")
+            self._assembly.abort(f"failed in this training: {failure!r}")
             raise failure
-        figures = None if failure is not None else self.meter.figures()
-        word = Word(self._asks_stop(), figures=figures, interrupted=self._interrupted)
-        words = await self._assembly.exchange(word, failure)
-        self._state.stop = any(one.stop for one in words)
-        if self._stepper.asks:
-            await self._stepper.flush()
-        if any(one.interrupted for one in words):
-            self._position.interrupt(self.meter.figures())
+        prints: list[int] = []
+        if self._watchers.debug and self._stepper.waits and failure is None:
+            prints = await self._stepper.run(checks.fingerprints, self._model.module)
+        mine = _Word(self._asks_stop(), self._interrupted, self._meter.sums(), prints)
+        words = await self._assembly.exchange(mine, failure)
+        checks.check_alike(self._model.module, [word.prints for word in words], self._state)
+        self._state.stop = any(word.stop for word in words)
+        if any(word.interrupted for word in words):
+            self._position.random = torch_state()
             return None
-        self._position.end_epoch()
-        self._state.metrics = self.meter.merged([one.figures for one in words if one.figures is not None])
+        self._position.epoch, self._position.batch = self._position.epoch + 1, 0
+        self._state.metrics = self._meter.means([word.sums for word in words])
         return await self._call("epoch")
 
     # --- steps --------------------------------------------------------------------------------------------------
 
     async def _steps(self, batches: AsyncIterator[Any]) -> None:
-        if queue_of(self._loader) is None:  # which gives no batch again
-            for _ in range(self._position.batches):
+        position, state = self._position, self._state
+        if not isinstance(source_of(self._loader), ShardQueue):  # which gives no batch again
+            for _ in range(position.batch):
                 await anext(batches)
-        self._position.go_on()
+        position.go_on()
+        batch = Batch(self._model, state, self._hooks, self._meter, self._progress)
         async for sample in batches:
-            if await self._stopped_before():
+            state.step, state.batch = position.step + 1, position.batch + 1
+            await batch.take(sample)
+            state.loss = await self._stepper.step(batch, self._reduced)
+            if not self._stepper.midway:
+                await self._hooks.call("backward", state)
+            position.step, position.batch = state.step, state.batch
+            await self._hooks.call("update", state)
+            if self._stepper.stopping():
+                self._interrupted = state.stop = True
                 break
-            await self._step(sample)
-            if self._stepper.stopping() or (self._waits_for_none and self._asks_stop()):
-                self._interrupted = self._state.stop = True
-                break
-        else:
-            self._check_length()
-        if self._asks and not self._asked:
-            await self._assembly.any(True)
 
-    async def _stopped_before(self) -> bool:
-        """Return whether no rank makes the next step: where steps do not tell, one of them has said so."""
-        if self._asks and await self._assembly.any(self._asks_stop()):
-            self._asked = self._interrupted = self._state.stop = True
-        self._agreed = self._asks and not self._asked
-        return self._interrupted
-
-    @property
-    def _waits_for_none(self) -> bool:
-        """A rank that stops need tell no other one: in asynchronous SGD, or alone where passes do not tell."""
-        return not self._stepper.waits or (self._stepper.asks and self._assembly.size == 1)
-
-    @property
-    def _asks(self) -> bool:
-        """Ranks ask each other before each step; in `join` they cannot, and stop behind the epoch."""
-        return self._stepper.asks and not self._uneven and self._assembly.size > 1
-
-    async def _step(self, sample: Any) -> None:  # noqa: ANN401
-        state, position = self._state, self._position
-        if self._counted and self._passes == self._length:
-            raise ValueError(f"the loader gives more batches than the {self._length} that it has by len()")
-        state.step, state.batch = position.steps + 1, position.batches + 1
-        await take(sample, self._plan, state, self._hooks)
-        self._passes, self._due, self._agreed = state.batch, False, False
-        try:
-            state.loss = await self._stepper.step(Batch(self._plan, state, self._hooks, self.meter, self._progress))
-        except Exception:
-            self._told = not self._stepper.behind
-            raise
-        if not self._stepper.midway:
-            await self._hooks.call("backward", state)
-        position.steps, position.batches = state.step, state.batch
-        await self._hooks.call("update", state)
-        self._due = True
-
-    @property
-    def _counted(self) -> bool:
-        """All ranks count on as many batches as the loaders say."""
-        return self._stepper.waits and not self._uneven and self._length is not None and self._assembly.size > 1
-
-    def _check_length(self) -> None:
-        if self._counted and self._passes != self._length:
-            raise ValueError(
-                f"the loader gives {self._passes} batches: expected the {self._length} that it has by len()"
-            )
-
-    # --- failures -----------------------------------------------------------------------------------------------
-
-    async def _tell(self, error: Exception) -> None:
-        """Have the ranks hear of `error` that are about to make another step; the others hear of it when they meet."""
-        if self._asks:
-            await self._tell_asking(error)
-            return
-        for _ in range(self._untold(error)):
-            if not await self._others_go_on():
-                break
-            self._passes, self._due = (self._passes or 0) + 1, False
-            await self._stepper.tell(error)
-        if not self._stepper.midway:
-            with suppress(Exception):  # what the passes that failed have left: `error` says why
-                await self._stepper.flush()
-
-    async def _tell_asking(self, error: Exception) -> None:
-        if self._agreed:  # the others make this step
-            await self._stepper.tell(error)
-        if not self._asked:
-            with suppress(Exception):  # where the communicator is lost too, `error` says why
-                await self._assembly.any(True)
-
-    def _untold(self, error: BaseException) -> int:
-        """Return how many more steps the other ranks begin, as far as data go, before they hear of `error`."""
-        if not self._stepper.waits or self._uneven or (self._told and isinstance(error, AiodistError)):
-            return 0  # the block of `join` tells them
-        return self._stepper.lag + (not self._told)
-
-    async def _others_go_on(self) -> bool:
-        assert self._passes is not None
-        if self._length is not None:
-            return self._passes < self._length
-        if self._due or self._batches is None:
-            return True
-        try:
-            await anext(self._batches)
-        except StopAsyncIteration:
-            return False
-        except Exception:  # noqa: BLE001  - it is in the place of a batch
-            return True
-        return True
-
-    def _leave(self, error: BaseException) -> None:
-        """This rank was cancelled: let the others hear of it, and wait for none."""
-        if self._passes is not None and not self._asks:
-            left = self._untold(error)
-            for _ in range(left if self._length is None else min(left, self._length - self._passes)):
-                self._stepper.tell_later(error)
-        self._assembly.abort(f"rank {self._assembly.rank} was cancelled in this training: {error!r}")
-
-    def reduced(self) -> None:
+    def _reduced(self) -> None:
         """The gradients of a step are there; on the thread that computes."""
         self._hooks.call_on_thread("backward", self._state, self._progress)
 
     # --- our own hooks --------------------------------------------------------------------------------------------
 
     async def _begin_profile(self, state: State) -> None:
-        assert self._profiling is not None
-        if state.step == self._profiling.first:
-            await self._stepper.run(self._profiling.begin)
+        profiling = self._watchers.profiling
+        if profiling is not None and state.step == profiling.first:
+            await self._stepper.run(profiling.begin)
 
     async def _end_profile(self, state: State) -> None:
-        assert self._profiling is not None
-        if state.step == self._profiling.last and self._profiling.under_way:
-            await self._stepper.run(self._profiling.end)
+        profiling = self._watchers.profiling
+        if profiling is not None and state.step == profiling.last:
+            await self._stepper.run(profiling.end)
 
     async def _check_parameters(self, state: State) -> None:
-        """After each step: all parameters are finite, and the same on all ranks where they ought to be."""
-        if self._stepper.alike:
-            await self._stepper.flush()
-        if self._uneven:  # in `join` nothing else communicates: they are compared behind it
-            await self._stepper.run(checks.check_parameters, self._plan.module, state)
-        else:
-            await self._compare()
-
-    async def _compare(self) -> None:
-        comm = self._assembly.comm
-        if comm is not None and self._stepper.alike:
-            mine = await self._stepper.run(checks.fingerprints, self._plan.module)
-            await checks.check_alike(self._plan.module, mine, comm, self._state)
-        await self._stepper.run(checks.check_parameters, self._plan.module, self._state)
+        await self._stepper.flush()
+        await self._stepper.run(checks.check_parameters, self._model.module, state)

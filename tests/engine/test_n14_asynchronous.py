@@ -9,7 +9,6 @@ from torch.nn.functional import mse_loss
 
 from aiodist import Communicator, CommunicatorAborted, Engine, ParameterServer
 from aiodist.engine import State
-from aiodist.nn import DataParallel, assert_synchronized
 from aiodist.ps import EAMSGD, EASGD, SGD, AsySGInCon, Downpour, Synchronous
 
 if TYPE_CHECKING:
@@ -85,31 +84,6 @@ async def test_n14_synchronous_steps_at_the_server(coll: Communicator, job: type
         await ps.barrier()
         await ps.pull(module)
     job.assert_same(module, job.alone(2, [1, 1]))
-
-
-@pytest.mark.ranks(4)
-async def test_n14_groups_of_a_server(coll: Communicator, job: type["Job"]) -> None:
-    """Two groups of two ranks: gradients are reduced within each, and a stop stops it."""
-    module = job.build()
-    async with ParameterServer(coll, module) as ps:
-        group = await coll.split(coll.rank // 2)
-        net = await DataParallel.create(module, group)
-        opt = torch.optim.SGD(net.parameters(), lr=0.05)
-        async with EASGD(ps, module, opt, tau=2, alpha=0.3, group=group, run=net.run) as worker:
-            engine = Engine(net, worker, mse_loss, **job.QUIET)
-
-            @engine.on("backward")
-            async def check(state: State) -> None:
-                await assert_synchronized([p.grad for p in net.parameters()], group)
-
-            @engine.on("update")
-            def stop(state: State) -> None:
-                state.stop = state.stop or (coll.rank == 3 and state.step == 5)
-
-            await engine.train(job.pairs(coll.rank, 4), epochs=2)
-            assert engine.state.step == (8 if coll.rank < 2 else 6)
-        await assert_synchronized(module, group)
-        await ps.sync()
 
 
 @pytest.mark.ranks(2)

@@ -28,12 +28,17 @@ async def main():
         torch.manual_seed(3)
         net = await DataParallel.create(torch.nn.Linear(5, 3), coll)
         opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        engine = aiodist.Engine(net, opt, mse_loss, checkpoint=sys.argv[1], every=5, keep=2, progress=False)
-        resumed = await engine.resume()
+        engine = aiodist.Engine(net, opt, mse_loss, progress=False)
+        try:
+            resumed = bool(await aiodist.load(sys.argv[1], net, opt, own=[engine]))
+        except FileNotFoundError:
+            resumed = False
         print("begins with", engine.state_dict()["step"], flush=True)
 
         @engine.on("update")
         async def tell(state):
+            if state.step % 5 == 0 and not resumed:
+                await aiodist.save(sys.argv[1], net, opt, own=[engine], keep=2)
             if not resumed:
                 if state.step == 20:
                     print("is at 20", flush=True)

@@ -219,7 +219,7 @@ async def test_n14_wrong_arguments(coll: Communicator, job: type["Job"]) -> None
         ((net, opt, mse_loss), {"metrics": {"loss": mse_loss}}, ValueError, "other than 'loss'"),
         ((net, opt, mse_loss), {"metrics": {"a": 3}}, TypeError, "metric 'a' is int"),
         ((net, opt), {"metrics": {"a": mse_loss}}, ValueError, "expected `split=`"),
-        ((net, opt, mse_loss), {"verbose": True}, TypeError, "verbose: expected uneven, progress"),
+        ((net, opt, mse_loss), {"verbose": True}, TypeError, "verbose: expected progress"),
         ((net, opt, mse_loss), {"profile": 3}, TypeError, r"profile=3: .* such as \(3, 8\)"),
         ((net, opt, mse_loss), {"profile": (8, 3)}, ValueError, "the first not after the last"),
     ]

@@ -50,7 +50,7 @@ async def made(coll: Communicator, job: type["Job"], *, pipelined: bool) -> tupl
 async def test_n14_goes_on_to_the_bit(
     coll: Communicator, job: type["Job"], kind: str, pipelined: bool, event: Any, at: int
 ) -> None:
-    """With dropout, a shuffled order, and figures of the epoch that was interrupted."""
+    """With dropout and a shuffled order."""
     torch.manual_seed(coll.rank)
     net, opt, engine = await made(coll, job, pipelined=pipelined)
     torch.manual_seed(7 + coll.rank)
@@ -87,7 +87,7 @@ async def test_n14_goes_on_to_the_bit(
 async def test_n14_a_stop_changes_nothing(coll: Communicator, job: type["Job"]) -> None:
     """In the same process, after a stop in the middle of an epoch: rank 0 asks, and all ranks stop."""
     ends = []
-    for stops in ([], [2, 3, 9]):
+    for stops in ([], [2, 3, 7]):
         net, _, engine = await made(coll, job, pipelined=False)
         torch.manual_seed(7 + coll.rank)
 
@@ -109,9 +109,7 @@ async def test_n14_a_stop_changes_nothing(coll: Communicator, job: type["Job"]) 
 @pytest.mark.ranks(1)
 async def test_n14_states_that_are_none(coll: Communicator, job: type["Job"]) -> None:
     _, _, engine = await made(coll, job, pipelined=False)
-    with pytest.raises(
-        ValueError, match=r"state with epoch: expected batch, data, epoch, figures, order, random, step"
-    ):
+    with pytest.raises(ValueError, match=r"state with epoch: expected epoch, step, batch, order, random"):
         engine.load_state_dict({"epoch": 3})
 
     @engine.on("update")

@@ -1,0 +1,176 @@
+"""One batch: from the loader, as a sample, through network and criterion."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from aiodist.data import Prefetch, prefetch
+from aiodist.engine.hooks import Hooks
+from aiodist.engine.meters import Meter, Metric
+from aiodist.engine.state import State
+from aiodist.handles import Progress
+
+Loader = Iterable[Any] | AsyncIterable[Any] | Prefetch[Any]
+Split = Callable[[Any], tuple[Any, Any]]
+"""Returns input and target of a sample."""
+
+
+class WithCriterion(nn.Module):
+    """A network and a criterion that has parameters too: one module, so that one net trains both.
+
+    ```python
+    net = await DataParallel.create(WithCriterion(network, criterion), coll)
+    engine = aiodist.Engine(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    ```
+    `net(x)` is what `network(x)` returns. Names of parameters begin with `network.` and `criterion.`.
+    """
+
+    def __init__(self, network: nn.Module, criterion: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.criterion = criterion
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Return the output of the network."""
+        return self.network(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained, and what is measured."""
+
+    module: nn.Module
+    """All that is trained."""
+    network: Callable[..., Any]
+    """Returns outputs."""
+    criterion: Callable[[Any, Any], Tensor] | None
+    split: Split
+    metrics: Mapping[str, Metric]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Computes the batch that `state` has, on the thread that computes."""
+
+    model: Model
+    state: State
+    hooks: Hooks
+    meter: Meter
+    progress: Progress
+
+    async def take(self, sample: Any) -> None:  # noqa: ANN401
+        """Have the state hold the sample, as the hooks of "sample" leave it; on the loop."""
+        state = self.state
+        state.sample, state.weight, state.output, state.loss = sample, None, None, None
+        await self.hooks.call("sample", state)
+        state.input, state.target = self.model.split(state.sample)
+        if state.weight is None:
+            state.weight = weight_of(state.sample)
+
+    def __call__(self) -> Tensor:
+        """Return its loss."""
+        state, criterion = self.state, self.model.criterion
+        state.output = _applied(self.model.network, state.input)
+        self.hooks.call_on_thread("forward", state, self.progress)
+        state.loss = state.output if criterion is None else criterion(state.output, state.target)
+        self.hooks.call_on_thread("criterion", state, self.progress)
+        if not isinstance(state.loss, Tensor) or state.loss.numel() != 1:
+            what = f"tensor of shape {list(state.loss.shape)}" if isinstance(state.loss, Tensor) else type(state.loss)
+            raise TypeError(f"the loss is a {what}: expected a tensor of one element")
+        self.meter.add(state)
+        return state.loss
+
+
+def model_of(
+    net: Any,  # noqa: ANN401
+    module: nn.Module,
+    criterion: Callable[[Any, Any], Tensor] | None,
+    metrics: dict[str, Metric],
+    split: Split | None,
+) -> Model:
+    """Return the arguments of an engine, checked; `net` is called, and trains `module`."""
+    if isinstance(module, WithCriterion):
+        if criterion is not None:
+            raise ValueError("the net has a criterion, and another one is given: expected one of them")
+        criterion = module.criterion
+    if criterion is not None and not callable(criterion):
+        raise TypeError(f"criterion is {type(criterion).__name__}: expected a function of output and target")
+    if isinstance(criterion, nn.Module):
+        known = {id(p) for p in module.parameters()}
+        own = [name for name, p in criterion.named_parameters() if id(p) not in known]
+        if own:
+            raise ValueError(
+                f"the criterion has a parameter {own[0]!r} that the net does not train: expected a net of "
+                "aiodist.engine.WithCriterion(network, criterion)"
+            )
+    if metrics and criterion is None and split is None:
+        raise ValueError("metrics without a criterion: expected `split=`, which tells what the target is")
+    return Model(module, net, criterion, split or (_whole if criterion is None else _pair), metrics)
+
+
+def prefetched(loader: Loader) -> Prefetch[Any]:
+    """Return what makes passes over `loader`."""
+    return loader if isinstance(loader, Prefetch) else prefetch(loader)
+
+
+def length_of(loader: Loader) -> int | None:
+    """Return how many batches it has; None where it does not know."""
+    try:
+        return len(cast(Sized, loader))
+    except TypeError:
+        return None
+
+
+def source_of(loader: Loader) -> Any:  # noqa: ANN401
+    """Return what is read."""
+    return loader.source if isinstance(loader, Prefetch) else loader
+
+
+def set_epoch(loader: Loader, epoch: int) -> None:
+    """Tell the loader, or its sampler or dataset, which epoch begins, from 0 on, where they have `set_epoch`."""
+    source = source_of(loader)
+    owners: list[Any] = [source, *(getattr(source, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
+    owners.append(getattr(getattr(source, "batch_sampler", None), "sampler", None))
+    for owner in {id(owner): owner for owner in owners if hasattr(owner, "set_epoch")}.values():
+        owner.set_epoch(epoch)
+
+
+def _pair(sample: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    """Return input and target of a sample that is such a pair; raise TypeError for another one."""
+    if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+        what = f"{type(sample).__name__} of {len(sample)}" if hasattr(sample, "__len__") else type(sample).__name__
+        raise TypeError(f"the sample is a {what}: expected a pair of input and target, or `split=` of the engine")
+    return sample[0], sample[1]
+
+
+def _whole(sample: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    """Return a sample that is all input, where no criterion wants a target."""
+    return sample, None
+
+
+def _applied(network: Callable[..., Any], given: Any) -> Any:  # noqa: ANN401
+    if isinstance(given, (tuple, list)):
+        return network(*given)
+    return network(**given) if isinstance(given, Mapping) else network(given)
+
+
+def weight_of(sample: Any) -> float:  # noqa: ANN401
+    """Return how many samples there are in a batch: the first dimension of its first tensor, 1 without one.
+
+    >>> weight_of({"x": [Tensor(3, 2)], "y": Tensor(5)})
+    3.0
+    """
+    first = next(_tensors(sample), None)
+    return float(first.shape[0]) if first is not None and first.ndim else 1.0
+
+
+def _tensors(sample: Any) -> Iterator[Tensor]:  # noqa: ANN401
+    if isinstance(sample, Tensor):
+        yield sample
+    elif isinstance(sample, (tuple, list, Mapping)):
+        for value in sample.values() if isinstance(sample, Mapping) else sample:
+            yield from _tensors(value)
