@@ -5,8 +5,7 @@ from aiodist.nn.batch_norm import SyncBatchNorm
 from aiodist.nn.blocks import BlockSequential
 from aiodist.nn.compression import Compression
 from aiodist.nn.data_parallel import DataParallel, DataParallelStatistics
-from aiodist.nn.local_sgd import LocalSGD
-from aiodist.nn.outer import Elastic, SlowMo
+from aiodist.nn.local_sgd import Elastic, LocalSGD, SlowMo
 from aiodist.nn.pipelined import PipelinedOptimizer
 from aiodist.nn.sharded import ShardedOptimizer
 from aiodist.nn.synchronize import assert_synchronized, synchronize_gradients, synchronize_parameters

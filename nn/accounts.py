@@ -34,8 +34,12 @@ def explained(status: PassStatus, accounts: Sequence[PassAccount], rank: int) ->
     failed = [r for r, account in enumerate(accounts) if account.failure is not None]
     if failed:
         return _failed(failed, accounts[failed[0]].failure or "", rank)
-    if status.mixed:
-        return MismatchError(_mixed(status), rank=rank)
+    if StatusKind.AVERAGE in status.kinds and not status.all_are(StatusKind.AVERAGE):
+        averaging = [kind is StatusKind.AVERAGE for kind in status.kinds]
+        known = ["averages parameters" if average else "reduces gradients" for average in averaging]
+        return MismatchError(
+            f"{_subjects(known)}: every rank must make as many steps, with a LocalSGD of the same `every`", rank=rank
+        )
     frozen = [account.frozen for account in accounts]
     if len({names for names in frozen if names is not None}) > 1:
         return MismatchError(_frozen(frozen), rank=rank)
@@ -73,16 +77,6 @@ def _ended(status: PassStatus, accounts: Sequence[PassAccount]) -> str:
     return (
         f"{_subjects(known)}: every rank must make as many; where the data of some end early, have them wait for the "
         "others, `async with net.join():` around the loop"
-    )
-
-
-def _mixed(status: PassStatus) -> str:
-    by_rank = zip(status.kinds, status.steps, strict=True)
-    doing = {StatusKind.AVERAGE: "averages parameters", StatusKind.END: "reduces gradients"}
-    known = ["has no data left" if made is None else doing[kind] for kind, made in by_rank]
-    return (
-        f"{_subjects(known)}: every rank must make as many steps with a LocalSGD of the same `every` and `start`, and "
-        "the same others"
     )
 
 

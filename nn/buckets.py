@@ -44,13 +44,6 @@ def deal(
     return full + [bucket for bucket, _ in open_ones.values()]
 
 
-class StandIn:
-    """It has what is to be reduced in the place of a parameter's gradient."""
-
-    def __init__(self, grad: Tensor | None) -> None:
-        self.grad = grad
-
-
 class Slot:
     """One parameter's place in a bucket."""
 
@@ -59,7 +52,6 @@ class Slot:
         "by_rows",
         "dtype",
         "earlier",
-        "holder",
         "index",
         "name",
         "nbytes",
@@ -80,8 +72,6 @@ class Slot:
         self.by_rows = by_rows
         self.name = name
         self.parameter = parameter
-        self.holder: Tensor | StandIn = parameter
-        """What a pass takes the gradient of: the parameter, or what stands for it while something else is reduced."""
         self.dtype = parameter.dtype
         self.nbytes = parameter.nbytes
         self.earlier: Tensor | None = None
@@ -93,11 +83,11 @@ class Slot:
 
     def surplus(self) -> bool:
         """A gradient has come after its bucket was filled."""
-        return self.holder.grad is not None and self.holder.grad is not self.result
+        return self.parameter.grad is not None and self.parameter.grad is not self.result
 
     def used(self) -> bool:
         """It has brought something to this pass."""
-        return self.result is not None or self.holder.grad is not None
+        return self.result is not None or self.parameter.grad is not None
 
 
 class Bucket:
@@ -133,13 +123,13 @@ class Bucket:
         """Begin a pass: set aside the gradients that are there."""
         for slot, view in zip(self.slots, self._views, strict=True):
             slot.view = view  # in the last pass it may have been in another bucket
-            slot.earlier, slot.result = slot.holder.grad, None
+            slot.earlier, slot.result = slot.parameter.grad, None
             if slot.earlier is not None:
-                slot.holder.grad = None
+                slot.parameter.grad = None
 
     def came(self) -> bool:
         """Every parameter has got a gradient in this pass."""
-        return all(slot.holder.grad is not None for slot in self.slots)
+        return all(slot.parameter.grad is not None for slot in self.slots)
 
     def fill(self) -> None:
         """Take the gradients of its parameters into `data`; those that have none count as zeros.
@@ -153,7 +143,7 @@ class Bucket:
         copied: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
         for slot in self.slots:
-            grad, earlier = slot.holder.grad, slot.earlier
+            grad, earlier = slot.parameter.grad, slot.earlier
             slot.result = view = slot.view
             assert view is not None
             if grad is None and earlier is None:
@@ -169,7 +159,7 @@ class Bucket:
                 to = copied if earlier is None else added
                 to[0].append(view)
                 to[1].append(grad)
-                slot.holder.grad = None
+                slot.parameter.grad = None
         with torch.no_grad():
             if copied[0]:
                 copy_each(*copied)
@@ -178,7 +168,7 @@ class Bucket:
 
     def _take_whole(self, slot: Slot) -> bool:
         """Reduce the only gradient where it is, unless its memory is in another order than the parameter's."""
-        grad, earlier = slot.holder.grad, slot.earlier
+        grad, earlier = slot.parameter.grad, slot.earlier
         result = grad if earlier is None else earlier
         data = None if result is None else _flat(result, slot)
         if data is None:
@@ -192,7 +182,7 @@ class Bucket:
         self._views = [None]
         self._flat = slot.view = None  # of a pass with nothing to bring
         slot.result = result
-        slot.holder.grad = None
+        slot.parameter.grad = None
         return True
 
     def blank(self) -> None:
@@ -215,22 +205,19 @@ class Bucket:
 
     def gradients(self) -> list[Tensor]:
         """Return what autograd has brought to this pass, and is not taken yet."""
-        return [slot.holder.grad for slot in self.slots if slot.holder.grad is not None]
+        return [slot.parameter.grad for slot in self.slots if slot.parameter.grad is not None]
 
     def release(self) -> None:
         """It is reduced: give back the memory of what is no result."""
 
-    def place(self, used: Callable[[int], object], *, apart: bool = False) -> None:
-        """It is reduced: give each parameter its gradient, one that this rank had not if other ranks `used` it.
-
-        With `apart` it was no gradient, and stays with the slots.
-        """
+    def place(self, used: Callable[[int], object]) -> None:
+        """It is reduced: give each parameter its gradient, one that this rank had not if other ranks `used` it."""
         for slot in self.unused:
             if used(slot.index):
                 slot.result = slot.view
         for slot in self.slots:
-            if slot.result is not None and not apart:
-                slot.holder.grad = slot.result
+            if slot.result is not None:
+                slot.parameter.grad = slot.result
             slot.earlier = None
 
     def finish(self) -> None:
@@ -257,11 +244,6 @@ def _check_dense(slot: Slot, grad: Tensor) -> None:
             "of an nn.Embedding or nn.EmbeddingBag with sparse=True"
         )
     check_dtype(slot, grad)
-
-
-def same_kind(t: Tensor, parameter: Tensor) -> bool:
-    """Return whether `t` may be reduced in the place of a gradient of `parameter`."""
-    return t.layout is torch.strided and t.shape == parameter.shape and t.dtype is parameter.dtype
 
 
 def check_dtype(slot: Slot, grad: Tensor) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, update_wrapper
-from time import perf_counter
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
-from torch import _foreach_mul_ as scale_each
 
 from aiodist.errors import AiodistError, MismatchError, RemoteError
 from aiodist.handles import Handle
@@ -126,8 +124,7 @@ class Compute:
             reduction.finished.wait()
         if reduction.used:
             self._trusted = reduction
-            if not reduction.terms.apart:
-                self.reducer.summed()
+            self.reducer.summed()
 
     def _order(self, reduction: Reduction, indices: Iterable[int]) -> None:
         with self.reducer.progress.waiting():
@@ -169,31 +166,17 @@ class Compute:
         reduction = self._make_pass(prepare, backward)
         return losses[0].detach(), reduction
 
-    def exchange(self, values: Mapping[int, Tensor]) -> Reduction:
-        """Have `values`, by the number of their parameter, reduced in the place of gradients; see `Reducer.instead`.
+    def average(self, tensors: Sequence[Tensor]) -> int:
+        """Have flat `tensors` be their means over all ranks; return how many these are.
 
-        Returns the pass, whose reductions go on while backwards of this rank alone (`accumulate`) may come.
+        Raises `MismatchError` on all ranks where one of them does something else.
         """
-        self.drain()
-        self.reducer.share()  # what it divides are gradients
-        with self.reducer.instead(values):
-            return self._make_pass(lambda: None, lambda _: None)
-
-    def averages(self, reduction: Reduction) -> dict[int, Tensor]:
-        """Return the means of what `exchange` sent, over the ranks that brought something, until the next pass begins.
-
-        Waits for them; raises what the pass failed with, RuntimeError where another pass has come since.
-        """
-        if self.reducer.last is not reduction:
-            raise RuntimeError("a backward of the net came while an average was on its way, and took its place")
-        if not reduction.finished.done():
-            reduction.spans.end_backward(perf_counter())
-        self.use(reduction)
-        found = {slot.index: slot.result for bucket in reduction.buckets for slot in bucket.slots}
-        means = {index: result for index, result in found.items() if result is not None}
-        if reduction.paths.op == "sum":
-            scale_each(list(means.values()), 1 / reduction.participants)
-        return means
+        for stream in self.reducer.devices.currents():
+            stream.synchronize()
+        self.reducer.steps.settle()
+        verdict = self._agree(StatusKind.AVERAGE, opinion=True)
+        self.wait(self.reducer.average(tensors, verdict))
+        return self.reducer.data.size
 
     def _make_pass(self, prepare: Callable[[], None], backward: Callable[[Reduction], None]) -> Reduction:
         """Return a pass that begins behind `prepare` and has what `backward` brings, unless the ranks disagree."""
@@ -237,11 +220,16 @@ class Compute:
     @called("net.aclose")
     def end(self) -> None:
         """Raise `MismatchError` where other ranks, which do not close the net now, wait for this one in a step."""
-        verdict = self._ask(StatusKind.CLOSE, opinion=False)
-        if not verdict.all_are(StatusKind.CLOSE):
-            reduction = self.reducer.begin(verdict, active=False)
+        self._agree(StatusKind.CLOSE, opinion=False)
+
+    def _agree(self, kind: StatusKind, *, opinion: bool) -> PassStatus:
+        """Return what the ranks say, all of which are about to do the same; raise what explains it else."""
+        verdict = self._ask(kind, opinion=opinion)
+        if not (verdict.all_are(kind) and verdict.alike and verdict.wanted()):
+            reduction = self.reducer.begin(verdict, active=opinion)
             self.reducer.end_backward(reduction)
             self.wait(reduction.finished)
+        return verdict
 
     @called("net.backward")
     def reduce_all(self, forward: Callable[[], Tensor], **how: Any) -> None:  # noqa: ANN401
@@ -252,9 +240,8 @@ class Compute:
     @called("net.backward")
     def accumulate(self, loss: Tensor, how: dict[str, Any]) -> None:
         """Run backward and leave its gradients on this rank."""
-        if self.reducer.last is None or not self.reducer.last.terms.apart:  # else no gradients are on their way
-            self.drain()
-            self.reducer.share()
+        self.drain()
+        self.reducer.share()
         self._check_trusted()
         with self.reducer.alone(), span("backward"):
             loss.backward(**how)

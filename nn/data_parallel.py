@@ -449,14 +449,12 @@ class DataParallel(ModuleLike):
 
     @property
     def stop_requested(self) -> bool:
-        """Whether some rank was asked to stop, which ranks tell each other in each step: true on all at the same step.
+        """Whether some rank was asked to stop, which ranks tell each other in each pass: true on all at the same step.
 
         A signal does that with `init(stop_on_signal=True)`, or `coll.request_stop()`. With a driver whose passes go on
-        behind its steps, such as `PipelinedOptimizer`, it is true one pass later.
+        behind its steps (`pass_lag`), such as `PipelinedOptimizer`, it is true one pass later.
         """
-        plain = self._optimizer is None or isinstance(self._optimizer, Optimizer)
-        lag = 0 if plain else getattr(self._optimizer, "pass_lag", 1)
-        return self.reducer.stopped_before if lag else self.reducer.stopped
+        return self.reducer.stopped_before if getattr(self._optimizer, "pass_lag", 0) else self.reducer.stopped
 
     @property
     def coll(self) -> Communicator:

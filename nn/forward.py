@@ -55,11 +55,8 @@ class Forward:
 
 
 @called("net.step")
-def plain_step(forward: Forward, opt: Optimizer, compute: Compute, reduced: Callable[[], None] | None = None) -> Tensor:
-    """Have `opt` step with the reduced gradients of `forward`, and return the loss; on the compute thread.
-
-    `reduced` is called when the gradients are, before they are unscaled and clipped.
-    """
+def plain_step(forward: Forward, opt: Optimizer, compute: Compute) -> Tensor:
+    """Have `opt` step with the reduced gradients of `forward`, and return the loss; on the compute thread."""
     steps = compute.reducer.steps
 
     def prepare() -> Tensor:
@@ -69,20 +66,9 @@ def plain_step(forward: Forward, opt: Optimizer, compute: Compute, reduced: Call
 
     _, reduction = compute.reduce(prepare)
     compute.use(reduction)
-    with steps.making():
-        if reduced is not None:
-            reduced()
-        with span("optimizer"):
-            made = forward.settings.update(opt.param_groups, opt.step)
+    with steps.making(), span("optimizer"):
+        made = forward.settings.update(opt.param_groups, opt.step)
     if made:
         steps.note(opt)  # one that has copies of the parameters too
         forward.settings.advance()
     return forward.loss
-
-
-def local_step(forward: Forward, opt: Optimizer, compute: Compute) -> None:
-    """Have `opt` step with the gradients of this rank alone, in the midst of a pass apart too; no scheduler steps."""
-    opt.zero_grad()
-    compute.accumulate(forward(), {})
-    with span("optimizer"), compute.reducer.steps.aside():
-        forward.settings.update(opt.param_groups, opt.step)

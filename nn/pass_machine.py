@@ -60,8 +60,6 @@ class Terms:
     """The ranks tell each other a status before all else."""
     refused: PassStatus | None = None
     """What the ranks told before backward, where that shows that this pass cannot count: zeros are sent."""
-    apart: bool = False
-    """What is reduced are no gradients: it stays in the buckets."""
 
 
 L = TypeVar("L", bound=Load)

@@ -26,10 +26,7 @@ class StatusKind(IntEnum):
     CLOSE = 3
     """This rank makes no more steps."""
     AVERAGE = 4
-    """The end of a pass over parameters, in the place of gradients."""
-
-
-_ENDS = frozenset({StatusKind.END, StatusKind.AVERAGE})
+    """This rank is about to average parameters, and reduces no gradients."""
 
 
 @dataclass(frozen=True)
@@ -98,22 +95,12 @@ class PassStatus:
     @property
     def sound(self) -> bool:
         """No rank failed, all are at the end of the same pass, and all parameters are those after as many steps."""
-        return (
-            not self.failures
-            and _ENDS.issuperset(self.kinds)
-            and not self.mixed
-            and len({count for count in self.steps if count is not None}) < 2
-        )
+        return not self.failures and self.all_are(StatusKind.END) and self.alike
 
     @property
-    def mixed(self) -> bool:
-        """Some ranks reduce gradients, and others average parameters."""
-        return _ENDS.issubset(kind for kind, made in zip(self.kinds, self.steps, strict=True) if made is not None)
-
-    @property
-    def apart(self) -> bool:
-        """Parameters were averaged, and no gradients reduced."""
-        return StatusKind.AVERAGE in self.kinds
+    def alike(self) -> bool:
+        """All parameters are those after as many steps."""
+        return len({count for count in self.steps if count is not None}) < 2
 
     def wanted(self) -> tuple[list[bool], list[bool]] | None:
         """Return which parameters are trained, and which are to be reduced; None where ranks disagree.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ from aiodist.errors import AiodistError, OperationTimeout
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.nn.accounts import PassAccount
 from aiodist.nn.blocks import block_numbers
-from aiodist.nn.buckets import Bucket, Slot, StandIn
+from aiodist.nn.buckets import Bucket, Slot
 from aiodist.nn.comm_hooks import CommHook
 from aiodist.nn.deals import Deal, Dealer, MakeBucket, Sizes
 from aiodist.nn.devices import Devices
@@ -116,6 +116,8 @@ class Reducer:
         registry = data.parts.registry
         self.asks_stop: Callable[[], bool] = lambda: registry.stop_requested
         """See `Observer`; what drives the net says it, and finds the answer of all ranks in a pass's `status`."""
+        self.averaged: PassStatus | None = None
+        """What the ranks said before they averaged parameters, if that was behind the last pass."""
         self.stopped_before = False
         """Some rank asked to stop in the pass before the last."""
         self.parted = False
@@ -142,8 +144,6 @@ class Reducer:
         self.slots = [Slot(i, name, p, blocks.get(p), by_rows=p in rows) for i, (name, p) in enumerate(named)]
         """All parameters, frozen or not."""
         self._dealer = Dealer(self.slots, self._trained(), sizes, data.empty)
-        self._apart = False
-        """See `instead`."""
         self._current: Reduction | None = None
         self._fired: dict[int, int] = {}
         """By parameter, how often its hook fired in this pass; in the order of the first times."""
@@ -253,7 +253,7 @@ class Reducer:
         Raises `RuntimeError` where one of them belongs to another net.
         """
         if self._trained() == self._deal.trained:
-            return any(self.slots[index].holder.grad is not None for index in self._deal.outside)
+            return any(self.slots[index].parameter.grad is not None for index in self._deal.outside)
         for slot in self.slots:
             if slot.parameter.requires_grad and self._taken.get(slot.parameter, id(self)) != id(self):
                 raise RuntimeError(
@@ -266,9 +266,16 @@ class Reducer:
         """Return what this rank asks, or tells those that do; without `opinion` it trains what they train."""
         columns = [0.0] * len(self.slots)
         if opinion:
-            columns = [float(s.parameter.requires_grad) or LEFT_OVER * (s.holder.grad is not None) for s in self.slots]
+            columns = [
+                float(s.parameter.requires_grad) or LEFT_OVER * (s.parameter.grad is not None) for s in self.slots
+            ]
         return PassStatus.pack(
-            columns, self.data.size, self.data.rank, kind=kind, steps=self.steps.made if opinion else None
+            columns,
+            self.data.size,
+            self.data.rank,
+            kind=kind,
+            steps=self.steps.made if opinion else None,
+            stop=self.asks_stop(),
         )
 
     def ask(self, status: Tensor) -> Handle[PassStatus]:
@@ -287,11 +294,11 @@ class Reducer:
         """
         refused = verdict is not None and not self._accept(verdict)
         self.stopped_before = self.stopped
+        self.averaged = None
         if self._dealer.reorder():
             self._sentries.place(self._deal)
         self.share()
-        if not self._apart:  # else the last backward was of this rank alone
-            self._fired = {}
+        self._fired = {}
         self._due.clear()
         header = None
         if self.joining and verdict is None:
@@ -304,35 +311,30 @@ class Reducer:
             prompt=not self.joining,
             header=header is not None,
             refused=verdict if refused else None,
-            apart=self._apart,
         )
         behind = self.last if self.devices else None
         self.last = Reduction(self._paths, self._deal.buckets, self, terms, header=header, behind=behind)
         self._current, self.thread = self.last, get_ident()
         return self.last
 
-    @contextmanager
-    def instead(self, values: Mapping[int, Tensor]) -> Iterator[None]:
-        """A pass that begins, and has its `end_backward`, in this block reduces `values` and no gradients.
-
-        They are by the number of their parameter, of its shape, and spent when it is over. What becomes of them is the
-        `result` of each slot until the next pass begins.
-        """
-        for slot in self.slots:
-            slot.holder = StandIn(values.get(slot.index))
-        self._apart = True
-        try:
-            yield
-        finally:
-            self._apart = False
-            for slot in self.slots:
-                slot.holder = slot.parameter
-
     @property
     def stopped(self) -> bool:
-        """Some rank asked to stop in the last pass, as far as is known."""
-        status = None if self.last is None else self.last.status
+        """Some rank asked to stop in the last pass or average, as far as is known."""
+        status = self.averaged or (None if self.last is None else self.last.status)
         return status is not None and status.stops > 0
+
+    def average(self, tensors: Sequence[Tensor], verdict: PassStatus) -> Handle[None]:
+        """Return the handle of the means of flat `tensors` over all ranks, in place; all have said so in `verdict`."""
+        self.averaged = verdict
+        nbytes = sum(t.nbytes for t in tensors)
+        self.hook.nbytes += nbytes
+        known = self.statistics
+        self.statistics = replace(
+            known, passes=known.passes + 1, nbytes=known.nbytes + nbytes, sent_nbytes=self.hook.nbytes
+        )
+        return self.issue(
+            "average of the parameters", partial(self.data.allreduce, list(tensors), "mean"), lambda: None
+        )
 
     def _accept(self, verdict: PassStatus) -> bool:
         """Train what all ranks train, if they do the same, and all were asked."""
@@ -352,8 +354,8 @@ class Reducer:
         self._current = self.thread = None
         trouble = None
         if error is None and reduction.terms.active and not reduction.terms.refused:
-            trouble = None if reduction.terms.apart else self._surplus(reduction)
-            if trouble is None and (self._deal.learning or not reduction.terms.apart):
+            trouble = self._surplus(reduction)
+            if trouble is None:
                 self._study(reduction)
         reduction.end_backward(error or trouble)
         if trouble is not None:
@@ -404,8 +406,8 @@ class Reducer:
             self._summed = False
             with torch.no_grad():
                 for slot in self.slots:
-                    if slot.holder.grad is not None:
-                        slot.holder.grad.div_(self.data.size)
+                    if slot.parameter.grad is not None:
+                        slot.parameter.grad.div_(self.data.size)
 
     def watch(self) -> None:
         """Have a backward outside be told, even if parameters were frozen or thawed since the last pass."""
@@ -482,9 +484,8 @@ class Reducer:
     def ended(self, reduction: Reduction, over: Callable[[], None]) -> None:
         """See `Observer`."""
         status = reduction.status
-        apart = status is not None and status.apart
         with self._lock:
-            if not (reduction.used or apart):
+            if not reduction.used:
                 self.summed()
         known, spans = self.statistics, reduction.spans
         nbytes, seconds = sum(bucket.nbytes for bucket in reduction.buckets), spans.seconds

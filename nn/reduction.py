@@ -15,7 +15,6 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from aiodist.errors import OperationTimeout
@@ -24,7 +23,7 @@ from aiodist.handles.tracing import tracing
 from aiodist.nn.accounts import PassAccount
 from aiodist.nn.buckets import Bucket
 from aiodist.nn.pass_machine import PassMachine, Terms
-from aiodist.nn.pass_status import PassStatus, StatusKind
+from aiodist.nn.pass_status import PassStatus
 from aiodist.nn.paths import Paths, arrival
 from aiodist.nn.queued import Queued
 from aiodist.nn.rows import RowBucket
@@ -158,10 +157,8 @@ class Reduction(PassMachine[Bucket]):
         except Exception as raised:  # noqa: BLE001  - no memory even for zeros, or the device is lost
             unsendable = raised
             error = error or raised
-        streams: Sequence[torch.cuda.Stream] = ()
-        if not self.terms.apart:  # else the spans are told when somebody waits
-            self.spans.backward_ended = perf_counter()
-            streams = self.paths.devices.currents()
+        self.spans.backward_ended = perf_counter()
+        streams = self.paths.devices.currents()
         failure = None if error is None else folded(error, programs=True)
 
         def tell() -> None:
@@ -261,7 +258,7 @@ class Reduction(PassMachine[Bucket]):
             bucket.factor = self.paths.data.size / status.active
             if not bucket.on_device:  # there it is scaled behind its reduction, on the stream that uses it
                 bucket.scale()
-        bucket.place(status.columns.__getitem__, apart=status.apart)
+        bucket.place(status.columns.__getitem__)
         if not isinstance(bucket, RowBucket):
             self.paths.hook.settle(bucket)
         self.settled[index].resolve(None)
@@ -285,11 +282,8 @@ class Reduction(PassMachine[Bucket]):
                 used[slot.index] = 0.0
         data = self.paths.data
         steps = self._observer.steps.made if self.terms.active else None
-        kind = StatusKind.AVERAGE if self.terms.apart else StatusKind.END
         stop = self._observer.asks_stop()
-        told = PassStatus.pack(
-            used, data.size, data.rank, kind=kind, failed=failed, steps=steps, issued=issued, stop=stop
-        )
+        told = PassStatus.pack(used, data.size, data.rank, failed=failed, steps=steps, issued=issued, stop=stop)
         self._add_up(told, self.told)
 
     def _add_up(self, told: Tensor, then: Callable[[PassStatus], None]) -> None:

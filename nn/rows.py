@@ -47,7 +47,7 @@ class RowBucket(Bucket):
     def fill(self) -> None:
         """Take the rows of the gradient. Raises `TypeError` for a dense one, or one of another dtype than before."""
         (slot,) = self.slots
-        given = [grad for grad in (slot.earlier, slot.holder.grad) if grad is not None]
+        given = [grad for grad in (slot.earlier, slot.parameter.grad) if grad is not None]
         for grad in given:
             if grad.layout is not torch.sparse_coo:
                 raise TypeError(
@@ -61,7 +61,7 @@ class RowBucket(Bucket):
         self.unused = []
         with torch.no_grad():
             rows = (given[0] + given[1] if len(given) > 1 else given[0]).coalesce()
-        slot.holder.grad = None
+        slot.parameter.grad = None
         self._bring(rows.indices()[0].contiguous(), rows.values().contiguous())
 
     def blank(self) -> None:
@@ -94,7 +94,7 @@ class RowBucket(Bucket):
                 total.values().mul_(self.factor * self._share)
             slot.result, self.factor = total, 1.0
 
-    def place(self, used: Callable[[int], object], *, apart: bool = False) -> None:
+    def place(self, used: Callable[[int], object]) -> None:
         """It may be used, if some rank `used` it: `finish` gives the parameter its gradient."""
         (slot,) = self.slots
         self._used = bool(used(slot.index))
@@ -106,4 +106,4 @@ class RowBucket(Bucket):
         """Sum the rows on the thread that uses them, since that takes long, unless they are summed already."""
         self.scale()
         if self._used:
-            self.slots[0].holder.grad = self.slots[0].result
+            self.slots[0].parameter.grad = self.slots[0].result

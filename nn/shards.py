@@ -169,9 +169,8 @@ class ShardBucket(Bucket):
         self.names = []
         super().open()
 
-    def place(self, used: Callable[[int], object], *, apart: bool = False) -> None:
+    def place(self, used: Callable[[int], object]) -> None:
         """It is reduced: give the sections of this rank their gradients, and drop those of the parameters."""
-        assert not apart, "averages travel in buckets of whole parameters"
         idle = {slot.index for slot in self.unused if not used(slot.index)}
         trained = {slot.index: slot.name for slot in self.slots if slot.index not in idle}
         self.names = list(trained.values())

@@ -59,11 +59,9 @@ class Local:
         {"every": 3},
         {"every": 3, "outer": SlowMo(0.5)},
         {"every": 3, "outer": nesterov},
-        {"every": 3, "overlap": True},
-        {"every": 4, "start": 6},
         {"every": 1},
     ],
-    ids=["average", "slowmo", "diloco", "overlap", "post-local", "plain"],
+    ids=["average", "slowmo", "diloco", "plain"],
 )
 async def test_n17_local_sgd_goes_on_to_the_bit(coll: Communicator, tmp_path: Path, options: dict[str, Any]) -> None:
     """Saved in the middle of a period, which the save ends: ranks have the same parameters in it."""
@@ -103,8 +101,6 @@ async def test_n17_local_sgd_on_fewer_ranks(coll: Communicator, tmp_path: Path) 
             assert torch.equal(t, run.weights()[name])
         assert run.local.outer is not None
         assert again.local.outer is not None
-        for name, t in run.local.centre.items():
-            assert torch.equal(again.local.centre[name], t)
         ours, theirs = again.local.outer.state_dict()["state"], run.local.outer.state_dict()["state"]
         assert theirs
         assert all(torch.equal(ours[i]["momentum_buffer"], theirs[i]["momentum_buffer"]) for i in theirs)
