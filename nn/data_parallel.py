@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -438,11 +438,11 @@ class DataParallel(ModuleLike):
             await self.compute.submit(self.compute.follow, reduction)
         return reduction
 
-    def synchronize_buffers(self, how: str = "root", root: int = 0) -> Handle[None]:
+    def synchronize_buffers(self, how: str = "root", root: int = 0) -> Awaitable[None]:
         """Give all ranks the buffers (BatchNorm's statistics) of `root`, or with `how="mean"` their mean.
 
-        Collective. Raises ValueError for another `how` or `root`, BufferInFlight where a buffer is being sent already.
-        Cost: one broadcast of all buffers, for a mean an allreduce.
+        Collective, and to be awaited. Raises ValueError for another `how` or `root`. Cost: one
+        broadcast of all buffers, for a mean an allreduce.
         """
         self._check()
         return synchronize_buffers(self._module, self._side, how=how, root=root)

@@ -7,16 +7,14 @@ is full is handed over by an event: its reduction waits for that alone, not for 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from aiodist.collectives.cuda.on_device import DeviceWork
-from aiodist.handles import Progress, join
+from aiodist.handles import Progress
 from aiodist.streams import Events, OnStream, lend
 
 
@@ -136,50 +134,3 @@ class Devices:
         event = self._events.record(other)
         stream.wait_event(event)
         self._events.release(stream.device_index, event)
-
-
-class DeviceEnding:
-    """What an operation does with CUDA tensors after its transfers: it is over when the devices have done it.
-
-    Made when the operation is issued; on the loop.
-    """
-
-    def __init__(self, progress: Progress, devices: Sequence[torch.device]) -> None:
-        self._progress = progress
-        self.works = [DeviceWork(progress, _stream(progress, device)) for device in devices]
-
-    def run(self, finish: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
-        """Have the loop call `finish`, which queues what is left, and when the devices have done it `then(None)`.
-
-        `then(error)` where `finish` raised or a device failed.
-        """
-        self._progress.post(partial(self._run, finish, then))  # who calls may hold the transport lock
-
-    def _run(self, finish: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
-        try:
-            with ExitStack() as streams:
-                for work in self.works:
-                    streams.enter_context(work.current())
-                    work.begin()
-                finish()
-        except Exception as error:  # noqa: BLE001  - told to `then`
-            self.cancel()
-            then(error)
-            return
-        done = join(len(self.works), lambda error: self._progress.post(partial(then, error)))
-
-        def end() -> None:
-            for work in self.works:
-                work.end(done)
-
-        self._progress.start(end)
-
-    def cancel(self) -> None:
-        """Nothing is left to be done."""
-        for work in self.works:
-            work.cancel()
-
-
-def _stream(progress: Progress, device: torch.device) -> torch.cuda.Stream:
-    """Return the loop's stream for what is left to do on `device`, made at first use."""
-    return progress.own((DeviceEnding, device), lambda: torch.cuda.Stream(device=device))

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch import _foreach_copy_ as copy_each
 from torch.utils._pytree import tree_map_only
 
 from aiodist.communicator import Communicator
-from aiodist.nn.synchronize import receive_state, synchronize_parameters
+from aiodist.nn.layout import named_state
+from aiodist.nn.synchronize import check_dense, distinct, share, synchronize_parameters
 from aiodist.types import Stateful
 
 
@@ -54,15 +57,16 @@ async def share_furthest(coll: Communicator, module: nn.Module, states: Sequence
     if most is None:
         raise RuntimeError("each rank's optimizer has raised in the midst of a step: load the last checkpoint first")
     root = told.index(most)
-    if coll.parts.registry.elastic is None:
-        await synchronize_parameters(module, coll, root=root)
-        write = None
-    else:
-        write = await receive_state(module, coll, root)
+    named = named_state(module)
+    check_dense("tensor", named)
+    mine = [distinct(t.detach()) for _, t in named]
+    elastic = coll.parts.registry.elastic is not None and coll.rank != root
+    come = [torch.empty_like(t) for t in mine] if elastic else mine
+    await share(come, coll, "root", root, False)
     came = await _states_of(coll, root, states) if states else []
     if coll.rank != root:
-        if write is not None:
-            write()
+        if elastic:
+            copy_each(mine, come)
         for each, state in zip(states, came, strict=True):
             each.load_state_dict(state)
     return most

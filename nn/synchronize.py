@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any, Literal
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch import _foreach_copy_ as copy_each
 
-from aiodist.collectives.cuda.on_device import attach
 from aiodist.communicator import Communicator
 from aiodist.communicator.arguments import check_rank
-from aiodist.communicator.claims import Claim, reading, writing
 from aiodist.errors import MismatchError
-from aiodist.handles import LARGE_BYTES, Done, Handle, Origin, Progress, in_flight, join
-from aiodist.handles.combinators import EndWaiter, Together
-from aiodist.nn.devices import DeviceEnding, cuda_devices
+from aiodist.handles import Handle
+from aiodist.nn.devices import cuda_devices
 from aiodist.nn.layout import (
     Parcel,
     agree,
@@ -29,13 +25,11 @@ from aiodist.nn.layout import (
     describe_order,
     flat_view,
     in_words,
-    is_dense,
     named_state,
 )
 from aiodist.streams import Modes
 
-_CHUNK = 1 << 18  # elements that are widened to float64 at a time
-_DEVICE_CHUNK = 1 << 24  # the same on a CUDA device
+_CHUNK = 1 << 20  # elements that are widened to float64 at a time
 
 
 # --- parameters and buffers ------------------------------------------------------------------------------------------
@@ -58,41 +52,23 @@ async def synchronize_parameters(
     """
     _check_how(how, root, coll)
     named = named_state(module, buffers=buffers)
-    _check_layout("tensor", named)
+    check_dense("tensor", named)
     same_order = await check_same_structure(named, coll, f"how={how!r} with root {root}", any_order=True)
-    await _share([t for _, t in named], coll, how, root, same_order, "synchronize_parameters")
+    await share([t for _, t in named], coll, how, root, same_order)
 
 
-async def receive_state(module: nn.Module, coll: Communicator, root: int) -> Callable[[], None]:
-    """Return a function that gives this rank the parameters and buffers of `root`, which have all come.
-
-    Collective, of modules of the same structure. Cost: as `synchronize_parameters`, and memory for what comes.
-    """
-    named = named_state(module)
-    _check_layout("tensor", named)
-    mine = [_distinct(t.detach()) for _, t in named]
-    come = mine if coll.rank == root else [torch.empty_like(t) for t in mine]
-    await _share(come, coll, "root", root, False, "receive_state")
-
-    def write() -> None:
-        if come is not mine:
-            copy_each(mine, come)
-
-    return write
-
-
-def synchronize_buffers(module: nn.Module, coll: Communicator, *, how: str = "root", root: int = 0) -> Handle[None]:
-    """Return a handle of None: when it is done all ranks have `root`'s buffers, or with `how="mean"` their mean.
+def synchronize_buffers(module: nn.Module, coll: Communicator, *, how: str = "root", root: int = 0) -> Awaitable[None]:
+    """Return an awaitable: behind it all ranks have `root`'s buffers, or with `how="mean"` their mean.
 
     Collective, issued at the call. Every rank must give a module of the same structure, which is not compared here:
     see `synchronize_parameters`, which also says what the mean of integers is. Raises at the call what that raises
-    before anything is sent, and `BufferInFlight` where a buffer is being sent already.
+    before anything is sent.
     """
     _check_how(how, root, coll)
     named = named_state(module, parameters=False)
-    _check_layout("buffer", named)
+    check_dense("buffer", named)
     check_memory(named)
-    return _share([t for _, t in named], coll, how, root, False, "synchronize_buffers")
+    return share([t for _, t in named], coll, how, root, False)
 
 
 def _check_how(how: str, root: int, coll: Communicator) -> None:
@@ -101,13 +77,11 @@ def _check_how(how: str, root: int, coll: Communicator) -> None:
     check_rank(root, coll.size)
 
 
-def _share(
-    tensors: Sequence[Tensor], coll: Communicator, how: str, root: int, same_order: bool, op: str
-) -> Handle[None]:
+def share(tensors: Sequence[Tensor], coll: Communicator, how: str, root: int, same_order: bool) -> Awaitable[None]:
     """Issue what gives every rank the same `tensors`; those that may lie differently travel in order of dimensions."""
-    distinct = [_distinct(t.detach()) for t in tensors]
-    averaged = [t for t in distinct if how == "mean" and (t.is_floating_point() or t.is_complex())]
-    copied = [t for t in distinct if how != "mean" or not (t.is_floating_point() or t.is_complex())]
+    kept = [distinct(t.detach()) for t in tensors]
+    averaged = [t for t in kept if how == "mean" and (t.is_floating_point() or t.is_complex())]
+    copied = [t for t in kept if how != "mean" or not (t.is_floating_point() or t.is_complex())]
     calls: list[Callable[[], Handle[Any]]] = []
     parcels: list[Parcel] = []
     if averaged:
@@ -126,10 +100,10 @@ def _share(
         for parcel in parcels:
             parcel.unpack()
 
-    return _issue(op, calls, parcels, finish)
+    return _issue(calls, parcels, finish)
 
 
-def _distinct(t: Tensor) -> Tensor:
+def distinct(t: Tensor) -> Tensor:
     """Return one element of each that an expanded tensor shows many times."""
     if t.layout is torch.strided and not t.is_contiguous():
         for d, stride in enumerate(t.stride()):
@@ -143,24 +117,24 @@ def _distinct(t: Tensor) -> Tensor:
 
 def synchronize_gradients(
     module: nn.Module, coll: Communicator, *, op: Literal["sum", "mean"], timeout: float | None = None
-) -> Handle[None]:
-    """Return a handle of None: when it is done every gradient is the `op`, "sum" or "mean", of those of all ranks.
+) -> Awaitable[None]:
+    """Return an awaitable: behind it every gradient is the `op`, "sum" or "mean", of those of all ranks.
 
     Collective, one operation, issued at the call, in place. Every rank gives a module with the same trainable
     parameters; frozen ones are left alone, shared ones count once. A parameter without a gradient counts as zeros,
     and gets one, where another rank has one; where no rank has, it stays None. A mean is over all ranks.
 
     `timeout` is in seconds from the call. Raises at the call `TypeError` for a sparse gradient, `ValueError` for
-    another `op` or a parameter without memory, `BufferInFlight` where a gradient is being reduced already. Raises on
-    await, on every rank, `MismatchError` where parameters differ: of other sizes or dtypes, as any collective; in name,
-    shape or order in memory, once the gradients have been mixed up. Cost: one allreduce of all gradients and 16 bytes
-    for each; dense ones of 64 KiB and more are not copied.
+    another `op` or a parameter without memory. Raises on await, on every rank, `MismatchError` where parameters differ:
+    of other sizes or dtypes, as any collective; in name, shape or order in memory, once the gradients have been mixed
+    up. Cancelling the await stops nothing. Cost: one allreduce of all gradients and 16 bytes for each; dense ones of
+    64 KiB and more are not copied.
     """
     if op not in ("sum", "mean"):
         raise ValueError(f"op={op!r}: expected 'sum' or 'mean'")
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     check_memory(named)
-    _check_layout("the gradient of", [(name, p.grad) for name, p in named if p.grad is not None])
+    check_dense("the gradient of", [(name, p.grad) for name, p in named if p.grad is not None])
     with torch.no_grad(), torch.inference_mode(False):  # what is made here becomes gradients
         gradients = _Gradients(named)
         census = _census(named, coll)
@@ -173,11 +147,11 @@ def synchronize_gradients(
             gradients.settle(used)
 
         wire = [census.view(-1), *parcel.flat]
-        calls = [lambda: coll.allreduce(wire, op, timeout=timeout)]
-        return _issue("synchronize_gradients", calls, [parcel], finish)
+        return _issue([lambda: coll.allreduce(wire, op, timeout=timeout)], [parcel], finish)
 
 
-def _check_layout(kind: str, named: Iterable[tuple[str, Tensor]]) -> None:
+def check_dense(kind: str, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise TypeError for a sparse tensor."""
     for name, t in named:
         if t.layout is not torch.strided:
             raise TypeError(f"{kind} {name!r} has layout {t.layout}: expected a dense tensor (torch.strided)")
@@ -194,7 +168,7 @@ class _Gradients:
             grad = None if p.grad is None else p.grad.detach()
             if grad is None:
                 grad = self._fresh[i] = torch.zeros_like(p)
-            elif _distinct(grad) is not grad:
+            elif distinct(grad) is not grad:
                 grad = self._fresh[i] = torch.empty_like(p).copy_(grad)
             self.tensors.append(grad)
 
@@ -235,79 +209,19 @@ def _check_balance(balance: Sequence[float], named: Sequence[tuple[str, Tensor]]
 
 
 def _issue(
-    op: str, calls: Sequence[Callable[[], Handle[Any]]], parcels: Sequence[Parcel], finish: Callable[[], None]
-) -> Handle[None]:
-    """Make `calls` and return the handle of all of them, which is done once `finish` was called too.
+    calls: Sequence[Callable[[], Handle[Any]]], parcels: Sequence[Parcel], finish: Callable[[], None]
+) -> Awaitable[None]:
+    """Make `calls`, and return what awaits all of them and then calls `finish`, also where its await is cancelled."""
+    handles = [call() for call in calls]
 
-    Raises, with none of them made, where memory is in flight already: what is copied belongs to the handle as well.
-    """
-    progress = Progress.current()
-    outer: Together[None] = Together(progress, op, origin=Origin.here())
-    held = [c for parcel in parcels for c in _claims(parcel, parcel.targets)]
-    in_flight.acquire_all(held, outer)
-    try:
-        whole = [c for parcel in parcels for c in _claims(parcel, parcel.in_place)]
-        in_flight.acquire_all(whole, outer)
-        in_flight.release_all(whole)  # the operations have claims of their own on these
-        handles = [call() for call in calls]
-        ending = DeviceEnding(progress, cuda_devices(t for parcel in parcels for t in parcel.flat))
-    except BaseException:
-        in_flight.release_all(held)
-        raise
-    outer.stand_for(handles[0])
-    outer.keep, outer.nbytes = handles, sum(handle.nbytes for handle in handles)
-    if ending.works:
-        attach(outer, ending.works, handles)
-    # The task that waits for the whole is told of a deadline too.
-    one_over = join(len(handles), _ending(outer, held, finish, ending))
-    waiter = EndWaiter(
-        lambda handle: one_over(handle.outcome_error()), lambda handle, _: outer.set_deadline(0.0, handle.late)
-    )
-    for handle in handles:
-        if handle.done():
-            waiter.wake(handle, None)
-        else:
-            handle.add_waiter(waiter)
-    return outer
+    async def end() -> None:
+        for handle in handles:
+            await handle
+        finish()
+        for device in cuda_devices(t for parcel in parcels for t in parcel.flat):
+            torch.cuda.current_stream(device).synchronize()  # then any stream may read
 
-
-def _ending(outer: Handle[None], held: Sequence[Claim], finish: Callable[[], None], ending: DeviceEnding) -> Done:
-    """Return what ends `outer` when its operations are over."""
-
-    def ended(error: BaseException | None) -> None:
-        in_flight.release_all(held)
-        if error is None:
-            outer.resolve(None)
-        else:
-            outer.reject(error)
-
-    def all_over(error: BaseException | None) -> None:
-        if error is None and ending.works:
-            ending.run(finish, ended)
-            return
-        ending.cancel()
-        try:
-            if error is None:
-                finish()
-        except BaseException as raised:  # noqa: BLE001  - it belongs to the task that awaits the handle
-            error = raised
-        ended(error)
-
-    return all_over
-
-
-def _claims(parcel: Parcel, tensors: Iterable[Tensor]) -> list[Claim]:
-    """Return the claims on `tensors` of `parcel`, from the first byte of each to its last."""
-    spans = [t if is_dense(t) else _span(t) for t in tensors]
-    return writing(*spans) if parcel.written else reading(*spans)
-
-
-def _span(t: Tensor) -> Tensor:
-    """Return the memory from the first to the last element of `t`, gaps included."""
-    if not t.numel():
-        return t
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return t.as_strided((last + 1,), (1,))
+    return asyncio.shield(asyncio.ensure_future(end()))
 
 
 # --- looking -----------------------------------------------------------------------------------------------------
@@ -324,18 +238,14 @@ async def assert_synchronized(x: object, coll: Communicator, *, rtol: float = 1e
     Raises, on await, `TypeError` or `ValueError` before anything is sent for what is none of these or has no memory;
     on every rank `MismatchError` naming the first entry that differs, with each rank's figures, or where ranks
     hold other entries, shapes or dtypes. Cost: an allreduce of 32 bytes, an allgather of 16 bytes for each entry, and
-    one pass over the data, in a thread of its own for 4 MiB and more.
+    two passes over the data, in a thread of its own.
     """
     if not 0 <= rtol < 1:
         raise ValueError(f"rtol={rtol}: expected at least 0 and less than 1")
     entries = list(_entries("", x))
     check_memory([(name, t) for name, t in entries if isinstance(t, Tensor)])
     await agree([_kind(name, value) for name, value in entries] + [f"rtol {rtol}"], coll)
-    tensors = [x for _, x in entries if isinstance(x, Tensor)]
-    if sum(x.numel() * x.element_size() for x in tensors) >= LARGE_BYTES or any(x.is_cuda for x in tensors):
-        mine = await asyncio.to_thread(_figures_as, Modes.capture(), entries)
-    else:
-        mine = _figures(entries)
+    mine = await asyncio.to_thread(_figures, Modes.capture(), entries)
     table = torch.stack(await coll.allgather(mine))  # (size, entries, 2)
     apart = (~_agreeing(table, rtol)).nonzero().flatten().tolist()
     if apart:
@@ -368,15 +278,10 @@ def _kind(name: str, value: Tensor | Number | None) -> str:
     return f"{name} {'None' if value is None else 'number'}"
 
 
-def _figures_as(modes: Modes, entries: Sequence[tuple[str, Tensor | Number | None]]) -> Tensor:
-    """As `_figures`, behind what the streams of `modes` have queued."""
+def _figures(modes: Modes, entries: Sequence[tuple[str, Tensor | Number | None]]) -> Tensor:
+    """Return mean and variance of the magnitudes of each entry, behind what the streams of `modes` have queued."""
     with modes.applied():
-        return _figures(entries)
-
-
-def _figures(entries: Sequence[tuple[str, Tensor | Number | None]]) -> Tensor:
-    """Return mean and variance of the magnitudes of each entry."""
-    rows = [_mean_and_variance(x) if isinstance(x, Tensor) else (_magnitude(x), 0.0) for _, x in entries]
+        rows = [_mean_and_variance(x) if isinstance(x, Tensor) else (_magnitude(x), 0.0) for _, x in entries]
     return torch.tensor(rows, dtype=torch.float64, device="cpu").view(len(rows), 2)
 
 
@@ -385,31 +290,17 @@ def _magnitude(x: Number | None) -> float:
 
 
 def _mean_and_variance(t: Tensor) -> tuple[float, float]:
-    """Return mean and variance of the absolute values, in float64, a chunk at a time; a device is waited for once.
-
-    Chunks are joined by the rule of Chan, Golub and LeVeque (1983), https://doi.org/10.1080/00031305.1983.10483115,
-    which loses nothing where the variance is small beside the mean.
-    """
-    t = t.detach()
-    if t.layout is not torch.strided:
-        t = t.to_dense()
+    """Return mean and variance of the absolute values, in float64, a chunk at a time."""
+    t = t.detach() if t.layout is torch.strided else t.detach().to_dense()
     flat = flat_view(t)
-    if flat is None:
-        flat = t.reshape(-1)
+    flat = t.reshape(-1) if flat is None else flat
     if not flat.numel():
         return 0.0, 0.0
     wide = torch.complex128 if t.is_complex() else torch.float64
-    chunks = flat.split(_DEVICE_CHUNK if t.is_cuda else _CHUNK)
-    figures = [torch.stack(torch.var_mean(part.to(wide).abs(), correction=0)) for part in chunks]
-    count, total, mean, spread = 0, 0.0, 0.0, 0.0
-    for part, (variance, center) in zip(chunks, torch.stack(figures).tolist(), strict=True):
-        new = part.numel()
-        away = center - mean
-        spread += variance * new + away * away * new * count / (count + new)
-        mean += away * new / (count + new)
-        count += new
-        total += center * new
-    return total / count, spread / count
+    chunks = flat.split(_CHUNK)
+    mean = torch.stack([part.to(wide).abs().sum() for part in chunks]).sum() / flat.numel()
+    squares = torch.stack([(part.to(wide).abs() - mean).square().sum() for part in chunks]).sum()
+    return float(mean), float(squares / flat.numel())
 
 
 def _agreeing(table: Tensor, rtol: float) -> Tensor:

@@ -481,40 +481,14 @@ async def test_n2_mistakes_are_raised_at_the_call(coll: Communicator) -> None:
     assert coll.seq == before
 
 
-@pytest.mark.ranks(2)
-async def test_n2_the_handle_owns_the_gradients(coll: Communicator) -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(LARGE, LARGE))
-    for p in module.parameters():
-        p.grad = torch.ones_like(p)
-    handle = synchronize_gradients(module, coll, op="sum")
-    for p in module.parameters():
-        with pytest.raises(aiodist.BufferInFlight, match=r"that (synchronize_gradients|allreduce) #"):
-            coll.allreduce(p.grad)  # type: ignore[type-var]
-    for part in (module, module[0], module[1]):
-        with pytest.raises(aiodist.BufferInFlight):
-            synchronize_gradients(part, coll, op="sum")
-    await handle
-    assert all((p.grad == 2).all() for p in module.parameters() if p.grad is not None)
-    await synchronize_gradients(module, coll, op="sum")  # nothing is held
-    assert all((p.grad == 4).all() for p in module.parameters() if p.grad is not None)
-
-
 @pytest.mark.ranks(2, 3)
 async def test_n2_one_awaitable_among_others(coll: Communicator) -> None:
     module = nn.Linear(5, 5)
     module.weight.grad = torch.ones_like(module.weight)
     t = torch.ones(3)
-    handle = synchronize_gradients(module, coll, op="sum")
-    assert (handle.op, handle.nbytes > 0, __file__ in str(handle)) == ("synchronize_gradients", True, True)
     async with asyncio.timeout(20):
-        both = await asyncio.gather(handle, coll.allreduce(t))
+        both = await asyncio.gather(synchronize_gradients(module, coll, op="sum"), coll.allreduce(t))
     assert list(both) == [None, t]
-    assert handle.done()
-    assert (module.weight.grad == coll.size).all()
-    assert await aiodist.gather(synchronize_gradients(module, coll, op="mean"), coll.allreduce(1)) == [None, coll.size]
-    await asyncio.to_thread(synchronize_gradients(module, coll, op="mean").wait, 20)
-    synchronize_gradients(module, coll, op="mean").detach()
-    await coll.barrier()
     assert (module.weight.grad == coll.size).all()
 
 
@@ -531,30 +505,23 @@ async def test_n2_cancelling_the_await_never_stops_the_transfer(coll: Communicat
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.wait([task])
-    assert not handle.cancel()
-    await handle
+    await coll.barrier()
+    await asyncio.sleep(0)
     assert (module.weight.grad == 3).all()
 
 
 @pytest.mark.ranks(2)
-async def test_n2_a_deadline_is_told_and_the_operation_goes_on(coll: Communicator) -> None:
+async def test_n2_a_deadline_is_told(coll: Communicator) -> None:
     module = nn.Linear(5, 5)
     module.weight.grad = torch.ones_like(module.weight)
     if coll.rank == 0:
-        handle = synchronize_gradients(module, coll, op="sum", timeout=0.5)
-        with pytest.raises(aiodist.OperationTimeout, match="synchronize_gradients") as caught:
-            await handle
-        assert list(caught.value.late) == [1]
         with pytest.raises(aiodist.OperationTimeout, match="allreduce") as caught:
-            async with aiodist.timeout(0.5):
-                await handle
+            await synchronize_gradients(module, coll, op="sum", timeout=0.5)
         assert list(caught.value.late) == [1]
         await coll.send(torch.ones(1), 1)
-        await handle
     else:
         await coll.recv(torch.empty(1), 0)
         await synchronize_gradients(module, coll, op="sum")
-    assert (module.weight.grad == 2).all()
 
 
 @pytest.mark.ranks(2)
@@ -606,8 +573,7 @@ async def test_n2_over_mpi(coll: Communicator) -> None:
                 assert same(p.grad, mean_of([gradients_of(rank)[name] for rank in range(2)])), name
         huge = nn.Linear(1200, 1000)  # 4.8 MB: the progress thread reduces it
         huge.weight.grad = torch.full_like(huge.weight, float(coll.rank))
-        handle = synchronize_gradients(huge, coll, op="sum")
-        await asyncio.to_thread(handle.wait, 20)
+        await synchronize_gradients(huge, coll, op="sum")
         assert (huge.weight.grad == 1).all()
         assert huge.bias.grad is None
         name = f"weight_of_{coll.rank}"
