@@ -82,7 +82,7 @@ class LocalSGD:
     of this rank alone. A scheduler steps in each step, so that ranks keep the same rates. What forward raises is its
     rank's own affair, and what the optimizer raises too: the other ranks do not hear of it, the step counts as one of
     the period, and an average that is due is made. Buffers and the state of `optimizer` stay each rank's own. Averages
-    travel in full, whatever `compress` the net has, those of frozen parameters too.
+    travel in full, also where the net compresses, those of frozen parameters too.
 
     Raises ValueError for an `every` below 1, TypeError for what is no such net, optimizer or outer. A step raises
     RuntimeError inside `net.join`. Cost: memory for one copy of the parameters, while an average is on its way for two;
