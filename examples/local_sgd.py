@@ -2,7 +2,8 @@
 
 aiodist run -n 2 examples/local_sgd.py
 
-Each line is one training: what was sent, and what the net knows in the end. The first averages behind every step.
+Each line is one training: what was sent, and what the net knows in the end. The first reduces gradients in every step.
+An average travels while the next steps compute where `overlap` says so.
 """
 
 from typing import Any
@@ -23,8 +24,10 @@ def nesterov(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "averages in every step": {"every": 1},
+    "gradients in every step": {"every": 1},
     "averages": {"every": EVERY},
+    "averages, post-local": {"every": EVERY, "start": 2 * EVERY},
+    "averages that overlap": {"every": EVERY, "overlap": True},
     "slow momentum": {"every": EVERY, "outer": SlowMo(momentum=0.5)},
     "an outer optimizer (DiLoCo)": {"every": EVERY, "outer": nesterov},
     "an elastic band (EASGD)": {"every": EVERY, "outer": Elastic(alpha=0.3)},

@@ -166,16 +166,20 @@ class Compute:
         reduction = self._make_pass(prepare, backward)
         return losses[0].detach(), reduction
 
-    def average(self, tensors: Sequence[Tensor]) -> int:
-        """Have flat `tensors` be their means over all ranks; return how many these are.
-
-        Raises `MismatchError` on all ranks where one of them does something else.
-        """
+    def average(self, tensors: Sequence[Tensor]) -> Handle[PassStatus]:
+        """Have flat `tensors` become their means over all ranks; they are that once `averaged` has taken the handle."""
+        if self.reducer.last is not None:
+            self._finish(self.reducer.last)
         for stream in self.reducer.devices.currents():
             stream.synchronize()
         self.reducer.steps.settle()
-        verdict = self._agree(StatusKind.AVERAGE, opinion=True)
-        self.wait(self.reducer.average(tensors, verdict))
+        return self.reducer.average(tensors)
+
+    def averaged(self, handle: Handle[PassStatus]) -> int:
+        """Wait for an average; return of how many ranks. Raises `MismatchError` on all where one does not average."""
+        verdict = self.wait(handle)
+        self.reducer.averaging, self.reducer.averaged = None, verdict
+        self._check_same(verdict, StatusKind.AVERAGE, opinion=True)
         return self.reducer.data.size
 
     def _make_pass(self, prepare: Callable[[], None], backward: Callable[[Reduction], None]) -> Reduction:
@@ -202,6 +206,8 @@ class Compute:
         """
         joining = self.reducer.joining > 0
         try:
+            if self.reducer.averaging is not None:  # on all ranks what comes now is issued behind it
+                self.block(self.reducer.averaging)
             self.drain()
             self.reducer.steps.settle()
             verdict = None
@@ -220,16 +226,14 @@ class Compute:
     @called("net.aclose")
     def end(self) -> None:
         """Raise `MismatchError` where other ranks, which do not close the net now, wait for this one in a step."""
-        self._agree(StatusKind.CLOSE, opinion=False)
+        self._check_same(self._ask(StatusKind.CLOSE, opinion=False), StatusKind.CLOSE, opinion=False)
 
-    def _agree(self, kind: StatusKind, *, opinion: bool) -> PassStatus:
-        """Return what the ranks say, all of which are about to do the same; raise what explains it else."""
-        verdict = self._ask(kind, opinion=opinion)
-        if not (verdict.all_are(kind) and verdict.alike and verdict.wanted()):
+    def _check_same(self, verdict: PassStatus, kind: StatusKind, *, opinion: bool) -> None:
+        """Raise what explains it where ranks are not about to do the same."""
+        if not verdict.agreed(kind):
             reduction = self.reducer.begin(verdict, active=opinion)
             self.reducer.end_backward(reduction)
             self.wait(reduction.finished)
-        return verdict
 
     @called("net.backward")
     def reduce_all(self, forward: Callable[[], Tensor], **how: Any) -> None:  # noqa: ANN401

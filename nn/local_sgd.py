@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,13 @@ from torch import _foreach_copy_ as copy_each
 from torch import _foreach_sub as difference
 from torch.optim import Optimizer
 
+from aiodist.handles import Handle
 from aiodist.handles.tracing import span
 from aiodist.nn.compute import called
 from aiodist.nn.data_parallel import DataParallel, check_one_pass
-from aiodist.nn.forward import Forward
+from aiodist.nn.forward import Forward, plain_step
 from aiodist.nn.layout import Parcel
+from aiodist.nn.pass_status import PassStatus
 from aiodist.nn.settings import count_as_stepped
 
 MakeOuter = Callable[[list[nn.Parameter]], Optimizer]
@@ -73,6 +75,14 @@ class LocalSGD:
     hold, and the average of that moves the centre. Stich, "Local SGD converges fast and communicates little", ICLR
     2019, doi:10.48550/arXiv.1805.09767.
 
+    `start`: so many steps at the beginning are ordinary ones, with reduced gradients (post-local SGD: Lin, Stich, Patel
+    and Jaggi, ICLR 2020, doi:10.48550/arXiv.1808.07217). With every=1 and nothing else all steps are.
+
+    `overlap`: an average travels while the next period computes, and is applied at the end of that. What a rank has
+    done since it was sent is kept: it goes on from the new centre plus its own progress. Shen et al., "Faster
+    distributed deep net training: computation and communication decoupled SGD", IJCAI 2019,
+    doi:10.48550/arXiv.1906.12043. By default a step that ends a period waits for the average.
+
     `outer` is how the centre moves. None: to the average. `SlowMo(momentum)`: with slow momentum. `Elastic(alpha)`:
     ranks and centre move towards each other (EASGD). A function that makes an optimizer of a list of parameters: centre
     minus average is their gradient (DiLoCo: Douillard et al. 2023, doi:10.48550/arXiv.2311.08105, with `lambda params:
@@ -85,8 +95,8 @@ class LocalSGD:
     travel in full, also where the net compresses, those of frozen parameters too.
 
     Raises ValueError for an `every` below 1, TypeError for what is no such net, optimizer or outer. A step raises
-    RuntimeError inside `net.join`. Cost: memory for one copy of the parameters, while an average is on its way for two;
-    one allreduce of them, and a small one before, in each period.
+    RuntimeError inside `net.join`. Cost: memory for one copy of the parameters, while an average is on its way for two,
+    with `overlap` or `Elastic` for three; one allreduce of them, and a small one before, in each period.
     """
 
     def __init__(
@@ -95,6 +105,8 @@ class LocalSGD:
         optimizer: Optimizer,
         *,
         every: int,
+        start: int = 0,
+        overlap: bool = False,
         outer: SlowMo | Elastic | MakeOuter | None = None,
     ) -> None:
         if not isinstance(net, DataParallel) or not isinstance(optimizer, Optimizer):
@@ -103,17 +115,23 @@ class LocalSGD:
                 f"LocalSGD({given}): expected what `await DataParallel.create(…)` returned, and an optimizer"
             )
         check_one_pass(optimizer)
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ValueError(f"every={every!r}: expected a whole number of steps, at least 1")
+        for name, steps, least in (("every", every, 1), ("start", start, 0)):
+            if not isinstance(steps, int) or isinstance(steps, bool) or steps < least:
+                raise ValueError(f"{name}={steps!r}: expected a whole number of steps, at least {least}")
         self.optimizer = optimizer
         self.outer: Optimizer | None = None
         """The optimizer of the centre, if there is one; its learning rates may be changed between two steps."""
         self._net = net
         self._compute = net.compute
         self._every = every
+        self._start = start
+        self._overlap = overlap
+        self._plain = every == 1 and outer is None and not overlap
+        """Averages would come to the same as reduced gradients, if only for plain SGD: so these are reduced."""
+        self._steps = 0
         self._elastic = outer if isinstance(outer, Elastic) else None
         self._since = 0
-        """Steps since the last average."""
+        """Local steps since an average was sent."""
         self._alike = True
         """All ranks have the same parameters."""
         parameters = [slot.parameter for slot in net.reducer.slots]
@@ -121,6 +139,10 @@ class LocalSGD:
             copies = [(p, nn.Parameter(p.detach().clone())) for p in parameters if p.is_floating_point()]
         self._centre: dict[Tensor, Tensor] = dict(copies)
         """By parameter, frozen ones too: they may be thawed."""
+        self._rates: list[float] = []
+        """The learning rates with which the period began, where slow momentum needs them."""
+        self._sent: _Sent | None = None
+        """What is on its way."""
         if outer is not None and self._elastic is None:
             self.outer = _made_outer(outer, cast(list[nn.Parameter], list(self._centre.values())))
 
@@ -145,26 +167,28 @@ class LocalSGD:
         await self._net.run(self.make_updates)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of both optimizers, of which that of `optimizer` is this rank's.
+        """Return the number of steps and the state of both optimizers, of which that of `optimizer` is this rank's.
 
         Raises RuntimeError in the midst of a period: `await flush()` first.
         """
         if self.pending:
             raise RuntimeError("ranks' parameters differ: `await local.flush()` first")
         outer = None if self.outer is None else self.outer.state_dict()
-        return {"optimizer": self.optimizer.state_dict(), "outer": outer}
+        return {"steps": self._steps, "optimizer": self.optimizer.state_dict(), "outer": outer}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Take what `state_dict` gave, on every rank; parameters are loaded apart, into `net.module`.
 
         Raises ValueError for what is no such state, or one with another kind of `outer`.
         """
-        if sorted(state) != ["optimizer", "outer"] or (self.outer is None) is not (state["outer"] is None):
-            raise ValueError(f"state with {sorted(state)}: expected optimizer and outer, as this one was made")
+        if sorted(state) != ["optimizer", "outer", "steps"] or (self.outer is None) is not (state["outer"] is None):
+            raise ValueError(f"state with {sorted(state)}: expected optimizer, outer and steps, as this one was made")
         self.optimizer.load_state_dict(state["optimizer"])
         if self.outer is not None:
             self.outer.load_state_dict(state["outer"])
-        self._since, self._alike = 0, True
+        if self._sent is not None:
+            raise RuntimeError("an average is on its way: `await local.flush()` first")
+        self._steps, self._since, self._alike = state["steps"], 0, True
         self._net.reducer.steps.alike()
 
     def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -188,6 +212,10 @@ class LocalSGD:
     @called("net.step")
     def train(self, forward: Forward) -> None:
         """Do one step, and the average that is due behind it; `net.step` calls it."""
+        self._steps += 1
+        if self._plain or self._steps <= self._start:
+            plain_step(forward, self.optimizer, self._compute)
+            return
         if self._net.reducer.joining:
             raise RuntimeError("LocalSGD inside net.join(), where averages cannot be made: expected as many steps")
         self._since += 1
@@ -201,7 +229,7 @@ class LocalSGD:
             count_as_stepped(self.optimizer)  # a scaler may have left out the first step
             forward.settings.advance()
             if self._since >= self._every:
-                self._average()
+                self._exchange(wait=not self._overlap)
 
     def _begin(self) -> None:
         """A step is about to be made."""
@@ -209,36 +237,66 @@ class LocalSGD:
             with torch.inference_mode(False), torch.no_grad():  # they may have been loaded since
                 copy_each(list(self._centre.values()), list(self._centre))
         if self._since == 1 and isinstance(self.outer, _SlowMomentum):
-            self.outer.param_groups[0]["rates"] = _rates_of(self.optimizer, list(self._centre))
+            self._rates = _rates_of(self.optimizer, list(self._centre))
         self._alike = False
 
     @called("local.flush")
     def make_updates(self) -> None:
         """Do what `flush` does, on the compute thread, as `aiodist.save` does."""
-        if self._since:
-            self._average()
+        if self._alike:
+            return
+        self._exchange(wait=True)
         with torch.inference_mode(False), torch.no_grad():
-            if not self._alike:
-                copy_each(list(self._centre), list(self._centre.values()))
+            copy_each(list(self._centre), list(self._centre.values()))
         self._alike = True
 
-    def _average(self) -> None:
-        """End a period. Where this fails the next step tries again, with what this rank has done until then."""
-        params, centre = list(self._centre), list(self._centre.values())
-        with torch.inference_mode(False), torch.no_grad():
-            own = difference(centre, params)
-            means = [t.clone() for t in own] if self._elastic else list(own)
-            parcel = Parcel.of(means, params)
-            ranks = self._compute.average(parcel.flat)
-            parcel.unpack()
-            if self._elastic is not None:
-                add_each(centre, means, alpha=-self._elastic.alpha * ranks)
-                add_each(params, own, alpha=self._elastic.alpha)
-            else:
-                self._move(centre, means)
-                copy_each(params, centre)
-                self._alike = True
-        self._since = 0
+    def _exchange(self, *, wait: bool) -> None:
+        """End a period: apply the average that is on its way, and send the next; with `wait` apply that too.
+
+        Where this fails the next step tries again, with what this rank has done until then.
+        """
+        since = self._since
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self._settle(still=not since)
+                if since:
+                    self._send()
+                if since and wait:
+                    self._settle(still=True)
+        except BaseException:
+            self._since = max(since, 1)
+            raise
+
+    def _send(self) -> None:
+        params = list(self._centre)
+        own = list(difference(list(self._centre.values()), params))
+        means = [t.clone() for t in own] if self._overlap or self._elastic else own
+        parcel = Parcel.of(means, params)
+        self._sent, self._since = _Sent(own, means, parcel, self._compute.average(parcel.flat)), 0
+        if isinstance(self.outer, _SlowMomentum):
+            self.outer.param_groups[0]["rates"] = list(self._rates)
+
+    def _settle(self, *, still: bool) -> None:
+        """Apply the average that was sent, if one was; `still` says that parameters have not moved since."""
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        params, centre, own = list(self._centre), list(self._centre.values()), sent.own
+        ranks = self._compute.averaged(sent.handle)
+        sent.parcel.unpack()
+        if self._elastic is not None:
+            add_each(centre, sent.means, alpha=-self._elastic.alpha * ranks)
+            add_each(params, own, alpha=self._elastic.alpha)
+        elif still:
+            self._move(centre, sent.means)
+            copy_each(params, centre)
+            self._alike = True
+        else:
+            add_each(own, params)
+            add_each(own, centre, alpha=-1)  # what this rank has done since it was sent
+            self._move(centre, sent.means)
+            copy_each(params, centre)
+            add_each(params, own)
         self._net.reducer.steps.note(self)
 
     def _move(self, centre: list[Tensor], means: list[Tensor]) -> None:
@@ -256,6 +314,17 @@ class LocalSGD:
                 self.outer.step()
         finally:
             self.outer.zero_grad()
+
+
+class _Sent(NamedTuple):
+    """An average on its way."""
+
+    own: list[Tensor]
+    """Centre minus parameters of this rank."""
+    means: list[Tensor]
+    """What becomes of that over all ranks."""
+    parcel: Parcel
+    handle: Handle[PassStatus]
 
 
 class _SlowMomentum(Optimizer):

@@ -92,6 +92,10 @@ class PassStatus:
         """Return whether all ranks mean the same."""
         return all(k is kind for k in self.kinds)
 
+    def agreed(self, kind: StatusKind) -> bool:
+        """Return whether all ranks mean this, train the same parameters, and these are alike."""
+        return self.all_are(kind) and self.alike and self.wanted() is not None
+
     @property
     def sound(self) -> bool:
         """No rank failed, all are at the end of the same pass, and all parameters are those after as many steps."""

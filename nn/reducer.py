@@ -116,6 +116,8 @@ class Reducer:
         registry = data.parts.registry
         self.asks_stop: Callable[[], bool] = lambda: registry.stop_requested
         """See `Observer`; what drives the net says it, and finds the answer of all ranks in a pass's `status`."""
+        self.averaging: Handle[PassStatus] | None = None
+        """An average of parameters that is on its way."""
         self.averaged: PassStatus | None = None
         """What the ranks said before they averaged parameters, if that was behind the last pass."""
         self.stopped_before = False
@@ -227,23 +229,18 @@ class Reducer:
         """Return the handle of `then`, called on the loop once what `call` issues there is done; from any thread."""
         told: Handle[T] = Handle(self.progress, what)
         told.polled = False
-
-        def come(error: BaseException | None) -> None:
-            if error is not None:
-                told.reject(error)
-            else:
-                told.resolve(then())
-
-        def begin() -> None:
-            try:
-                handle = call()
-            except Exception as error:  # noqa: BLE001  - told to the thread that waits
-                told.reject(error)
-            else:
-                handle.add_waiter(arrival(self._paths, self.late, come))
-
-        self.progress.post(begin)
+        self.progress.post(partial(self._issue, told, call, lambda: told.resolve(then())))
         return told
+
+    def _issue(self, told: Handle[Any], call: Callable[[], Handle[Any]], then: Callable[[], None]) -> None:
+        """Call `then` once what `call` issues is done; what goes wrong is the error of `told`."""
+        try:
+            handle = call()
+        except Exception as error:  # noqa: BLE001  - told to the thread that waits
+            told.reject(error)
+        else:
+            come = lambda error: then() if error is None else told.reject(error)  # noqa: E731
+            handle.add_waiter(arrival(self._paths, self.late, come))
 
     # --- passes: on the thread that runs backward --------------------------------------------------------------
 
@@ -323,18 +320,29 @@ class Reducer:
         status = self.averaged or (None if self.last is None else self.last.status)
         return status is not None and status.stops > 0
 
-    def average(self, tensors: Sequence[Tensor], verdict: PassStatus) -> Handle[None]:
-        """Return the handle of the means of flat `tensors` over all ranks, in place; all have said so in `verdict`."""
-        self.averaged = verdict
-        nbytes = sum(t.nbytes for t in tensors)
-        self.hook.nbytes += nbytes
-        known = self.statistics
-        self.statistics = replace(
-            known, passes=known.passes + 1, nbytes=known.nbytes + nbytes, sent_nbytes=self.hook.nbytes
-        )
-        return self.issue(
-            "average of the parameters", partial(self.data.allreduce, list(tensors), "mean"), lambda: None
-        )
+    def average(self, tensors: Sequence[Tensor]) -> Handle[PassStatus]:
+        """Return the handle of what the ranks say; if all average, flat `tensors` are the means then, in place."""
+        status = self.packed_status(StatusKind.AVERAGE, opinion=True)
+        told: Handle[PassStatus] = Handle(self.progress, "average of the parameters")
+        told.polled = False
+        told.outcome_error()  # where it is never asked for, the net was given up
+
+        def voted() -> None:
+            verdict = PassStatus.unpack(status, self.data.size)
+            if not verdict.agreed(StatusKind.AVERAGE):
+                told.resolve(verdict)
+                return
+            nbytes, known = sum(t.nbytes for t in tensors), self.statistics
+            self.hook.nbytes += nbytes
+            self.statistics = replace(
+                known, passes=known.passes + 1, nbytes=known.nbytes + nbytes, sent_nbytes=self.hook.nbytes
+            )
+            call = partial(self.data.allreduce, list(tensors), "mean")
+            self._issue(told, call, lambda: told.resolve(verdict))
+
+        self.averaging = told
+        self.progress.post(partial(self._issue, told, partial(self._paths.status.allreduce, status), voted))
+        return told
 
     def _accept(self, verdict: PassStatus) -> bool:
         """Train what all ranks train, if they do the same, and all were asked."""

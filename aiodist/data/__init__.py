@@ -4,8 +4,7 @@ from aiodist.data.prefetch import Prefetch, Prefetched, PrefetchedStatistics, pr
 from aiodist.data.recordio import Chunk, RecordFile, RecordWriter
 from aiodist.data.records import Records, records
 from aiodist.data.shard_queue import ShardQueue
-from aiodist.data.sharded import IndexShards, Shards
-from aiodist.data.shards import ShardSampler, shard, shard_indices
+from aiodist.data.shards import IndexShards, Shards, ShardSampler, shard, shard_indices
 
 __all__ = [
     "Chunk",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, cast, overload
+from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, cast
 
 import torch
 from anyio import CancelScope
@@ -25,7 +25,6 @@ from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.world.pinning import warn_of_one_core
 
 T = TypeVar("T")
-U = TypeVar("U")
 
 Kind = Literal["thread", "process"]
 _WORKERS: dict[Kind, type[Workers]] = {"thread": ThreadWorkers, "process": ProcessWorkers}
@@ -54,32 +53,6 @@ class PrefetchedStatistics:
         """The share of reading, transforming and copying that the consumer did not wait for, 0.0 to 1.0."""
         work = self.reading_seconds + self.transforming_seconds + self.copying_seconds
         return max(0.0, 1.0 - self.waited_seconds / work) if work > 0 else 0.0
-
-
-@overload
-def prefetch(
-    source: Iterable[T] | AsyncIterable[T],
-    *,
-    depth: int = 2,
-    workers: int = 1,
-    transform: None = None,
-    kind: Kind = "thread",
-    device: DeviceLike | None = None,
-    name: str = "prefetch",
-) -> Prefetch[T]: ...
-
-
-@overload
-def prefetch(
-    source: Iterable[T] | AsyncIterable[T],
-    *,
-    depth: int = 2,
-    workers: int = 1,
-    transform: Callable[[T], U],
-    kind: Kind = "thread",
-    device: DeviceLike | None = None,
-    name: str = "prefetch",
-) -> Prefetch[U]: ...
 
 
 def prefetch(
@@ -114,11 +87,11 @@ def prefetch(
     once; one that was not the current stream when the item was taken is told of with `t.record_stream(stream)`, as
     anywhere in torch, else the memory is reused before it has read. `DataParallel.step` and `run` do so for their
     arguments. Item k + 1 is copied while item k is computed on, `depth` items ahead. Tensors are found where torch's
-    `DataLoader` looks for what it pins, and in dataclasses; the containers are copied. They pass through pinned memory,
-    unless they lie there already (`pin_memory=True`), on the stream `CudaStream.of("to-device", device)`. Tensors of a
-    subclass, sparse ones, those that require grad, and objects that have `pin_memory()` and `to()` of their own, are
-    moved by their `to` when they are taken, on the stream that is then the current one. Tensors on any device but the
-    CPU stay where they are. "cpu" is as None.
+    `DataLoader` mostly finds what it pins: in lists, tuples and mappings; the containers are copied. They pass through
+    pinned memory, unless they lie there already (`pin_memory=True`), on the stream `CudaStream.of("to-device",
+    device)`. Tensors of a subclass, sparse ones, those that require grad, and objects that have `pin_memory()` and
+    `to()` of their own, are moved by their `to` when they are taken, on the stream that is then the current one.
+    Tensors on any device but the CPU stay where they are. "cpu" is as None.
 
     An error of the source, of `transform` or of a copy is raised in the place of its item, after the items before it;
     then the iteration is over. A `StopIteration` from `transform` becomes a `RuntimeError`. Nothing is lost when

@@ -6,38 +6,13 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, islice
-from typing import Any, Literal, overload
+from typing import Any
 
 from aiodist.communicator import Communicator
 from aiodist.data.order import EpochOrder, Shuffle, check_shuffle
 from aiodist.data.recordio import PathLike, RecordFile, read_ahead
 from aiodist.data.shard_queue import ShardQueue
 from aiodist.data.shards import check_batch_size, check_natural
-
-
-@overload
-def records(
-    paths: PathLike | Sequence[PathLike],
-    coll: Communicator,
-    *,
-    batch_size: int | None = None,
-    shuffle: Shuffle = False,
-    seed: int = 0,
-    dynamic: Literal[False] = False,
-) -> Records: ...
-
-
-@overload
-def records(
-    paths: PathLike | Sequence[PathLike],
-    coll: Communicator,
-    *,
-    batch_size: int | None = None,
-    shuffle: Shuffle = False,
-    seed: int = 0,
-    dynamic: Literal[True],
-    wait: bool = False,
-) -> ShardQueue[bytes]: ...
 
 
 def records(
@@ -49,8 +24,8 @@ def records(
     seed: int = 0,
     dynamic: bool = False,
     wait: bool = False,
-) -> Records | ShardQueue[bytes]:
-    """Return this rank's part of the records of one RecordIO file or several, in batches: lists of `bytes`.
+) -> Any:  # noqa: ANN401
+    """Return `Records`, this rank's part of the records of one RecordIO file or several, in batches: lists of `bytes`.
 
     ```python
     batches = data.records("train.rec", coll, batch_size=32, shuffle=True)

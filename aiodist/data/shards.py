@@ -1,4 +1,4 @@
-"""Static shards: each rank's part of the data, by (rank, size) alone.
+"""Shards: data as a queue hands it out, and each rank's static part of the data, by (rank, size) alone.
 
 Rank r has the items r, r + size, r + 2 size, and so on. So the k-th batches of all ranks together are what one process
 would have as its k-th batch, `size` times as large, and an iterable need not know its length. Every item belongs to
@@ -7,9 +7,9 @@ exactly one rank; one rank has at most one item more than another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import islice
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -86,6 +86,46 @@ class ShardSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return len(shard_indices(self._kept, self._rank, self._size))
+
+
+class Shards(Protocol[T]):
+    """Data in shards, of which a queue hands out records: chunks of files, ranges of indices, row groups."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """How many records each shard has; the same on every rank."""
+
+    def read(self, shard: int, within: Sequence[int], /) -> list[T]:
+        """Return the records at these places of a shard, in that order; called on one thread of the queue's.
+
+        Where there is an attribute `threads`, so many threads call it at a time, each for other shards.
+        """
+
+
+class IndexShards:
+    """The indices of a dataset, in shards of `shard_size` that follow one another; the last may be shorter.
+
+    `data` is the dataset or its length. Raises `ValueError` for a length below 0 or a `shard_size` below 1.
+
+    >>> shards = IndexShards(10, 4)
+    >>> shards.sizes, shards.read(2, [1, 0])
+    ([4, 4, 2], [9, 8])
+    """
+
+    def __init__(self, data: Sized | int, shard_size: int = 64) -> None:
+        length = data if isinstance(data, int) else len(data)
+        if length < 0:
+            raise ValueError(f"data={data}: expected a dataset, or how many items it has")
+        if shard_size < 1:
+            raise ValueError(f"shard_size={shard_size}: expected at least 1")
+        self._shard_size = shard_size
+        self.sizes = [min(shard_size, length - first) for first in range(0, length, shard_size)]
+        """How many indices each shard has."""
+
+    def read(self, shard: int, within: Sequence[int], /) -> list[int]:
+        """Return the indices at these places of a shard."""
+        first = shard * self._shard_size
+        return [first + place for place in within]
 
 
 def _check(rank: int, size: int) -> None:

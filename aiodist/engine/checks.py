@@ -88,7 +88,8 @@ def check_alike(module: nn.Module, by_rank: Sequence[Sequence[int]], state: Stat
     others = ", ".join(str(rank) for rank, value in enumerate(hashes) if value != usual)
     more = f"; so do {len(apart) - 1} more parameters" if len(apart) > 1 else ""
     raise MismatchError(
-        f"parameter {name!r} on rank {others} differs from that of the other ranks behind epoch {state.epoch}{more}",
+        f"parameter {name!r} on rank {others} differs from that of the other ranks after step {state.step} of epoch "
+        f"{state.epoch}{more}",
         rank=state.rank,
     )
 

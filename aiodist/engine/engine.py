@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack, overload
@@ -70,8 +70,8 @@ class Engine:
 
     Options: `progress` shows a bar on rank 0's terminal, elsewhere a line for each epoch.
     `debug` raises FloatingPointError for a loss, a gradient or a parameter that is not finite, with its name, rank,
-    epoch and step, and MismatchError behind an epoch after which the parameters of ranks are not the same, bit by bit;
-    it costs some passes over all parameters a step. With `dynamic=False` a step raises RuntimeError unless its graph,
+    epoch and step, and MismatchError after a step after which the parameters of ranks are not the same, bit by bit; it
+    costs some passes over all parameters a step. With `dynamic=False` a step raises RuntimeError unless its graph,
     of operations and parameters, is that of the first one; with True each step may have another, as a `DataParallel`
     allows. `profile=(3, 8)` writes a trace of steps 3 to 8 of each rank to the folder `traces`, by torch's profiler.
 
@@ -219,3 +219,11 @@ class Engine:
         if state.keys() != vars(self._position).keys():
             raise ValueError(f"state with {', '.join(sorted(map(str, state)))}: expected {', '.join(vars(Position()))}")
         self._position = Position(**state)
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Have `train` go on from the states of another number of ranks: with the first epoch that they did not end.
+
+        It begins anew, or with a queue of shards as loader, whose states are loaded too, with what is left of it.
+        """
+        epoch = min(state["epoch"] for state in states)
+        self._position = Position(epoch, max(state["step"] for state in states))

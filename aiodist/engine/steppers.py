@@ -60,6 +60,11 @@ class PassStepper:
         """Return whether all ranks stop behind the step that was just made, since one of them has asked."""
         return self._made > self._lag and self._net.stop_requested  # else it tells of the training before
 
+    def by_all(self) -> bool:
+        """Return whether all ranks have made the last step, which is over."""
+        last = self._net.reducer.last
+        return last is not None and last.participants == self._net.coll.size
+
     def epoch(self) -> AbstractAsyncContextManager[object]:
         """Return the block of an epoch: ranks whose data have ended wait there, and hear of one that failed."""
         return self._net.join(self._optimizer)
@@ -121,6 +126,10 @@ class ClientStepper:
     def stopping(self) -> bool:
         """Return whether this rank stops; it need tell no other."""
         return self._stop()
+
+    def by_all(self) -> bool:
+        """Each makes its own."""
+        return False
 
     def epoch(self) -> AbstractAsyncContextManager[object]:
         """Wait for nobody."""

@@ -152,7 +152,7 @@ class Training:
             raise failure
         prints: list[int] = []
         if self._watchers.debug and self._stepper.waits and failure is None:
-            prints = await self._stepper.run(checks.fingerprints, self._model.module)
+            prints = await self._prints()
         mine = _Word(self._asks_stop(), self._interrupted, self._meter.sums(), prints)
         words = await self._assembly.exchange(mine, failure)
         checks.check_alike(self._model.module, [word.prints for word in words], self._state)
@@ -202,5 +202,11 @@ class Training:
             await self._stepper.run(profiling.end)
 
     async def _check_parameters(self, state: State) -> None:
+        """After each step: all parameters are finite, and the same on all ranks that ought to have them the same."""
         await self._stepper.flush()
+        if self._stepper.by_all():  # else one is at the end of its data: they are compared behind the epoch
+            checks.check_alike(self._model.module, await self._assembly.exchange(await self._prints()), state)
         await self._stepper.run(checks.check_parameters, self._model.module, state)
+
+    async def _prints(self) -> list[int]:
+        return await self._stepper.run(checks.fingerprints, self._model.module)

@@ -59,9 +59,11 @@ class Local:
         {"every": 3},
         {"every": 3, "outer": SlowMo(0.5)},
         {"every": 3, "outer": nesterov},
+        {"every": 3, "overlap": True},
+        {"every": 4, "start": 6},
         {"every": 1},
     ],
-    ids=["average", "slowmo", "diloco", "plain"],
+    ids=["average", "slowmo", "diloco", "overlap", "post-local", "plain"],
 )
 async def test_n17_local_sgd_goes_on_to_the_bit(coll: Communicator, tmp_path: Path, options: dict[str, Any]) -> None:
     """Saved in the middle of a period, which the save ends: ranks have the same parameters in it."""

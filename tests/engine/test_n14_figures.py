@@ -8,6 +8,8 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torchmetrics import MeanMetric
+from torchmetrics.functional import mean_absolute_error
 
 from aiodist import Communicator, Engine, RemoteError
 from aiodist.engine import State
@@ -45,6 +47,31 @@ async def test_n14_means_over_all_samples_of_all_ranks(coll: Communicator, job: 
         "loss": pytest.approx(float(mse_loss(output, y))),
         "mae": pytest.approx(float(largest(output, y))),
     }
+
+
+@pytest.mark.ranks(1, 2, 3)
+async def test_n14_torchmetrics_over_all_ranks(coll: Communicator, job: type["Job"]) -> None:
+    """A function of torchmetrics is a metric; an object that counts by itself is updated by a hook."""
+    whole = MeanMetric()
+
+    def error(output: Tensor, target: Tensor) -> Tensor:
+        return mean_absolute_error(output, target)
+
+    engine = await made(coll, job, metrics={"mae": error})
+
+    @engine.on("criterion")
+    def update(state: State) -> None:
+        whole.update(error(state.output.detach(), state.target), len(state.target))
+
+    counts = [(3, 1, 2)[rank] for rank in range(coll.size)]
+    figures = await engine.test(uneven(job, coll.rank, counts[coll.rank]))
+    sums = await coll.allreduce(torch.stack([whole.mean_value, whole.weight]))
+    net = job.build()
+    pairs = [pair for rank in range(coll.size) for pair in uneven(job, rank, counts[rank])]
+    output = net(torch.cat([x for x, _ in pairs])).detach()
+    expected = mean_absolute_error(output, torch.cat([y for _, y in pairs]))
+    assert figures["mae"] == pytest.approx(float(expected))
+    assert float(sums[0] / sums[1]) == pytest.approx(float(expected), rel=1e-5)
 
 
 @pytest.mark.ranks(2)

@@ -1,6 +1,8 @@
 """N14: a training that was stopped goes on exactly where it was."""
 
 import copy
+import itertools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,8 +11,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+import aiodist
 from aiodist import Communicator, Engine
-from aiodist.data import ShardSampler
+from aiodist.data import IndexShards, ShardQueue, ShardSampler
 from aiodist.engine import State
 from aiodist.nn import DataParallel, PipelinedOptimizer
 
@@ -131,3 +134,46 @@ async def test_n14_a_state_is_made_of_tensors_and_numbers(coll: Communicator, jo
     await engine.train(job.pairs(0, 2), epochs=1)
     read = torch.load(tmp_path / "engine.pt", weights_only=True)
     assert (read["epoch"], read["step"], read["batch"]) == (0, 2, 2)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+async def test_n14_goes_on_from_disk_with_a_queue_on_any_number_of_ranks(
+    coll: Communicator, job: type["Job"], tmp_path: Path, ranks: int
+) -> None:
+    """Each record is trained on once in the epoch that was interrupted."""
+    folder = Path(await coll.broadcast_object(str(tmp_path)))
+
+    async def begun(group: Communicator) -> tuple[Any, Any, ShardQueue[int], Engine, list[int]]:
+        net = await DataParallel.create(nn.Linear(1, 1).double(), group)
+        opt = torch.optim.SGD(net.parameters(), lr=1e-6)
+        queue = ShardQueue(IndexShards(60, 5), group, batch_size=4, shuffle=True)
+        engine = Engine(net, opt, split=lambda batch: (batch, None), **job.QUIET)
+        seen: list[int] = []
+
+        @engine.on("sample")
+        def prepare(state: State) -> None:
+            seen.extend(state.sample)
+            state.sample = torch.tensor(state.sample)[:, None].double()
+
+        engine.on("forward", lambda state: setattr(state, "output", state.output.mean()))
+        return net, opt, queue, engine, seen
+
+    net, opt, queue, engine, seen = await begun(coll)
+
+    @engine.on("update")
+    async def save(state: State) -> None:
+        if state.step == 2:
+            await aiodist.save(folder, net, opt, own=[engine, queue])
+            state.stop = True
+
+    await engine.train(queue, epochs=1)
+    mine = seen[:8]  # before the save
+    group = await coll.group(range(ranks))
+    if coll.rank < ranks:
+        net, opt, queue, engine, seen = await begun(group)
+        await aiodist.load(folder, net, opt, own=[engine, queue])
+        assert (engine.state_dict()["step"], queue.epoch) == (2, 0)
+        await engine.train(queue, epochs=1)
+        mine = mine + seen
+    assert sorted(itertools.chain(*await coll.allgather_object(mine))) == list(range(60))

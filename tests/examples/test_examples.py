@@ -380,7 +380,7 @@ def test_n12_a_few_codecs_learn_the_digits(
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("n", [2, 3])
 def test_n12_with_few_bytes_the_digits_are_learnt_as_well(launch: Launch, n: int) -> None:
-    done = launch(n, EXAMPLES / "compressed.py", mpi="openmpi", seconds=300)  # five trainings; 60 s beside other tests
+    done = launch(n, EXAMPLES / "compressed.py", mpi="openmpi", seconds=300)  # seven trainings; 60 s beside other tests
     assert (done.code, done.errors, done.lines[1]) == (0, "", [])
     check_compressed(done.lines[0], 7, within=0.01)
 
@@ -403,7 +403,7 @@ def test_n18_a_few_averages_learn_the_digits(
 ) -> None:
     shortened(example, monkeypatch, capsys, epochs=8)
     program = example("local_sgd")
-    few = ("averages in every step", "averages", "an elastic band (EASGD)")
+    few = ("gradients in every step", "averages that overlap", "an elastic band (EASGD)")
     monkeypatch.setattr(program, "WAYS", {name: program.WAYS[name] for name in few})
     monkeypatch.setattr(program, "PASSES", 1)
     run_ranks(2, program.main)
@@ -414,9 +414,9 @@ def test_n18_a_few_averages_learn_the_digits(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("n", [2, 3])
 def test_n18_with_few_averages_the_digits_are_learnt_as_well(launch: Launch, n: int) -> None:
-    done = launch(n, EXAMPLES / "local_sgd.py", mpi="openmpi", seconds=200)  # five trainings; long beside other tests
+    done = launch(n, EXAMPLES / "local_sgd.py", mpi="openmpi", seconds=200)  # seven trainings; long beside other tests
     assert (done.code, done.errors, done.lines[1]) == (0, "", [])
-    check_seldom(done.lines[0], 5, at_least=0.95)
+    check_seldom(done.lines[0], 7, at_least=0.95)
 
 
 def check_seldom(lines: list[str], ways: int, at_least: float) -> None:

@@ -19,19 +19,29 @@ if TYPE_CHECKING:
     from tests.nn.conftest import Trial
 
 each_rule = pytest.mark.parametrize("rule", OUTER)
+each_overlap = pytest.mark.parametrize("overlap", [False, True], ids=["waits", "overlaps"])
 each_optimizer = pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
 
 
 # --- every step ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("outer", [None, SlowMo(0.0)])
-async def test_n18_averages_of_one_step_are_reduced_gradients(
-    coll: Communicator, trial: type[Trial], outer: Any
-) -> None:
+@pytest.mark.ranks(1, 2, 3)
+@each_optimizer
+async def test_n18_every_step_is_the_plain_loop(coll: Communicator, trial: type[Trial], optimizer: str) -> None:
     net = await DataParallel.create(trial.Mlp(), coll, **trial.FEW)
-    local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=1, outer=outer)
+    local = LocalSGD(net, trial.OPTIMIZERS[optimizer](net.parameters()), every=1)
+    await trained(net, local, trial, range(6), coll.rank)
+    assert not local.pending
+    assert net.statistics().passes == 6
+    trial.assert_same(net, trial.alone(coll.size, 6, optimizer=optimizer))
+
+
+@pytest.mark.ranks(2, 3)
+async def test_n18_averages_of_one_step_are_reduced_gradients(coll: Communicator, trial: type[Trial]) -> None:
+    """An outer step of length 1 is the average."""
+    net = await DataParallel.create(trial.Mlp(), coll, **trial.FEW)
+    local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=1, outer=SlowMo(0.0))
     await trained(net, local, trial, range(6), coll.rank)
     assert not local.pending
     assert (net.statistics().passes, net.steps) == (6, 6)
@@ -44,13 +54,16 @@ async def test_n18_averages_of_one_step_are_reduced_gradients(
 @pytest.mark.drawn(32)
 @pytest.mark.ranks(1, 2, 3, 4)
 @each_rule
+@each_overlap
 @each_optimizer
-async def test_n18_as_the_papers_say(coll: Communicator, trial: type[Trial], optimizer: str, rule: str) -> None:
+async def test_n18_as_the_papers_say(
+    coll: Communicator, trial: type[Trial], optimizer: str, rule: str, overlap: bool
+) -> None:
     """Each rank's own parameters after every step, and what all have in the end."""
     net = await DataParallel.create(trial.Mlp(), coll, **trial.FEW)
     opt = trial.OPTIMIZERS[optimizer](net.parameters())
-    local = LocalSGD(net, opt, every=EVERY, outer=OUTER[rule])
-    alone = Alone(trial, coll.size, optimizer, rule)
+    local = LocalSGD(net, opt, every=EVERY, outer=OUTER[rule], overlap=overlap)
+    alone = Alone(trial, coll.size, optimizer, rule, overlap=overlap)
     for step in range(4 * EVERY + 1):
         alone.step(step)
         mine = trial.loss(alone.modules[coll.rank], coll.rank, step + 1).detach()
@@ -74,8 +87,8 @@ async def test_n18_as_the_papers_say(coll: Communicator, trial: type[Trial], opt
 @pytest.mark.ranks(2, backend="gloo")
 async def test_n18_on_processes(coll: Communicator, trial: type[Trial]) -> None:
     net = await DataParallel.create(trial.Mlp(), coll, **trial.SMALL)
-    local = LocalSGD(net, trial.OPTIMIZERS["adam"](net.parameters()), every=EVERY, outer=diloco)
-    alone = Alone(trial, coll.size, "adam", "diloco")
+    local = LocalSGD(net, trial.OPTIMIZERS["adam"](net.parameters()), every=EVERY, outer=diloco, overlap=True)
+    alone = Alone(trial, coll.size, "adam", "diloco", overlap=True)
     for step in range(2 * EVERY + 1):
         alone.step(step)
     await trained(net, local, trial, range(2 * EVERY + 1), coll.rank)
@@ -100,13 +113,51 @@ async def test_n18_one_exchange_moves_the_centre_by_alpha_times_the_sum(coll: Co
     assert torch.equal(module.weight, torch.full((2, 3), 4 + 0.25 * total, dtype=torch.float64))
 
 
+@pytest.mark.ranks(2, 3)
+async def test_n18_a_sum_of_gradients_is_a_mean_of_parameters(coll: Communicator, trial: type[Trial]) -> None:
+    """Also where ordinary steps came before, whose gradients were summed."""
+    net = await DataParallel.create(trial.Mlp(), coll, op="sum", **trial.FEW)
+    local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=EVERY, start=2)
+    await trained(net, local, trial, range(2), coll.rank)
+    trial.assert_same(net, trial.alone(coll.size, 2, op="sum"))
+    alone = Alone(trial, coll.size, "sgd", "plain")
+    alone.put([parameters_to_vector(net.parameters()).detach()] * coll.size)
+    alone.centre = alone.vectors()[0]
+    for step in range(2, 2 + 2 * EVERY):
+        alone.step(step)
+        await net.step(trial.loss, local, net, coll.rank, step)
+    trial.assert_same(net, alone.modules[0])
+
+
+@pytest.mark.ranks(2, 3)
+@each_overlap
+async def test_n18_post_local_begins_with_ordinary_steps(coll: Communicator, trial: type[Trial], overlap: bool) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **trial.FEW)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    local = LocalSGD(net, opt, every=EVERY, start=4, outer=OUTER["slowmo"], overlap=overlap)
+    await trained(net, local, trial, range(4), coll.rank)
+    assert not local.pending
+    expected = trial.alone(coll.size, 4)
+    trial.assert_same(net, expected)
+    alone = Alone(trial, coll.size, "sgd", "slowmo", overlap=overlap)
+    alone.centre = parameters_to_vector(expected.parameters()).detach()
+    alone.put([alone.centre] * coll.size)
+    for step in range(4, 4 + 3 * EVERY):
+        alone.step(step)
+        await net.step(trial.loss, local, net, coll.rank, step)
+        trial.assert_same(net, alone.modules[coll.rank])
+
+
 @pytest.mark.ranks(2)
-async def test_n18_slow_momentum_takes_the_learning_rates_of_its_period(coll: Communicator, trial: type[Trial]) -> None:
+@each_overlap
+async def test_n18_slow_momentum_takes_the_learning_rates_of_its_period(
+    coll: Communicator, trial: type[Trial], overlap: bool
+) -> None:
     net = await DataParallel.create(trial.Mlp(), coll)
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
     net.settings(scheduler=ExponentialLR(opt, 0.8))
-    local = LocalSGD(net, opt, every=EVERY, outer=OUTER["slowmo"])
-    alone = Alone(trial, 2, "sgd", "slowmo")
+    local = LocalSGD(net, opt, every=EVERY, outer=OUTER["slowmo"], overlap=overlap)
+    alone = Alone(trial, 2, "sgd", "slowmo", overlap=overlap)
     alone.schedulers = [ExponentialLR(each, 0.8) for each in alone.optimizers]
     for step in range(3 * EVERY + 1):
         alone.step(step)
@@ -138,35 +189,65 @@ async def test_n18_with_fixed_rates_slow_momentum_is_an_outer_sgd(coll: Communic
 # --- beside the next steps -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks(2, 3)
+@each_rule
+async def test_n18_nobody_waits_for_an_average_before_the_next_is_due(
+    coll: Communicator, trial: type[Trial], rule: str
+) -> None:
+    """The last rank ends its first period when the others are at the end of their second."""
+    net = await DataParallel.create(trial.Mlp(), coll, **trial.FEW)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    local = LocalSGD(net, opt, every=EVERY, outer=OUTER[rule], overlap=True)
+    last = coll.size - 1
+    await trained(net, local, trial, range(EVERY - 1), coll.rank)
+    if coll.rank == last:
+        for rank in range(last):
+            await coll.recv_object(rank)
+        await trained(net, local, trial, range(EVERY - 1, 2 * EVERY), coll.rank)
+    else:
+        await trained(net, local, trial, range(EVERY - 1, 2 * EVERY - 1), coll.rank)
+        await coll.send_object("here", last)
+        await trained(net, local, trial, range(2 * EVERY - 1, 2 * EVERY), coll.rank)
+    alone = Alone(trial, coll.size, "sgd", rule, overlap=True)
+    for step in range(2 * EVERY):
+        alone.step(step)
+    trial.assert_same(net, alone.modules[coll.rank])
+    await local.flush()
+    trial.assert_same(net, alone.flush())
+
+
 # --- state -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(1, 2)
 @each_rule
+@each_overlap
 async def test_n18_a_checkpoint_goes_on_exactly(
-    coll: Communicator, trial: type[Trial], rule: str, tmp_path: Any
+    coll: Communicator, trial: type[Trial], rule: str, overlap: bool, tmp_path: Any
 ) -> None:
     """Behind `flush`: the same bits."""
 
     async def begun() -> tuple[DataParallel, LocalSGD]:
         net = await DataParallel.create(trial.Mlp(), coll, **trial.FEW)
-        return net, LocalSGD(net, trial.OPTIMIZERS["adam"](net.parameters()), every=EVERY, outer=OUTER[rule])
+        return net, LocalSGD(
+            net, trial.OPTIMIZERS["adam"](net.parameters()), every=EVERY, start=1, outer=OUTER[rule], overlap=overlap
+        )
 
     net, local = await begun()
-    await trained(net, local, trial, range(4), coll.rank)
+    await trained(net, local, trial, range(5), coll.rank)
     with pytest.raises(RuntimeError, match=r"await local\.flush"):
         local.state_dict()
     await local.flush()
     file = tmp_path / f"{coll.rank}.pt"
     torch.save({"module": net.module.state_dict(), "local": local.state_dict()}, file)
-    await trained(net, local, trial, range(4, 9), coll.rank)
+    await trained(net, local, trial, range(5, 10), coll.rank)
     await local.flush()
     await net.aclose()
     again, local_again = await begun()
     state = torch.load(file)
     again.module.load_state_dict(state["module"])
     local_again.load_state_dict(state["local"])
-    await trained(again, local_again, trial, range(4, 9), coll.rank)
+    await trained(again, local_again, trial, range(5, 10), coll.rank)
     await local_again.flush()
     assert all(torch.equal(t, again.state_dict()[name]) for name, t in net.module.state_dict().items())
     torch.testing.assert_close(local_again.state_dict(), local.state_dict(), rtol=0, atol=0)
@@ -178,20 +259,35 @@ async def test_n18_a_checkpoint_goes_on_exactly(
             local_again.load_state_dict(given)
 
 
+@pytest.mark.ranks(2)
+async def test_n18_a_backward_of_the_net_comes_behind_an_average(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **trial.SMALL)
+    local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=1, overlap=True)
+    alone = Alone(trial, 2, "sgd", "plain", overlap=True)
+    for step in range(3):
+        alone.step(step, every=1)
+        await net.step(trial.loss, local, net, coll.rank, step)
+        await net.backward(trial.loss(net, coll.rank, step))
+        await assert_synchronized([p.grad for p in net.parameters()], coll)
+    await local.flush()
+    trial.assert_same(net, alone.flush())
+
+
 # --- one rank that fails ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.drawn(6)
 @pytest.mark.ranks(2, 3)
 @each_rule
+@each_overlap
 async def test_n18_a_forward_that_raises_is_its_ranks_own_affair(
-    coll: Communicator, trial: type[Trial], rule: str
+    coll: Communicator, trial: type[Trial], rule: str, overlap: bool
 ) -> None:
     """In the middle of a period, and at its end; the others hear nothing, and averages are made."""
     net = await DataParallel.create(trial.Mlp(), coll, **trial.FEW)
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    local = LocalSGD(net, opt, every=EVERY, outer=OUTER[rule])
-    alone = Alone(trial, coll.size, "sgd", rule)
+    local = LocalSGD(net, opt, every=EVERY, outer=OUTER[rule], overlap=overlap)
+    alone = Alone(trial, coll.size, "sgd", rule, overlap=overlap)
 
     def fails(step: int) -> Tensor:
         trial.loss(net, coll.rank, step)

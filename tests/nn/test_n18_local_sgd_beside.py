@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from tests.nn.conftest import Trial
 
 each_rule = pytest.mark.parametrize("rule", OUTER)
+each_overlap = pytest.mark.parametrize("overlap", [False, True], ids=["waits", "overlaps"])
 
 
 @pytest.mark.ranks(1, 2, 3)
 async def test_n18_refused_inside_join(coll: Communicator, trial: type[Trial]) -> None:
     """Nobody waits there for an average that another rank cannot make: one that has no data is told too."""
     net = await DataParallel.create(trial.Mlp(), coll)
-    local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=1)
+    local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
     with pytest.raises((RuntimeError, aiodist.RemoteError), match=r"LocalSGD inside net\.join"):
         async with net.join(local):
             await trained(net, local, trial, range(min(coll.rank, 1) or coll.size == 1), coll.rank)
@@ -133,12 +134,13 @@ class Odd(nn.Module):
 @pytest.mark.ranks(1, 2, 3)
 @each_rule
 @pytest.mark.parametrize("sizes", [{"bucket_bytes": 1, "first_bucket_bytes": 1}, {}], ids=["each", "all"])
+@each_overlap
 async def test_n18_many_kinds_of_parameters(
-    coll: Communicator, trial: type[Trial], rule: str, sizes: dict[str, Any]
+    coll: Communicator, trial: type[Trial], rule: str, overlap: bool, sizes: dict[str, Any]
 ) -> None:
     net = await DataParallel.create(Odd(), coll, **sizes)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    local = LocalSGD(net, opt, every=2, outer=OUTER[rule])
+    local = LocalSGD(net, opt, every=2, outer=OUTER[rule], overlap=overlap)
     modules = [Odd() for _ in range(coll.size)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in modules]
     begin = [p.detach().double().clone() for p in modules[0].parameters()]
@@ -163,11 +165,12 @@ async def test_n18_many_kinds_of_parameters(
 
 
 @pytest.mark.ranks(2)
-async def test_n18_freezing_and_thawing(coll: Communicator, trial: type[Trial]) -> None:
+@each_overlap
+async def test_n18_freezing_and_thawing(coll: Communicator, trial: type[Trial], overlap: bool) -> None:
     net = await DataParallel.create(trial.Mlp(), coll, **trial.FEW)
     net.get_submodule("0").requires_grad_(False)
-    local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
-    alone = Alone(trial, 2, "sgd", "plain")
+    local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=2, overlap=overlap)
+    alone = Alone(trial, 2, "sgd", "plain", overlap=overlap)
     switches = {0: ("0", False), 3: ("0", True), 4: ("2", False), 9: ("2", True)}
     for step in range(12):
         if step in switches:
@@ -195,6 +198,7 @@ async def test_n18_arguments(coll: Communicator, trial: type[Trial]) -> None:
         ((net, opt), {"every": 0}, ValueError, "every=0: expected a whole number of steps, at least 1"),
         ((net, opt), {"every": 2.0}, ValueError, r"every=2\.0"),
         ((net, opt), {"every": True}, ValueError, "every=True"),
+        ((net, opt), {"start": -1}, ValueError, "start=-1"),
         ((net, opt), {"outer": opt}, TypeError, "outer is SGD, .*: expected a SlowMo"),
         ((net, opt), {"outer": 0.7}, TypeError, "outer is float"),
         ((net, opt), {"outer": len}, TypeError, "which gives int"),
@@ -280,8 +284,9 @@ async def test_n18_a_rank_that_closes_in_the_middle_is_told(coll: Communicator, 
 
 @pytest.mark.ranks(1, 2, 3)
 @each_rule
+@each_overlap
 async def test_n18_on_cuda_devices(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], rule: str
+    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], rule: str, overlap: bool
 ) -> None:
     def loss(step: int) -> Tensor:
         x, y = trial.batch(coll.rank, step)
@@ -290,8 +295,8 @@ async def test_n18_on_cuda_devices(
     codec = aiodist.codecs.TopK(1.0) if coll.size == 2 else None  # which sends all, by way of the host
     net = await DataParallel.create(trial.Mlp().to(coll.device), coll, compress=codec, **trial.FEW)
     opt = trial.OPTIMIZERS["momentum"](net.parameters())
-    local = LocalSGD(net, opt, every=EVERY, outer=OUTER[rule])
-    alone = Alone(trial, coll.size, "momentum", rule)
+    local = LocalSGD(net, opt, every=EVERY, outer=OUTER[rule], overlap=overlap)
+    alone = Alone(trial, coll.size, "momentum", rule, overlap=overlap)
     for step in range(3 * EVERY + 1):
         alone.step(step)
         await net.step(loss, local, step)

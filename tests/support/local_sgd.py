@@ -26,12 +26,13 @@ OUTER: dict[str, Any] = {"plain": None, "slowmo": SlowMo(0.6, lr=0.9), "diloco":
 class Alone:
     """All ranks in one process: their modules, the centre as a vector, and the formulas of the papers."""
 
-    def __init__(self, trial: type[Trial], size: int, optimizer: str, rule: str) -> None:
+    def __init__(self, trial: type[Trial], size: int, optimizer: str, rule: str, *, overlap: bool = False) -> None:
         self.trial = trial
         self.modules = [trial.Mlp() for _ in range(size)]
         self.optimizers: list[Any] = [trial.OPTIMIZERS[optimizer](list(m.parameters())) for m in self.modules]
         self.schedulers: list[Any] = []
         self.rule = rule
+        self.overlap = overlap
         self.centre = self.vectors()[0]
         self.slow = torch.zeros_like(self.centre)
         self.rate = self.optimizers[0].param_groups[0]["lr"]
@@ -65,7 +66,8 @@ class Alone:
         self.since = 0
         self.settle()
         self.sent, self.sent_rate = self.vectors(), self.rate
-        self.settle()
+        if not self.overlap:
+            self.settle()
 
     def settle(self) -> None:
         if self.sent is None:
