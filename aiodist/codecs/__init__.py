@@ -4,18 +4,14 @@
 """
 
 from aiodist.codecs.base import Codec, ObjectCodec
-from aiodist.codecs.difference import Incoming, Outgoing
 from aiodist.codecs.feedback import ErrorFeedback
 from aiodist.codecs.gradients import Exchange, Gather, GradientCodec, Gradients, NarrowSum, RoundingLoss, Sum
 from aiodist.codecs.half import BFloat16, Half
-from aiodist.codecs.int8 import Int8
-from aiodist.codecs.lossless import Lossless
 from aiodist.codecs.lowrank import SVD, PowerSGD
 from aiodist.codecs.objects import Json, Pickle
 from aiodist.codecs.qsgd import QSGD, TernGrad
-from aiodist.codecs.randomk import RandomK
-from aiodist.codecs.sign import Sign
-from aiodist.codecs.topk import TopK
+from aiodist.codecs.scaled import Int8, Sign
+from aiodist.codecs.sparse import RandomK, TopK
 
 __all__ = [
     "QSGD",
@@ -28,13 +24,10 @@ __all__ = [
     "GradientCodec",
     "Gradients",
     "Half",
-    "Incoming",
     "Int8",
     "Json",
-    "Lossless",
     "NarrowSum",
     "ObjectCodec",
-    "Outgoing",
     "Pickle",
     "PowerSGD",
     "RandomK",

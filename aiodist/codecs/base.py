@@ -8,16 +8,15 @@ anything is read, and no length or index is taken from a code unchecked: damaged
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from aiodist.backends.base import dtype_name
 
-_HEAD = struct.Struct("<BBHIQ")
+_HEAD = struct.Struct("<BBxxIQ")
 HEAD = _HEAD.size
 """Bytes before what a codec writes: 16, so that what follows is aligned for every dtype."""
 
@@ -31,14 +30,9 @@ Each call hands the interpreter over, and waits to have it back: so these are mo
 """
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What the codecs that lose something take."""
+"""What codecs of tensors take."""
 
-_DTYPES = (
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *FLOATS,
-    *(torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64),
-)
-_NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}  # on the wire: only append
+_DTYPES = (*FLOATS, torch.uint8)
 
 
 class Codec(Protocol):
@@ -80,49 +74,34 @@ class Kind(IntEnum):
     HALF = 1
     TOP_K = 2
     QSGD = 3
-    LOSSLESS = 4
     INT8 = 5
     SIGN = 6
     RANDOM_K = 7
     LOW_RANK = 8
     BFLOAT16 = 9
-    WHOLE = 64
-    DIFFERENCE = 65
     PICKLE = 128
     JSON = 129
 
 
-class Head(NamedTuple):
-    """What stands before a code: `extra` has 16 bits and `param` 32, unsigned, for the codec."""
-
-    kind: Kind
-    dtype: torch.dtype
-    numel: int
-    extra: int = 0
-    param: int = 0
-
-
-def check_input(t: Tensor, who: str, takes: Iterable[torch.dtype] = _DTYPES) -> Tensor:
-    """Return `t` without its history, on the CPU; raise ValueError unless flat, TypeError for another dtype."""
-    if t.dtype not in takes:
-        raise TypeError(f"{who} of {dtype_name(t.dtype)}: {who} takes {', '.join(map(dtype_name, takes))}")
+def check_input(t: Tensor, who: str) -> Tensor:
+    """Return `t` without its history, on the CPU; raise ValueError unless flat, TypeError unless it holds floats."""
+    if t.dtype not in FLOATS:
+        raise TypeError(f"{who} of {dtype_name(t.dtype)}: {who} takes {', '.join(map(dtype_name, FLOATS))}")
     if t.dim() != 1 or t.layout is not torch.strided:
         seen = f"{str(t.layout).removeprefix('torch.')} tensor of shape {tuple(t.shape)}"
         raise ValueError(f"{who} of a {seen}: expected a strided one with one dimension, as `t.view(-1)` has")
     return t.detach().cpu()
 
 
-def create(head: Head, nbytes: int) -> tuple[Tensor, Tensor]:
-    """Return a new code and the view of it that holds its `nbytes` bytes behind the head, not filled yet."""
-    code = torch.empty(HEAD + nbytes, dtype=torch.uint8, device="cpu")
-    _HEAD.pack_into(code.numpy().data, 0, head.kind, _NUMBER[head.dtype], head.extra, head.param, head.numel)
-    return code, code[HEAD:]
+def write_head(code: Tensor, kind: Kind, dtype: torch.dtype, numel: int, param: int) -> None:
+    """Write what stands before a code; `param`, 32 bits, is the codec's."""
+    _HEAD.pack_into(code.numpy().data, 0, kind, _DTYPES.index(dtype), param, numel)
 
 
 def parse(
     code: Tensor, kind: Kind, dtype: torch.dtype, numel: int | None, nbytes: int | None = None
-) -> tuple[Head, Tensor]:
-    """Return the head of `code` and what follows; raise ValueError unless it is as expected.
+) -> tuple[int, Tensor]:
+    """Return the codec's number in the head of `code` and what follows; raise ValueError unless it is as expected.
 
     `nbytes` is how many bytes must follow; None leaves that to the caller. For `numel` None both are what the
     head says.
@@ -133,35 +112,22 @@ def parse(
     if code.numel() < HEAD:
         raise ValueError(f"a code of {code.numel()} bytes: expected {kind.name}, at least {HEAD} bytes")
     code = code.detach().contiguous()
-    made_by, number, extra, param, count = _HEAD.unpack_from(code.numpy().data)
+    made_by, number, param, count = _HEAD.unpack_from(code.numpy().data)
     if numel is None:
         numel = nbytes = count
-    if (made_by, number, count) != (kind, _NUMBER.get(dtype), numel):
+    if (made_by, number, count) != (kind, _DTYPES.index(dtype) if dtype in _DTYPES else None, numel):
         by = Kind(made_by).name if made_by in set(Kind) else f"codec {made_by}"
-        of = dtype_name(_DTYPES[number - 1]) if 0 < number <= len(_DTYPES) else f"dtype {number}"
+        of = dtype_name(_DTYPES[number]) if number < len(_DTYPES) else f"dtype {number}"
         raise ValueError(f"a code by {by} of {count} x {of}: expected {kind.name} of {numel} x {dtype_name(dtype)}")
     if nbytes is not None and code.numel() != HEAD + nbytes:
         expected = f"{HEAD + nbytes} for {numel} x {dtype_name(dtype)}"
         raise ValueError(f"a code by {kind.name} of {code.numel()} bytes: expected {expected}")
-    return Head(kind, dtype, numel, extra, param), code[HEAD:]
+    return param, code[HEAD:]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return where sums of many tensors of `dtype` are kept: float32 for 16-bit floats."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def share_of(ratio: float, numel: int) -> int:
-    """Return how many of `numel` elements are kept; raise ValueError unless `ratio` is in (0, 1]."""
-    if not 0.0 < ratio <= 1.0:
-        raise ValueError(f"ratio={ratio}: expected more than 0 and at most 1")
-    return min(numel, max(1, round(ratio * numel)))
-
-
-def is_kind(code: Tensor, kind: Kind) -> bool:
-    """Return whether `code` says that it is a `kind`; whether it is one, `parse` tells."""
-    flat = code.dtype is torch.uint8 and code.dim() == 1 and code.device.type == "cpu"
-    return flat and code.numel() > 0 and int(code[0]) == kind
 
 
 def part(payload: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ class ErrorFeedback:
     has the tensor's numel, in its dtype but in float32 for 16-bit floats: that much memory for each key. Where the
     code decodes to NaN or an infinity the residual becomes zero: one bad gradient is sent, and forgotten.
 
-    Integers and bool have no residual; a codec that takes them sends them exactly. Different keys may be encoded in
-    different threads, one key in one at a time. Source: Seide et al. 2014, "1-bit stochastic gradient descent",
-    doi:10.21437/Interspeech.2014-274; why it converges: Karimireddy et al. 2019, arXiv:1901.09847.
+    Different keys may be encoded in different threads, one key in one at a time. Source: Seide et al. 2014, "1-bit
+    stochastic gradient descent", doi:10.21437/Interspeech.2014-274; why it converges: Karimireddy et al. 2019,
+    arXiv:1901.09847.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -32,17 +32,14 @@ class ErrorFeedback:
         self._residuals: dict[Hashable, Tensor] = {}
 
     def encode(self, key: Hashable, t: Tensor) -> Tensor:
-        """Return the code of `t`, flat, plus the residual of `key`, and keep the new residual.
+        """Return the code of `t`, flat floats, plus the residual of `key`, and keep the new residual.
 
         Raises `ValueError` when `key` had another numel or dtype before, and what the codec raises; nothing has
         changed then. Cost: one encoding, one decoding and four passes.
         """
         t = check_input(t, type(self).__name__)
-        if not t.dtype.is_floating_point:
-            return self.codec.encode(t)
         total = self._with_residual(key, t)
-        narrow = saturated(total, t.dtype)
-        code = self.codec.encode(narrow)
+        code = self.codec.encode(_saturated(total, t.dtype))
         decoded = self.codec.decode(code, t.dtype, t.numel())
         self._residuals[key] = (total - decoded).nan_to_num_(0.0, 0.0, 0.0)
         return code
@@ -52,17 +49,12 @@ class ErrorFeedback:
         found = self._residuals.get(key)
         return None if found is None else found.clone()
 
-    def forget(self, key: Hashable) -> None:
-        """Drop the residual of `key`, if there is one: what it still held is never sent."""
-        self._residuals.pop(key, None)
-
-    def state_dict(self) -> dict[Hashable, Tensor]:
-        """Return a copy of all residuals by key, for a checkpoint."""
-        return {key: residual.clone() for key, residual in self._residuals.items()}
-
-    def load_state_dict(self, state: Mapping[Hashable, Tensor]) -> None:
-        """Put copies of these residuals in the place of all there are; a wrong one is refused by the next `encode`."""
-        self._residuals = {key: residual.detach().clone() for key, residual in state.items()}
+    def replace(self, key: Hashable, residual: Tensor | None) -> None:
+        """Have a copy of this be what is still to be sent for `key`; None is nothing."""
+        if residual is None:
+            self._residuals.pop(key, None)
+        else:
+            self._residuals[key] = residual.detach().clone()
 
     def _with_residual(self, key: Hashable, t: Tensor) -> Tensor:
         kept = wide(t.dtype)
@@ -70,15 +62,12 @@ class ErrorFeedback:
         if residual is None:
             return t.to(kept)
         if residual.shape != t.shape or residual.dtype is not kept:
-            before = f"{residual.numel()} x {dtype_name(residual.dtype)}"
-            raise ValueError(
-                f"{t.numel()} x {dtype_name(t.dtype)} for key {key!r}, whose residual is {before}: "
-                f"expected {residual.numel()} elements kept in {dtype_name(residual.dtype)}, or `forget` first"
-            )
+            seen = f"{t.numel()} x {dtype_name(t.dtype)}"
+            raise ValueError(f"{seen} for key {key!r}: expected {residual.numel()} x {dtype_name(residual.dtype)}")
         return t + residual
 
 
-def saturated(t: Tensor, dtype: torch.dtype) -> Tensor:
+def _saturated(t: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `t` in `dtype`; what is finite stays finite."""
     if t.dtype is dtype:
         return t

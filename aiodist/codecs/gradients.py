@@ -6,14 +6,16 @@ ranks yield the same, in the same order. `nn/compression` drives it.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from aiodist.codecs.base import Codec
+from aiodist.codecs.base import HEAD, Codec, Kind, check_input, parse, write_head
 
 
 class Sum(NamedTuple):
@@ -86,6 +88,8 @@ class GradientCodec:
     """The mean of many codes is what was encoded, so that no residual is needed."""
     elementwise: ClassVar[bool] = False
     """An element's code depends on no other element, so parts of a large bucket may be exchanged apart."""
+    keeps_values: ClassVar[bool] = True
+    """Each element comes back, to some rounding; else a code is of use only where what it leaves out follows."""
     sums: bool = True
     """`combine` adds up; else all ranks keep equal parts of what it leaves out of the sum of the codes."""
 
@@ -134,3 +138,69 @@ class Gathered(GradientCodec):
 
     def __repr__(self) -> str:
         return repr(self.codec)
+
+
+class FloatCodec(GradientCodec):
+    """The base of all that are here: a code is a head, and as many bytes as numel and dtype say.
+
+    Takes float16, bfloat16, float32 and float64; any other dtype is a `TypeError`. `decode` raises `ValueError` for a
+    code of another codec, dtype, numel or length.
+    """
+
+    kind: ClassVar[Kind]
+
+    def encode(self, t: Tensor) -> Tensor:
+        """See `Codec`."""
+        return self.encode_next(t, 0)
+
+    def encode_next(self, t: Tensor, number: int) -> Tensor:
+        """See `GradientCodec`."""
+        t = check_input(t, type(self).__name__)
+        code = torch.empty(HEAD + self.nbytes(t.numel(), t.dtype), dtype=torch.uint8, device="cpu")
+        write_head(code, self.kind, t.dtype, t.numel(), self.write(t, code[HEAD:], number))
+        return code
+
+    def decode(self, code: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
+        """See `Codec`."""
+        param, payload = parse(code, self.kind, dtype, numel, self.nbytes(numel, dtype))
+        return self.read(payload, dtype, numel, param)
+
+    def nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Return how many bytes stand behind the head."""
+        raise NotImplementedError
+
+    def write(self, t: Tensor, payload: Tensor, number: int) -> int:
+        """Fill `payload`; return the number that the head has for `read`."""
+        raise NotImplementedError
+
+    def read(self, payload: Tensor, dtype: torch.dtype, numel: int, param: int) -> Tensor:
+        """Return what `write` was given; `payload` has the right length, and nothing else of it was checked."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class DrawingCodec(FloatCodec):
+    """One that draws at random: each call anew, the same for the same `seed` and calls.
+
+    A copy begins at the first call. Exchanges of gradients draw by their number, so training that goes on from a
+    checkpoint draws what it would have drawn.
+    """
+
+    seed: int = field(default=0, kw_only=True)
+    _calls: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return partial(type(self), **{each.name: getattr(self, each.name) for each in fields(self) if each.init}), ()
+
+    def encode(self, t: Tensor) -> Tensor:
+        """See `Codec`."""
+        return self.encode_next(t, next(self._calls))  # atomic: `itertools.count` is C
+
+
+def check_seed(seed: int) -> None:
+    """Raise ValueError unless it has 63 bits."""
+    if not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed={seed}: expected at least 0 and less than 2**63")

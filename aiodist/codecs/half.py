@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import dtype_name
-from aiodist.codecs.base import FLOATS, STRETCH, Head, Kind, check_input, create, parse, part, wide
-from aiodist.codecs.gradients import Exchange, GradientCodec, Gradients, NarrowSum, RoundingLoss, Sum
+from aiodist.codecs.base import STRETCH, Kind, part, wide
+from aiodist.codecs.gradients import Exchange, FloatCodec, Gradients, NarrowSum, RoundingLoss, Sum
 
 _BIAS = 1 << 16  # exponents travel as unsigned numbers
 _LARGEST = 1200  # float64's are between -1074 and 1023
@@ -21,40 +21,39 @@ _SAFE = 100  # powers of two that float32 has, with room
 
 
 @dataclass(frozen=True)
-class Half(GradientCodec):
+class Half(FloatCodec):
     """float16, with one exponent for the whole tensor: 16 + 2 numel bytes.
 
-    Takes float16, bfloat16, float32 and float64, any other dtype is a `TypeError`. The tensor is multiplied with the
-    power of two that brings its largest finite element below 2**15, so nothing overflows: elements have a relative
-    error of at most 2**-11 down to 2**-28 of the largest one, and below that an absolute one of 2**-39 of it. (A
-    float16 tensor travels as it is.) NaN stays NaN, infinities stay infinities, the sign of zero is kept.
+    The tensor is multiplied with the power of two that brings its largest finite element below 2**15, so nothing
+    overflows: elements have a relative error of at most 2**-11 down to 2**-28 of the largest one, and below that an
+    absolute one of 2**-39 of it. (A float16 tensor travels as it is.) NaN stays NaN, infinities stay infinities, the
+    sign of zero is kept.
 
     In collectives the ranks agree on one exponent, with which their sum is in the range, too. They add up in float32,
-    and from three ranks on the sum is rounded once more. What all that loses is in a residual.
-
-    `decode` raises `ValueError` for a code of other dtype, numel or length. Cost: three passes to encode, two to
-    decode. The scaling is that of mixed-precision training, applied to each message: Micikevicius et al. 2018,
-    arXiv:1710.03740.
+    and from three ranks on the sum is rounded once more. What all that loses is in a residual. Cost: three passes to
+    encode, two to decode. The scaling is that of mixed-precision training, applied to each message: Micikevicius et al.
+    2018, arXiv:1710.03740.
     """
 
-    def encode(self, t: Tensor) -> Tensor:
-        """Return the code of `t`, flat: 16 + 2 numel bytes; raises `TypeError` unless it holds floats."""
-        t = check_input(t, "Half", FLOATS)
-        exponent = 0 if t.dtype is torch.float16 else _exponent(t)
-        code, payload = create(Head(Kind.HALF, t.dtype, t.numel(), param=exponent + _BIAS), 2 * t.numel())
-        payload.view(torch.float16).copy_(t if t.dtype is torch.float16 else _scaled(t, exponent))
-        return code
+    kind: ClassVar[Kind] = Kind.HALF
 
-    def decode(self, code: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
-        """Return `numel` elements of `dtype`; raises `ValueError` for a code that does not fit."""
-        head, payload = parse(code, Kind.HALF, dtype, numel, 2 * numel)
-        exponent = head.param - _BIAS
+    def nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """See `FloatCodec`."""
+        return 2 * numel
+
+    def write(self, t: Tensor, payload: Tensor, number: int) -> int:
+        """See `FloatCodec`."""
+        exponent = 0 if t.dtype is torch.float16 else _exponent(t)
+        payload.view(torch.float16).copy_(t if t.dtype is torch.float16 else _scaled(t, exponent))
+        return exponent + _BIAS
+
+    def read(self, payload: Tensor, dtype: torch.dtype, numel: int, param: int) -> Tensor:
+        """See `FloatCodec`."""
+        exponent = param - _BIAS
         if abs(exponent) > _LARGEST or (dtype is torch.float16 and exponent):
             raise ValueError(f"a code by Half with exponent {exponent}: {dtype_name(dtype)} has none such")
         halves = part(payload, 0, numel, torch.float16)
-        if dtype is torch.float16:
-            return halves.clone()
-        return _times_power(halves, -exponent, to=wide(dtype)).to(dtype)
+        return halves.clone() if dtype is torch.float16 else _times_power(halves, -exponent, to=wide(dtype)).to(dtype)
 
     def exchange(self, gradients: Gradients, kept: dict[str, Tensor]) -> Exchange:
         """See `GradientCodec`: the ranks agree on an exponent with which their sum does not overflow, and add up."""
@@ -76,29 +75,28 @@ class Half(GradientCodec):
 
 
 @dataclass(frozen=True)
-class BFloat16(GradientCodec):
+class BFloat16(FloatCodec):
     """bfloat16: 16 + 2 numel bytes, eight bits of each element, over the range of float32.
 
-    Takes float16, bfloat16, float32 and float64, any other dtype is a `TypeError`. The relative error of an element is
-    at most 2**-8; NaN stays NaN, infinities stay infinities, and float64 beyond float32 becomes one. In collectives the
-    ranks add up in float32; from three ranks on the sum is rounded once more, and what that loses is in a residual too.
-
-    `decode` raises `ValueError` for a code of other dtype, numel or length. Cost: one pass each way. Source:
-    Kalamkar et al. 2019, arXiv:1905.12322.
+    The relative error of an element is at most 2**-8; NaN stays NaN, infinities stay infinities, and float64 beyond
+    float32 becomes one. In collectives the ranks add up in float32; from three ranks on the sum is rounded once more,
+    and what that loses is in a residual too. Cost: one pass each way. Source: Kalamkar et al. 2019, arXiv:1905.12322.
     """
 
+    kind: ClassVar[Kind] = Kind.BFLOAT16
     elementwise: ClassVar[bool] = True
 
-    def encode(self, t: Tensor) -> Tensor:
-        """Return the code of `t`, flat: 16 + 2 numel bytes; raises `TypeError` unless it holds floats."""
-        t = check_input(t, "BFloat16", FLOATS)
-        code, payload = create(Head(Kind.BFLOAT16, t.dtype, t.numel()), 2 * t.numel())
-        payload.view(torch.bfloat16).copy_(t)
-        return code
+    def nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """See `FloatCodec`."""
+        return 2 * numel
 
-    def decode(self, code: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
-        """Return `numel` elements of `dtype`; raises `ValueError` for a code that does not fit."""
-        _, payload = parse(code, Kind.BFLOAT16, dtype, numel, 2 * numel)
+    def write(self, t: Tensor, payload: Tensor, number: int) -> int:
+        """See `FloatCodec`."""
+        payload.view(torch.bfloat16).copy_(t)
+        return 0
+
+    def read(self, payload: Tensor, dtype: torch.dtype, numel: int, param: int) -> Tensor:
+        """See `FloatCodec`."""
         return part(payload, 0, numel, torch.bfloat16).to(dtype, copy=True)
 
     def exchange(self, gradients: Gradients, kept: dict[str, Tensor]) -> Exchange:

@@ -10,17 +10,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from aiodist.codecs.base import CHUNK, FLOATS, Head, Kind, check_input, create, parse, part, wide
-from aiodist.codecs.gradients import Exchange, Gather, GradientCodec, Gradients, Sum
+from aiodist.codecs.base import CHUNK, Kind, part, wide
+from aiodist.codecs.gradients import Exchange, FloatCodec, Gather, Gradients, Sum, check_seed
 
 
 @dataclass(frozen=True)
-class _LowRank(GradientCodec):
+class _LowRank(FloatCodec):
     """What both have in common: the code is the two factors of a matrix M ≈ A Bᵀ, of `rank` columns each.
 
     A flat tensor counts as the matrix nearest to a square that has room for it.
     """
 
+    kind: ClassVar[Kind] = Kind.LOW_RANK
+    keeps_values: ClassVar[bool] = False
     rank: int = 4
     seed: int = 0
     _rounds: ClassVar[int]
@@ -29,37 +31,39 @@ class _LowRank(GradientCodec):
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"rank={self.rank}: expected at least 1")
-        if not 0 <= self.seed < 1 << 63:
-            raise ValueError(f"seed={self.seed}: expected at least 0 and less than 2**63")
+        check_seed(self.seed)
 
-    def encode(self, t: Tensor) -> Tensor:
-        """Return the code of `t`, flat or a matrix; raises `TypeError` unless it holds floats."""
-        flat = check_input(t.reshape(-1) if t.dim() == 2 else t, type(self).__name__, FLOATS)
-        dtype, numel = wide(t.dtype), t.numel()
-        columns = t.shape[1] if t.dim() == 2 else math.isqrt(max(numel - 1, 0)) + 1
-        rows = -(-numel // max(columns, 1))
+    def nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """See `FloatCodec`."""
+        return sum(self._shape(numel)) * self._columns(numel) * wide(dtype).itemsize
+
+    def write(self, t: Tensor, payload: Tensor, number: int) -> int:
+        """See `FloatCodec`."""
+        dtype, (rows, columns) = wide(t.dtype), self._shape(t.numel())
         matrix = torch.zeros(rows * columns, dtype=dtype, device="cpu")
-        matrix[:numel].copy_(flat)
-        a, b = self._factors(matrix.view(rows, columns))
-        code, payload = create(Head(Kind.LOW_RANK, t.dtype, numel, a.shape[1], columns), a.nbytes + b.nbytes)
-        payload[: a.nbytes].view(dtype).copy_(a.reshape(-1))
-        payload[a.nbytes :].view(dtype).copy_(b.reshape(-1))
-        return code
+        matrix[: t.numel()].copy_(t)
+        a, b = self.factors(matrix.view(rows, columns))
+        payload.view(dtype).copy_(torch.cat([a.reshape(-1), b.reshape(-1)]))
+        return 0
 
-    def decode(self, code: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
-        """Return `numel` elements of `dtype`, flat; raises `ValueError` for a code that does not fit."""
-        head, _ = parse(code, Kind.LOW_RANK, dtype, numel)
-        rows, rank = -(-numel // max(head.param, 1)), head.extra
-        if rank != min(self.rank, rows, head.param) or not 0 < head.param <= max(numel, 1):
-            raise ValueError(f"a code of {rank} columns of {head.param}: expected {self}")
-        middle, end = (count * rank * wide(dtype).itemsize for count in (rows, rows + head.param))
-        _, payload = parse(code, Kind.LOW_RANK, dtype, numel, end)
-        a = part(payload[:middle], 0, rows * rank, wide(dtype)).view(rows, rank)
-        b = part(payload[middle:], 0, head.param * rank, wide(dtype)).view(head.param, rank)
-        return (a @ b.T).view(-1)[:numel].to(dtype, copy=True)
+    def read(self, payload: Tensor, dtype: torch.dtype, numel: int, param: int) -> Tensor:
+        """See `FloatCodec`."""
+        (rows, columns), rank = self._shape(numel), self._columns(numel)
+        a, b = part(payload, 0, (rows + columns) * rank, wide(dtype)).split([rows * rank, columns * rank])
+        whole: Tensor = a.view(rows, rank) @ b.view(columns, rank).T
+        return whole.view(-1)[:numel].to(dtype, copy=True)
 
-    def _factors(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    def factors(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A and B."""
         return _iterated(matrix, self.rank, self.seed, self._rounds)
+
+    @staticmethod
+    def _shape(numel: int) -> tuple[int, int]:
+        columns = math.isqrt(max(numel - 1, 0)) + 1
+        return -(-numel // columns), columns
+
+    def _columns(self, numel: int) -> int:
+        return min(self.rank, *self._shape(numel))
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,8 @@ class PowerSGD(_LowRank):
     Tensors of one dimension, and matrices that would shrink to no less than half, travel as they are, beside the first.
     By itself (`encode`, as a parameter server uses it) it begins from `seed` and makes two steps.
 
-    The residual of all ranks together is what the product left out; so use it with one. Takes float16, bfloat16,
-    float32 and float64, any other dtype is a `TypeError`. A NaN anywhere in a matrix comes out as NaN.
-    Cost: three multiplications of the matrix with `rank` columns, and one more with a residual.
+    The residual of all ranks together is what the product left out; so use it with one. A NaN anywhere in a matrix
+    comes out as NaN. Cost: three multiplications of the matrix with `rank` columns, and one more with a residual.
     Source: Vogels, Karimireddy, Jaggi 2019, "PowerSGD", arXiv:1905.13727, algorithm 1 and 2.
     """
 
@@ -87,23 +90,24 @@ class PowerSGD(_LowRank):
         matrices = [totals[i].view(gradients.shapes[i][0], -1) for i in chosen]
         names = [gradients.names[i] for i in chosen]
         starts = [self._basis(m, kept.get(name)) for m, name in zip(matrices, names, strict=True)]
-        first = _Joined([*(_times(m, q) for m, q in zip(matrices, starts, strict=True)), *(totals[i] for i in rest)])
-        yield Sum(first.flat)
-        lefts = [_orthogonal(p) for p in first.parts[: len(chosen)]]
-        for i, summed in zip(rest, first.parts[len(chosen) :], strict=True):
+        thin = [_times(m, q) for m, q in zip(matrices, starts, strict=True)]
+        flat, parts = _joined([*thin, *(totals[i] for i in rest)])
+        yield Sum(flat)
+        lefts = [_orthogonal(p) for p in parts[: len(chosen)]]
+        for i, summed in zip(rest, parts[len(chosen) :], strict=True):
             torch.mul(summed, gradients.factor, out=outs[i])
             if gradients.feedback:
                 totals[i].zero_()
         if not chosen:
             return
-        second = _Joined([_transposed(m, p) for m, p in zip(matrices, lefts, strict=True)])
-        yield Sum(second.flat)
-        for i, name, p, q, m in zip(chosen, names, lefts, second.parts, matrices, strict=True):
+        flat, parts = _joined([_transposed(m, p) for m, p in zip(matrices, lefts, strict=True)])
+        yield Sum(flat)
+        for i, name, p, q, m in zip(chosen, names, lefts, parts, matrices, strict=True):
             kept[name] = q.clone()
-            self._write(m, outs[i].view(m.shape), p, q.T.mul(gradients.factor), gradients)
+            self._give(m, outs[i].view(m.shape), p, q.T.mul(gradients.factor), gradients)
 
     @staticmethod
-    def _write(matrix: Tensor, out: Tensor, p: Tensor, q: Tensor, gradients: Gradients) -> None:
+    def _give(matrix: Tensor, out: Tensor, p: Tensor, q: Tensor, gradients: Gradients) -> None:
         """Write the product to `out` and take this rank's share of it off `matrix`: as many rows as the cache holds."""
         rows = max(1, CHUNK // q.shape[1])
         for to, left, values in zip(out.split(rows), p.split(rows), matrix.split(rows), strict=True):
@@ -127,29 +131,34 @@ class PowerSGD(_LowRank):
 class SVD(_LowRank):
     """The largest `rank` singular values with their vectors, found to a fraction of a percent by three iterations.
 
-    In collectives each rank gathers the factors of all, one code a parameter. Alone it is biased: use it with a
-    residual. Takes float16, bfloat16, float32 and float64, any other dtype is a `TypeError`. A tensor of one dimension
-    counts as the matrix nearest to a square. The code has 16 + rank * (rows + columns) * itemsize bytes (4 for 16-bit
-    floats). A matrix with NaN or infinities has no decomposition, and decodes to NaN throughout.
-    Source: Halko, Martinsson, Tropp 2011, doi:10.1137/090771806; for gradients Wang et al. 2018, "ATOMO",
-    arXiv:1806.04090.
+    In collectives each rank gathers the factors of all, of each parameter's matrix; a tensor of one dimension travels
+    whole, as a matrix of one column. Alone it is biased: use it with a residual. A matrix with NaN or infinities has no
+    decomposition, and decodes to NaN throughout. Source: Halko, Martinsson, Tropp 2011, doi:10.1137/090771806; for
+    gradients Wang et al. 2018, "ATOMO", arXiv:1806.04090.
     """
 
     _rounds: ClassVar[int] = 3
 
     def exchange(self, gradients: Gradients, kept: dict[str, Tensor]) -> Exchange:
         """See `GradientCodec`."""
-        totals, codes = gradients.pieces(gradients.total), []
-        for shape, total in zip(gradients.shapes, totals, strict=True):
-            codes.append(self.encode(total.view(shape[0], -1) if len(shape) > 1 and total.numel() else total))
-            if gradients.feedback:
-                self.add(codes[-1], total, -1.0)
-        by_rank = yield Gather(torch.cat(codes))
-        sizes = [code.numel() for code in codes]
-        for out, *same in zip(gradients.pieces(gradients.out), *(c.split(sizes) for c in by_rank), strict=True):
-            self.combine(same, out, gradients.factor)
+        shapes = [(shape[0] if shape else 1, math.prod(shape[1:])) for shape in gradients.shapes]
+        matrices = [t.view(shape) for t, shape in zip(gradients.pieces(gradients.total), shapes, strict=True)]
+        outs = [t.view(shape) for t, shape in zip(gradients.pieces(gradients.out), shapes, strict=True)]
+        mine = [each for m in matrices for each in self.factors(m.to(wide(m.dtype)))]
+        if gradients.feedback:
+            for m, a, b in zip(matrices, mine[::2], mine[1::2], strict=True):
+                m.sub_(a @ b.T)
+        flat, _ = _joined(mine)
+        gradients.out.zero_()
+        for code in (yield Gather(flat.view(torch.uint8))):
+            if code.numel() != flat.nbytes:
+                raise ValueError(f"factors in {code.numel()} bytes: expected {flat.nbytes}")
+            theirs = _cut(part(code, 0, flat.numel(), flat.dtype), mine)
+            for out, a, b in zip(outs, theirs[::2], theirs[1::2], strict=True):
+                out.add_(a @ b.T, alpha=gradients.factor)
 
-    def _factors(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    def factors(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """See `_LowRank`."""
         if not bool(matrix.isfinite().all()):
             rank = min(self.rank, *matrix.shape)
             return matrix.new_full((len(matrix), rank), torch.nan), matrix.new_zeros(matrix.shape[1], rank)
@@ -159,13 +168,14 @@ class SVD(_LowRank):
         return a @ u[:, :rank] * s[:rank], v[:rank].T
 
 
-class _Joined:
-    """Tensors side by side in one flat one, and the parts of it that have their shapes."""
+def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return tensors side by side in one flat one, and the parts of it that have their shapes."""
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    return flat, _cut(flat, tensors)
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.flat = torch.cat([t.reshape(-1) for t in tensors])
-        pieces = self.flat.split([t.numel() for t in tensors])
-        self.parts = [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
+
+def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    return [piece.view(t.shape) for piece, t in zip(flat.split([t.numel() for t in like]), like, strict=True)]
 
 
 def _iterated(matrix: Tensor, rank: int, seed: int, rounds: int) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.codecs.base import Head, Kind, create, parse
-from aiodist.communicator import pickling as objects
+from aiodist.codecs.base import HEAD, Kind, parse, write_head
+from aiodist.communicator import pickling
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Pickle:
 
     def encode(self, obj: Any) -> Tensor:  # noqa: ANN401
         """Return `obj` as flat uint8: 16 bytes and its pickle; raises what pickle raises. Cost: two copies."""
-        return _framed(Kind.PICKLE, objects.pack(obj))
+        return _framed(Kind.PICKLE, pickling.pack(obj))
 
     def decode(self, code: Tensor) -> Any:  # noqa: ANN401
         """Return the object, with memory of its own; **runs code that the sender chose**.
@@ -33,9 +33,8 @@ class Pickle:
         Raises `ValueError` for a code that `Pickle` did not make or that was damaged, before anything of it runs, and
         what unpickling raises: the class that is missing here, for example.
         """
-        packed = _unframed(Kind.PICKLE, code).clone()
         try:
-            return objects.unpack(packed)
+            return pickling.unpack(_unframed(Kind.PICKLE, code).clone())
         except struct.error as error:  # the frames, before the pickle
             raise ValueError(f"a code by PICKLE of {code.numel()} bytes without an object in it") from error
 
@@ -64,13 +63,13 @@ class Json:
 
 
 def _framed(kind: Kind, data: Tensor) -> Tensor:
-    code, payload = create(Head(kind, torch.uint8, data.numel(), param=zlib.crc32(data.numpy().data)), data.numel())
-    payload.copy_(data)
+    code = torch.cat([torch.empty(HEAD, dtype=torch.uint8, device="cpu"), data])
+    write_head(code, kind, torch.uint8, data.numel(), zlib.crc32(data.numpy().data))
     return code
 
 
 def _unframed(kind: Kind, code: Tensor) -> Tensor:
-    head, payload = parse(code, kind, torch.uint8, numel=None)
-    if zlib.crc32(payload.numpy().data) != head.param:
+    checksum, payload = parse(code, kind, torch.uint8, numel=None)
+    if zlib.crc32(payload.numpy().data) != checksum:
         raise ValueError(f"a code by {kind.name} of {code.numel()} bytes was damaged: its checksum differs")
     return payload

@@ -21,7 +21,7 @@ from aiodist.engine.steppers import ClientStepper, PassStepper, Stepper
 from aiodist.engine.training import Training, Watchers
 from aiodist.nn import DataParallel
 from aiodist.nn.data_parallel import Driver
-from aiodist.ps.training.base import TrainingClient
+from aiodist.ps.training import TrainingClient
 
 H = TypeVar("H", bound=Hook)
 

@@ -13,7 +13,7 @@ from aiodist.communicator import Communicator
 from aiodist.handles import Handle
 from aiodist.nn import DataParallel
 from aiodist.nn.data_parallel import Driver, check_one_pass
-from aiodist.ps.training.base import TrainingClient
+from aiodist.ps.training import TrainingClient
 from aiodist.streams import HostStream
 
 T = TypeVar("T")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aiodist.backends.inplace import flat
 from aiodist.ps.names import NameEntry
+from aiodist.ps.rows.store import check_settings as check_row_settings
 from aiodist.ps.rules import Rule
 
 
@@ -122,7 +123,7 @@ def check_version(at_least: object) -> int:
 def check_settings(entry: NameEntry, settings: Mapping[str, float]) -> None:
     """Raise ValueError or TypeError unless the rule of `entry` has these settings and takes these values."""
     if entry.table is not None:
-        entry.table.check_settings(settings, entry.name)
+        check_row_settings(entry.table, settings, entry.name)
         return
     with torch.inference_mode(False):
         trial = entry.rule.state(torch.zeros(1, dtype=entry.dtype))

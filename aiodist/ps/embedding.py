@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from aiodist.handles import Handle
-from aiodist.ps.rows.grouping import GroupedIds
+from aiodist.ps.rows.ids import GroupedIds
 from aiodist.ps.table import Table
 
 _LOOK_SECONDS = 1.0
@@ -64,30 +62,26 @@ class Embedding(nn.Module):
     ```
     `forward` takes the rows that `prefetch` asked for, for this very tensor of ids; where there are none it pulls them
     and waits. When backward is over the gradient of the rows is pushed: one push for each backward pass, however often
-    that used the layer (see `accumulating` too), and none in `eval` mode or without a graph. A loop need not wait for
-    pushes: a later forward raises what made one fail, or `ps.sync()`.
+    that used the layer, and none in `eval` mode or without a graph. A loop need not wait for pushes: a later forward
+    raises what made one fail, or `ps.sync()`.
 
-    Under `Synchronous` the rows of a step hold the pushes of all workers' steps before it, but the last `staleness`.
-    With 0, training is that of one process on the joined batch: rows that were asked for early are sent as soon as the
-    last step is applied. With 1 they are sent a step earlier, so that a step rarely waits for rows, and may miss the
-    changes of the step before it. Under other consistencies rows are sent as they are when they are asked for, and
-    `staleness` says nothing. All workers must make equally many backward passes that use the layer.
+    Under `Synchronous` the rows of a step hold the pushes of all workers' steps before it, so training is that of one
+    process on the joined batch: rows that were asked for early are sent as soon as the last step is applied. Under
+    other consistencies rows are sent as they are when they are asked for. All workers must make equally many backward
+    passes that use the layer.
 
     The servers have the rows: they are not in its `state_dict`, and no parameters. A loss that is scaled scales what is
     pushed. `forward` and backward run on a compute thread, as in `net.step` and `net.run`, or on any but the loop's.
 
-    Raises TypeError for what is no `Table`, ValueError for a `staleness` below 0. `forward` raises as `Table.pull`, and
-    RuntimeError on the loop's thread, where it would have to wait.
+    Raises TypeError for what is no `Table`. `forward` raises as `Table.pull`, and RuntimeError on the loop's thread,
+    where it would have to wait.
     """
 
-    def __init__(self, table: Table, *, staleness: int = 0) -> None:
+    def __init__(self, table: Table) -> None:
         super().__init__()
         if not isinstance(table, Table):
             raise TypeError(f"table is {type(table).__name__}: expected what `await ps.embedding(...)` returns")
-        if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
-            raise ValueError(f"staleness={staleness!r}: expected a number of steps, 0 or more")
         self.table = table
-        self.staleness = staleness
         self._lock = threading.Lock()
         self._fetches = WeakTensorKeyDictionary()
         self._batches: weakref.WeakSet[_Batch] = weakref.WeakSet()
@@ -99,20 +93,16 @@ class Embedding(nn.Module):
         self._backward = -1
         """The number that autograd has for the pass to which the gradients belong."""
         self._gradients: list[tuple[_Fetch, Tensor]] = []
-        self._held: list[tuple[_Fetch, Tensor]] = []
-        """Those of passes that are over."""
-        self._accumulates = False
         self._pushes: deque[Handle[None]] = deque()
         self._error: Exception | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Embedding:
         """Return another layer of the same table: a copy of a model, as for an average of its weights, shares it."""
-        copied = type(self)(self.table, staleness=self.staleness)
-        return copied.train(self.training)
+        return type(self)(self.table).train(self.training)
 
     def extra_repr(self) -> str:
         """Return what `repr` says in brackets."""
-        return f"{self.table!r}, staleness={self.staleness}"
+        return repr(self.table)
 
     # --- rows --------------------------------------------------------------------------------------------------
 
@@ -148,17 +138,14 @@ class Embedding(nn.Module):
         """Return the rows that were asked for early; ask now where there are none, or where they are too old."""
         with self._lock:
             fetch = self._fetches.pop(ids, None)
-        if fetch is not None and not self._is_in_time(fetch):
-            fetch = _Fetch(fetch.chosen, fetch.batch)
-            self._issue(fetch, 0)
-        elif fetch is None:
-            fetch = _Fetch(self.table.group(ids), None)
-            self._issue(fetch, 0)
-        rows, version = self._wait(fetch)
-        if self._is_too_old(version):
-            fetch = _Fetch(fetch.chosen, fetch.batch)
-            self._issue(fetch, 0)
+        if fetch is not None and self._is_in_time(fetch):
             rows, version = self._wait(fetch)
+            if not self._is_too_old(version):
+                return fetch, rows
+        fetch = _Fetch(self.table.group(ids), None) if fetch is None else _Fetch(fetch.chosen, fetch.batch)
+        self._issue(fetch, 0)
+        rows, version = self._wait(fetch)
+        self._is_too_old(version)  # for what it learns of versions
         return fetch, rows
 
     def _is_too_old(self, version: int | None) -> bool:
@@ -167,17 +154,17 @@ class Embedding(nn.Module):
             return False
         with self._lock:  # no read sees more steps than this rank has begun
             self._first_version = max(self._first_version, version - self._steps)
-            return version < self._first_version + self._steps - self.staleness
+            return version < self._first_version + self._steps
 
     def _is_in_time(self, fetch: _Fetch) -> bool:
         """Return False for rows that wait for steps which this rank has not made: earlier batches had no backward."""
-        return fetch.batch is None or fetch.handle is not None or fetch.batch.steps <= self._steps + self.staleness
+        return fetch.batch is None or fetch.handle is not None or fetch.batch.steps <= self._steps
 
     def _wanted(self, batch: _Batch | None) -> int:
         """Return the version that the rows of a batch must have at least."""
         if batch is None or not self.table.in_step:
             return 0
-        return max(0, self._first_version + batch.steps - self.staleness)
+        return self._first_version + batch.steps
 
     def _issue(self, fetch: _Fetch, at_least: int) -> None:
         """Pull, on the loop's thread: now where this is it, else behind what was left to it before."""
@@ -213,27 +200,6 @@ class Embedding(nn.Module):
                     handle.wait()  # tells who is late
         return handle.result(), handle.version
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Return a block whose backward passes are one push, of the sum of their gradients, at its end.
-
-        ```python
-        with words.accumulating():
-            await net.step([first, second], opt)
-        ```
-        Raises RuntimeError for a block in another. When the block raises, nothing is pushed.
-        """
-        if self._accumulates:
-            raise RuntimeError("accumulating() in another such block: expected one")
-        self._accumulates = True
-        try:
-            yield
-            if self._held:
-                self._push_held()
-        finally:
-            self._accumulates = False
-            self._held = []
-
     # --- gradients ---------------------------------------------------------------------------------------------
 
     def _ready(self, fetch: _Fetch, rows: Tensor) -> None:
@@ -247,14 +213,8 @@ class Embedding(nn.Module):
         self._gradients.append((fetch, gradient))
 
     def _backward_over(self) -> None:
-        """Push the gradients of one backward pass, unless more are to come."""
-        self._held += self._gradients
-        self._gradients = []
-        if not self._accumulates:
-            self._push_held()
-
-    def _push_held(self) -> None:
-        gradients, self._held = self._held, []
+        """Push the gradients of one backward pass."""
+        gradients, self._gradients = self._gradients, []
         with torch.no_grad():
             chosen, values = self._joined(gradients)
         with self._lock:
@@ -269,10 +229,7 @@ class Embedding(nn.Module):
             (fetch, values), *_ = gradients
             return fetch.chosen, values
         chosen = self.table.group(torch.cat([fetch.chosen.ids for fetch, _ in gradients]))
-        values = torch.cat([values for _, values in gradients])
-        total = values.new_empty(chosen.ids.numel(), values.shape[1])
-        chosen.gather(values, [total[block] for block in chosen.blocks()])
-        return chosen, total
+        return chosen, chosen.summed(torch.cat([values for _, values in gradients]))
 
     def _push(self, chosen: GroupedIds, values: Tensor) -> None:
         try:

@@ -23,7 +23,8 @@ from aiodist.ps.names import NameEntry, Names, checked, checked_name
 from aiodist.ps.optimizers import OptimizerRule
 from aiodist.ps.rebinding import Rebinding
 from aiodist.ps.rows import Constant, Normal, TableSpec, Uniform
-from aiodist.ps.rows.initial import initial_of
+from aiodist.ps.rows.spec import initial_of
+from aiodist.ps.rows.store import optimizer_of
 from aiodist.ps.rules import RULES
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import STARTS, ReadMode, RuleLike, Settings, Start, one_of
@@ -120,7 +121,7 @@ class Naming:
         if name in self._names.changing:
             raise KeyError(f"{self._names.changing[name]} of {name!r} is not over: await it first")
 
-    def embedding(  # noqa: PLR0913  - each is a choice of its own
+    def embedding(
         self,
         name: str,
         dim: int,
@@ -130,7 +131,6 @@ class Naming:
         optimizer: OptimizerRule | str | None = None,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
-        coded: bool = False,
         timeout: float | None = None,
     ) -> Handle[Table]:
         """Return a table of rows of `dim` elements, on all servers, known by `name`.
@@ -141,8 +141,7 @@ class Naming:
 
         `optimizer` is `SGD`, `Adagrad` or `Adam`, as torch has them for sparse gradients: a push changes its rows
         alone, and what is kept beside them. `configure(name, lr=...)` changes its settings. A str names one of the
-        parameter server's `rules`; None is its `rule`, if that is an optimizer, else pushes are added. With `coded` the
-        codecs of the parameter server encode rows too, each push and pull by itself, without error feedback.
+        parameter server's `rules`; None is its `rule`, if that is an optimizer, else pushes are added.
 
         Raises KeyError for a name that this rank has, TypeError and ValueError for arguments that cannot be; on await
         MismatchError where ranks disagree on them. Cost: a word to each server and back. A million rows of 64 float32
@@ -160,8 +159,8 @@ class Naming:
             init=initial_of(init),
             seed=seed,
             optimizer=chosen if isinstance(chosen, OptimizerRule) else None,
-            coded=coded,
         )
+        optimizer_of(spec)  # raises what it cannot be
         check_timeout(timeout)
         entry = self._placed(NameEntry(name, None, *self._settings.rule(None), table=spec))
         self._names.announce([name])

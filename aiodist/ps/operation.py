@@ -85,8 +85,6 @@ class PullPart:
     nbytes: int
     place: Callable[[int], Tensor] | None = None
     """Where the data of a server come to, flat; None for an object."""
-    take: Callable[[int, Tensor], None] | None = None
-    """Called with a server's data, in any thread, where these need not be copied to their place."""
     ids: Mapping[int, Tensor] = field(default_factory=dict)
     """Of a table: the rows that are asked of each server; they lie still until it is over."""
     left: set[int] = field(init=False)
@@ -105,7 +103,5 @@ class PullPart:
         """Take the data of server `src`, which are not kept."""
         if self.place is None:
             self.value = t.clone()
-        elif self.take is not None:
-            self.take(src, t)
         else:
             copy(self.place(src).view(torch.uint8), t.view(torch.uint8))

@@ -145,8 +145,6 @@ class Pulls:
         def received(error: BaseException | None) -> None:
             if arrived is not None:
                 arrived(target if error is None else error)
-            elif error is None and part.take is not None:
-                self._fill(part, src, target, over)
             else:
                 part.value = None if plain else target
                 over(error)

@@ -84,19 +84,12 @@ class Pushes:
         operation: Operation,
         entry: NameEntry,
         nbytes: int,
-        pack: Callable[[], Sequence[tuple[Tensor, bool]]],
-        how: tuple[int, float],
-        *,
-        later: bool,
+        pack: Callable[[], Sequence[Tensor]],
+        rule: int,
     ) -> None:
-        """Push `nbytes` of rows of a table by a rule and an alpha.
-
-        `pack` returns each server's block, and whether it holds a code, in order. With `later` it takes long, and may
-        run in the service thread.
-        """
-        rule, alpha = how
+        """Push `nbytes` of rows of a table; `pack` returns each server's block, in order, in any thread."""
         number = self._begin(operation, entry, nbytes)
-        self._encode(number, entry, nbytes if later else 0, lambda: (pack(), alpha), rule)
+        self._encode(number, entry, nbytes, lambda: ([(block, False) for block in pack()], 1.0), rule)
 
     def _encode(
         self,
@@ -149,7 +142,7 @@ class Pushes:
         assert self._log is not None
         with torch.inference_mode(False):
             kept = [
-                (block if coded and entry.table is None else block.clone(), span.stop - span.start if coded else None)
+                (block if coded else block.clone(), span.stop - span.start if coded else None)
                 for span, (block, coded) in zip(entry.spans, blocks, strict=True)
             ]
         return partial(self._log.add, entry.name, Logged(number, rule, alpha, entry.base, kept))

@@ -18,8 +18,7 @@ from aiodist.errors import PeerLost
 from aiodist.handles.progress import transport_lock
 from aiodist.ps.log import KnownPushes, Logged, again
 from aiodist.ps.members import ServerMember, kept
-from aiodist.ps.rows.grouping import grouped
-from aiodist.ps.rows.packing import COUNT_BYTES, pack_head, rows_in, unpack_ids
+from aiodist.ps.rows.ids import grouped, packed_rows, unpack
 
 if TYPE_CHECKING:
     from aiodist.ps.context import Context
@@ -123,17 +122,7 @@ def blocks_of(entry: NameEntry, push: Logged, context: Context) -> list[Tensor]:
             )
             spans = entry.spans
             return [whole] if len(spans) == 1 else [whole[start:stop] for _, start, stop in spans]
-        found: list[tuple[Tensor, Tensor]] = []
-        for t, numel in push.blocks:
-            ids, rest = unpack_ids(t, spec)
-            if numel is not None:
-                rest = context.decoded(rest, spec.dtype, ids.numel() * spec.dim).view(torch.uint8)
-            found.append((ids, rows_in(rest, ids.numel(), spec)))
+        found = [unpack(t, spec) for t, _ in push.blocks]
         chosen = grouped(torch.cat([ids for ids, _ in found]), spec, len(entry.spans))
-        packed, rows = list[Tensor](), list[Tensor]()
-        for block in chosen.blocks():
-            ids = chosen.ids[block]
-            packed.append(torch.empty(COUNT_BYTES + ids.nbytes + ids.numel() * spec.row_bytes, dtype=torch.uint8))
-            rows.append(pack_head(ids, packed[-1]).view(spec.dtype).view(-1, spec.dim))
-        chosen.gather(torch.cat([each for _, each in found]), rows, last=False)
-        return packed
+        rows = chosen.summed(torch.cat([each for _, each in found]))
+        return [packed_rows(chosen.ids[block], rows[block]) for block in chosen.blocks()]

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.shm.memory import Place
-from aiodist.codecs import Outgoing
+from aiodist.codecs import Codec
 from aiodist.ps.answers import Answers
 from aiodist.ps.context import Context
 from aiodist.ps.requests import Pulling
-from aiodist.ps.rows.packing import ID_BYTES, ids_in
+from aiodist.ps.rows.ids import ID_BYTES, ids_in
 from aiodist.ps.rows.shard import TableShard
 from aiodist.ps.shard import Shard
 from aiodist.ps.wire import Kind, Reads, Way, as_bytes, pack_data
@@ -24,12 +24,6 @@ class Serving:
     def __init__(self, context: Context, answers: Answers) -> None:
         self._context = context
         self._answers = answers
-        self._outgoing = None if context.pull_codec is None else Outgoing(context.pull_codec)
-
-    def forget(self, client: int, key: int | None = None) -> None:
-        """Keep nothing of what `client` has read."""
-        if self._outgoing is not None:
-            self._outgoing.forget(client, key)
 
     # --- tensors -------------------------------------------------------------------------------------------------
 
@@ -40,29 +34,28 @@ class Serving:
         data = shard.data
         self._count(data)
         own = pull.way == Way.OWN
-        if self._outgoing is not None and data.dtype.is_floating_point and not own and pull.reads == Reads.SNAPSHOT:
-            self._serve_code(self._outgoing, shard, pull, version)
+        codec = self._context.pull_codec
+        if codec is not None and data.dtype.is_floating_point and not own and pull.reads == Reads.SNAPSHOT:
+            self._serve_code(codec, shard, pull, version)
         else:
             way, place = self._way_to(pull, data, shard.key)
             if way != Way.INLINE:
                 shard.hold(pull)
             self._send(pull, version, data, way, place, lambda _: shard.release(pull.client, pull.number))
 
-    def _serve_code(self, outgoing: Outgoing, shard: Shard, pull: Pulling, version: int) -> None:
+    def _serve_code(self, codec: Codec, shard: Shard, pull: Pulling, version: int) -> None:
         shard.hold(pull)
         codes: list[Tensor] = []
 
         def encode() -> None:
             with self._context.timed("encode_seconds"):
-                codes.append(outgoing.encode(pull.client, shard.key, shard.data))
+                codes.append(codec.encode(shard.data))
 
         def encoded(error: BaseException | None) -> None:
             if error is not None:
                 self._answers.refuse(pull, error)
             else:
                 self._send(pull, version, codes[0], *self._way_to(pull, codes[0]), coded=True)
-            if pull.client in self._context.gone or shard.retired:
-                self.forget(pull.client, shard.key)
             shard.release(pull.client, pull.number)
 
         self._context.service.do(shard.data.nbytes, encode, encoded)
@@ -74,7 +67,7 @@ class Serving:
         if pull.client in self._context.gone:
             return
         assert pull.rows is not None
-        found: list[tuple[Tensor, Tensor, bool]] = []
+        found: list[Tensor] = []
         shard.hold(pull)
 
         def gather() -> None:
@@ -84,7 +77,7 @@ class Serving:
             if error is not None:
                 self._answers.refuse(pull, error)
             elif pull.client not in self._context.gone:
-                self._send_rows(shard, pull, version, *found[0])
+                self._send_rows(shard, pull, version, found[0])
             shard.read_over(pull)
 
         nbytes = pull.rows.nbytes // ID_BYTES * shard.spec.row_bytes
@@ -93,25 +86,22 @@ class Serving:
         else:
             self._context.service.do(nbytes, gather, gathered)
 
-    def _gathered(self, shard: TableShard, pull: Pulling) -> tuple[Tensor, Tensor, bool]:
-        """Return a buffer of the pool, and the rows in it, or a code of them, flat; in any thread."""
+    def _gathered(self, shard: TableShard, pull: Pulling) -> Tensor:
+        """Return a buffer of the pool with the rows in it, flat; in any thread."""
         assert pull.rows is not None
         with torch.inference_mode(False), torch.no_grad():
             ids = ids_in(pull.rows, shard.spec)
             shard.check_mine(ids)
             nbytes = ids.numel() * shard.spec.row_bytes
             room = self._context.pool.take_room(nbytes)
-            rows = room[:nbytes].view(shard.spec.dtype)
-            shard.store.read(ids, rows.view(-1, shard.spec.dim))
-        self._count(rows)
-        codec = self._context.pull_codec
-        if codec is None or not shard.spec.coded or pull.way == Way.OWN:
-            return room, rows, False
-        with self._context.timed("encode_seconds"):
-            return room, codec.encode(rows), True
+            shard.store.read(ids, room[:nbytes].view(shard.spec.dtype).view(-1, shard.spec.dim))
+        return room
 
-    def _send_rows(self, shard: TableShard, pull: Pulling, version: int, room: Tensor, t: Tensor, coded: bool) -> None:
-        way, place = self._way_to(pull, t, None if coded else shard.key)
+    def _send_rows(self, shard: TableShard, pull: Pulling, version: int, room: Tensor) -> None:
+        assert pull.rows is not None
+        rows = room[: pull.rows.nbytes // ID_BYTES * shard.spec.row_bytes]
+        self._count(rows)
+        way, place = self._way_to(pull, rows, shard.key)
         if way in (Way.OWN, Way.MEMORY):
             shard.show(pull, room)
 
@@ -119,7 +109,7 @@ class Serving:
             if error is None:  # else the transport may still look at it
                 self._context.pool.release(room)
 
-        self._send(pull, version, t, way, place, over, coded=coded)
+        self._send(pull, version, rows, way, place, over)
         if way == Way.INLINE:
             over(None)
 

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import math
 import pickle
-import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import aiodist
 from aiodist import codecs
-from aiodist.codecs import QSGD, Codec, Half, Lossless, TopK
+from aiodist.codecs import QSGD, Codec, Half, TopK
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 OTHERS = [torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64]
 NUMELS = [0, 1, 2, 3, 7, 255, 511, 512, 513, 1537]
 LOSSY: list[Codec] = [Half(), TopK(0.1), TopK(1.0), QSGD(), QSGD(bits=2, bucket=7), QSGD(bits=8, bucket=1)]
-needs_blosc2 = pytest.mark.skipif(
-    importlib.util.find_spec("blosc2") is None, reason="needs blosc2: pip install 'aiodist[codecs]'"
-)
-every = pytest.mark.parametrize("codec", [*LOSSY, pytest.param(Lossless(), marks=needs_blosc2)], ids=str)
+every = pytest.mark.parametrize("codec", LOSSY, ids=str)
 
 
 def normal(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -132,11 +126,10 @@ def test_p10_sizes_of_codes() -> None:
 
 
 def test_p10_repr_says_all_that_must_agree() -> None:
-    assert [repr(codec) for codec in (Half(), TopK(0.01), QSGD(8, seed=3), Lossless())] == [
+    assert [repr(codec) for codec in (Half(), TopK(0.01), QSGD(8, seed=3))] == [
         "Half()",
         "TopK(ratio=0.01)",
-        "QSGD(bits=8, bucket=512, seed=3)",
-        "Lossless(level=1)",
+        "QSGD(seed=3, bits=8, bucket=512)",
     ]
     assert QSGD() == QSGD()
     assert len({QSGD(), QSGD(), QSGD(seed=1)}) == 2
@@ -152,8 +145,6 @@ def test_p10_what_makes_no_sense_is_refused() -> None:
         QSGD(bucket=0)
     with pytest.raises(ValueError, match="seed=-1"):
         QSGD(seed=-1)
-    with pytest.raises(ValueError, match="level=10"):
-        Lossless(10)
 
 
 # Half
@@ -279,48 +270,6 @@ def test_p10_qsgd_of_the_largest_and_smallest() -> None:
 
 
 # Lossless
-
-
-@needs_blosc2
-@settings(deadline=None)
-@given(st.integers(0, 600), st.sampled_from(FLOATS + INTEGERS + OTHERS), st.integers(0, 255), st.integers(1, 9))
-def test_p10_lossless_keeps_every_bit(numel: int, dtype: torch.dtype, most: int, level: int) -> None:
-    high = 2 if dtype is torch.bool else most + 1
-    raw = torch.randint(high, (numel * dtype.itemsize,), dtype=torch.uint8)
-    t = raw.view(dtype)  # NaN with payloads, subnormals and all
-    assert bits(back(Lossless(level), t)) == raw.tolist()
-
-
-@needs_blosc2
-@pytest.mark.parametrize("numel", [(1 << 18) - 1, 1 << 18, (1 << 18) + 1, (3 << 18) + 5])
-def test_p10_lossless_in_chunks(numel: int) -> None:
-    for t in (normal(numel), torch.zeros(numel), torch.full((numel,), math.pi), normal(numel).view(torch.int32)):
-        decoded = back(Lossless(), t)
-        assert torch.equal(decoded.view(torch.uint8), t.view(torch.uint8))
-
-
-@needs_blosc2
-def test_p10_lossless_gains_little_on_dense_floats() -> None:
-    def left(t: Tensor) -> float:
-        return Lossless().encode(t).nbytes / t.nbytes
-
-    assert 0.8 < left(normal(1 << 18)) < 0.9
-    assert 0.8 < left(normal(1 << 18, torch.float64)) < 1.0
-    assert left(torch.zeros(1 << 18)) < 0.001
-    noise = torch.randint(256, (1 << 20,), dtype=torch.uint8)
-    assert Lossless().encode(noise).nbytes == noise.nbytes + 16 + 32  # at worst
-
-
-def test_p10_lossless_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "blosc2", None)  # to import it raises ImportError
-    spec = importlib.util.find_spec("aiodist.codecs.lossless")
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))  # the module itself does without
-    with pytest.raises(aiodist.BackendUnavailable, match=r"blosc2.*aiodist\[codecs\]"):
-        Lossless().encode(torch.ones(3))
-    with pytest.raises(aiodist.BackendUnavailable, match=r"aiodist\[codecs\]"):
-        Lossless().decode(torch.zeros(16, dtype=torch.uint8), torch.float32, 0)
 
 
 # NaN and infinities

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 import pickle
 import struct
 import zlib
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from aiodist.codecs import QSGD, Codec, Half, Incoming, Json, Lossless, ObjectCodec, Outgoing, Pickle, TopK
+from aiodist.codecs import QSGD, SVD, Codec, Half, Int8, Json, ObjectCodec, Pickle, RandomK, TopK
 
-HAVE_BLOSC2 = importlib.util.find_spec("blosc2") is not None
-needs_blosc2 = pytest.mark.skipif(not HAVE_BLOSC2, reason="needs blosc2: pip install 'aiodist[codecs]'")
-CODECS: list[Codec] = [Half(), TopK(0.1), QSGD(bits=4, bucket=32), *([Lossless()] if HAVE_BLOSC2 else [])]
+CODECS: list[Codec] = [Half(), TopK(0.1), QSGD(bits=4, bucket=32), Int8(), RandomK(0.1), SVD(2)]
 every = pytest.mark.parametrize("codec", CODECS, ids=str)
 objects = pytest.mark.parametrize("codec", [Pickle(), Json()], ids=str)
 
@@ -85,8 +80,9 @@ def test_p16_what_is_no_code(codec: Codec) -> None:
 
 def test_p16_other_settings() -> None:
     code = QSGD(bits=4, bucket=32).encode(sample(64))
-    with pytest.raises(ValueError, match="bits=4, bucket=32: expected QSGD"):
-        QSGD(bits=4, bucket=63).decode(code, torch.float32, 64)  # as many bytes
+    one = QSGD(bits=4).encode(sample(1))
+    with pytest.raises(ValueError, match="bits=4: expected QSGD"):
+        QSGD(bits=8).decode(one, torch.float32, 1)  # as many bytes
     with pytest.raises(ValueError, match="bytes: expected"):
         QSGD(bits=8, bucket=32).decode(code, torch.float32, 64)
     with pytest.raises(ValueError, match="bytes: expected"):
@@ -139,90 +135,6 @@ def test_p16_any_bytes(codec: Codec, data: st.DataObject) -> None:
     code = code[: data.draw(st.integers(len(code) - 3, len(code)))] + data.draw(st.binary(max_size=3))
     decode_or_refuse(codec, code_of(bytes(code)), dtype, numel)
     decode_or_refuse(codec, code_of(data.draw(st.binary(max_size=80))), dtype, numel)
-
-
-@needs_blosc2
-@settings(deadline=None, max_examples=200)
-@given(
-    numel=st.integers(1, 600),
-    kind=st.sampled_from(["normal", "zeros", "steps"]),
-    damage=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4),
-    cut=st.integers(0, 3),
-)
-def test_p16_forged_chunks_of_blosc2(numel: int, kind: str, damage: list[tuple[int, int]], cut: int) -> None:
-    steps = torch.arange(numel) // 50 * 1.0
-    t = {"normal": sample(numel), "zeros": torch.zeros(numel), "steps": steps}[kind]
-    code = bytearray(raw(Lossless().encode(t)))
-    for place, value in damage:
-        code[16 + place % (len(code) - 16)] = value
-    code = code[: len(code) - cut]
-    struct.pack_into("<I", code, 4, zlib.crc32(code[16:]))  # so that nothing is noticed before blosc2
-    decode_or_refuse(Lossless(), code_of(bytes(code)), torch.float32, numel)
-
-
-@needs_blosc2
-def test_p16_only_the_chunks_that_lossless_writes() -> None:
-    blosc2 = importlib.import_module("blosc2")
-    data = sample(1000)
-    forms: list[dict[str, Any]] = [
-        {"codec": blosc2.Codec.BLOSCLZ},
-        {"codec": blosc2.Codec.ZSTD, "filters": [blosc2.Filter.BITSHUFFLE], "filters_meta": [0]},
-        {"codec": blosc2.Codec.ZSTD, "filters": [blosc2.Filter.SHUFFLE], "filters_meta": [0], "typesize": 8},
-    ]
-    for form in forms:
-        chunk = blosc2.compress2(data.numpy(), **{"typesize": 4, "nthreads": 1, **form})
-        head = bytearray(raw(Lossless().encode(data)))[:16]
-        struct.pack_into("<I", head, 4, zlib.crc32(chunk))
-        with pytest.raises(ValueError, match="a chunk of another form"):
-            Lossless().decode(code_of(bytes(head) + chunk), torch.float32, 1000)
-
-
-@needs_blosc2
-def test_p16_forged_bytes_behind_the_last_chunk() -> None:
-    code = bytearray(raw(Lossless().encode(sample())) + b"more")
-    struct.pack_into("<I", code, 4, zlib.crc32(code[16:]))
-    with pytest.raises(ValueError, match="4 bytes behind its end"):
-        Lossless().decode(code_of(bytes(code)), torch.float32, 100)
-
-
-@needs_blosc2
-def test_p16_damage_is_noticed() -> None:
-    code = Lossless().encode(sample())
-    for place in range(16, code.numel(), 7):
-        damaged = code.clone()
-        damaged[place] ^= 1
-        with pytest.raises(ValueError, match="was damaged"):
-            Lossless().decode(damaged, torch.float32, 100)
-
-
-def test_p16_what_is_no_message() -> None:
-    whole = Outgoing(Half()).encode(0, "w", sample())
-    for wrong in (whole.float(), whole.view(1, -1), whole.view(1, -1).t(), whole[:0], whole.to("meta")):
-        with pytest.raises(ValueError, match="no whole 100 x float32 for key 'w', of which there is nothing here"):
-            Incoming(Half()).decode("w", wrong, torch.float32, 100)
-    for dtype, numel in ((torch.float64, 100), (torch.int32, 100), (torch.float32, 99), (torch.float32, -1)):
-        with pytest.raises(ValueError, match="of 100 x float32: expected WHOLE of"):
-            Incoming(Half()).decode("w", whole, dtype, numel)
-
-
-@settings(deadline=None, max_examples=50)
-@given(place=st.integers(0, 10**6), value=st.integers(0, 255), cut=st.integers(0, 20), whole=st.booleans())
-def test_p16_damaged_messages_change_nothing(place: int, value: int, cut: int, whole: bool) -> None:
-    outgoing, incoming = Outgoing(QSGD()), Incoming(QSGD())
-    t = sample(200)
-    good = [outgoing.encode(0, "w", t + step) for step in range(3)]
-    incoming.decode("w", good[0], t.dtype, 200)
-    damaged = bytearray(raw(good[0] if whole else good[1]))
-    damaged[place % 16] = value
-    damaged = damaged[: len(damaged) - cut]
-    try:
-        incoming.decode("w", code_of(bytes(damaged)), t.dtype, 200)
-    except ValueError:
-        for message in good[1:]:
-            found = incoming.decode("w", message, t.dtype, 200)
-        held = outgoing.held(0, "w")
-        assert held is not None
-        assert torch.equal(found, held)
 
 
 # Objects
@@ -309,7 +221,7 @@ def test_p16_damaged_objects(codec: ObjectCodec) -> None:
 
 
 def framed(kind: int, payload: bytes) -> Tensor:
-    return code_of(struct.pack("<BBHIQ", kind, 2, 0, zlib.crc32(payload), len(payload)) + payload)
+    return code_of(struct.pack("<BBHIQ", kind, 4, 0, zlib.crc32(payload), len(payload)) + payload)
 
 
 def test_p16_forged_objects() -> None:
@@ -339,7 +251,5 @@ def test_p16_only_pickle_unpickles() -> None:
                 codec.decode(code, torch.float32, 4)
         with pytest.raises(ValueError, match="code"):
             Json().decode(code)
-        with pytest.raises(ValueError, match="w"):
-            Incoming(Half()).decode("w", code, torch.float32, 4)
     with pytest.raises(ValueError, match="code"):
         Pickle().decode(bare)  # not even this

@@ -122,7 +122,6 @@ MAKERS: dict[str, Make] = {
     "prefetching": lambda ps, params, opt: EASGD(ps, params, opt, tau=2, alpha=0.25, prefetch=1),
     "eamsgd": lambda ps, params, opt: EAMSGD(ps, params, opt, tau=1, alpha=0.25),
     "downpour": lambda ps, params, opt: Downpour(ps, params, opt, n_push=1, n_pull=1),
-    "gradients": lambda ps, params, opt: Downpour(ps, params, opt, n_push=1, n_pull=1, gradients=True),
     "asysg": lambda ps, params, opt: AsySGInCon(ps, params),
 }
 

@@ -190,7 +190,7 @@ def test_p12_rows_objects_and_codes_come_back_on_a_new_server(  # noqa: C901
                     return None
                 table = None
                 if ps.is_worker:
-                    table = await ps.embedding("rows", 2, init=0.0, coded=codec is not None)
+                    table = await ps.embedding("rows", 2, init=0.0)
                     await ps.init("notes", {"step": 0}, codec=Json())
                     await ps.barrier()
                     if ps.rank == 0:

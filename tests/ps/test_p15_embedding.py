@@ -158,31 +158,6 @@ async def test_p15_rows_that_are_prefetched_are_taken_and_not_pulled_twice(coll:
         assert ps.statistics().pulls == 4
 
 
-@pytest.mark.ranks(1, 2)
-async def test_p15_staleness_one_misses_the_last_step_at_most(coll: Communicator) -> None:
-    async with ParameterServer(coll, consistency=Synchronous("sum")) as ps:
-        table = await ps.embedding("words", 1, init=0.0)
-        words = Embedding(table, staleness=1)
-        ids = [torch.zeros(1, dtype=torch.int64) for _ in range(5)]
-
-        def train(step: int) -> float:
-            value = words(ids[step])
-            value.sum().backward()  # a gradient of 1, which is added
-            return float(value.detach())
-
-        seen = []
-        for step in range(5):
-            if step == 0:
-                words.prefetch(ids[0])
-            if step < 4:
-                words.prefetch(ids[step + 1])  # before the push of this step
-            seen.append(await asyncio.to_thread(train, step))
-        steps = [value / coll.size for value in seen]
-        assert all(step - 1 <= found <= step for step, found in enumerate(steps)), steps
-        await ps.barrier()
-        assert float(await table.pull(ids[0])) == 5 * coll.size
-
-
 @pytest.mark.ranks(1, 2, 3)
 async def test_p15_rows_are_up_to_date_whichever_batches_were_prefetched_and_used(coll: Communicator) -> None:
     """Ranks prefetch at random, drop what they prefetched, and see batches without a backward."""
@@ -250,8 +225,6 @@ async def test_p15_on_the_loop_a_layer_says_that_it_would_block(coll: Communicat
         assert other.table is words.table
         with pytest.raises(TypeError, match="table is int: expected what"):
             Embedding(3)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="staleness=-1: expected a number of steps"):
-            Embedding(words.table, staleness=-1)
 
 
 @pytest.mark.ranks(2)
@@ -264,33 +237,6 @@ async def test_p15_what_makes_a_push_fail_is_raised_by_the_next_forward(coll: Co
                 await asyncio.to_thread(words, torch.tensor([1]))
             words.eval()
             await asyncio.to_thread(words, torch.tensor([1]))
-
-
-@pytest.mark.ranks(1, 2)
-async def test_p15_several_backward_passes_are_one_push_where_that_is_said(coll: Communicator) -> None:
-    async with ParameterServer(coll, consistency=Synchronous("sum")) as ps:
-        words = Embedding(await ps.embedding("words", 2, init=0.0, optimizer=Adagrad(lr=1.0), dtype=torch.float64))
-        head = nn.Linear(2, 1, bias=False).double()
-        net = await DataParallel.create(nn.Sequential(words, head), coll)
-        opt = torch.optim.SGD(net.parameters(), lr=0.0)
-        ids = torch.tensor([[1], [coll.rank]]), torch.tensor([[1], [1]])
-        with words.accumulating():
-            await net.step([lambda one=one: net(one).sum() for one in ids], opt)
-            with pytest.raises(RuntimeError, match="in another such block"):
-                words.accumulating().__enter__()
-        assert ps.statistics().pushes == 1
-        with pytest.raises(ZeroDivisionError):
-            await asyncio.to_thread(left_by_an_error, words)
-        assert ps.statistics().pushes == 1
-        found = await words.table.pull(torch.tensor([1, 0]))
-        moved = -head.weight.detach().sign()  # Adagrad's first step
-        torch.testing.assert_close(found, moved.expand(2, 2), rtol=0, atol=1e-6)
-
-
-def left_by_an_error(words: Embedding) -> None:
-    with words.accumulating():
-        words(torch.tensor([1])).sum().backward()
-        raise ZeroDivisionError
 
 
 @pytest.mark.ranks(1)

@@ -121,10 +121,6 @@ async def test_p8_eamsgd_stays_itself_when_closed_inside_weights(trial: Any) -> 
     await trial.step(client)
     with client.weights():
         own = trial.w.detach().clone()
-        with pytest.raises(RuntimeError, match="inside itself"), client.weights():
-            pass
-        with pytest.raises(RuntimeError, match="a step inside"):
-            await trial.step(client)
         await client.aclose()
     assert torch.equal(trial.w.detach(), own)
 
@@ -163,23 +159,6 @@ async def test_p8_downpour_adds_what_all_clients_found(new_trial: Any, memory: A
         for k, (one, client) in enumerate(zip(trials, clients, strict=True)):
             await one.step(client, float(10**k))
     assert torch.equal(ps.tensors["w"], torch.full((3,), -444.0))
-
-
-async def test_p8_downpour_sends_summed_gradients_where_the_server_has_the_optimizer(memory: Any) -> None:
-    w, unused = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(2))
-    ps = memory(w=w, unused=unused)
-    optimizer = torch.optim.SGD([w, unused], lr=0.1)
-    client = Downpour(ps, {"w": w, "unused": unused}, optimizer, n_push=2, n_pull=4, gradients=True)
-    for step in range(1, 5):
-        w.grad = torch.full_like(w, float(step))
-        await within(client.step())
-    assert ps.log == [("push", ["w"], None), ("push", ["w"], None), ("pull", ["w", "unused"], None)]
-    assert torch.equal(ps.tensors["w"], torch.full((2,), -0.5 * (1 + 2 + 3 + 4)))
-    assert torch.equal(w.detach(), ps.tensors["w"])
-    unused.grad = torch.ones(2)
-    await within(client.step())
-    await within(client.step())
-    assert ps.log[-1] == ("push", ["w", "unused"], None)
 
 
 # --- AsySG-InCon -----------------------------------------------------------------------------------------------------

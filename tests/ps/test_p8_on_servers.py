@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from aiodist import Communicator
 from aiodist.errors import CommunicatorClosed
 from aiodist.ps.consistency import Bounded
-from aiodist.ps.optimizers import SGD, Adam
+from aiodist.ps.optimizers import SGD
 from aiodist.ps.parameter_server import ParameterServer
 from aiodist.ps.training import EAMSGD, EASGD, AsySGInCon, Downpour
 
@@ -70,7 +70,6 @@ MAKERS: dict[str, tuple[Any, Make]] = {
     "prefetch": ("add", lambda ps, w, o: EASGD(ps, [w], o, tau=3, alpha=0.2, warmup=2, prefetch=2)),
     "eamsgd": ("add", lambda ps, w, o: EAMSGD(ps, [w], o, tau=3, alpha=0.2, momentum=0.5)),
     "downpour": ("add", lambda ps, w, o: Downpour(ps, [w], o, n_push=1, n_pull=2)),
-    "gradients": (Adam(lr=0.1), lambda ps, w, o: Downpour(ps, [w], o, n_push=2, n_pull=2, gradients=True)),
     "asysg": (SGD(lr=0.05), lambda ps, w, o: AsySGInCon(ps, [w], n_pull=1)),
 }
 

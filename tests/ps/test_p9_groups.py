@@ -40,7 +40,6 @@ MAKERS: dict[str, tuple[str, Make]] = {
     "prefetch": ("add", lambda ps, m, **how: EASGD(ps, m, sgd(m), tau=3, alpha=ALPHA, warmup=1, prefetch=2, **how)),
     "eamsgd": ("add", lambda ps, m, **how: EAMSGD(ps, m, sgd(m), tau=2, alpha=ALPHA, momentum=0.5, **how)),
     "downpour": ("add", lambda ps, m, **how: Downpour(ps, m, sgd(m), n_push=2, n_pull=3, **how)),
-    "gradients": ("sgd", lambda ps, m, **how: Downpour(ps, m, sgd(m), n_push=2, n_pull=3, gradients=True, **how)),
     "asysg": ("sgd", lambda ps, m, **how: AsySGInCon(ps, m, n_pull=STEPS + 1, **how)),  # its reads see anything
 }
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,26 +12,13 @@ from aiodist.ps.answers import Answers
 from aiodist.ps.consistency import Machine
 from aiodist.ps.context import Context
 from aiodist.ps.requests import Change, Pulling, Pushing, Restored
-from aiodist.ps.rows.hashing import owners
-from aiodist.ps.rows.packing import rows_in, unpack_ids
+from aiodist.ps.rows.ids import owners, unpack
 from aiodist.ps.rows.spec import TableSpec
-from aiodist.ps.rows.store import RowStore
+from aiodist.ps.rows.store import RowStore, check_settings
 from aiodist.ps.rules import RULES
 from aiodist.ps.service import LIGHT_BYTES
 from aiodist.ps.shard import Shard
 from aiodist.ps.wire import TABLE, Order, Stage
-
-COPY, ADD = RULES["copy"], RULES["add"]
-
-
-class RowPiece(NamedTuple):
-    """One push of a step: rows, each there once, that are applied `how`."""
-
-    how: object
-    ids: Tensor
-    values: Tensor
-    """`(len(ids), dim)`, of the table's dtype; they are only read."""
-    factor: float
 
 
 class TableShard(Shard):
@@ -122,51 +108,29 @@ class TableShard(Shard):
         self._compute([(push, 1.0)])
 
     def _compute(self, pushes: Sequence[tuple[Pushing, float]]) -> None:
-        """Change the rows by all pushes of a step, in any thread."""
-        if not pushes:
-            return
-        pieces = [self._piece(push, weight) for push, weight in pushes]
+        """Change the rows by all pushes of a step, in any thread: by the optimizer, or by adding."""
+        steps = self.store.optimizer is not None
+        for push, _ in pushes:
+            if (push.rule == TABLE) is not steps or (not steps and self._context.rules[push.rule] is not RULES["add"]):
+                raise ValueError(f"rule {push.rule} on the table {self.name!r}: expected its own")
         with self._context.timed("step_seconds"), torch.inference_mode(False), torch.no_grad():
-            for _, together in groupby(pieces, key=lambda piece: id(piece.how)):
-                self._apply_pieces(list(together))
+            pieces = [(*self._unpacked(push), weight) for push, weight in pushes]
+            if steps and pieces:
+                self.store.step(*_summed(pieces))
+            elif pieces:
+                ids, values, weight = pieces[0] if len(pieces) == 1 else (*_summed(pieces), 1.0)
+                self.store.add(ids, values, weight)
 
-    def _piece(self, push: Pushing, weight: float) -> RowPiece:
-        """Return what was pushed, checked."""
+    def _unpacked(self, push: Pushing) -> tuple[Tensor, Tensor]:
+        """Return the ids and rows that were pushed, checked."""
         assert push.value is not None
-        ids, rest = unpack_ids(push.value, self.spec)
+        ids, values = unpack(push.value, self.spec)
         self.check_mine(ids)
-        how: object = self.store.optimizer
-        if push.rule != TABLE:
-            how = self._context.rules[push.rule]
-        if how not in (COPY, ADD, self.store.optimizer) or how is None:
-            raise ValueError(f"rule {push.rule} on the table {self.name!r}: expected add, copy or its optimizer")
-        if push.coded:
-            numel = ids.numel() * self.spec.dim
-            values = self._context.decoded(rest, self.spec.dtype, numel).view(ids.numel(), self.spec.dim)
-        else:
-            values = rows_in(rest, ids.numel(), self.spec)
-        return RowPiece(how, ids, values, push.alpha if how is COPY else weight * push.alpha)
-
-    def _apply_pieces(self, pieces: Sequence[RowPiece]) -> None:
-        """Apply pieces of one kind: their sum, or of copies the last of each row."""
-        how = pieces[0].how
-        if how is COPY:
-            for piece in pieces:
-                self.store.copy(piece.ids, piece.values * piece.factor if piece.factor != 1 else piece.values)
-            return
-        if how is ADD and len(pieces) == 1:
-            (piece,) = pieces
-            self.store.add(piece.ids, piece.values, piece.factor)
-            return
-        ids, total = _summed(pieces, self.spec.dim)
-        if how is ADD:
-            self.store.add(ids, total)
-        else:
-            self.store.step(ids, total)
+        return ids, values
 
     def _change(self, request: Change) -> None:
         try:
-            self.spec.check_settings(request.settings, self.name)
+            check_settings(self.spec, request.settings, self.name)
             if self.store.optimizer is not None:
                 self.store.optimizer.configure(request.settings)
         except Exception as error:  # noqa: BLE001  - it belongs to the client that asked
@@ -175,13 +139,13 @@ class TableShard(Shard):
             self._answers.answer(request.client, request.number)
 
 
-def _summed(pieces: Sequence[RowPiece], dim: int) -> tuple[Tensor, Tensor]:
-    """Return the ids of all pieces, each once, and the sum of their rows, in the order of pieces."""
+def _summed(pieces: Sequence[tuple[Tensor, Tensor, float]]) -> tuple[Tensor, Tensor]:
+    """Return the ids of all pieces, each once, and the weighted sum of their rows, in the order of pieces."""
     if len(pieces) == 1:
-        (piece,) = pieces
-        return piece.ids, piece.values if piece.factor == 1 else piece.values * piece.factor
-    ids, places = torch.cat([piece.ids for piece in pieces]).unique(return_inverse=True)
-    total = pieces[0].values.new_zeros(ids.numel(), dim)
-    for piece, at in zip(pieces, places.split([piece.ids.numel() for piece in pieces]), strict=True):
-        total.index_add_(0, at, piece.values, alpha=piece.factor)
+        ids, values, weight = pieces[0]
+        return ids, values if weight == 1 else values * weight
+    ids, places = torch.cat([ids for ids, *_ in pieces]).unique(return_inverse=True)
+    total = pieces[0][1].new_zeros(ids.numel(), pieces[0][1].shape[1])
+    for (_, values, weight), at in zip(pieces, places.split([len(ids) for ids, *_ in pieces]), strict=True):
+        total.index_add_(0, at, values, alpha=weight)
     return ids, total

@@ -1,0 +1,335 @@
+"""Training against a parameter server: clients that say when to push and pull, for any of torch's optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from aiodist.communicator import Communicator
+from aiodist.ps.training_client import Centre, Parameters, Run, TrainingClient, copy_all, like
+
+__all__ = ["EAMSGD", "EASGD", "AsySGInCon", "Downpour", "Schedule", "TrainingClient", "elastic_alpha"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps at which a client pulls, and at which it takes in what it pulled. Steps count from 1.
+
+    The first `warmup` steps are the client's own. From then on every `tau`-th step integrates; what it integrates is
+    asked for `prefetch` steps earlier, so that it travels while the client computes.
+
+    >>> schedule = Schedule(tau=50, warmup=20, prefetch=25)
+    >>> [step for step in range(1, 171) if schedule.integrates(step)]
+    [70, 120, 170]
+    >>> [step for step in range(1, 171) if schedule.pulls(step)]
+    [45, 95, 145]
+
+    Raises ValueError unless `tau` is at least 1, `warmup` at least 0 and `prefetch` from 0 to below `tau`.
+    """
+
+    tau: int
+    warmup: int = 0
+    prefetch: int = 0
+
+    def __post_init__(self) -> None:
+        _check_count("tau", self.tau)
+        _check_count("warmup", self.warmup, least=0)
+        _check_count("prefetch", self.prefetch, least=0)
+        if self.prefetch >= self.tau:  # a pull must come after the integration before
+            raise ValueError(f"prefetch={self.prefetch} with tau={self.tau}: expected less than tau")
+
+    def integrates(self, step: int) -> bool:
+        """Return whether `step` takes in the centre."""
+        past = step - self.warmup
+        return past > 0 and past % self.tau == 0
+
+    def pulls(self, step: int) -> bool:
+        """Return whether `step` asks for the centre; with `prefetch` 0 that is the step which integrates."""
+        return self.integrates(step + self.prefetch)
+
+
+def elastic_alpha(beta: float, groups: int) -> float:
+    """Return the `alpha` of each of `groups` clients that together pull at the centre with `beta`.
+
+    A data-parallel group of ranks is one client, however many ranks it has. Zhang, Choromanska and LeCun (2015) use
+    beta 0.9: `elastic_alpha(0.9, 8)` for 8 workers. Raises ValueError where the result is no `alpha` for `EASGD`.
+
+    >>> elastic_alpha(0.9, 3)
+    0.3
+    """
+    _check_count("groups", groups)
+    if not 0 < beta <= groups:
+        raise ValueError(f"beta={beta} with groups={groups}: expected more than 0 and at most {groups}")
+    return beta / groups
+
+
+def _check_count(name: str, value: object, least: int = 1) -> int:
+    """Return `value` if it is an int of at least `least`; raise TypeError or ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {type(value).__name__}: expected an int")
+    if value < least:
+        raise ValueError(f"{name}={value}: expected at least {least}")
+    return value
+
+
+class Downpour(TrainingClient):
+    """Local steps; every `n_push`-th step what they brought goes to the server, every `n_pull`-th takes the centre in.
+
+    ```python
+    async with Downpour(ps, net, optimizer, n_push=4, n_pull=4) as client:
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(net(x), y).backward()
+            await client.step()
+    ```
+    A push sends the change of the weights since the last one, which the server adds. A pull takes the centre and keeps
+    what was not pushed yet: weights = centre + that. Where a step does both, it pushes first, and the weights are the
+    centre's. A push is not waited for until the next push or pull.
+
+    The change of all workers is added, so with long intervals the centre overshoots: `EASGD` does not. `params`,
+    `optimizer`, `group` and `run` are those of EASGD. Cost: the parameters' bytes up in a push, down in a pull; three
+    buffers of their size. Dean et al. (2012), "Large Scale Distributed Deep Networks".
+    """
+
+    def __init__(
+        self,
+        ps: Centre,
+        params: Parameters,
+        optimizer: Optimizer,
+        *,
+        n_push: int,
+        n_pull: int,
+        group: Communicator | None = None,
+        run: Run | None = None,
+    ) -> None:
+        super().__init__(ps, params, group, run)
+        self._push_every = _check_count("n_push", n_push)
+        self._pull_every = _check_count("n_pull", n_pull)
+        self._optimizer = optimizer
+        self._sent = like(self._params)
+        self._base = like(self._params)
+        """The weights, less the change that was not pushed."""
+        copy_all(self._base, self._params)
+
+    async def _step(self, step: int) -> None:
+        self._steps = step
+        await self._compute(self._local_step)
+        if step % self._push_every == 0:
+            await self._settle()
+            await self._compute(self._measure)
+            self._push(self._keys, self._sent, "add")
+        if step % self._pull_every == 0:
+            await self._receive()
+            await self._compute(self._integrate)
+
+    def _local_step(self) -> None:
+        self._optimizer.step()
+
+    def _measure(self) -> None:
+        with torch.no_grad():
+            for sent, p, base in zip(self._sent, self._params, self._base, strict=True):
+                torch.sub(p, base, out=sent)
+                base.copy_(p)
+
+    def _integrate(self) -> None:
+        with torch.no_grad():
+            for p, base, c in zip(self._params, self._base, self._fetched, strict=True):
+                p.sub_(base).add_(c)
+        self._base, self._fetched = self._fetched, self._base
+
+    def _begin(self) -> None:
+        super()._begin()
+        copy_all(self._base, self._params)
+
+
+class AsySGInCon(TrainingClient):
+    """Asynchronous stochastic gradient with inconsistent reads: the server's optimizer moves the weights, no one waits.
+
+    ```python
+    async with aiodist.ParameterServer(coll, net, rule=SGD(lr=0.1)) as ps, AsySGInCon(ps, net) as client:
+        for x, y in batches:
+            net.zero_grad()
+            loss_fn(net(x), y).backward()
+            await client.step()
+    ```
+    A step sends the gradients, by the rule that each tensor has on the server, and does not wait for them. A parameter
+    without a gradient is left out. Every `n_pull`-th step fetches the weights lock-free: they may mix versions.
+    `params`, `group` and `run` are those of EASGD. Cost: the gradients' bytes up, the parameters' down in a pull, two
+    buffers of their size. Lian, Huang, Li and Liu (2015), https://arxiv.org/abs/1506.08272.
+    """
+
+    def __init__(
+        self,
+        ps: Centre,
+        params: Parameters,
+        *,
+        n_pull: int = 1,
+        group: Communicator | None = None,
+        run: Run | None = None,
+    ) -> None:
+        super().__init__(ps, params, group, run)
+        self._pull_every = _check_count("n_pull", n_pull)
+        self._gradients = like(self._params)
+        """The next backward may write gradients while these are on their way."""
+        self._has: list[bool] = []
+
+    async def _step(self, step: int) -> None:
+        await self._settle()
+        await self._compute(self._take)
+        found = [i for i, has in enumerate(self._has) if has]
+        self._push([self._keys[i] for i in found], [self._gradients[i] for i in found])
+        self._steps = step
+        if step % self._pull_every == 0:
+            await self._receive("lock-free", settle=False)
+            await self._compute(self._begin)
+
+    def _take(self) -> None:
+        self._has = [p.grad is not None for p in self._params]
+        with torch.no_grad():
+            for p, kept in zip(self._params, self._gradients, strict=True):
+                if p.grad is not None:
+                    kept.zero_().add_(p.grad)  # sparse ones too
+
+
+class EASGD(TrainingClient):
+    """Elastic averaging: every `tau` steps weights w and centre c move towards each other by `alpha` (w - c).
+
+    ```python
+    async with EASGD(ps, net, optimizer, tau=64, alpha=elastic_alpha(0.9, workers)) as client:
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(net(x), y).backward()
+            await client.step()
+    ```
+    An exchange takes the weights for which the gradients were computed, before the optimizer steps: `w` loses
+    `alpha (w - c)` and exactly that is added to the centre (rule "add"), `c` being the centre as pulled. With
+    `prefetch` that was asked for so many steps earlier; the first `warmup` steps are the client's own (see `Schedule`).
+    A push is not waited for until the next exchange. What training found is the centre.
+
+    `params` are a module or parameters registered with `ps`, or a dict of parameters by the server's names. `optimizer`
+    is any of torch's without a closure. `group` is the communicator of a data-parallel group with equal weights: its
+    rank 0 talks to the server, once for all, and broadcasts; `alpha` counts groups (`elastic_alpha`). `run` says where
+    to compute, such as the `run` of a DataParallel; else it is done at once, in the loop's thread.
+
+    On f = x^2/2 with learning rate eta, one client at a time, it is stable for `alpha` up to (4-2 eta)/(4-eta).
+    Raises ValueError for `alpha` outside (0, 1] and what `Schedule` raises. Cost of an exchange: the parameters' bytes
+    down and up, two buffers of their size. Zhang, Choromanska and LeCun (2015), https://arxiv.org/abs/1412.6651;
+    warm-up and prefetch as in TorchMPI.
+    """
+
+    def __init__(  # noqa: PLR0913 - one for each knob
+        self,
+        ps: Centre,
+        params: Parameters,
+        optimizer: Optimizer,
+        *,
+        tau: int,
+        alpha: float,
+        warmup: int = 0,
+        prefetch: int = 0,
+        group: Communicator | None = None,
+        run: Run | None = None,
+    ) -> None:
+        super().__init__(ps, params, group, run)
+        if not 0 < alpha <= 1:
+            raise ValueError(f"alpha={alpha}: expected more than 0 and at most 1")
+        self.schedule = Schedule(tau, warmup, prefetch)
+        self._optimizer = optimizer
+        self._alpha = alpha
+        self._own = self._params
+        """The weights that take part in an exchange."""
+        self._moved = like(self._params)
+
+    async def _step(self, step: int) -> None:
+        if self.schedule.pulls(step):
+            self._ask()
+        exchanges = self.schedule.integrates(step)
+        if exchanges:
+            await self._receive()
+            await self._compute(self._measure)
+            self._push(self._keys, self._moved, "add")
+        self._steps = step
+        await self._compute(self._exchange_and_step if exchanges else self._local_step)
+
+    def _measure(self) -> None:
+        with torch.no_grad():
+            for moved, w, c in zip(self._moved, self._own, self._fetched, strict=True):
+                torch.sub(w, c, out=moved).mul_(self._alpha)
+
+    def _exchange_and_step(self) -> None:
+        self._give_way(self._params)
+        self._local_step()
+
+    def _give_way(self, weights: Sequence[Tensor]) -> None:
+        """Move weights by what the centre moves, the other way."""
+        with torch.no_grad():
+            for w, moved in zip(weights, self._moved, strict=True):
+                w.sub_(moved)
+
+    def _local_step(self) -> None:
+        self._optimizer.step()
+
+
+class EAMSGD(EASGD):
+    """EASGD with Nesterov's momentum on the local step, which any optimizer may make.
+
+    The method (algorithm 2 of the paper) has weights x and a velocity v; it takes the gradient at x + delta v, where
+    delta is `momentum`:
+
+        v' = delta v + u(x + delta v),  x' = x + v'
+
+    with u(y) the move that the optimizer makes at y (for SGD: -eta times the gradient there). Your loop computes
+    gradients at what the parameters hold, so they hold the point ahead, y = x + delta v. The optimizer then moves them
+    to y + u = x + delta v + u = x + v', which is x'; how far that lies from x is v'. So x alone is kept beside the
+    parameters, and a step is: optimizer, v' = y - x, x = y, y += delta v'. An exchange moves x and y alike, by
+    `alpha` (x - c), and leaves v alone. With `momentum` 0 it is EASGD.
+
+    Between steps the parameters hold the point ahead: `with client.weights():` has them hold x, as they do after the
+    client was closed. Give the optimizer itself no momentum. The other arguments are those of EASGD.
+    """
+
+    def __init__(
+        self, ps: Centre, params: Parameters, optimizer: Optimizer, *, momentum: float = 0.9, **settings: Any  # noqa: ANN401
+    ) -> None:
+        """Raise ValueError unless `momentum` lies in [0, 1), and what EASGD raises."""
+        super().__init__(ps, params, optimizer, **settings)
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum={momentum}: expected at least 0 and less than 1")
+        self._momentum = momentum
+        self._own = like(self._params)
+        copy_all(self._own, self._params)
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """Have the parameters hold this client's weights x; outside they hold the point ahead, x + delta v."""
+        ahead = [p.detach().clone() for p in self._params]
+        copy_all(self._params, self._own)
+        try:
+            yield
+        finally:
+            copy_all(self._params, self._own if self._closed else ahead)
+
+    def _begin(self) -> None:
+        super()._begin()
+        copy_all(self._own, self._fetched)
+
+    def _end(self) -> None:
+        copy_all(self._params, self._own)
+
+    def _exchange_and_step(self) -> None:
+        self._give_way(self._own)
+        super()._exchange_and_step()
+
+    def _local_step(self) -> None:
+        super()._local_step()
+        with torch.no_grad():
+            for p, x in zip(self._params, self._own, strict=True):
+                velocity = p - x
+                x.copy_(p)
+                p.add_(velocity, alpha=self._momentum)
