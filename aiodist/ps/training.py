@@ -295,7 +295,13 @@ class EAMSGD(EASGD):
     """
 
     def __init__(
-        self, ps: Centre, params: Parameters, optimizer: Optimizer, *, momentum: float = 0.9, **settings: Any  # noqa: ANN401
+        self,
+        ps: Centre,
+        params: Parameters,
+        optimizer: Optimizer,
+        *,
+        momentum: float = 0.9,
+        **settings: Any,  # noqa: ANN401
     ) -> None:
         """Raise ValueError unless `momentum` lies in [0, 1), and what EASGD raises."""
         super().__init__(ps, params, optimizer, **settings)

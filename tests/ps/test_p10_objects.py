@@ -143,7 +143,7 @@ async def test_p10_an_object_that_cannot_be_decoded_is_an_error_on_await(coll: C
 
 @pytest.mark.ranks(2)
 async def test_p10_tensor_codecs_leave_objects_alone(coll: Communicator, codec: ObjectCodec) -> None:
-    from aiodist.codecs import TopK
+    from aiodist.codecs import Half, TopK
 
     async with ParameterServer(coll, codec=TopK(0.01), pull_codec=Half(), consistency=Bounded(2)) as ps:
         await ps.init("meta", thing(0, 40_000), codec=codec)
