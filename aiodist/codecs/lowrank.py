@@ -104,10 +104,10 @@ class PowerSGD(_LowRank):
         yield Sum(flat)
         for i, name, p, q, m in zip(chosen, names, lefts, parts, matrices, strict=True):
             kept[name] = q.clone()
-            self._give(m, outs[i].view(m.shape), p, q.T.mul(gradients.factor), gradients)
+            self._put(m, outs[i].view(m.shape), p, q.T.mul(gradients.factor), gradients)
 
     @staticmethod
-    def _give(matrix: Tensor, out: Tensor, p: Tensor, q: Tensor, gradients: Gradients) -> None:
+    def _put(matrix: Tensor, out: Tensor, p: Tensor, q: Tensor, gradients: Gradients) -> None:
         """Write the product to `out` and take this rank's share of it off `matrix`: as many rows as the cache holds."""
         rows = max(1, CHUNK // q.shape[1])
         for to, left, values in zip(out.split(rows), p.split(rows), matrix.split(rows), strict=True):
