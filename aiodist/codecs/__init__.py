@@ -4,9 +4,11 @@
 """
 
 from aiodist.codecs.base import Codec, ObjectCodec
+from aiodist.codecs.difference import Incoming, Outgoing
 from aiodist.codecs.feedback import ErrorFeedback
 from aiodist.codecs.gradients import Exchange, Gather, GradientCodec, Gradients, NarrowSum, RoundingLoss, Sum
 from aiodist.codecs.half import BFloat16, Half
+from aiodist.codecs.lossless import Lossless
 from aiodist.codecs.lowrank import SVD, PowerSGD
 from aiodist.codecs.objects import Json, Pickle
 from aiodist.codecs.qsgd import QSGD, TernGrad
@@ -24,10 +26,13 @@ __all__ = [
     "GradientCodec",
     "Gradients",
     "Half",
+    "Incoming",
     "Int8",
     "Json",
+    "Lossless",
     "NarrowSum",
     "ObjectCodec",
+    "Outgoing",
     "Pickle",
     "PowerSGD",
     "RandomK",

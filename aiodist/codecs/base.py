@@ -74,11 +74,14 @@ class Kind(IntEnum):
     HALF = 1
     TOP_K = 2
     QSGD = 3
+    LOSSLESS = 4
     INT8 = 5
     SIGN = 6
     RANDOM_K = 7
     LOW_RANK = 8
     BFLOAT16 = 9
+    WHOLE = 64
+    DIFFERENCE = 65
     PICKLE = 128
     JSON = 129
 

@@ -39,7 +39,7 @@ class ErrorFeedback:
         """
         t = check_input(t, type(self).__name__)
         total = self._with_residual(key, t)
-        code = self.codec.encode(_saturated(total, t.dtype))
+        code = self.codec.encode(saturated(total, t.dtype))
         decoded = self.codec.decode(code, t.dtype, t.numel())
         self._residuals[key] = (total - decoded).nan_to_num_(0.0, 0.0, 0.0)
         return code
@@ -67,7 +67,7 @@ class ErrorFeedback:
         return t + residual
 
 
-def _saturated(t: Tensor, dtype: torch.dtype) -> Tensor:
+def saturated(t: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `t` in `dtype`; what is finite stays finite."""
     if t.dtype is dtype:
         return t

@@ -88,8 +88,6 @@ class GradientCodec:
     """The mean of many codes is what was encoded, so that no residual is needed."""
     elementwise: ClassVar[bool] = False
     """An element's code depends on no other element, so parts of a large bucket may be exchanged apart."""
-    keeps_values: ClassVar[bool] = True
-    """Each element comes back, to some rounding; else a code is of use only where what it leaves out follows."""
     sums: bool = True
     """`combine` adds up; else all ranks keep equal parts of what it leaves out of the sum of the codes."""
 

@@ -22,7 +22,6 @@ class _LowRank(FloatCodec):
     """
 
     kind: ClassVar[Kind] = Kind.LOW_RANK
-    keeps_values: ClassVar[bool] = False
     rank: int = 4
     seed: int = 0
     _rounds: ClassVar[int]

@@ -126,7 +126,6 @@ class Sign(_Scaled):
 
     kind: ClassVar[Kind] = Kind.SIGN
     bits: ClassVar[int] = 1
-    keeps_values: ClassVar[bool] = False
     vote: bool = False
 
     @property

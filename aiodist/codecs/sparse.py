@@ -24,7 +24,8 @@ class TopK(FloatCodec):
 
     `ratio`, in (0, 1], is the part that is kept: k = round(ratio * numel), at least one element. The code has
     16 + k * (4 + itemsize) bytes (8 for an index from 2**31 elements on), so it pays below a ratio of 1/2 for float32,
-    of 1/3 for 16 bits. Use it with `ErrorFeedback`, which sends what was left out later; alone it is biased.
+    of 1/3 for 16 bits. Use it with `ErrorFeedback` or `Outgoing`, which send what was left out later; alone it
+    is biased.
 
     What is sent is exact. The same tensor gives the same code: among equal magnitudes the lowest index is taken. NaN
     and infinities are larger than everything else, so they are sent first, as they are; a NaN is never hidden.
@@ -34,7 +35,6 @@ class TopK(FloatCodec):
     """
 
     kind: ClassVar[Kind] = Kind.TOP_K
-    keeps_values: ClassVar[bool] = False
     ratio: float
 
     def __post_init__(self) -> None:
@@ -88,7 +88,6 @@ class RandomK(DrawingCodec):
     """
 
     kind: ClassVar[Kind] = Kind.RANDOM_K
-    keeps_values: ClassVar[bool] = False
     ratio: float
     scaled: bool = False
 

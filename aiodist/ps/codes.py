@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from aiodist.backends.base import Done
 from aiodist.backends.inplace import copy
-from aiodist.codecs import ErrorFeedback
+from aiodist.codecs import ErrorFeedback, Incoming
 from aiodist.ps.context import Context
 from aiodist.ps.names import NameEntry
 from aiodist.ps.operation import PullPart
 from aiodist.ps.rules import RULES, Rule
 
+_Part = tuple[int, int]  # key of the tensor, rank of the server
+
+
+@dataclass(eq=False, slots=True)
+class _Code:
+    """One that is to come: `raw` once it is there, or why it never will be."""
+
+    into: Tensor
+    done: Done
+    raw: Tensor | BaseException | None = None
+
 
 class Codes:
-    """Residuals of what went up, by tensor and server.
+    """What is kept between codes, by tensor and server: residuals of what went up, and what has come down.
 
     What is encoded for this very rank would gain nothing: it goes as it is. Residuals are for sums alone, which a
     later push completes; what other rules push is encoded by itself, and what replaces the tensor ends its residual.
@@ -26,6 +40,8 @@ class Codes:
     def __init__(self, context: Context) -> None:
         self._context = context
         self.feedback = None if context.codec is None else ErrorFeedback(context.codec)
+        self._incoming = None if context.pull_codec is None else Incoming(context.pull_codec)
+        self._lines: dict[_Part, deque[_Code]] = {}
 
     # --- what goes up ------------------------------------------------------------------------------------------
 
@@ -77,28 +93,42 @@ class Codes:
     # --- what comes down -----------------------------------------------------------------------------------------
 
     def expect(self, pull: PullPart, src: int, done: Done) -> Callable[[Tensor | BaseException], None]:
-        """Return what to call with the code of `src`, or with why it never comes; `done` is called behind it."""
+        """Have `pull` take the next code of `src`; return what to call with it, or with why it never comes.
+
+        Codes are decoded in the order of these calls, whichever is there first; `done` is called when one is.
+        """
+        assert pull.place is not None
+        part = (pull.entry.key, src)
+        code = _Code(pull.place(src), done)
+        line = self._lines.setdefault(part, deque())
+        line.append(code)
 
         def arrived(raw: Tensor | BaseException) -> None:
-            if isinstance(raw, BaseException):
-                done(raw)
-                return
-            assert pull.place is not None
-            into = pull.place(src)
-
-            def decode() -> None:
-                assert self._context.pull_codec is not None
-                with self._context.timed("decode_seconds"):
-                    copy(into, self._context.pull_codec.decode(raw, into.dtype, into.numel()))
-
-            self._context.service.do(into.nbytes, decode, done)
+            code.raw = raw
+            # The service thread takes one after another too; a tensor's size decides for all its codes.
+            while line and (first := line[0]).raw is not None:
+                line.popleft()
+                if isinstance(first.raw, BaseException):
+                    first.done(first.raw)
+                else:
+                    decode = partial(self._decode, part, first.into, first.raw)
+                    self._context.service.do(first.into.nbytes, decode, first.done)
 
         return arrived
+
+    def _decode(self, part: _Part, into: Tensor, raw: Tensor) -> None:
+        assert self._incoming is not None
+        with self._context.timed("decode_seconds"):
+            copy(into, self._incoming.decode(part, raw, into.dtype, into.numel()))
 
     # --- the end -------------------------------------------------------------------------------------------------
 
     def forget(self, entry: NameEntry) -> None:
-        """Drop the residuals of a name that was freed; none of its codes is on its way."""
-        if self.feedback is not None:
-            for span in entry.spans:
-                self.feedback.replace((entry.key, span.rank), None)
+        """Drop what is kept of a name that was freed; none of its codes is on its way."""
+        for span in entry.spans:
+            part = (entry.key, span.rank)
+            self._lines.pop(part, None)
+            if self.feedback is not None:
+                self.feedback.replace(part, None)
+            if self._incoming is not None:
+                self._incoming.forget(part)

@@ -67,7 +67,7 @@ class ParameterServer(Naming):
             (add, axpy, optimizers, rules that combine): what a code left out goes with the next push, weighted by its
             own `alpha`. Of copy, mul, min, max and functions each push is encoded by itself, so a copy through `TopK`
             has zeros; copy and zero end what this rank had left.
-        pull_codec: encodes what is pulled; one that keeps each value to some rounding, as `Half` and `QSGD` do.
+        pull_codec: encodes what is pulled, as the change since this rank's last pull.
         split_bytes: tensors from here on are cut.
         checkpoints: workers keep a copy of what they have pushed until `save` has it, for `rebind` after a server died.
         timeout: seconds, for calls that are given none; None is none.

@@ -226,6 +226,8 @@ class Server:
         shard = self._shards.pop(call["key"], None)
         if shard is None:
             return
+        for rank in range(len(self.context.world_ranks)):
+            self._serving.forget(rank, shard.key)
         shard.abort()
         if shard.machine is not None:
             self._counted.append(shard.machine.counts)
@@ -259,6 +261,7 @@ class Server:
         self.context.coalescer.flush()
 
     def _gone(self, rank: int, *, gone: bool) -> None:
+        self._serving.forget(rank)
         for shard in (*self._shards.values(), *self._retired.values()):
             shard.leave(rank, gone=gone)
         self._directory.leave(rank)

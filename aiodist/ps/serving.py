@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.shm.memory import Place
-from aiodist.codecs import Codec
+from aiodist.codecs import Outgoing
 from aiodist.ps.answers import Answers
 from aiodist.ps.context import Context
 from aiodist.ps.requests import Pulling
@@ -24,6 +24,12 @@ class Serving:
     def __init__(self, context: Context, answers: Answers) -> None:
         self._context = context
         self._answers = answers
+        self._outgoing = None if context.pull_codec is None else Outgoing(context.pull_codec)
+
+    def forget(self, client: int, key: int | None = None) -> None:
+        """Keep nothing of what `client` has read."""
+        if self._outgoing is not None:
+            self._outgoing.forget(client, key)
 
     # --- tensors -------------------------------------------------------------------------------------------------
 
@@ -34,28 +40,29 @@ class Serving:
         data = shard.data
         self._count(data)
         own = pull.way == Way.OWN
-        codec = self._context.pull_codec
-        if codec is not None and data.dtype.is_floating_point and not own and pull.reads == Reads.SNAPSHOT:
-            self._serve_code(codec, shard, pull, version)
+        if self._outgoing is not None and data.dtype.is_floating_point and not own and pull.reads == Reads.SNAPSHOT:
+            self._serve_code(self._outgoing, shard, pull, version)
         else:
             way, place = self._way_to(pull, data, shard.key)
             if way != Way.INLINE:
                 shard.hold(pull)
             self._send(pull, version, data, way, place, lambda _: shard.release(pull.client, pull.number))
 
-    def _serve_code(self, codec: Codec, shard: Shard, pull: Pulling, version: int) -> None:
+    def _serve_code(self, outgoing: Outgoing, shard: Shard, pull: Pulling, version: int) -> None:
         shard.hold(pull)
         codes: list[Tensor] = []
 
         def encode() -> None:
             with self._context.timed("encode_seconds"):
-                codes.append(codec.encode(shard.data))
+                codes.append(outgoing.encode(pull.client, shard.key, shard.data))
 
         def encoded(error: BaseException | None) -> None:
             if error is not None:
                 self._answers.refuse(pull, error)
             else:
                 self._send(pull, version, codes[0], *self._way_to(pull, codes[0]), coded=True)
+            if pull.client in self._context.gone or shard.retired:
+                self.forget(pull.client, shard.key)
             shard.release(pull.client, pull.number)
 
         self._context.service.do(shard.data.nbytes, encode, encoded)

@@ -49,10 +49,6 @@ class Settings:
             optional = value is None and name != "consistency"
             if not optional and (isinstance(value, type | str) or not hasattr(value, expected)):
                 raise TypeError(f"{name}={value!r}: expected an object with {expected}(), such as those of aiodist")
-        if not getattr(self.pull_codec, "keeps_values", True):
-            raise ValueError(
-                f"pull_codec={self.pull_codec!r}: expected one that keeps each value, such as Half or QSGD"
-            )
 
     def described(self) -> dict[str, str]:
         """Return each as text, equal on ranks where it means the same."""

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from aiodist import codecs
-from aiodist.codecs import QSGD, Codec, Half, TopK
+from aiodist.codecs import QSGD, Codec, Half, Lossless, TopK
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 OTHERS = [torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64]
 NUMELS = [0, 1, 2, 3, 7, 255, 511, 512, 513, 1537]
 LOSSY: list[Codec] = [Half(), TopK(0.1), TopK(1.0), QSGD(), QSGD(bits=2, bucket=7), QSGD(bits=8, bucket=1)]
-every = pytest.mark.parametrize("codec", LOSSY, ids=str)
+every = pytest.mark.parametrize("codec", [*LOSSY, Lossless()], ids=str)
 
 
 def normal(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -108,7 +108,7 @@ def test_p10_only_flat_tensors(codec: Codec) -> None:
         codec.encode(torch.ones(3).to_sparse())
 
 
-@pytest.mark.parametrize("codec", LOSSY, ids=str)
+@pytest.mark.parametrize("codec", [*LOSSY, Lossless()], ids=str)
 @pytest.mark.parametrize("dtype", INTEGERS + OTHERS, ids=str)
 def test_p10_only_floats_where_something_is_lost(codec: Codec, dtype: torch.dtype) -> None:
     name, kind = type(codec).__name__, str(dtype).removeprefix("torch.")
@@ -270,6 +270,23 @@ def test_p10_qsgd_of_the_largest_and_smallest() -> None:
 
 
 # Lossless
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("level", [1, 9])
+def test_p10_lossless_keeps_every_bit(dtype: torch.dtype, level: int) -> None:
+    codec = Lossless(level)
+    for numel in (0, 1, 7, 1000, 100_003):
+        t = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8).view(dtype)  # NaN of all kinds, too
+        assert bits(codec.decode(codec.encode(t), dtype, numel)) == bits(t)
+
+
+def test_p10_lossless_gains_little_on_dense_floats() -> None:
+    t = normal(100_000)
+    assert 0.8 * t.nbytes < Lossless().encode(t).nbytes < 0.9 * t.nbytes
+    assert Lossless().encode(torch.zeros(100_000)).nbytes < 2000
+    with pytest.raises(ValueError, match="level=10"):
+        Lossless(10)
 
 
 # NaN and infinities

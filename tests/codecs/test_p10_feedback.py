@@ -1,4 +1,4 @@
-"""P10: what codes leave out is sent later."""
+"""P10: what codes leave out is sent later, upwards by a residual, downwards by differences."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiodist.codecs import QSGD, Codec, ErrorFeedback, Half, TopK
+from aiodist.codecs import QSGD, Codec, ErrorFeedback, Half, Incoming, Lossless, Outgoing, TopK
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 every = pytest.mark.parametrize(
     "codec",
-    [Half(), TopK(0.01), TopK(0.3), QSGD(), QSGD(bits=8), QSGD(bits=2)],
+    [Half(), TopK(0.01), TopK(0.3), QSGD(), QSGD(bits=8), QSGD(bits=2), Lossless()],
     ids=str,
 )
 
@@ -117,3 +117,165 @@ def test_p10_sixteen_bit_totals_do_not_overflow() -> None:
     residual = feedback.residual("a")
     assert residual is not None
     assert (sent + residual).tolist() == (4 * t.double()).tolist()
+
+
+# Downwards
+
+
+def sides(codec: Codec) -> tuple[Outgoing, Incoming]:
+    return Outgoing(codec), Incoming(codec)
+
+
+def pass_on(outgoing: Outgoing, incoming: Incoming, t: Tensor, receiver: int = 0, key: str = "w") -> Tensor:
+    before = t.clone()
+    message = outgoing.encode(receiver, key, t)
+    assert torch.equal(t.view(torch.uint8), before.view(torch.uint8))
+    decoded = incoming.decode(key, message, t.dtype, t.numel())
+    held = outgoing.held(receiver, key)
+    assert held is not None
+    assert held.dtype is t.dtype
+    assert held.view(torch.uint8).tolist() == decoded.view(torch.uint8).tolist()  # bit for bit
+    return decoded
+
+
+@every
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_p10_both_sides_agree_and_converge(codec: Codec, dtype: torch.dtype) -> None:
+    draw, numel = generator(), 700
+    outgoing, incoming = sides(codec)
+    t = torch.randn(numel, generator=draw).to(dtype)
+    assert torch.equal(pass_on(outgoing, incoming, t), t)  # the first message is the tensor itself
+    for _ in range(20):
+        t = (t.float() + 0.1 * torch.randn(numel, generator=draw)).to(dtype)
+        pass_on(outgoing, incoming, t)
+    decoded = torch.zeros(0)
+    for _ in range(150):  # it stands still
+        decoded = pass_on(outgoing, incoming, t)
+    if not (isinstance(codec, QSGD) and codec.bits == 2):  # of which nothing is promised
+        error = (decoded.double() - t.double()).abs()
+        assert bool((error <= t.double().abs() * torch.finfo(dtype).eps).all())
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
+def test_p10_differences_of_any_size_arrive(scale: float) -> None:
+    t = torch.randn(600, generator=generator()) * scale
+    for codec in (Half(), TopK(0.1), QSGD()):
+        outgoing, incoming = sides(codec)
+        pass_on(outgoing, incoming, t)
+        for _ in range(20):
+            decoded = pass_on(outgoing, incoming, 1.25 * t)
+        assert torch.allclose(decoded, 1.25 * t, rtol=1e-6, atol=0.0)
+
+
+def test_p10_messages_are_smaller_from_the_second_on() -> None:
+    t = torch.randn(10_000, generator=generator())
+    outgoing, incoming = sides(QSGD())
+    sizes = []
+    for step in range(3):
+        message = outgoing.encode(0, "w", t + step)
+        sizes.append(message.nbytes)
+        incoming.decode("w", message, t.dtype, t.numel())
+    assert sizes == [16 + t.nbytes, 16 + QSGD().encode(t).nbytes, 16 + QSGD().encode(t).nbytes]
+
+
+def test_p10_small_tensors_are_sent_whole() -> None:
+    for numel in (0, 1, 3):
+        outgoing, incoming = sides(TopK(0.5))
+        for step in range(3):
+            t = torch.full((numel,), float(step))
+            assert torch.equal(pass_on(outgoing, incoming, t), t)
+            assert outgoing.encode(1, "w", t).nbytes == 16 + t.nbytes
+
+
+def test_p10_nan_and_infinities_come_and_go() -> None:
+    for codec in (Half(), TopK(0.05), QSGD()):
+        outgoing, incoming = sides(codec)
+        t = torch.randn(1000, generator=generator())
+        pass_on(outgoing, incoming, t)
+        bad = t.clone()
+        bad[1], bad[2] = math.nan, -math.inf
+        for _ in range(2):
+            assert pass_on(outgoing, incoming, bad).tolist()[2] == -math.inf
+            assert incoming.decode("x", Outgoing(codec).encode(0, "x", bad), t.dtype, 1000)[1].isnan()
+        assert torch.equal(pass_on(outgoing, incoming, t), t)
+        for _ in range(30):
+            decoded = pass_on(outgoing, incoming, t + 1)
+        assert torch.allclose(decoded, t + 1, atol=1e-6)
+
+
+def test_p10_what_cannot_be_subtracted_is_refused() -> None:
+    outgoing = Outgoing(Half())
+    for dtype in (torch.bool, torch.complex64, torch.int32):
+        with pytest.raises(TypeError, match=r"Outgoing of \w+: Outgoing takes float16"):
+            outgoing.encode(0, "w", torch.ones(3, dtype=dtype))
+
+
+def test_p10_a_receiver_that_starts_again() -> None:
+    outgoing, incoming = sides(QSGD())
+    t = torch.randn(600, generator=generator())
+    pass_on(outgoing, incoming, t)
+    pass_on(outgoing, incoming, t + 1)
+    incoming.forget("w")
+    with pytest.raises(ValueError, match="message 2 for key 'w': expected a whole tensor, or message None"):
+        incoming.decode("w", outgoing.encode(0, "w", t), t.dtype, 600)
+    outgoing.forget(0, "w")
+    assert outgoing.held(0, "w") is None
+    assert torch.equal(pass_on(outgoing, incoming, t), t)
+    pass_on(outgoing, incoming, t + 1)
+
+
+def test_p10_receivers_and_keys_are_apart() -> None:
+    outgoing = Outgoing(QSGD())
+    receivers = [Incoming(QSGD()) for _ in range(3)]
+    for step in range(3):
+        for number, incoming in enumerate(receivers):
+            for key in ("a", "b"):
+                pass_on(outgoing, incoming, torch.full((600,), number + step / 3), number, key)
+    outgoing.forget(1)
+    outgoing.forget(2, "a")
+    kept = {(r, k) for r in range(3) for k in "ab" if outgoing.held(r, k) is not None}
+    assert kept == {(0, "a"), (0, "b"), (2, "b")}
+
+
+def test_p10_lost_and_doubled_messages_are_errors() -> None:
+    outgoing, incoming = sides(QSGD())
+    t = torch.randn(600, generator=generator())
+    pass_on(outgoing, incoming, t)
+    first, second = outgoing.encode(0, "w", t + 1), outgoing.encode(0, "w", t + 2)
+    with pytest.raises(ValueError, match="message 2 for key 'w': expected a whole tensor, or message 1"):
+        incoming.decode("w", second, t.dtype, 600)
+    incoming.decode("w", first, t.dtype, 600)  # nothing had changed
+    with pytest.raises(ValueError, match="message 1 for key 'w': expected a whole tensor, or message 2"):
+        incoming.decode("w", first, t.dtype, 600)
+    found = incoming.decode("w", second, t.dtype, 600)
+    outgoing.forget(0)
+    whole = outgoing.encode(0, "w", t)
+    after = outgoing.encode(0, "w", t)
+    with pytest.raises(ValueError, match="message 65537 for key 'w': expected a whole tensor, or message 3"):
+        incoming.decode("w", after, t.dtype, 600)
+    assert not torch.equal(incoming.decode("w", whole, t.dtype, 600), found)
+    incoming.decode("w", after, t.dtype, 600)
+
+
+def test_p10_what_is_returned_is_the_callers() -> None:
+    outgoing, incoming = sides(QSGD())
+    t = torch.randn(600, generator=generator())
+    for step in range(3):
+        pass_on(outgoing, incoming, t + step).fill_(9)
+        held = outgoing.held(0, "w")
+        assert held is not None
+        held.fill_(7)
+    outgoing.forget(0)
+    pass_on(outgoing, incoming, t)
+    before = t.clone()
+    t.fill_(5)  # what the receiver has stays what was sent
+    held = outgoing.held(0, "w")
+    assert held is not None
+    assert torch.equal(held, before)
+    assert float(pass_on(outgoing, incoming, torch.zeros(600)).abs().max()) < 5.0
+
+
+def test_p10_another_numel_or_dtype_is_sent_whole() -> None:
+    outgoing, incoming = sides(QSGD())
+    for t in (torch.ones(600), torch.ones(700), torch.ones(700, dtype=torch.float64), torch.ones(700)):
+        assert torch.equal(pass_on(outgoing, incoming, t), t)

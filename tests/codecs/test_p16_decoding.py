@@ -14,9 +14,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from aiodist.codecs import QSGD, SVD, Codec, Half, Int8, Json, ObjectCodec, Pickle, RandomK, TopK
+from aiodist.codecs import (
+    QSGD,
+    SVD,
+    Codec,
+    Half,
+    Incoming,
+    Int8,
+    Json,
+    Lossless,
+    ObjectCodec,
+    Outgoing,
+    Pickle,
+    RandomK,
+    TopK,
+)
 
-CODECS: list[Codec] = [Half(), TopK(0.1), QSGD(bits=4, bucket=32), Int8(), RandomK(0.1), SVD(2)]
+CODECS: list[Codec] = [Half(), TopK(0.1), QSGD(bits=4, bucket=32), Int8(), RandomK(0.1), SVD(2), Lossless()]
 every = pytest.mark.parametrize("codec", CODECS, ids=str)
 objects = pytest.mark.parametrize("codec", [Pickle(), Json()], ids=str)
 
@@ -135,6 +149,35 @@ def test_p16_any_bytes(codec: Codec, data: st.DataObject) -> None:
     code = code[: data.draw(st.integers(len(code) - 3, len(code)))] + data.draw(st.binary(max_size=3))
     decode_or_refuse(codec, code_of(bytes(code)), dtype, numel)
     decode_or_refuse(codec, code_of(data.draw(st.binary(max_size=80))), dtype, numel)
+
+
+def test_p16_a_code_that_unpacks_to_more_is_refused() -> None:
+    bomb = zlib.compress(bytes(1 << 24))
+    code = code_of(raw(Lossless().encode(sample()))[:16] + bomb)
+    with pytest.raises(ValueError, match="of 401 bytes or more"):
+        Lossless().decode(code, torch.float32, 100)
+    with pytest.raises(ValueError, match="or damaged"):
+        Lossless().decode(torch.cat([Lossless().encode(sample()), code_of(b"more")]), torch.float32, 100)
+
+
+@settings(deadline=None, max_examples=50)
+@given(place=st.integers(0, 10**6), value=st.integers(0, 255), cut=st.integers(0, 20), whole=st.booleans())
+def test_p16_damaged_messages_change_nothing(place: int, value: int, cut: int, whole: bool) -> None:
+    outgoing, incoming = Outgoing(QSGD()), Incoming(QSGD())
+    t = sample(200)
+    good = [outgoing.encode(0, "w", t + step) for step in range(3)]
+    incoming.decode("w", good[0], t.dtype, 200)
+    damaged = bytearray(raw(good[0] if whole else good[1]))
+    damaged[place % 16] = value
+    damaged = damaged[: len(damaged) - cut]
+    try:
+        incoming.decode("w", code_of(bytes(damaged)), t.dtype, 200)
+    except ValueError:
+        for message in good[1:]:
+            found = incoming.decode("w", message, t.dtype, 200)
+        held = outgoing.held(0, "w")
+        assert held is not None
+        assert torch.equal(found, held)
 
 
 # Objects

@@ -1,8 +1,9 @@
-"""P10: codecs between ranks: what is pushed with error feedback, and what is pulled."""
+"""P10: codecs between ranks: what is pushed with error feedback, what is pulled as differences, and their order."""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,13 +11,14 @@ import torch
 from torch import Tensor
 
 from aiodist import Communicator, ParameterServer
-from aiodist.codecs import QSGD, SVD, BFloat16, Codec, Half, Int8, PowerSGD, RandomK, Sign, TopK
+from aiodist.codecs import QSGD, Codec, Half, Lossless, TopK
 from aiodist.errors import RemoteError
+from aiodist.handles.progress import transport_lock
 from aiodist.ps import SGD, Synchronous
 
 SMALL, LARGE = 100, 70_000  # elements; the large ones are encoded in the service thread
 SECONDS = 20.0
-CODECS = [Half(), TopK(0.05), QSGD(bits=4), Int8()]
+CODECS = [Half(), TopK(0.05), QSGD(bits=4), Lossless()]
 
 
 @pytest.fixture(params=CODECS, ids=lambda codec: type(codec).__name__)
@@ -84,8 +86,9 @@ async def test_p10_codes_travel_between_processes(coll: Communicator) -> None:
         await ps.barrier()
         for name, t in total.items():
             expected = await coll.allreduce(t - residual(ps, name))
-            found = await ps.pull(name, timeout=SECONDS)
-            torch.testing.assert_close(found, expected, rtol=2**-10, atol=1e-4)
+            for _ in range(3):
+                found = await ps.pull(name, timeout=SECONDS)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
         await ps.barrier()
 
 
@@ -115,7 +118,7 @@ async def test_p10_integers_and_complex_numbers_pass_as_they_are(coll: Communica
         str(dtype): torch.arange(SMALL).to(dtype)
         for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128)
     }
-    async with ParameterServer(coll, tensors, codec=TopK(0.01), pull_codec=Half()) as ps:
+    async with ParameterServer(coll, tensors, codec=TopK(0.01), pull_codec=TopK(0.01)) as ps:
         for name, t in tensors.items():
             await ps.push(name, torch.full_like(t, 3))
         await ps.barrier()
@@ -214,7 +217,7 @@ async def test_p10_what_is_left_is_kept_in_what_was_weighted(coll: Communicator,
 
 @pytest.mark.ranks(1)
 async def test_p10_a_rank_pushes_to_itself_and_reads_itself_without_codes(coll: Communicator) -> None:
-    async with ParameterServer(coll, {"w": torch.zeros(LARGE)}, codec=TopK(0.01), pull_codec=Half()) as ps:
+    async with ParameterServer(coll, {"w": torch.zeros(LARGE)}, codec=TopK(0.01), pull_codec=TopK(0.01)) as ps:
         value = draw(LARGE, 1, torch.float32)
         assert torch.equal(await ps.push_pull("w", value), value)
         assert torch.equal(await ps.push_pull("w", value), 2 * value)
@@ -308,7 +311,8 @@ async def test_p10_a_pull_whose_codec_fails_says_so_and_the_next_one_works(
             with pytest.raises(RemoteError if side == "server" else ValueError, match="not today"):
                 await ps.pull("w", out, timeout=SECONDS)
             assert torch.equal(out, torch.full((numel,), 5.0))
-            assert torch.equal(await ps.pull("w", out, timeout=SECONDS), torch.ones(numel))
+            if side == "server":  # a client that has lost one cannot follow
+                assert torch.equal(await ps.pull("w", out, timeout=SECONDS), torch.ones(numel))
             await ps.push("w", torch.ones(numel), timeout=SECONDS)
             read = await ps.pull("w", out, reads="lock-free", timeout=SECONDS)
             assert torch.equal(read, 2 * torch.ones(numel))
@@ -339,42 +343,41 @@ async def test_h7_a_push_whose_decoder_fails_says_so_and_the_next_one_works(coll
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("numel", [SMALL, LARGE])
-@pytest.mark.parametrize("codec", [Half(), BFloat16(), Int8(), QSGD(bits=8)], ids=str, indirect=False)
-async def test_p10_pulls_are_what_the_server_has_to_some_rounding(coll: Communicator, numel: int, codec: Any) -> None:
-    async with ParameterServer(coll, {"w": draw(numel, 3, torch.float32)}, pull_codec=codec, split_bytes=64) as ps:
-        for step in range(3):
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+async def test_p10_lossless_pulls_are_what_the_server_has(coll: Communicator, numel: int, split: bool) -> None:
+    codec = Lossless()
+    async with ParameterServer(
+        coll, {"w": draw(numel, 3, torch.float32)}, pull_codec=codec, split_bytes=64 if split else 1 << 30
+    ) as ps:
+        for step in range(4):
             await ps.push("w", draw(numel, 10 * step + coll.rank, torch.float32), timeout=SECONDS)
             await ps.barrier()
             found = await ps.pull("w", torch.empty(numel), timeout=SECONDS)
             exact = await ps.pull("w", torch.empty(numel), reads="lock-free", timeout=SECONDS)
-            within = 0.01 * float(exact.abs().max())
-            torch.testing.assert_close(found, exact, rtol=0, atol=within)
-            assert not torch.equal(found, exact)
+            torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)  # one rounding of an addition
             await ps.barrier()
 
 
 @pytest.mark.ranks(2)
-async def test_p10_the_mean_of_many_pulls_is_right(coll: Communicator) -> None:
-    first = draw(SMALL, 3)
-    async with ParameterServer(coll, {"w": first.clone()}, servers=1, pull_codec=QSGD(bits=4, bucket=50)) as ps:
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+async def test_p10_pulls_come_to_what_stands_still_into_any_tensor(coll: Communicator, numel: int) -> None:
+    first = draw(numel, 3, torch.float32)
+    async with ParameterServer(coll, {"w": first.clone()}, servers=1, pull_codec=TopK(0.26)) as ps:
         if ps.is_worker:
-            found = torch.stack([await ps.pull("w", torch.empty_like(first)) for _ in range(400)])
-            step = float(first.abs().max()) / 7
-            assert float((found - first).abs().max()) <= step
-            assert float((found.mean(0) - first).abs().max()) < 6 * step / 2 / 400**0.5
-
-
-@pytest.mark.ranks(1)
-async def test_p10_a_codec_of_pulls_must_keep_each_value(coll: Communicator) -> None:
-    for codec in (TopK(0.1), RandomK(0.1), Sign(), PowerSGD(), SVD()):
-        with pytest.raises(ValueError, match=r"pull_codec=.*: expected one that keeps each value"):
-            ParameterServer(coll, pull_codec=codec)
+            await ps.push("w", draw(numel, 4, torch.float32))
+            exact = await ps.pull("w", torch.empty(numel), reads="lock-free")
+            outs = [torch.full((numel,), 9.0), torch.zeros(numel), ps._names["w"].tensor]
+            missing = []
+            for i in range(5):
+                found = await ps.pull("w", outs[i % 3], timeout=SECONDS)
+                missing.append(int((found - exact).abs().gt(1e-5).sum()))
+            assert missing[0] > missing[1] > missing[2] > 0 == missing[4]
 
 
 @pytest.mark.ranks(2)
 async def test_p10_reads_that_are_lock_free_and_of_the_own_rank_are_exact(coll: Communicator) -> None:
     tensors = {str(i): draw(SMALL, i, torch.float32) for i in range(8)}
-    async with ParameterServer(coll, tensors, pull_codec=Int8()) as ps:
+    async with ParameterServer(coll, tensors, pull_codec=TopK(0.01)) as ps:
         added = torch.ones(SMALL)
         for name in tensors:
             await ps.push(name, added)
@@ -389,10 +392,39 @@ async def test_p10_reads_that_are_lock_free_and_of_the_own_rank_are_exact(coll: 
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("numel", [SMALL, 20_000, LARGE])
+async def test_p10_codes_are_decoded_in_the_order_in_which_they_were_made(coll: Communicator, numel: int) -> None:
+    # The first pull is whole, in a message of its own; the later ones are small and overtake it.
+    async with ParameterServer(coll, servers=1, pull_codec=TopK(0.01)) as ps:
+        if ps.is_worker:
+            await ps.init("w", torch.zeros(numel))
+            value = draw(numel, 1, torch.float32)
+            await ps.push("w", value)
+            coalescer, receive, held = ps._session.context.coalescer, ps._session.context.coalescer.receive, []
+
+            def later(t: Tensor, src: int, number: int, done: Any) -> None:
+                receive(t, src, number, lambda error: held.append(partial(done, error)))
+
+            coalescer.receive = later  # type: ignore[method-assign]
+            reads = [ps.pull("w", torch.empty(numel)) for _ in range(6)]
+            counts = ps._session.context.counts
+            code = 16 + TopK(0.01).encode(value).nbytes
+            async with asyncio.timeout(SECONDS):
+                while counts["pull_received_bytes"] < value.nbytes + 5 * code or (numel > SMALL and not held):  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+            coalescer.receive = receive  # type: ignore[method-assign]
+            with transport_lock:
+                for done in reversed(held):
+                    done()
+            for found in await asyncio.wait_for(asyncio.gather(*reads), SECONDS):
+                assert torch.equal(found, value)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("other", [SMALL, SMALL + 1])
 async def test_p10_a_name_that_is_used_anew_begins_anew(coll: Communicator, other: int) -> None:
     top = TopK(0.5)
-    async with ParameterServer(coll, codec=top, servers=1) as ps:
+    async with ParameterServer(coll, codec=top, pull_codec=top, servers=1) as ps:
         if ps.is_worker:
             for numel in (SMALL, other, SMALL):
                 await ps.init("w", torch.zeros(numel))
@@ -405,8 +437,13 @@ async def test_p10_a_name_that_is_used_anew_begins_anew(coll: Communicator, othe
                 await asyncio.wait_for(asyncio.gather(*last), SECONDS)
             codes = ps._session.client.codes
             assert codes.feedback is not None
-            assert codes.feedback._residuals == {}
+            assert codes._incoming is not None
+            assert (codes.feedback._residuals, codes._incoming._held, codes._lines) == ({}, {}, {})
         await coll.barrier()
+        if ps.is_server:
+            outgoing = ps._session.server._serving._outgoing
+            assert outgoing is not None
+            assert not outgoing._held
 
 
 @pytest.mark.ranks(2)
