@@ -41,7 +41,7 @@ class Lossless:
         _, payload = parse(code, Kind.LOSSLESS, dtype, numel)
         nbytes, unpack = numel * dtype.itemsize, zlib.decompressobj()
         try:
-            data = bytearray(unpack.decompress(payload.numpy().data, nbytes + 1))  # no more, whatever the code says
+            data = bytearray(unpack.decompress(payload.numpy().data, nbytes + 1))  # a code may claim to be more
         except zlib.error as error:
             raise ValueError("a code by Lossless that zlib cannot read") from error
         if len(data) != nbytes or not unpack.eof or unpack.unused_data:
