@@ -2,58 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
 from aiodist.nn.buckets import Bucket
 
 
-class CommHook(Protocol):
+class CommHook:
     """Reduces the buckets of one net; on the loop, in an order that is the same on every rank."""
 
-    nbytes: int
+    nbytes = 0
     """What this rank has given to collectives so far, in bytes."""
-    queues: bool
-    """A bucket on a device may be used before its reduction is over, on streams that come behind that."""
 
     def reduce(self, bucket: Bucket) -> Handle[Any]:
         """Return the handle of the reduction of `bucket.data`, in place; raise what the communicator raises."""
-        ...
+        raise NotImplementedError
 
     def settle(self, bucket: Bucket) -> None:
         """Bucket is reduced on all ranks, and its gradients are given out; not called where a pass failed."""
-        ...
 
     async def aclose(self) -> None:
         """Give back what it has; nothing is under way."""
-        ...
 
     def abort(self) -> None:
         """Give it back at once: the net was given up."""
-        ...
 
 
-class Allreduce:
+class Allreduce(CommHook):
     """The sum or mean of all ranks, as it is."""
-
-    queues = True
 
     def __init__(self, data: Communicator, op: Literal["mean", "sum"]) -> None:
         self._data = data
         self._op = op
-        self.nbytes = 0
 
     def reduce(self, bucket: Bucket) -> Handle[Any]:
         """See `CommHook`."""
         self.nbytes += bucket.nbytes
         return self._data.allreduce(bucket.data, self._op)
-
-    def settle(self, bucket: Bucket) -> None:
-        """See `CommHook`: it keeps nothing."""
-
-    async def aclose(self) -> None:
-        """See `CommHook`."""
-
-    def abort(self) -> None:
-        """See `CommHook`."""

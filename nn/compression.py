@@ -1,8 +1,7 @@
 """Gradients that travel as codes: what each codec of `aiodist.codecs` exchanges, driven on a net's communicators.
 
 The codec works on a thread of its own, the loop issues what it asks for. Collectives of a bucket meet by its name, so
-several buckets are on their way at once, and the next ones are encoded meanwhile. Buckets on CUDA devices are copied to
-the host, where they are encoded and decoded, and back.
+several buckets are on their way at once, and the next ones are encoded meanwhile.
 """
 
 from __future__ import annotations
@@ -17,16 +16,15 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import dtype_name
-from aiodist.codecs import Codec, Gather, GradientCodec, Gradients, NarrowSum, Sum
-from aiodist.codecs.base import FLOATS, wide
+from aiodist.codecs import Codec, Gather, GradientCodec, Gradients, NarrowSum, RoundingLoss, Sum
+from aiodist.codecs.base import FLOATS, STRETCH, wide
 from aiodist.codecs.gradients import Exchange, Gathered
 from aiodist.communicator import Communicator
 from aiodist.errors import OperationTimeout
 from aiodist.handles import Done, Handle, Progress, join
 from aiodist.nn.buckets import Bucket
-from aiodist.nn.host_copies import HostCopies
+from aiodist.nn.comm_hooks import CommHook
 from aiodist.nn.layout import memory_shape
-from aiodist.nn.narrow_sums import Swap, narrow_sum
 from aiodist.streams import HostStream
 
 
@@ -49,9 +47,9 @@ def checked_compression(compress: object, named: Iterable[tuple[str, Tensor]]) -
     if isinstance(codec, type) or not all(hasattr(codec, name) for name in ("encode", "decode")):
         raise TypeError(f"compress={compress!r}: expected a codec of aiodist.codecs, or a Compression")
     for name, parameter in named:
-        if parameter.dtype not in FLOATS or not (parameter.is_cpu or parameter.is_cuda):
+        if parameter.dtype not in FLOATS or not parameter.is_cpu:
             seen = f"{dtype_name(parameter.dtype)} on {parameter.device}"
-            raise TypeError(f"parameter {name!r} is {seen}: compress= takes floats on the CPU and on CUDA devices")
+            raise TypeError(f"parameter {name!r} is {seen}: compress= takes floats on the CPU")
     return compression
 
 
@@ -73,6 +71,12 @@ class Links(NamedTuple):
         return cls(level.intra if level.intra.size > 1 else None, level.inter if level.intra.rank == 0 else None)
 
 
+class Swap(NamedTuple):
+    """Give each rank between hosts its part of `tensor`, which has as many; the answer is this rank's part of each."""
+
+    tensor: Tensor
+
+
 class _Within(NamedTuple):
     """Add up, or spread, what the first rank of a host exchanges with other hosts."""
 
@@ -88,14 +92,12 @@ _Request = Sum | Gather | _Within | Swap
 _Program = Generator[_Request, Any, None]
 
 
-class Compressor:
+class Compressor(CommHook):
     """Reduces buckets as codes: a `CommHook`. What it keeps between steps is in `state_dict`.
 
     Residuals belong to parameters, in their dtype but in float32 for 16-bit floats; they take that much memory twice.
     A residual changes only where all ranks have made the pass. A parameter that a rank did not use sends nothing of it.
     """
-
-    queues = False
 
     def __init__(
         self,
@@ -116,9 +118,6 @@ class Compressor:
         self._stream = stream
         self._parameters = parameters
         self.progress = Progress.current()
-        self._host = HostCopies(self.progress)
-        self.nbytes = 0
-        """What this rank has given to collectives, in bytes."""
         self._number = 0
         self._names: WeakKeyDictionary[Bucket, int] = WeakKeyDictionary()
         """By bucket: the number in the first of its names. A name is told to all ranks once, which takes a while."""
@@ -184,16 +183,9 @@ class Compressor:
         """See `CommHook`."""
         over = _Reduced(self.progress, "compressed reduction")
         over.polled = False
-        data = self._host.of(bucket)
+        data = bucket.data
         parts = self._parts(data.numel())
-
-        def reduced(error: BaseException | None) -> None:
-            if error is None:
-                self._host.put_back(bucket, over.end)
-            else:
-                over.end(error)
-
-        ended = join(len(parts), reduced)
+        ended = join(len(parts), over.end)
         if bucket not in self._names:
             self._names[bucket] = self._named
             self._named += len(parts)
@@ -202,12 +194,8 @@ class Compressor:
             name = f"codes {(self._names[bucket] + number) % _NAMES}"
             jobs.append(_Job(self, self._program(bucket, data, part, self._number), name, over, ended))
             self._number += 1
-
-        def begin(error: BaseException | None) -> None:
-            for job in jobs:
-                job.begin(error)
-
-        self._host.fetch(bucket, begin)
+        for job in jobs:
+            job.advance(None)
         return over
 
     def _parts(self, numel: int) -> list[slice]:
@@ -341,13 +329,6 @@ class _Job:
         self._collective: Handle[Any] | None = None
         """What it waits for."""
 
-    def begin(self, error: BaseException | None) -> None:
-        """What the program works on is there, or cannot be had."""
-        if error is None:
-            self.advance(None)
-        else:
-            self._fail(error)
-
     def advance(self, answer: Any) -> None:  # noqa: ANN401
         """Let the codec go on with `answer`."""
         try:
@@ -395,3 +376,32 @@ def _advanced(program: _Program, answer: Any) -> _Request | None:  # noqa: ANN40
 
 def _pieces(bucket: Bucket, flat: Tensor) -> list[Tensor]:
     return list(flat.split([slot.parameter.numel() for slot in bucket.slots]))
+
+
+def narrow_sum(request: NarrowSum, rank: int, ranks: int) -> Generator[Gather | Swap, Any, RoundingLoss]:
+    """Add up 16-bit floats as `NarrowSum` says, in two collectives. (An allreduce sends them as float32.)
+
+    Each rank sums a part, which is rounded for the others. Two send each other all, which is as many bytes: nothing is
+    rounded, and none waits for the second half.
+    """
+    t, out, factor = request
+    if ranks <= 2:
+        codes = (yield Gather(t)) if ranks == 2 else [t]
+        room = torch.empty(min(STRETCH, out.numel()), dtype=out.dtype)
+        for to, first, *others in zip(*(part.split(STRETCH) for part in (out, *codes)), strict=True):
+            to.copy_(first)
+            for other in others:
+                to.add_(room[: to.numel()].copy_(other))  # half the time of a sum of two dtypes
+            if factor != 1.0:
+                to.mul_(factor)
+        return RoundingLoss(0, out[:0])
+    part = -(-t.numel() // ranks)
+    padded = torch.zeros(ranks * part, dtype=t.dtype)
+    padded[: t.numel()].copy_(t)
+    theirs = yield Swap(padded)
+    summed = theirs.view(ranks, part).sum(0, dtype=torch.float32)
+    narrow = summed.to(t.dtype)
+    for to, values in zip(out.split(part), (yield Gather(narrow)), strict=False):
+        to.copy_(values[: to.numel()]).mul_(factor)
+    start = min(rank * part, t.numel())
+    return RoundingLoss(start, summed.sub_(narrow)[: t.numel() - start])

@@ -27,8 +27,7 @@ from aiodist.nn.deals import Deal, Dealer, MakeBucket, Sizes
 from aiodist.nn.devices import Devices
 from aiodist.nn.pass_machine import Terms
 from aiodist.nn.pass_status import LEFT_OVER, PassStatus, StatusKind
-from aiodist.nn.paths import WINDOW_BYTES, Paths, arrival
-from aiodist.nn.reduction import Reduction
+from aiodist.nn.reduction import WINDOW_BYTES, Paths, Reduction, arrival
 from aiodist.nn.rows import row_parameters
 from aiodist.nn.sentries import Sentries
 from aiodist.nn.steps import Steps

@@ -11,27 +11,68 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
+from aiodist.communicator import Communicator
 from aiodist.errors import OperationTimeout
-from aiodist.handles import Handle, Permit, join
+from aiodist.handles import Handle, Lane, Permit, Progress, join
+from aiodist.handles.combinators import EndWaiter
 from aiodist.handles.tracing import tracing
 from aiodist.nn.accounts import PassAccount
 from aiodist.nn.buckets import Bucket
+from aiodist.nn.comm_hooks import CommHook
+from aiodist.nn.devices import Devices, Queued
 from aiodist.nn.pass_machine import PassMachine, Terms
 from aiodist.nn.pass_status import PassStatus
-from aiodist.nn.paths import Paths, arrival
-from aiodist.nn.queued import Queued
 from aiodist.nn.rows import RowBucket
 from aiodist.nn.spans import Spans
 from aiodist.nn.steps import Steps
 from aiodist.world.tracebacks import folded
 
 T = TypeVar("T")
+
+WINDOW_BYTES = 8 << 20
+"""What may be in flight where the order may still change, on a slow network; two buckets may, however large."""
+
+
+@dataclass(frozen=True)
+class Paths:
+    """What the passes of one net share: where they send, and who is asked for leave."""
+
+    data: Communicator
+    status: Communicator
+    progress: Progress
+    lane: Lane
+    devices: Devices
+    op: Literal["mean", "sum"]
+    hook: CommHook
+    """How a bucket is reduced."""
+    urgent: bool
+    """What is left when backward ends goes in the order of the next forward."""
+    window: int = WINDOW_BYTES
+    """Then, how many bytes may be in flight. A rank's own affair."""
+
+
+def arrival(
+    paths: Paths, late: Callable[[OperationTimeout], None], then: Callable[[BaseException | None], None]
+) -> EndWaiter:
+    """Return what waits for a handle on behalf of a pass."""
+
+    def over(handle: Handle[Any]) -> None:
+        error = handle.outcome_error()
+        if asyncio.current_task() is None and not paths.devices:
+            then(error)
+        else:
+            # Some task's await has polled it to its end. What is issued now is not that task's, which differs by rank.
+            # The thread that polls devices holds the transport lock.
+            paths.progress.post(partial(then, error))
+
+    return EndWaiter(over, lambda _, error: late(error))
 
 
 class Observer(Protocol):
@@ -219,7 +260,7 @@ class Reduction(PassMachine[Bucket]):
             self.unsent(index, error)
         else:
             self.spans.issued(index)
-            if self.buckets[index].on_device and self.paths.hook.queues:
+            if self.buckets[index].on_device:
                 self.queued(index)
             handle.add_waiter(arrival(self.paths, self._tell_late, partial(self._came, index)))
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
 from aiodist.nn.buckets import Bucket, Slot
+from aiodist.nn.comm_hooks import CommHook
 from aiodist.nn.layout import view_like
 
 _IDLE = 4
@@ -206,15 +207,12 @@ class ShardBucket(Bucket):
         return self._taken.tensor[: self.shard.flat.numel()]
 
 
-class ReduceScatter:
-    """Reduces buckets of shards: a `CommHook`. And brings the parameters together again."""
-
-    queues = True
+class ReduceScatter(CommHook):
+    """Reduces buckets of shards, and brings the parameters together again."""
 
     def __init__(self, data: Communicator, op: Literal["mean", "sum"]) -> None:
         self._data = data
         self._op = op
-        self.nbytes = 0
 
     def reduce(self, bucket: Bucket) -> Handle[Any]:
         """See `CommHook`: the block of this rank goes to the shard's `gradient`."""
@@ -227,12 +225,3 @@ class ReduceScatter:
     def gather(self, shard: BucketShard) -> Handle[Any]:
         """Return the handle of what gives all ranks the blocks of all."""
         return self._data.allgather(shard.own, out=shard.flat)
-
-    def settle(self, bucket: Bucket) -> None:
-        """See `CommHook`: it keeps nothing."""
-
-    async def aclose(self) -> None:
-        """See `CommHook`."""
-
-    def abort(self) -> None:
-        """See `CommHook`."""

@@ -292,8 +292,7 @@ async def test_n18_on_cuda_devices(
         x, y = trial.batch(coll.rank, step)
         return nn.functional.mse_loss(net(x.to(coll.device)), y.to(coll.device))
 
-    codec = aiodist.codecs.TopK(1.0) if coll.size == 2 else None  # which sends all, by way of the host
-    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, compress=codec, **trial.FEW)
+    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.FEW)
     opt = trial.OPTIMIZERS["momentum"](net.parameters())
     local = LocalSGD(net, opt, every=EVERY, outer=OUTER[rule], overlap=overlap)
     alone = Alone(trial, coll.size, "momentum", rule, overlap=overlap)

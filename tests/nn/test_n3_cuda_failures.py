@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from aiodist import AiodistError, Communicator
-from aiodist.codecs import Codec, TopK
 from aiodist.nn import DataParallel
 from tests.support.simulated_cuda.device import Event, SimulatedCuda, Stream
 
@@ -84,12 +83,11 @@ async def test_n3_cuda_no_memory_for_gradients(
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("codec", [None, TopK(0.5)], ids=str)
 async def test_n3_cuda_a_device_that_is_lost(
-    coll: Communicator, strict_cuda: SimulatedCuda, trial: type[Trial], codec: Codec | None, where: str, steps: int
+    coll: Communicator, strict_cuda: SimulatedCuda, trial: type[Trial], where: str, steps: int
 ) -> None:
-    """All that rank 1 asks of its device fails from then on; also where gradients travel as codes, by the host."""
-    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, compress=codec, **trial.SMALL)
+    """All that rank 1 asks of its device fails from then on."""
+    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.SMALL)
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
     x, y = (t.to(coll.device) for t in trial.batch(coll.rank, 0))
     module: Any = net.module
@@ -131,12 +129,11 @@ async def test_n3_cuda_a_device_that_is_lost_between_steps(
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("delay", [0.0, 2e-3])
-@pytest.mark.parametrize("codec", [None, TopK(0.5)], ids=str)
 async def test_n3_cuda_a_device_that_is_lost_while_it_reduces(
-    coll: Communicator, strict_cuda: SimulatedCuda, trial: type[Trial], codec: Codec | None, delay: float
+    coll: Communicator, strict_cuda: SimulatedCuda, trial: type[Trial], delay: float
 ) -> None:
     """Backward is over; what the others wait for from then on does not come."""
-    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, compress=codec, **trial.SMALL)
+    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.SMALL)
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
     x, y = (t.to(coll.device) for t in trial.batch(coll.rank, 0))
     for _ in range(3):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aiodist.codecs import Exchange, Gather, GradientCodec, Gradients, NarrowSum, Sum
-from aiodist.nn.narrow_sums import Swap, narrow_sum
+from aiodist.nn.compression import Swap, narrow_sum
 
 
 def exchanged(
