@@ -4,12 +4,11 @@ from aiodist.handles.account import Account
 from aiodist.handles.buffers import in_flight
 from aiodist.handles.combinators import as_completed, gather
 from aiodist.handles.deadline import timeout
-from aiodist.handles.done import Done, join
 from aiodist.handles.handle import Fence, Handle
 from aiodist.handles.origin import Origin, listed
 from aiodist.handles.progress import LARGE_BYTES, Poller, Progress
 from aiodist.handles.scheduler import Lane, Permit, Scheduler
-from aiodist.handles.sources import Source, from_future, from_source
+from aiodist.handles.sources import Done, Source, from_future, from_source, join
 
 __all__ = [
     "LARGE_BYTES",

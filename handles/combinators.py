@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from aiodist.handles.done import join
 from aiodist.handles.handle import Handle
 from aiodist.handles.origin import Origin
 from aiodist.handles.progress import Progress
+from aiodist.handles.sources import join
 
 if TYPE_CHECKING:
     from aiodist.errors import OperationTimeout
@@ -117,7 +117,7 @@ class _Queue:
             self.waiter.set_result(None)
 
 
-async def as_completed(handles: Iterable[Handle[T]]) -> AsyncIterator[Handle[T]]:
+async def as_completed(handles: Iterable[Handle[T]]) -> AsyncGenerator[Handle[T], None]:
     """Yield each handle when it is done, in the order in which they finish; awaiting it does not suspend.
 
     A handle whose own deadline passes raises its `OperationTimeout` here.

@@ -462,10 +462,6 @@ class Handle(_core.Handle, Generic[T]):
         witness = self._witness
         return {} if witness is None else witness.late(self)
 
-    def stand_for(self, first: Handle[Any]) -> None:
-        """Take the number of `first`, an operation that is a part of this one, and answer where that one does."""
-        self.seq, self._account = first.seq, first._account
-
     def details(self) -> str:
         """Return what else is known of why this pending operation is not over."""
         witness = self._witness

@@ -1,4 +1,4 @@
-"""Turning what other libraries complete into handles."""
+"""Turning what other libraries complete into handles, and the callback that tells of the end of a transfer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,27 @@ from aiodist.handles.progress import Progress
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+Done = Callable[[BaseException | None], None]
+"""Called once, when the transfer is over: with None, or with its error."""
+
+
+def join(count: int, done: Done) -> Done:
+    """Return a callback that calls `done` when it was called `count` times, with the first error.
+
+    The calls must not overlap: they are made on one thread, or with the transport lock held.
+    """
+    left = count
+    first: BaseException | None = None
+
+    def one_over(error: BaseException | None) -> None:
+        nonlocal left, first
+        left -= 1
+        first = first or error
+        if left == 0:
+            done(first)
+
+    return one_over
 
 
 class Source(Protocol[T_co]):

@@ -2,11 +2,9 @@
 
 from aiodist.streams.cuda import CudaStream, event_handle, lend
 from aiodist.streams.current import OnStream, check_not_capturing
-from aiodist.streams.events import Events
-from aiodist.streams.fence import Fence
+from aiodist.streams.events import Events, Fence
 from aiodist.streams.host import HostStream
 from aiodist.streams.modes import Modes
-from aiodist.streams.pinned import PinnedPool
 from aiodist.streams.staging import Staging
 
 __all__ = [
@@ -16,7 +14,6 @@ __all__ = [
     "HostStream",
     "Modes",
     "OnStream",
-    "PinnedPool",
     "Staging",
     "check_not_capturing",
     "event_handle",

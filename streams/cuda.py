@@ -13,8 +13,7 @@ from torch.utils import _pytree
 
 from aiodist.handles import Account, Handle, Origin, Progress, in_flight
 from aiodist.streams.current import OnStream, check_not_capturing
-from aiodist.streams.events import Events
-from aiodist.streams.fence import Fence
+from aiodist.streams.events import Events, Fence, device_error
 from aiodist.streams.memory import dtype_name
 from aiodist.streams.staging import Staging
 
@@ -77,11 +76,10 @@ class CudaStream:
         `fn` runs here and now, with this stream the current one, and should only queue work: what it raises is raised
         by the call. It is not ordered behind what other streams do: see `wait`. `fn`, its arguments and its result are
         kept until then; and the memory of the result's tensors, in containers and dataclasses too, is the caller's
-        stream's as well from then on. Raises `RuntimeError` while a CUDA graph is being captured, and while a `copy` is
-        on its way that is not queued yet. Costs 8 us.
+        stream's as well from then on. Raises `RuntimeError` while a CUDA graph is being captured. Costs an
+        event beside what `fn` queues.
         """
         self._check()
-        self._check_all_queued(self.stream)
         caller = torch.cuda.current_stream(self.device)
         with OnStream(self.stream):
             value = fn(*args, **kwargs)
@@ -91,18 +89,14 @@ class CudaStream:
     def record(self) -> Handle[None]:
         """Return a handle that is done when all that was queued so far is; raises and costs what `submit` does."""
         self._check()
-        self._check_all_queued(self.stream)
         return self._until_over("record", None, None)
 
     def copy(self, into: Tensor, t: Tensor) -> Handle[Tensor]:
         """Return `into`, with the elements of `t`, either of which lies on the device; of equal shape and dtype.
 
-        It begins after what the current stream has queued, and `t` may be reused when the handle is done. From and to
-        pinned memory, and between devices, it is queued when this returns. Other memory goes in pinned pieces, later:
-        until the last of them is queued, `submit`, `record` and `wait_stream` raise `RuntimeError` and say to await
-        the copy, for they could come before it; copies of other tensors may go on their way meanwhile. Raises
-        ValueError where shapes or dtypes differ, `RuntimeError` while a CUDA graph is being captured.
-        Cost: one copy by the device; in pieces each is copied by the host too.
+        It begins after what the current stream has queued, and `t` may be reused when the handle is done. Raises
+        ValueError where shapes or dtypes differ, `RuntimeError` while a CUDA graph is being captured. Cost: one copy by
+        the device; from and to memory that is not pinned one by the host too, at the call or at the end.
         """
         self._check()
         if into.shape != t.shape or into.dtype is not t.dtype:
@@ -124,7 +118,7 @@ class CudaStream:
         try:
             staging.order(self.stream, torch.cuda.current_stream(self.device))
         except RuntimeError as error:
-            finish(self._events.lost(error))
+            finish(device_error(error))
         else:
             staging.copy(into, t, self.stream, fence.reached, finish)
         return handle
@@ -132,14 +126,12 @@ class CudaStream:
     def wait(self, stream: torch.cuda.Stream | CudaStream | None = None) -> None:
         """Let what is queued from now on begin after what `stream` (None: the current one) has queued so far.
 
-        Raises `RuntimeError` while a CUDA graph is being captured, and while a `copy` of `stream` is on its way that
-        is not queued yet.
+        Raises `RuntimeError` while a CUDA graph is being captured.
         """
         check_not_capturing(self.stream.device_index)
         if isinstance(stream, CudaStream):
             stream = stream.stream
         other = torch.cuda.current_stream(self.device) if stream is None else stream
-        self._check_all_queued(other)
         Staging.of(self._progress).order(self.stream, other)
 
     def wait_handle(self, handle: Handle[Any], /) -> None:
@@ -160,13 +152,6 @@ class CudaStream:
         if Progress.current() is not self._progress:
             raise RuntimeError(f"{self} belongs to another event loop: call CudaStream.of on this one")
         check_not_capturing(self.stream.device_index)
-
-    def _check_all_queued(self, stream: torch.cuda.Stream) -> None:
-        if Staging.of(self._progress).passing(stream):
-            raise RuntimeError(
-                f"a copy from or to memory that is not pinned is on its way on the stream of {self}, and not queued "
-                "there yet, so this could come before it: await the copy first"
-            )
 
     def _handle(self, op: str, nbytes: int = 0) -> Handle[Any]:
         handle: Handle[Any] = Handle(
@@ -189,7 +174,7 @@ class CudaStream:
 
         def over(error: BaseException | None) -> None:
             if error is None and caller is not None:
-                # Not before: on a device that is lost, torch cannot even free what was lent (see `leak`).
+                # Not before: on a device that is lost, torch cannot even free what was lent.
                 try:
                     lend(value, caller)
                 except Exception as raised:  # noqa: BLE001  - of a tensor that is not torch's own
@@ -199,7 +184,7 @@ class CudaStream:
         try:
             event = self._events.record(self.stream)
         except RuntimeError as error:
-            over(self._events.lost(error))
+            over(device_error(error))
         else:
             fence.reached(event)
             self._progress.start(partial(self._events.add, self.stream, event, over))

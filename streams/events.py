@@ -1,24 +1,26 @@
-"""CUDA events: reused, and asked whether they are over."""
+"""CUDA events: reused, and asked whether they are over; and where on a device an operation ends."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from aiodist.errors import BackendError
-from aiodist.handles import Progress
-from aiodist.streams.capture import Uncaptured, spoiled
+from aiodist.handles import Handle, Progress
+from aiodist.streams.current import check_not_capturing
+from aiodist.streams.host import HostStream
 
 Then = Callable[[BaseException | None], None]
 
+_LOOK_SECONDS = 0.05
 _PAUSE_SECONDS = 5e-6  # between two looks at the driver: each takes its lock, which threads that launch kernels need
 _COMPUTING_PAUSE_SECONDS = 50e-6  # the same while a compute thread launches kernels
-_OTHERS_AT_ONCE = 16  # of others' events, of which nobody knows the order
 
 
 class _Watched(NamedTuple):
@@ -26,10 +28,6 @@ class _Watched(NamedTuple):
     then: Then
     device: int | None
     """Where it goes back to when it is over; None for one that is not ours."""
-
-
-_Ended = tuple[_Watched, BackendError | None]
-"""An event that is over, and what its device failed with."""
 
 
 class Events:
@@ -43,13 +41,10 @@ class Events:
     rings = False
 
     def __init__(self, progress: Progress) -> None:
-        self.when_lost: list[Callable[[], None]] = []
-        """Called once, when a device is found to be lost."""
         self._progress = progress
         self._free: dict[int, list[torch.cuda.Event]] = {}
-        self._queues: dict[tuple[int, int, bool], deque[_Watched]] = {}
+        self._queues: dict[object, deque[_Watched]] = {}
         """By device, stream, and whether it was recorded before it came here: others may have overtaken it."""
-        self._others: deque[_Watched] = deque()
         self._count = 0
         self._looked = 0.0
         progress.add_poller(self)
@@ -82,13 +77,12 @@ class Events:
         As `watch` for a caller without the lock: it records, and leaves this to `Progress.start`. Events of one stream
         come here in the order of recording. This one is reused once `then` was called.
         """
-        self._queue(stream, _Watched(event, then, stream.device_index), late=True)
+        key = stream.device_index, stream.cuda_stream, "late"
+        self._queue(key, _Watched(event, then, stream.device_index))
 
     def add_other(self, event: torch.cuda.Event, then: Then) -> None:
         """Call `then(None)` when `event`, which is somebody else's, is over, or `then(error)`; with the lock held."""
-        self._others.append(_Watched(event, then, None))
-        self._count += 1
-        self._progress.offloaded += 1
+        self._queue(object(), _Watched(event, then, None))
 
     def watch(self, stream: torch.cuda.Stream, then: Then) -> torch.cuda.Event:
         """Call `then(None)` when all that was queued on `stream` is over, or `then(error)` where the device failed.
@@ -96,11 +90,11 @@ class Events:
         With the transport lock held, now and then. Returns the event, which is reused once `then` was called.
         """
         event = self.record(stream)
-        self._queue(stream, _Watched(event, then, stream.device_index), late=False)
+        self._queue((stream.device_index, stream.cuda_stream), _Watched(event, then, stream.device_index))
         return event
 
-    def _queue(self, stream: torch.cuda.Stream, watched: _Watched, *, late: bool) -> None:
-        self._queues.setdefault((stream.device_index, stream.cuda_stream, late), deque()).append(watched)
+    def _queue(self, key: object, watched: _Watched) -> None:
+        self._queues.setdefault(key, deque()).append(watched)
         self._count += 1
         self._progress.offloaded += 1
 
@@ -110,60 +104,82 @@ class Events:
         if now - self._looked < (_COMPUTING_PAUSE_SECONDS if self._progress.computing else _PAUSE_SECONDS):
             return False
         self._looked = now
-        if not self._count:
-            return False
-        with Uncaptured():  # what is called may make room, or pin it
-            ended = self._ended()
-            self._count -= len(ended)
-            self._progress.offloaded -= len(ended)
-            for (event, then, device), error in ended:
-                if error is not None:
-                    self._tell_lost()
-                try:
-                    then(error)
-                except Exception as raised:  # noqa: BLE001  - those behind it must still be told
-                    self._progress.report(f"{then!r} failed: what waits for it is never done", raised)
-                if error is None and device is not None:
-                    self.release(device, event)
+        ended = self._ended() if self._count else []
+        self._count -= len(ended)
+        self._progress.offloaded -= len(ended)
+        for (event, then, device), error in ended:
+            try:
+                then(error)
+            except Exception as raised:  # noqa: BLE001  - those behind it must still be told
+                self._progress.report(f"{then!r} failed: what waits for it is never done", raised)
+            if error is None and device is not None:
+                self.release(device, event)
         return bool(ended)
 
-    def _ended(self) -> list[_Ended]:
-        ended: list[_Ended] = []
-        for key in list(self._queues):
-            queue = self._queues[key]
-            while queue and (outcome := _asked(queue[0])) is not None:
-                ended.append(outcome)
-                queue.popleft()
+    def _ended(self) -> list[tuple[_Watched, BackendError | None]]:
+        """Return the events that are over, each with what its device failed with."""
+        ended: list[tuple[_Watched, BackendError | None]] = []
+        for key, queue in list(self._queues.items()):
+            while queue:
+                try:
+                    if not queue[0].event.query():
+                        break
+                    error = None
+                except RuntimeError as raised:
+                    error = device_error(raised)
+                ended.append((queue.popleft(), error))
             if not queue:
                 del self._queues[key]
-        for _ in range(min(len(self._others), _OTHERS_AT_ONCE)):
-            other = self._others.popleft()
-            if (outcome := _asked(other)) is None:
-                self._others.append(other)
-            else:
-                ended.append(outcome)
         return ended
 
-    def lost(self, raised: RuntimeError) -> BackendError:
-        """Return the error for those who wait for the device that raised this: it is lost."""
-        self._tell_lost()
-        return failed(raised)
 
-    def _tell_lost(self) -> None:
-        while self.when_lost:
-            self.when_lost.pop()()
+class Fence:
+    """What `handle.wait_stream` orders streams behind: made at the issue, `reached` when all of it is queued."""
+
+    __slots__ = ("_device", "_event", "_progress", "_queued")
+
+    def __init__(self, progress: Progress, device: torch.device) -> None:
+        self._progress = progress
+        self._device = device
+        self._event: torch.cuda.Event | None = None
+        self._queued = threading.Event()
+
+    def reached(self, event: torch.cuda.Event | None) -> None:
+        """All of the operation is queued, and over with `event`; None: it is over, or failed."""
+        self._event = event
+        self._queued.set()
+
+    def order(self, stream: Any, handle: Handle[Any], /) -> None:  # noqa: ANN401
+        """See `aiodist.handles.Fence`."""
+        check_not_capturing(self._device.index)
+        if isinstance(stream, HostStream):  # the host waits there
+            stream.wait_handle(handle)
+            return
+        if not self._queued.is_set():
+            self._await_queued(handle)
+        event = self._event  # it may be over just now
+        if event is not None:
+            ordered = torch.cuda.current_stream(self._device) if stream is None else getattr(stream, "stream", stream)
+            ordered.wait_event(event)
+
+    def _await_queued(self, handle: Handle[Any]) -> None:
+        if not self._progress.owns_thread():
+            # An operation that was given up is never queued, nor one whose loop is gone.
+            while not self._queued.wait(_LOOK_SECONDS) and not handle.done() and not self._progress.loop.is_closed():
+                pass
+            return
+        # It may only be waiting for the holder of the lock to come round to it.
+        self._progress.exclusively(self._progress.called)
+        if not self._queued.is_set():
+            raise RuntimeError(
+                f"{handle} goes by way of the host, which still has to begin a part of it, once the ranks "
+                "agree: await it, or call wait_stream() in another thread, which then waits for that part"
+            )
 
 
-def _asked(watched: _Watched) -> _Ended | None:
-    try:
-        return (watched, None) if watched.event.query() else None
-    except RuntimeError as raised:
-        return None if spoiled(raised) else (watched, failed(raised))
-
-
-def failed(raised: RuntimeError) -> BackendError:
-    """Return what CUDA raised as one of ours."""
-    error = BackendError(f"the CUDA device failed: {raised}")  # it is lost: every event of it says so
+def device_error(raised: RuntimeError) -> BackendError:
+    """Return what CUDA raised as one of ours: the device is lost, and every event of it says so."""
+    error = BackendError(f"the CUDA device failed: {raised}")
     error.__cause__ = raised
     return error
 
@@ -174,8 +190,7 @@ def idle(stream: torch.cuda.Stream) -> bool:
     This asks the driver, not the device: an event, on a stream that is empty too, is over only when this process has
     its turn on a device that several share. False where the device failed: an event tells how.
     """
-    with Uncaptured():
-        try:
-            return stream.query()
-        except RuntimeError:
-            return False
+    try:
+        return stream.query()
+    except RuntimeError:
+        return False

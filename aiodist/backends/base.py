@@ -11,6 +11,9 @@ error of that transfer alone: callers use `guarded`.
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import KW_ONLY, dataclass
@@ -26,6 +29,7 @@ from aiodist.streams.memory import dtype_name as dtype_name
 from aiodist.types import REDUCTIONS, ReduceOp
 
 E = TypeVar("E", bound=BaseException)
+T = TypeVar("T")
 Begin = Callable[[Tensor, int, Done], None]
 """(tensor, number of the operation, done): what begins an allreduce that was planned ahead."""
 
@@ -137,6 +141,28 @@ def tell(ended: Iterable[tuple[Done, BaseException | None]]) -> None:
             raised = raised or caught
     if raised is not None:
         raise raised
+
+
+def started(fn: Callable[[], T]) -> concurrent.futures.Future[T]:
+    """Run `fn` in a daemon thread of its own: it may block for long, and nobody must wait for it at exit."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            value = fn()
+        except BaseException as error:  # noqa: BLE001  - it belongs to the code that waits for `future`
+            future.set_exception(error)
+        else:
+            future.set_result(value)
+
+    threading.Thread(target=run, name="aiodist-native-call", daemon=True).start()
+    return future
+
+
+async def in_thread(fn: Callable[[], T]) -> T:
+    """Return what `fn` does, once its thread is over."""
+    return await asyncio.wrap_future(started(fn))
 
 
 DTYPES = (

@@ -8,9 +8,9 @@ on, `rendezvous` how ranks meet, `hooks` puts DDP's buckets into the arena.
 """
 
 from aiodist.c10d.calls import AiodistProcessGroup, create
+from aiodist.c10d.home import wrap
 from aiodist.c10d.hooks import ddp_hook
 from aiodist.c10d.rendezvous import register
-from aiodist.c10d.wrapping import wrap
 
 __all__ = ["AiodistProcessGroup", "ddp_hook", "register_backend", "wrap"]
 

@@ -51,7 +51,7 @@ from aiodist.handles.handle import plight
 from aiodist.handles.origin import Origin, known_files, whence
 from aiodist.handles.progress import transport_lock
 from aiodist.handles.tracing import Ended
-from aiodist.streams.events import failed
+from aiodist.streams.events import device_error
 
 T = TypeVar("T")
 
@@ -408,7 +408,7 @@ class Dispatcher:
         try:
             handle.fence, call = plan.queue(t, then)
         except RuntimeError as raised:
-            call = partial(then, failed(raised))
+            call = partial(then, device_error(raised))
         self.progress.start(call)
         if gate is not None:
             self.progress.start(partial(gate.enter, entry))

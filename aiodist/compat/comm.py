@@ -53,7 +53,8 @@ def _blocking(call: Callable[..., Request]) -> Callable[..., None]:
     def blocking(self: Comm, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         call(self, *args, **kwargs).wait()
 
-    blocking.__name__ = call.__name__[1:].capitalize()
+    name = call.__name__[1:]
+    blocking.__name__ = name if call.__name__[0] == "i" else name.capitalize()
     blocking.__doc__ = f"Make `{call.__name__}` and wait for it."
     return blocking
 
@@ -138,19 +139,9 @@ class Comm:
 
     # --- objects -------------------------------------------------------------------------------------------
 
-    def send(self, obj: Any, dest: int, tag: int = 0) -> None:  # noqa: ANN401
-        """Send a picklable object."""
-        self.isend(obj, dest, tag).wait()
-
     def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:  # noqa: ANN401
         """Send a picklable object; it is pickled at the call."""
         return self._request(None if dest == PROC_NULL else self.coll.send_object(obj, dest, tag))
-
-    bsend, ibsend = send, isend
-
-    def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:  # noqa: ANN401
-        """Send a picklable object; return once a receive has matched it."""
-        self.issend(obj, dest, tag).wait()
 
     def issend(self, obj: Any, dest: int, tag: int = 0) -> Request:  # noqa: ANN401
         """Send a picklable object; the request is over once a receive has matched it."""
@@ -180,10 +171,6 @@ class Comm:
         coming = self.irecv(recvbuf, source, recvtag)
         self.send(sendobj, dest, sendtag)
         return coming.wait(status)
-
-    def barrier(self) -> None:
-        """Return once all ranks have called it."""
-        self.coll.barrier().wait()
 
     def bcast(self, obj: Any, root: int = 0) -> Any:  # noqa: ANN401
         """Return root's object."""
@@ -235,21 +222,11 @@ class Comm:
             return self._request(None)
         return self._request(self.coll.recv(buffer_of(buf, written=True).octets, source, tag))
 
-    def Send(self, buf: Any, dest: int, tag: int = 0) -> None:  # noqa: ANN401
-        """Send a buffer, which may be changed then."""
-        self.Isend(buf, dest, tag).wait()
-
-    Bsend, Ibsend, Rsend, Irsend = Send, Isend, Send, Isend
-
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> Request:  # noqa: ANN401
         """Send a buffer; the request is over once a receive has matched it."""
         if dest == PROC_NULL:
             return self._request(None)
         return self._request(self.coll.send(buffer_of(buf).octets, dest, tag, synchronous=True))
-
-    def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:  # noqa: ANN401
-        """Send a buffer; return once a receive has matched it."""
-        self.Issend(buf, dest, tag).wait()
 
     def Recv(
         self,
@@ -445,6 +422,9 @@ class Comm:
 
         return self._request(self.coll.allgather(mine.octets), finish)
 
+    send, ssend, Send, Ssend = _blocking(isend), _blocking(issend), _blocking(Isend), _blocking(Issend)
+    bsend, ibsend, Bsend, Ibsend, Rsend, Irsend = send, isend, Send, Isend, Send, Isend
+    barrier = _blocking(Ibarrier)
     Barrier, Bcast, Gather, Scatter = _blocking(Ibarrier), _blocking(Ibcast), _blocking(Igather), _blocking(Iscatter)
     Allgather, Alltoall = _blocking(Iallgather), _blocking(Ialltoall)
     Gatherv, Scatterv = _blocking(Igatherv), _blocking(Iscatterv)

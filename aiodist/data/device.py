@@ -14,7 +14,6 @@ from aiodist.data.items import Item, Made
 from aiodist.data.nesting import rebuilt
 from aiodist.handles import Done, Handle, Progress, join
 from aiodist.streams import CudaStream, OnStream, Staging
-from aiodist.streams.capture import Uncaptured
 
 DeviceLike = torch.device | int | str
 Copies = list[tuple[Tensor, Tensor]]
@@ -79,7 +78,7 @@ class ToDevice:
         began = perf_counter()
         room = _Room(self._device)
         try:
-            with Uncaptured(), OnStream(self._stream):  # others may capture graphs meanwhile
+            with OnStream(self._stream):
                 made.value = rebuilt(made.value, room.copy_of)
             parts = [part for part in room.parts() if part]
         except Exception as error:  # noqa: BLE001  - no memory, or a container that cannot be built

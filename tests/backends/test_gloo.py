@@ -29,7 +29,7 @@ from torch._C import _distributed_c10d as c10d
 
 from aiodist.backends import gloo
 from aiodist.backends.base import Wanted
-from aiodist.backends.gloo import frames, library, meeting, wire
+from aiodist.backends.gloo import library, wire
 from aiodist.collectives.arithmetic import combine
 from aiodist.control import in_process
 from aiodist.errors import BackendError
@@ -349,7 +349,7 @@ async def test_opening_can_be_cancelled_and_leaves_the_loop_alone() -> None:
 
 
 async def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_SETUP_SECONDS", 0.2)
+    monkeypatch.setattr(library, "_SETUP_SECONDS", 0.2)
     channels = in_process(2)
     with pytest.raises((BackendError, TimeoutError), match="was not set within"):
         await open_world(channels[0])
@@ -358,7 +358,7 @@ async def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("claimed", [1 << 40, 1, -1])
 async def test_a_rank_that_acknowledges_what_was_never_sent_is_given_up_by_name(claimed: int) -> None:
     async with worlds(2) as (zero, one):
-        lie = frames.Frame.write(frames.CREDITS, 0, 0, 0, 0, claimed, None)
+        lie = wire.Frame.write(wire.CREDITS, 0, 0, 0, 0, claimed, None)
         assert one._wire is not None
         waiting = receive(zero, torch.empty(1), 1)
         with transport_lock:
@@ -373,7 +373,7 @@ async def test_a_rank_that_took_what_was_never_offered_is_given_up_by_name() -> 
         assert one._wire is not None
         waiting = receive(zero, torch.empty(1), 1)
         with transport_lock:
-            one._wire.peers[0].send(frames.TAKEN, number=7)
+            one._wire.peers[0].send(wire.TAKEN, number=7)
         (error,) = await outcome([waiting])
         assert str(error) == "gloo: rank 1 took data number 7: none was offered"
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from aiodist.backends.cuda_ipc import Loan, Mapper, Mappings
 from aiodist.backends.cuda_ipc import mapping as mapping_module
@@ -256,8 +255,7 @@ async def test_s4_closing_leaves_what_a_loan_still_uses() -> None:
     lending, said = pair.say(used)
     loan, seen = pair.hear(said, used)
     await pair.borrower.aclose()
-    assert not pair.mapper.opened
-    assert len(pair.mapper.leaked) == 1
+    assert len(pair.mapper.opened) == 1
     assert torch.equal(seen, used)
     loan.end()
     lending.end()
@@ -384,7 +382,6 @@ def test_s4_torch_maps_memory_of_another_process_on_my_device(shared: Shared, mo
     description = shared.described(t)
     assert len(description) < 400  # so that a frame has room for it
     monkeypatch.setattr(mapping_module, "_process", lambda: (0, 0))
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: False)
     monkeypatch.setattr(mapping_module, "flat", lambda storage, device: torch.empty(0, dtype=torch.uint8).set_(storage))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"idle on {device}")
     entered: list[object] = []
@@ -395,8 +392,6 @@ def test_s4_torch_maps_memory_of_another_process_on_my_device(shared: Shared, mo
         yield
 
     monkeypatch.setattr(mapping_module, "OnStream", entering)
-    with pytest.raises(BackendError, match="no access to the memory of cuda:1"):
-        Mapper().open(description, torch.device("cuda:0"))
     mapped = Mapper().open(description, torch.device("cuda:1"))
     # The counter is this mapping's; the event is not waited for: ranks synchronise on the host.
     assert shared.made == [(1, b"handle", 40, 512, b"/torch_counters", 7, b"event", False)]
@@ -411,38 +406,10 @@ def test_s4_torch_maps_memory_of_another_process_on_my_device(shared: Shared, mo
 def opened_elsewhere(monkeypatch: pytest.MonkeyPatch, query: Callable[[], bool]) -> Mapper:
     """Return a mapper for which all descriptions are of another process, and its stream's `query`."""
     monkeypatch.setattr(mapping_module, "_process", partial(next, zip(repeat(0), count())))
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: True)
     monkeypatch.setattr(mapping_module, "flat", lambda storage, device: torch.empty(0, dtype=torch.uint8).set_(storage))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: type("_", (), {"query": staticmethod(query)}))
     monkeypatch.setattr(mapping_module, "OnStream", lambda stream: nullcontext())
     return Mapper()
-
-
-def test_s4_torch_knows_when_its_device_is_lost(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A storage that ends there would end the process: torch checks what it calls, in a destructor."""
-
-    def fails() -> bool:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-    for query, lost in ((lambda: True, False), (lambda: False, False), (fails, True)):
-        description = shared.described(torch.zeros(10))
-        mapped = opened_elsewhere(monkeypatch, query).open(description, torch.device("cuda:1"))
-        assert mapped.lost() == lost
-
-
-def test_s4_torch_never_ends_what_is_leaked(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    description = shared.described(torch.zeros(10))
-    mapper = opened_elsewhere(monkeypatch, lambda: True)
-    for leaked in (False, True):
-        mapped = mapper.open(description, torch.device("cuda:1"))
-        storage = StorageWeakRef(mapped.memory().untyped_storage())
-        if leaked:
-            mapped.leak()
-        else:
-            mapped.close()
-        del mapped
-        gc.collect()
-        assert storage.expired() != leaked
 
 
 def test_s4_torch_opens_an_allocation_for_one_device(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,14 +21,9 @@ PIECE = 1 << 10  # bytes: so that tensors of a few kilobytes go in many pieces
 @pytest.fixture
 def small_pieces(simulated_cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> SimulatedCuda:
     """Devices whose memory is staged in pieces of a kilobyte."""
-    from aiodist.streams import PinnedPool
+    from aiodist.streams import Staging
 
-    make = PinnedPool.__init__
-
-    def small(self: PinnedPool, limit: int = 64 * PIECE, piece: int = PIECE, **more: object) -> None:
-        make(self, limit, piece, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(PinnedPool, "__init__", small)
+    monkeypatch.setattr(Staging, "piece_bytes", PIECE)
     return simulated_cuda
 
 

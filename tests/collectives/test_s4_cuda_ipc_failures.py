@@ -114,7 +114,6 @@ async def test_s4_a_device_that_fails_is_an_error_everywhere(
         errors = await asyncio.wait_for(asyncio.gather(*futures, return_exceptions=True), SECONDS)
     assert all(isinstance(error, BackendError) and "illegal memory access" in str(error) for error in errors), errors
     await ranks.close()
-    assert ranks.mappers[1].leaked, "what lies on a device that is lost cannot be closed"
 
 
 @one_loop
@@ -132,7 +131,7 @@ async def test_s4_closing_leaves_what_my_kernels_may_use(ranks_of: type[Ranks], 
         await asyncio.sleep(0.01)
         assert ranks.mappers[0].opened
         await ranks.mappings[0].aclose()
-        assert ranks.mappers[0].leaked
+        assert ranks.mappers[0].opened
     await asyncio.wait_for(asyncio.gather(*futures), SECONDS)
     assert all(torch.equal(t.cpu(), torch.stack(parts).sum(0)) for t in ts)
     await ranks.close()

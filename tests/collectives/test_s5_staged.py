@@ -24,7 +24,7 @@ from aiodist.collectives.program import Endpoint, Implementation, Program, locks
 from aiodist.collectives.scheduled import Scheduled
 from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES, Progress
-from aiodist.streams import PinnedPool, Staging
+from aiodist.streams import Staging
 from aiodist.types import ReduceOp
 from tests.support.simulated_cuda.device import SimulatedCuda
 
@@ -115,9 +115,10 @@ class Counting:
         rank.ran += 1
 
 
-def ranks(size: int, pool: PinnedPool | None = None) -> list[Rank]:
+def ranks(size: int, piece_bytes: int = PIECE) -> list[Rank]:
     progress = Progress.current()
-    staging = Staging(progress, pool or PinnedPool(64 * PIECE, PIECE, warn=Staging.of(progress)._warn))
+    staging = Staging(progress)
+    staging.piece_bytes = piece_bytes
     hub = LocalHub()
     return [Rank(hub, rank, size, staging) for rank in range(size)]
 
@@ -222,7 +223,6 @@ async def test_s5_messages_of_every_size(simulated_cuda: SimulatedCuda, size: in
         await all_of(begin(group, lambda r, ep: exchange(ep, mine[r.rank], into[r.rank])))  # noqa: B023
         for rank, got in enumerate(into):
             assert torch.equal(got.cpu(), ts[rank] + ts[rank - 1]), numel
-    assert group[0].staging.pool.lent == 0
 
 
 @one_loop
@@ -245,8 +245,7 @@ async def test_s5_messages_of_every_kind(simulated_cuda: SimulatedCuda) -> None:
 
 async def test_s5_messages_of_one_tag_keep_their_order(simulated_cuda: SimulatedCuda) -> None:
     simulated_cuda.delay = 1e-4
-    # One buffer is pinned: the other pieces are pageable, and would overtake or be overtaken.
-    a, b = ranks(2, PinnedPool(2 * PIECE, PIECE))
+    a, b = ranks(2)
     sizes = (LONG, 3, 2 * PIECE, 1, LONG)
     ts = [torch.randn(numel) for numel in sizes]
     mine, into = on_device(ts), [torch.empty(numel, device="cuda") for numel in sizes]
@@ -262,7 +261,6 @@ async def test_s5_messages_of_one_tag_keep_their_order(simulated_cuda: Simulated
     await all_of([a.perform(send), b.perform(receive)])
     for got, t in zip(into, ts, strict=True):
         assert torch.equal(got.cpu(), t)
-    assert a.staging.pool.lent == 0
 
 
 @one_loop
@@ -377,7 +375,6 @@ async def test_s5_a_broken_wire_is_told_once_when_all_is_over(simulated_cuda: Si
                 await r.wire.aclose(drained=False)
             await asyncio.sleep(0)
     assert isinstance((await outcomes(over))[other.rank], BackendError)
-    assert a.staging.pool.lent == 0
 
 
 @one_loop
@@ -467,7 +464,6 @@ async def test_s5_allreduce_of_every_kind_op_and_size(simulated_cuda: SimulatedC
         await all_of(allreduce(group, on, op))
         for t in on:
             assert torch.allclose(t.cpu(), expected(ts, op), rtol=1e-6, atol=0), (kind, op, numel)
-    assert group[0].staging.pool.lent == 0
     assert group[0].most_running <= LIMITS["staged.pieces"]
 
 
@@ -568,16 +564,13 @@ async def test_s5_several_tensors_in_one_operation(simulated_cuda: SimulatedCuda
 
 async def test_s5_many_operations_in_flight_do_not_mix(simulated_cuda: SimulatedCuda) -> None:
     simulated_cuda.delay = 1e-4
-    group = ranks(2, PinnedPool(4 * PIECE, PIECE))  # which is soon exhausted
+    group = ranks(2)
     brings = [brought(2, numel) for numel in (LONG, 1, 3 * PIECE, SHORT) * 5]
     on = [on_device(ts) for ts in brings]
     streams = [torch.cuda.Stream() for _ in range(2)]
     await all_of([handle for ts in on for handle in allreduce(group, ts, streams=streams)])
     for ts, got in zip(brings, on, strict=True):
         assert all(torch.equal(t.cpu(), expected(ts, ReduceOp.SUM)) for t in got)
-    pool = group[0].staging.pool
-    assert pool.lent == 0
-    assert pool.pinned_bytes <= 4 * PIECE
     assert not simulated_cuda.synchronisations["device"]
 
 
@@ -684,7 +677,6 @@ async def test_s5_a_collective_over_a_broken_wire_fails_when_all_is_over(
     for result in await outcomes(over):
         assert isinstance(result, BackendError)
     torch.cuda.synchronize()
-    assert group[0].staging.pool.lent == 0
     assert not simulated_cuda.hazards
 
 
@@ -699,13 +691,12 @@ async def test_s5_a_device_that_fails_ends_the_operation(simulated_cuda: Simulat
     for result in await outcomes(over):
         assert isinstance(result, (BackendError, RuntimeError))
         assert "illegal memory access" in str(result)
-    assert group[0].staging.pool.lent == 0
 
 
 @one_loop
 async def test_s5_a_long_operation_is_left_to_the_progress_thread(simulated_cuda: SimulatedCuda) -> None:
     simulated_cuda.delay = 1e-5
-    group = ranks(2, PinnedPool())
+    group = ranks(2, Staging.piece_bytes)
     ts = [torch.full((LARGE_BYTES // 4,), float(rank + 1)) for rank in range(2)]
     on = on_device(ts)
     over = begin(

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-import subprocess
-import sys
-import textwrap
 import time
 import weakref
 from collections.abc import Callable
@@ -19,7 +16,7 @@ from torch import Tensor
 
 import aiodist
 from aiodist.handles import Progress
-from aiodist.streams import CudaStream, Events, Staging
+from aiodist.streams import CudaStream, Events
 from aiodist.streams.cuda import ROLES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -105,7 +102,6 @@ async def test_s2_a_thousand_handles_on_three_streams(spin: Spin) -> None:
 @pytest.mark.parametrize("numel", [0, 1, 1000, (5 << 20) + 13])
 async def test_s2_copies_there_and_back(numel: int, pinned: bool) -> None:
     up, down = CudaStream.of("to-device"), CudaStream.of("to-host")
-    pool = Staging.of(Progress.current()).pool
     for _ in range(5):
         host = torch.randn(numel, pin_memory=pinned)
         there = poisoned(numel)
@@ -116,8 +112,6 @@ async def test_s2_copies_there_and_back(numel: int, pinned: bool) -> None:
                 assert torch.equal(there.cpu(), host)
             await down.copy(back, there)
         assert torch.equal(back, host)
-    assert pool.lent == 0
-    assert pool.pinned_bytes <= pool.limit_bytes
 
 
 async def test_s2_a_copy_begins_after_what_the_current_stream_has_queued(spin: Spin) -> None:
@@ -245,35 +239,3 @@ async def test_s2_an_awaited_event_costs_little_cpu_when_it_is_far(spin: Spin) -
     share = (time.process_time() - used) / (time.perf_counter() - began)
     print(f"{share:.3f} CPU s/s")
     assert share < 0.5  # `python -m benchmarks gpu` has the figure to reach
-
-
-def test_s2_a_device_that_is_lost_does_not_end_the_process() -> None:
-    """A kernel's assertion, in a process of its own: the error is caught, and all is freed without an abort."""
-    program = """
-        import asyncio, gc
-        import torch
-        from aiodist.errors import BackendError
-        from aiodist.streams import CudaStream
-
-        async def main():
-            stream = CudaStream.of("compute")
-            x = torch.zeros(1 << 20, device="cuda")
-            await CudaStream.of("to-device").copy(x, torch.ones(1 << 20))
-            torch.cuda.synchronize()
-            bad = torch.full((1,), 10, device="cuda")
-            handle = stream.submit(torch.gather, x[:3], 0, bad)
-            try:
-                await handle
-            except BackendError:
-                print("caught", flush=True)
-            del handle
-            gc.collect()
-
-        asyncio.run(main())
-        print("went on", flush=True)
-    """
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], check=False, capture_output=True, text=True, timeout=100
-    )
-    assert ran.stdout == "caught\nwent on\n", ran.stderr
-    assert ran.returncode == 0, ran.stderr

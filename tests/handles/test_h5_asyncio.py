@@ -240,7 +240,7 @@ async def test_h5_leaving_our_as_completed_early_forgets_its_waiters(bench: Any)
     iterator = aiodist.handles.as_completed([o.handle for o in operations])
     async for _ in iterator:
         break
-    await iterator.aclose()  # type: ignore[attr-defined]
+    await iterator.aclose()
     assert not operations[1].handle._waiters
     _finish(operations[1:])
     await aiodist.handles.gather(*[o.handle for o in operations[1:]])

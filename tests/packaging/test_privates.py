@@ -21,9 +21,9 @@ EXCEPTIONS = {
     ("aiodist/testing/clock.py", "_inbox"): "a Progress that drives its loop in another way",
     ("aiodist/testing/clock.py", "_turn"): "the same",
     # Not ours, though a package of ours has a name like it.
-    ("aiodist/backends/gloo/meeting.py", "_Options"): "torch's, of a process group of gloo",
-    ("aiodist/backends/gloo/meeting.py", "_devices"): "the same",
-    ("aiodist/backends/gloo/meeting.py", "_timeout"): "the same",
+    ("aiodist/backends/gloo/library.py", "_Options"): "torch's, of a process group of gloo",
+    ("aiodist/backends/gloo/library.py", "_devices"): "the same",
+    ("aiodist/backends/gloo/library.py", "_timeout"): "the same",
     ("aiodist/testing/clock.py", "_ready"): "asyncio's, of its event loop",
     ("aiodist/testing/clock.py", "_selector"): "the same",
     ("aiodist/testing/clock.py", "_callback"): "asyncio's, of one of its handles",

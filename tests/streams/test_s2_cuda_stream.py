@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from aiodist import gather
-from aiodist.errors import AiodistError, BackendError
+from aiodist.errors import AiodistError
 from aiodist.handles import Handle, Progress
 from aiodist.handles.progress import transport_lock
 from aiodist.streams import CudaStream, Events, HostStream
@@ -237,51 +237,6 @@ async def test_s2_to_order_a_stream_takes_no_lock() -> None:
     assert there.eq(6).all()
 
 
-async def test_s2_nothing_comes_before_a_copy_that_passes_in_pieces(simulated_cuda: SimulatedCuda) -> None:
-    stream, other = CudaStream.of("to-device"), CudaStream.of("compute")
-    host, there, back = torch.full((1000,), 5.0), torch.zeros(1000, device="cuda"), torch.zeros(1000)
-    torch.cuda.synchronize()
-    same = CudaStream(stream.stream)
-    with simulated_cuda.paused(stream.stream):
-        copied = stream.copy(there, host)
-        for call in (
-            lambda: stream.submit(torch.mul, there, 2),
-            stream.record,
-            same.record,
-            partial(other.wait, stream),
-            partial(other.wait, stream.stream),
-        ):
-            with pytest.raises(RuntimeError, match="this could come before it: await the copy first"):
-                call()
-        with pytest.raises(RuntimeError, match="await it, or call wait_stream"):
-            copied.wait_stream()
-        copies = [stream.copy(torch.zeros(100, device="cuda"), torch.ones(100)) for _ in range(3)]  # they may go on
-    await copied
-    await gather(*copies)
-    assert (await stream.submit(torch.mul, there, 2)).eq(10).all()
-    await stream.copy(back, there)
-    other.wait(stream)
-    assert back.eq(5).all()
-
-
-async def test_s2_a_copy_that_fails_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is made at the first copy cannot be; those who wait for other things are told all the same."""
-    stream, other = CudaStream.of("to-device"), CudaStream.of("compute")
-
-    def lost(*_: object, **__: object) -> None:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "Stream", lost)
-        copied = stream.copy(torch.zeros(100, device="cuda"), torch.ones(100))
-        recorded = other.record()
-        async with asyncio.timeout(10):
-            with pytest.raises(BackendError, match="illegal memory access"):
-                await copied
-            await recorded
-    await stream.record()
-
-
 async def test_s2_a_callback_that_raises_keeps_no_task_waiting(reports: list[dict[str, Any]]) -> None:
     stream = CudaStream.of("compute")
     progress = Progress.current()
@@ -352,7 +307,7 @@ async def test_s2_others_events_are_handles_of_one_poller(
             events._looked = 0.0
             asked.clear()
             events.poll()
-        assert len(asked) == 16
+        assert len(asked) == 100
     async with asyncio.timeout(10):
         await gather(*handles)
     assert len(events) == 0

@@ -15,19 +15,15 @@ from torch import Tensor
 from aiodist.backends.base import DTYPES
 from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES, Progress
-from aiodist.streams import CudaStream, PinnedPool, Staging
+from aiodist.streams import CudaStream, Staging
 from tests.support.simulated_cuda.device import SimulatedCuda
 
 PIECE = 4096
 SIZES = (0, 1, PIECE - 1, PIECE, PIECE + 1, 5 * PIECE + 3)  # bytes
 
 
-def small(pieces: int = 2) -> Staging:
-    """Have this loop stage in pieces of 4 KiB, of which there are few."""
-    progress = Progress.current()
-    staging = Staging(progress, PinnedPool(4 * pieces * PIECE, PIECE, warn=Staging.of(progress)._warn))
-    progress.belongings[Staging] = staging
-    return staging
+def staging_here() -> Staging:
+    return Staging.of(Progress.current())
 
 
 def fresh(numel: int, kind: torch.dtype = torch.uint8) -> Tensor:
@@ -75,15 +71,13 @@ async def there_and_back(staging: Staging, t: Tensor, pin: tuple[bool, bool]) ->
 @pytest.mark.parametrize("pin", list(product((False, True), repeat=2)))
 async def test_s2_copies_of_every_size_and_kind(simulated_cuda: SimulatedCuda, pin: tuple[bool, bool]) -> None:
     simulated_cuda.delay = 5e-5
-    staging = small()
+    staging = staging_here()
     for nbytes in SIZES:
         t = fresh(nbytes)
         assert torch.equal(await there_and_back(staging, t, pin), t), nbytes
     for kind in DTYPES:
         t = fresh(PIECE // 3, kind)
         assert torch.equal(await there_and_back(staging, t, pin), t), kind
-    assert staging.pool.lent == 0
-    assert staging.pool.pinned_bytes <= staging.pool.limit_bytes
     assert not simulated_cuda.synchronisations, "the host never waits for the device"
 
 
@@ -99,7 +93,7 @@ def strided(shape: tuple[int, int], device: str) -> list[Tensor]:
 
 @pytest.mark.usefixtures("simulated_cuda")
 async def test_s2_copies_between_tensors_of_any_strides() -> None:
-    staging, stream, shape = small(), torch.cuda.Stream(), (37, 41)
+    staging, stream, shape = staging_here(), torch.cuda.Stream(), (37, 41)
     torch.cuda.synchronize()
     for source, target in product(("cpu", "cuda"), repeat=2):
         for t, into in product(strided(shape, source), strided(shape, target)):
@@ -114,7 +108,7 @@ async def test_s2_copies_between_tensors_of_any_strides() -> None:
 
 @pytest.mark.usefixtures("simulated_cuda")
 async def test_s2_copies_of_conjugates_numbers_parameters_and_inference_tensors() -> None:
-    staging, stream = small(), torch.cuda.Stream()
+    staging, stream = staging_here(), torch.cuda.Stream()
     z = torch.randn(100, dtype=torch.complex64)
     on_device = torch.zeros(100, dtype=torch.complex64, device="cuda")
     torch.cuda.synchronize()
@@ -145,7 +139,7 @@ async def test_s2_copies_of_conjugates_numbers_parameters_and_inference_tensors(
 async def test_s2_a_copy_begins_behind_what_its_stream_has_queued(
     simulated_cuda: SimulatedCuda, until: Callable[..., object], pin: bool
 ) -> None:
-    staging, stream, other = small(), torch.cuda.Stream(), torch.cuda.Stream()
+    staging, stream, other = staging_here(), torch.cuda.Stream(), torch.cuda.Stream()
     t = torch.empty(3 * PIECE, dtype=torch.uint8, pin_memory=pin)
     into = torch.empty(3 * PIECE, dtype=torch.uint8, pin_memory=pin)
     with torch.cuda.stream(stream), simulated_cuda.paused(stream):
@@ -160,7 +154,7 @@ async def test_s2_a_copy_begins_behind_what_its_stream_has_queued(
 
 @pytest.mark.parametrize("pin", [False, True])
 async def test_s2_what_a_stream_queues_behind_a_copy_finds_it_done(simulated_cuda: SimulatedCuda, pin: bool) -> None:
-    staging, stream = small(), torch.cuda.Stream()
+    staging, stream = staging_here(), torch.cuda.Stream()
     simulated_cuda.delay = 2e-3
     t = fresh(9 * PIECE)
     if pin:
@@ -187,28 +181,9 @@ async def test_s2_what_a_stream_queues_behind_a_copy_finds_it_done(simulated_cud
     assert all(torch.equal(one.cpu(), t) for one in seen)
 
 
-async def test_s2_a_held_stream_keeps_no_other_copy_waiting(simulated_cuda: SimulatedCuda) -> None:
-    staging, held, other = small(pieces=1), torch.cuda.Stream(), torch.cuda.Stream()
-    ts = [fresh(2 * PIECE) for _ in range(8)]
-    on_device = [torch.empty_like(t, device="cuda") for t in ts]
-    torch.cuda.synchronize()
-    with simulated_cuda.paused(held):
-        waiting = [copied(staging, into, t, held) for into, t in zip(on_device[:4], ts[:4], strict=True)]
-        # All pass through the one piece of pinned memory that there is.
-        for into, t in zip(on_device[4:], ts[4:], strict=True):
-            await until_over(copied(staging, into, t, other))
-        assert not any(one.done() for one in waiting)
-    for one in waiting:
-        await until_over(one)
-    torch.cuda.synchronize()
-    assert all(torch.equal(into.cpu(), t) for into, t in zip(on_device, ts, strict=True))
-    assert staging.pool.pinned_bytes == PIECE
-
-
 @pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_s2_a_thousand_small_copies_in_flight_on_three_streams(simulated_cuda: SimulatedCuda) -> None:
     simulated_cuda.delay = 2e-5
-    staging = small(pieces=4)
     streams = [CudaStream(torch.cuda.Stream()) for _ in range(3)]
     ts = [fresh(1 + i % 97, torch.int32) for i in range(500)]
     up, down = (
@@ -225,38 +200,24 @@ async def test_s2_a_thousand_small_copies_in_flight_on_three_streams(simulated_c
     assert simulated_cuda.synchronisations == before
     there = up.cpu()
     assert all(torch.equal(there[i, : t.numel()], t) and torch.equal(back[i], t) for i, t in enumerate(ts))
-    assert staging.pool.lent == 0
-    assert staging.pool.pinned_bytes <= 4 * PIECE
 
 
 async def test_s2_where_pinning_fails_copies_are_right_after_one_warning(simulated_cuda: SimulatedCuda) -> None:
     simulated_cuda.pinning_fails = True
-    staging, stream = small(), torch.cuda.Stream()
+    staging = staging_here()
     t = fresh(1)
     with pytest.warns(RuntimeWarning, match="cannot be pinned"):
         assert torch.equal(await there_and_back(staging, t, (False, False)), t)
     for nbytes in SIZES:  # where another warning would be an error
         t = fresh(nbytes)
         assert torch.equal(await there_and_back(staging, t, (False, False)), t)
-    simulated_cuda.pinning_fails = False
-    # The host waits for each copy, so none begins before all is over that it would wait for.
-    t, into = fresh(2 * PIECE), torch.empty(2 * PIECE, dtype=torch.uint8)
-    with torch.cuda.stream(stream), simulated_cuda.paused(stream):
-        on_device = torch.empty_like(t, device="cuda")
-        held = [copied(staging, on_device, t, stream), copied(staging, into, on_device, stream)]
-        before = simulated_cuda.synchronisations.total()
-        other = torch.empty_like(t)
-        await until_over(copied(staging, other, torch.full_like(t, 5, device="cuda"), torch.cuda.Stream()))
-        assert simulated_cuda.synchronisations.total() - before == 2, "one for each piece of the other"
-    for one in held:
-        await until_over(one)
 
 
 async def test_s2_a_warning_that_is_an_error_ends_no_copy(
     simulated_cuda: SimulatedCuda, reports: list[dict[str, object]]
 ) -> None:
     simulated_cuda.pinning_fails = True
-    staging = small()
+    staging = staging_here()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         t = fresh(3 * PIECE)
@@ -268,7 +229,7 @@ async def test_s2_a_warning_that_is_an_error_ends_no_copy(
 async def test_s2_a_device_that_fails_is_told_and_gives_the_memory_back(
     simulated_cuda: SimulatedCuda, pin: bool
 ) -> None:
-    staging, stream = small(), torch.cuda.Stream()
+    staging, stream = staging_here(), torch.cuda.Stream()
     t = torch.zeros(6 * PIECE, dtype=torch.uint8, pin_memory=pin)
     into = torch.empty_like(t, device="cuda")
     torch.cuda.synchronize()
@@ -280,13 +241,12 @@ async def test_s2_a_device_that_fails_is_told_and_gives_the_memory_back(
             await until_over(one)
     with pytest.raises(BackendError, match="illegal memory access"):
         await until_over(copied(staging, into, t, stream))
-    assert staging.pool.lent == 0
 
 
 @pytest.mark.usefixtures("simulated_cuda")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11, once
 async def test_s2_what_cannot_be_copied_is_an_error_of_the_copy() -> None:
-    staging, stream = small(), torch.cuda.Stream()
+    staging, stream = staging_here(), torch.cuda.Stream()
     with pytest.raises(BackendError, match="a copy on cuda:0 failed"):
         await until_over(copied(staging, torch.zeros(4, device="cuda"), torch.zeros(5, device="cuda"), stream))
     sparse = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([2.0]), (5,), check_invariants=True)
@@ -296,11 +256,12 @@ async def test_s2_what_cannot_be_copied_is_an_error_of_the_copy() -> None:
 
 @pytest.mark.usefixtures("simulated_cuda")
 async def test_s2_a_long_copy_is_left_to_the_progress_thread() -> None:
-    staging, stream = Staging.of(Progress.current()), torch.cuda.Stream()
+    staging, stream = staging_here(), torch.cuda.Stream()
     t = fresh(LARGE_BYTES)
     with torch.cuda.stream(stream):
-        on_device = torch.empty_like(t, device="cuda")
-    over = copied(staging, on_device, t, stream)
+        on_device = t.to("cuda")
+    t.zero_()
+    over = copied(staging, t, on_device, stream)
     async with asyncio.timeout(20):
         while not staging.progress.large:
             assert not over.done()
@@ -313,7 +274,7 @@ async def test_s2_a_long_copy_is_left_to_the_progress_thread() -> None:
 
 @pytest.mark.usefixtures("simulated_cuda")
 async def test_s2_two_devices_have_streams_of_their_own() -> None:
-    staging = small()
+    staging = staging_here()
     for index in (0, 1):
         device = torch.device("cuda", index)
         assert staging.to_host(device) is staging.to_host(device)
@@ -332,7 +293,7 @@ async def test_s2_two_devices_have_streams_of_their_own() -> None:
 
 @pytest.mark.usefixtures("simulated_cuda")
 async def test_s2_nothing_keeps_the_tensors_when_a_copy_is_over() -> None:
-    staging, stream = small(), torch.cuda.Stream()
+    staging, stream = staging_here(), torch.cuda.Stream()
     freed: list[bool] = []
 
     class Watched:
@@ -346,3 +307,16 @@ async def test_s2_nothing_keeps_the_tensors_when_a_copy_is_over() -> None:
     await until_over(copied(staging, on_device, t, stream))
     del t
     assert freed
+
+
+@pytest.mark.usefixtures("simulated_cuda")
+async def test_s2_what_is_pinned_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiodist.streams.staging.PINNED_BYTES", 3 * PIECE)
+    staging = staging_here()
+    held = [staging.buffer(PIECE) for _ in range(5)]
+    assert [t.is_pinned() for t in held] == [True] * 3 + [False] * 2
+    view = held[0][:8].view(torch.float32)
+    held.clear()
+    assert [staging.buffer(2 * PIECE).is_pinned(), staging.buffer(3 * PIECE).is_pinned()] == [True, False]
+    del view
+    assert staging.buffer(3 * PIECE).is_pinned()

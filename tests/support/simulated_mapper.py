@@ -18,7 +18,7 @@ class SimulatedMapper(Mapper):
     """A `Mapper` among ranks of one process, for CPU tensors too; give it to `Mappings`.
 
     It demands what the real one does, and raises AssertionError otherwise: a description is opened or discarded once;
-    memory is not closed on a device that failed, nor while a stream that was current where it was asked for has work
+    memory is not closed while a stream that was current where it was asked for has work
     queued. As there, `record_stream` does nothing for memory that was described. Unlike CUDA's, memory goes back when
     the tensor dies, so that code that uses it later reads poison.
     """
@@ -29,8 +29,6 @@ class SimulatedMapper(Mapper):
         self.exported = 0
         self.opened: set[bytes] = set()
         """Descriptions that are opened now."""
-        self.leaked: set[bytes] = set()
-        """Descriptions that stay open."""
         self._used: set[bytes] = set()
         self._name = place
 
@@ -80,21 +78,12 @@ class _Opened(Own):
             self._streams.add(torch.cuda.current_stream(memory.device))
         return memory
 
-    def lost(self) -> bool:
-        try:
-            self._busy()
-        except RuntimeError:
-            return True
-        return False
-
     def close(self) -> None:
-        assert not self.lost(), "memory is closed on a device that failed, which ends the process"
         assert not self._busy(), "memory is closed that a stream may still use"
         self._mapper.opened.remove(self._description)
 
-    def leak(self) -> None:
-        self._mapper.opened.remove(self._description)
-        self._mapper.leaked.add(self._description)
-
     def _busy(self) -> bool:
-        return any(not stream.query() for stream in self._streams)
+        try:
+            return any(not stream.query() for stream in self._streams)
+        except RuntimeError:  # the device failed
+            return False

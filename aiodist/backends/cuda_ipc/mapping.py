@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from abc import ABC, abstractmethod
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -27,28 +26,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from aiodist.errors import BackendError
 from aiodist.streams import OnStream
-from aiodist.streams.capture import Uncaptured
-from aiodist.streams.leak import leak
 
 _REMEDY = 'take impl="staged" for it, or memory of torch\'s native allocator'
-
-
-class Mapped(ABC):
-    """The memory of somebody else's storage."""
-
-    @abstractmethod
-    def memory(self) -> Tensor:
-        """Return all of it, flat, as bytes; raise BackendError where it is gone."""
-
-    def lost(self) -> bool:
-        """Return True where its device failed: it can only be leaked."""
-        return False
-
-    def close(self) -> None:  # noqa: B027  - there may be nothing to do
-        """Let go of it, when nothing that was queued uses it any more."""
-
-    def leak(self) -> None:  # noqa: B027
-        """Keep it mapped for as long as the process lives."""
 
 
 class Mapper:
@@ -82,8 +61,7 @@ class Mapper:
         if process == _process():  # CUDA does not open what this process has already
             self.discard(description)
             return Own(cdata, device)
-        _check_reachable(uuid, device)
-        # Torch knows by its handle alone which allocation is open.
+        # Torch knows by its handle alone which allocation is open, and would give the first device's mapping again.
         allocation = self._allocations.setdefault(handle, _Allocation(device))
         if allocation.device != device:
             raise BackendError(f"memory of another rank is mapped on {allocation.device}: it cannot be on {device} too")
@@ -95,7 +73,7 @@ class Mapper:
             raise BackendError(f"memory of the GPU {uuid} cannot be mapped on {device}: {error}; {_REMEDY}") from error
         if device not in self._idle:
             self._idle[device] = torch.cuda.Stream(device=device)
-        return _Foreign(flat(storage, device), self._idle[device], allocation)
+        return Mapped(flat(storage, device), self._idle[device], allocation)
 
     def discard(self, description: bytes) -> None:
         """Say that what another rank's `export` describes is never opened."""
@@ -109,6 +87,34 @@ class Mapper:
         return self._places[device]
 
 
+class _Allocation:
+    """What storages of other processes lie in."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+
+class Mapped:
+    """The memory of somebody else's storage."""
+
+    def __init__(self, memory: Tensor, idle: torch.cuda.Stream, allocation: _Allocation) -> None:
+        """`idle` is a stream on which there is nothing."""
+        self._memory: Tensor | None = memory
+        self._allocation: _Allocation | None = allocation
+        self._idle = idle
+
+    def memory(self) -> Tensor:
+        """Return all of it, flat, as bytes; raise BackendError where it is gone."""
+        if self._memory is None:
+            raise BackendError("memory of another rank is used after it was let go of")
+        return self._memory
+
+    def close(self) -> None:
+        """Let go of it, when nothing that was queued uses it any more."""
+        with OnStream(self._idle):  # its end waits for the current stream
+            self._memory = self._allocation = None
+
+
 class Own(Mapped):
     """A storage of this process, which another of its ranks lends: looked at, not kept alive."""
 
@@ -120,45 +126,8 @@ class Own(Mapped):
     def memory(self) -> Tensor:
         return flat(_lent(self._storage.cdata), self._device)
 
-
-class _Allocation:
-    """What storages of other processes lie in."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-
-class _Foreign(Mapped):
-    """Memory of another process.
-
-    Torch checks what it calls when it ends, in a destructor: on a device that is lost that is the end of the process.
-    """
-
-    def __init__(self, memory: Tensor, idle: torch.cuda.Stream, allocation: _Allocation) -> None:
-        self._memory: Tensor | None = memory
-        self._idle = idle
-        self._allocation: _Allocation | None = allocation
-
-    def memory(self) -> Tensor:
-        if self._memory is None:
-            raise BackendError("memory of another rank is used after it was let go of")
-        return self._memory
-
-    def lost(self) -> bool:
-        with Uncaptured():
-            try:
-                self._idle.query()
-            except RuntimeError:
-                return True
-        return False
-
     def close(self) -> None:
-        # Its end waits for the current stream, which has things to do: let it be one that has none.
-        with Uncaptured(), OnStream(self._idle):
-            self._memory = self._allocation = None
-
-    def leak(self) -> None:
-        leak(self._memory)
+        """Nothing is held."""
 
 
 def flat(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
@@ -189,12 +158,3 @@ def _lent(cdata: int) -> torch.UntypedStorage:
 def _process() -> tuple[int, int]:
     """Return what no other process of this host has, in any container."""
     return os.stat("/proc/self/ns/pid").st_ino, os.getpid()
-
-
-def _check_reachable(uuid: str, device: torch.device) -> None:
-    """Raise BackendError where it is known that `device` cannot reach the memory of the GPU `uuid`."""
-    for index in range(torch.cuda.device_count()):
-        if index != device.index and str(torch.cuda.get_device_properties(index).uuid) == uuid:
-            if not torch.cuda.can_device_access_peer(device, index):
-                raise BackendError(f"{device} has no access to the memory of cuda:{index}, GPU {uuid}; {_REMEDY}")
-            return

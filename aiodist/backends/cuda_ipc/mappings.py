@@ -3,9 +3,8 @@
 A rank *lends* a storage under a number of its own, which it never uses again. It sends the other ranks a description of
 the storage until each of them has said that the description arrived; from then on it sends the number alone. The rank
 knows a storage by torch's own object, to which it keeps a weak reference, and not by its address, which another storage
-may have later. When a storage dies, or is resized, the next announcement names its number to the ranks that had it;
-where no operation follows, `ReleaseNotices` does. They then close their mapping, and until then torch keeps the memory:
-see [Note: kept memory].
+may have later. When a storage dies, or is resized, the next announcement names its number to the ranks that had it.
+They then close their mapping, and until then torch keeps the memory: see [Note: kept memory].
 
 [Note: loans] One operation is one *loan*: it announces a tensor to some ranks and hears of theirs. It ends when all of
 these ranks have said that they have finished with it, so each of them has heard of the number by then. A rank declares
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
 _TOPIC = "cuda_ipc"
 _LOOK_SECONDS = 1.0
-_LOOKS = 8  # of how many storages a loan finds out, one after another, whether they have died: each costs 1 us
 
 
 class _Announcement(NamedTuple):
@@ -108,8 +106,6 @@ class _Borrowed:
     def close(self) -> None:
         if self._mapped is None:
             self._mapper.discard(self._description)
-        elif self.users or self._mapped.lost():
-            self._mapped.leak()
         else:
             self._mapped.close()
 
@@ -124,24 +120,19 @@ class Mappings:
     def __init__(self, mapper: Mapper | None = None) -> None:
         self._mapper = mapper or Mapper()
         self._numbers = itertools.count(1)
-        self._looked: Iterator[int] = iter(())
         self._lent: dict[int, _Lent] = {}  # by torch's object
         self._dead: dict[int, list[int]] = {}  # what each rank is still to hear of
         self._borrowed: dict[tuple[int, int], _Borrowed] = {}  # by rank and its number
         self._closed = False
 
-    @property
-    def lends(self) -> bool:
-        """Whether others may have something mapped, be it dead."""
-        return bool(self._lent or self._dead)
-
     async def aclose(self) -> None:
         """Let go of everything but what a loan still uses; all operations are over, or given up."""
         with transport_lock:
             self._closed = True
-            for borrowed in self._borrowed.values():
-                borrowed.close()
-            self._borrowed.clear()
+            for key, borrowed in list(self._borrowed.items()):
+                if not borrowed.users:
+                    borrowed.close()
+                    del self._borrowed[key]
             self._lent = {key: lent for key, lent in self._lent.items() if lent.users}
             self._dead.clear()
 
@@ -152,7 +143,7 @@ class Mappings:
         if self._closed:
             raise BackendError("memory is shared with ranks whose communicator is closed")
         key = address_of(t.untyped_storage())
-        self._forget_some()
+        self._forget_dead()
         lent = self._lent.get(key)
         if lent is not None and lent.dead:  # it was resized while another loan uses what it was
             self._forget(key)
@@ -192,23 +183,14 @@ class Mappings:
 
     def collect_dead(self) -> Mapping[int, Sequence[int]]:
         """Forget all that died, and return what each rank is to `release`, unless it has heard of it already."""
-        for key, lent in list(self._lent.items()):
-            if lent.dead and not lent.users:
-                self._forget(key)
+        self._forget_dead()
         told, self._dead = self._dead, {}
         return told
 
-    def _forget_some(self) -> None:
-        """Forget some of those that died: all of them, where they are few."""
-        for _ in range(min(_LOOKS, len(self._lent))):
-            if (key := next(self._looked, None)) is None:
-                self._looked = iter(list(self._lent))
-                key = next(self._looked)
-            lent = self._lent.get(key)
-            if lent is not None and lent.dead and not lent.users:
+    def _forget_dead(self) -> None:
+        for key, lent in list(self._lent.items()):
+            if lent.dead and not lent.users:
                 self._forget(key)
-            if not self._lent:
-                return
 
     def _forget(self, key: int) -> None:
         lent = self._lent.pop(key)
@@ -341,8 +323,7 @@ class ReleaseNotices(Quiet):
 
     def _look(self) -> None:
         self._next = self._progress.loop.call_later(_LOOK_SECONDS, self._look)
-        if self._mappings.lends:
-            self._progress.start(self._tell)
+        self._progress.start(self._tell)
 
     def _tell(self) -> None:
         for rank, numbers in self._mappings.collect_dead().items():

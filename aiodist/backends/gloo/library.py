@@ -1,4 +1,4 @@
-"""What is used of torch's gloo, and its errors as ours.
+"""What is used of torch's gloo: how its groups are made over the control channel, and its errors as ours.
 
 [Note: gloo] What was found out about torch 2.13's gloo, and what follows from it:
 
@@ -15,15 +15,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor
 
-from aiodist.errors import BackendError, BackendUnavailable
+from aiodist.backends.base import in_thread
+from aiodist.errors import AiodistError, BackendError, BackendUnavailable
+
+if TYPE_CHECKING:
+    from aiodist.control import Channel
 
 try:
     from torch._C import _distributed_c10d as c10d
@@ -31,28 +38,14 @@ try:
 except ImportError as error:
     raise BackendUnavailable(f"this torch was built without gloo: install one from pytorch.org ({error})") from error
 
-__all__ = [
-    "CLOSE_SECONDS",
-    "FOREVER",
-    "FRAMES",
-    "LAST_PAYLOAD",
-    "PAYLOADS",
-    "PrefixStore",
-    "ProcessGroup",
-    "Store",
-    "Work",
-    "abort_group",
-    "backend_error",
-    "c10d",
-    "empty",
-    "pieces",
-]
+__all__ = ["ProcessGroup", "Work", "c10d"]
 
 FOREVER: Final = timedelta(days=3000)
 """Deadlines are the handles' business."""
 CLOSE_SECONDS: Final = 5.0
 
 _PIECE_BYTES = 1 << 30
+_SETUP_SECONDS = 60.0
 
 FRAMES, _NEVER, PAYLOADS, LAST_PAYLOAD = 0, 1, 2, 1 << 30  # gloo's tags
 
@@ -80,3 +73,89 @@ def backend_error(error: Exception, what: str = "") -> BackendError:
     wrapped = BackendError(f"gloo: {what}{str(error).partition(chr(10) + 'Exception raised from')[0]}")
     wrapped.__cause__ = error.with_traceback(None)  # its frames hold tensors and connections
     return wrapped
+
+
+class _ChannelStore(Store):
+    """What gloo asks while its ranks connect, answered by the control channel; gloo calls it in a thread."""
+
+    def __init__(self, channel: Channel, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._channel = channel
+        self._loop = loop
+        self._asking: concurrent.futures.Future[Any] | None = None
+        self._given_up = False
+        self.error: BaseException | None = None
+
+    def set(self, key: str, value: Any) -> None:  # noqa: ANN401  - bytes, where the stub says str
+        self._ask(self._channel.set(f"gloo/{key}", bytes(value)))
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self._ask(self._channel.get(f"gloo/{key}", timeout=_SETUP_SECONDS))
+        return value
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+    def abort(self) -> None:
+        """Have what waits raise, from the loop's thread."""
+        self._given_up = True
+        if self._asking is not None:
+            self._asking.cancel()
+
+    def _ask(self, question: Any) -> Any:  # noqa: ANN401
+        try:
+            self._asking = asyncio.run_coroutine_threadsafe(question, self._loop)
+            if self._given_up:
+                self._asking.cancel()
+            return self._asking.result()
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+class GlooRendezvous:
+    """How process groups are made: over the control channel."""
+
+    def __init__(self, channel: Channel, *, one_host: bool) -> None:
+        """`one_host`: all ranks are, so that they can use the loopback interface."""
+        self._channel = channel
+        self._one_host = one_host
+        self.devices: list[Any] = []
+        self.rank = channel.rank
+
+    async def group(self, name: str, rank: int, size: int) -> ProcessGroup:
+        """Return the process group `name`, which all its ranks make at the same time."""
+        if not self.devices:
+            self.devices = [await in_thread(partial(_device, self._one_host))]
+        store = _ChannelStore(self._channel, asyncio.get_running_loop())
+        try:
+            return await in_thread(partial(self._connect, PrefixStore(name, store), rank, size))
+        except asyncio.CancelledError:
+            store.abort()
+            raise
+        except Exception as error:
+            if isinstance(store.error, AiodistError):
+                raise store.error from error
+            raise backend_error(error) from error
+
+    def _connect(self, store: Store, rank: int, size: int) -> ProcessGroup:
+        make: Any = c10d.ProcessGroupGloo  # its stub lacks most of what `ProcessGroup` has
+        options = make._Options()
+        options._devices = self.devices
+        options._threads = 2
+        options._timeout = timedelta(seconds=_SETUP_SECONDS)
+        return cast(ProcessGroup, make(store, rank, size, options))
+
+    async def part(self) -> None:
+        """Wait until all ranks are about to close: a connection that is closed takes what is under way with it."""
+        with suppress(AiodistError, RuntimeError):
+            if await self._channel.add("gloo/parting") == self._channel.size:
+                await self._channel.set("gloo/parted", b"")
+            await self._channel.get("gloo/parted", timeout=CLOSE_SECONDS)
+
+
+def _device(one_host: bool) -> Any:  # noqa: ANN401
+    if one_host:
+        return c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    return c10d.ProcessGroupGloo.create_default_device()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from aiodist.backends.base import started
 from aiodist.backends.gloo.library import Work
-from aiodist.backends.threads import started
 from aiodist.handles import Handle, Origin, from_future, from_source
 
 

@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from aiodist.backends.base import Capabilities, Done, Native, Transport
+from aiodist.backends.base import Capabilities, Done, Native, Transport, in_thread
 from aiodist.backends.inplace import bytes_of
 from aiodist.backends.mpi.library import MPI, PIECE_BYTES, as_backend_error, cuda_aware
 from aiodist.backends.mpi.native import MpiNative, Pipeline
 from aiodist.backends.mpi.requests import Requests, address, spec, start
-from aiodist.backends.threads import in_thread
 from aiodist.errors import BackendError
 from aiodist.handles import Progress, join
 from aiodist.handles.progress import transport_lock

@@ -4,8 +4,7 @@ Nothing of it is imported before `load`, so that a machine without it never noti
 in [Note: nccl] of `library`.
 """
 
-from aiodist.backends.nccl.group import Exchange, NcclGroup
-from aiodist.backends.nccl.groups import NcclGroups
+from aiodist.backends.nccl.group import Exchange, NcclGroup, NcclGroups
 from aiodist.backends.nccl.launch_order import LaunchOrder, LaunchSlot
 from aiodist.backends.nccl.library import Library, load, missing, refuses, version, version_installed
 from aiodist.backends.nccl.native import NcclNative, supports

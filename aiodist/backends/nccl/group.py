@@ -1,11 +1,12 @@
-"""One NCCL communicator: opened at its first use, called in order, given up when it fails."""
+"""NCCL communicators: each made once, opened at its first use, called in order, given up when it fails."""
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +15,11 @@ from typing import Any
 
 import torch
 
-from aiodist.backends.base import Done, again
+from aiodist.backends.base import Done, again, started
 from aiodist.backends.nccl.launch_order import LaunchOrder, LaunchSlot
 from aiodist.backends.nccl.library import ID_BYTES, IN_PROGRESS, SUCCESS, Library
-from aiodist.backends.threads import started
 from aiodist.errors import BackendError
+from aiodist.handles import Handle, Progress
 from aiodist.streams import OnStream, Staging
 
 CLOSE_SECONDS = 5.0
@@ -34,6 +35,7 @@ Launch = Callable[[Any, int], None]
 Exchange = Callable[[bytes | None, Callable[[bytes | None, BaseException | None], None]], None]
 """(rank 0's message or None, then): has every rank's `then(message, error)` called, with the transport lock held."""
 _Work = concurrent.futures.Future[Any]
+_Key = tuple[str, tuple[int, ...], int, torch.device]
 
 
 @dataclass(eq=False, slots=True)
@@ -345,3 +347,58 @@ class NcclGroup:
             done(None)
         else:
             self._threads.append(_Thread(self._last, lambda work: done(None), monotonic() + 2 * CLOSE_SECONDS))
+
+
+class NcclGroups:
+    """All groups of one world: what `progress` polls.
+
+    `poll` runs with the transport lock held, in any thread; all else belongs to the loop's. To iterate goes over the
+    groups that were not released.
+    """
+
+    rings = False
+
+    def __init__(self, library: Library, progress: Progress) -> None:
+        self._library = library
+        self._progress = progress
+        self._groups: dict[_Key, NcclGroup] = {}
+        self._polled: tuple[NcclGroup, ...] = ()
+        """Replaced and never changed, since other threads go through it; released ones, too, until they are over."""
+        progress.add_poller(self)
+
+    def of(self, name: str, ranks: Sequence[int], rank: int, device: torch.device) -> NcclGroup:
+        """Return the group of these ranks, named alike on all of them, and my device: always the same object."""
+        key = (name, tuple(ranks), rank, device)
+        group = self._groups.get(key)
+        if group is None:
+            staging = Staging.of(self._progress)
+            group = self._groups[key] = NcclGroup(self._library, name, ranks, rank, device, staging)
+            self._polled = (*self._polled, group)
+        return group
+
+    def __iter__(self) -> Iterator[NcclGroup]:
+        return iter(tuple(self._groups.values()))
+
+    def __len__(self) -> int:
+        return sum([group.pending for group in self._polled])
+
+    def poll(self, until: float = 0.0) -> bool:
+        moved = False
+        for group in self._polled:
+            moved = group.poll() or moved
+        return moved
+
+    async def release(self, group: NcclGroup, *, drained: bool) -> None:
+        """Release `group`, see there, and wait until that is over; `of` makes a new one from now on."""
+        self._groups = {key: known for key, known in self._groups.items() if known is not group}
+        ended: Handle[None] = Handle(self._progress, "release")
+        self._progress.start(partial(group.release, lambda _: ended.resolve(None), drained=drained))
+        await ended
+        self._polled = tuple([known for known in self._polled if known is not group])
+
+    async def aclose(self, *, drained: bool) -> None:
+        """Release all; with `drained` every rank calls it and nothing is in flight. It takes some seconds at most."""
+        try:
+            await asyncio.gather(*(self.release(group, drained=drained) for group in self))
+        finally:
+            self._progress.remove_poller(self)

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from aiodist import _core
+from aiodist.backends.base import in_thread
 from aiodist.backends.shm.memory import Arena, Place, check_segment, segment_fd
-from aiodist.backends.threads import in_thread
 from aiodist.control import exchange
 from aiodist.errors import BackendError
 from aiodist.handles.progress import leave_bell, sleep_at

@@ -242,9 +242,9 @@ class Accelerator:
 
     async def aclose(self) -> None:
         """Let go of the neighbours' memory and of NCCL, once every communicator is closed or given up."""
-        self._release_notices.close()
         if self._groups is not None:
             await self._groups.aclose(drained=False)
+        self._release_notices.close()
         await self._mappings.aclose()
 
 

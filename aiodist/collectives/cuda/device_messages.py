@@ -136,7 +136,7 @@ class _Message:
             i, self._begun = self._begun, self._begun + 1
             self._out += 1
             first, last = self._cuts[i]
-            self._send_on(i, self._flat[first:last], self._staging.pool.take(last - first))
+            self._send_on(i, self._flat[first:last], self._staging.buffer(last - first))
         if self._out == 0:
             self._end(self._error)
 
@@ -145,7 +145,6 @@ class _Message:
         raise NotImplementedError
 
     def _over(self, buffer: Tensor, error: BaseException | None) -> None:
-        self._staging.pool.release(buffer)
         self._error = self._error or error
         self._out -= 1
         self.advance()

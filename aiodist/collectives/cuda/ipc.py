@@ -44,7 +44,7 @@ from aiodist.collectives.program import Call, Endpoint, Implementation, Program
 from aiodist.collectives.scheduled import SubEndpoint
 from aiodist.errors import BackendError
 from aiodist.streams import Events
-from aiodist.streams.events import idle
+from aiodist.streams.events import device_error, idle
 from aiodist.types import OPERATIONS, ReduceOp
 
 _LENGTH = struct.Struct("<I")
@@ -240,7 +240,7 @@ class CudaIpc(Implementation):
         try:
             self._events.watch(stream, done)
         except RuntimeError as error:
-            done(self._events.lost(error))
+            done(device_error(error))
 
     def _agree(
         self, ep: Endpoint, lenders: Sequence[int], hearers: Sequence[int], failure: Exception | None

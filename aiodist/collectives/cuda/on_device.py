@@ -13,7 +13,7 @@ from aiodist.backends.base import Done
 from aiodist.collectives.program import Call, Nested, Program, meet
 from aiodist.handles import Handle, Progress
 from aiodist.streams import Events, Fence, OnStream, lend
-from aiodist.streams.events import idle
+from aiodist.streams.events import device_error, idle
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class DeviceWork:
                 self._behind = self._events.record(self._caller)
             except RuntimeError as error:
                 self.cancel()  # the launch order goes on to the next operation
-                raise self._events.lost(error) from error
+                raise device_error(error) from error
 
     def current(self) -> AbstractContextManager[object]:
         """Return a block in which its stream is the current one."""
@@ -65,7 +65,7 @@ class DeviceWork:
         try:
             self.fence.reached(self._events.watch(self.stream, partial(self._over, done)))
         except RuntimeError as error:
-            self._over(done, self._events.lost(error))
+            self._over(done, device_error(error))
 
     def _over(self, done: Done, error: BaseException | None) -> None:
         self.fence.reached(None)  # its event is somebody else's from now on
@@ -79,7 +79,7 @@ class DeviceWork:
 
     def told(self, error: BaseException) -> BaseException:
         """Return what the operation fails with: torch's word for a device that is lost, as one of ours."""
-        return self._events.lost(error) if isinstance(error, torch.AcceleratorError) else error
+        return device_error(error) if isinstance(error, torch.AcceleratorError) else error
 
     def cancel(self) -> None:
         """Nothing of it will be done; from any thread."""

@@ -12,6 +12,7 @@ from aiodist.backends.base import Done, Operation, guarded
 from aiodist.backends.nccl import NcclGroup, NcclNative
 from aiodist.handles import Progress
 from aiodist.streams import Events, Fence
+from aiodist.streams.events import device_error
 from aiodist.types import ReduceOp
 
 Queue = Callable[[Tensor, Done], tuple[Fence, Callable[[], None]]]
@@ -66,7 +67,7 @@ def by_nccl(progress: Progress, group: NcclGroup, op: ReduceOp) -> Queue:
             try:
                 event = events.record(stream)
             except RuntimeError as raised:
-                over(failed, events.lost(raised))
+                over(failed, device_error(raised))
                 return
             fence.reached(event)
             events.add(stream, event, partial(over, failed))

@@ -149,28 +149,20 @@ class Staged(Implementation):
         work.end()
 
     def _lane(self, p: Primitives, kind: dtype, work: _Work, chunks: Iterable[_Chunk]) -> Program[None]:
-        pool = self._staging.pool
         behind = True  # other work of the device, which may not be over
         for chunk in chunks:
-            buffer = pool.take(chunk.numel * kind.itemsize)
-            host = buffer.view(kind)
+            host = self._staging.buffer(chunk.numel * kind.itemsize).view(kind)
             reads = [(host[at : at + t.numel()], t) for at, t in chunk.reads if t.numel()]
-            try:
-                # Also where nothing is read: programs in lockstep count their steps.
-                yield [partial(work.read, reads, behind)] if reads else []
-                behind = behind and not reads
-                yield from computed(p, chunk.operation(host))
-                writes = [(t, host[at : at + t.numel()]) for at, t in chunk.writes if t.numel()]
-                if writes and behind:
-                    yield [work.begun]
-                    behind = False
-            except Exception:  # not where it is dropped: then a transfer may still use the buffer
-                pool.release(buffer)
-                raise
+            # Also where nothing is read: programs in lockstep count their steps.
+            yield [partial(work.read, reads, behind)] if reads else []
+            behind = behind and not reads
+            yield from computed(p, chunk.operation(host))
+            writes = [(t, host[at : at + t.numel()]) for at, t in chunk.writes if t.numel()]
+            if writes and behind:
+                yield [work.begun]
+                behind = False
             if writes:
-                yield [partial(work.write, writes, buffer)]
-            else:
-                pool.release(buffer)
+                yield [partial(work.write, writes)]
 
 
 class _Work:
@@ -191,15 +183,10 @@ class _Work:
         """Copy to the host, `behind` what the operation comes behind, unless that is known to be over."""
         self._staging.copies(pairs, self._current if behind else self._to_host, ignore, done)
 
-    def write(self, pairs: Copies, buffer: Tensor, done: Done) -> None:
-        """Queue the copies to the device; `buffer` is free when they are over."""
+    def write(self, pairs: Copies, done: Done) -> None:
+        """Queue the copies to the device."""
         told = once(done)
-
-        def over(error: BaseException | None) -> None:
-            self._staging.pool.release(buffer)
-            told(error)
-
-        self._staging.copies(pairs, self._to_device, lambda _: told(None), over)
+        self._staging.copies(pairs, self._to_device, lambda _: told(None), told)
 
     def end(self) -> None:
         """Let the operation's stream go on behind all copies."""

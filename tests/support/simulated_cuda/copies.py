@@ -59,9 +59,7 @@ def _to_host(world: SimulatedCuda, into: torch.Tensor, t: DeviceTensor, non_bloc
     lane = world.current_stream(t.cuda_index).lane
     plain, block = world.memory.alias(t)
     _launch_copy(world, lane, "d2h", into.detach(), plain, [block])
-    if non_blocking and world.memory.is_pinned(into):
-        world.memory.copied(into, lane.index)
-    else:
+    if not non_blocking or not world.memory.is_pinned(into):
         world.wait(lane.mark(), lane.index, "implicit")
 
 
@@ -70,8 +68,6 @@ def _from_host(world: SimulatedCuda, into: DeviceTensor, t: torch.Tensor, non_bl
     plain, block = world.memory.alias(into)
     pinned = world.memory.is_pinned(t)
     source = t.detach() if pinned else t.detach().clone()
-    if pinned and non_blocking:
-        world.memory.copied(t, lane.index)
     _launch_copy(world, lane, "h2d", plain, source, [block])
     if not non_blocking and t.dim():
         world.wait(lane.mark(), lane.index, "implicit")

@@ -65,8 +65,8 @@ class SimulatedCuda(World):
     "device", "stream" and "event" for a call of `synchronize` that says so, "implicit" for an operation that has to
     wait (`item()`, `cpu()`, `nonzero()`, …). `fallbacks` counts operators whose result's shape is not known without
     running them: the host waits for them, unlike on a GPU. `hazards` lists what used memory after it was freed, and
-    what was freed when its device was lost, where torch's destructor aborts the process. `pinning_fails` makes every
-    attempt to pin memory raise.
+    what was lent to another stream and freed when its device was lost, where torch's destructor aborts the process.
+    `pinning_fails` makes every attempt to pin memory raise.
     """
 
     def __init__(self, devices: int, seed: int, delay: float) -> None:

@@ -79,7 +79,6 @@ class Memory:
         self._world: Final = world
         self._blocks: Final[dict[int, Allocation]] = {}  # by address
         self._pinned: Final[dict[int, weakref.ref[object]]] = {}
-        self._copied: Final[dict[int, set[int]]] = {}  # by address of pinned memory, the devices
 
     def index(self, storage: torch.UntypedStorage) -> int:
         """Return the device of a storage; RuntimeError where it is on none."""
@@ -140,8 +139,6 @@ class Memory:
 
         def dead(_: object) -> None:
             del self._pinned[address]
-            for index in self._copied.pop(address, ()):
-                self._freed(index, "pinned memory that a copy had used without waiting for it")
 
         self._pinned[address] = weakref.ref(lease, dead)
         return made
@@ -150,10 +147,6 @@ class Memory:
         """Note what ends the process with torch, whose destructors record an event then, and raise."""
         if index in self._world.errors and not self._world.closed:
             self._world.hazards.append(f"{what} was freed when cuda:{index} was lost: torch aborts there")
-
-    def copied(self, t: torch.Tensor, index: int) -> None:
-        """Note a copy between pinned memory and a device for which the host does not wait."""
-        self._copied.setdefault(t.untyped_storage().data_ptr(), set()).add(index)
 
     def is_pinned(self, t: torch.Tensor) -> bool:
         """Whether a host tensor lies in pinned memory."""
