@@ -33,6 +33,7 @@ EXCEPTIONS = {
     ("aiodist/testing/ranks.py", "_context"): "asyncio's, of one of its handles",
     ("aiodist/world/generation.py", "_selector"): "asyncio's, of its event loop",
     ("handles/handle.py", "_origin"): "its own: the compiled base has it",
+    ("handles/handle.py", "_account"): "the same",
     ("handles/handle.py", "_rest"): "the same",
 }
 """Why a module may use a private name all the same, by the module and the name."""
