@@ -18,7 +18,7 @@ from aiodist.nn.data_parallel import DataParallel, check_one_pass
 from aiodist.nn.forward import Forward
 from aiodist.nn.next_forward import NextForward, UpdatedAhead
 from aiodist.nn.reduction import Reduction
-from aiodist.nn.settings import Changes, StepSettings, count_as_stepped
+from aiodist.nn.settings import StepSettings, count_as_stepped
 
 
 class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
@@ -35,8 +35,8 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
     last step once `flush` was awaited.
 
     `make_optimizer(params)` is called once for each bucket, with a list of its parameters: it may sort them into
-    groups by their identity. `net.settings` hold for it; with clip_norm, which may be given here too, or a scaler an
-    update takes all gradients: then the next forward waits for everything. Learning rates are set in `param_groups`; a
+    groups by their identity. `net.settings` hold for it; with clip_norm or a scaler an update takes all gradients: then
+    the next forward waits for everything. Learning rates are set in `param_groups`; a
     scheduler of torch goes with each of `optimizers`, and as a setting steps once all updates of a step are made. The
     buckets are those of the moment when it is made.
 
@@ -46,16 +46,9 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
     pass_lag = 1
 
-    def __init__(
-        self,
-        net: DataParallel,
-        make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
-        *,
-        clip_norm: float | None = None,
-    ) -> None:
+    def __init__(self, net: DataParallel, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
         super().__init__(net, make_optimizer)
-        self._own = Changes() if clip_norm is None else Changes(clip_norm=clip_norm)
-        self._settings = StepSettings().changed(net.module, self._own)
+        self._settings = StepSettings()
         """Those of the step whose updates are left."""
         self._parts = [_BucketOptimizer(slots, make_optimizer) for slots in net.reducer.keep_buckets(urgent=True)]
         self._part_of = {slot.index: part for part in self._parts for slot in part.slots}
@@ -120,7 +113,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         self._places = {self._part_of[bucket.slots[0].index]: i for i, bucket in enumerate(reduction.buckets)}
         self._ahead.left = {part: reduction.settled[self._places[part]] for part in self._parts if part in self._places}
         self._complete = True
-        self._settings = forward.settings.changed(self._net.module, self._own)
+        self._settings = forward.settings
         for part in self._ahead.left:
             part.keep_settings()
         self._net.reducer.progress.post(partial(reduction.finished.add_done_callback, self._catch_up))

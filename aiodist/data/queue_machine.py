@@ -1,6 +1,6 @@
 """The machine of a queue of shards: who is handed which records of one epoch; no messages, no files, no I/O.
 
-What ranks do goes in as an event, and what is to be told to them comes out as instructions, which `queue_server`
+What ranks do goes in as a call, and what is to be told to them comes out as instructions, which `queue_messages`
 performs one by one. Records are known by their positions in the order of the epoch (`order`).
 
     in the pool - handed to a rank - used
@@ -33,26 +33,8 @@ class Take(NamedTuple):
 
     rank: int
     number: int
-    waits: bool = False
+    waits: bool
     """It waits where other ranks hold all that is not used: they may give some back."""
-
-
-class Used(NamedTuple):
-    """A rank has used `total` records, the first of those that it was handed in this epoch and kept."""
-
-    rank: int
-    total: int
-
-
-class HandBack(NamedTuple):
-    """A rank has used `total` records, and gives back the others that it holds."""
-
-    rank: int
-    total: int | None
-    """None: the rank was lost, and has used what it said before."""
-
-
-Event = Take | Used | HandBack
 
 
 class Hand(NamedTuple):
@@ -133,17 +115,26 @@ class QueueMachine:
         self._shares: dict[int, Share] = {}
         self._waiting: deque[Take] = deque()
 
-    def handle(self, event: Event) -> list[Instruction]:
-        """Return what follows from `event`; raise `ValueError`, changing nothing, for a total that cannot be."""
-        share = self._shares.setdefault(event.rank, Share())
-        if isinstance(event, Take):
-            return [self._answer(event, share)]
-        if event.total is not None:
-            share.use(event.total)
-        if isinstance(event, HandBack):
-            self.left += share.holds
-            self._pool.extendleft(reversed(share.hand_back()))
-            self._waiting = deque(take for take in self._waiting if take.rank != event.rank)
+    def take(self, rank: int, number: int, waits: bool = False) -> list[Instruction]:
+        """A rank asks for records, see `Take`."""
+        return [self._answer(Take(rank, number, waits))]
+
+    def use(self, rank: int, total: int) -> list[Instruction]:
+        """A rank has used `total` records, the first of those that it was handed in this epoch and kept.
+
+        Raises `ValueError`, changing nothing, for a total that cannot be.
+        """
+        self._share(rank).use(total)
+        return self._answer_waiting()
+
+    def hand_back(self, rank: int, total: int | None) -> list[Instruction]:
+        """A rank gives back what it holds, of which it has used `total` in all; None: it was lost. Raises as `use`."""
+        share = self._share(rank)
+        if total is not None:
+            share.use(total)
+        self.left += share.holds
+        self._pool.extendleft(reversed(share.hand_back()))
+        self._waiting = deque(take for take in self._waiting if take.rank != rank)
         return self._answer_waiting()
 
     @property
@@ -156,21 +147,23 @@ class QueueMachine:
         """How many records each rank holds, of those that hold some."""
         return {rank: share.holds for rank, share in sorted(self._shares.items()) if share.held}
 
-    def _answer(self, take: Take, share: Share) -> Instruction:
+    def _share(self, rank: int) -> Share:
+        return self._shares.setdefault(rank, Share())
+
+    def _answer(self, take: Take) -> Instruction:
         ranges = self._next()
         if not ranges and take.waits:
             others = {rank: count for rank, count in self.holders.items() if rank != take.rank}
             if others:
                 self._waiting.append(take)
                 return Hold(take.rank, take.number, others)
-        share.held.extend(ranges)
+        self._share(take.rank).held.extend(ranges)
         return Hand(take.rank, take.number, tuple(ranges))
 
     def _answer_waiting(self) -> list[Instruction]:
         """Answer those that wait, as far as that can be done now."""
         waiting, self._waiting = self._waiting, deque()
-        answers = [self._answer(take, self._shares[take.rank]) for take in waiting]
-        return [answer for answer in answers if isinstance(answer, Hand)]
+        return [answer for answer in map(self._answer, waiting) if isinstance(answer, Hand)]
 
     def _next(self) -> list[Range]:
         """Take the next hand-out from the pool."""

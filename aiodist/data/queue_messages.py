@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from aiodist.control import Channel
-from aiodist.data.queue_machine import Hand, HandBack, Instruction, QueueMachine, Range, Share, Take, Used
+from aiodist.data.queue_machine import Hand, Instruction, QueueMachine, Range, Share
 from aiodist.errors import AiodistError, MismatchError
 from aiodist.handles import Handle, Progress
 
@@ -107,7 +107,7 @@ class QueueServer:
         """`rank` is gone: others get what it held; on the loop."""
         with self._lock:
             for _, machine in self._laps.values():
-                self._perform(machine.handle(HandBack(rank, None)))
+                self._perform(machine.hand_back(rank, None))
             self._leave(rank)
 
     def unsubscribe(self) -> None:
@@ -130,7 +130,7 @@ class QueueServer:
                 return
             known, machine = self._laps.get(lap.number, (None, None))
             if machine is not None and known == lap:  # else it holds nothing
-                self._perform(machine.handle((Used if what == "used" else HandBack)(rank, said[1])))
+                self._perform((machine.use if what == "used" else machine.hand_back)(rank, said[1]))
 
     def _take(self, rank: int, lap: Lap, number: int, waits: bool, terms: str, used: list[list[int]]) -> None:
         if terms != self._terms:
@@ -145,7 +145,7 @@ class QueueServer:
         self._reached[rank] = lap.number
         oldest = min(self._reached.values())
         self._laps = {number: each for number, each in self._laps.items() if number >= oldest}
-        self._perform(machine.handle(Take(rank, number, waits)))
+        self._perform(machine.take(rank, number, waits))
 
     def _perform(self, instructions: list[Instruction]) -> None:
         for told in instructions:

@@ -200,7 +200,8 @@ async def test_n11_cuda_join(coll: Communicator, simulated_cuda: SimulatedCuda, 
 @pytest.mark.ranks(2)
 async def test_n7_cuda_clipped(coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]) -> None:
     net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.FEW)
-    opt = PipelinedOptimizer(net, trial.OPTIMIZERS["sgd"], clip_norm=0.05)
+    net.settings(clip_norm=0.05)
+    opt = PipelinedOptimizer(net, trial.OPTIMIZERS["sgd"])
     alone = trial.Mlp()
     theirs = trial.OPTIMIZERS["sgd"](alone.parameters())
     for step in range(STEPS):

@@ -245,11 +245,12 @@ async def test_n7_an_optimizer_made_later_and_the_sum(
 @pytest.mark.parametrize("kind", ["normed", "branches"])
 async def test_n7_clipping_by_the_global_norm(coll: Communicator, course: type[Course], kind: str) -> None:
     net = await course.split(build(kind), coll)
-    opt = PipelinedOptimizer(net, course.sgd, clip_norm=0.01)
+    net.settings(clip_norm=0.01)
+    opt = PipelinedOptimizer(net, course.sgd)
     await course.train(net, opt, coll, held=course.hold(net))
     course.same(net.module, course.reference(build(kind), None, coll.size, clip=0.01))
     with pytest.raises(ValueError, match="clip_norm=0"):
-        PipelinedOptimizer(net, course.sgd, clip_norm=0)
+        net.settings(clip_norm=0)
 
 
 @pytest.mark.ranks(2)
