@@ -258,10 +258,15 @@ class Reducer:
                 )
         return True
 
-    def packed_status(self, kind: StatusKind, *, opinion: bool) -> Tensor:
-        """Return what this rank asks, or tells those that do; without `opinion` it trains what they train."""
+    def packed_status(self, kind: StatusKind, *, opinion: bool, known: bool = False) -> Tensor:
+        """Return what this rank asks, or tells those that do; without `opinion` it trains what they train.
+
+        `known`: it trains what it trained before.
+        """
         columns = [0.0] * len(self.slots)
-        if opinion:
+        if opinion and known and len(self._deal.members) == sum(self._deal.trained):
+            columns = self._deal.columns  # to look at 1,000 parameters takes 0.3 ms
+        elif opinion:
             columns = [
                 float(s.parameter.requires_grad) or LEFT_OVER * (s.parameter.grad is not None) for s in self.slots
             ]
@@ -298,7 +303,7 @@ class Reducer:
         self._due.clear()
         header = None
         if self.joining and verdict is None:
-            header = self.packed_status(StatusKind.JOIN, opinion=opinion)
+            header = self.packed_status(StatusKind.JOIN, opinion=opinion, known=True)
         for bucket in self._deal.buckets:
             bucket.open()
         terms = Terms(

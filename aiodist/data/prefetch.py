@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, cast
+from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, cast, get_args
 
 import torch
 from anyio import CancelScope
@@ -20,14 +20,14 @@ from aiodist.data.items import Item, Made
 from aiodist.data.nesting import nbytes_of
 from aiodist.data.reading import reader_of
 from aiodist.data.shard_queue import ShardQueue
-from aiodist.data.workers import ProcessWorkers, ThreadWorkers, Workers
+from aiodist.data.workers import Workers
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.world.pinning import warn_of_one_core
 
 T = TypeVar("T")
 
 Kind = Literal["thread", "process"]
-_WORKERS: dict[Kind, type[Workers]] = {"thread": ThreadWorkers, "process": ProcessWorkers}
+_KINDS: tuple[Kind, ...] = get_args(Kind)
 _PRIORITY = 0  # reductions have 10: somebody waits for them
 
 
@@ -115,8 +115,8 @@ def prefetch(
     for option, count in (("depth", depth), ("workers", workers)):
         if count < 1:
             raise ValueError(f"{option}={count}: expected at least 1")
-    if kind not in _WORKERS:
-        raise ValueError(f"kind={kind!r}: expected one of {', '.join(_WORKERS)}")
+    if kind not in _KINDS:
+        raise ValueError(f"kind={kind!r}: expected one of {', '.join(_KINDS)}")
     return Prefetch(source, _Plan(max(depth, workers), workers, transform, kind, device_of(device), name))
 
 
@@ -189,8 +189,7 @@ class Prefetched(Generic[T]):
         self._device = None if plan.device is None else ToDevice(plan.device)
         self._workers: Workers | None = None
         if plan.transform is not None:
-            make = _WORKERS[plan.kind]
-            self._workers = make(plan.transform, plan.workers, self._deliver)
+            self._workers = Workers(plan.transform, plan.workers, self._deliver, processes=plan.kind == "process")
         after = self._measure if self._workers is None else self._workers.put
         self._counted = source.counted_pass() if isinstance(source, ShardQueue) else None
         self._reader = reader_of(self._counted or source, after, plan.name)

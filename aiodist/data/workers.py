@@ -6,119 +6,79 @@ import asyncio
 import contextlib
 import pickle
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextvars import copy_context
+from functools import partial
 from time import perf_counter
 from typing import Any
 
-from anyio import CapacityLimiter, to_process, to_thread
+from anyio import CapacityLimiter, from_thread, to_process, to_thread
 
 from aiodist.data.items import Item, Made
 from aiodist.data.nesting import nbytes_of
 from aiodist.data.reading import Deliver, WorkQueue
-from aiodist.handles import Progress
 from aiodist.handles.tracing import span
 from aiodist.streams import Modes
 
-Job = tuple[Item, Made]
 
+class Workers:
+    """The workers of one pass; each takes the next item that was read when it has finished one.
 
-class Workers(ABC):
-    """The workers of one pass; each takes the next item that was read when it has finished one."""
+    Each keeps a thread for the whole pass: to borrow one for each item would cost 200 us. With `processes` the thread
+    has one of anyio's at work on one item at a time; these stay for the next pass.
+    """
 
-    def __init__(self, transform: Callable[[Any], Any], count: int, deliver: Deliver) -> None:
-        self._transform = transform
+    def __init__(self, transform: Callable[[Any], Any], count: int, deliver: Deliver, *, processes: bool) -> None:
+        make = partial(_by_process, transform, CapacityLimiter(count)) if processes else partial(_made, transform)
+        self._make: Callable[[object], Made] = make
         self._count = count
         self._deliver = deliver
-        self._limiter = CapacityLimiter(count)
+        self._inbox: WorkQueue[tuple[Item, Made]] = WorkQueue()
+        self._modes = Modes.capture()
         self._tasks: list[asyncio.Task[None]] = []
 
     def open(self, name: str) -> None:
         """Be ready for work."""
-        self._tasks = [asyncio.create_task(self._work(), name=f"aiodist-{name}-{i}") for i in range(self._count)]
+        limiter = CapacityLimiter(self._count)
+
+        async def work() -> None:
+            await to_thread.run_sync(self._serve, limiter=limiter)
+
+        self._tasks = [asyncio.create_task(work(), name=f"aiodist-{name}-{i}") for i in range(self._count)]
 
     def put(self, item: Item, made: Made) -> None:
         """Transform what was read; from any thread."""
         if made.error is None:
-            self._hand_over((item, made))
+            self._inbox.put((item, made))
         else:
             self._deliver(item, made)
-
-    async def aclose(self) -> None:
-        """Wait until nothing runs; `stop` comes first."""
-        await asyncio.wait(self._tasks)
-        for task in self._tasks:
-            task.result()
-
-    @abstractmethod
-    def cancel(self) -> None:
-        """Begin nothing any more."""
-
-    @abstractmethod
-    def _hand_over(self, job: Job) -> None: ...
-
-    @abstractmethod
-    async def _work(self) -> None: ...
-
-
-class ThreadWorkers(Workers):
-    """Each keeps a thread for the whole pass: to borrow one for each item would cost 200 us."""
-
-    def __init__(self, transform: Callable[[Any], Any], count: int, deliver: Deliver) -> None:
-        super().__init__(transform, count, deliver)
-        self._inbox: WorkQueue[Job] = WorkQueue()
-        self._modes = Modes.capture()
 
     def cancel(self) -> None:
         """Have the threads go when they have finished what they do."""
         self._inbox.cancel(self._count)
 
-    def _hand_over(self, job: Job) -> None:
-        self._inbox.put(job)
-
-    async def _work(self) -> None:
-        await to_thread.run_sync(self._serve, limiter=self._limiter)
+    async def aclose(self) -> None:
+        """Wait until nothing runs; `cancel` comes first."""
+        await asyncio.wait(self._tasks)
+        for task in self._tasks:
+            task.result()
 
     def _serve(self) -> None:
         context = copy_context()  # of the code that entered the block
         while (job := self._inbox.get()) is not None:
             item, read = job
             with self._modes.applied():
-                made = context.copy().run(_made, self._transform, read.value)
+                made = context.copy().run(self._make, read.value)
             made.reading = read.reading
             self._deliver(item, made)
             del job, item, read, made  # the next may be long in coming
 
 
-class ProcessWorkers(Workers):
-    """Each has a process of anyio's at work on one item at a time."""
-
-    def __init__(self, transform: Callable[[Any], Any], count: int, deliver: Deliver) -> None:
-        super().__init__(transform, count, deliver)
-        self._inbox: asyncio.Queue[Job | None] = asyncio.Queue()
-        self._progress = Progress.current()
-        self._stopped = False
-
-    def cancel(self) -> None:
-        """Give the processes nothing more; they stay for the next pass."""
-        self._stopped = True
-        for _ in self._tasks:
-            self._inbox.put_nowait(None)
-
-    def _hand_over(self, job: Job) -> None:
-        self._progress.post(lambda: self._inbox.put_nowait(job))
-
-    async def _work(self) -> None:
-        while (job := await self._inbox.get()) is not None and not self._stopped:
-            item, read = job
-            try:
-                made = await to_process.run_sync(_in_process, self._transform, read.value, limiter=self._limiter)
-            except Exception as error:  # noqa: BLE001  - a process that broke, or what cannot be pickled
-                made = Made(error=error)
-            made.reading = read.reading
-            self._deliver(item, made)
-            del job, item, read, made
+def _by_process(transform: Callable[[Any], Any], limiter: CapacityLimiter, value: object) -> Made:
+    try:
+        return from_thread.run(partial(to_process.run_sync, _in_process, transform, value, limiter=limiter))
+    except Exception as error:  # noqa: BLE001  - a process that broke, or what cannot be pickled
+        return Made(error=error)
 
 
 def _in_process(transform: Callable[[Any], Any], value: object) -> Made:
