@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable
 from hashlib import sha256
 from typing import TypeVar, cast
 
@@ -50,16 +50,6 @@ async def together(coll: Communicator, what: str, mine: Awaitable[T]) -> list[T]
 def digest(said: Json) -> bytes:
     """Return a hash of JSON."""
     return sha256(json.dumps(said, sort_keys=True).encode()).digest()
-
-
-def check_blocks(sums: Sequence[Mapping[str, int]]) -> None:
-    """Raise `MismatchError` unless ranks that have the same block have the same values in it; `sums` are by rank."""
-    known: dict[str, tuple[int, int]] = {}
-    for rank, mine in enumerate(sums):
-        for block, value in mine.items():
-            first, expected = known.setdefault(block, (rank, value))
-            if value != expected:
-                raise MismatchError(f"ranks {first} and {rank} disagree on the values of {block}, a block of both")
 
 
 async def check_alike(coll: Communicator, said: Json, digests: list[bytes]) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from aiodist.checkpoints.pieces import InPieces
-from aiodist.checkpoints.safetensors_file import Block
+from aiodist.checkpoints.pieces import InPieces, Piece
 from aiodist.communicator import Communicator
+
+Block = tuple[tuple[int, int], ...]
+"""Of each dimension where a block begins and where it ends."""
 
 
 class Cut(NamedTuple):
@@ -25,6 +30,16 @@ class Cut(NamedTuple):
         if tuple(whole.shape) != self.shape:
             return whole
         return whole[tuple(slice(*bounds) for bounds in self.block)].contiguous()
+
+    def piece(self, t: Tensor, *, mine: bool) -> Piece:
+        """Return the block `t` as a piece of the whole tensor, divided dimension first; empty unless `mine`."""
+        divided = (d for d, (start, stop) in enumerate(self.block) if stop - start != self.shape[d])
+        dim = next(divided, 0)
+        dims = [dim, *(d for d in range(len(self.shape)) if d != dim)]
+        shape = tuple(self.shape[d] for d in dims)
+        elements = t.detach().permute(dims).reshape(-1) if mine else t.detach().reshape(-1)[:0]
+        back = tuple(dims.index(d) for d in range(len(dims))) if dim else None
+        return Piece(elements, self.block[dim][0] * prod(shape[1:]), shape, back)
 
 
 @runtime_checkable
@@ -93,12 +108,23 @@ class Cuts:
                 if isinstance(value, Tensor) and value.shape in (parameter.shape, cut.shape) and value.dim():
                     yield ("state", index, key), cut, value
 
+    def in_pieces(self, part: object, state: Any, *, mine: bool) -> Any:  # noqa: ANN401
+        """Return the state of `part` with a piece in the place of each block, which is empty unless it is `mine`."""
+        for path, cut in self.paths(part, state).items():
+            state = _changed(state, path, partial(cut.piece, mine=mine))
+        return state
+
     def cut(self, part: object, state: Any) -> Any:  # noqa: ANN401
         """Return `state`, read whole, as this rank's `part` takes it."""
         for path, cut in self.paths(part, state).items():
-            *outer, key = path
-            within = state
-            for step in outer:
-                within = within[step]
-            within[key] = cut.of(within[key])
+            state = _changed(state, path, cut.of)
         return state
+
+
+def _changed(state: Any, path: tuple[Any, ...], change: Callable[[Any], Any]) -> Any:  # noqa: ANN401
+    """Return `state` with something else at the end of `path`, in copies of what leads there."""
+    if not path:
+        return change(state)
+    copied = copy(state)
+    copied[path[0]] = _changed(state[path[0]], path[1:], change)
+    return copied

@@ -5,14 +5,14 @@
 
 `files` are those of the ranks, in their order: the bytes of each, of its header, and the CRC-32 of its header.
 `tensors` has of each tensor its dtype, its shape and the pieces that files have of it, each as
-`[file, offset, start, numel, crc, block]`. `parts`, `extra` and `own`, that of each rank, are values (`values`).
+`[file, offset, start, numel, crc]`. `parts`, `extra` and `own`, that of each rank, are values (`values`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
@@ -22,13 +22,12 @@ from zlib import crc32
 
 from aiodist.checkpoints import folders
 from aiodist.checkpoints.folders import MANIFEST
-from aiodist.checkpoints.safetensors_file import DTYPES, Block, Layout, TensorEntry
+from aiodist.checkpoints.safetensors_file import Layout, TensorEntry
 from aiodist.checkpoints.values import Json
 from aiodist.errors import CheckpointDamaged
 
 _FIRST_LINE = re.compile(rb'\{"aiodist checkpoint":(\d{1,9}),"nbytes":(\d{1,15}),"sha256":"([0-9a-f]{64})"\}')
 _VERSION = 1
-_KINDS = {"files": list, "tensors": dict, "parts": list, "own": list}
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Manifest:
 
     files: list[FileFacts]
     tensors: dict[str, list[Stored]]
-    """The pieces of each, which fill it once; one at least."""
+    """The pieces of each in order, which fill it once; one at least."""
     parts: list[Json]
     extra: Json
     own: list[Json]
@@ -111,6 +110,8 @@ def commit(
             raise FileNotFoundError(f"{file}, which rank {rank} wrote, is not there: do all ranks share the folder?")
         for entry in entries:
             tensors.setdefault(entry.name, []).append(Stored(rank, entry))
+    for pieces in tensors.values():
+        pieces.sort(key=lambda piece: (piece.entry.start, piece.entry.numel))
     check_filled(tensors)
     manifest = Manifest([facts for facts, _, _ in written], tensors, parts, extra, [own for *_, own in written])
     with folders.new_file(part / folders.MANIFEST) as fd:
@@ -128,32 +129,13 @@ def check_filled(tensors: Mapping[str, Sequence[Stored]]) -> None:
                     f"tensor {name!r}: rank {pieces[0].file} has {first.dtype} {list(first.shape)}, "
                     f"rank {piece.file} {piece.entry.dtype} {list(piece.entry.shape)}"
                 )
-        blocks = by_block(pieces)
-        for block, members in blocks.items():
-            at, end = 0, prod(block_shape(first.shape, block))
-            for piece in members:
-                if piece.entry.start != at:
-                    raise ValueError(
-                        f"tensor {name!r}: a piece begins at element {piece.entry.start}, where {at} was expected"
-                    )
-                at += piece.entry.numel
-            if at != end:
-                raise ValueError(f"tensor {name!r}: pieces end at element {at} of {end}")
-        if sum(prod(block_shape(first.shape, block)) for block in blocks) != prod(first.shape):
-            raise ValueError(f"tensor {name!r}: its blocks do not fill it once")
-
-
-def by_block(pieces: Iterable[Stored]) -> dict[Block | None, list[Stored]]:
-    """Return the pieces of a tensor by the block that they are of, each block's in order."""
-    found: dict[Block | None, list[Stored]] = {}
-    for piece in sorted(pieces, key=lambda piece: (piece.entry.start, piece.entry.numel)):
-        found.setdefault(piece.entry.block, []).append(piece)
-    return found
-
-
-def block_shape(shape: tuple[int, ...], block: Block | None) -> tuple[int, ...]:
-    """Return the shape of `block` of a tensor of `shape`."""
-    return shape if block is None else tuple(stop - start for start, stop in block)
+        at = 0
+        for piece in pieces:
+            if piece.entry.start != at:
+                raise ValueError(f"tensor {name!r}: a piece begins at element {piece.entry.start}: expected {at}")
+            at += piece.entry.numel
+        if at != prod(first.shape):
+            raise ValueError(f"tensor {name!r}: pieces end at element {at} of {prod(first.shape)}")
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
@@ -161,15 +143,11 @@ def block_shape(shape: tuple[int, ...], block: Block | None) -> tuple[int, ...]:
 
 def _described(pieces: Sequence[Stored]) -> Json:
     first = pieces[0].entry
-    rows = [
-        [piece.file, e.offset, e.start, e.numel, e.crc, e.block and [list(bound) for bound in e.block]]
-        for piece in pieces
-        for e in [piece.entry]
-    ]
+    rows = [[piece.file, e.offset, e.start, e.numel, e.crc] for piece in pieces for e in [piece.entry]]
     return {"dtype": first.dtype, "shape": list(first.shape), "pieces": rows}
 
 
-# --- reading: nothing that a file says is used before it was checked --------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------------------------
 
 
 def _content(data: bytes) -> dict[str, Any]:
@@ -185,48 +163,25 @@ def _content(data: bytes) -> dict[str, Any]:
     if sha256(rest[:-1]).hexdigest() != match[3].decode():
         raise ValueError(f"the SHA-256 of bytes {len(first) + 1} to {len(data) - 1} is not the one in its first line")
     content: dict[str, Any] = json.loads(rest)
-    for name, kind in _KINDS.items():
-        if not isinstance(content[name], kind):
-            raise TypeError(f"{name!r} is {content[name]!r:.40}: expected {kind.__name__}")
     return content
 
 
 def _parsed(content: dict[str, Any]) -> Manifest:
-    ranks = content["ranks"]
-    if not len(content["files"]) == len(content["own"]) == ranks >= 1:
-        raise ValueError(f"{ranks} ranks, {len(content['files'])} files and {len(content['own'])} values of ranks")
-    files = [FileFacts(*_naturals(row, "a file")) for row in content["files"]]
-    if any(file.header > file.nbytes for file in files):
+    files = [FileFacts(*row) for row in content["files"]]
+    if not len(files) == len(content["own"]) == content["ranks"] >= 1:
+        raise ValueError(f"{content['ranks']} ranks, {len(files)} files and {len(content['own'])} values of ranks")
+    if any(not 0 <= file.header <= file.nbytes for file in files):
         raise ValueError("a header is longer than its file")
     tensors = {name: _pieces(name, said, files) for name, said in content["tensors"].items()}
     check_filled(tensors)
-    return Manifest(files, tensors, content["parts"], content.get("extra"), content["own"])
+    return Manifest(files, tensors, content["parts"], content["extra"], content["own"])
 
 
 def _pieces(name: str, said: dict[str, Any], files: Sequence[FileFacts]) -> list[Stored]:
-    if said["dtype"] not in DTYPES or not said["pieces"]:
-        raise ValueError(f"tensor {name!r} is {str(said)[:60]}: expected its dtype, its shape and its pieces")
-    shape = _naturals(said["shape"], f"the shape of {name!r}")
-    found = []
-    for row in said["pieces"]:
-        file, offset, start, numel, crc = _naturals(row[:5], f"a piece of {name!r}")
-        entry = TensorEntry(name, said["dtype"], shape, start, numel, _block(row[5], shape, name), offset, crc)
-        if file >= len(files) or offset + entry.nbytes > files[file].nbytes:
+    dtype, shape, found = said["dtype"], tuple(said["shape"]), []
+    for file, offset, start, numel, crc in said["pieces"]:
+        entry = TensorEntry(name, dtype, shape, start, numel, offset, crc)
+        if min(file, offset, numel, *shape) < 0 or offset + entry.nbytes > files[file].nbytes:
             raise ValueError(f"tensor {name!r}: a piece lies outside of the files")
         found.append(Stored(file, entry))
     return found
-
-
-def _block(said: list[Any] | None, shape: tuple[int, ...], name: str) -> Block | None:
-    if said is None:
-        return None
-    bounds = [_naturals(bound, f"a block of {name!r}") for bound in said]
-    if any(not start <= stop <= length for (start, stop), length in zip(bounds, shape, strict=True)):
-        raise ValueError(f"tensor {name!r}: block {bounds} of shape {list(shape)}")
-    return tuple((start, stop) for start, stop in bounds)
-
-
-def _naturals(said: list[Any], what: str) -> tuple[int, ...]:
-    if not all(type(number) is int and 0 <= number < 1 << 62 for number in said):
-        raise ValueError(f"{what} is {str(said)[:60]}: expected numbers, at least 0")
-    return tuple(said)

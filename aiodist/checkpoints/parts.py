@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from aiodist.checkpoints.blocks import Cut, Cuts
+from aiodist.checkpoints.blocks import Cuts
 from aiodist.checkpoints.pieces import InPieces, OfRanks, Piece
 from aiodist.checkpoints.safetensors_file import TensorEntry, dtype_name
 from aiodist.checkpoints.values import Json, encode
@@ -110,16 +110,17 @@ class Taken:
 
     alike: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that all ranks have the same."""
-    blocks: list[tuple[str, Cut, Tensor]] = field(default_factory=list)
-    """Blocks of tensors, each of which some ranks have the same."""
     mine: list[Written] = field(default_factory=list)
     """Pieces and tensors that no other rank has."""
     parts: list[Json] = field(default_factory=list)
     own: list[Any] = field(default_factory=list)
     """Of each part what this rank alone has; None of most."""
 
-    def take(self, parts: Sequence[Part]) -> None:
-        """Look at the state of `parts`. Raises what these raise, `TypeError` for what cannot be written."""
+    def take(self, parts: Sequence[Part], *, writes_blocks: bool) -> None:
+        """Look at the state of `parts`; of ranks that have the same blocks one `writes_blocks`.
+
+        Raises what these raise, `TypeError` for what cannot be written.
+        """
         for part in parts:
             if isinstance(part, Delayed):
                 part.make_updates()
@@ -128,34 +129,29 @@ class Taken:
             own = None
             if isinstance(part, InPieces):
                 cuts.check(part)
-                self._take_pieces(part, name_of(number))
+                self.parts.append({"state": self._encoded(part.pieces(), name_of(number))})
             elif isinstance(part, OfRanks):
                 alike, own = part.states()
                 self.parts.append({"state": encode(alike, name_of(number), self.alike)})
             else:
-                self._take_state(part, name_of(number), cuts)
+                state = part.state_dict()
+                divided = cuts.in_pieces(part, state, mine=writes_blocks)
+                said = {"state": self._encoded(divided, name_of(number))}
+                if isinstance(getattr(state, "_metadata", None), dict):  # versions of the modules
+                    said["versions"] = encode(state._metadata, f"{name_of(number)}/versions", self.alike)
+                self.parts.append(said)
             self.own.append(own)
 
-    def _take_pieces(self, part: InPieces, name: str) -> None:
+    def _encoded(self, state: Any, name: str) -> Json:  # noqa: ANN401
+        """Return `state` as JSON; keep its tensors, which all ranks have alike, and its pieces."""
         found: dict[str, Tensor | Piece] = {}
-        self.parts.append({"state": encode(part.pieces(), name, found)})
+        said = encode(state, name, found)
         for called, t in found.items():
             if isinstance(t, Tensor):
                 self.alike[called] = t
             elif t.tensor.numel():
                 self._keep(called, t.tensor, tuple(t.shape), t.start)
-
-    def _take_state(self, part: Stateful, name: str, cuts: Cuts) -> None:
-        state = part.state_dict()
-        found: dict[str, Tensor] = {}
-        said = {"state": encode(state, name, found)}
-        if isinstance(getattr(state, "_metadata", None), dict):  # versions of the modules
-            said["versions"] = encode(state._metadata, f"{name}/versions", found)
-        for path, cut in cuts.paths(part, state).items():
-            called = "/".join([name, *map(str, path)])
-            self.blocks.append((called, cut, found.pop(called)))
-        self.alike |= found
-        self.parts.append(said)
+        return said
 
     def keep_own(self, tensors: dict[str, Tensor]) -> None:
         """Add tensors of this rank, whose names are its own."""
@@ -171,29 +167,21 @@ class Taken:
         apart = set(differing)
         sums = iter(bit_sums([t for name, t in self.alike.items() if name not in apart]))
         tensors = {
-            name: _described(t, t.shape) | ({} if name in apart else {"sum of bits": next(sums)})
+            name: {"dtype": str(t.dtype), "shape": list(t.shape)}
+            | ({} if name in apart else {"sum of bits": next(sums)})
             for name, t in self.alike.items()
         }
-        blocks = {name: _described(t, cut.shape) for name, cut, t in self.blocks}
-        return {"tensors": tensors | blocks, "parts": self.parts}
+        return {"tensors": tensors, "parts": self.parts}
 
-    def block_sums(self) -> dict[str, int]:
-        """Return sums of the bits of blocks, by the name of the tensor and where the block lies in it."""
-        names = [f"{name} {list(map(list, cut.block))}" for name, cut, _ in self.blocks]
-        return dict(zip(names, bit_sums([t for _, _, t in self.blocks]), strict=True))
-
-    def mine_to_write(self, place: tuple[int, int], replica: tuple[int, int]) -> list[Written]:
-        """Return what this rank writes, the largest elements first.
-
-        `place` are rank and size among all, `replica` among those that have the same blocks.
-        """
-        whole = [(name, None, t) for name, t in self.alike.items()]
-        found = [*_shared(whole, *place), *_shared(self.blocks, *replica), *self.mine]
+    def mine_to_write(self, rank: int, size: int) -> list[Written]:
+        """Return what `rank` of `size` writes, the largest elements first."""
+        tensors = list(self.alike.items())
+        found = list(self.mine)
+        for number, start, stop in share([(t.numel(), t.element_size()) for _, t in tensors], rank, size):
+            name, t = tensors[number]
+            entry = TensorEntry(name, dtype_name(t.dtype, name), tuple(t.shape), start, stop - start)
+            found.append(Written(entry, t.reshape(-1)[start:stop]))
         return sorted(found, key=lambda written: -written.entry.itemsize)
-
-
-def _described(t: Tensor, shape: Sequence[int]) -> dict[str, Json]:
-    return {"dtype": str(t.dtype), "shape": list(shape)}
 
 
 def bit_sums(tensors: Sequence[Tensor]) -> list[int]:
@@ -209,14 +197,3 @@ def bit_sums(tensors: Sequence[Tensor]) -> list[int]:
         end = raw.numel() // 8 * 8
         sums.append(raw[:end].view(torch.int64).sum() + raw[end:].sum().to(torch.int64))
     return [int(each) for each in sums]
-
-
-def _shared(tensors: Sequence[tuple[str, Cut | None, Tensor]], rank: int, size: int) -> list[Written]:
-    found = []
-    for number, start, stop in share([(t.numel(), t.element_size()) for _, _, t in tensors], rank, size):
-        name, cut, t = tensors[number]
-        shape = tuple(t.shape) if cut is None else cut.shape
-        block = None if cut is None else cut.block
-        entry = TensorEntry(name, dtype_name(t.dtype, name), shape, start, stop - start, block)
-        found.append(Written(entry, t.reshape(-1)[start:stop]))
-    return found

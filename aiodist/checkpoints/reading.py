@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aiodist.checkpoints.folders import MANIFEST, file_name
-from aiodist.checkpoints.manifest import Manifest, Stored, block_shape, by_block
+from aiodist.checkpoints.manifest import Manifest, Stored
 from aiodist.checkpoints.safetensors_file import DTYPES
 from aiodist.errors import CheckpointDamaged
 
@@ -96,26 +96,12 @@ class Reader:
 
     def tensor(self, name: str) -> Tensor:
         """Return the whole tensor."""
-        blocks = by_block(self.pieces(name))
         first = self.pieces(name)[0].entry
-        whole = torch.empty(first.shape, dtype=DTYPES[first.dtype])
-        for block, members in blocks.items():
-            shape = block_shape(first.shape, block)
-            read = self._elements(members, 0, prod(shape)).view(shape)
-            if block is None:
-                return read
-            whole[tuple(slice(*bounds) for bounds in block)] = read
-        return whole
+        return self.part(name, 0, prod(first.shape)).view(first.shape)
 
     def part(self, name: str, start: int, numel: int) -> Tensor:
         """Return elements `start` … `start + numel` of the tensor, made flat."""
         pieces = self.pieces(name)
-        if pieces[0].entry.block is None:
-            return self._elements(pieces, start, numel)
-        return self.tensor(name).view(-1)[start : start + numel].clone()
-
-    def _elements(self, pieces: Sequence[Stored], start: int, numel: int) -> Tensor:
-        """Return elements of what `pieces` fill: a tensor, or a block of one."""
         out = torch.empty(numel, dtype=DTYPES[pieces[0].entry.dtype])
         for piece in pieces:
             begins, ends = piece.entry.start, piece.entry.start + piece.entry.numel

@@ -45,9 +45,6 @@ DTYPES: dict[str, torch.dtype] = {
 _PIECE_BYTES = 2 << 20
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-Block = tuple[tuple[int, int], ...]
-"""Of each dimension where a block begins and where it ends."""
-
 
 def dtype_name(dtype: torch.dtype, path: str) -> str:
     """Return what files call `dtype`; raise `TypeError` naming `path` for one that they do not know."""
@@ -58,7 +55,7 @@ def dtype_name(dtype: torch.dtype, path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """What a rank's file has of one tensor: elements `start` … `start + numel` of `block` of it, made flat."""
+    """What a rank's file has of one tensor: elements `start` … `start + numel` of it, made flat."""
 
     name: str
     dtype: str
@@ -66,8 +63,6 @@ class TensorEntry:
     """Of the whole tensor."""
     start: int
     numel: int
-    block: Block | None = None
-    """None is the whole tensor."""
     offset: int = 0
     """Bytes before it in the file."""
     crc: int = 0
@@ -111,8 +106,7 @@ def lay_out(given: Sequence[TensorEntry]) -> Layout:
 
 
 def _as_stored(entry: TensorEntry) -> dict[str, object]:
-    whole = entry.block is None and entry.numel == prod(entry.shape)
-    shape = [*entry.shape] if whole else [entry.numel]
+    shape = [*entry.shape] if entry.numel == prod(entry.shape) else [entry.numel]
     if entry.dtype == "C128":
         return {"dtype": "F64", "shape": [*shape, 2]}
     return {"dtype": entry.dtype, "shape": shape}

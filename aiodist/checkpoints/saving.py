@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from aiodist.checkpoints import folders, safetensors_file
-from aiodist.checkpoints.agreeing import check_alike, check_blocks, digest, together
+from aiodist.checkpoints.agreeing import check_alike, digest, together
 from aiodist.checkpoints.blocks import Cuts
 from aiodist.checkpoints.manifest import FileFacts, commit
 from aiodist.checkpoints.own import check_own, own_buffers, own_loaders, own_states
@@ -67,8 +67,8 @@ def save(
     each rank takes about 10 seconds then.
     """
     check_keep(keep)
-    coll, replicas = ranks_of(net, parts, own, coll)
-    job = _Save(Path(path), [net, *parts], own, keep, (coll.rank, coll.size), replicas)
+    coll, replica = ranks_of(net, parts, own, coll)
+    job = _Save(Path(path), [net, *parts], own, keep, (coll.rank, coll.size), replica)
     job.say(extra)
     writer = Writer.of(coll)
     job.begin(writer)
@@ -83,8 +83,8 @@ def check_keep(keep: object) -> None:
 
 def ranks_of(
     net: object, parts: Sequence[object], own: Sequence[object], coll: Communicator | None
-) -> tuple[Communicator, tuple[int, int]]:
-    """Return the communicator of all ranks that save or load together, and rank and size among those of the net.
+) -> tuple[Communicator, int]:
+    """Return the communicator of all ranks that save or load together, and which of those with equal blocks this is.
 
     Raises `TypeError` for parts that have no state, or no communicator; `ValueError` for one that is too small.
     """
@@ -102,7 +102,7 @@ def ranks_of(
         )
     if mine is None and replicas > 1 and shared > 1:
         raise TypeError(f"net is {type(net).__name__}: expected a DataParallel, since ranks that share its layers do")
-    return coll, (coll.rank, coll.size) if shared == 1 else (0, 1) if mine is None else (mine.rank, mine.size)
+    return coll, 0 if mine is None else mine.rank
 
 
 @dataclass
@@ -112,7 +112,6 @@ class _Copied:
     layout: Layout
     buffer: Tensor
     structure: Json
-    block_sums: dict[str, int]
     parts: list[Json]
     own: Json
 
@@ -126,7 +125,7 @@ class _Save:
     own: Sequence[object]
     keep: int | None
     place: tuple[int, int]
-    replicas: tuple[int, int]
+    replica: int
     extra: Json = None
     loaders: list[Json] = field(default_factory=list)
     given: dict[str, Tensor] = field(default_factory=dict)
@@ -157,12 +156,12 @@ class _Save:
     def _copy(self, borrow: Callable[[int], Tensor], release: Callable[[Tensor], None]) -> _Copied:
         net = self.parts[0]
         taken = Taken(alike=dict(self.given))
-        taken.take(self.parts)
+        taken.take(self.parts, writes_blocks=self.replica == 0)
         mine = dict(self.of_loaders)
         own = own_states(net, self.own, taken.own, self.place[0], mine) | {"loaders": self.loaders}
         taken.keep_own(mine)
         structure = {**taken.structure(f"net/{name}" for name in own_buffers(net)), "extra": self.extra}
-        written = taken.mine_to_write(self.place, self.replicas)
+        written = taken.mine_to_write(*self.place)
         layout = lay_out([entry for entry, _ in written])
         buffer = borrow(layout.nbytes)
         try:
@@ -170,7 +169,7 @@ class _Save:
         except BaseException:
             release(buffer)
             raise
-        return _Copied(layout, buffer, structure, taken.block_sums(), taken.parts, own)
+        return _Copied(layout, buffer, structure, taken.parts, own)
 
     # --- beside the steps ---------------------------------------------------------------------------------------------
 
@@ -180,8 +179,7 @@ class _Save:
         try:
             begun = await together(coll, what, self._begin_files(writer))
             assert self.copied is not None
-            check_blocks([sums for _, _, sums in begun])
-            await check_alike(coll, self.copied.structure, [each for _, each, _ in begun])
+            await check_alike(coll, self.copied.structure, [each for _, each in begun])
             part = folders.folder_of(self.path, begun[0][0], ".part")
             written = await together(coll, what, self._write(writer, part))
             return (await together(coll, what, self._commit(writer, part, written)))[0]
@@ -195,13 +193,13 @@ class _Save:
                 writer.buffers.release(self.copied.buffer)
             self.parts, self.copying, self.copied = [], None, None
 
-    async def _begin_files(self, writer: Writer) -> tuple[int, bytes, dict[str, int]]:
+    async def _begin_files(self, writer: Writer) -> tuple[int, bytes]:
         """Return the number of the checkpoint, which rank 0 knows, and what ranks compare."""
         self.copied = copied = await self.copying if isinstance(self.copying, Handle) else self.copying
         assert copied is not None
         if writer.coll.rank == 0:
             self.number = await writer.stream.submit(folders.begin, self.path)
-        return self.number, digest(copied.structure), copied.block_sums
+        return self.number, digest(copied.structure)
 
     async def _write(self, writer: Writer, part: Path) -> tuple[FileFacts, list[TensorEntry], Json]:
         """Write the file of this rank; return what the manifest says of it."""

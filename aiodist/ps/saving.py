@@ -348,6 +348,6 @@ def _written(call: _Said, captured: Sequence[Captured], computing: set[int]) -> 
     facts = FileFacts.of(layout)
     return {
         "facts": [facts.nbytes, facts.header, facts.crc],
-        "entries": [[e.name, e.dtype, e.shape, e.start, e.numel, e.block, e.offset, e.crc] for e in entries],
+        "entries": [[e.name, e.dtype, e.shape, e.start, e.numel, e.offset, e.crc] for e in entries],
         "said": [one.said for one in captured if one.said],
     }

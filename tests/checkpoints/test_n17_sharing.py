@@ -121,7 +121,7 @@ def test_n17_pieces_go_to_another_number_of_ranks(path: Path, training: Any) -> 
 async def test_n17_pieces_that_do_not_fill_a_tensor_are_an_error_of_the_save(coll: Communicator, path: Path) -> None:
     path = Path(await coll.broadcast_object(str(path)))
     for wrong, said in (
-        (Piece(torch.zeros(3), 0, (7,)), "a piece begins at element 0, where 3 was expected"),
+        (Piece(torch.zeros(3), 0, (7,)), "a piece begins at element 0: expected 3"),
         (Piece(torch.zeros(3), 3 * coll.rank, (7,)), "pieces end at element 6 of 7"),
         (Piece(torch.zeros(3), 3 * coll.rank, (6 + coll.rank,)), r"rank 0 has F32 \[6\], rank 1 F32 \[7\]"),
     ):
@@ -216,14 +216,3 @@ async def test_n17_divided_layers_are_saved_by_all_ranks_that_share_them(coll: C
         with pytest.raises(TypeError, match=f"{kind.__name__} of a net with divided layers: expected an Optimizer of"):
             await aiodist.save(path, net, driver, coll=coll)
         driver.close()
-
-
-@pytest.mark.ranks(4)
-async def test_n17_blocks_that_differ_between_the_ranks_that_have_them(coll: Communicator, path: Path) -> None:
-    path = Path(await coll.broadcast_object(str(path)))
-    net, opt = await shared_training(coll, 2)
-    if coll.rank == 3:
-        with torch.no_grad():
-            net.module.get_parameter("wide.weight")[0, 0] += 1
-    with pytest.raises(aiodist.MismatchError, match=r"ranks 1 and 3 disagree on the values of net/wide.weight"):
-        await aiodist.save(path, net, opt, coll=coll)
