@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 
 from aiodist.checkpoints import folders
 from aiodist.checkpoints.agreeing import together
-from aiodist.checkpoints.blocks import Cuts
 from aiodist.checkpoints.own import OwnState
 from aiodist.checkpoints.parts import Delayed, Net, Part
-from aiodist.checkpoints.pieces import InPieces, OfRanks
+from aiodist.checkpoints.pieces import Cuts, InPieces, OfRanks
 from aiodist.checkpoints.reading import Reader, StoredTensor
 from aiodist.checkpoints.saving import ranks_of
 from aiodist.checkpoints.values import Json, decode

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from aiodist.checkpoints.blocks import Cuts
-from aiodist.checkpoints.pieces import InPieces, OfRanks, Piece
-from aiodist.checkpoints.safetensors_file import TensorEntry, dtype_name
+from aiodist.checkpoints.format import TensorEntry, dtype_name
+from aiodist.checkpoints.pieces import Cuts, InPieces, OfRanks, Piece
 from aiodist.checkpoints.values import Json, encode
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from aiodist.checkpoints.folders import MANIFEST, file_name
-from aiodist.checkpoints.manifest import Manifest, Stored
-from aiodist.checkpoints.safetensors_file import DTYPES
+from aiodist.checkpoints.format import DTYPES, Manifest, Stored
 from aiodist.errors import CheckpointDamaged
 
 

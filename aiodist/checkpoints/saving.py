@@ -12,13 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from aiodist.checkpoints import folders, safetensors_file
+from aiodist.checkpoints import folders
 from aiodist.checkpoints.agreeing import check_alike, digest, together
-from aiodist.checkpoints.blocks import Cuts
-from aiodist.checkpoints.manifest import FileFacts, commit
+from aiodist.checkpoints.format import FileFacts, Layout, TensorEntry, commit, copy_into, lay_out, write_file
 from aiodist.checkpoints.own import check_own, own_buffers, own_loaders, own_states
 from aiodist.checkpoints.parts import Net, Part, Taken, check_parts
-from aiodist.checkpoints.safetensors_file import Layout, TensorEntry, copy_into, lay_out
+from aiodist.checkpoints.pieces import Cuts
 from aiodist.checkpoints.values import Json, encode
 from aiodist.checkpoints.writer import WritePace, Writer
 from aiodist.communicator import Communicator
@@ -211,7 +210,7 @@ class _Save:
 
     def _write_file(self, file: Path, computing: set[int]) -> list[TensorEntry]:
         assert self.copied is not None
-        return safetensors_file.write(file, self.copied.layout, self.copied.buffer, WritePace(computing).rest)
+        return write_file(file, self.copied.layout, self.copied.buffer, WritePace(computing).rest)
 
     async def _commit(
         self, writer: Writer, part: Path, written: list[tuple[FileFacts, list[TensorEntry], Json]]

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from aiodist.checkpoints.generators import set_torch_state, torch_state
+from aiodist.checkpoints.own import set_torch_state, torch_state
 
 __all__ = ["EVENTS", "Event", "Position", "State"]
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any, NamedTuple
 
-from aiodist.checkpoints.generators import torch_state
+from aiodist.checkpoints.own import torch_state
 from aiodist.data import ShardQueue
 from aiodist.engine import checks
 from aiodist.engine.batch import Batch, Loader, Model, length_of, prefetched, set_epoch, source_of

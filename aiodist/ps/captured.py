@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import dtype_name
+from aiodist.checkpoints.format import DTYPES, TensorEntry
+from aiodist.checkpoints.format import dtype_name as name_in_files
 from aiodist.checkpoints.parts import Written
 from aiodist.checkpoints.reading import Reader
-from aiodist.checkpoints.safetensors_file import DTYPES, TensorEntry
-from aiodist.checkpoints.safetensors_file import dtype_name as name_in_files
 from aiodist.checkpoints.values import Json, decode, encode
 from aiodist.errors import MismatchError
 from aiodist.ps.requests import Restored

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aiodist.checkpoints import folders, safetensors_file
-from aiodist.checkpoints.manifest import FileFacts, commit
+from aiodist.checkpoints import folders
+from aiodist.checkpoints.format import FileFacts, TensorEntry, commit, copy_into, lay_out, write_file
 from aiodist.checkpoints.reading import Reader
-from aiodist.checkpoints.safetensors_file import TensorEntry, lay_out
 from aiodist.checkpoints.writer import WritePace
 from aiodist.collectives.program import Program, run
 from aiodist.errors import CheckpointDamaged, MismatchError
@@ -317,7 +316,13 @@ class ServerSaving:
                     ]
                 except (MismatchError, CheckpointDamaged):
                     raise
-                except (ValueError, LookupError, TypeError, AttributeError) as error:  # nobody here wrote it
+                except (
+                    ValueError,
+                    LookupError,
+                    TypeError,
+                    AttributeError,
+                    RuntimeError,
+                ) as error:  # nobody here wrote it
                     raise CheckpointDamaged(f"{reader.folder / folders.MANIFEST}: {error!r}") from error
                 reader.check_rest(call["at"], call["size"])
 
@@ -340,11 +345,11 @@ def _written(call: _Said, captured: Sequence[Captured], computing: set[int]) -> 
     written = sorted((each for one in captured for each in one.written), key=lambda each: -each.entry.itemsize)
     layout = lay_out([each.entry for each in written])
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
-    safetensors_file.copy_into(buffer, layout, [each.elements for each in written])
+    copy_into(buffer, layout, [each.elements for each in written])
     for one in captured:
         one.written.clear()
     file = Path(call["folder"]) / folders.file_name(call["at"])
-    entries = safetensors_file.write(file, layout, buffer, WritePace(computing).rest)
+    entries = write_file(file, layout, buffer, WritePace(computing).rest)
     facts = FileFacts.of(layout)
     return {
         "facts": [facts.nbytes, facts.header, facts.crc],

@@ -20,7 +20,7 @@ from torch import nn
 import aiodist
 from aiodist import CheckpointDamaged, checkpoints
 from aiodist.checkpoints.folders import MANIFEST
-from aiodist.checkpoints.manifest import Manifest
+from aiodist.checkpoints.format import Manifest
 from aiodist.testing import run_ranks
 
 SAVED_BY = 2
