@@ -316,13 +316,7 @@ class ServerSaving:
                     ]
                 except (MismatchError, CheckpointDamaged):
                     raise
-                except (
-                    ValueError,
-                    LookupError,
-                    TypeError,
-                    AttributeError,
-                    RuntimeError,
-                ) as error:  # nobody here wrote it
+                except (ValueError, LookupError, TypeError, AttributeError) as error:  # nobody here wrote it
                     raise CheckpointDamaged(f"{reader.folder / folders.MANIFEST}: {error!r}") from error
                 reader.check_rest(call["at"], call["size"])
 
