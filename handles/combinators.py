@@ -56,8 +56,6 @@ class EndWaiter:
 
 
 class _Gathering:
-    """Counts its members down and settles the outer handle."""
-
     def __init__(self, outer: Handle[list[Any]], members: tuple[Handle[Any], ...], keep_errors: bool) -> None:
         self.outer = outer
         self.members = members
@@ -105,8 +103,6 @@ def gather(*handles: Handle[Any], return_exceptions: bool = False) -> Handle[lis
 
 
 class _Queue:
-    """Collects handles as they finish."""
-
     def __init__(self) -> None:
         self.finished: deque[tuple[Handle[Any], OperationTimeout | None]] = deque()
         self.waiter: asyncio.Future[None] | None = None

@@ -107,7 +107,6 @@ class Handle(_core.Handle, Generic[T]):
         def __await__(self) -> Generator[Any, None, T]: ...
 
     def _suspended(self) -> Generator[Any, None, T]:
-        """Wait until it is over."""
         began = 0.0 if tracing.to is None else perf_counter()
         hurries = self.in_lane
         if hurries:  # it ends outside Python: a thread that has the GIL then hands it over sooner
@@ -132,7 +131,6 @@ class Handle(_core.Handle, Generic[T]):
         return self._outcome()
 
     def _failed(self) -> Generator[Any, None, T]:
-        """Raise what it came to."""
         yield from ()
         return self._outcome()
 
@@ -407,7 +405,6 @@ class Handle(_core.Handle, Generic[T]):
         self._told()
 
     def _told(self) -> None:
-        """It is over: tell those who wait."""
         if self._event is not None:
             self._event.set()
         if self._waiters or self._callbacks:

@@ -39,8 +39,6 @@ tracing = Tracing()
 
 
 class _Span:
-    """A block that is recorded."""
-
     __slots__ = ("_began", "_details", "_name")
 
     def __init__(self, name: str, details: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 from weakref import WeakSet, finalize
 
 from aiodist.handles import Account, Handle, Origin, Progress
+from aiodist.handles.combinators import EndWaiter
 from aiodist.handles.tracing import span, tracing
 from aiodist.streams.modes import Modes, ModeSwitch
 
@@ -110,7 +111,8 @@ class HostStream:
         """
         handle = self._enqueue("sync", _nothing, (), {}, cancellable=False)
         self._synced = handle.seq
-        handle.add_waiter(_Cover(self._account))
+        cover = self._account.cover
+        handle.add_waiter(EndWaiter(lambda over: cover(over.seq), lambda *_: None))
         return handle
 
     def wait_handle(self, handle: Handle[Any], /) -> None:
@@ -199,8 +201,6 @@ class _Worker:
 
 
 class _QueuedCall:
-    """One call of the user's function."""
-
     __slots__ = ("args", "claim", "context", "fn", "handle", "kwargs", "modes")
 
     def __init__(
@@ -279,17 +279,6 @@ class _Gate:
 
     def cancel(self) -> bool:
         return True
-
-
-class _Cover:
-    """Tells the account, on the loop, how far a sync came."""
-
-    def __init__(self, account: Account) -> None:
-        self._account = account
-
-    def wake(self, handle: Handle[Any], late: Exception | None, /) -> None:
-        if late is None:
-            self._account.cover(handle.seq)
 
 
 def _nothing() -> None:

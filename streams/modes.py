@@ -53,7 +53,6 @@ def _place() -> Place | None:
 
 
 def _go_to(place: Place | None) -> None:
-    """Make `place` this thread's."""
     device, streams = place or (0, tuple(map(torch.cuda.default_stream, range(torch.cuda.device_count()))))
     for stream in streams:
         if torch.cuda.current_stream(stream.device_index) != stream:

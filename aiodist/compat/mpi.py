@@ -81,7 +81,6 @@ class _World:
         self.closed = False
 
     def comm(self) -> Comm:
-        """Return COMM_WORLD; raise CommunicatorClosed after `Finalize`."""
         with self._lock:
             if self.closed:
                 raise CommunicatorClosed("COMM_WORLD after Finalize(): expected a world that is open")
@@ -93,7 +92,6 @@ class _World:
 
     @property
     def opened(self) -> bool:
-        """Return whether it was used."""
         return self._comm is not None
 
     def close(self) -> None:

@@ -256,7 +256,6 @@ class GlooPeer:
         self._payloads.put((works, over))
 
     def _collecting(self) -> None:
-        """Start the thread for data when the first is to come."""
         if len(self._threads) == 1:
             name = f"aiodist-gloo-{self.rank}-data"
             self._threads.append(threading.Thread(target=self._collect, name=name, daemon=True))
@@ -265,7 +264,6 @@ class GlooPeer:
     # Receiving: on threads of its own, which take the lock to tell what came.
 
     def _hear(self) -> None:
-        """Wait for frames until the connection is gone."""
         try:
             works = deque(self._post(empty(HEADER_BYTES + self._wire.capacity)) for _ in range(_POSTED))
             while True:

@@ -90,7 +90,6 @@ class MpiNative:
         _STARTS[operation.kind](self, operation, done)
 
     def _allreduce(self, o: Operation, done: Done) -> None:
-        """Iallreduce, in pieces where the tensor is large."""
         t, op = o.t, o.op
         if t.nbytes >= LARGE_BYTES:
             self._pipeline.allreduce(t, op, done)
@@ -158,8 +157,6 @@ _STARTS = {
 
 
 def _divided(t: Tensor, ranks: int, done: Done) -> Done:
-    """Return a `done` that first makes a mean of the sum."""
-
     def over(error: BaseException | None) -> None:
         if error is None:
             try:

@@ -69,7 +69,6 @@ class Requests:
         return True
 
     def _test_each(self) -> bool:
-        """Find out which of them failed, and how."""
         ended: list[tuple[int, MPI.Exception | None]] = []
         for i, request in enumerate(self._requests):
             try:

@@ -54,8 +54,6 @@ def supports(operation: str, kind: dtype, op: ReduceOp | None) -> bool:
 
 
 class _Part(NamedTuple):
-    """What one operation is made of."""
-
     launch: Launch
     after: Callable[[], None] | None = None
     """What is queued behind its calls."""
@@ -130,7 +128,6 @@ class NcclNative:
         return _Part(partial(self._together, calls), self._division(o))
 
     def _alltoall(self, o: Operation) -> _Part:
-        """A call for each block; mine goes to myself."""
         sends, receives = o.t.split(list(o.counts)), o.out.split(list(o.received))
         return self._exchange(Exchange(o.t, list(enumerate(sends)), list(enumerate(receives))))
 
@@ -161,7 +158,6 @@ _PARTS: dict[str, Callable[[NcclNative, Operation], _Part]] = {
 
 
 def _call(name: str, *args: object) -> Launch:
-    """Return what makes the call `name` of the communicator."""
     return lambda comm, stream: getattr(comm, name)(*args, stream=stream)
 
 

@@ -210,7 +210,6 @@ class _Segment:
         self.map.madvise(mmap.MADV_REMOVE, start, stop - start)
 
     def free(self, start: int, stop: int) -> None:
-        """Make a hole, joined with its neighbours."""
         at = bisect_right(self.holes, (start, stop))
         if at < len(self.holes) and self.holes[at][0] == stop:
             stop = self.holes.pop(at)[1]

@@ -251,7 +251,6 @@ class Messages:
         return bool(gone)
 
     def _lose(self, peer: Peer) -> None:
-        """A rank is gone: see [Note: ranks that are gone]."""
         self._gone.add(peer.rank)
         self._poll_only(one for one in self._polled if one is not peer)
         failed: list[Send | Receive] = peer.end()

@@ -154,7 +154,6 @@ class Peer:
         return self._neighbour.flush() and self.rings.put(*record)
 
     def _open_ring(self) -> None:
-        """Make this rank's ring; raise MemoryError where there is no memory for it."""
         ring = self._near.arena.empty((self._ring_bytes,), torch.uint8)
         place = self._near.locate(ring)
         assert place is not None
@@ -171,7 +170,6 @@ class Peer:
         return True
 
     def _ring(self) -> None:
-        """Have the neighbour look."""
         if self._meet():
             self._neighbour.ring()
 
