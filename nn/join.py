@@ -62,7 +62,7 @@ async def share_furthest(coll: Communicator, module: nn.Module, states: Sequence
     mine = [distinct(t.detach()) for _, t in named]
     elastic = coll.parts.registry.elastic is not None and coll.rank != root
     come = [torch.empty_like(t) for t in mine] if elastic else mine
-    await share(come, coll, "root", root, False)
+    await share(come, coll, "root", root)
     came = await _states_of(coll, root, states) if states else []
     if coll.rank != root:
         if elastic:

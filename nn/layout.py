@@ -206,38 +206,31 @@ def check_memory(named: Named) -> None:
 # --- on all ranks ----------------------------------------------------------------------------------------------------
 
 
-async def check_same_structure(named: Named, coll: Communicator, *also: str, any_order: bool = False) -> bool:
+async def check_same_structure(named: Named, coll: Communicator, *also: str, any_order: bool = False) -> None:
     """Return once every rank has brought the same names, shapes and dtypes, in the same order in memory.
 
-    Collective. With `any_order` tensors may lie in memory in another order on each rank; returns False where they
-    do. `also` are lines of what else must agree. Raises `ValueError` before anything is sent where a tensor has
-    no memory yet; where ranks differ, `MismatchError` on every one of them, naming the first difference and what each
-    rank has. Cost: an allreduce of 32 bytes; on a difference every rank's descriptions to every rank.
+    Collective. With `any_order` tensors may lie in memory in another order on each rank. `also` are lines of what else
+    must agree. Raises `ValueError` before anything is sent where a tensor has no memory yet; else as `agree`.
     """
     check_memory(named)
-    orders = [describe_order(name, t) for name, t in named]
-    lines = [*also, *(describe(name, t) for name, t in named)]
-    same_order = await agree(lines, coll, orders)
-    if not same_order and not any_order:
-        await agree(orders, coll)
-    return same_order
+    orders = () if any_order else [describe_order(name, t) for name, t in named]
+    await agree([*also, *(describe(name, t) for name, t in named), *orders], coll)
 
 
-async def agree(lines: Sequence[str], coll: Communicator, loose: Sequence[str] = ()) -> bool:
-    """Return whether all ranks brought the same lines `loose`; raise where they did not bring the same `lines`.
+async def agree(lines: Sequence[str], coll: Communicator) -> None:
+    """Raise where the ranks did not bring the same `lines`.
 
     Collective. The `MismatchError` is raised on every rank; it names the first line that differs, with the ranks that
-    have the one or the other. Only digests travel unless there is a difference.
+    have the one or the other. Only digests travel unless there is a difference: an allreduce of 16 bytes.
     """
-    strict, other = digest(lines), digest(loose)
+    mine = digest(lines)
     with torch.inference_mode(False):  # the thread that reduces it may be in another mode
-        both = torch.tensor([strict, -strict, other, -other], dtype=torch.int64, device="cpu")
+        both = torch.tensor([mine, -mine], dtype=torch.int64, device="cpu")
     await coll.allreduce(both, "max")
-    highest, lowest, loose_highest, loose_lowest = both.tolist()
+    highest, lowest = both.tolist()
     if highest != -lowest:
         by_rank = await coll.allgather_object(list(lines))
         raise MismatchError(_first_difference(by_rank), rank=coll.rank, comm=coll.name)
-    return bool(loose_highest == -loose_lowest)
 
 
 def _first_difference(by_rank: Sequence[Sequence[str]]) -> str:

@@ -47,14 +47,14 @@ async def synchronize_parameters(
     Raises, on await, `ValueError` before anything is sent where a tensor has no memory yet (a lazy or a meta one) or
     an argument is none of those, `TypeError` for a sparse tensor; `MismatchError` on every rank where they differ,
     naming the first difference, and nothing has changed then. Cancelling it never stops a transfer. Cost: an allreduce
-    of 32 bytes, then one broadcast of all tensors (for a mean, an allreduce); dense ones of 64 KiB and more are not
-    copied.
+    of 16 bytes, then one broadcast of all tensors (for a mean, an allreduce); contiguous ones of 64 KiB and more are
+    not copied.
     """
     _check_how(how, root, coll)
     named = named_state(module, buffers=buffers)
     check_dense("tensor", named)
-    same_order = await check_same_structure(named, coll, f"how={how!r} with root {root}", any_order=True)
-    await share([t for _, t in named], coll, how, root, same_order)
+    await check_same_structure(named, coll, f"how={how!r} with root {root}", any_order=True)
+    await share([t for _, t in named], coll, how, root)
 
 
 def synchronize_buffers(module: nn.Module, coll: Communicator, *, how: str = "root", root: int = 0) -> Awaitable[None]:
@@ -68,7 +68,7 @@ def synchronize_buffers(module: nn.Module, coll: Communicator, *, how: str = "ro
     named = named_state(module, parameters=False)
     check_dense("buffer", named)
     check_memory(named)
-    return share([t for _, t in named], coll, how, root, False)
+    return share([t for _, t in named], coll, how, root)
 
 
 def _check_how(how: str, root: int, coll: Communicator) -> None:
@@ -77,20 +77,20 @@ def _check_how(how: str, root: int, coll: Communicator) -> None:
     check_rank(root, coll.size)
 
 
-def share(tensors: Sequence[Tensor], coll: Communicator, how: str, root: int, same_order: bool) -> Awaitable[None]:
-    """Issue what gives every rank the same `tensors`; those that may lie differently travel in order of dimensions."""
+def share(tensors: Sequence[Tensor], coll: Communicator, how: str, root: int) -> Awaitable[None]:
+    """Issue what gives every rank the same `tensors`; they travel in the order of their dimensions."""
     kept = [distinct(t.detach()) for t in tensors]
     averaged = [t for t in kept if how == "mean" and (t.is_floating_point() or t.is_complex())]
     copied = [t for t in kept if how != "mean" or not (t.is_floating_point() or t.is_complex())]
     calls: list[Callable[[], Handle[Any]]] = []
     parcels: list[Parcel] = []
     if averaged:
-        means = Parcel.of(averaged, averaged if same_order else None)
+        means = Parcel.of(averaged, None)
         parcels.append(means)
         calls.append(lambda: coll.allreduce(means.flat, "mean"))
     if copied or not averaged:
         mine = coll.rank == root
-        copies = Parcel.of(copied, copied if same_order else None, fill=mine)
+        copies = Parcel.of(copied, None, fill=mine)
         copies.written = not mine
         parcels.append(copies)
         # As bytes: a broadcast knows no arithmetic, so any dtype will do.
@@ -237,7 +237,7 @@ async def assert_synchronized(x: object, coll: Communicator, *, rtol: float = 1e
 
     Raises, on await, `TypeError` or `ValueError` before anything is sent for what is none of these or has no memory;
     on every rank `MismatchError` naming the first entry that differs, with each rank's figures, or where ranks
-    hold other entries, shapes or dtypes. Cost: an allreduce of 32 bytes, an allgather of 16 bytes for each entry, and
+    hold other entries, shapes or dtypes. Cost: an allreduce of 16 bytes, an allgather of 16 bytes for each entry, and
     two passes over the data, in a thread of its own.
     """
     if not 0 <= rtol < 1:

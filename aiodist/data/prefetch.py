@@ -104,7 +104,7 @@ def prefetch(
 
     Raises `TypeError` or `ValueError` at the call for arguments of the wrong kind, and `RuntimeError` on entering a
     pass while another of the same object is open, or where the CUDA device is not there. Costs 10 to 40 us an item, up
-    to 50 with a transform, 110 with one in processes.
+    to 50 with a transform, 200 with one in processes.
     """
     if not isinstance(source, AsyncIterable | Iterable) and not hasattr(type(source), "__getitem__"):
         raise TypeError(f"source={source!r}: expected an iterable or an async iterable")
