@@ -50,11 +50,7 @@ class OptimizerRule(Rule):
         self._kind = kind
         self._given = dict(settings)
         self._how = {} if _HOW & settings.keys() else _fastest(kind, settings)
-        self._allowed: tuple[dict[str, Any], dict[str, Any]] | None = None
-        """The last settings and changes of them that `configure` tried: it is asked the same for many shards."""
         known = signature(kind).parameters
-        for key in settings.keys() & known.keys():
-            _check_type(self.name, key, settings[key], known[key].default)
         with torch.inference_mode(False):
             trial = self._make(torch.nn.Parameter(torch.zeros(1)))
             _step(trial)
@@ -107,10 +103,7 @@ class OptimizerRule(Rule):
         for key, value in changes.items():
             _check_type(self.name, key, value, self._known[key])
         group = state.optimizer.param_groups[0]
-        now = {key: group[key] for key in self._known}
-        if self._allowed != (now, changes):
-            self._try(now, changes)
-            self._allowed = now, dict(changes)
+        self._try({key: group[key] for key in self._known}, changes)
         group.update(changes)
 
     def state_dict(self, state: OptimizerState) -> dict[str, Any]:

@@ -155,8 +155,6 @@ class _Known(Rule):
 
     def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
         """Change the shard."""
-        if not self.scales and alpha != 1:
-            self.check(shard.dtype, alpha)
         self._change(shard, value, alpha)
 
 
@@ -223,12 +221,7 @@ def apply_step(shard: Tensor, pieces: Sequence[Piece], state_of: Callable[[Rule]
         first.rule.apply(shard, first.value, first.alpha, state_of(first.rule))
         return
     if first.rule.combines and all(piece.rule is first.rule for piece in pieces):
-        alphas = {piece.alpha for piece in pieces}
-        if len(alphas) == 1:
-            total, alpha = _sum(pieces, scaled=False), first.alpha
-        else:
-            total, alpha = _sum(pieces, scaled=True), 1.0
-        first.rule.apply(shard, total, alpha, state_of(first.rule))
+        first.rule.apply(shard, _sum(pieces), 1.0, state_of(first.rule))
         return
     for piece in pieces:
         value = piece.value
@@ -237,12 +230,12 @@ def apply_step(shard: Tensor, pieces: Sequence[Piece], state_of: Callable[[Rule]
         piece.rule.apply(shard, value, piece.alpha, state_of(piece.rule))
 
 
-def _sum(pieces: Sequence[Piece], *, scaled: bool) -> Tensor:
-    """Return the weighted sum in new memory; `scaled`: each times its alpha too."""
+def _sum(pieces: Sequence[Piece]) -> Tensor:
+    """Return the sum in new memory, of each its weight times its alpha times its value."""
     kind = pieces[0].value.dtype
     total = torch.zeros(pieces[0].value.numel(), dtype=_SUMMED_IN.get(kind, kind))
     for piece in pieces:
-        factor = piece.weight * (piece.alpha if scaled else 1.0)
+        factor = piece.weight * piece.alpha
         total.add_(piece.value, alpha=int(factor) if factor == int(factor) else factor)
     return total.to(kind)
 
@@ -250,7 +243,7 @@ def _sum(pieces: Sequence[Piece], *, scaled: bool) -> Tensor:
 def as_rule(given: str | Rule | Callable[[Tensor, Tensor], object], name: str | None = None) -> Rule:
     """Return a rule: the one of that name, `given` itself, or one that calls it.
 
-    A function is called `name` in messages, else as it calls itself. Raises `ValueError` for a name that is not
+    A function is called `name` in messages, else as it calls itself, or as its class. Raises `ValueError` for a name that is not
     known, `TypeError` for what is no rule: a class, a coroutine function.
     """
     if isinstance(given, str):
@@ -265,16 +258,7 @@ def as_rule(given: str | Rule | Callable[[Tensor, Tensor], object], name: str | 
         raise TypeError(f"rule: the class {given.__qualname__}: {expected}")
     if iscoroutinefunction(given) or not callable(given):
         raise TypeError(f"rule {given!r}: {expected}")
-    return Function(given, name or _qualname(given))
-
-
-def _qualname(fn: Callable[..., object]) -> str:
-    """Return the name of a function, or of what a partial calls, or of the class of a callable object."""
-    own = getattr(fn, "__qualname__", None)
-    if isinstance(own, str):
-        return own
-    inner = getattr(fn, "func", None)
-    return _qualname(inner) if callable(inner) else type(fn).__qualname__
+    return Function(given, name or getattr(given, "__qualname__", type(given).__qualname__))
 
 
 def bare(t: Tensor) -> Tensor:
