@@ -243,8 +243,8 @@ def _sum(pieces: Sequence[Piece]) -> Tensor:
 def as_rule(given: str | Rule | Callable[[Tensor, Tensor], object], name: str | None = None) -> Rule:
     """Return a rule: the one of that name, `given` itself, or one that calls it.
 
-    A function is called `name` in messages, else as it calls itself, or as its class. Raises `ValueError` for a name that is not
-    known, `TypeError` for what is no rule: a class, a coroutine function.
+    A function is called `name` in messages, else as it calls itself, or as its class. Raises `ValueError` for a name
+    that is not known, `TypeError` for what is no rule: a class, a coroutine function.
     """
     if isinstance(given, str):
         try:
@@ -258,7 +258,7 @@ def as_rule(given: str | Rule | Callable[[Tensor, Tensor], object], name: str | 
         raise TypeError(f"rule: the class {given.__qualname__}: {expected}")
     if iscoroutinefunction(given) or not callable(given):
         raise TypeError(f"rule {given!r}: {expected}")
-    return Function(given, name or getattr(given, "__qualname__", type(given).__qualname__))
+    return Function(given, name or str(getattr(given, "__qualname__", type(given).__qualname__)))
 
 
 def bare(t: Tensor) -> Tensor:
