@@ -2,7 +2,7 @@
 
 `ParameterServer` is what programs open. Below it, read in this order: `wire` and `coalescer` (entries between ranks),
 `names` and `sharding` (names, and where tensors lie), `client`, `server` and `shard` (requests and what becomes of
-them), `consistency` (pure machines that decide in which order), `rules` and `optimizers`; `training` stands on top.
+them), `machines` (pure, they decide in which order), `rules` and `optimizers`; `training` stands on top.
 """
 
 from aiodist.ps.consistency import Asynchronous, Bounded, Policy, Quorum, Synchronous, inverse_age

@@ -6,11 +6,9 @@ Calls are questions in JSON that a server answers, as steps of programs.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from aiodist.backends.base import DTYPES, Done
 from aiodist.collectives.program import Call, Program
@@ -33,23 +31,17 @@ _Said = dict[str, Any]
 class Client:
     """What the calls of a parameter server ask for; what is `heard` comes with the transport lock held."""
 
-    def __init__(
-        self, context: Context, own: dict[tuple[int, int], Tensor], shown: Callable[[int, int], Tensor], first: int = 1
-    ) -> None:
-        """`own` is where the server of this very rank finds what is pushed to it; for `shown` see `Pulls`.
-
-        `first` is the number of the first request.
-        """
+    def __init__(self, context: Context, first: int = 1) -> None:
+        """`first` is the number of the first request."""
         self._context = context
         self.queue = RequestQueue(context, self.lose, first)
         self.codes = Codes(context)
-        self.pushes = Pushes(self.queue, self.codes, own, self._one_over)
-        self.pulls = Pulls(self.queue, self.codes, shown, self._one_over)
+        self.pushes = Pushes(self.queue, self.codes)
+        self.pulls = Pulls(self.queue, self.codes)
         self.programs: set[Handle[Any]] = set()
         """Calls of several steps that are not over."""
         self._asked: dict[tuple[int, int], tuple[list[_Said], Done]] = {}
         """By server and number: where the answer goes, and who is told that it is there."""
-        self._watched: dict[NameEntry, Done] = {}
         self._refusal: AiodistError | None = None
 
     @property
@@ -73,17 +65,19 @@ class Client:
         """Return the call that asks server `dst`, and adds what it answers to `answers`."""
         return partial(self._ask, dst, self.queue.number(), {"op": op, **said}, answers)
 
-    def everywhere(self, op: str) -> Program[None]:
-        """Ask all servers that are there, as one request; raises PeerLost where the first of them dies, or has."""
+    def meeting(self) -> Program[None]:
+        """Meet the other workers at all servers that are there; raises PeerLost where the first of them died."""
         number = self.queue.number()
 
         def ask(dst: int, done: Done) -> None:
             def answered(error: BaseException | None) -> None:
                 done(None if isinstance(error, PeerLost) and dst != self._context.servers[0] else error)
 
-            self._ask(dst, number, {"op": op}, [], answered)
+            self._ask(dst, number, {"op": "barrier"}, [], answered)
 
         yield [partial(ask, rank) for rank in self._context.servers]
+        if (error := self.pushes.late_error()) is not None:
+            raise error
 
     def configuring(self, entry: NameEntry, settings: dict[str, float]) -> Program[None]:
         """Change settings of the rule of `entry`, on all of its shards: one request, so one number."""
@@ -91,49 +85,19 @@ class Client:
         said = {"op": "configure", "key": entry.key, "settings": settings}
         yield [partial(self._ask, span.rank, number, said, []) for span in entry.spans]
 
-    def filling(self, entry: NameEntry, value: Tensor | None, spans: Sequence[Span]) -> Program[None]:
-        """Make the shards `spans` of `entry` and give them the first values; without a value, any."""
-        spans_of = [list(span) for span in entry.spans]
-        yield [
-            self.tell(
-                span.rank,
-                "make",
-                key=entry.key,
-                name=entry.name,
-                dtype=DTYPES.index(entry.dtype),
-                numel=span.stop - span.start,
-                shape=entry.shape,
-                spans=spans_of,
-                rule=entry.rule_number,
-                codec=entry.codec is not None,
-                table=None if entry.table is None else entry.table.said,
-            )
-            for span in spans
-        ]
-        if value is None:
-            yield [self.asking(span.rank, [], "made") for span in spans]
-        else:
-            yield [partial(self.pushes.fill, entry, span, value) for span in spans]
-
-    def tell(self, dst: int, op: str, **said: Any) -> Call:  # noqa: ANN401
-        """Return the call that tells server `dst` something which it does not answer."""
-
-        def put(done: Done) -> None:
-            self.say(dst, {"op": op, **said})
-            self._context.coalescer.flush()
-            done(None)
-
-        return put
-
-    def waits(self) -> None:
-        """Tell all servers that this worker waits until its pushes are applied."""
-        number = self.queue.number()
-
-        def say() -> None:
-            for rank in self._context.servers if self.pushes.busy else ():
-                self.say(rank, {"op": "sync", "n": number})
-
-        self.queue.issue((say,))
+    def making(self, entry: NameEntry, spans: Sequence[Span]) -> Program[None]:
+        """Make the shards `spans` of `entry`."""
+        said = {
+            "key": entry.key,
+            "name": entry.name,
+            "dtype": DTYPES.index(entry.dtype),
+            "shape": entry.shape,
+            "spans": [list(span) for span in entry.spans],
+            "rule": entry.rule_number,
+            "codec": entry.codec is not None,
+            "table": None if entry.table is None else entry.table.said,
+        }
+        yield [self.asking(span.rank, [], "make", numel=span.stop - span.start, **said) for span in spans]
 
     def _ask(self, dst: int, number: int, said: _Said, answers: list[_Said], done: Done) -> None:
         if self._refusal is not None or dst in self._context.gone:
@@ -152,21 +116,19 @@ class Client:
 
     def when_over(self, entry: NameEntry, done: Done) -> None:
         """Call `done` when all pushes and pulls of one tensor are over, and nothing is kept of it."""
-        if entry.open:
-            self._watched[entry] = done
-            return
-        self.codes.forget(entry)
-        done(None)
 
-    def _one_over(self, entry: NameEntry) -> None:
-        if self._watched and not entry.open and (done := self._watched.pop(entry, None)) is not None:
-            self.when_over(entry, done)
+        def over() -> None:
+            self.codes.forget(entry)
+            if self._context.log is not None:
+                self._context.log.forget(entry.name)
+            done(None)
+
+        entry.when_over(over)
 
     def heard(self, src: int, kind: int, body: memoryview) -> None:
         """Take one entry that is meant for a client."""
         if kind == Kind.DONE:
-            number, version, stage = wire.unpack(wire.Done, body)
-            self.pushes.done(src, number, version, stage)
+            self.pushes.done(src, *wire.unpack(wire.Done, body))
         elif kind == Kind.DATA:
             self.pulls.data(src, body)
         else:

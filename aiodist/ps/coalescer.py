@@ -2,8 +2,8 @@
 
 A frame goes out at once when fewer than `_WINDOW` frames of requests are unanswered; otherwise entries gather until it
 is full, or an answer comes. So a single small request is quick, and many cost little each. Entries between two ranks
-arrive in order, and once: frames are numbered, and kept until the other side says that they came; what a transport
-drops is sent again, and what it doubles is ignored. Every method runs with the transport lock held.
+arrive in order, and once: frames are numbered, and kept until the other side says that they came; what nobody has
+spoken of for a while is sent again, and what came before is ignored. Every method runs with the transport lock held.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from torch import Tensor
 from aiodist.backends.base import Done, Transport
 from aiodist.types import ANY
 
-_FRAME = struct.Struct("<iIHHBxxx")  # source, bytes in use, its number, the number that it awaits, flags
+_FRAME = struct.Struct("<iIQQBxxxxxxx")  # source, bytes in use, its number, the number that it awaits, flags
 _ENTRY = struct.Struct("<BxxxI")
-_REQUESTS, _LAST, _NUMBERED, _AGAIN = 1, 2, 4, 8
-_NUMBERS = 1 << 16
+_REQUESTS, _LAST, _NUMBERED = 1, 2, 4
 _UNTOLD = 8
 """So many frames without a request may come before their sender is told."""
 _FRAME_TAG = 1
@@ -68,10 +67,7 @@ class _Outgoing:
     came: int = 0
     """How many have come since it was told of any."""
     owed: bool = False
-    again: bool = False
-    """One is missing, of which it is to be told."""
-    asked: bool = False
-    """It was told so."""
+    """It waits to be told."""
     gone: bool = False
     waiting: bool = False
     """It is among those to flush."""
@@ -86,6 +82,16 @@ class _Outgoing:
     def close(self) -> None:
         """Begin another frame; this one waits."""
         self.full.append(self.taken())
+
+    def takes(self, number: int, flags: int) -> bool:
+        """Return whether a frame from there is the one awaited: not one that came, nor one behind a missing one."""
+        if number != self.awaited:
+            self.owed = True
+            return False
+        self.awaited += 1
+        self.came += 1
+        self.owed = self.owed or bool(flags & _REQUESTS) or self.came >= _UNTOLD
+        return True
 
 
 class Coalescer:
@@ -125,7 +131,7 @@ class Coalescer:
         self._outgoing = [_Outgoing() for _ in range(transport.size)]
         self._to_flush: list[int] = []
         self._begun: dict[int, bytearray] = {}  # by rank: an entry of which more is to come
-        self._own: deque[tuple[int, bytes]] = deque()
+        self._own: deque[tuple[int, bytearray]] = deque()
         self._handling = False
         self._closed = False
         self._failures = 0
@@ -144,7 +150,7 @@ class Coalescer:
     def put(self, dst: int, kind: int, head: bytes, data: bytes = b"", *, request: bool = False) -> None:
         """Have an entry go to `dst` with the next `flush`; `request`: the other side answers."""
         if dst == self.rank:
-            self._own.append((kind, head + data))
+            self._own.append((kind, bytearray(head + data)))
             return
         outgoing = self._outgoing[dst]
         length = len(head) + len(data)
@@ -201,24 +207,20 @@ class Coalescer:
         number = outgoing.next
         if len(frame) > _FRAME.size or flags:
             flags |= _NUMBERED | has_requests * _REQUESTS
-            outgoing.next = (number + 1) % _NUMBERS
+            outgoing.next += 1
             outgoing.sent.append((frame, flags))
             outgoing.unanswered += has_requests
-            if not self._looks_later:
-                self._looks_later = True
-                self._later()
-        _FRAME.pack_into(frame, 0, self.rank, len(frame), number, outgoing.awaited, flags | outgoing.again * _AGAIN)
-        outgoing.owed, outgoing.again, outgoing.came = False, False, 0
+            self._look_later()
+        _FRAME.pack_into(frame, 0, self.rank, len(frame), number, outgoing.awaited, flags)
+        outgoing.owed, outgoing.came = False, 0
         if self._fixed_bytes:
             frame.extend(bytes(self._fixed_bytes - len(frame)))
         self._transmit(frame, dst)
 
-    def _send_again(self, dst: int, outgoing: _Outgoing) -> None:
-        for frame, _ in outgoing.sent:
-            copy = bytearray(frame)  # the first one may still be on its way
-            source, used, number, _, flags = _FRAME.unpack_from(frame)
-            _FRAME.pack_into(copy, 0, source, used, number, outgoing.awaited, flags & ~_AGAIN)
-            self._transmit(copy, dst)
+    def _look_later(self) -> None:
+        if not self._looks_later:
+            self._looks_later = True
+            self._later()
 
     def resend(self) -> None:
         """Send again what has not come for a while."""
@@ -226,19 +228,16 @@ class Coalescer:
         for dst, outgoing in enumerate(self._outgoing if not self._closed else ()):
             if not outgoing.sent or outgoing.gone:
                 continue
-            if outgoing.oldest is outgoing.sent[0][0]:
-                self._send_again(dst, outgoing)
+            for frame, _ in outgoing.sent if outgoing.oldest is outgoing.sent[0][0] else ():
+                self._transmit(bytearray(frame), dst)  # the first one may still be on its way
             outgoing.oldest = outgoing.sent[0][0]
-            if not self._looks_later:
-                self._looks_later = True
-                self._later()
+            self._look_later()
 
     def _transmit(self, frame: bytearray, dst: int) -> None:
-        if self._send_now is not None and self._send_now(frame, dst, _FRAME_TAG):
-            return
-        t = torch.frombuffer(frame, dtype=torch.uint8)
-        self._transport.isend(t, dst, _FRAME_TAG, partial(keep, t))
-        self._ring(dst)
+        if self._send_now is None or not self._send_now(frame, dst, _FRAME_TAG):
+            t = torch.frombuffer(frame, dtype=torch.uint8)
+            self._transport.isend(t, dst, _FRAME_TAG, partial(keep, t))
+            self._ring(dst)
 
     def send(self, t: Tensor, dst: int, number: int, done: Done) -> None:
         """Send flat uint8 `t` as the data of request `number`."""
@@ -271,10 +270,10 @@ class Coalescer:
         if not outgoing.waiting:
             outgoing.waiting = True
             self._to_flush.append(source)
-        self._take_word(source, outgoing, awaited, flags)
-        if flags & _NUMBERED and not self._is_next(outgoing, number, flags):
-            used = 0
-            flags = 0
+        while outgoing.sent and outgoing.next - len(outgoing.sent) < awaited:  # these have come there
+            outgoing.unanswered -= outgoing.sent.popleft()[1] & _REQUESTS
+        if flags & _NUMBERED and not outgoing.takes(number, flags):
+            used, flags = 0, 0
         at = _FRAME.size
         while at < used:
             kind, length = _ENTRY.unpack_from(body, at)
@@ -288,27 +287,6 @@ class Coalescer:
                 self._ended()
         else:
             self._listen()  # after the answers, for which somebody waits
-
-    def _take_word(self, source: int, outgoing: _Outgoing, awaited: int, flags: int) -> None:
-        """Keep no more what has come there."""
-        told = (awaited - outgoing.next + len(outgoing.sent)) % _NUMBERS
-        for _ in range(told if told <= len(outgoing.sent) else 0):
-            outgoing.unanswered -= bool(outgoing.sent.popleft()[1] & _REQUESTS)
-        if flags & _AGAIN:
-            self._send_again(source, outgoing)
-
-    def _is_next(self, outgoing: _Outgoing, number: int, flags: int) -> bool:
-        """Return whether a frame is the one that was awaited; its sender is told of others."""
-        if number != outgoing.awaited:
-            ahead = (number - outgoing.awaited) % _NUMBERS < _NUMBERS // 2
-            if not (ahead and outgoing.asked):
-                outgoing.owed, outgoing.again, outgoing.asked = True, ahead, ahead or outgoing.asked
-            return False
-        outgoing.awaited = (number + 1) % _NUMBERS
-        outgoing.asked = False
-        outgoing.came += 1
-        outgoing.owed = outgoing.owed or bool(flags & _REQUESTS) or outgoing.came >= _UNTOLD
-        return True
 
     def _take(self, source: int, kind: int, body: memoryview) -> None:
         if kind & _CONTINUES:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from time import perf_counter
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from aiodist.backends.shm import Neighbourhood
 from aiodist.backends.shm.memory import Place
+from aiodist.backends.shm.neighbours import Neighbour
 from aiodist.codecs import Codec
 from aiodist.errors import AiodistError, PeerLost
 from aiodist.handles import Progress
@@ -59,6 +61,8 @@ class Context:
     gone: dict[int, AiodistError] = field(default_factory=dict)
     """The ranks that died, and how."""
     coalescer: Coalescer = field(init=False)
+    _shown: dict[int, Tensor] = field(default_factory=dict, init=False)
+    _shown_numbers: count[int] = field(default_factory=count, init=False)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -80,26 +84,37 @@ class Context:
         """Return the servers that are there."""
         return [rank for rank in self.servers if rank not in self.gone]
 
-    def shares_memory(self, rank: int) -> bool:
-        """Return whether this rank and `rank` can look into one another's arena."""
-        return self.near is not None and self.world_ranks[rank] in self.near.neighbours
+    def way_to(self, rank: int, t: Tensor, *, look: bool = True) -> tuple[Way, Place]:
+        """Return how `t` gets to another rank, and where it finds it, if it may `look`: once, where that is this rank.
 
-    def way_to(self, rank: int, t: Tensor) -> tuple[Way, Place]:
-        """Return how `t` gets to another rank, and where it lies in this rank's arena."""
+        That is in this rank's arena, or, for this rank itself, anywhere.
+        """
         if t.nbytes <= self.coalescer.inline_bytes:
             return Way.INLINE, _NOWHERE
-        place = self.near.locate(t) if self.near is not None and self.shares_memory(rank) else None
+        if rank == self.rank:
+            number = next(self._shown_numbers)
+            self._shown[number] = t
+            return Way.MEMORY, Place(0, number)
+        near = self._neighbour(rank) if look else None
+        place = None if near is None or self.near is None else self.near.locate(t)
         return (Way.MESSAGE, _NOWHERE) if place is None else (Way.MEMORY, place)
 
     def memory(self, rank: int, segment: int, offset: int, nbytes: int) -> Tensor:
-        """Return bytes of another rank's arena; raise BackendError for a place that it never told of."""
-        assert self.near is not None
-        return self.near.neighbours[self.world_ranks[rank]].memory(Place(segment, offset), nbytes)
+        """Return what another rank lets us look at, flat uint8; raise BackendError for a place that it never told."""
+        if rank == self.rank:
+            return self._shown.pop(offset).view(torch.uint8)[:nbytes]
+        near = self._neighbour(rank)
+        assert near is not None
+        return near.memory(Place(segment, offset), nbytes)
+
+    def _neighbour(self, rank: int) -> Neighbour | None:
+        """Return the rank as one that shares memory with us, if it does."""
+        return None if self.near is None else self.near.neighbours.get(self.world_ranks[rank])
 
     def ring(self, rank: int) -> None:
         """Wake the progress thread of `rank` if it shares memory with us and sleeps."""
-        if self.near is not None and self.shares_memory(rank):
-            self.near.neighbours[self.world_ranks[rank]].ring()
+        if (near := self._neighbour(rank)) is not None:
+            near.ring()
 
     def lost(self, rank: int) -> AiodistError:
         """Return why nothing can be had from `rank`."""

@@ -26,7 +26,10 @@ class BackwardPushes:
         self._errors: list[Exception] = []
 
     async def __aenter__(self) -> Self:
-        self._hooks = [t.register_post_accumulate_grad_hook(self._ready) for t in self._tensors]
+        on_loop = self._progress.on_loop  # backward may run in any thread
+        self._hooks = [
+            t.register_post_accumulate_grad_hook(lambda t: on_loop(partial(self._begin, t))) for t in self._tensors
+        ]
         return self
 
     async def __aexit__(
@@ -41,13 +44,6 @@ class BackwardPushes:
         await gather(*self._pushes, return_exceptions=failed)  # the gradients are its pushes' until then
         if self._errors and error is None:
             raise self._errors[0]
-
-    def _ready(self, t: Tensor) -> None:
-        """Backward has the gradient of `t`; in any thread."""
-        if self._progress.owns_thread():
-            self._begin(t)
-        else:
-            self._progress.post(partial(self._begin, t))
 
     def _begin(self, t: Tensor) -> None:
         try:

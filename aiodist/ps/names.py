@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ class NameEntry:
     """The version that this rank last read."""
     open: set[int] = field(default_factory=set)
     """The numbers of this rank's pushes and pulls of it that are not over."""
+    _watch: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         if self.tensor is not None:
@@ -49,6 +50,18 @@ class NameEntry:
     def frozen(self) -> bool:
         """It is a tensor that wants no gradient."""
         return self.tensor is not None and not self.tensor.requires_grad
+
+    def when_over(self, call: Callable[[], None]) -> None:
+        """Call `call` when all pushes and pulls of it are over."""
+        self._watch = call
+        self.part_over(0)
+
+    def part_over(self, number: int) -> None:
+        """A push or a pull is over."""
+        self.open.discard(number)
+        if self._watch is not None and not self.open:
+            watch, self._watch = self._watch, None
+            watch()
 
     def check(self, value: object, name: str = "values") -> Tensor:
         """Return `value`; raise TypeError or ValueError unless it is a tensor such as this one."""
@@ -72,46 +85,47 @@ class Names:
     """What this rank has init()ed, in order."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, NameEntry] = {}
+        self._entries: dict[str, NameEntry | None] = {}
+        """In the order of the calls that made them known; None while that is not over."""
         self._names: dict[int, list[str]] = {}  # one tensor may have several
         self.first: tuple[str, ...] = ()
         """What `what=None` means."""
-        self._places: dict[str, None] = {}
-        """In the order of the calls that made them known."""
         self.changing: dict[str, str] = {}
         """Names that become known, or are forgotten, and the call that is not over."""
 
     def announce(self, names: Sequence[str]) -> None:
         """They become known, in this order."""
         self.changing.update(dict.fromkeys(names, "init"))
-        self._places.update(dict.fromkeys(names))
+        self._entries.update(dict.fromkeys(names))
 
     def settle(self, name: str, entry: NameEntry | None) -> None:
         """The call that changes `name` is over: it is `entry` from now on, or not at all."""
-        if entry is not None:
+        if entry is None:
+            self._entries.pop(name, None)
+        else:
             self._entries[name] = entry
             if entry.tensor is not None:
                 self._names.setdefault(id(entry.tensor), []).append(name)
-        elif name not in self._entries:
-            self._places.pop(name, None)
         self.changing.pop(name, None)
 
     def remove(self, entry: NameEntry) -> None:
-        """Know it no more."""
-        if self._entries.pop(entry.name, None) is None or entry.tensor is None:
-            return
-        names = self._names[id(entry.tensor)]
-        names.remove(entry.name)
-        if not names:
-            del self._names[id(entry.tensor)]
+        """Know it no more; `settle` follows."""
+        self._entries[entry.name] = None
+        self.changing[entry.name] = "free"
+        self.first = tuple(name for name in self.first if name != entry.name)
+        if entry.tensor is not None:
+            names = self._names[id(entry.tensor)]
+            names.remove(entry.name)
+            if not names:
+                del self._names[id(entry.tensor)]
 
     @property
     def names(self) -> tuple[str, ...]:
         """In order."""
-        return tuple(name for name in self._places if name in self._entries)
+        return tuple(name for name, entry in self._entries.items() if entry is not None)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return self._entries.get(name) is not None
 
     def __getitem__(self, name: str) -> NameEntry:
         entry = self._entries.get(name)
@@ -145,11 +159,11 @@ class Names:
         if names is None:
             shape = f"{one.dtype}{list(one.shape)}"
             raise ValueError(f"a tensor {shape} that was not init()ed: expected one of those, {self._listed()}")
-        return self._entries[names[0]]
+        return self[names[0]]
 
     def _listed(self) -> str:
-        names = ", ".join(map(repr, list(self._entries)[:8]))
-        return f"which are {names}{', ...' if len(self._entries) > 8 else ''}" if names else "of which there are none"
+        names = ", ".join(map(repr, self.names[:8]))
+        return f"which are {names}{', ...' if len(self.names) > 8 else ''}" if names else "of which there are none"
 
 
 def named(tensors: object) -> dict[str, Tensor]:

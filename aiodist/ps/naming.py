@@ -42,7 +42,7 @@ class Naming:
         self._session = session
         self._read_mode = reads
         self._names = Names()
-        self._prefetched: dict[str, tuple[Handle[Any], int | None]] = {}
+        self._prefetched: dict[str, tuple[Handle[Any], Tensor]] = {}
 
     @property
     def _settings(self) -> Settings:
@@ -192,7 +192,6 @@ class Naming:
             servers=[span.rank for span in entry.spans],
             codec=repr(entry.codec),
             table=str(entry.table),
-            worker=self._session.coll.rank in self._settings.workers,
             again=value is None,
         )
         entry.key = said["key"]
@@ -202,8 +201,10 @@ class Naming:
             spans = [span for span in entry.spans if not own or span.rank == self._session.coll.rank]
             if entry.codec is not None and data is not None:
                 spans = [Span(spans[0].rank, spans[0].start, data.numel())]
-            with suppress(KeyError):  # the others gave it up meanwhile: `ready` says why
-                yield from self._session.client.filling(entry, data, spans)
+            yield from self._session.client.making(entry, spans)
+            if data is not None and entry.table is None:
+                with suppress(KeyError):  # the others gave it up meanwhile: `ready` says why
+                    yield [partial(self._session.client.pushes.fill, entry, span, data) for span in spans]
             yield from self._session.client.call(leader, "ready", name=entry.name, key=entry.key)
 
     def _placed(self, entry: NameEntry) -> NameEntry:
@@ -242,9 +243,7 @@ class Naming:
         check_timeout(timeout)
         for entry in entries:
             self._names.remove(entry)
-            self._names.changing[entry.name] = "free"
             self._prefetched.pop(entry.name, None)
-        self._names.first = tuple(name for name in self._names.first if name in self._names)
         return self._session.run("free", _each([self._freeing(entry) for entry in entries]), timeout)
 
     def _freeing(self, entry: NameEntry) -> Program[None]:

@@ -205,13 +205,7 @@ class ParameterServer(Naming):
         """
         self._session.check()
         pushed = self._pushed(what, values, rule, alpha)
-        nbytes = pushed[0][1].nbytes if len(pushed) == 1 else sum(value.nbytes for _, value, _ in pushed)
-        handle = self._session.handle("push", nbytes, timeout)
-        claims = self._claim(handle, pushed, []) if nbytes > self._session.context.coalescer.inline_bytes else []
-        with _ALONE if len(pushed) == 1 else self._session.client.queue.together():
-            self._start_pushes(Operation(handle, len(pushed), claims, _none), pushed, alpha)
-        if not pushed:
-            handle.resolve(None)
+        handle = self._call("push", timeout, (pushed, alpha))
         if self._session.context.coalescer.congested:
             self._session.progress.glance()
         return handle
@@ -240,9 +234,7 @@ class ParameterServer(Naming):
         entries, single = self._names.resolve(what)
         outs, version = outs_of(entries, out, single), check_version(at_least)
         mode = self._reads if reads is None else READS[one_of("reads", reads, tuple(READS))]
-        handle = self._session.handle("pull", sum(flat.nbytes for flat, _ in outs if flat is not None), timeout)
-        self._exchange(handle, ([], 1.0), (entries, outs, single), (mode, version))
-        return handle
+        return self._call("pull", timeout, ([], 1.0), (entries, outs, single), (mode, version))
 
     def push_pull(
         self,
@@ -258,10 +250,8 @@ class ParameterServer(Naming):
         self._session.check()
         pushed = self._pushed(what, values, rule, alpha)
         entries, single = self._names.resolve(what)
-        outs = outs_of(entries, out, single)
-        handle = self._session.handle("push_pull", sum(value.nbytes for _, value, _ in pushed), timeout)
-        self._exchange(handle, (pushed, alpha), (entries, outs, single), (self._reads, 0))
-        return handle
+        pulls = entries, outs_of(entries, out, single), single
+        return self._call("push_pull", timeout, (pushed, alpha), pulls, (self._reads, 0))
 
     def pushing(self, what: object = None, *, alpha: float = 1.0) -> BackwardPushes:
         """Return a block in whose backward passes each gradient is pushed as soon as it is there.
@@ -286,8 +276,9 @@ class ParameterServer(Naming):
         outs = [None if entry.tensor is None else torch.empty_like(entry.tensor) for entry in entries]
         handle = self.pull(what, outs[0] if single else outs, timeout=timeout)
         handle.op = "prefetch"
-        for i, entry in enumerate(entries):
-            self._prefetched[entry.name] = (handle, None if single else i)
+        for entry, out in zip(entries, outs, strict=True):
+            if out is not None:
+                self._prefetched[entry.name] = (handle, out)
         return handle
 
     def integrate(
@@ -316,9 +307,9 @@ class ParameterServer(Naming):
         def finish(_: object) -> None:
             try:
                 with torch.no_grad():
-                    for mine, (pull, i) in zip(tensors, fetched, strict=True):
-                        theirs = pull.result()
-                        fn(mine, theirs if i is None else theirs[i])
+                    for mine, (pull, theirs) in zip(tensors, fetched, strict=True):
+                        pull.result()  # raises what made it fail
+                        fn(mine, theirs)
             except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
                 handle.reject(error)
                 return
@@ -336,30 +327,28 @@ class ParameterServer(Naming):
     # --- waiting -----------------------------------------------------------------------------------------------
 
     def sync(self, *, timeout: float | None = None) -> Handle[None]:
-        """Be done when every push that this rank issued before is applied (or dropped, as the consistency says).
+        """Be done when the servers have every push that this rank issued before: applied, dropped, or held.
 
-        Where every worker waits here or at a barrier, each for pushes that nobody will make, steps are made of what
-        there is. Covers push handles that nobody awaited. Raises, on await, what made one fail after it was accepted.
-        Cost: nothing is sent, but a word to each server where the consistency has workers wait.
+        Held are those that wait for other workers' pushes; a `barrier` waits for these too. Covers push handles that
+        nobody awaited. Raises, on await, what made one fail after it was accepted. Cost: nothing is sent.
         """
         self._session.check()
         handle = self._session.handle("sync", 0, timeout)
         self._session.client.pushes.sync(handle, self._session.account)
-        if self._settings.consistency.holds and self.is_worker:
-            self._session.client.waits()
         return handle
 
     def barrier(self, *, timeout: float | None = None) -> Handle[None]:
         """Wait for all workers that have not left. After `await push`, then this, every later pull sees the push.
 
         A worker that waits here is waited for by nobody: steps that lack its pushes are made of what there is. After it
-        all go on from the same step, however many each had pushed. Raises ValueError on a rank that is no worker,
-        PeerLost on await when the first server is gone. Cost: a word to each server, and an answer.
+        all go on from the same step, however many each had pushed. Raises ValueError on a rank that is no worker; on
+        await PeerLost when the first server is gone, and what made a push fail after it was accepted. Cost: a word to
+        each server, and an answer.
         """
         self._session.check()
         if not self.is_worker:
             raise ValueError(f"barrier() on rank {self.rank}: expected a worker, one of {list(self.workers)}")
-        return self._session.run("barrier", self._session.client.everywhere("barrier"), timeout)
+        return self._session.run("barrier", self._session.client.meeting(), timeout)
 
     # --- checkpoints -------------------------------------------------------------------------------------------
 
@@ -426,55 +415,47 @@ class ParameterServer(Naming):
         entries, single = self._names.resolve(what)
         return pushed_of(entries, values, single, None if rule is None else self._settings.rule(rule), alpha)
 
-    def _claim(self, handle: Handle[Any], pushed: Sequence[Pushed], outs: Sequence[Out]) -> list[Claim]:
-        """Claim what the operation reads and writes until it is over; small pushes are copied at the call."""
-        small = self._session.context.coalescer.inline_bytes
-        written = [out for out, _ in outs if out is not None and out.nbytes]
-        claims = writing(*written)
-        taken = {claim.start for claim in claims}
-        claims += [c for c in reading(*(v for _, v, _ in pushed)) if c.nbytes > small and c.start not in taken]
-        in_flight.acquire_all(claims, handle)
-        return claims
-
-    def _start_pushes(self, operation: Operation, pushed: Sequence[Pushed], alpha: float) -> None:
-        for entry, value, rule in pushed:
-            self._session.client.pushes.push(operation, entry, value, rule, alpha)
-
-    def _exchange(
+    def _call(
         self,
-        handle: Handle[Any],
+        op: str,
+        timeout: float | None,
         pushes: tuple[Sequence[Pushed], float],
-        pulls: tuple[Sequence[NameEntry], Sequence[Out], bool],
-        how: tuple[Reads, int],
-    ) -> None:
+        pulls: tuple[Sequence[NameEntry], Sequence[Out], bool] = ((), (), True),
+        how: tuple[Reads, int] = (Reads.SNAPSHOT, 0),
+    ) -> Handle[Any]:
         """Push with that alpha, then pull into the outs, of one or of several; `how` is what a pull may see."""
-        entries, outs, single = pulls
-        claims = self._claim(handle, pushes[0], outs)
+        (pushed, alpha), (entries, outs, single), client = pushes, pulls, self._session.client
+        moved = [value for _, value, _ in pushed] or [flat for flat, _ in outs if flat is not None]
+        nbytes = sum([t.nbytes for t in moved])
+        handle = self._session.handle(op, nbytes, timeout, depth=4)
+        small = self._session.context.coalescer.inline_bytes
+        claims: list[Claim] = []
+        if outs or nbytes > small:  # small pushes are copied
+            claims = writing(*(out for out, _ in outs if out is not None and out.nbytes))
+            taken = {claim.start for claim in claims}
+            claims += [c for c in reading(*(v for _, v, _ in pushed)) if c.nbytes > small and c.start not in taken]
+            in_flight.acquire_all(claims, handle)
 
         def result() -> Any:  # noqa: ANN401
             found = [_result(part, out) for part, (_, out) in zip(parts, outs, strict=True)]
-            return found[0] if single else found
+            return (found[0] if found else None) if single else found
 
-        operation = Operation(handle, len(pushes[0]) + len(entries), claims, result)
+        operation = Operation(handle, len(pushed) + len(entries), claims, result)
         parts = [_part(operation, entry, into) for entry, (into, _) in zip(entries, outs, strict=True)]
-        with self._session.client.queue.together():
-            self._start_pushes(operation, *pushes)
+        # A context of its own costs a small push a tenth of its time.
+        with client.queue.together() if len(pushed) + len(parts) > 1 else nullcontext():
+            for entry, value, number in pushed:
+                client.pushes.push(operation, entry, value, number, alpha)
             for part in parts:
-                self._session.client.pulls.pull(part, *how)
-        if not entries:
-            handle.resolve([])
-
-
-_ALONE = nullcontext()
+                client.pulls.pull(part, *how)
+        if not pushed and not parts:
+            handle.resolve(result())
+        return handle
 
 
 def _folder(asked: Program[dict[str, Any]]) -> Program[Path]:
     said = yield from asked
     return Path(said["folder"])
-
-
-def _none() -> None:
-    return None
 
 
 def _part(operation: Operation, entry: NameEntry, into: Tensor | None) -> PullPart:

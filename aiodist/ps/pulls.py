@@ -12,7 +12,7 @@ from aiodist.backends.base import Done
 from aiodist.errors import AiodistError
 from aiodist.ps.coalescer import keep
 from aiodist.ps.codes import Codes
-from aiodist.ps.names import NameEntry
+from aiodist.ps.context import Context
 from aiodist.ps.operation import PullPart
 from aiodist.ps.request_queue import RequestQueue, Sender
 from aiodist.ps.wire import (
@@ -33,19 +33,10 @@ from aiodist.ps.wire import (
 class Pulls:
     """`pull` is called on the loop's thread; the rest runs with the transport lock held."""
 
-    def __init__(
-        self,
-        queue: RequestQueue,
-        codes: Codes,
-        shown: Callable[[int, int], Tensor],
-        one_over: Callable[[NameEntry], None],
-    ) -> None:
-        """`shown(key, number)` is what this very rank's server shows a pull; `one_over` is called after each."""
+    def __init__(self, queue: RequestQueue, codes: Codes) -> None:
         self._queue = queue
-        self._context = queue.context
         self._codes = codes
-        self._shown = shown
-        self._one_over = one_over
+        self._context: Context = queue.context
         self._parts: dict[int, PullPart] = {}
 
     def pull(self, part: PullPart, reads: Reads, wants: int) -> None:
@@ -57,23 +48,14 @@ class Pulls:
         counts = self._context.counts
         counts["pulls"] += 1
         counts["pull_bytes"] += part.nbytes
-        senders = []
-        for span in entry.spans:
-            way = Way.MESSAGE
-            if span.rank == self._context.rank:
-                way = Way.OWN
-            elif self._context.shares_memory(span.rank):
-                way = Way.MEMORY
-            head = pack_pull(entry.key, way, reads, number, wants)
-            senders.append(self._sender(number, span.rank, head, part.ids.get(span.rank)))
-        self._queue.issue(senders)
+        head = pack_pull(entry.key, reads, number, wants)
+        self._queue.issue([self._sender(number, span.rank, head, part.ids.get(span.rank)) for span in entry.spans])
 
     def _sender(self, number: int, dst: int, head: bytes, ids: Tensor | None) -> Sender:
         """Return what asks one server: for its shard, or for the rows of `ids`."""
         if ids is None:
             return partial(self._queue.put, dst, Kind.PULL, head)
-        own = dst == self._context.rank
-        way, place = (Way.INLINE, (0, 0)) if own else self._context.way_to(dst, ids)
+        way, place = self._context.way_to(dst, ids)
         head += pack_ids(way, ids.nbytes, *place)
         put = partial(self._queue.put, dst, Kind.PULL, head, as_bytes(ids) if way == Way.INLINE else b"")
         if way != Way.MESSAGE:
@@ -94,62 +76,54 @@ class Pulls:
         part = self._parts.get(data.number)
         if part is None:  # all was given up
             return
-        counts = self._context.counts
+        counts, over = self._context.counts, partial(self.over, data.number, src)
         part.version = data.version if part.version is None else min(part.version, data.version)
         if part.place is None:
             counts["pull_bytes"] += data.nbytes
-        if data.way in (Way.INLINE, Way.MESSAGE):
+        if data.way != Way.MEMORY and src != self._context.rank:
             counts["pull_received_bytes"] += data.nbytes
-            self._receive(part, src, data, body)
-        else:
+        decode = self._codes.expect(part, src, over) if data.coded else None
+        if data.way == Way.MEMORY:
             self._look(part, src, data)
+        elif data.way == Way.INLINE:
+            raw = bytes_in(body, DATA_BYTES, data.nbytes)
+            if decode is not None:
+                decode(raw)
+            else:
+                part.fill(src, raw)
+                over(None)
+        else:
+            self._receive(part, src, data, over, decode)
+
+    def _receive(
+        self, part: PullPart, src: int, data: Data, over: Done, decode: Callable[[Tensor | BaseException], None] | None
+    ) -> None:
+        """Take what comes in a message behind the entry."""
+        if decode is None and part.place is not None:
+            self._context.coalescer.receive(part.place(src).view(torch.uint8), src, data.number, over)
+            return
+        room = torch.empty(data.nbytes, dtype=torch.uint8)
+
+        def received(error: BaseException | None) -> None:
+            if decode is not None:
+                decode(room if error is None else error)
+            else:
+                part.value = room
+                over(error)
+
+        self._context.coalescer.receive(room, src, data.number, received)
 
     def _look(self, part: PullPart, src: int, data: Data) -> None:
         """Copy from the server's memory, and tell it."""
-        found = (
-            self._shown(data.offset, data.number).view(torch.uint8)[: data.nbytes]
-            if data.way == Way.OWN
-            else self._context.memory(src, data.segment, data.offset, data.nbytes)
-        )
+        found = self._context.memory(src, data.segment, data.offset, data.nbytes)
 
         def looked(error: BaseException | None) -> None:
             if src not in self._context.gone:
                 self._context.coalescer.put(src, Kind.RELEASE, pack_release(part.entry.key, data.number))
             self.over(data.number, src, error)
 
-        self._fill(part, src, found, looked)
-
-    def _fill(self, part: PullPart, src: int, raw: Tensor, over: Done) -> None:
         part.copying.add(src)
-        self._context.service.do(raw.nbytes, partial(part.fill, src, raw), over)
-
-    def _receive(self, part: PullPart, src: int, data: Data, body: memoryview) -> None:
-        """Take what came with the entry, or comes in a message behind it."""
-        over = partial(self.over, data.number, src)
-        arrived = self._codes.expect(part, src, over) if data.coded else None
-        if data.way == Way.INLINE:
-            raw = bytes_in(body, DATA_BYTES, data.nbytes)
-            if arrived is not None:
-                arrived(raw)
-            else:
-                part.fill(src, raw)
-                over(None)
-            return
-        plain = part.place is not None and arrived is None
-        target = (
-            part.place(src).view(torch.uint8)
-            if part.place is not None and plain
-            else torch.empty(data.nbytes, dtype=torch.uint8)
-        )
-
-        def received(error: BaseException | None) -> None:
-            if arrived is not None:
-                arrived(target if error is None else error)
-            else:
-                part.value = None if plain else target
-                over(error)
-
-        self._context.coalescer.receive(target, src, data.number, received)
+        self._context.service.do(data.nbytes, partial(part.fill, src, found), looked)
 
     def over(self, number: int, src: int, error: BaseException | None) -> None:
         """One server's part is there, or never will be; the buffer is the user's again when all of them are over."""
@@ -161,13 +135,12 @@ class Pulls:
         if part.left:
             return
         del self._parts[number]
-        part.entry.open.discard(number)
         if part.error is None and part.version is not None:
             part.entry.base = max(part.entry.base, part.version)
             part.operation.read(part.version)
         if part.operation.part_over(None if part.error is None else self._queue.located(part.error)):
             self._context.counts["pull_seconds"] += part.operation.seconds
-        self._one_over(part.entry)
+        part.entry.part_over(number)
 
     # --- waiting for them, and the end -------------------------------------------------------------------------
 
@@ -190,6 +163,5 @@ class Pulls:
         """Fail everything."""
         parts, self._parts = self._parts, {}
         for number, part in parts.items():
-            part.entry.open.discard(number)
             part.operation.part_over(error)
-            self._one_over(part.entry)
+            part.entry.part_over(number)

@@ -22,36 +22,25 @@ from aiodist.ps.service import LIGHT_BYTES, error_of
 from aiodist.ps.sharding import Span
 from aiodist.ps.wire import FILL, Kind, Stage, Way, as_bytes, pack_push
 
-_INLINE, _PUSH = int(Way.INLINE), int(Kind.PUSH)
+_Blocks = Sequence[tuple[Tensor, bool]]
+"""What each server gets, and whether it is a code."""
 
 
 class Pushes:
     """`push` and `sync` are called on the loop's thread; the rest runs with the transport lock held."""
 
-    def __init__(
-        self,
-        queue: RequestQueue,
-        codes: Codes,
-        own: dict[tuple[int, int], Tensor],
-        one_over: Callable[[NameEntry], None],
-    ) -> None:
-        """`own` is where the server of this very rank finds what is pushed to it.
-
-        `one_over` is called after each push, with what it pushed to.
-        """
+    def __init__(self, queue: RequestQueue, codes: Codes) -> None:
         self._queue = queue
         self._context = queue.context
         self._codes = codes
-        self._own = own
-        self._one_over = one_over
         self._log = queue.context.log
-        self._inline_bytes = self._context.coalescer.inline_bytes
         self._parts: dict[int, PushPart] = {}
+        self._line: deque[int] = deque()
+        """The numbers of pushes, from the first on for which a sync waits."""
         self._open: set[int] = set()
-        """Those that are neither applied nor dropped."""
-        self._first_open = 1  # none before this number is open
+        """Those for which a sync waits."""
         self._last = 0
-        self._syncs: deque[tuple[int, Handle[None], Account | None]] = deque()
+        self._syncs: deque[tuple[int, Handle[None], Account]] = deque()
         self._late_error: BaseException | None = None
         self._refusal: AiodistError | None = None
 
@@ -59,93 +48,65 @@ class Pushes:
 
     def push(self, operation: Operation, entry: NameEntry, value: Tensor, rule: int, alpha: float) -> None:
         """Push flat `value`; copied now where it is small, else the operation's until it is over."""
-        spans = entry.spans
         number = self._begin(operation, entry, value.nbytes)
         if self._codes.takes(entry):
-            if self._queue.behind and value.nbytes <= self._inline_bytes:
+            if self._queue.behind and value.nbytes <= self._context.coalescer.inline_bytes:
                 value = value.clone()  # it is the user's again when the call returns
             encode = partial(self._codes.encode, entry, value, self._context.rules[rule], alpha)
             self._encode(number, entry, value.nbytes, encode, rule)
-        elif len(spans) == 1 and value.nbytes <= self._inline_bytes and spans[0].rank != self._context.rank:
-            # What `_sender` does, for what is pushed fifty thousand times a second.
-            head = pack_push(entry.key, rule, _INLINE, False, number, entry.base, alpha, value.nbytes, 0, 0)
-            send = partial(self._put, spans[0].rank, head, as_bytes(value))
-            if self._log is None:
-                self._queue.issue((send,))
-            else:
-                self._queue.issue((self._logging(number, entry, [(value, False)], rule, alpha), send))
         else:
             # The one span of an object does not say how long its code is.
+            spans = entry.spans
             blocks = [value] if len(spans) == 1 else [value[start:stop] for _, start, stop in spans]
             self._queue.issue(self._senders(number, entry, [(block, False) for block in blocks], rule, alpha))
 
     def push_rows(
-        self,
-        operation: Operation,
-        entry: NameEntry,
-        nbytes: int,
-        pack: Callable[[], Sequence[Tensor]],
-        rule: int,
+        self, operation: Operation, entry: NameEntry, nbytes: int, pack: Callable[[], Sequence[Tensor]], rule: int
     ) -> None:
         """Push `nbytes` of rows of a table; `pack` returns each server's block, in order, in any thread."""
         number = self._begin(operation, entry, nbytes)
         self._encode(number, entry, nbytes, lambda: ([(block, False) for block in pack()], 1.0), rule)
 
     def _encode(
-        self,
-        number: int,
-        entry: NameEntry,
-        nbytes: int,
-        encode: Callable[[], tuple[Sequence[tuple[Tensor, bool]], float]],
-        rule: int,
+        self, number: int, entry: NameEntry, nbytes: int, encode: Callable[[], tuple[_Blocks, float]], rule: int
     ) -> None:
-        """Send each server what `encode` makes of so many bytes: its block, and whether that is a code; and the alpha.
+        """Send what `encode` makes of so many bytes, with its alpha.
 
         At once, or in the service thread; then what comes after it is kept behind it.
         """
-        found: list[tuple[Sequence[tuple[Tensor, bool]], float]] = []
+        found: list[tuple[_Blocks, float]] = []
 
         def work() -> None:
             found.append(encode())
-
-        def senders() -> list[Sender]:
-            blocks, alpha = found[0]
-            return self._senders(number, entry, blocks, rule, alpha)
 
         def over(error: BaseException | None) -> None:
             if error is not None:
                 self.refuse(number, error)
             elif number in self._parts:
-                self._queue.send(senders())
+                blocks, alpha = found[0]
+                self._queue.send(self._senders(number, entry, blocks, rule, alpha))
 
         if nbytes > LIGHT_BYTES or self._queue.behind:
             self._queue.issue_later(work, over)
         elif (error := error_of(work)) is not None:
             self._queue.issue((partial(self.refuse, number, error),))
         else:
-            self._queue.issue(senders())
+            self._queue.issue(self._senders(number, entry, found[0][0], rule, found[0][1]))
 
-    def _senders(
-        self, number: int, entry: NameEntry, blocks: Sequence[tuple[Tensor, bool]], rule: int, alpha: float
-    ) -> list[Sender]:
-        """Return what sends each server its block, of which some are codes."""
+    def _senders(self, number: int, entry: NameEntry, blocks: _Blocks, rule: int, alpha: float) -> list[Sender]:
+        """Return what sends each server its block."""
         senders: list[Sender] = [
-            self._sender(number, entry, span, block, rule, alpha, coded=coded)
+            self._sender(number, entry, span, block, rule, alpha, coded)
             for span, (block, coded) in zip(entry.spans, blocks, strict=True)
         ]
-        return senders if self._log is None else [self._logging(number, entry, blocks, rule, alpha), *senders]
-
-    def _logging(
-        self, number: int, entry: NameEntry, blocks: Sequence[tuple[Tensor, bool]], rule: int, alpha: float
-    ) -> Sender:
-        """Return what keeps copies of the blocks, when the push is sent."""
-        assert self._log is not None
-        with torch.inference_mode(False):
-            kept = [
-                (block if coded else block.clone(), span.stop - span.start if coded else None)
-                for span, (block, coded) in zip(entry.spans, blocks, strict=True)
-            ]
-        return partial(self._log.add, entry.name, Logged(number, rule, alpha, entry.base, kept))
+        if self._log is not None:
+            with torch.inference_mode(False):
+                kept = [
+                    (block if coded else block.clone(), span.stop - span.start if coded else None)
+                    for span, (block, coded) in zip(entry.spans, blocks, strict=True)
+                ]
+            senders.insert(0, partial(self._log.add, entry.name, Logged(number, rule, alpha, kept)))
+        return senders
 
     def again(self, entry: NameEntry, push: Logged, blocks: Sequence[Tensor]) -> None:
         """Push once more what may not have counted; an error of it is raised by the next sync."""
@@ -153,91 +114,86 @@ class Pushes:
         def over(error: BaseException | None) -> None:
             self._late_error = self._late_error or error
 
-        servers = {span.rank for span in entry.spans}
-        self._parts[push.number] = PushPart(
-            over, entry, servers, servers.copy() if self._context.policy.accepts else None
-        )
-        self._open.add(push.number)
-        entry.open.add(push.number)
+        self._wait(push.number, entry, over)
         self._queue.issue(
             [
-                self._sender(push.number, entry, span, block, push.rule, push.alpha)
+                self._sender(push.number, entry, span, block, push.rule, push.alpha, False)
                 for span, block in zip(entry.spans, blocks, strict=True)
             ]
         )
 
     def _begin(self, operation: Operation, entry: NameEntry, nbytes: int) -> int:
         """Number a push, and have it wait for the servers of `entry`."""
-        number = self._last = self._queue.number()
-        servers = {span.rank for span in entry.spans}
-        accepting = servers.copy() if self._context.policy.accepts else None
-        self._parts[number] = PushPart(partial(self._over, operation), entry, servers, accepting)
-        self._open.add(number)
-        entry.open.add(number)
+        number = self._queue.number()
+        self._wait(number, entry, partial(self._over, operation))
         counts = self._context.counts
         counts["pushes"] += 1
         counts["push_bytes"] += nbytes
         return number
 
+    def _wait(self, number: int, entry: NameEntry, over: Done) -> None:
+        servers = {span.rank for span in entry.spans}
+        accepting = servers.copy() if self._context.policy.accepts else None
+        self._parts[number] = PushPart(over, entry, servers, accepting)
+        self._open.add(number)
+        self._line.append(number)  # in this order: what is in the line alone is over
+        entry.open.add(number)
+        self._last = number
+
     def _sender(
-        self, number: int, entry: NameEntry, span: Span, value: Tensor, rule: int, alpha: float, *, coded: bool = False
+        self, number: int, entry: NameEntry, span: Span, value: Tensor, rule: int, alpha: float, coded: bool
     ) -> Sender:
         """Return what sends one shard's part of a push."""
         dst, nbytes = span.rank, value.nbytes
-        way, place = (Way.OWN, (0, 0)) if dst == self._context.rank else self._context.way_to(dst, value)
-        raw = value.view(torch.uint8)
-        data = b""
-        if way == Way.OWN:
-            self._own[(number, entry.key)] = raw.clone() if nbytes <= self._inline_bytes else raw
-        elif way == Way.INLINE:
-            data = as_bytes(value)
+        way, place = self._context.way_to(dst, value)
         head = pack_push(entry.key, rule, way, coded, number, entry.base, alpha, nbytes, *place)
-        put = partial(self._queue.put, dst, _PUSH) if rule == FILL else partial(self._put, dst)
-        if way != Way.MESSAGE:
-            return partial(put, head, data)
+        if way == Way.INLINE:
+            return partial(self._put, dst, rule, nbytes, head, as_bytes(value))
+        if way == Way.MEMORY:
+            return partial(self._queue.put, dst, Kind.PUSH, head)
 
         def send() -> None:
-            put(head)
+            self._put(dst, rule, nbytes, head)
             if dst not in self._context.gone:
-                self._context.coalescer.send(raw, dst, number, partial(keep, value))
-                self._context.counts["push_sent_bytes"] += 0 if rule == FILL else nbytes
+                self._context.coalescer.send(value.view(torch.uint8), dst, number, partial(keep, value))
 
         return send
+
+    def _put(self, dst: int, rule: int, nbytes: int, head: bytes, data: bytes = b"") -> None:
+        if dst != self._context.rank and rule != FILL:
+            self._context.counts["push_sent_bytes"] += nbytes
+        self._queue.put(dst, Kind.PUSH, head, data)
 
     def fill(self, entry: NameEntry, span: Span, value: Tensor, done: Done) -> None:
         """Give a new shard its first values; with the transport lock held."""
         number = self._queue.number()
         self._parts[number] = PushPart(done, entry, {span.rank})
-        self._sender(number, entry, span, value[span.start : span.stop], FILL, 1.0)()
+        self._sender(number, entry, span, value[span.start : span.stop], FILL, 1.0, False)()
         self._context.coalescer.flush()
-
-    def _put(self, dst: int, head: bytes, data: bytes = b"") -> None:
-        self._context.counts["push_sent_bytes"] += len(data)
-        self._queue.put(dst, _PUSH, head, data)
 
     # --- what servers say ------------------------------------------------------------------------------------
 
-    def done(self, src: int, number: int, version: int, stage: int) -> None:
+    def done(self, src: int, number: int, stage: int) -> None:
         """Server `src` says how far a push is."""
         part = self._parts.get(number)
         if part is None:
             return
         if stage == Stage.ACCEPTED:
-            if part.accepting:
+            if part.accepting is None:  # it is held there for other workers' pushes
+                self._passed(number)
+            elif part.accepting:
                 part.accepting.discard(src)
                 if not part.accepting:
-                    part.over(None)
+                    self._done(number, part, None)
             return
-        if self._log is not None and stage == Stage.APPLIED:
-            self._log.applied(part.entry.name, number, version)
-        elif self._log is not None:
+        if self._log is not None and stage == Stage.DROPPED:
             self._log.forget(part.entry.name, number)
         part.applying.discard(src)
         if not part.applying:
             del self._parts[number]
             if part.accepting is None:
-                part.over(None)
-            self._applied(number, part.entry)
+                self._done(number, part, None)
+            part.entry.part_over(number)
 
     def refuse(self, number: int, error: BaseException) -> bool:
         """A push failed: its handle says so, or, where that is done already, the next sync. False: it is none."""
@@ -250,35 +206,44 @@ class Pushes:
         if part.accepting is not None and not part.accepting:
             self._late_error = self._late_error or error
         else:
-            part.over(error)
-        self._own.pop((number, part.entry.key), None)
-        self._applied(number, part.entry)
+            self._done(number, part, error)
+        part.entry.part_over(number)
         return True
+
+    def _done(self, number: int, part: PushPart, error: BaseException | None) -> None:
+        """The await of a push is over."""
+        part.over(error)
+        self._passed(number)
+
+    def _passed(self, number: int) -> None:
+        """No sync waits for a push any more."""
+        self._open.discard(number)
+        while self._line and self._line[0] not in self._open:
+            self._line.popleft()
+        self._look()
 
     def _over(self, operation: Operation, error: BaseException | None) -> None:
         if operation.part_over(error):
             self._context.counts["push_seconds"] += operation.seconds
-
-    def _applied(self, number: int, entry: NameEntry) -> None:
-        self._open.discard(number)
-        entry.open.discard(number)
-        if self._syncs:
-            self._look()
-        self._one_over(entry)
 
     # --- waiting for them ------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
         """Something is not applied yet."""
-        return bool(self._open)
+        return bool(self._parts)
 
     def late(self) -> dict[int, str]:
         """Return the servers that have not applied something, and what."""
         return {rank: f"push of {part.entry}" for part in list(self._parts.values()) for rank in list(part.applying)}
 
-    def sync(self, handle: Handle[None], account: Account | None) -> None:
-        """Resolve `handle` when every push issued so far is applied or dropped; `account` is told of it."""
+    def late_error(self) -> BaseException | None:
+        """Return what made a push fail whose handle was done, once; else why nothing can be pushed any more."""
+        error, self._late_error = self._refusal or self._late_error, None
+        return error
+
+    def sync(self, handle: Handle[None], account: Account) -> None:
+        """Resolve `handle` when servers have all pushes issued so far; `account` is told of it."""
         waiting = (self._last, handle, account)
 
         def look() -> None:
@@ -288,18 +253,12 @@ class Pushes:
         self._context.progress.start(look)
 
     def _look(self) -> None:
-        while self._syncs:
-            limit, handle, account = self._syncs[0]
-            while self._first_open <= limit and self._first_open not in self._open:
-                self._first_open += 1
-            if self._first_open <= limit:
-                return
-            self._syncs.popleft()
+        while self._syncs and not (self._line and self._line[0] <= self._syncs[0][0]):
+            _, handle, account = self._syncs.popleft()
             if handle.done():
                 continue
-            error, self._late_error = self._refusal or self._late_error, None
-            if account is not None:
-                self._context.progress.post(partial(account.cover, handle.seq))
+            error = self.late_error()
+            self._context.progress.post(partial(account.cover, handle.seq))
             if error is None:
                 handle.resolve(None)
             else:
@@ -318,5 +277,4 @@ class Pushes:
         self._refusal = error  # also of syncs that were left for the lock's holder
         for number in list(self._parts):
             self.refuse(number, error)
-        self._open.clear()
         self._look()

@@ -2,21 +2,19 @@
 
 All ranks that were there do this together, and ranks that are new wait for them. They tell one another, in this order:
 what versions servers have; that all names are known to the new servers; that these have what a checkpoint has, or what
-the servers had; which pushes are known to be applied, and up to where the checkpoint has them; and that those are
-ordered again. Then clients send what may not have counted.
+the servers had; and up to which push of each client. Then clients send what is not in that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from aiodist.errors import PeerLost
-from aiodist.handles.progress import transport_lock
-from aiodist.ps.log import KnownPushes, Logged, again
+from aiodist.ps.log import Logged
 from aiodist.ps.members import ServerMember, kept
 from aiodist.ps.rows.ids import grouped, packed_rows, unpack
 
@@ -26,15 +24,13 @@ if TYPE_CHECKING:
     from aiodist.ps.session import ParameterServerSession
     from aiodist.ps.shard import Shard
 
-_EXCHANGES = 3
-"""How often ranks tell one another something before pushes are ordered again."""
-
 
 async def join(session: ParameterServerSession) -> None:
     """Wait until the others have what there was; this rank is new, but may serve."""
-    for _ in range(_EXCHANGES):
+    for _ in range(3):  # as those who were there do, before they tell where servers are
         await session.told({})
-    await _order_again(session, {})
+    await _told_marks(session)
+    await session.told({})
 
 
 class Rebinding:
@@ -75,7 +71,9 @@ class Rebinding:
             asked = session.client.call(session.settings.servers[0], "load", path=folder, again=True)
             await session.run("rebind", asked, None)
         await session.told({})  # all servers have it
-        marks = await _order_again(session, self._entries)
+        marks, versions = await _told_marks(session)
+        for name, entry in self._entries.items():
+            entry.base = min(entry.base, versions.get(name, entry.base))
         for name, entry in self._entries.items():
             if (whole := self._residuals[name]) is not None:
                 session.client.codes.take(entry.key, entry.spans, whole)
@@ -83,33 +81,22 @@ class Rebinding:
             if name in self._entries:
                 entry = self._entries[name]
                 session.client.pushes.again(entry, push, blocks_of(entry, push, session.context))
+        synced = session.handle("sync", 0, None)
+        session.client.pushes.sync(synced, session.account)
+        await synced
+        await session.told({})  # what was applied is so again
 
 
-async def _order_again(session: ParameterServerSession, entries: Mapping[str, NameEntry]) -> dict[str, int]:
-    """Have what is known to be applied ordered as it was; return up to which number servers have ours, by name."""
+async def _told_marks(session: ParameterServerSession) -> tuple[dict[str, int], dict[str, int]]:
+    """Return up to which number servers have this rank's pushes, and their versions, by name."""
     led = session.server.led()
-    told = await session.told(
-        {
-            "known": {} if session.log is None else session.log.known(),
-            "marks": {shard.name: [[client, n] for client, n in shard.marks.items()] for shard in led},
-        }
-    )
-    known: dict[str, dict[int, list[KnownPushes]]] = {}
-    for client, each in enumerate(told):
-        for name, found in each.get("known", {}).items():
-            known.setdefault(name, {})[client] = [KnownPushes(*one) for one in found]
-    with transport_lock:
-        for shard in led:
-            shard.order_again(again(known.get(shard.name, {}), shard.marks))
-        session.context.coalescer.flush()
-    ordered = await session.told({"versions": {shard.name: shard.machine.version for shard in led if shard.machine}})
-    for each in ordered:
-        for name, version in each.get("versions", {}).items():
-            if name in entries:
-                entries[name].base = min(entries[name].base, version)
-    return {
-        name: dict(found).get(session.coll.rank, 0) for each in told for name, found in each.get("marks", {}).items()
-    }
+    marks = {shard.name: [[client, number] for client, number in shard.marks.items()] for shard in led}
+    told = await session.told({"marks": marks, "versions": {shard.name: shard.version for shard in led}})
+    mine, versions = dict[str, int](), dict[str, int]()
+    for each in told:
+        versions |= each["versions"]
+        mine |= {name: dict(found).get(session.coll.rank, 0) for name, found in each["marks"].items()}
+    return mine, versions
 
 
 def blocks_of(entry: NameEntry, push: Logged, context: Context) -> list[Tensor]:

@@ -51,23 +51,18 @@ class RequestQueue:
         """Send requests now, or behind those that are being encoded."""
         if self._gathered is not None:
             self._gathered.extend(senders)
-        else:
-            self._leave(senders)
-
-    def _leave(self, senders: Sequence[Sender]) -> None:
-        if self.behind:
-            self._work(lambda: None, lambda _: self.send(senders))
+        elif self.behind:
+            self.issue_later(lambda: None, lambda _: self.send(senders))
         else:
             self.context.progress.start(partial(self.send, senders))
 
     def issue_later(self, work: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
         """Have the service thread do `work`, then `then(error)` send what came of it; what comes later waits behind."""
-        if self._gathered:
-            gathered, self._gathered[:] = self._gathered[:], []
-            self._leave(gathered)
-        self._work(work, then)
-
-    def _work(self, work: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
+        if gathered := self._gathered:
+            self._gathered = None
+            self.issue(gathered[:])
+            gathered.clear()
+            self._gathered = gathered
         self._begun += 1
 
         def over(error: BaseException | None) -> None:

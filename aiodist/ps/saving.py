@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from aiodist.ps.answers import Answers
     from aiodist.ps.client import Client
     from aiodist.ps.context import Context
-    from aiodist.ps.shard import Shard
-    from aiodist.ps.shards import Shards
+    from aiodist.ps.shard import Shard, Shards
 
 _Said = dict[str, Any]
 _Tensors = list[tuple[int, str, list[tuple[int, int, int]]]]
@@ -152,7 +151,7 @@ class ServerSaving:
             ]
             parts = [{"state": tensors_in([each["said"] for each in found])}]
             folder = yield from self._on_disk(partial(commit, path, number, written, parts, None))
-            self._tell_saved(folder, {name: of["map"]["version"] for name, of in described(parts[0]["state"]).items()})
+            self._tell_saved(folder, {n: of["map"]["marks"]["map"] for n, of in described(parts[0]["state"]).items()})
             if call["keep"] is not None:
                 yield from self._on_disk(partial(folders.remove_old, path, call["keep"]))
         except BaseException:
@@ -162,16 +161,19 @@ class ServerSaving:
             self._end(turn)
         return str(folder)
 
-    def _tell_saved(self, folder: str, versions: dict[str, int] | None) -> None:
-        """Have all ranks know the last checkpoint, which has these versions; None: it has all that was pushed."""
+    def _tell_saved(self, folder: str, marks: dict[str, dict[str, int]] | None) -> None:
+        """Have all ranks know the last checkpoint, with each tensor's marks; None: what was pushed since is void."""
         for rank in range(len(self._context.world_ranks)):
-            self._client.say(rank, {"op": "saved", "folder": str(folder), "versions": versions})
+            self._client.say(rank, {"op": "saved", "folder": str(folder), "marks": marks})
 
     def _saved(self, client: int, call: _Said) -> None:
         count = self._context.saved[0] if self._context.saved is not None else 0
         self._context.saved = (count + 1, call["folder"])
-        if self._context.log is not None:
-            self._context.log.saved(call["versions"])
+        log, uid = self._context.log, self._context.uids[self._context.rank]
+        if log is not None and call["marks"] is None:
+            log.clear()
+        elif log is not None:
+            log.saved({name: marks.get(uid, 0) for name, marks in call["marks"].items()})
 
     def _loading(self, call: _Said) -> Program[str]:
         damages: list[CheckpointDamaged] = []

@@ -1,9 +1,9 @@
-"""The server of one rank: shards by key, and the way from an entry to a shard and back to the client."""
+"""The server of one rank: shards by key, the requests on their way to them, barriers, and the end."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,20 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import DTYPES
 from aiodist.ps.answers import Answers
 from aiodist.ps.client import Client
-from aiodist.ps.consistency import Counts
 from aiodist.ps.context import Context
 from aiodist.ps.directory import Directory
-from aiodist.ps.meeting import Meeting
-from aiodist.ps.requests import Change, Freed, Mark, Pulling, Pushing, Request
+from aiodist.ps.machines import Counts
+from aiodist.ps.requests import Change, Freed, Pulling, Pushing, Request, Stop
 from aiodist.ps.rows.shard import TableShard
 from aiodist.ps.saving import ServerSaving
 from aiodist.ps.service import LIGHT_BYTES
-from aiodist.ps.serving import Serving
-from aiodist.ps.shard import Shard
-from aiodist.ps.shards import Shards
+from aiodist.ps.shard import Shard, Shards
 from aiodist.ps.statistics import ParameterServerStatistics
 from aiodist.ps.wire import (
     FILL,
@@ -46,35 +42,40 @@ from aiodist.ps.wire import (
 
 
 class Server:
-    """Every method runs with the transport lock held."""
+    """Every method runs with the transport lock held.
+
+    The requests of a client are executed in the order of its calls: one whose data are still to come keeps back what is
+    behind it. So does a barrier. Every server has the barriers for itself: a worker whose barrier is the next of its
+    requests rests on the clocks of the tensors that are led here. So when a worker hears from every server that all are
+    there, all that was pushed before is applied.
+    """
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.own: dict[tuple[int, int], Tensor] = {}
-        """What this rank's client pushes to this very rank: by number and key."""
         self._shards = Shards()
         self._retired: dict[int, Shard] = {}
+        """They were freed, but somebody looks at their memory."""
         self._counted: list[Counts] = []  # of tensors that were freed
+        self._lines: dict[int, deque[Request]] = {}
+        """Of each client what waits."""
+        self._at_barrier: dict[int, Stop] = {}
+        self._left: set[int] = set()
+        """They come to no barrier any more."""
+        self._goodbyes: dict[int, int] = {}
+        self._over = False
         self._answers = answers = Answers(context)
-        self._serving = Serving(context, answers)
-        self._directory = Directory(context, answers, self._shards, lambda client: self._meeting.stops(client))
-        self._meeting = Meeting(context, answers, self._shards, self._directory)
+        self._directory = Directory(context, answers, self._shards)
         self.saving: ServerSaving
         self._calls: dict[str, Callable[[int, dict[str, Any]], None]] = {
             "make": self._make,
-            "made": lambda client, call: answers.answer(client, call["n"]),
             "remove": self._remove,
-            "configure": self._configure,
-            "part": self._part,
-            "leave": self._leave,
+            "configure": lambda client, call: self._expect(Change(client, call["n"], call["key"], call["settings"])),
+            "barrier": lambda client, call: self._expect(Stop(client, call["n"], -1)),
+            "leave": lambda client, call: self._expect(Stop(client, call["n"], -1, leaves=True)),
             "open": self._directory.open,
             "ready": self._directory.ready,
             "free": self._directory.free,
-            "barrier": self._meeting.barrier,
-            "sync": self._meeting.sync,
-            "standing": self._meeting.compare,
-            "settle": self._meeting.settle,
-            "bye": self._meeting.bye,
+            "bye": self._bye,
         }
 
     def open(self, client: Client) -> None:
@@ -95,63 +96,43 @@ class Server:
             if (shard := self._shards.get(order.key)) is not None:
                 shard.obey(order)
         elif kind == Kind.RELEASE:
-            self._release(client, body)
+            key, number = unpack(Release, body)
+            if (seen := self._shards.get(key) or self._retired.get(key)) is not None:
+                seen.release(client, number)
         else:
             call = json.loads(bytes(body))
             self._calls[call["op"]](client, call)
 
     def _push(self, client: int, body: memoryview) -> None:
         head = unpack(PushHead, body)
-        if self._meeting.syncs:
-            self._meeting.syncs.pop(client, None)  # it goes on
-        push = Pushing(client, head.number, head.base, head.rule, head.alpha, head.coded)
+        push = Pushing(client, head.number, head.key, head.base, head.rule, head.alpha, head.coded)
         shard = self._shards.get(head.key)
-        if head.way == Way.MESSAGE:
-            buffer = self._buffer(shard, push, head.nbytes)
-            push.ready = False
-            self.context.coalescer.receive(buffer, client, head.number, partial(self._received, shard, push))
-            self._take(shard, push, buffer)
-        elif head.way == Way.INLINE:
-            # What waits must not keep a frame alive, which has more room than it needs.
-            keep = self.context.policy.accepts
-            dtype = torch.uint8 if head.coded or shard is None else shard.pushed_dtype
+        dtype = torch.uint8 if head.coded or shard is None else shard.pushed_dtype
+        received = partial(self._received, push)
+        accepts = self.context.policy.accepts and head.rule != FILL
+        if head.way == Way.INLINE:
             value = values_in(body, PUSH_BYTES, head.nbytes, dtype)
-            push.value = value.clone() if keep else value
-        elif not self._look(shard, push, head):
-            return
-        self._expect(head.key, push)
-
-    def _expect(self, key: int, request: Request) -> None:
-        """Have a shard execute a request in its turn."""
-        shard = self._shards.get(key)
-        if shard is None:
-            self._answers.refuse(request, Freed(f"key {key} was freed"))
-        else:
-            shard.arrivals.expect(request)
-
-    def _look(self, shard: Shard | None, push: Pushing, head: PushHead) -> bool:
-        """Find what lies in the client's memory, and copy it where the client need not keep it until it is applied.
-
-        False where it is no longer there: another server of the tensor is gone, or the client is.
-        """
-        found = None
-        if head.way == Way.OWN:
-            found = self.own.pop((head.number, head.key), None)
-        elif push.client not in self.context.gone:
-            found = self.context.memory(push.client, head.segment, head.offset, head.nbytes)
-        if found is None:
-            return False
-        if not self.context.policy.accepts or head.rule == FILL or shard is None:
-            self._take(shard, push, found)
-            return True
-        buffer = self._buffer(shard, push, head.nbytes)
-        self._take(shard, push, buffer)
-        if head.nbytes <= LIGHT_BYTES:
-            buffer.copy_(found)
-        else:
+            # What waits must not keep a frame alive, which has more room than it needs.
+            push.value = value.clone() if accepts else value
+        elif head.way == Way.MESSAGE:
             push.ready = False
-            self.context.service.run(partial(buffer.copy_, found), partial(self._received, shard, push))
-        return True
+            buffer = self._buffer(shard, push, head.nbytes)
+            push.value = buffer.view(dtype)
+            self.context.coalescer.receive(buffer, client, head.number, received)
+        elif client in self.context.gone:
+            return
+        else:
+            found = self.context.memory(client, head.segment, head.offset, head.nbytes)
+            push.value = found.view(dtype)
+            if accepts:  # the client need not keep it until it is applied
+                buffer = self._buffer(shard, push, head.nbytes)
+                push.value = buffer.view(dtype)
+                push.ready = head.nbytes <= LIGHT_BYTES
+                if push.ready:
+                    buffer.copy_(found)
+                else:
+                    self.context.service.run(partial(buffer.copy_, found), received)
+        self._expect(push)
 
     def _buffer(self, shard: Shard | None, push: Pushing, nbytes: int) -> Tensor:
         """Return memory for the data of `push`; those of a table have another size each time."""
@@ -159,27 +140,10 @@ class Server:
         push.buffer = pool.take_room(nbytes) if isinstance(shard, TableShard) else pool.take(nbytes)
         return push.buffer[:nbytes]
 
-    def _take(self, shard: Shard | None, push: Pushing, raw: Tensor) -> None:
-        """Let `push` have its data as what they are."""
-        push.value = raw if push.coded or shard is None else raw.view(shard.pushed_dtype)
-
-    def _received(self, shard: Shard | None, request: Request, error: BaseException | None) -> None:
-        if isinstance(request, Pushing) and (shard is None or error is not None):
-            self._answers.recycle(request)
-        if error is not None:
-            if request.client not in self.context.gone:
-                self._answers.refuse(request, error)
-        elif shard is not None:
-            request.ready = True
-            shard.arrivals.go_on(request.client)
-            self._meeting.check()
-        self.context.coalescer.flush()
-
     def _pull(self, client: int, body: memoryview) -> None:
         head = unpack(PullHead, body)
-        pull = Pulling(client, head.number, head.wants, Way(head.way), Reads(head.reads))
-        shard = self._shards.get(head.key)
-        if isinstance(shard, TableShard):
+        pull = Pulling(client, head.number, head.key, head.wants, Reads(head.reads))
+        if isinstance(self._shards.get(head.key), TableShard):
             ids = unpack(IdsHead, body, PULL_BYTES)
             if ids.way == Way.MEMORY:
                 if client in self.context.gone:
@@ -188,90 +152,133 @@ class Server:
             elif ids.way == Way.MESSAGE:
                 pull.rows = torch.empty(ids.nbytes, dtype=torch.uint8)
                 pull.ready = False
-                self.context.coalescer.receive(pull.rows, client, head.number, partial(self._received, shard, pull))
+                self.context.coalescer.receive(pull.rows, client, head.number, partial(self._received, pull))
             else:  # what waits must not keep a frame alive
                 came = memoryview(bytearray(body[PULL_BYTES + IDS_BYTES :]))
                 pull.rows = bytes_in(came, 0, ids.nbytes)
-        self._expect(head.key, pull)
+        self._expect(pull)
 
-    def _release(self, client: int, body: memoryview) -> None:
-        key, number = unpack(Release, body)
-        shard = self._shards.get(key) or self._retired.get(key)
-        if shard is not None:
-            shard.release(client, number)
+    def _received(self, request: Pushing | Pulling, error: BaseException | None) -> None:
+        """The data of a request have come, or never will."""
+        request.ready = True
+        if error is not None and request.client not in self.context.gone:
+            self._lines[request.client].remove(request)
+            self._answers.refuse(request, error)
+        self._go_on(request.client)
+        self.context.coalescer.flush()
 
-    # --- calls -----------------------------------------------------------------------------------------------
+    def _expect(self, request: Request) -> None:
+        """Execute a request, behind what its client has asked for before."""
+        self._lines.setdefault(request.client, deque()).append(request)
+        self._go_on(request.client)
+
+    def _go_on(self, client: int) -> None:
+        line = self._lines.get(client, ())
+        while line:
+            first = line[0]
+            if isinstance(first, Stop) and not first.reached:
+                first.reached = True
+                self._stop(first)
+                continue  # it may have let the line go on
+            if not first.ready:
+                return
+            line.popleft()
+            if isinstance(first, Stop):
+                continue
+            shard = self._shards.get(first.key)
+            if shard is None:
+                self._answers.refuse(first, Freed(f"key {first.key} was freed"))
+            elif isinstance(first, Pushing) and first.rule == FILL:
+                shard.fill(first)
+            else:
+                shard.deliver(first)
+
+    # --- barriers, and who leaves ------------------------------------------------------------------------------
+
+    def _stop(self, stop: Stop) -> None:
+        """A worker waits for the others, or a rank sends nothing more: nobody waits for it."""
+        if stop.leaves:
+            self._answers.answer(stop.client, stop.number)
+            self._leave(stop.client)
+            return
+        self._at_barrier[stop.client] = stop
+        for shard in self._shards.led():
+            shard.rest(stop.client)
+        self._check_barrier()
+
+    def _check_barrier(self) -> None:
+        """Let go those who wait for nobody any more; if the first server died all do, since they are told so."""
+        lost = self.context.servers[0] in self.context.gone
+        if not self._at_barrier or not (lost or self._at_barrier.keys() | self._left >= set(self.context.workers)):
+            return
+        stops, self._at_barrier = self._at_barrier, {}
+        for shard in self._shards.led():
+            shard.resume(stops)
+        for client, stop in stops.items():
+            stop.ready = True
+            self._answers.answer(client, stop.number)
+        for client in stops:
+            self._go_on(client)
+
+    def _leave(self, client: int) -> None:
+        self._left.add(client)
+        self._answers.forget(client)
+        for shard in self._shards.values():
+            shard.leave(client, gone=client in self.context.gone)
+        self._directory.leave(client)
+        self._check_barrier()
+
+    def lose(self, rank: int) -> None:
+        """`rank` died."""
+        self._lines.pop(rank, None)
+        self._at_barrier.pop(rank, None)
+        for shard in list(self._retired.values()):
+            shard.leave(rank, gone=True)
+        self._leave(rank)
+        self._check_over()
+        self.saving.check()
+        self.context.coalescer.flush()
+
+    def _bye(self, client: int, call: dict[str, Any]) -> None:
+        """A rank waits for the end: nothing it asked for is open."""
+        self._goodbyes[client] = call["n"]
+        self._check_over()
+
+    def _check_over(self) -> None:
+        missing = set(range(len(self.context.world_ranks))) - set(self.context.gone) - set(self._goodbyes)
+        if missing or self._over or not self._goodbyes:
+            return
+        self._over = True
+        for client, number in self._goodbyes.items():
+            self._answers.answer(client, number)
+            if client != self.context.rank:
+                self.context.coalescer.say_last(client)
+
+    # --- shards --------------------------------------------------------------------------------------------------
 
     def _make(self, client: int, call: dict[str, Any]) -> None:
-        """Make a shard; its first values come right behind."""
-        shard = self._shards[call["key"]] = self._made(call)
-        for rank in {*self._meeting.parted, *self.context.gone}:
+        """Make a shard; its first values come behind."""
+        kind = Shard if call["table"] is None else TableShard
+        shard = self._shards[call["key"]] = kind(self.context, self._answers, self.saving.at, call)
+        for rank in self._left | set(self.context.gone):
             shard.leave(rank, gone=rank in self.context.gone)
-        for rank in self._directory.refused(shard.name):
+        for rank in self._at_barrier:
             shard.rest(rank)
-        self._meeting.stop_at(shard)
-
-    def _made(self, call: dict[str, Any]) -> Shard:
-        leads = call["spans"][0][0] == self.context.rank
-        machine = self.context.policy.machine(self.context.workers) if leads else None
-        if call["table"] is not None:
-            told = (self._serving.serve_rows, self._unseen, self.saving.at)
-            return TableShard(self.context, self._answers, *told, call, machine)
-        dtype = DTYPES[call["dtype"]]
-        memory = self.context.pool.take(call["numel"] * dtype.itemsize).view(dtype)
-        told = (self._serving.serve, self._unseen, self.saving.at)
-        return Shard(self.context, self._answers, *told, call, memory, machine)
+        self._answers.answer(client, call["n"])
 
     def _remove(self, client: int, call: dict[str, Any]) -> None:
         shard = self._shards.pop(call["key"], None)
         if shard is None:
             return
         for rank in range(len(self.context.world_ranks)):
-            self._serving.forget(rank, shard.key)
-        shard.abort()
+            self._answers.forget(rank, shard.key)
+        shard.refuse(Freed(f"{shard.name!r} was freed"))
         if shard.machine is not None:
             self._counted.append(shard.machine.counts)
         if shard.looked_at:
             self._retired[shard.key] = shard
+            shard.unseen = partial(self._retired.pop, shard.key, None)
         self.saving.check()
-
-    def _configure(self, client: int, call: dict[str, Any]) -> None:
-        self._expect(call["key"], Change(client, call["n"], call["settings"]))
-
-    def _part(self, client: int, call: dict[str, Any]) -> None:
-        """`client` begins nothing more, so nobody waits for it; what it has begun may still wait for others."""
-        self._directory.part(client)
-        self._meeting.part(client)
-        self._shards.mark(Mark(client, 0, parts=True))
-        self._meeting.check()
-
-    def _leave(self, client: int, call: dict[str, Any]) -> None:
-        """`client` sends nothing more but its goodbye."""
-        self._gone(client, gone=False)
-        self._answers.answer(client, call["n"])
-
-    def _unseen(self, key: int) -> None:
-        """Nobody looks any more at the memory of a tensor that was freed."""
-        self._retired.pop(key, None)
-
-    def lose(self, rank: int) -> None:
-        """`rank` died."""
-        self._gone(rank, gone=True)
-        self.saving.check()
-        self.context.coalescer.flush()
-
-    def _gone(self, rank: int, *, gone: bool) -> None:
-        self._serving.forget(rank)
-        for shard in (*self._shards.values(), *self._retired.values()):
-            shard.leave(rank, gone=gone)
-        self._directory.leave(rank)
-        self._meeting.leave(rank, gone=gone)
-
-    # --- answers ---------------------------------------------------------------------------------------------
-
-    def shown(self, key: int, number: int) -> Tensor:
-        """Return the memory that the pull `number` of this very rank's client was let look at."""
-        return (self._shards.get(key) or self._retired[key]).shown(self.context.rank, number)
 
     def by_name(self) -> dict[str, Shard]:
         """Return all shards."""
@@ -283,9 +290,8 @@ class Server:
 
     def statistics(self) -> ParameterServerStatistics:
         """Return what is counted, with what the machines have counted."""
-        counts = [shard.machine.counts for shard in list(self._shards.values()) if shard.machine is not None]
-        counts += self._counted
-        tables = [shard for shard in list(self._shards.values()) if isinstance(shard, TableShard)]
+        shards = list(self._shards.values())
+        counts = [*self._counted, *(shard.machine.counts for shard in shards if shard.machine is not None)]
         return ParameterServerStatistics(
             **self.context.counts,
             dropped=sum(count.dropped for count in counts),
@@ -294,6 +300,5 @@ class Server:
             # A copy of each at once: they count on meanwhile.
             staleness=sum((Counter(dict(count.staleness)) for count in counts), Counter()),
             sent_bytes=self.context.coalescer.sent_bytes,
-            rows=sum(len(table.store) for table in tables),
-            row_bytes=sum(table.store.nbytes for table in tables),
+            rows=sum(len(shard.store) for shard in shards if isinstance(shard, TableShard)),
         )

@@ -153,11 +153,10 @@ class ParameterServerSession:
             saved=max((member.saved for member in members if member.saved is not None), default=None),
         )
         first = self.client.queue.number() if hasattr(self, "client") else 1  # it goes on
-        self.context.coalescer = Coalescer(
-            self.coll.parts.transport, self._heard, self._failed, self.context.ring, self._resend_later
-        )
+        transport, ring = self.coll.parts.transport, self.context.ring
+        self.context.coalescer = Coalescer(transport, self._heard, self._failed, ring, self._resend_later)
         self.server = Server(self.context)
-        self.client = Client(self.context, self.server.own, self.server.shown, first)
+        self.client = Client(self.context, first)
         self.server.open(self.client)
         dispatcher.on_lost.append(self._lost)
         dispatcher.on_abort.append(self._aborted)
@@ -183,33 +182,21 @@ class ParameterServerSession:
         await self.coll.aclose()
 
     async def _leave(self) -> None:
-        """End in order: nothing of mine is open, all servers know that I have left, and all ranks have."""
+        """End in order: nobody waits for this rank any more, nothing of mine is open, and all ranks have left."""
         if self._refusal is not None:
             raise self._refusal
-        await self.run("leave", self._parting(), _NO_LIMIT)
-        await self._drain()
         await self.run("leave", self._leaving(), _NO_LIMIT)
         while self.client.busy:  # noqa: ASYNC110  - what ends it may be heard in any thread
             await asyncio.sleep(_DRAIN_SECONDS)
+        if (error := self.client.pushes.late_error()) is not None:
+            raise error
         await self.run("leave", self._goodbye(), _NO_LIMIT)
         await self._ended()
         self._close(CommunicatorClosed(f"parameter server {self.coll.name!r} is closed", comm=self.coll.name))
         self.account.judge()
 
-    async def _drain(self) -> None:
-        """Wait until no push and no call of this rank's is open; a read may wait for those that leave with us."""
-        synced = self.handle("sync", 0, _NO_LIMIT)
-        self.client.pushes.sync(synced, None)  # leaving covers nothing
-        await synced
-        while self.client.programs:  # noqa: ASYNC110  - the same
-            await asyncio.sleep(_DRAIN_SECONDS)
-
-    def _parting(self) -> Program[None]:
-        """Say that nothing comes from this rank but what it has begun: nobody waits for more, as at a barrier."""
-        yield [self.client.tell(rank, "part") for rank in self.settings.servers]
-
     def _leaving(self) -> Program[None]:
-        """Leave every server that is there."""
+        """Leave every server that is there, behind all that was asked of it."""
         for rank in self.context.living():
             yield from self._asked(rank, "leave")
 

@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.ps import consistency
+from aiodist.backends.base import DTYPES
+from aiodist.ps import machines
 from aiodist.ps.answers import Answers
-from aiodist.ps.consistency import Apply, Drop, Machine, Serve
 from aiodist.ps.context import Context
-from aiodist.ps.requests import Arrivals, Change, Freed, Mark, Pulling, Pushing, Request, Restored
+from aiodist.ps.machines import Apply, Drop, Machine, Serve
+from aiodist.ps.requests import Change, Pulling, Pushing, Request, Restored
 from aiodist.ps.rules import RULES, Function, Piece, Rule, apply_step
 from aiodist.ps.service import LIGHT_BYTES, error_of
 from aiodist.ps.sharding import Span
-from aiodist.ps.wire import FILL, Kind, Order, OrderKind, Reads, Stage
+from aiodist.ps.wire import Kind, Order, OrderKind, Reads, Stage
 
 _Key = tuple[int, int]  # client, number
 
@@ -33,62 +34,49 @@ class Shard:
     """What one server has of one tensor; every method runs with the transport lock held."""
 
     def __init__(
-        self,
-        context: Context,
-        answers: Answers,
-        serve: Callable[[Shard, Pulling, int], None],
-        unseen: Callable[[int], object],
-        turned: Callable[[Shard, Order], None],
-        call: dict[str, Any],
-        memory: Tensor,
-        machine: Machine | None,
+        self, context: Context, answers: Answers, turned: Callable[[Shard, Order], None], call: dict[str, Any]
     ) -> None:
-        """`call` asks to make it; `memory` is flat. Of the servers of a tensor the first, its leader, has its machine.
-
-        `serve` lets a client have it as of a version. `turned` is told of the turn of a checkpoint. `unseen` is told
-        the key when nobody looks any more at the memory of a tensor that was freed. What `replaces` is the code of an
-        object, which a push replaces whole.
-        """
+        """`call` asks to make it. `turned` is told of the turn of a checkpoint."""
         self._context = context
         self._answers = answers
-        self._serve = serve
-        self._unseen = unseen
         self._turned = turned
         self.key: int = call["key"]
         self.name: str = call["name"]
-        self.data = memory
-        self.pushed_dtype = memory.dtype
+        dtype = DTYPES[call["dtype"]]
+        self.data = context.pool.take(call["numel"] * dtype.itemsize).view(dtype)
+        """Its memory, flat."""
+        self.pushed_dtype = dtype
         """Of what is pushed, unless that is a code."""
         self.replaces: bool = call["codec"]
-        self.machine = machine
-        self._rule = self._context.rules[call["rule"]]
+        """It is the code of an object, which a push replaces whole."""
+        self._rule = context.rules[call["rule"]]
         """That of the tensor, which a push may replace by another."""
         self.shape = tuple(call["shape"])
         self.spans = [Span(*span) for span in call["spans"]]
         """Of all of its servers."""
-        servers = [span.rank for span in self.spans]
-        self.number = servers.index(context.rank)
+        self._servers = [span.rank for span in self.spans]
+        self.number = self._servers.index(context.rank)
         """Of this server among them."""
         self.start = self.spans[self.number].start
-        self._servers = frozenset(servers)
-        self._followers = tuple(servers[1:]) if machine is not None else ()
+        self.machine: Machine | None = None if self.number else context.policy.machine(context.workers)
+        """That of the leader, which is the first server."""
+        self._followers = [] if self.number else self._servers[1:]
         self.refusal: Exception | None = None
         """The tensor was freed; or another block of it is lost, so nobody orders what happens to this one."""
         self.version = 0
         self.marks: dict[int, int] = {}
         """Of each client the number of its last push that was applied, or failed."""
         self._states: dict[int, Any] = {}
-        self.arrivals = Arrivals(self._deliver, self._reached)
         self._arrived: dict[_Key, tuple[Request, float]] = {}
         self._orders: deque[Order] = deque()
         self._readers: set[_Key] = set()
         self._lookers: dict[_Key, Tensor] = {}  # lock-free: they see what they see, but not other tensors' memory
+        self.unseen: Callable[[], object] = lambda: None
+        """Called when nobody looks at the memory any more."""
         self._busy = False
         self._advancing = False
-        self.retired = False
-        """The tensor was freed."""
         # What is applied when it comes, here alone and in no time, needs no order.
-        self._quick = not self._followers and memory.nbytes <= LIGHT_BYTES and not self.replaces
+        self._quick = not self._followers and self.data.nbytes <= LIGHT_BYTES and not self.replaces
 
     # --- what comes ----------------------------------------------------------------------------------------
 
@@ -103,65 +91,56 @@ class Shard:
         self._readers.discard((client, number))
         self._lookers.pop((client, number), None)
         self.advance()
-        self._release()
+        self._look_over()
 
     def leave(self, client: int, *, gone: bool) -> None:
         """`client` has finished, or is `gone`: died."""
         if gone:
-            self.arrivals.forget(client)
             self._readers = {reader for reader in self._readers if reader[0] != client}
             self._lookers = {looker: seen for looker, seen in self._lookers.items() if looker[0] != client}
             if client in self._servers and self.refusal is None:
                 self._orders.clear()
-                self._refuse(self._context.lost(client))
-        if self.machine is not None and client in self._context.workers and self.refusal is None:
-            self._order(self.machine.leave(client))
+                self.refuse(self._context.lost(client))
+        if (machine := self._clock_of(client)) is not None:
+            self._order(machine.leave(client))
         self.advance()
-        self._release()
+        self._look_over()
 
     def rest(self, client: int) -> None:
         """Have no step wait for `client`, until it may `resume`."""
-        if self.machine is not None and client in self._context.workers and self.refusal is None:
-            self._order(self.machine.rest(client))
+        if (machine := self._clock_of(client)) is not None:
+            self._order(machine.rest(client))
             self.advance()
+
+    def _look_over(self) -> None:
+        if not self.looked_at:
+            self.unseen()
+
+    def _clock_of(self, client: int) -> Machine | None:
+        return self.machine if client in self._context.workers and self.refusal is None else None
 
     def resume(self, clients: Iterable[int]) -> None:
         """Have steps wait for `clients` again."""
         if self.machine is not None:
             self.machine.resume(clients)
 
-    def abort(self) -> None:
-        """The tensor is no more: refuse what waits here, and would for ever."""
-        self.retired = True
-        self._refuse(Freed(f"{self.name!r} was freed"))
-
-    def _refuse(self, error: Exception) -> None:
+    def refuse(self, error: Exception) -> None:
         """Carry out no more than what was ordered; refuse the rest, and what comes."""
         self.refusal = error
         ordered = {(client, number) for order in self._orders for client, number, _ in order.parts}
         for key in [key for key in self._arrived if key not in ordered]:
             request, _ = self._arrived.pop(key)
             self._answers.refuse(request, error)
-        self.arrivals.release_all()
 
-    def _reached(self, mark: Mark) -> None:
-        if mark.stops:
-            self.rest(mark.client)
-        elif mark.parts:
-            self.leave(mark.client, gone=False)
-
-    def _deliver(self, request: Request) -> None:
+    def deliver(self, request: Request) -> None:
+        """Execute a request, all of which has come, in its turn; those of a client come in the order of its calls."""
         if self.refusal is not None:
             self._answers.refuse(request, self.refusal)
             return
-        if isinstance(request, Pushing):
-            if request.rule == FILL:
-                self._fill(request)
-                return
-            if self._context.policy.accepts:
-                self._answers.done(request, Stage.ACCEPTED, self.version)
+        if isinstance(request, Pushing) and self._context.policy.accepts:
+            self._answers.done(request, Stage.ACCEPTED)
         elif isinstance(request, Pulling) and request.reads == Reads.LOCK_FREE:
-            self._serve(self, request, self.version)
+            self._serve(request)
             return
         if self.machine is not None:
             self._decide(self.machine, request)
@@ -169,23 +148,27 @@ class Shard:
             self._arrived[(request.client, request.number)] = (request, perf_counter())
             self.advance()
 
-    def _fill(self, request: Pushing) -> None:
+    def fill(self, request: Pushing) -> None:
+        """Take the first values."""
         assert request.value is not None
         self.data.copy_(request.value)
         self._answers.recycle(request)
-        self._answers.done(request, Stage.APPLIED, 0)
+        self._answers.done(request, Stage.APPLIED)
+
+    def _serve(self, request: Pulling) -> None:
+        self._answers.serve(self, request, self.version)
 
     # --- the leader ------------------------------------------------------------------------------------------
 
     def _decide(self, machine: Machine, request: Request) -> None:
         """Ask the machine what to do about a request, and do it now or in its turn."""
         client, number = request.client, request.number
-        actions: Sequence[consistency.Action] = ()
+        actions: Sequence[machines.Action] = ()
         try:
             if isinstance(request, Pushing):
-                actions = machine.push(consistency.Push(client, number, request.base))
+                actions = machine.push(machines.Push(client, number, request.base))
             elif isinstance(request, Pulling):
-                actions = machine.pull(consistency.Pull(client, number, request.wants))
+                actions = machine.pull(machines.Pull(client, number, request.wants))
         except ValueError as error:
             self._answers.refuse(request, error)
             # Those who follow have it too, and would keep it for ever.
@@ -195,29 +178,27 @@ class Shard:
         if self._quick and len(actions) == 1 and not waits and self._done_at_once(request, actions[0]):
             return
         self._arrived[(client, number)] = (request, perf_counter())
+        if isinstance(request, Pushing) and not actions and not self._context.policy.accepts:
+            self._answers.done(request, Stage.ACCEPTED)  # it is held
         if isinstance(request, Change):
             self._send(Order(self.key, OrderKind.DO, machine.version, ((client, number, 1.0),)))
         self._order(actions)
         self.advance()
 
-    def _done_at_once(self, request: Request, action: consistency.Action) -> bool:
+    def _done_at_once(self, request: Request, action: machines.Action) -> bool:
         """Do what orders would have done with a request for which nothing waits; False if it takes an order."""
         if isinstance(action, Serve) and isinstance(request, Pulling):
-            self._serve(self, request, self.version)
+            self._serve(request)
             return True
         if not isinstance(action, Apply) or not isinstance(request, Pushing) or len(action.parts) > 1 or self._readers:
             return False
-        weight = action.parts[0].weight
-        if not self._is_light([(request, weight)]):
+        pushes = [(request, action.parts[0].weight)]
+        if not self._is_light(pushes):
             return False
-        if weight == 1 and not request.coded:  # what `_compute` would do, in half of the time
-            work = partial(self._compute_one, request)
-        else:
-            work = partial(self._compute, [(request, weight)])
-        self._finished(action.version, (request,), error_of(work))
+        self._finished(action.version, (request,), error_of(partial(self._compute, pushes)))
         return True
 
-    def _order(self, actions: Sequence[consistency.Action]) -> None:
+    def _order(self, actions: Sequence[machines.Action]) -> None:
         assert self.machine is not None
         for action in actions:
             if isinstance(action, Apply):
@@ -277,8 +258,6 @@ class Shard:
             entry = self._arrived.pop((client, number), None)
             if entry is not None:
                 self._context.counts["held_seconds"] += now - entry[1]
-            else:
-                self._context.counts["torn"] += order.kind == OrderKind.APPLY
         return found
 
     def _carry_out(self, order: Order, requests: list[tuple[Request, float]]) -> None:
@@ -288,9 +267,9 @@ class Shard:
         for request, _ in requests:
             if isinstance(request, Pushing):
                 self._answers.recycle(request)
-                self._answers.done(request, Stage.DROPPED, self.version)
+                self._answers.done(request, Stage.DROPPED)
             elif isinstance(request, Pulling):
-                self._serve(self, request, self.version)
+                self._serve(request)
             elif isinstance(request, Change):
                 self._change(request)
 
@@ -310,7 +289,6 @@ class Shard:
             self._busy = False
             over(error)
             self.advance()
-            self._release()
 
         self._busy = True
         self._context.service.do(self.data.nbytes, work, done)
@@ -333,18 +311,7 @@ class Shard:
         if self.machine is not None:
             self.machine.restart(restored.version, self.marks)
 
-    def order_again(self, pushes: Iterable[consistency.Push]) -> None:
-        """Order pushes whose data are still to come, as they were ordered before a server was lost."""
-        assert self.machine is not None
-        for client, number, base in pushes:
-            self._order(self.machine.push(consistency.Push(client, number, min(base, self.machine.version))))
-
     # --- reads -------------------------------------------------------------------------------------------------
-
-    def shown(self, client: int, number: int) -> Tensor:
-        """Return what the pull `number` of `client` was let look at."""
-        del client, number
-        return self.data
 
     def hold(self, request: Pulling) -> None:
         """Keep the memory until `release`, since somebody looks at it; as it is, unless the read is lock-free."""
@@ -356,12 +323,8 @@ class Shard:
 
     @property
     def looked_at(self) -> bool:
-        """Somebody reads this memory just now, or changes it."""
-        return bool(self._readers or self._lookers or self._busy)
-
-    def _release(self) -> None:
-        if self.retired and not self.looked_at:
-            self._unseen(self.key)
+        """Somebody reads this memory just now."""
+        return bool(self._readers or self._lookers)
 
     def _change(self, request: Change) -> None:
         try:
@@ -413,13 +376,6 @@ class Shard:
             return push.value
         return self._context.decoded(push.value, self.data.dtype, self.data.numel())
 
-    def _compute_one(self, push: Pushing) -> None:
-        assert push.value is not None
-        rule = self._context.rules[push.rule]
-        began = perf_counter()
-        rule.apply(self.data, push.value, push.alpha, self._state(rule))
-        self._context.counts["step_seconds"] += perf_counter() - began
-
     def _state(self, rule: Rule) -> Any:  # noqa: ANN401
         if id(rule) not in self._states:
             self._states[id(rule)] = rule.state(self.data)
@@ -430,7 +386,6 @@ class Shard:
         self._finished(order.version, pushes, error)
         if was_busy:
             self.advance()
-            self._release()
 
     def _finished(self, version: int, pushes: Sequence[Pushing], error: BaseException | None) -> None:
         self.version = version
@@ -441,7 +396,7 @@ class Shard:
             self.marks[push.client] = push.number
             self._answers.recycle(push)
             if error is None:
-                self._answers.done(push, Stage.APPLIED, version)
+                self._answers.done(push, Stage.APPLIED)
             else:
                 self._answers.refuse(push, error)
 
@@ -458,3 +413,11 @@ class Shard:
             and not push.coded
             and weight == push.alpha == 1
         )
+
+
+class Shards(dict[int, Shard]):
+    """All shards of one server, by key."""
+
+    def led(self) -> list[Shard]:
+        """Return those of which this server has the machine."""
+        return [shard for shard in self.values() if shard.machine is not None]

@@ -38,10 +38,6 @@ class ParameterServerStatistics:
     """In rules and server-side optimizers."""
     served: int = 0
     """Reads of its shards."""
-    served_bytes: int = 0
-    """What they read, as tensors."""
-    served_sent_bytes: int = 0
-    """What left for them, as `push_sent_bytes`."""
     sent_bytes: int = 0
     """All that left this rank, as client and as server: heads, answers and first values too."""
     held_seconds: float = 0.0
@@ -53,11 +49,7 @@ class ParameterServerStatistics:
     incomplete: int = 0
     """Steps of fewer pushes than the consistency asks for, of tensors that this rank leads: the other workers had left
     or died, or waited at a barrier."""
-    torn: int = 0
-    """Pushes that another shard applied and this one never got, since their worker died on the way."""
     rows: int = 0
     """Rows that there are in its parts of tables, now."""
-    row_bytes: int = 0
-    """Bytes of these rows, and of what optimizers keep beside them."""
     staleness: Counter[int] = field(default_factory=Counter)
     """How many pushes were applied so many versions after the one they were made from; of tensors this rank leads."""

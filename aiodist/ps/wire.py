@@ -19,7 +19,7 @@ class Kind(IntEnum):
     """What an entry says."""
 
     CALL = 0
-    """JSON: open, make, ready, free, configure, leave, over, barrier."""
+    """JSON: open, make, ready, free, configure, barrier, leave and so on."""
     ANSWER = 1
     """JSON: the answer to a call, or why a request failed."""
     PUSH = 2
@@ -40,9 +40,7 @@ class Way(IntEnum):
     MESSAGE = 1
     """In a message of their own, under the tag of the request's number."""
     MEMORY = 2
-    """They lie where the other rank can look: in this rank's arena."""
-    OWN = 3
-    """Client and server are the same rank."""
+    """They lie where the other rank can look: in this rank's arena, or the other rank is this very one."""
 
 
 class Reads(IntEnum):
@@ -95,10 +93,9 @@ class PushHead(NamedTuple):
 
 
 class PullHead(NamedTuple):
-    """A pull: `way` is how the client wants the data. Where rows of a table are meant, an `IdsHead` stands behind."""
+    """A pull. Where rows of a table are meant, an `IdsHead` stands behind."""
 
     key: int
-    way: int
     reads: int
     number: int
     wants: int
@@ -114,10 +111,9 @@ class IdsHead(NamedTuple):
 
 
 class Done(NamedTuple):
-    """How far the push `number` has come; `version` is what it made, or was dropped at."""
+    """How far the push `number` has come."""
 
     number: int
-    version: int
     stage: int
 
 
@@ -142,9 +138,9 @@ class Release(NamedTuple):
 
 _FORMS = {
     PushHead: struct.Struct("<QHBBxxxxQQdQqq"),
-    PullHead: struct.Struct("<QBBxxxxxxQQ"),
+    PullHead: struct.Struct("<QBxxxxxxxQQ"),
     IdsHead: struct.Struct("<BxxxxxxxQqq"),
-    Done: struct.Struct("<QqBxxxxxxx"),
+    Done: struct.Struct("<QBxxxxxxx"),
     Data: struct.Struct("<QqBBxxxxxxQqq"),
     Release: struct.Struct("<QQ"),
 }

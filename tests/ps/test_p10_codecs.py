@@ -441,7 +441,7 @@ async def test_p10_a_name_that_is_used_anew_begins_anew(coll: Communicator, othe
             assert (codes.feedback._residuals, codes._incoming._held, codes._lines) == ({}, {}, {})
         await coll.barrier()
         if ps.is_server:
-            outgoing = ps._session.server._serving._outgoing
+            outgoing = ps._session.server._answers._outgoing
             assert outgoing is not None
             assert not outgoing._held
 

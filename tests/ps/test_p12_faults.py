@@ -60,13 +60,13 @@ async def failure(handle: Handle[None]) -> str | None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("numel", NUMELS)
-async def test_p12_after_a_push_was_accepted_the_next_sync_tells(coll: Communicator, numel: int) -> None:
+async def test_p12_after_a_push_was_accepted_the_next_barrier_tells(coll: Communicator, numel: int) -> None:
     async with ParameterServer(
         coll, [torch.zeros(numel)], rule=careful, consistency=Synchronous("sum"), split_bytes=4
     ) as ps:
         # Both pushes are of one step, which fails. One shard may have done so before another has accepted.
         told = [await failure(ps.push("0", torch.full((numel,), -1.0 if coll.rank == 0 else 1.0)))]
-        told += [await failure(ps.sync()), await failure(ps.sync())]
+        told += [await failure(ps.barrier()), await failure(ps.sync())]
         assert [text for text in told if text] == ["no negative -1 here"]
         assert told[2] is None
         await ps.barrier()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,8 +18,6 @@ from aiodist import Communicator
 from aiodist.codecs import Int8, Json
 from aiodist.errors import CommunicatorError, PeerLost
 from aiodist.ps import SGD, Asynchronous, Bounded, ParameterServer, Policy, Quorum, Synchronous
-from aiodist.ps.consistency import Push
-from aiodist.ps.log import Log, Logged, again
 from aiodist.testing import kill_rank, run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -119,52 +116,6 @@ def test_p12_each_push_counts_once_when_a_server_dies(  # noqa: C901
     assert expected - len(workers) <= cut[0] <= small[0] + len(workers)
 
 
-@pytest.mark.parametrize("rule", [SGD(0.1, 0.9), "copy"], ids=str)
-def test_p12_what_was_known_to_be_applied_is_so_again_in_its_order(  # noqa: C901
-    tmp_path: Path, rule: Any
-) -> None:
-    """Pushes that do not commute: workers took turns, so the result is that of one process, to the bit."""
-
-    async def main(number: int) -> Any:
-        async with aiodist.init(elastic=True) as coll:
-            w = {"w": torch.zeros(100), "v": torch.zeros(3)}
-            async with ParameterServer(
-                coll, w, rule=rule, servers=[2, 3, 4], split_bytes=40, checkpoints=True, timeout=500
-            ) as ps:
-                for step in range(20):
-                    if step == 8 and number == 0:
-                        await ps.save(tmp_path)
-                    if ps.is_worker and step % 2 == number:
-                        for name, t in w.items():
-                            value = torch.full_like(t, 1.0 + step)
-                            await ps.push(name, value)
-                    if ps.is_worker:
-                        await ps.barrier()
-                if number == 3:
-                    await asyncio.sleep(100)
-                    kill_rank()
-                await lost(coll)
-                await regrouped(coll, ps)
-                if not ps.is_worker:
-                    return None
-                pulled = [ps.pull(name) for name in w]
-                found = [(await pull).clone() for pull in pulled]
-                assert [pull.version for pull in pulled] == [20, 20]
-                await ps.push("w", torch.ones(100))
-                await ps.barrier()
-                return found
-
-    found = run_ranks(5, main, elastic=(1, 5))
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
-    for step in range(20):
-        parameter.grad = torch.full((1,), 1.0 + step)
-        optimizer.step()
-    expected = 20.0 if rule == "copy" else parameter.item()
-    for t in (*found[0], *found[1]):
-        torch.testing.assert_close(t, torch.full_like(t, expected))
-
-
 @pytest.mark.parametrize("codec", [None, Int8()], ids=str)
 def test_p12_rows_objects_and_codes_come_back_on_a_new_server(  # noqa: C901
     tmp_path: Path, codec: Any
@@ -237,6 +188,7 @@ def test_p12_servers_keep_what_they_have_where_a_worker_died() -> None:
                     await ps.push("w", torch.ones(50))
                 await ps.barrier()
             if number == 0:
+                await asyncio.sleep(1)  # the other has heard of the barrier
                 kill_rank()
             await lost(coll)
             await regrouped(coll, ps)
@@ -313,74 +265,3 @@ def test_p13_a_joiner_gets_state_and_version_while_the_others_go_on(tmp_path: Pa
     assert found[1][0] == pytest.approx([values[9]])
     assert seen["version"] in (8, 9)
     assert seen["values"] == pytest.approx([values[seen["version"] - 1]])
-
-
-# --- the machine, on all small cases ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", [Asynchronous(), Bounded(1), Synchronous("sum"), Quorum(2, "sum")], ids=repr)
-def test_p12_the_log_and_the_machine_count_each_push_once(policy: Policy) -> None:
-    """Two workers push three times each, in every order; a checkpoint, deafness and death come at every time.
-
-    Then each push is in the checkpoint or applied after it, once, and what was known keeps its order.
-    """
-    orders = sorted(set(itertools.permutations([0, 0, 0, 1, 1, 1])))
-    for order in orders:
-        for saved, deaf, dies in itertools.product(range(7), range(7), range(7)):
-            if saved <= dies and deaf <= dies:
-                _check_one(policy, order[:dies], saved, deaf)
-
-
-class History:
-    """What became of pushes before a server dies: of those from `deaf` on nobody hears; `saved` before a checkpoint."""
-
-    def __init__(self, policy: Policy, order: tuple[int, ...], saved: int, deaf: int) -> None:
-        self.logs = [Log(), Log()]
-        self.made: list[tuple[int, int]] = []
-        self.applied: list[tuple[int, int]] = []
-        self.kept: list[tuple[int, int]] = []
-        self.version = 0
-        machine = policy.machine([0, 1])
-        for at in range(len(order) + 1):
-            if at == saved:
-                self.kept, self.version = list(self.applied), machine.version
-            if at < len(order):
-                self._push(machine, order[at], heard=at < deaf)
-
-    def _push(self, machine: Any, worker: int, *, heard: bool) -> None:
-        number = 1 + sum(client == worker for client, _ in self.made)
-        self.made.append((worker, number))
-        self.logs[worker].add("w", Logged(number, 0, 1.0, machine.version, []))
-        for action in machine.push(Push(worker, number, machine.version)):
-            for part in action.parts:
-                self.applied.append((part.worker, part.number))
-                if heard:
-                    self.logs[part.worker].applied("w", part.number, action.version)
-
-
-def _check_one(policy: Policy, order: tuple[int, ...], saved: int, deaf: int) -> None:
-    history = History(policy, order, saved, deaf)
-    marks = dict(history.kept)  # of each the last number
-    known = {w: log.known().get("w", []) for w, log in enumerate(history.logs)}
-    for log in history.logs[: saved % 3]:  # not all have heard of the checkpoint
-        log.saved({"w": history.version})
-    fresh = policy.machine([0, 1])
-    fresh.restart(history.version, marks)
-    found: list[tuple[int, int]] = []
-
-    def take(actions: Any) -> None:
-        found.extend((part.worker, part.number) for action in actions for part in action.parts)
-
-    for event in again({w: log.known().get("w", []) for w, log in enumerate(history.logs)}, marks):
-        take(fresh.push(event._replace(base=min(event.base, fresh.version))))
-    first = list(found)
-    for worker, log in enumerate(history.logs):
-        for _, logged in log.above({"w": marks.get(worker, 0)}):
-            take(fresh.push(Push(worker, logged.number, min(logged.base, fresh.version))))  # or it came already
-    for worker in (0, 1):
-        take(fresh.leave(worker))
-    assert sorted(history.kept + found) == sorted(history.made), (order, saved, deaf)
-    told = {(w, each.number) for w, pushes in known.items() for each in pushes}
-    if isinstance(policy, Asynchronous):
-        was = [each for each in history.applied if each in told and each not in history.kept]
-        assert first == was, (order, saved, deaf)

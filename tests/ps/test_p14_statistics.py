@@ -34,15 +34,13 @@ async def test_p14_a_worker_and_a_server_count_the_same(coll: Communicator, nume
             assert (found.pulls, found.pull_bytes, found.pull_received_bytes) == (4, 4 * nbytes, 4 * nbytes)
             assert found.push_seconds > 0
             assert found.pull_seconds > before.pull_seconds
-            assert (found.applied, found.steps, found.served, found.served_bytes, found.served_sent_bytes) == (0,) * 5
+            assert (found.applied, found.steps, found.served) == (0, 0, 0)
             assert found.sent_bytes > before.sent_bytes + 5 * nbytes
         await coll.barrier()
         if ps.is_server:
             found = ps.statistics()
-            assert (found.applied, found.steps, found.torn) == (5, 5, 0)
+            assert (found.applied, found.steps) == (5, 5)
             assert found.served == before.served + 3
-            assert found.served_bytes == before.served_bytes + 12 * numel
-            assert found.served_sent_bytes == before.served_sent_bytes + 12 * numel
             assert found.step_seconds > 0
             assert (found.pushes, found.push_bytes, found.push_sent_bytes) == (0, 0, 0)
             assert (found.encode_seconds, found.decode_seconds, found.held_seconds) >= (0.0, 0.0, 0.0)
@@ -61,7 +59,7 @@ async def test_p14_nothing_leaves_a_rank_that_serves_itself(coll: Communicator, 
         code = Json().encode("y" * numel).nbytes
         assert (found.pushes, found.push_bytes, found.push_sent_bytes) == (6, 12 * numel + 3 * code, 0)
         assert (found.pulls, found.pull_bytes, found.pull_received_bytes) == (7, 16 * numel + 3 * code, 0)
-        assert (found.served, found.served_bytes, found.served_sent_bytes) == (7, 16 * numel + 3 * code, 0)
+        assert found.served == 7
         assert (found.sent_bytes, found.encode_seconds, found.decode_seconds) == (0, 0.0, 0.0)
 
 
@@ -81,7 +79,6 @@ async def test_p14_what_lies_in_an_arena_does_not_travel(coll: Communicator) -> 
         await coll.barrier()
         if ps.is_server:
             found = ps.statistics()
-            assert (found.served_bytes, found.served_sent_bytes) == (4 * LARGE * found.served, 0)
             assert found.served >= 4  # and what it read itself
 
 
@@ -93,7 +90,6 @@ async def test_p14_codes_are_counted_by_what_they_weigh(coll: Communicator, nume
         code = half.encode(torch.ones(numel)).nbytes
         whole, difference = 16 + 4 * numel, 16 + code
         await coll.barrier()
-        before = ps.statistics()
         await coll.barrier()
         if ps.is_worker:
             for _ in range(3):
@@ -106,8 +102,6 @@ async def test_p14_codes_are_counted_by_what_they_weigh(coll: Communicator, nume
         await coll.barrier()
         if ps.is_server:
             found = ps.statistics()
-            assert found.served_bytes == before.served_bytes + 12 * numel
-            assert found.served_sent_bytes == before.served_sent_bytes + 3 * difference
             assert found.encode_seconds > 0
             assert found.decode_seconds > 0
 
@@ -149,7 +143,7 @@ async def test_p14_staleness_is_what_each_push_missed(coll: Communicator) -> Non
 
 @pytest.mark.ranks(3)
 async def test_p14_what_is_scaled_is_counted_also_when_the_tensor_is_freed(coll: Communicator) -> None:
-    policy = Asynchronous(max_staleness=0, stale="scale")
+    policy = Asynchronous(stale="scale")
     async with ParameterServer(coll, {"w": torch.zeros(SMALL)}, servers=1, consistency=policy) as ps:
         if coll.rank == 0:
             for _ in range(3):

@@ -296,7 +296,7 @@ def crafted(what: str, key: int, number: int) -> tuple[int, bytes]:
     body = bytes(packed_rows(ids, rows).tolist())
     if what.startswith("pull"):
         ids_bytes = body[8 : 8 + ids.nbytes - (what == "pull length")]
-        head = pack_pull(key, Way.MESSAGE, 0, number, 0) + pack_ids(Way.INLINE, len(ids_bytes), 0, 0)
+        head = pack_pull(key, 0, number, 0) + pack_ids(Way.INLINE, len(ids_bytes), 0, 0)
         return Kind.PULL, head + ids_bytes
     body = body[:-1] if what == "short" else body
     rule = 1 << 15 if what == "rule" else TABLE

@@ -135,7 +135,7 @@ def crafted(code: bytes) -> dict[str, tuple[int, bytes]]:
         "coded push": (Kind.PUSH, head + code),
         "pull": (Kind.PULL, code[:3]),
         "data": (Kind.DATA, code[:5]),
-        "done": (Kind.DONE, pack_done(1 << 40, 0, 1) + code),
+        "done": (Kind.DONE, pack_done(1 << 40, 1) + code),
         "kind": (99, code),
     }
 

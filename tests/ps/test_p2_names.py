@@ -37,11 +37,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {"shared": {}, "cut": {"split_bytes": 1}, "
     ],
     ids=["shape", "dtype", "rule", "start"],
 )
-@pytest.mark.parametrize("who", [0, 1, 2])
+@pytest.mark.parametrize("who", [1, 2])
 async def test_p2_those_who_agree_on_a_name_use_it(
     coll: Communicator, layout: str, odd: dict[str, Any], said: str, who: int
 ) -> None:
-    """Rank `who` comes last, and is told both sides; the first worker may be the one."""
+    """Rank `who` comes last, and is told both sides."""
     async with ParameterServer(coll, **LAYOUTS[layout]) as ps:
         if not ps.is_worker:
             return
@@ -57,8 +57,7 @@ async def test_p2_those_who_agree_on_a_name_use_it(
             async with asyncio.timeout(60):
                 await ps.init("w", **mine)
             await ps.pull("w")
-            first = min(rank for rank in ps.workers if rank != who)
-            assert torch.equal(mine["values"], full(first + 1)), "the first of those who agree"
+            assert torch.equal(mine["values"], full(1)), "the first worker's"
         await ps.barrier()
         if coll.rank != who:
             await ps.push("w", full(1))
@@ -67,22 +66,6 @@ async def test_p2_those_who_agree_on_a_name_use_it(
         async with asyncio.timeout(60):
             await ps.init("w", torch.arange(3))  # gone for all, as nobody else had it
         await ps.barrier()
-
-
-@pytest.mark.ranks(3)
-async def test_p2_who_was_refused_may_agree_later(coll: Communicator) -> None:
-    async with ParameterServer(coll, split_bytes=1) as ps:
-        if coll.rank == 0:
-            await asyncio.sleep(5.0)
-            with pytest.raises(MismatchError, match="rule"):
-                await ps.init("w", full(7), rule="copy")
-        w = full(coll.rank)
-        async with asyncio.timeout(60):
-            await ps.init("w", w)
-        await ps.push("w", full(1))
-        await ps.barrier()
-        assert torch.equal(await ps.pull("w"), full(1 + 3))
-        await ps.free("w")
 
 
 @pytest.mark.ranks(3)
@@ -123,8 +106,8 @@ async def test_p2_a_server_that_never_gives_its_own_block_is_an_error(coll: Comm
             async with asyncio.timeout(60):
                 with pytest.raises(MismatchError, match=r"'w'.*nobody"):
                     await ps.init("w", full(1), start="own")
-            await ps.init("w", full(1))
-            await ps.push("w", full(1))
+            await ps.init("v", full(1))
+            await ps.push("v", full(1))
         elif when == "before":
             await asyncio.sleep(5.0)
 
@@ -133,7 +116,7 @@ async def test_p2_a_server_that_never_gives_its_own_block_is_an_error(coll: Comm
 @pytest.mark.ranks(3)
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("late", [0, 2])
-async def test_p2_who_comes_after_a_refusal_is_told_and_all_may_try_again(coll: Communicator, late: int) -> None:
+async def test_p2_who_comes_after_a_refusal_is_told(coll: Communicator, late: int) -> None:
     """Rank 0, which alone serves, means another shape; the rank that comes last is told what the others were told."""
     async with ParameterServer(coll, servers=[0], workers=[0, 1, 2], start="own", timeout=20.0) as ps:
         for rank in (*(rank for rank in (1, 0, 2) if rank != late), late):
@@ -144,11 +127,13 @@ async def test_p2_who_comes_after_a_refusal_is_told_and_all_may_try_again(coll: 
         with pytest.raises(MismatchError, match=r"shape \[3\].*shape \[4\]|shape \[4\].*shape \[3\]") as told:
             await handle
         assert "'w'" in str(told.value)
+        with pytest.raises(MismatchError, match=r"shape \[3\].*shape \[4\]|shape \[4\].*shape \[3\]"):
+            await ps.init("w", full(1, 3))  # the name stays of no use
         w = full(1, 3)
-        await ps.init("w", w)
-        await ps.push("w", full(1, 3))
+        await ps.init("v", w)
+        await ps.push("v", full(1, 3))
         await ps.barrier()
-        assert torch.equal(await ps.pull("w"), full(4, 3))
+        assert torch.equal(await ps.pull("v"), full(4, 3))
 
 
 @pytest.mark.ranks(3)
@@ -176,18 +161,6 @@ async def test_p2_calls_behind_a_push_that_is_being_encoded_end_with_the_server(
         async with asyncio.timeout(50):
             with pytest.raises(aiodist.CommunicatorAborted):
                 await handle
-
-
-@pytest.mark.ranks(3)
-async def test_p2_where_the_first_worker_leaves_the_next_one_fills(coll: Communicator) -> None:
-    async with ParameterServer(coll) as ps:
-        if coll.rank == 0:
-            return
-        w = full(coll.rank)
-        async with asyncio.timeout(60):
-            await ps.init("w", w)
-        await ps.pull("w")
-        assert torch.equal(w, full(1))
 
 
 # --- freeing -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from aiodist.errors import AiodistError, PeerLost, RemoteError
 from aiodist.ps import SGD, ParameterServer, pool
 from aiodist.ps.directory import Directory
 from aiodist.ps.pool import Pool
-from aiodist.ps.shards import Shards
+from aiodist.ps.shard import Shards
 
 LARGE = 1_000_000
 
@@ -102,7 +102,7 @@ async def test_p2_nothing_is_kept_of_names_that_come_and_go(coll: Communicator) 
             await ps.free(f"n{i}")
         await ps.barrier()
         assert (await ps.pull("stays")).tolist() == [2.0, 2.0]
-        assert set(ps._names._places) == {"stays"}
+        assert set(ps._names._entries) == {"stays"}
         assert len(ps._session.server._shards) == (coll.rank == 0)
 
 
@@ -160,6 +160,9 @@ class Answers:
     def fail(self, client: int, number: int, error: AiodistError) -> None:
         self.said[number] = error
 
+    def tell(self, rank: int, op: str, **said: Any) -> None:
+        assert op == "remove"
+
 
 def test_p2_a_rank_that_waits_for_first_values_hears_that_a_server_died() -> None:
     gone: dict[int, AiodistError] = {}
@@ -168,11 +171,10 @@ def test_p2_a_rank_that_waits_for_first_values_hears_that_a_server_died() -> Non
         servers=(0, 1),
         workers=(2, 3),
         gone=gone,
-        coalescer=SimpleNamespace(put=lambda *_: None),
         lost=lambda rank: PeerLost(f"server {rank} is gone", lost=rank),
     )
     answers = Answers()
-    names = Directory(context, answers, Shards(), lambda _: False)  # type: ignore[arg-type]
+    names = Directory(context, answers, Shards())  # type: ignore[arg-type]
     call: dict[str, Any] = {"name": "w", "dtype": 8, "shape": [4], "rule": 0, "start": "root", "servers": [0, 1]}
     call |= {"codec": "None", "table": "None", "worker": True, "again": False}
     names.open(2, call | {"n": 1})

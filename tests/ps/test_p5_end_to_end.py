@@ -36,12 +36,13 @@ async def test_p5_synchronous_a_pull_waits_for_the_step_of_its_push(coll: Commun
         out = ones(-1)
         if first:
             await ps.push("w", ones(2))  # accepted
-            pulled, synced = ps.pull("w", out), ps.sync()
+            await ps.sync()  # it is held there
+            pulled = ps.pull("w", out)
             later = ps.pull("w", ones(), at_least=1)
         await coll.barrier()
         await coll.barrier()
         if first:
-            assert [h.done() for h in (pulled, synced, later)] == [False] * 3, "the other has not pushed"
+            assert [h.done() for h in (pulled, later)] == [False] * 2, "the other has not pushed"
             assert torch.equal(out, ones(-1))
         else:
             assert torch.equal(await ps.pull("w", out), ones(0)), "who has not pushed reads what there is"
@@ -50,7 +51,6 @@ async def test_p5_synchronous_a_pull_waits_for_the_step_of_its_push(coll: Commun
             await ps.push("w", ones(3))
             await ps.sync()
         else:
-            await synced
             assert torch.equal(await pulled, ones(5))
             assert (pulled.version, (await later).tolist()) == (1, ones(5).tolist())
 
@@ -106,24 +106,18 @@ async def test_p5_who_pushed_ahead_and_ends_holds_up_no_barrier(coll: Communicat
 
 
 @pytest.mark.ranks(2)
-async def test_p5_synchronous_a_push_is_done_when_accepted_and_a_sync_when_applied(coll: Communicator) -> None:
+async def test_p5_synchronous_a_push_and_a_sync_are_done_when_accepted(coll: Communicator) -> None:
     async with ParameterServer(coll, {"a": ones(0), "b": ones(0)}, consistency=Synchronous("mean")) as ps:
         if coll.rank == 0:
             for step in range(5):  # ahead of the other by five steps
                 value = ones(step)
                 await ps.push(["a", "b"], [value, value])
                 value.fill_(-100)  # it is the caller's again
-            synced = ps.sync()
-        await coll.barrier()
-        if coll.rank == 0:
-            assert not synced.done()
+            await ps.sync()
         await coll.barrier()
         if coll.rank == 1:
             for step in range(5):
                 await ps.push(["a", "b"], [ones(step), ones(10 * step)])
-            await ps.sync()
-        else:
-            await synced
         a, b = await ps.pull()
         assert (a.tolist(), b.tolist()) == (ones(10).tolist(), ones(55).tolist())
 
@@ -219,10 +213,9 @@ async def test_p5_asynchronous_everything_is_applied_and_nobody_waits(coll: Comm
         (Asynchronous(max_staleness=2), 5.0, 1, 0),
         (Asynchronous(max_staleness=5), 5.0 + 6, 0, 0),
         (Asynchronous(stale="scale"), 5.0 + 6 / 6, 0, 1),
-        (Asynchronous(max_staleness=2, stale="scale", scale=lambda age: 0.5), 5.0 + 3, 0, 1),
-        (Asynchronous(max_staleness=5, stale="scale", scale=lambda age: 0.5), 5.0 + 6, 0, 0),
+        (Asynchronous(stale="scale", scale=lambda age: 0.5 if age > 2 else 1), 5.0 + 3, 0, 1),
     ],
-    ids=["drop", "keep", "scale", "scale old", "scale none"],
+    ids=["drop", "keep", "scale", "scale old"],
 )
 async def test_p5_asynchronous_stale_pushes_are_counted(
     coll: Communicator, split: int, policy: Asynchronous, applied: float, dropped: int, scaled: int

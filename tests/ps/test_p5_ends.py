@@ -125,7 +125,6 @@ def test_p5_syncs_that_wait_for_one_another_end(policy: str, layout: str) -> Non
             for _ in range(4 if ps.rank == i else 1):
                 ps.push(name, value).add_done_callback(lambda done: done.result())
         await ps.sync()
-        assert not ps._session.client.pushes.busy
         await ps.pull("x")
         await ps.barrier()
 
@@ -239,8 +238,8 @@ def test_p5_a_push_behind_a_barrier_is_of_a_step_with_the_others_pushes() -> Non
         worked(LAYOUTS[layout], work, Synchronous("mean"))
 
 
-def test_p5_a_sync_of_some_waits_for_the_steps_of_all() -> None:
-    """Only where all wait are steps made of what there is: a worker that computes is waited for."""
+def test_p5_a_sync_of_some_takes_nobody_off_the_clock() -> None:
+    """A worker that computes is waited for."""
 
     async def work(coll: Communicator, ps: ParameterServer) -> None:
         for step in range(1, 6):
@@ -322,7 +321,9 @@ async def test_p5_who_means_something_else_by_a_name_is_not_waited_for(coll: Com
             await ps.sync()
             assert (await ps.pull("w"))[0] == 2
         await ps.barrier()
-        if coll.rank == 2:  # it agrees after all, and is in step with the others
-            await ps.init("w", zeros())
-        await coll.barrier()
-        assert float((await ps.push_pull("w", zeros() + 1))[0]) == 5
+        if coll.rank == 2:  # it stays off the clock of that tensor
+            with pytest.raises(MismatchError, match=r"shape \[5\].*shape \[4\]"):
+                await ps.init("w", zeros())
+        else:
+            assert float((await ps.push_pull("w", zeros() + 1))[0]) == 4
+        await ps.barrier()

@@ -11,20 +11,15 @@ from hypothesis import given
 from hypothesis import settings as tried
 from hypothesis import strategies as st
 
-from aiodist.ps.consistency import (
-    Action,
-    Apply,
-    Asynchronous,
-    Bounded,
-    Drop,
-    Machine,
-    Policy,
-    Pull,
-    Push,
-    Quorum,
-    Serve,
-    Synchronous,
-)
+from aiodist.ps.consistency import Asynchronous, Bounded, Policy, Quorum, Synchronous
+from aiodist.ps.machines import Action, Apply, Drop, Machine, Pull, Push, Serve
+
+
+def waiting(machine: Machine) -> tuple[tuple[Push, ...], tuple[Pull, ...]]:
+    """Return what a machine holds."""
+    pushes = tuple(push for line in machine.held.values() for push in line)
+    return pushes, tuple(pull for pull, _ in machine.reads.values())
+
 
 READER = 1000
 
@@ -57,10 +52,12 @@ class Watched:
     def push(self, worker: int, number: int, base: int) -> list[Action]:
         if number <= self.last[worker]:
             self.repeated += 1
+            assert self.machine.push(Push(worker, number, base)) == [Drop(worker, number)]
+            return []
         else:
             self.back({worker})
             self.open[worker, number] = base
-        self.last[worker] = max(number, self.last[worker])
+        self.last[worker] = number
         return self.follow(self.machine.push(Push(worker, number, base)))
 
     def pull(self, client: int, number: int, wants: int) -> list[Action]:
@@ -128,9 +125,7 @@ class Watched:
         return getattr(self.policy, "reduction", "sum") == "mean"
 
     def factor(self, staleness: int) -> float:
-        limit = getattr(self.policy, "max_staleness", None)
-        scaled = getattr(self.policy, "stale", None) == "scale" and (limit is None or staleness > limit)
-        return 1 / (1 + staleness) if scaled else 1.0
+        return 1 / (1 + staleness) if getattr(self.policy, "stale", None) == "scale" else 1.0
 
     def of_step(self, step: Apply) -> None:
         workers = [part.worker for part in step.parts]
@@ -153,9 +148,8 @@ class Watched:
     def drop(self, action: Drop) -> None:
         base = self.open.pop((action.worker, action.number))
         self.dropped += 1
-        assert action.staleness == self.version - base
         limit = {Asynchronous: getattr(self.policy, "max_staleness", None), Quorum: 0}.get(type(self.policy))
-        droppable = getattr(self.policy, "stale", None) == "drop" and limit is not None and action.staleness > limit
+        droppable = getattr(self.policy, "stale", None) == "drop" and limit is not None and self.version - base > limit
         assert droppable or action.worker not in self.present | self.resting
 
     def served(self, action: Serve) -> None:
@@ -187,12 +181,12 @@ class Watched:
                 assert all(self.present and self.clocks[worker] >= slowest + ahead for worker in waits)
             case _:
                 assert not self.open
-        held = self.machine.waiting()
-        assert {(push.worker, push.number): push.base for push in held.pushes} == self.open
-        assert {(pull.client, pull.number): pull.wants for pull in held.pulls} == self.pulls
+        pushes, pulls = waiting(self.machine)
+        assert {(push.worker, push.number): push.base for push in pushes} == self.open
+        assert {(pull.client, pull.number): pull.wants for pull in pulls} == self.pulls
         counts = self.machine.counts
-        assert (self.machine.version, counts.applied, counts.dropped) == (self.version, len(self.done), self.dropped)
-        assert (counts.repeated, counts.scaled, counts.staleness) == (self.repeated, self.scaled, self.staleness)
+        assert (self.machine.version, counts.dropped) == (self.version, self.dropped)
+        assert (counts.scaled, counts.staleness) == (self.scaled, self.staleness)
         assert counts.incomplete == self.incomplete
 
 
@@ -203,8 +197,9 @@ def policies(draw: st.DrawFn, workers: int) -> Policy:
     return draw(
         st.one_of(
             st.builds(Synchronous, some),
-            st.builds(Asynchronous, st.none() | st.integers(0, 4), st.sampled_from(["drop", "scale"])),
-            st.builds(Bounded, st.integers(0, 3), st.sampled_from(["accept", "scale"])),
+            st.builds(Asynchronous, st.none() | st.integers(0, 4)),
+            st.just(Asynchronous(stale="scale")),
+            st.builds(Bounded, st.integers(0, 3)),
             st.builds(Quorum, n, some, st.sampled_from(["accept", "drop", "scale"])),
         )
     )
@@ -244,7 +239,7 @@ def test_p5_any_events_under_any_policy(
         watched.leave(worker)
     assert watched.open == {}
     assert watched.pulls == {}
-    assert watched.machine.waiting() == ((), ())
+    assert waiting(watched.machine) == ((), ())
     assert len(watched.done) + watched.dropped == sum(what in ("push", "fresh") for what, _, _ in events)
 
 
@@ -291,8 +286,8 @@ def test_p5_all_come_to_an_end(chosen: tuple[Policy, int], dice: random.Random, 
                 del going[me]
         # A worker may yield once between two pushes; then nobody is left who waits for nothing.
         before, idle = watched.far(), idle + 1 if watched.far() == before else 0
-        assert idle < 3, f"{policy}: nobody goes on, held: {watched.machine.waiting()}"
-    assert watched.machine.waiting() == ((), ())
+        assert idle < 3, f"{policy}: nobody goes on, held: {waiting(watched.machine)}"
+    assert waiting(watched.machine) == ((), ())
 
 
 def training(watched: Watched, me: int, segments: list[list[int]], dice: random.Random) -> Waits:
@@ -343,8 +338,8 @@ def test_p5_who_meets_at_barriers_ends_however_uneven_the_pushes(
             watched.resume(*watched.resting)
         # An unlucky worker waits at its sync; the dice let it go to the barrier in the end.
         idle = idle + 1 if watched.far() == before else 0
-        assert idle < 60, f"{policy}: nobody goes on, held: {watched.machine.waiting()}"
-    assert watched.machine.waiting() == ((), ())
+        assert idle < 60, f"{policy}: nobody goes on, held: {waiting(watched.machine)}"
+    assert waiting(watched.machine) == ((), ())
     if isinstance(policy, Synchronous) and watched.present:  # those left are in step
         first, *others = sorted(watched.present)
         assert watched.push(first, 1000, watched.version) == [] or not others
@@ -364,7 +359,7 @@ def test_p5_who_works_is_said_once(policy: Policy, workers: list[int]) -> None:
 def test_p5_what_makes_no_sense_changes_nothing(policy: Policy) -> None:
     machine = policy.machine([3, 5])
     machine.push(Push(3, 0, 0))
-    before = (machine.version, str(machine.counts), machine.waiting())
+    before = (machine.version, str(machine.counts), waiting(machine))
     with pytest.raises(ValueError, match=r"client 4 is no worker: expected one of \[3, 5\]"):
         machine.push(Push(4, 1, 0))
     with pytest.raises(ValueError, match="client 4 is no worker"):
@@ -373,9 +368,7 @@ def test_p5_what_makes_no_sense_changes_nothing(policy: Policy) -> None:
         machine.push(Push(5, 7, 9))
     with pytest.raises(ValueError, match="based on version -1"):
         machine.push(Push(5, 7, -1))
-    with pytest.raises(ValueError, match="pull 2 of client 9 wants version -1"):
-        machine.pull(Pull(9, 2, -1))
-    assert (machine.version, str(machine.counts), machine.waiting()) == before
+    assert (machine.version, str(machine.counts), waiting(machine)) == before
     machine.push(Push(5, 7, 0))  # the number is still free
     machine.leave(3)
-    assert machine.counts.applied + machine.counts.dropped == 2
+    assert machine.counts.staleness.total() + machine.counts.dropped == 2

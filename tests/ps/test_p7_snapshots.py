@@ -7,19 +7,8 @@ from collections import deque
 
 import pytest
 
-from aiodist.ps.consistency import (
-    Action,
-    Apply,
-    Asynchronous,
-    Bounded,
-    Drop,
-    Policy,
-    Pull,
-    Push,
-    Quorum,
-    Serve,
-    Synchronous,
-)
+from aiodist.ps.consistency import Asynchronous, Bounded, Policy, Quorum, Synchronous
+from aiodist.ps.machines import Action, Apply, Drop, Pull, Push, Serve
 
 READER = 99
 SHARDS = 4  # the first one leads

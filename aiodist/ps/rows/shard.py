@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from aiodist.ps.answers import Answers
-from aiodist.ps.consistency import Machine
 from aiodist.ps.context import Context
 from aiodist.ps.requests import Change, Pulling, Pushing, Restored
 from aiodist.ps.rows.ids import owners, unpack
@@ -18,7 +17,7 @@ from aiodist.ps.rows.store import RowStore, check_settings
 from aiodist.ps.rules import RULES
 from aiodist.ps.service import LIGHT_BYTES
 from aiodist.ps.shard import Shard
-from aiodist.ps.wire import TABLE, Order, Stage
+from aiodist.ps.wire import TABLE, Order
 
 
 class TableShard(Shard):
@@ -29,17 +28,11 @@ class TableShard(Shard):
     """
 
     def __init__(
-        self,
-        context: Context,
-        answers: Answers,
-        serve: Callable[[Any, Pulling, int], None],
-        unseen: Callable[[int], object],
-        turned: Callable[[Shard, Order], None],
-        call: dict[str, Any],
-        machine: Machine | None,
+        self, context: Context, answers: Answers, turned: Callable[[Shard, Order], None], call: dict[str, Any]
     ) -> None:
         """As a `Shard`; `call` says too what the rows are."""
-        super().__init__(context, answers, serve, unseen, turned, call, torch.empty(0, dtype=torch.uint8), machine)
+        super().__init__(context, answers, turned, call)
+        self.pushed_dtype = torch.uint8
         self.spec = TableSpec.from_json(call["table"])
         self.store = RowStore(self.spec)
         self._count = len(self.spans)
@@ -64,10 +57,6 @@ class TableShard(Shard):
             self._context.pool.release(room)
         super().release(client, number)
 
-    def shown(self, client: int, number: int) -> Tensor:
-        """Return what that client was let look at."""
-        return self._lookers[(client, number)]
-
     @property
     def busy(self) -> bool:
         """The service thread changes it just now."""
@@ -81,7 +70,6 @@ class TableShard(Shard):
         """The rows that it reads are gathered."""
         self._readers.discard((request.client, request.number))
         self.advance()
-        self._release()
 
     def take(self, restored: Restored) -> None:
         """Go on from what was read of a checkpoint."""
@@ -89,12 +77,10 @@ class TableShard(Shard):
         self.store = restored.store
         self._restart(restored)
 
-    # --- applying ----------------------------------------------------------------------------------------------
+    def _serve(self, request: Pulling) -> None:
+        self._answers.serve_rows(self, request, self.version)
 
-    def _fill(self, request: Pushing) -> None:
-        """Rows have their first values by themselves: this says that the table is there."""
-        self._answers.recycle(request)
-        self._answers.done(request, Stage.APPLIED, 0)
+    # --- applying ----------------------------------------------------------------------------------------------
 
     def _can_swap(self, pushes: Sequence[tuple[Pushing, float]]) -> bool:
         return False
@@ -103,9 +89,6 @@ class TableShard(Shard):
         """Return whether it is done in no time: few bytes, and no growing."""
         nbytes = sum(push.value.nbytes for push, _ in pushes if push.value is not None)
         return nbytes <= LIGHT_BYTES and self.store.has_room(nbytes // self.spec.row_bytes + 1)
-
-    def _compute_one(self, push: Pushing) -> None:
-        self._compute([(push, 1.0)])
 
     def _compute(self, pushes: Sequence[tuple[Pushing, float]]) -> None:
         """Change the rows by all pushes of a step, in any thread: by the optimizer, or by adding."""
