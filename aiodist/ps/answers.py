@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,12 +12,21 @@ from aiodist.codecs import Outgoing
 from aiodist.errors import PeerLost
 from aiodist.ps.context import Context
 from aiodist.ps.requests import Pulling, Pushing, Request
-from aiodist.ps.rows.ids import ID_BYTES, ids_in
 from aiodist.ps.wire import Kind, Reads, Stage, Way, as_bytes, pack_data, pack_done
 
-if TYPE_CHECKING:
-    from aiodist.ps.rows.shard import TableShard
-    from aiodist.ps.shard import Shard
+
+class Served(Protocol):
+    """A shard, as far as reads know it."""
+
+    key: int
+    data: Tensor
+    refusal: Exception | None
+
+    def hold(self, request: Pulling) -> None:
+        """Keep what the request reads until `release`."""
+
+    def release(self, client: int, number: int) -> None:
+        """The read of that number is over."""
 
 
 class Answers:
@@ -68,7 +77,7 @@ class Answers:
 
     # --- reads -------------------------------------------------------------------------------------------------
 
-    def serve(self, shard: Shard, pull: Pulling, version: int) -> None:
+    def serve(self, shard: Served, pull: Pulling, version: int) -> None:
         """Let the client have the shard as it is now; what the client itself has is not encoded."""
         if pull.client in self._context.gone:
             return
@@ -76,7 +85,7 @@ class Answers:
         if outgoing is None or not data.dtype.is_floating_point or pull.reads != Reads.SNAPSHOT or own:
             if data.nbytes > self._context.coalescer.inline_bytes:
                 shard.hold(pull)
-            self._send(shard, pull, version, data)
+            self.send(shard, pull, version, data)
             return
         shard.hold(pull)
         codes: list[Tensor] = []
@@ -89,46 +98,14 @@ class Answers:
             if error is not None:
                 self.refuse(pull, error)
             elif pull.client not in self._context.gone:
-                self._send(shard, pull, version, codes[0], coded=True)
+                self.send(shard, pull, version, codes[0], coded=True)
             if pull.client in self._context.gone or shard.refusal is not None:
                 self.forget(pull.client, shard.key)
             shard.release(pull.client, pull.number)
 
         self._context.service.do(data.nbytes, encode, encoded)
 
-    def serve_rows(self, shard: TableShard, pull: Pulling, version: int) -> None:
-        """Let the client have the rows that it asks for, as they are now, from a buffer of the pool."""
-        if pull.client in self._context.gone:
-            return
-        assert pull.rows is not None
-        wanted, found = pull.rows, list[Tensor]()
-        nbytes = wanted.nbytes // ID_BYTES * shard.spec.row_bytes
-        shard.hold(pull)
-
-        def gather() -> None:
-            with torch.inference_mode(False), torch.no_grad():
-                ids = ids_in(wanted, shard.spec)
-                shard.check_mine(ids)
-                found.append(self._context.pool.take_room(nbytes))
-                shard.store.read(ids, found[0][:nbytes].view(shard.spec.dtype).view(-1, shard.spec.dim))
-
-        def gathered(error: BaseException | None) -> None:
-            if error is not None:
-                self.refuse(pull, error)
-            elif pull.client not in self._context.gone:
-                if nbytes > self._context.coalescer.inline_bytes:
-                    shard.show(pull, found[0])
-                self._send(shard, pull, version, found[0][:nbytes])
-                if nbytes <= self._context.coalescer.inline_bytes:
-                    self._context.pool.release(found[0])
-            shard.read_over(pull)
-
-        if shard.busy:  # a read that waits for no step
-            self._context.service.run(gather, gathered)
-        else:
-            self._context.service.do(nbytes, gather, gathered)
-
-    def _send(self, shard: Shard, pull: Pulling, version: int, t: Tensor, *, coded: bool = False) -> None:
+    def send(self, shard: Served, pull: Pulling, version: int, t: Tensor, *, coded: bool = False) -> None:
         """Send `t`, or let the client look at it; what is longer than an entry the shard holds until all is over."""
         self._context.counts["served"] += 1
         way, place = self._context.way_to(pull.client, t, look=not coded)

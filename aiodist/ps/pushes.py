@@ -57,6 +57,9 @@ class Pushes:
         else:
             # The one span of an object does not say how long its code is.
             spans = entry.spans
+            if len(spans) == 1 and self._log is None:  # what `_senders` does, for small ones
+                self._queue.issue((self._sender(number, entry, spans[0], value, rule, alpha, False),))
+                return
             blocks = [value] if len(spans) == 1 else [value[start:stop] for _, start, stop in spans]
             self._queue.issue(self._senders(number, entry, [(block, False) for block in blocks], rule, alpha))
 

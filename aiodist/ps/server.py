@@ -108,7 +108,6 @@ class Server:
         push = Pushing(client, head.number, head.key, head.base, head.rule, head.alpha, head.coded)
         shard = self._shards.get(head.key)
         dtype = torch.uint8 if head.coded or shard is None else shard.pushed_dtype
-        received = partial(self._received, push)
         accepts = self.context.policy.accepts and head.rule != FILL
         if head.way == Way.INLINE:
             value = values_in(body, PUSH_BYTES, head.nbytes, dtype)
@@ -118,7 +117,7 @@ class Server:
             push.ready = False
             buffer = self._buffer(shard, push, head.nbytes)
             push.value = buffer.view(dtype)
-            self.context.coalescer.receive(buffer, client, head.number, received)
+            self.context.coalescer.receive(buffer, client, head.number, partial(self._received, push))
         elif client in self.context.gone:
             return
         else:
@@ -131,7 +130,7 @@ class Server:
                 if push.ready:
                     buffer.copy_(found)
                 else:
-                    self.context.service.run(partial(buffer.copy_, found), received)
+                    self.context.service.run(partial(buffer.copy_, found), partial(self._received, push))
         self._expect(push)
 
     def _buffer(self, shard: Shard | None, push: Pushing, nbytes: int) -> Tensor:
@@ -169,8 +168,12 @@ class Server:
 
     def _expect(self, request: Request) -> None:
         """Execute a request, behind what its client has asked for before."""
-        self._lines.setdefault(request.client, deque()).append(request)
-        self._go_on(request.client)
+        line = self._lines.setdefault(request.client, deque())
+        if not line and request.ready and not isinstance(request, Stop):
+            self._execute(request)
+        else:
+            line.append(request)
+            self._go_on(request.client)
 
     def _go_on(self, client: int) -> None:
         line = self._lines.get(client, ())
@@ -183,15 +186,17 @@ class Server:
             if not first.ready:
                 return
             line.popleft()
-            if isinstance(first, Stop):
-                continue
-            shard = self._shards.get(first.key)
-            if shard is None:
-                self._answers.refuse(first, Freed(f"key {first.key} was freed"))
-            elif isinstance(first, Pushing) and first.rule == FILL:
-                shard.fill(first)
-            else:
-                shard.deliver(first)
+            if not isinstance(first, Stop):
+                self._execute(first)
+
+    def _execute(self, request: Request) -> None:
+        shard = self._shards.get(request.key)
+        if shard is None:
+            self._answers.refuse(request, Freed(f"key {request.key} was freed"))
+        elif isinstance(request, Pushing) and request.rule == FILL:
+            shard.fill(request)
+        else:
+            shard.deliver(request)
 
     # --- barriers, and who leaves ------------------------------------------------------------------------------
 

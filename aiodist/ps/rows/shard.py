@@ -11,7 +11,7 @@ from torch import Tensor
 from aiodist.ps.answers import Answers
 from aiodist.ps.context import Context
 from aiodist.ps.requests import Change, Pulling, Pushing, Restored
-from aiodist.ps.rows.ids import owners, unpack
+from aiodist.ps.rows.ids import ID_BYTES, ids_in, owners, unpack
 from aiodist.ps.rows.spec import TableSpec
 from aiodist.ps.rows.store import RowStore, check_settings
 from aiodist.ps.rules import RULES
@@ -46,10 +46,6 @@ class TableShard(Shard):
         if self._count > 1 and not bool(self.mine(ids).all()):
             raise ValueError(f"ids that belong to other servers than {self._context.rank}")
 
-    def show(self, pull: Pulling, room: Tensor) -> None:
-        """Let the client look at rows in `room`, a buffer of the pool, until it says `RELEASE`."""
-        self._lookers[(pull.client, pull.number)] = room
-
     def release(self, client: int, number: int) -> None:
         """A reader looks no more."""
         room = self._lookers.get((client, number))
@@ -57,19 +53,9 @@ class TableShard(Shard):
             self._context.pool.release(room)
         super().release(client, number)
 
-    @property
-    def busy(self) -> bool:
-        """The service thread changes it just now."""
-        return self._busy
-
     def hold(self, request: Pulling) -> None:
-        """Change no row until `read_over`, in a lock-free read too: growing tensors move."""
+        """Change no row until its rows are gathered, in a lock-free read too: growing tensors move."""
         self._readers.add((request.client, request.number))
-
-    def read_over(self, request: Pulling) -> None:
-        """The rows that it reads are gathered."""
-        self._readers.discard((request.client, request.number))
-        self.advance()
 
     def take(self, restored: Restored) -> None:
         """Go on from what was read of a checkpoint."""
@@ -78,7 +64,38 @@ class TableShard(Shard):
         self._restart(restored)
 
     def _serve(self, request: Pulling) -> None:
-        self._answers.serve_rows(self, request, self.version)
+        """Let the client have the rows that it asks for, as they are now, from a buffer of the pool."""
+        if request.client in self._context.gone:
+            return
+        assert request.rows is not None
+        wanted, found, version = request.rows, list[Tensor](), self.version
+        nbytes = wanted.nbytes // ID_BYTES * self.spec.row_bytes
+        inline = nbytes <= self._context.coalescer.inline_bytes
+        self.hold(request)
+
+        def gather() -> None:
+            with torch.inference_mode(False), torch.no_grad():
+                ids = ids_in(wanted, self.spec)
+                self.check_mine(ids)
+                found.append(self._context.pool.take_room(nbytes))
+                self.store.read(ids, found[0][:nbytes].view(self.spec.dtype).view(-1, self.spec.dim))
+
+        def gathered(error: BaseException | None) -> None:
+            if error is not None:
+                self._answers.refuse(request, error)
+            elif request.client not in self._context.gone:
+                if not inline:  # the client may look at it until it says `RELEASE`
+                    self._lookers[(request.client, request.number)] = found[0]
+                self._answers.send(self, request, version, found[0][:nbytes])
+                if inline:
+                    self._context.pool.release(found[0])
+            self._readers.discard((request.client, request.number))
+            self.advance()
+
+        if self._busy:  # a read that waits for no step
+            self._context.service.run(gather, gathered)
+        else:
+            self._context.service.do(nbytes, gather, gathered)
 
     # --- applying ----------------------------------------------------------------------------------------------
 
