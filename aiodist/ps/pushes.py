@@ -22,6 +22,7 @@ from aiodist.ps.service import LIGHT_BYTES, error_of
 from aiodist.ps.sharding import Span
 from aiodist.ps.wire import FILL, Kind, Stage, Way, as_bytes, pack_push
 
+_PUSH = int(Kind.PUSH)
 _Blocks = Sequence[tuple[Tensor, bool]]
 """What each server gets, and whether it is a code."""
 
@@ -150,22 +151,18 @@ class Pushes:
         dst, nbytes = span.rank, value.nbytes
         way, place = self._context.way_to(dst, value)
         head = pack_push(entry.key, rule, way, coded, number, entry.base, alpha, nbytes, *place)
-        if way == Way.INLINE:
-            return partial(self._put, dst, rule, nbytes, head, as_bytes(value))
-        if way == Way.MEMORY:
-            return partial(self._queue.put, dst, Kind.PUSH, head)
+        if way is not Way.MEMORY and dst != self._context.rank and rule != FILL:
+            self._context.counts["push_sent_bytes"] += nbytes
+        put = partial(self._queue.put, dst, _PUSH, head, as_bytes(value) if way is Way.INLINE else b"")
+        if way is not Way.MESSAGE:
+            return put
 
         def send() -> None:
-            self._put(dst, rule, nbytes, head)
+            put()
             if dst not in self._context.gone:
                 self._context.coalescer.send(value.view(torch.uint8), dst, number, partial(keep, value))
 
         return send
-
-    def _put(self, dst: int, rule: int, nbytes: int, head: bytes, data: bytes = b"") -> None:
-        if dst != self._context.rank and rule != FILL:
-            self._context.counts["push_sent_bytes"] += nbytes
-        self._queue.put(dst, Kind.PUSH, head, data)
 
     def fill(self, entry: NameEntry, span: Span, value: Tensor, done: Done) -> None:
         """Give a new shard its first values; with the transport lock held."""
