@@ -181,7 +181,7 @@ class Server:
             first = line[0]
             if isinstance(first, Stop) and not first.reached:
                 first.reached = True
-                self._stop(first)
+                self._reached(first)
                 continue  # it may have let the line go on
             if not first.ready:
                 return
@@ -200,7 +200,7 @@ class Server:
 
     # --- barriers, and who leaves ------------------------------------------------------------------------------
 
-    def _stop(self, stop: Stop) -> None:
+    def _reached(self, stop: Stop) -> None:
         """A worker waits for the others, or a rank sends nothing more: nobody waits for it."""
         if stop.leaves:
             self._answers.answer(stop.client, stop.number)
