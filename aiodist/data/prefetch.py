@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, cast, get_args
+from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, cast, get_args, overload
 
 import torch
 from anyio import CancelScope
@@ -25,6 +25,7 @@ from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.world.pinning import warn_of_one_core
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 Kind = Literal["thread", "process"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -53,6 +54,32 @@ class PrefetchedStatistics:
         """The share of reading, transforming and copying that the consumer did not wait for, 0.0 to 1.0."""
         work = self.reading_seconds + self.transforming_seconds + self.copying_seconds
         return max(0.0, 1.0 - self.waited_seconds / work) if work > 0 else 0.0
+
+
+@overload
+def prefetch(
+    source: Iterable[T] | AsyncIterable[T],
+    *,
+    depth: int = 2,
+    workers: int = 1,
+    transform: None = None,
+    kind: Kind = "thread",
+    device: DeviceLike | None = None,
+    name: str = "prefetch",
+) -> Prefetch[T]: ...
+
+
+@overload
+def prefetch(
+    source: Iterable[T] | AsyncIterable[T],
+    *,
+    depth: int = 2,
+    workers: int = 1,
+    transform: Callable[[T], U],
+    kind: Kind = "thread",
+    device: DeviceLike | None = None,
+    name: str = "prefetch",
+) -> Prefetch[U]: ...
 
 
 def prefetch(

@@ -6,13 +6,38 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Literal, overload
 
 from aiodist.communicator import Communicator
 from aiodist.data.order import EpochOrder, Shuffle, check_shuffle
 from aiodist.data.recordio import PathLike, RecordFile, read_ahead
 from aiodist.data.shard_queue import ShardQueue
 from aiodist.data.shards import check_batch_size, check_natural
+
+
+@overload
+def records(
+    paths: PathLike | Sequence[PathLike],
+    coll: Communicator,
+    *,
+    batch_size: int | None = None,
+    shuffle: Shuffle = False,
+    seed: int = 0,
+    dynamic: Literal[False] = False,
+) -> Records: ...
+
+
+@overload
+def records(
+    paths: PathLike | Sequence[PathLike],
+    coll: Communicator,
+    *,
+    batch_size: int | None = None,
+    shuffle: Shuffle = False,
+    seed: int = 0,
+    dynamic: Literal[True],
+    wait: bool = False,
+) -> ShardQueue[bytes]: ...
 
 
 def records(
@@ -24,7 +49,7 @@ def records(
     seed: int = 0,
     dynamic: bool = False,
     wait: bool = False,
-) -> Any:  # noqa: ANN401
+) -> Records | ShardQueue[bytes]:
     """Return `Records`, this rank's part of the records of one RecordIO file or several, in batches: lists of `bytes`.
 
     ```python
