@@ -667,7 +667,7 @@ async def test_n16_wrong_arguments_of_a_queue(coll: Communicator) -> None:
         (lambda: IndexShards(-1), "data=-1"),
         (lambda: IndexShards(5, 0), "shard_size=0"),
         (lambda: queue_of(coll).set_epoch(-1), "epoch=-1"),
-        (lambda: records([], coll, wait=True), "wait=True: expected dynamic=True"),
+        (lambda: records([], coll, wait=True), "wait=True: expected dynamic=True"),  # type: ignore[call-overload]
     ]
     for call, message in wrong:
         with pytest.raises(ValueError, match=message):
