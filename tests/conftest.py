@@ -141,7 +141,15 @@ def _nothing_reported() -> Iterator[None]:
     assert not said, "\n".join(said)
 
 
-_STAYING = ("aiodist-progress", "aiodist-future", "asyncio_", "pytest_timeout", "pt_autograd")
+_STAYING = (
+    "aiodist-progress",
+    "aiodist-future",
+    "aiodist-leave",
+    "asyncio_",
+    "pytest_timeout",
+    "pt_autograd",
+    "Dummy-",
+)
 """They serve the whole process."""
 
 

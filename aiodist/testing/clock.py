@@ -31,7 +31,14 @@ _GRACE_PARTS = 40
 _POLL_SECONDS = 2e-4  # of real time, between two looks at what only polling brings on
 _QUIET_SECONDS = 3.0  # of its time, in which those who watch for stalled operations find out what there is
 _LOOK_SECONDS = 0.5  # before what the program waits for: they ask once more then, ahead of a deadline
-_LIBRARY_THREADS = ("aiodist-progress", "aiodist-ps-", "aiodist-future", "asyncio_", "pytest_timeout")
+_LIBRARY_THREADS = (
+    "aiodist-progress",
+    "aiodist-ps-",
+    "aiodist-future",
+    "aiodist-leave",
+    "asyncio_",
+    "pytest_timeout",
+)
 
 
 class TimeLimit(Quiet, partial[None]):

@@ -29,6 +29,7 @@ _OWN_THREADS = (
     "aiodist-control",
     "aiodist-gloo-",
     "aiodist-lag",
+    "aiodist-leave",
     "aiodist-inspect",
     "aiodist-trace",
 )
