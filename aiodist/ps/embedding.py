@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -62,8 +64,8 @@ class Embedding(nn.Module):
     ```
     `forward` takes the rows that `prefetch` asked for, for this very tensor of ids; where there are none it pulls them
     and waits. When backward is over the gradient of the rows is pushed: one push for each backward pass, however often
-    that used the layer, and none in `eval` mode or without a graph. A loop need not wait for pushes: a later forward
-    raises what made one fail, or `ps.sync()`.
+    that used the layer (see `accumulating` too), and none in `eval` mode or without a graph. A loop need not wait for
+    pushes: a later forward raises what made one fail, or `ps.sync()`.
 
     Under `Synchronous` the rows of a step hold the pushes of all workers' steps before it, so training is that of one
     process on the joined batch: rows that were asked for early are sent as soon as the last step is applied. Under
@@ -93,6 +95,9 @@ class Embedding(nn.Module):
         self._backward = -1
         """The number that autograd has for the pass to which the gradients belong."""
         self._gradients: list[tuple[_Fetch, Tensor]] = []
+        self._held: list[tuple[_Fetch, Tensor]] = []
+        """Those of passes that are over."""
+        self._accumulates = False
         self._pushes: deque[Handle[None]] = deque()
         self._error: Exception | None = None
 
@@ -200,6 +205,26 @@ class Embedding(nn.Module):
                     handle.wait()  # tells who is late
         return handle.result(), handle.version
 
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Return a block whose backward passes are one push, of the sum of their gradients, at its end.
+
+        ```python
+        with words.accumulating():
+            await net.step([first, second], opt)
+        ```
+        Raises RuntimeError for a block in another. When the block raises, nothing is pushed.
+        """
+        if self._accumulates:
+            raise RuntimeError("accumulating() in another such block: expected one")
+        self._accumulates = True
+        try:
+            yield
+            if self._held:
+                self._push_held()
+        finally:
+            self._accumulates, self._held = False, []
+
     # --- gradients ---------------------------------------------------------------------------------------------
 
     def _ready(self, fetch: _Fetch, rows: Tensor) -> None:
@@ -213,8 +238,14 @@ class Embedding(nn.Module):
         self._gradients.append((fetch, gradient))
 
     def _backward_over(self) -> None:
-        """Push the gradients of one backward pass."""
-        gradients, self._gradients = self._gradients, []
+        """Push the gradients of one backward pass, unless more are to come."""
+        self._held += self._gradients
+        self._gradients = []
+        if not self._accumulates:
+            self._push_held()
+
+    def _push_held(self) -> None:
+        gradients, self._held = self._held, []
         with torch.no_grad():
             chosen, values = self._joined(gradients)
         with self._lock:

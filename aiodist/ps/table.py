@@ -119,18 +119,18 @@ class Table:
     ) -> Handle[Tensor]:
         """Return the rows of `chosen.ids`, which `group` made: `(len(chosen.ids), dim)`. Raises and costs as `pull`."""
         self._check()
-        return self._pull(chosen, lambda rows: rows, (), reads, at_least, timeout)
+        return self._pull(chosen, None, (), reads, at_least, timeout)
 
     def _pull(
         self,
         chosen: GroupedIds,
-        result: Callable[[Tensor], Tensor],
+        spread: Callable[[Tensor], Tensor] | None,
         claims: Sequence[Claim],
         reads: ReadMode | None,
         at_least: int,
         timeout: float | None,
     ) -> Handle[Tensor]:
-        """Pull each row once; return the handle of what `result` makes of them."""
+        """Pull each row once, and return the handle of them: of what `spread` makes of them, if that is given."""
         mode = READS[one_of("reads", self._reads if reads is None else reads, tuple(READS))]
         version = check_version(at_least)
         nbytes = chosen.ids.numel() * self._spec.row_bytes
@@ -140,13 +140,19 @@ class Table:
         room = pool.take_room(chosen.ids.nbytes)  # servers may look at it until all is over
         room[: chosen.ids.nbytes].view(torch.int64).copy_(chosen.ids)
         with torch.inference_mode(False):
-            rows = torch.empty(chosen.ids.numel(), self.dim, dtype=self.dtype)
+            # What does not stay is of the pool: fresh memory costs as much as all the copying.
+            came = torch.empty(nbytes, dtype=torch.uint8) if spread is None else pool.take_room(nbytes)
+            rows = came[:nbytes].view(self.dtype).view(-1, self.dim)
         blocks = dict(zip((span.rank for span in self._entry.spans), chosen.blocks(), strict=True))
         ids = {rank: room[block.start * ID_BYTES : block.stop * ID_BYTES] for rank, block in blocks.items()}
 
         def over() -> Tensor:
             pool.release(room)
-            return result(rows)
+            if spread is None:
+                return rows
+            result = spread(rows)
+            pool.release(came)
+            return result
 
         operation = Operation(handle, 1, claims, over)
         part = PullPart(operation, self._entry, nbytes, lambda rank: rows[blocks[rank]].view(-1), ids)

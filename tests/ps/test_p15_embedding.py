@@ -239,6 +239,33 @@ async def test_p15_what_makes_a_push_fail_is_raised_by_the_next_forward(coll: Co
             await asyncio.to_thread(words, torch.tensor([1]))
 
 
+@pytest.mark.ranks(1, 2)
+async def test_p15_several_backward_passes_are_one_push_where_that_is_said(coll: Communicator) -> None:
+    async with ParameterServer(coll, consistency=Synchronous("sum")) as ps:
+        words = Embedding(await ps.embedding("words", 2, init=0.0, optimizer=Adagrad(lr=1.0), dtype=torch.float64))
+        head = nn.Linear(2, 1, bias=False).double()
+        net = await DataParallel.create(nn.Sequential(words, head), coll)
+        opt = torch.optim.SGD(net.parameters(), lr=0.0)
+        ids = torch.tensor([[1], [coll.rank]]), torch.tensor([[1], [1]])
+        with words.accumulating():
+            await net.step([lambda one=one: net(one).sum() for one in ids], opt)
+            with pytest.raises(RuntimeError, match="in another such block"):
+                words.accumulating().__enter__()
+        assert ps.statistics().pushes == 1
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.to_thread(left_by_an_error, words)
+        assert ps.statistics().pushes == 1
+        found = await words.table.pull(torch.tensor([1, 0]))
+        moved = -head.weight.detach().sign()  # Adagrad's first step
+        torch.testing.assert_close(found, moved.expand(2, 2), rtol=0, atol=1e-6)
+
+
+def left_by_an_error(words: Embedding) -> None:
+    with words.accumulating():
+        words(torch.tensor([1])).sum().backward()
+        raise ZeroDivisionError
+
+
 @pytest.mark.ranks(1)
 async def test_p15_a_backward_that_raises_pushes_nothing_and_the_next_one_does(coll: Communicator) -> None:
     class Bad(torch.autograd.Function):
