@@ -161,23 +161,29 @@ class Table:
 
     # --- pushing -----------------------------------------------------------------------------------------------
 
-    def push(self, ids: Tensor, values: Tensor, *, timeout: float | None = None) -> Handle[None]:
+    def push(
+        self, ids: Tensor, values: Tensor, *, rule: str | None = None, timeout: float | None = None
+    ) -> Handle[None]:
         """Have servers apply `values`, `(*ids.shape, dim)`, to the rows of `ids`: by the table's optimizer, else added.
 
         Values of an id that is there twice are summed. In a step of several workers' pushes each row's are summed, with
         the weights of the consistency: a mean divides by the number of pushes, whichever rows they have. All workers
-        should push equally often, as any tensor; without ids where they have none.
+        should push equally often, as any tensor; without ids where they have none. With `rule` "copy" the values
+        replace the rows, before what is summed: of an id that is there twice the last, of workers the last one's.
 
         Done as `ParameterServer.push`. `ids` and `values` are the caller's again when this returns. Raises KeyError
-        after `free`, TypeError and ValueError for ids as `pull` does, for another dtype or shape of `values`, and on a
-        rank that is no worker; RemoteError on await for what a server raised, PeerLost when one is gone. Cost: a
-        message to each server, with 8 bytes for each id and its row, once.
+        after `free`, TypeError and ValueError for ids as `pull` does, for another dtype or shape of `values`, another
+        rule, and on a rank that is no worker; RemoteError on await for what a server raised, PeerLost when one is gone.
+        Cost: a message to each server, with 8 bytes for each id and its row, once.
         """
         self._check_worker()
+        if rule is not None:
+            one_of("rule", rule, ("copy",))
         chosen = self.group(ids)
         given = self._checked(values, "values", chosen).detach().reshape(-1, self.dim)
         with torch.inference_mode(False), torch.no_grad():
-            return self._push(chosen, chosen.summed(given), (), timeout)
+            rows = chosen.summed(given) if rule is None else chosen.last(given)
+            return self._push(chosen, rows, (), timeout, rule)
 
     def push_grouped(self, chosen: GroupedIds, values: Tensor, *, timeout: float | None = None) -> Handle[None]:
         """Push `values`, `(len(chosen.ids), dim)`, one row for each of `chosen.ids`; else as `push`.
@@ -188,7 +194,9 @@ class Table:
         rows = self._checked(values, "values", chosen.ids).detach()
         return self._push(chosen, rows, reading(flat(rows)), timeout)
 
-    def _push(self, chosen: GroupedIds, rows: Tensor, claims: Sequence[Claim], timeout: float | None) -> Handle[None]:
+    def _push(
+        self, chosen: GroupedIds, rows: Tensor, claims: Sequence[Claim], timeout: float | None, rule: str | None = None
+    ) -> Handle[None]:
         session, rooms = self._session, list[Tensor]()
         handle = session.handle("push_rows", rows.nbytes, timeout, depth=4)
         in_flight.acquire_all(claims, handle)
@@ -206,8 +214,9 @@ class Table:
                 session.context.pool.release(each)
 
         operation = Operation(handle, 1, claims, over)
-        rule = TABLE if self._spec.optimizer is not None else session.settings.rule("add")[0]
-        session.client.pushes.push_rows(operation, self._entry, rows.nbytes, pack, rule)
+        own = rule is None and self._spec.optimizer is not None
+        number = TABLE if own else session.settings.rule(rule or "add")[0]
+        session.client.pushes.push_rows(operation, self._entry, rows.nbytes, pack, number)
         if session.context.coalescer.congested:
             session.progress.glance()
         return handle

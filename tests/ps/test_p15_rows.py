@@ -256,10 +256,11 @@ def test_p15_calls_are_grouped_by_server_and_find_back(shape: tuple[int, ...], s
         assert (owners(found.ids[block], servers) == number).all()
         assert torch.equal(found.ids[block], found.ids[block].sort().values)
     values = torch.randn(ids.numel(), 2, dtype=torch.float64)
-    total = found.summed(values)
+    total, last = found.summed(values), found.last(values)
     for row, one in enumerate(found.ids.tolist()):
         same = (ids.flatten() == one).nonzero().flatten()
         torch.testing.assert_close(total[row], values[same].sum(0))
+        assert torch.equal(last[row], values[same[-1]])
 
 
 def test_p15_what_is_packed_is_checked_to_the_byte() -> None:

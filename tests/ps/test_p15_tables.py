@@ -167,9 +167,16 @@ async def test_p15_pushes_are_steps_and_settings_change(coll: Communicator) -> N
         await table.push(torch.tensor([9]), torch.ones(1, 2))
         assert (await table.pull(torch.tensor(9))).tolist() == [-7.5, -8.5]
         await table.push(torch.empty(0, dtype=torch.int64), torch.empty(0, 2))  # a step of its own
+        await table.push(ids, values, rule="copy")  # the last value of the last worker
+        assert (await table.pull(torch.tensor([4, 9]))).tolist() == [[16.0, 17.0], [12.0, 13.0]]
+        if coll.rank == 0:  # beside a step on what was copied: half of it, since it is one of two pushes
+            await table.push(torch.tensor([4]), torch.ones(1, 2))
+        else:
+            await table.push(torch.tensor([4, 11]), torch.full((2, 2), 3.0), rule="copy")
+        assert (await table.pull(torch.tensor([4, 11]))).tolist() == [[2.75, 2.75], [3.0, 3.0]]
         pulled = table.pull(torch.empty(3, 0, dtype=torch.int64))
         assert (await pulled).shape == (3, 0, 2)
-        assert pulled.version == 4
+        assert pulled.version == 6
         with pytest.raises(ValueError, match="Invalid learning rate"):
             ps.configure("t", lr=-1.0)
         await ps.barrier()
@@ -230,6 +237,8 @@ async def test_p15_mistakes_are_raised_by_the_call(coll: Communicator) -> None:
             table.push(ids, torch.ones(2))
         with pytest.raises(ValueError, match=r"values for 't' has shape \[1, 2\]: expected \[2, 2\]"):
             table.push_grouped(table.group(ids), torch.ones(1, 2))
+        with pytest.raises(ValueError, match="rule='mul': expected one of 'copy'"):
+            table.push(ids, torch.ones(2, 2), rule="mul")
         with pytest.raises(ValueError, match="the table 't' has no optimizer: expected one for lr"):
             ps.configure("t", lr=0.1)
         refused: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -44,6 +44,11 @@ class GroupedIds(NamedTuple):
         """Return the sum of the rows of each id, `(len(ids), dim)`, of the call's `values`, `(numel, dim)`."""
         return values.new_zeros(self.ids.numel(), values.shape[1]).index_add_(0, self.places, values)
 
+    def last(self, values: Tensor) -> Tensor:
+        """Return the last row of each id; else as `summed`."""
+        order = torch.arange(self.places.numel())
+        return values[torch.zeros_like(self.ids).scatter_reduce_(0, self.places, order, "amax")]
+
 
 def grouped(ids: object, spec: TableSpec, servers: int) -> GroupedIds:
     """Return what a call means by `ids`, of any shape, for so many servers.

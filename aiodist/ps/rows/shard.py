@@ -108,14 +108,18 @@ class TableShard(Shard):
         return nbytes <= LIGHT_BYTES and self.store.has_room(nbytes // self.spec.row_bytes + 1)
 
     def _compute(self, pushes: Sequence[tuple[Pushing, float]]) -> None:
-        """Change the rows by all pushes of a step, in any thread: by the optimizer, or by adding."""
-        steps = self.store.optimizer is not None
-        for push, _ in pushes:
-            if (push.rule == TABLE) is not steps or (not steps and self._context.rules[push.rule] is not RULES["add"]):
-                raise ValueError(f"rule {push.rule} on the table {self.name!r}: expected its own")
+        """Change the rows by all pushes of a step, in any thread: copies first, then by the optimizer, or by adding."""
+        own = RULES["add"] if self.store.optimizer is None else None  # that of the optimizer
+        rules = [None if push.rule == TABLE else self._context.rules[push.rule] for push, _ in pushes]
+        if not all(rule is own or rule is RULES["copy"] for rule in rules):
+            raise ValueError(f"a push to the table {self.name!r}: expected its own rule, or copy")
         with self._context.timed("step_seconds"), torch.inference_mode(False), torch.no_grad():
             pieces = [(*self._unpacked(push), weight) for push, weight in pushes]
-            if steps and pieces:
+            for (ids, values, _), rule in zip(pieces, rules, strict=True):
+                if rule is RULES["copy"]:
+                    self.store.copy(ids, values)
+            pieces = [piece for piece, rule in zip(pieces, rules, strict=True) if rule is own]
+            if own is None and pieces:
                 self.store.step(*_summed(pieces))
             elif pieces:
                 ids, values, weight = pieces[0] if len(pieces) == 1 else (*_summed(pieces), 1.0)

@@ -245,6 +245,11 @@ class RowStore:
         slots = self._slots(ids)  # first: it may move the rows
         self._columns["rows"].index_add_(0, slots, values, alpha=factor)
 
+    def copy(self, ids: Tensor, values: Tensor) -> None:
+        """Replace these rows, each of them there once; what the optimizer keeps stays."""
+        slots = self._slots(ids)  # may move the rows
+        _write(self._columns["rows"], slots, values)
+
     def _slots(self, ids: Tensor) -> Tensor:
         """Return the slots of `ids`; make the rows that are not there."""
         slots = self._index.find(ids)
