@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
 from pathlib import Path
@@ -158,11 +159,15 @@ def _no_thread_left() -> Iterator[None]:
     """Fail the test that leaves a thread: later ones in this process would no longer stand still, or be slow."""
     before = set(threading.enumerate())
     yield
-    since = [t for t in threading.enumerate() if t not in before and not t.name.startswith(_STAYING)]
-    for thread in since:
-        thread.join(5)
-    left = [thread.name for thread in since if thread.is_alive()]
-    assert not left, f"the test left threads behind: {left}"
+
+    def left() -> list[str]:
+        since = [thread.name for thread in threading.enumerate() if thread not in before]
+        return [name for name in since if not name.startswith(_STAYING)]
+
+    until = time.monotonic() + 5
+    while left() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not left(), f"the test left threads behind: {left()}"
 
 
 async def _until(true: Callable[[], object]) -> None:
