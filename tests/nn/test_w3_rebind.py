@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import aiodist
 from aiodist import Communicator, CommunicatorAborted, MismatchError, PeerError
 from aiodist.codecs import TopK
-from aiodist.nn import DataParallel, LocalSGD, PipelinedOptimizer, ShardedOptimizer, data_parallel
+from aiodist.nn import DataParallel, LocalSGD, PipelinedOptimizer, ShardedOptimizer
 from aiodist.testing import kill_rank, run_ranks
 
 pytestmark = pytest.mark.timeout(100)
@@ -160,10 +160,9 @@ def test_w3_the_rank_that_made_most_steps_gives_the_others_what_it_has() -> None
 
 
 def test_w3_a_net_that_is_given_up_while_it_is_made_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    share = data_parallel.share_furthest
 
     async def then_given_up(coll: Communicator, *args: Any) -> int:
-        made = await share(coll, *args)
+        made = await share_furthest(coll, *args)
         await coll.parts.registry.abort(CommunicatorAborted("given up"))
         return made
 
@@ -174,7 +173,7 @@ def test_w3_a_net_that_is_given_up_while_it_is_made_leaves_no_thread(monkeypatch
             assert not [thread for thread in threading.enumerate() if thread.name.startswith("aiodist-compute")]
             raise Done
 
-    monkeypatch.setattr(data_parallel, "share_furthest", then_given_up)
+    monkeypatch.setattr("aiodist.nn.data_parallel.share_furthest", then_given_up)
     with pytest.raises(Done):
         run_ranks(2, main)
 
