@@ -17,6 +17,7 @@ import aiodist
 from aiodist import Communicator, CommunicatorAborted, MismatchError, PeerError
 from aiodist.codecs import TopK
 from aiodist.nn import DataParallel, LocalSGD, PipelinedOptimizer, ShardedOptimizer
+from aiodist.nn.join import share_furthest
 from aiodist.testing import kill_rank, run_ranks
 
 pytestmark = pytest.mark.timeout(100)
