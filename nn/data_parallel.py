@@ -213,8 +213,7 @@ class DataParallel(ModuleLike):
                 if terms.compression is None
                 else await Compressor.open(terms.compression, own, terms.op, module.named_parameters())
             )
-            made = await share_furthest(own, module, state, made)
-            status.parts.dispatcher.check_usable()  # given up meanwhile; from here to `admit` nothing suspends
+            made = await share_furthest(own, module, state, made)  # from where it writes to `admit` nothing suspends
             reducer = Reducer(own, status, module, op=terms.op, sizes=terms.sizes, hook=hook)
         except BaseException:
             await own.aclose()

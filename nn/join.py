@@ -50,7 +50,7 @@ async def share_furthest(coll: Communicator, module: nn.Module, states: Sequence
     """Give all ranks parameters, buffers and `states` of the first rank that has `made` most steps; return how many.
 
     None: a rank is in the midst of one, and gives nothing. Raises RuntimeError on all where all are. In an elastic
-    world what comes is written only once all of it is here, since `root` may die meanwhile.
+    world what comes is written only once all of it is here, since `root` may die meanwhile; then nothing suspends.
     """
     told: list[int | None] = await coll.allgather_object(made)
     most = max((count for count in told if count is not None), default=None)
@@ -64,6 +64,7 @@ async def share_furthest(coll: Communicator, module: nn.Module, states: Sequence
     come = [torch.empty_like(t) for t in mine] if elastic else mine
     await share(come, coll, "root", root)
     came = await _states_of(coll, root, states) if states else []
+    coll.parts.dispatcher.check_usable()  # given up meanwhile: nothing is written
     if coll.rank != root:
         if elastic:
             copy_each(mine, come)
