@@ -1,7 +1,7 @@
 """Ordered work beside the event loop: `HostStream` and `CudaStream`, and torch's modes, which travel with it."""
 
 from aiodist.streams.cuda import CudaStream, event_handle, lend
-from aiodist.streams.current import OnStream, check_not_capturing
+from aiodist.streams.current import OnStream, check_not_capturing, on_device
 from aiodist.streams.events import Events, Fence
 from aiodist.streams.host import HostStream
 from aiodist.streams.modes import Modes
@@ -18,4 +18,5 @@ __all__ = [
     "check_not_capturing",
     "event_handle",
     "lend",
+    "on_device",
 ]

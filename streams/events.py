@@ -136,18 +136,22 @@ class Events:
 class Fence:
     """What `handle.wait_stream` orders streams behind: made at the issue, `reached` when all of it is queued."""
 
-    __slots__ = ("_device", "_event", "_progress", "_queued")
+    __slots__ = ("_device", "_event", "_progress", "_queued", "_waiter")
 
     def __init__(self, progress: Progress, device: torch.device) -> None:
         self._progress = progress
         self._device = device
         self._event: torch.cuda.Event | None = None
-        self._queued = threading.Event()
+        self._queued = False
+        self._waiter: threading.Event | None = None
+        """Of the thread that waits for `_queued`: written before it looks there, read after that is written."""
 
     def reached(self, event: torch.cuda.Event | None) -> None:
         """All of the operation is queued, and over with `event`; None: it is over, or failed."""
         self._event = event
-        self._queued.set()
+        self._queued = True
+        if self._waiter is not None:
+            self._waiter.set()
 
     def order(self, stream: Any, handle: Handle[Any], /) -> None:  # noqa: ANN401
         """See `aiodist.handles.Fence`."""
@@ -155,7 +159,7 @@ class Fence:
         if isinstance(stream, HostStream):  # the host waits there
             stream.wait_handle(handle)
             return
-        if not self._queued.is_set():
+        if not self._queued:
             self._await_queued(handle)
         event = self._event  # it may be over just now
         if event is not None:
@@ -164,13 +168,14 @@ class Fence:
 
     def _await_queued(self, handle: Handle[Any]) -> None:
         if not self._progress.owns_thread():
+            self._waiter = waiter = threading.Event()  # another thread that waits sees it at its next look
             # An operation that was given up is never queued, nor one whose loop is gone.
-            while not self._queued.wait(_LOOK_SECONDS) and not handle.done() and not self._progress.loop.is_closed():
-                pass
+            while not (self._queued or handle.done() or self._progress.loop.is_closed()):
+                waiter.wait(_LOOK_SECONDS)
             return
         # It may only be waiting for the holder of the lock to come round to it.
         self._progress.exclusively(self._progress.called)
-        if not self._queued.is_set():
+        if not self._queued:
             raise RuntimeError(
                 f"{handle} goes by way of the host, which still has to begin a part of it, once the ranks "
                 "agree: await it, or call wait_stream() in another thread, which then waits for that part"

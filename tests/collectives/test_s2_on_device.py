@@ -53,7 +53,7 @@ async def test_s2_where_nothing_is_queued_there_is_nothing_to_record(monkeypatch
     assert told == [None]
     assert queued == [None]
     assert not streams
-    assert work.fence._queued.is_set()
+    assert work.fence._queued
     assert work.fence._event is None
 
 

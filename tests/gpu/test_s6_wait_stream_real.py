@@ -46,6 +46,7 @@ async def test_s6_wait_stream_does_not_hold_the_host(spin: Spin) -> None:
     first, second = CudaStream.of("compute"), torch.cuda.Stream()
     await first.submit(spin, 1e-3)
     t = torch.full((NUMEL,), float("nan"), device="cuda")
+    assert bool((t * 2).isnan().all())  # a kernel is loaded at its first use, and that waits for the device
     torch.cuda.synchronize()
     began = time.perf_counter()
     handle = first.submit(late, spin, t, 3.0, 0.3)

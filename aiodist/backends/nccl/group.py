@@ -20,7 +20,7 @@ from aiodist.backends.nccl.launch_order import LaunchOrder, LaunchSlot
 from aiodist.backends.nccl.library import ID_BYTES, IN_PROGRESS, SUCCESS, Library
 from aiodist.errors import BackendError
 from aiodist.handles import Handle, Progress
-from aiodist.streams import OnStream, Staging
+from aiodist.streams import OnStream, Staging, on_device
 
 CLOSE_SECONDS = 5.0
 """How long closing waits for the other ranks."""
@@ -200,11 +200,11 @@ class NcclGroup:
         try:
             if self.stream is None:
                 self.stream = torch.cuda.Stream(device=self.device, priority=_PRIORITY)
-            with OnStream(self.stream):
-                if call.behind is not None:
-                    self.stream.wait_event(call.behind)
-                if call.stream is not None:
-                    self._staging.order(self.stream, call.stream)
+            if call.behind is not None:
+                self.stream.wait_event(call.behind)
+            if call.stream is not None:
+                self._staging.order(self.stream, call.stream)
+            with on_device(self.device.index):  # NCCL is told the stream
                 call.launch(self._comm, self.stream.cuda_stream)
             until = monotonic() + (_SPIN_ALONE_SECONDS if self.size == 1 else _SPIN_SECONDS)
             while (state := self.library.state(self._comm)) == IN_PROGRESS and monotonic() < until:
