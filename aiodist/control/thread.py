@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -13,6 +14,8 @@ from weakref import WeakSet
 from aiodist.control.forks import Owner
 
 T = TypeVar("T")
+
+_PARK_SECONDS = 1.0
 
 
 class LoopThread:
@@ -31,6 +34,7 @@ class LoopThread:
         self._ended.set_running_or_notify_cancel()  # from now on nobody who waits for it can cancel it
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
+        atexit.register(self._park)
 
     def is_current(self) -> bool:
         """Whether the caller runs on this thread."""
@@ -72,6 +76,21 @@ class LoopThread:
         else:
             self.loop.close()
             self._ended.set_result(None)
+        atexit.unregister(self._park)
+
+    def _park(self) -> None:
+        """The program ends, and nobody has closed it: let it rest, for one that runs now may crash the interpreter.
+
+        CPython 3.11 frees the state of a thread that waits for the GIL, and uses it when that thread has got it.
+        """
+        parked = threading.Event()
+
+        def rest() -> None:
+            parked.set()
+            threading.Event().wait()
+
+        if self.owner.is_here() and self.call(rest):
+            parked.wait(_PARK_SECONDS)
 
     async def _serve(self) -> None:
         try:

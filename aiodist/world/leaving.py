@@ -21,6 +21,8 @@ from aiodist.handles import Origin
 from aiodist.world.tracebacks import folded
 
 _LOOK_SECONDS = 0.05
+_over = threading.Event()
+_watchers: list[threading.Thread] = []
 
 
 class End(NamedTuple):
@@ -155,8 +157,8 @@ async def leave_in_time(code: int, seconds: float) -> None:
         left = seconds
         while left > 0:
             started = monotonic()
-            closing.wait(_LOOK_SECONDS)
-            main.join(_LOOK_SECONDS)
+            if _over.wait(_LOOK_SECONDS):
+                return
             if not main.is_alive() or (closing.is_set() and not loop.is_closed()):
                 left -= monotonic() - started
         for stream in (sys.stdout, sys.stderr):
@@ -165,7 +167,21 @@ async def leave_in_time(code: int, seconds: float) -> None:
         exit_at_once(code)
 
     # It holds `sign`, which the loop knows only weakly.
-    threading.Thread(target=watch, name="aiodist-leave", daemon=True, kwargs={"sign": sign}).start()
+    watcher = threading.Thread(target=watch, name="aiodist-leave", daemon=True, kwargs={"sign": sign})
+    watcher.start()
+    _watchers.append(watcher)
+
+
+@atexit.register
+def _end_watching() -> None:
+    """The process ends by itself, and what was registered later, as worlds do, has been called.
+
+    A thread that waits for the GIL while the interpreter is taken apart finds its own state freed when it gets that:
+    a SIGSEGV, as a rule (CPython 3.11).
+    """
+    _over.set()
+    for watcher in _watchers:
+        watcher.join()
 
 
 async def _sign_of_closing(closing: threading.Event) -> AsyncIterator[None]:

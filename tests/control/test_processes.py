@@ -122,6 +122,23 @@ async def test_a_stopped_rank_is_lost_when_its_heartbeats_stop() -> None:
         await channel.aclose()
 
 
+FORGOTTEN = """
+import atexit
+channel = asyncio.run(control.connect(address, rank=rank, size=size))
+(thread,) = [thread for thread in threading.enumerate() if thread.name == "aiodist-control"]
+atexit._run_exitfuncs()
+thread._target.__self__.loop.call_soon_threadsafe(say, "it ran on")
+time.sleep(0.2)
+say("it rests")
+"""
+
+
+@limited
+async def test_the_thread_of_a_channel_that_nobody_closed_rests_while_the_interpreter_ends() -> None:
+    async with Hub(1) as hub, child(FORGOTTEN, hub.address, 0, 1) as forgetful:
+        assert await forgetful.line() == "it rests"
+
+
 HUB_ALONE = """
 async def main():
     async with control.Hub(size) as hub:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -123,6 +125,17 @@ def test_l2_killed_rank_is_lost_to_the_others(run: Run) -> None:
         assert ended.value(rank, "then") == "2"
     assert all_gone(ended)
     assert "rank 2: signal SIGKILL" in ended.errors.splitlines()
+
+
+@pytest.mark.parametrize("run", ["openmpi", "gloo"], indirect=True)
+def test_l2_no_thread_is_left_when_the_interpreter_is_taken_apart(run: Run) -> None:
+    """One that wants the GIL then may crash it: CPython 3.11 frees the state of the thread, and uses it afterwards."""
+    program = str(Path(__file__).parent / "programs" / "threads_left.py")
+    command = [sys.executable, "-m", "aiodist.cli", "run", "-n", "2", "--mpi", run.mpi, program]
+    with run.started(command) as process:
+        ended = run.finish(process)
+    assert ended.code == 1, ended
+    assert [ended.said(rank) for rank in range(2)] == [["left: []"]] * 2
 
 
 def test_l2_alone_the_program_may_catch_and_go_on(jobs: Jobs) -> None:
