@@ -129,10 +129,14 @@ class Recovery:
         return self._world.comm
 
     async def close(self) -> None:
-        """Close the current world with all other ranks."""
+        """Close the current world with all other ranks; where one is lost meanwhile, without them: no work is left."""
         if self._under_way is not None:
             raise CommunicatorError(f"the world was left while {self._under_way} was under way: await it first")
-        await self._world.close()
+        try:
+            await self._world.close()
+        except (PeerError, BackendError) as error:
+            await self._await_loss(error)
+            await self._world.abort(CommunicatorAborted(f"the world was closed without all of its ranks: {error}"))
 
     async def cancel(self) -> None:
         """The program failed: regroup no more, and hold nothing of the process."""
@@ -259,13 +263,17 @@ class Recovery:
         """Return the world of a generation; raise PeerError where a rank has left, though a library said otherwise."""
         try:
             return await self._ways.open(self.channel, generation, before)
-        except (BackendError, BackendUnavailable, OperationTimeout):
-            until = asyncio.get_running_loop().time() + _ANSWER_SECONDS
-            while (lost := self._lost()) is None:
-                if asyncio.get_running_loop().time() > until:
-                    raise
-                await asyncio.sleep(_LOOK_SECONDS)
-            raise lost.error() from None
+        except (BackendError, BackendUnavailable, OperationTimeout) as error:
+            raise (await self._await_loss(error)).error() from None
+
+    async def _await_loss(self, error: AiodistError) -> Exit:
+        """Return how a rank left, which `error` may follow from and be heard of before; raise `error` if none has."""
+        until = asyncio.get_running_loop().time() + _ANSWER_SECONDS
+        while (lost := self._lost()) is None:
+            if asyncio.get_running_loop().time() > until:
+                raise error
+            await asyncio.sleep(_LOOK_SECONDS)
+        return lost
 
     def _lost(self) -> Exit | None:
         """Return how the first rank left that is known to be lost."""

@@ -75,6 +75,14 @@ def test_w3_the_others_may_go_on_where_one_raised_too(run: Run) -> None:
     assert ended.said(0) == ended.said(2) == ["told: 1 True", "sum: 2.0"]
 
 
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_w3_a_death_while_the_others_close_is_no_error_to_them(run: Run, backend: str) -> None:
+    run.environ["AIODIST_BACKEND"] = backend
+    ended = run("elastic.py", "closes", n=3, options=("--elastic", "1:3"))
+    assert (ended.code, causes(ended)) == (0, ["rank 1: signal SIGKILL"]), ended
+    assert ended.said(0) == ended.said(2) == ["closed"]
+
+
 def test_w3_other_worlds_say_why_they_are_not_elastic(run: Run, jobs: Jobs) -> None:
     ended = run("elastic.py", "plain", options=("--elastic", "1:2"))
     why = "communicator 'world' is not elastic: expected aiodist.init(elastic=True) under aiodist run --elastic MIN:MAX"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import threading
@@ -108,6 +109,46 @@ def test_w3_what_is_being_made_of_a_world_is_given_up_with_it(monkeypatch: pytes
             await coll.shrink()
 
     run_ranks(3, main, elastic=(1, 3))
+
+
+@pytest.mark.parametrize("turns", range(12))
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_w3_a_rank_that_is_lost_while_all_close_is_no_error_to_the_others(turns: int, how: str) -> None:
+    failing: list[asyncio.Task[None]] = []
+
+    async def fail() -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if how == "killed":
+            kill_rank()
+        raise ValueError("it has had enough")
+
+    async def main(number: int) -> str:
+        with contextlib.suppress(ValueError):
+            async with aiodist.init(elastic=True) as coll:
+                twin = await coll.dup()
+                await twin.barrier()
+                if number == 1 and how == "killed":
+                    failing.append(asyncio.create_task(fail()))
+                elif number == 1:
+                    await fail()
+        return "closed"
+
+    closed = run_ranks(3, main, turns, elastic=(1, 3))
+    assert closed[0] == closed[2] == "closed"
+
+
+def test_w3_closing_raises_what_follows_from_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def part(*_: object) -> None:
+        raise aiodist.BackendError("it broke")
+
+    async def main() -> None:
+        async with aiodist.init(elastic=True) as coll:
+            await coll.barrier()
+            monkeypatch.setattr(coll.parts.dispatcher, "part", part)
+
+    with pytest.raises(aiodist.BackendError, match="it broke"):
+        run_ranks(2, main, elastic=(1, 2))
 
 
 def test_w3_what_was_to_be_made_of_a_communicator_that_is_given_up_at_once_raises() -> None:

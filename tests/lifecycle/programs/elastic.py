@@ -202,6 +202,17 @@ async def raises() -> None:
         say("sum:", (await coll.allreduce(torch.ones(1))).item())
 
 
+async def closes() -> None:
+    """One is killed while the others close already."""
+    async with aiodist.init(elastic=True) as coll:
+        await coll.dup()
+        await coll.barrier()
+        if coll.rank == 1:
+            await asyncio.sleep(0.5)
+            die()
+    say("closed")
+
+
 async def plain() -> None:
     """A program that knows nothing of it."""
     async with aiodist.init() as coll:
@@ -222,5 +233,4 @@ async def elastic() -> None:
 
 
 if __name__ == "__main__":
-    programs = {main.__name__: main for main in (train, count, again, too_few, late, early, raises, plain, elastic)}
-    aiodist.run(programs[sys.argv[1]])
+    aiodist.run(globals()[sys.argv[1]])
