@@ -132,9 +132,9 @@ def run(  # noqa: PLR0913 - one for each option
     from aiodist.launch.program import command_of
     from aiodist.watch.merging import prepare
 
-    environ = variables()
-    program, *command = command_of((script, *(args or ())), module=module, search=environ.get("PATH", os.defpath))
     count, where = _placed(ranks, hosts, hostfile, servers)
+    search = variables().get("PATH", os.defpath)
+    program, *command = command_of((script, *(args or ())), module=module, search=search)
     wanted = elastic_range(elastic)
     own = [] if pin is None else [f"AIODIST_PIN={int(pin)}"]
     if report:

@@ -305,7 +305,10 @@ class DataParallel(ModuleLike):
         known = opt is self._optimizer is not None  # looking whether it is a Driver takes 20 us
         if not closures or not all(map(callable, closures)) or not (known or isinstance(opt, (Optimizer, Driver))):
             given = f"{type(forward).__name__} and {type(opt).__name__}"
-            raise TypeError(f"step({given}): expected a function that returns the loss, or some, and an optimizer")
+            raise TypeError(
+                f"step({given}): expected a function that returns the loss, as `lambda: loss_fn(net(x), y)`, or a list "
+                "of such functions; and an optimizer"
+            )
         if self.reducer.local:
             raise RuntimeError("net.step inside net.no_sync(): there, `await net.backward(loss)` adds up gradients")
         self._check_owner(opt)

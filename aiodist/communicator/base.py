@@ -442,7 +442,10 @@ def tensors_of(t: object) -> list[Tensor]:
     if isinstance(t, Tensor):
         return [check_tensor(t)]
     if not isinstance(t, (list, tuple)):
-        raise TypeError(f"t is {type(t).__name__}: expected a tensor or a list of tensors; or call …_object")
+        raise TypeError(
+            f"t is {type(t).__name__}: expected a tensor or a list of tensors; torch.from_numpy makes one of an array, "
+            "and calls such as allgather_object take any object"
+        )
     return check_list(t, None, "t")
 
 

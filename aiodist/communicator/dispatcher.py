@@ -216,8 +216,8 @@ class Dispatcher:
         self._watchdog.unseen.append(waits)
 
     def check_usable(self) -> None:
-        """Raise what a call must raise: wrong thread or loop, closed, aborted."""
-        if isinstance(self._refusal, RuntimeError):  # a forked child, where asyncio says that no loop runs
+        """Raise what a call must raise: closed, aborted, wrong thread or loop."""
+        if self._refusal is not None:  # before all else: in a forked child asyncio says that no loop runs
             raise self._refusal.with_traceback(None)
         if _get_running_loop() is not self.progress.loop and (self.issuing is None or self.progress.owns_thread()):
             raise RuntimeError(
@@ -225,8 +225,6 @@ class Dispatcher:
                 "opened on, or from other threads on what `await coll.dup(thread=True)` returns; a second loop opens "
                 "its own dup()"
             )
-        if self._refusal is not None:
-            raise self._refusal.with_traceback(None)
 
     def check_on_loop(self, call: str) -> None:
         """Raise what `check_usable` does, and `RuntimeError` in another thread though it may issue otherwise."""

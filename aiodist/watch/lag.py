@@ -76,10 +76,11 @@ class _LoopWatcher(Quiet):
             while not self._came.wait(self._seconds / 2) and not self._closing:
                 if monotonic() >= asked + self._seconds:
                     lines[line_of_thread(self._progress.thread_id)] += 1
+            blocked = (self._beaten if self._beaten >= asked else monotonic()) - asked  # closed, and no beat: until now
+            if blocked >= self._seconds:
+                self._tell(blocked, lines)
             if self._closing:
                 return
-            if self._beaten - asked >= self._seconds:
-                self._tell(self._beaten - asked, lines)
             self._came.clear()
             self._came.wait(self._seconds / 2)  # only `close` ends this sooner
 

@@ -59,8 +59,10 @@ def _where(answer: Mapping[str, Any]) -> list[str]:
 def table(told: Mapping[str, Any]) -> Table:
     """Return a table with a row for each rank."""
     ranks = told["ranks"]
-    behind = late(ranks)
-    shown = Table("rank", "state", "waits", "last operations", "where", title=f"job {told['job']}", show_lines=True)
+    behind, here = late(ranks), f"{Path.cwd()}/"
+    shown = Table(title=f"job {told['job']}", show_lines=True)
+    for column in ("rank", "state", "waits", "last operations", "where"):
+        shown.add_column(column, overflow="fold")  # a long path would lose its line
     for answer in ranks:
         rank = answer["rank"]
         states = ([f"late for {_named(behind[rank])}"] if rank in behind else []) + [state(answer)]
@@ -69,7 +71,7 @@ def table(told: Mapping[str, Any]) -> Table:
             for name, comm in answer.get("communicators", {}).items()
             for op in comm["operations"][-_LAST:]
         ]
-        texts = ("\n".join(part) for part in (states, _waits(answer), last, _where(answer)))
+        texts = ("\n".join(part).replace(here, "") for part in (states, _waits(answer), last, _where(answer)))
         shown.add_row(str(rank), *texts, style="bold" if rank in behind else None)
     return shown
 

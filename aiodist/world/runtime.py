@@ -10,13 +10,14 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
 from aiodist.communicator import Communicator, Hierarchy
 from aiodist.communicator.report import REPORT_SECONDS, check_report
 from aiodist.env import Environment, Starter
+from aiodist.errors import AiodistError
 from aiodist.handles import Handle, from_future
 from aiodist.streams import CudaStream, event_handle
 from aiodist.watch.lag import check_lag
@@ -28,6 +29,7 @@ from aiodist.world.opening import (
     Introduction,
     Limits,
     RankPlace,
+    RankSeat,
     current_place,
     find_place,
 )
@@ -76,12 +78,12 @@ def init(  # noqa: PLR0913 - one for each option
     raises, nothing is waited for: the other ranks are told, and their operations raise `RemoteError` or `PeerLost`;
     when the process then ends, threads that never do hold it up for a few seconds at most. Raises `ConfigError`,
     `BackendUnavailable`, `PeerLost`, or `OperationTimeout` naming the ranks that never came.
-    Nothing global is set while all goes well; when the block raises, the interpreter is told to print the exception
-    with the program's frames alone, unless somebody has set `sys.excepthook`. It can be opened again after it was
-    closed. Before that a process whose job meets at an address (`aiodist run`, torchrun, Slurm, a file) gets a
+    Nothing global is set while all goes well; when this or the block raises, the interpreter is told to print the
+    exception with the program's frames alone, unless somebody has set `sys.excepthook`. It can be opened again after it
+    was closed. Before that a process whose job meets at an address (`aiodist run`, torchrun, Slurm, a file) gets a
     `ConfigError`; the only rank, and one of a plain `mpirun`, gets one more world. See `open` for one without a block.
     """
-    return opened(
+    world = opened(
         Limits(),
         backend=backend,
         timeout=timeout,
@@ -94,6 +96,34 @@ def init(  # noqa: PLR0913 - one for each option
         stragglers=stragglers,
         lag=lag,
     )
+    return _Block(world)
+
+
+class _Block(AbstractAsyncContextManager[Communicator]):
+    """What `init` returns; a program that takes it for the communicator is told what it is."""
+
+    def __init__(self, world: AbstractAsyncContextManager[Communicator]) -> None:
+        self._world = world
+
+    async def __aenter__(self) -> Communicator:
+        return await self._world.__aenter__()
+
+    async def __aexit__(self, *error: Any) -> bool | None:  # noqa: ANN401  - as the world's
+        return await self._world.__aexit__(*error)
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise TypeError(_IT_IS_A_BLOCK)
+
+    __enter__ = __exit__ = __await__ = _refuse
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"no {name} here: {_IT_IS_A_BLOCK}", name=name, obj=self)
+
+
+_IT_IS_A_BLOCK = (
+    "aiodist.init() is a block, and gives the communicator: `async with aiodist.init() as coll:` in a coroutine. "
+    "Without asyncio: `with aiodist.start() as coll:`; in a notebook: `coll = await aiodist.open()`"
+)
 
 
 @asynccontextmanager
@@ -132,13 +162,7 @@ async def opened(  # noqa: PLR0913 - those of init, and two more
         lag,
         alone=given is None,
     )
-    life: Recovery | Life
-    if elastic:
-        life = await Recovery.of(ElasticWays(options, backend, given))
-    elif given is not None:
-        life = Life(await RankWorld.of(options, RankPlace(given.transport, given.channel, given.hosts)))
-    else:
-        life = Life(await RankWorld.of(options, await find_place(environment, backend, limits, meeting)))
+    life = await _life_of(options, backend, given, meeting, elastic=elastic)
     process, patience = os.getpid(), None
     try:
         comm = await life.begin()
@@ -159,6 +183,24 @@ async def opened(  # noqa: PLR0913 - those of init, and two more
     if os.getpid() == process:
         await life.registry.close_memory()
         await life.channel.aclose()
+
+
+async def _life_of(
+    options: WorldOptions, backend: str | None, given: RankSeat | None, meeting: Introduction | None, *, elastic: bool
+) -> Recovery | Life:
+    """Return what opens and closes the world; where it fails, the program's frames alone are printed."""
+    try:
+        if elastic:
+            return await Recovery.of(ElasticWays(options, backend, given))
+        if given is not None:
+            place = RankPlace(given.transport, given.channel, given.hosts)
+        else:
+            place = await find_place(options.environment, backend, options.limits, meeting)
+        return Life(await RankWorld.of(options, place))
+    except AiodistError:
+        if options.alone:
+            fold_tracebacks()
+        raise
 
 
 async def _fail(life: Recovery | Life, options: WorldOptions, error: BaseException) -> None:

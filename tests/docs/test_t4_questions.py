@@ -35,6 +35,7 @@ ALONE = {
     "BufferInFlight": "h = coll.recv(t, src=0); coll.send(t, 0)",
     "RuntimeError: communicator": "await asyncio.to_thread(coll.allreduce, t)",
     "ValueError": "await coll.allreduce(torch.ones(4, 4).t())",
+    "AttributeError": "aiodist.init().allreduce(t)",
     "TypeError: mean": "await coll.allreduce(torch.ones(3, dtype=torch.int32), op='mean')",
     "TypeError: t holds": "await coll.allreduce(torch.ones(3, dtype=torch.uint16))",
     "RuntimeWarning": "coll.allreduce(t); await asyncio.sleep(0.5)",

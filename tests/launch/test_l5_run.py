@@ -567,6 +567,7 @@ def test_l5_the_guard_loads_neither_torch_nor_numpy_nor_mpi4py(plain: Launcher) 
         (["no-such.py"], "no-such.py: there is no such file"),
         (["-n", "0", "script.py"], "0 ranks: expected at least 1"),
         (["-n", "two", "script.py"], "-n two: expected a number of ranks, or auto"),
+        (["-np", "2", "script.py"], "-n p: expected a number of ranks, or auto"),
         (["--mpi", "lam", "script.py"], "--mpi lam: expected auto, openmpi, mpich, none or the path of an mpirun"),
         (["--mpi", "/no/such/mpirun", "script.py"], "/no/such/mpirun: expected an mpirun that answers --version"),
         (["--mpi-arg=-v", "script.py"], "--mpi-arg -v needs an mpirun, but --mpi is none"),

@@ -67,6 +67,12 @@ def test_l2_a_mistake_at_a_call_shows_where_it_was_found(jobs: Jobs) -> None:
     )
 
 
+def test_l2_a_world_that_does_not_open_shows_the_frames_of_the_program(jobs: Jobs) -> None:
+    ended = jobs.alone("failing.py", "opening")
+    assert frames(ended.errors) == ["<module>", "…", "main", "…"]
+    assert "ConfigError: init(elastic=True), and the job is not elastic" in ended.errors
+
+
 def test_l2_a_program_that_prints_tracebacks_itself_does(jobs: Jobs) -> None:
     ended = jobs.alone("failing.py", "hooked")
     assert (ended.code, ended.errors) == (1, "the program's own\n")

@@ -7,6 +7,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,20 @@ async def test_l2_calls_from_another_thread_or_loop_raise(call: Callable[[aiodis
         assert all("belongs to another thread or event loop" in str(error) for error in seen)
         assert await coll.allreduce(1) == 1  # it still works
     assert isinstance(outcome(call, coll), aiodist.CommunicatorClosed)
+    assert isinstance(await asyncio.to_thread(outcome, call, coll), aiodist.CommunicatorClosed)
+
+
+async def test_l2_init_that_is_taken_for_the_communicator_says_that_it_is_a_block() -> None:
+    world: Any = aiodist.init()
+    told = r"`async with aiodist\.init\(\) as coll:`.*aiodist\.start\(\).*aiodist\.open\(\)"
+    with pytest.raises(AttributeError, match=rf"no allreduce here: .*{told}"):
+        world.allreduce(torch.ones(1))
+    with pytest.raises(TypeError, match=told), world:
+        pass
+    with pytest.raises(TypeError, match=told):
+        await world
+    async with world as coll:  # it is still one
+        assert await coll.allreduce(1) == 1
 
 
 async def test_l2_a_forked_child_may_not_call() -> None:

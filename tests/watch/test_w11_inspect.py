@@ -181,6 +181,17 @@ def test_w11_a_rank_that_is_late_and_waits_says_both() -> None:
     assert "has left: killed by SIGKILL" in rows
 
 
+def test_w11_a_narrow_terminal_loses_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [f"{tmp_path}/here.py:12345 in main", f"/else/{'long' * 30}/there.py:67890 in late"]
+    ranks = [{"rank": 0, "thread": lines, "tasks": [["Task-1", lines]], "communicators": {}}]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(shown.table({"job": 7, "ranks": ranks}))
+    where = "".join(line.split("│")[-2].strip() for line in console.export_text().splitlines() if "│" in line)
+    assert "Task-1:here.py:12345" in where.replace(" ", "")
+    assert "/there.py:67890" in where
+
+
 def test_w11_the_dumps_are_one_a_rank(tmp_path: Path) -> None:
     flight.write([{"rank": 0, "communicators": {}}, {"rank": 1}], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["rank_0"]

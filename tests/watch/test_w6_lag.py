@@ -39,6 +39,15 @@ async def test_w6_a_blocked_loop_is_told_with_its_line(caplog: pytest.LogCapture
     assert not _threads()
 
 
+async def test_w6_a_block_that_ends_at_once_loses_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    async with aiodist.init(lag=0.1) as coll:
+        await asyncio.sleep(0.05)
+        _block(0.7)
+        assert await coll.allreduce(1) == 1
+    (told,) = _told(caplog)
+    assert told.endswith("in _block")
+
+
 async def test_w6_once_a_minute(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiodist.watch.lag._AGAIN_SECONDS", 1.5)
     async with aiodist.init(lag=0.1):

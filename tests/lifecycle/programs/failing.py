@@ -49,7 +49,7 @@ async def hooked(coll: aiodist.Communicator) -> None:
 
 
 async def main() -> None:
-    async with aiodist.init() as coll:
+    async with aiodist.init(elastic="opening" in sys.argv) as coll:
         await {"plain": plain, "grouped": grouped, "wrong_call": wrong_call, "hooked": hooked}[sys.argv[1]](coll)
 
 
