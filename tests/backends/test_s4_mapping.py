@@ -21,6 +21,7 @@ from tests.support.simulated_cuda.device import SimulatedCuda
 from tests.support.simulated_mapper import SimulatedMapper
 
 CPU = torch.device("cpu")
+Said = tuple[bytes, bytes | None]  # what is announced and described
 
 
 class Pair:
@@ -31,13 +32,15 @@ class Pair:
         self.lender = Mappings(self.mapper)
         self.borrower = Mappings(self.mapper)
 
-    def say(self, t: Tensor) -> tuple[Loan, bytes]:
+    def say(self, t: Tensor) -> tuple[Loan, Said]:
         loan = Loan(self.lender, t)
-        return loan, loan.announce(1)
+        return loan, (loan.announce(1), loan.describe(1))
 
-    def hear(self, said: bytes, like: Tensor) -> tuple[Loan, Tensor]:
+    def hear(self, said: Said, like: Tensor) -> tuple[Loan, Tensor]:
         loan = Loan(self.borrower, torch.empty(0, dtype=like.dtype))
-        loan.hear(0, said, like.numel())
+        loan.hear(0, said[0], like.numel())
+        assert loan.knows(0) == (said[1] is None)
+        loan.borrow(0, said[1])
         seen = loan.tensor(0)
         loan.release()
         return loan, seen
@@ -185,7 +188,7 @@ def test_s4_two_loans_in_flight_are_understood_in_either_order() -> None:
     for each in (one, other, loan, late):
         each.end()
     _, short = pair.say(t)
-    assert len(short) < len(first), "the description travels though it is known"
+    assert short[1] is None, "the description travels though it is known"
 
 
 def test_s4_a_failed_loan_keeps_what_it_used() -> None:
@@ -207,7 +210,8 @@ def test_s4_disagreement_is_told_and_leaves_the_mapping_in_order() -> None:
     for like in (torch.ones(4), torch.ones(3).double()):
         hearing = Loan(pair.borrower, like)
         with pytest.raises(MismatchError, match="rank 0 brings 3 float32, expected were"):
-            hearing.hear(0, said, like.numel())
+            hearing.hear(0, said[0], like.numel())
+        hearing.borrow(0, said[1])
         hearing.end()
     loan.end()
     assert torch.equal(pair.lend(t), t)
@@ -218,7 +222,8 @@ def test_s4_what_was_announced_but_never_opened_is_discarded() -> None:
     t = torch.ones(3)
     loan, said = pair.say(t)
     hearing = Loan(pair.borrower, t)
-    hearing.hear(0, said, 3)
+    hearing.hear(0, said[0], 3)
+    hearing.borrow(0, said[1])
     hearing.end()
     loan.end()
     description = pair.lender.lend(t).descriptions[1]
@@ -288,7 +293,7 @@ def test_s4_any_order_of_loans_deaths_and_messages(seed: int) -> None:
     pair = Pair()
     places = [bytearray(64) for _ in range(3)]
     living: dict[int, Tensor] = {}
-    under_way: list[tuple[Loan, bytes, Tensor]] = []
+    under_way: list[tuple[Loan, Said, Tensor]] = []
     for step in range(200):
         place = chance.randrange(3)
         match chance.randrange(5):

@@ -60,6 +60,18 @@ async def test_s4_allreduce_of_every_size(ranks_of: type[Ranks], size: int, shar
     await ranks.close()
 
 
+@pytest.mark.parametrize("kind", ["allreduce", "reduce", "scan"])
+async def test_s4_memory_is_described_only_to_the_ranks_that_work_in_it(ranks_of: type[Ranks], kind: str) -> None:
+    """On a shared device that is one rank, once for each storage; a description may take the driver long."""
+    for shared, described in ((True, [0, 1, 1, 1]), (False, [3, 3, 3, 3])):
+        ranks = ranks_of(4, shared=shared)
+        ts = ranks_of.on_device(ranks_of.brought(4, 100))
+        for _ in range(3):
+            await ranks.perform([partial(lambda t, impl, ep: impl.run(ep, Operation(kind, t, root=2)), t) for t in ts])
+        assert [mapper.exported for mapper in ranks.mappers] == described
+        await ranks.close()
+
+
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)

@@ -1,16 +1,18 @@
 """What one rank lends the others of its host, and what it has of theirs.
 
-A rank *lends* a storage under a number of its own, which it never uses again. It sends the other ranks a description of
-the storage until each of them has said that the description arrived; from then on it sends the number alone. The rank
-knows a storage by torch's own object, to which it keeps a weak reference, and not by its address, which another storage
-may have later. When a storage dies, or is resized, the next announcement names its number to the ranks that had it.
-They then close their mapping, and until then torch keeps the memory: see [Note: kept memory].
+A rank *lends* a storage under a number of its own, which it never uses again. It sends the ranks that work in it a
+description of the storage until each of them has said that the description arrived; from then on it sends the number
+alone. Beside other processes the driver takes up to a tenth of a second for a description (an H100 in a virtual
+machine), so a rank that only hears of the storage gets none. The rank knows a storage by torch's own object, to which
+it keeps a weak reference, and not by its address, which another storage may have later. When a storage dies, or is
+resized, the next announcement names its number to the ranks that had it. They then close their mapping, and until then
+torch keeps the memory: see [Note: kept memory].
 
-[Note: loans] One operation is one *loan*: it announces a tensor to some ranks and hears of theirs. It ends when all of
-these ranks have said that they have finished with it, so each of them has heard of the number by then. A rank declares
-a number dead only when no loan uses it. So messages of several operations may arrive in any order, and no rank hears of
-a number after it was declared dead. A loan that failed never ends: what it used stays mapped when all is closed, since
-kernels that use it may still be queued.
+[Note: loans] One operation is one *loan*: it announces a tensor to some ranks, describes it to those who work in it,
+and hears of theirs. It ends when those have said that they have finished with it, so each of them knows the number by
+then. A rank declares a number dead only when no loan uses it. So messages of several operations may arrive in any
+order, and no rank hears of a number after it was declared dead. A loan that failed never ends: what it used stays
+mapped when all is closed, since kernels that use it may still be queued.
 
 Everything here runs with the transport lock held.
 """
@@ -53,11 +55,12 @@ class _Announcement(NamedTuple):
     numel: int
     dead: Sequence[int]
     """Numbers of storages to let go of."""
-    description: bytes | None
-    place: str = ""
+    known: bool
+    """The rank that hears of it has its description already."""
+    place: str
     """The physical device that it lies on."""
     refusal: str | None = None
-    """Why the tensor cannot be mapped; None where it can."""
+    """What failed before it came to that."""
 
 
 class _Lent:
@@ -70,9 +73,9 @@ class _Lent:
         self._nbytes = storage.nbytes()
         self._storage = StorageWeakRef(storage)
         self.descriptions: dict[int, bytes] = {}
-        """Of each rank that it was announced to."""
+        """Of each rank that works in it."""
         self.known: set[int] = set()
-        """The ranks that are known to have heard of it."""
+        """The ranks that are known to have their description."""
         self.users = 0
         """How many loans use it."""
         self.forgotten = False
@@ -162,20 +165,15 @@ class Mappings:
         if lent.forgotten and not lent.users:
             self._declare_dead(lent)
 
-    def announce(self, lent: _Lent, t: Tensor, rank: int) -> bytes:
+    def describe(self, lent: _Lent, t: Tensor, rank: int) -> bytes:
+        """Return what `rank` maps the storage of `t` by, made at first use; BackendError where it cannot be mapped."""
         if rank not in lent.descriptions:
             lent.descriptions[rank] = self._mapper.export(t)
-        return pickle.dumps(
-            _Announcement(
-                lent.number,
-                t.data_ptr() - lent.start,
-                dtype_name(t.dtype),
-                t.numel(),
-                self._dead.pop(rank, ()),
-                None if rank in lent.known else lent.descriptions[rank],
-                self.place(t.device),
-            )
-        )
+        return lent.descriptions[rank]
+
+    def take_dead(self, rank: int) -> Sequence[int]:
+        """Return what `rank` is to hear of, once."""
+        return self._dead.pop(rank, ())
 
     def place(self, device: torch.device) -> str:
         """Return a name of the physical device, the same on all ranks."""
@@ -209,7 +207,7 @@ class Mappings:
         borrowed = self._borrowed.get((rank, number))
         if borrowed is None:
             if description is None or self._closed:
-                raise BackendError(f"rank {rank} has announced storage {number} as known, which is not mapped here")
+                raise BackendError(f"rank {rank} has lent storage {number} as known, which is not mapped here")
             borrowed = self._borrowed[rank, number] = _Borrowed(self._mapper, description)
         borrowed.users += 1
         return borrowed
@@ -243,51 +241,91 @@ class Loan:
     _t: Tensor
     """What it lends, or a tensor of the kind and on the device that it borrows for."""
     _lent: _Lent | None = None
+    _failure: Exception | None = None
+    """Why it cannot be lent."""
+    _known: set[int] = field(default_factory=set)
+    """The ranks that were told that they have the description."""
     _told: list[int] = field(default_factory=list)
-    _heard: dict[int, tuple[_Announcement, _Borrowed]] = field(default_factory=dict)
+    """Those that it was described to."""
+    _heard: dict[int, _Announcement] = field(default_factory=dict)
+    _borrowed: dict[int, _Borrowed] = field(default_factory=dict)
 
     def announce(self, rank: int, failure: Exception | None = None) -> bytes:
-        """Return what to tell `rank` of my tensor; where it cannot be mapped, or I failed, that says why."""
-        if failure is None:
+        """Return what to tell `rank` of my tensor, or that I failed."""
+        failure = failure or self._lend()
+        number, offset, dead = 0, 0, tuple[int, ...]()
+        if failure is None and self._lent is not None:
+            number, offset, dead = (
+                self._lent.number,
+                self._t.data_ptr() - self._lent.start,
+                self._mappings.take_dead(rank),
+            )
+            if rank in self._lent.known:
+                self._known.add(rank)
+        kind, place = dtype_name(self._t.dtype), self._mappings.place(self._t.device)
+        refusal = None if failure is None else str(failure)
+        return pickle.dumps(
+            _Announcement(number, offset, kind, self._t.numel(), dead, rank in self._known, place, refusal)
+        )
+
+    def _lend(self) -> Exception | None:
+        if self._lent is None and self._failure is None:
             try:
-                if self._lent is None:
-                    self._lent = self._mappings.lend(self._t)
-                said = self._mappings.announce(self._lent, self._t, rank)
+                self._lent = self._mappings.lend(self._t)
+            except BackendError as error:
+                self._failure = error
+        return self._failure
+
+    def describe(self, rank: int, failure: Exception | None = None) -> bytes | None:
+        """Return what `rank` is to map my tensor by, or why it cannot; None where I said that it has that already."""
+        if rank in self._known:
+            return None
+        failure = failure or self._lend()
+        if failure is None and self._lent is not None:
+            try:
+                described = self._mappings.describe(self._lent, self._t, rank)
             except BackendError as error:
                 failure = error
             else:
                 self._told.append(rank)
-                return said
-        return pickle.dumps(
-            _Announcement(0, 0, dtype_name(self._t.dtype), self._t.numel(), (), None, refusal=str(failure))
-        )
+                return pickle.dumps(described)
+        return pickle.dumps(str(failure))
 
     def hear(self, rank: int, said: bytes, numel: int) -> None:
         """Take what `rank` announces, which is to be `numel` elements.
 
-        Raises BackendError where it has nothing that can be mapped, MismatchError where it brings something else.
+        Raises BackendError where it failed, MismatchError where it brings something else.
         """
-        announced = _Announcement(*pickle.loads(said))
+        self._heard[rank] = announced = _Announcement(*pickle.loads(said))
         if announced.refusal is not None:
             raise BackendError(f"rank {rank}: {announced.refusal}")
-        borrowed = self._mappings.borrow(rank, announced.number, announced.description)
-        self._heard[rank] = announced, borrowed
         if (announced.kind, announced.numel) != (dtype_name(self._t.dtype), numel):
             raise MismatchError(
                 f"ranks disagree on an operation by CUDA IPC: rank {rank} brings {announced.numel} {announced.kind}, "
                 f"expected were {numel} {dtype_name(self._t.dtype)}"
             )
 
+    def knows(self, rank: int) -> bool:
+        """Return whether what `rank` announced was described before."""
+        return self._heard[rank].known
+
+    def borrow(self, rank: int, described: bytes | None) -> None:
+        """Take what `rank` describes, None where it was before; raise BackendError where it cannot be mapped."""
+        description = None if described is None else pickle.loads(described)
+        if isinstance(description, str):
+            raise BackendError(f"rank {rank}: {description}")
+        self._borrowed[rank] = self._mappings.borrow(rank, self._heard[rank].number, description)
+
     def tensor(self, rank: int) -> Tensor:
-        """Return what `rank` announced, flat; raise BackendError where it cannot be mapped."""
-        announced, borrowed = self._heard[rank]
-        memory = borrowed.memory(self._t.device)
+        """Return what `rank` has lent, flat; raise BackendError where it cannot be mapped."""
+        announced = self._heard[rank]
+        memory = self._borrowed[rank].memory(self._t.device)
         size = announced.numel * self._t.dtype.itemsize
         return memory[announced.offset : announced.offset + size].view(self._t.dtype)
 
     def place(self, rank: int) -> str:
         """Return a name of the physical device that what `rank` announced lies on."""
-        return self._heard[rank][0].place
+        return self._heard[rank].place
 
     def release(self) -> None:
         """Drop what was declared dead to me, which waits for the device.
@@ -295,13 +333,13 @@ class Loan:
         So it is done when nothing is queued, and once what is new is mapped: an allocation stays mapped as long as
         some storage in it is.
         """
-        for rank, (announced, _) in self._heard.items():
+        for rank, announced in self._heard.items():
             self._mappings.release(rank, announced.dead)
 
     def end(self) -> None:
         """Say that it is over for all: nobody uses what was lent, and nothing that is queued what was borrowed."""
-        for rank, (announced, _) in self._heard.items():
-            self._mappings.return_to(rank, announced.number)
+        for rank in self._borrowed:
+            self._mappings.return_to(rank, self._heard[rank].number)
         if self._lent is not None:
             self._lent.known.update(self._told)
             self._mappings.release_loan(self._lent)

@@ -1,9 +1,10 @@
 """Collectives in memory of CUDA devices that the ranks of a host lend one another.
 
-Each operation goes like this: a rank waits until its stream is ready for it, announces its tensor, queues its part of
-the work, in its own memory and in that of the others, waits until the device has done that, and says so. When all have
-said so it is over. All waiting is on the host. A kernel that spins would keep the GPU from the very process that it
-waits for, since those that share a GPU take turns on it; and an event of a process that was killed would never come.
+Each operation goes like this: a rank waits until its stream is ready for it, announces its tensor, describes it to
+those who work in it, queues its own part of the work, in its own memory and in that of the others, waits until the
+device has done that, and says so. When all have said so it is over. All waiting is on the host. A kernel that spins
+would keep the GPU from the very process that it waits for, since those that share a GPU take turns on it; and an event
+of a process that was killed would never come.
 
 Ranks that share a device take turns on it, and each turn costs a switch between their contexts. So the first rank of
 each device does what is to be reduced elementwise for all on it: it has one share of the tensors, reads it of every
@@ -95,7 +96,7 @@ class CudaIpc(Implementation):
             "reduce": partial(self._reduced, ep.rank, o.op, o.root),
             "scan": partial(self._scanned, ep.rank, o.op),
         }[o.kind]
-        return self._with_all(ep, o.t, work)
+        return self._with_all(ep, o.t, work, shared=True)
 
     def _allreduced(self, me: int, op: ReduceOp, parts: Parts, places: Places) -> None:
         for mine, *others in self._share(me, parts, places):
@@ -172,13 +173,16 @@ class CudaIpc(Implementation):
 
     # --- memory that is lent ------------------------------------------------------------------------------------------
 
-    def _with_all(self, ep: Endpoint, t: Tensor, work: Work) -> Program[None]:
-        return self._with_lenders(ep, t, dict.fromkeys(range(ep.size), t.numel()), work)
+    def _with_all(self, ep: Endpoint, t: Tensor, work: Work, *, shared: bool = False) -> Program[None]:
+        return self._with_lenders(ep, t, dict.fromkeys(range(ep.size), t.numel()), work, shared=shared)
 
-    def _with_lenders(self, ep: Endpoint, t: Tensor, lent: Mapping[int, int], work: Work) -> Program[None]:
+    def _with_lenders(
+        self, ep: Endpoint, t: Tensor, lent: Mapping[int, int], work: Work, *, shared: bool = False
+    ) -> Program[None]:
         """Have `work` queue what this rank does in the tensors of those who lend theirs, and wait for all.
 
-        `lent` are their numbers of elements. On all ranks it takes the same number of steps, as lockstep wants it.
+        `lent` are their numbers of elements. `shared`: all do, and the first rank of each device works for all on it.
+        On all ranks it takes the same number of steps, as lockstep wants it.
         """
         others = _around(ep.rank, ep.size)[1:]
         lenders = [rank for rank in others if lent.get(rank)]
@@ -187,10 +191,24 @@ class CudaIpc(Implementation):
             return
         t = _plain(t)
         loan = Loan(self._mappings, t)
+        known_as = {rank: self._known_as(ep, rank) for rank in others}
         failure = yield from self._settle(t)
-        said = {rank: loan.announce(self._known_as(ep, rank), failure) for rank in hearers}
-        heard = yield from _exchanged(ep, said, lenders)
-        failure = failure or self._queue(ep, loan, t, {rank: (heard[rank], lent[rank]) for rank in lenders}, work)
+        heard = yield from _exchanged(ep, {rank: loan.announce(known_as[rank], failure) for rank in hearers}, lenders)
+        places = [""] * ep.size
+        places[ep.rank] = self._mappings.place(t.device)
+        for rank in lenders:
+            failure = _failure(failure, loan.hear, known_as[rank], heard[rank], lent[rank])
+            places[rank] = loan.place(known_as[rank])
+        if shared:
+            hearers = [rank for rank in _workers(places) if rank != ep.rank]
+            lenders = lenders if ep.rank in _workers(places) else []
+        said = {rank: loan.describe(known_as[rank], failure) for rank in hearers}
+        new = [rank for rank in lenders if not loan.knows(known_as[rank])]
+        heard = yield from _exchanged(ep, {rank: words for rank, words in said.items() if words is not None}, new)
+        for rank in lenders:
+            failure = _failure(failure, loan.borrow, known_as[rank], heard.get(rank))
+        if lenders and failure is None:
+            failure = _failure(None, self._queue, ep, loan, t, {rank: known_as[rank] for rank in lenders}, places, work)
         failure = (yield from self._settle(t)) or failure
         loan.release()
         failure = yield from self._agree(ep, lenders, hearers, failure)
@@ -199,26 +217,14 @@ class CudaIpc(Implementation):
             raise failure
 
     def _queue(
-        self, ep: Endpoint, loan: Loan, t: Tensor, heard: Mapping[int, tuple[bytes, int]], work: Work
-    ) -> Exception | None:
-        """Map what was heard of and have `work` queue kernels; return what went wrong, for the others wait for me."""
-        known_as = {rank: self._known_as(ep, rank) for rank in heard}
-        failure: Exception | None = None
-        for rank, (said, numel) in heard.items():
-            try:
-                loan.hear(known_as[rank], said, numel)
-            except Exception as error:  # noqa: BLE001  - raised once the others have been told
-                failure = failure or error
-        if failure is None:
-            try:
-                parts, places = [t[:0]] * ep.size, [""] * ep.size
-                parts[ep.rank], places[ep.rank] = t, self._mappings.place(t.device)
-                for rank in heard:
-                    parts[rank], places[rank] = loan.tensor(known_as[rank]), loan.place(known_as[rank])
-                work(parts, places)
-            except Exception as error:  # noqa: BLE001  - raised once the others have been told
-                failure = error
-        return failure
+        self, ep: Endpoint, loan: Loan, t: Tensor, known_as: Mapping[int, int], places: Places, work: Work
+    ) -> None:
+        """Have `work` queue kernels in what was lent by the ranks of `known_as`."""
+        parts = [t[:0]] * ep.size
+        parts[ep.rank] = t
+        for rank, number in known_as.items():
+            parts[rank] = loan.tensor(number)
+        work(parts, places)
 
     def _known_as(self, ep: Endpoint, rank: int) -> int:
         """Return the number in the world of a rank of `ep`."""
@@ -265,6 +271,15 @@ class CudaIpc(Implementation):
         return failure
 
 
+def _failure(before: Exception | None, call: Callable[..., None], *args: object) -> Exception | None:
+    """Make `call` and return what went wrong, `before` it if anything had: the other ranks wait for this one."""
+    try:
+        call(*args)
+    except Exception as error:  # noqa: BLE001  - raised once the others have been told
+        return before or error
+    return before
+
+
 def _exchanged(ep: Endpoint, said: Mapping[int, bytes], lenders: Sequence[int]) -> Program[Mapping[int, bytes]]:
     """Send what is to be said to each rank, and return what each of `lenders` says."""
     packed = {rank: _LENGTH.pack(len(words)) + words for rank, words in said.items()}
@@ -298,11 +313,14 @@ def _around(me: int, size: int) -> list[int]:
     return [*range(me, size), *range(me)]
 
 
+def _workers(places: Places) -> list[int]:
+    """Return the first rank of each device."""
+    return [places.index(place) for place in dict.fromkeys(places)]
+
+
 def _share(me: int, places: Places, numel: int, itemsize: int) -> slice:
-    """Return which of so many elements are mine to reduce: none, unless I am the first rank of my device."""
-    workers = [places.index(place) for place in dict.fromkeys(places)]
-    if me not in workers:
-        return slice(0)
+    """Return which of so many elements are mine to reduce, the first rank of my device."""
+    workers = _workers(places)
     mine = workers.index(me)
     unit = max(_ALIGNED_BYTES // itemsize, 1)
     units = -(-numel // unit)
