@@ -50,6 +50,7 @@ LARGE_BYTES = 1 << 22
 """From here on the progress thread drives a transfer: one native poll of it may last milliseconds."""
 
 _POLL_SECONDS = 300e-6  # how long the loop polls after the last completion before it parks
+_PATIENCE_SECONDS = 50e-6  # how long the loop waits for the lock, whose holder needs the GIL that a spinning loop takes
 _TICK_SECONDS = 1e-3  # how often the thread looks whether the loop still polls
 _LINGER_SECONDS = 0.2  # how long the thread keeps ticking with nothing to do; waking it from sleep costs 20 us
 _MIN_PAUSE, _MAX_PAUSE = 20e-6, 1e-3
@@ -442,11 +443,11 @@ class Progress(_core.Pacer, Quiet):
         self._empty_inbox()
         return True
 
-    def glance(self) -> bool:
-        """Make one pass now, unless another thread has the lock: for calls that issue so much that what they wait for
-        should not wait for the loop. Return whether it was made.
+    def glance(self, patience: float = 0.0) -> bool:
+        """Make one pass now, unless another thread has the lock, for `patience` seconds: for calls that issue so much
+        that what they wait for should not wait for the loop. Return whether it was made.
         """
-        if not transport_lock.acquire(False):
+        if not transport_lock.acquire(False) and not (patience and transport_lock.acquire(True, patience)):
             return False
         self._inside = True
         try:
@@ -510,7 +511,7 @@ class Progress(_core.Pacer, Quiet):
             self._park()
             return
         self.polls += 1  # also where the thread has the lock just now: it sees that the loop is back
-        self.glance()
+        self.glance(_PATIENCE_SECONDS)
         if now - self._quiet_since < _POLL_SECONDS:
             if self.crowded:
                 os.sched_yield()
@@ -536,7 +537,7 @@ class Progress(_core.Pacer, Quiet):
 
         Beside a stream that computes the loop must not poll: it sleeps until the next end.
         """
-        if not self.glance():  # the thread that has the lock may have looked before it happened
+        if not self.glance(_PATIENCE_SECONDS):  # the thread that has the lock may have looked before it happened
             self.loop.call_soon(self.resume)
             return
         if self.armed:

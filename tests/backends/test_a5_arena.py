@@ -246,6 +246,7 @@ def _in_child(act: Callable[[], None]) -> None:
     assert child.exitcode == 0
 
 
+@needs_moving
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a5_a_forked_child_takes_nothing_from_its_parent() -> None:
     arena = Arena()

@@ -20,6 +20,7 @@ from aiodist.backends.shm.memory import Arena, Place, segment_fd
 from aiodist.backends.shm.neighbours import Neighbour
 from aiodist.control import in_process
 from aiodist.errors import BackendError
+from tests.support.moving import needs_moving
 
 MIB = 1 << 20
 PAGE = 4096
@@ -178,6 +179,7 @@ aiodist.run(main)
 """
 
 
+@needs_moving
 @pytest.mark.timeout(120)
 def test_a5_a_small_dev_shm_does_not_matter(tmp_path: Path) -> None:
     unshare = ["unshare", "-Urm", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]

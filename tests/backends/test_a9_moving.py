@@ -20,7 +20,9 @@ from aiodist.backends.shm.memory import Arena
 from aiodist.backends.shm.moving import move
 from aiodist.errors import BackendUnavailable, BufferInFlight
 from aiodist.handles import in_flight
+from tests.support.moving import needs_moving
 
+pytestmark = needs_moving
 PAGE = 4096
 
 

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from aiodist import BufferInFlight, Communicator
 from aiodist.communicator import CommunicatorStatistics
 from aiodist.nn import DataParallel
+from tests.support.moving import needs_moving
 
+pytestmark = needs_moving
 NUMEL = 100_000
 processes = pytest.mark.ranks(2, backend=("openmpi", "shm"))
 

@@ -7,8 +7,9 @@ import torch
 
 from aiodist.backends.shm.memory import Arena
 from aiodist.backends.shm.moving import move
+from tests.support.moving import needs_moving
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), needs_moving]
 
 
 def test_a9_what_a_device_has_stays() -> None:

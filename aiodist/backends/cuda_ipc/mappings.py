@@ -253,13 +253,11 @@ class Loan:
     def announce(self, rank: int, failure: Exception | None = None) -> bytes:
         """Return what to tell `rank` of my tensor, or that I failed."""
         failure = failure or self._lend()
-        number, offset, dead = 0, 0, tuple[int, ...]()
+        number = offset = 0
+        dead: Sequence[int] = ()
         if failure is None and self._lent is not None:
-            number, offset, dead = (
-                self._lent.number,
-                self._t.data_ptr() - self._lent.start,
-                self._mappings.take_dead(rank),
-            )
+            number, offset = self._lent.number, self._t.data_ptr() - self._lent.start
+            dead = self._mappings.take_dead(rank)
             if rank in self._lent.known:
                 self._known.add(rank)
         kind, place = dtype_name(self._t.dtype), self._mappings.place(self._t.device)

@@ -1,0 +1,11 @@
+"""Whether this torch can move tensors into shared memory, for tests of `share_` and of what it is made of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+needs_moving = pytest.mark.skipif(
+    not hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
+    reason=f"torch {torch.__version__} cannot move tensors: expected 2.13 or later",
+)
