@@ -81,9 +81,15 @@ class Mapper:
         torch.UntypedStorage._release_ipc_counter(counter, slot)
 
     def place(self, device: torch.device) -> str:
-        """Return a name of the physical device that no other one of the host has, the same in all processes."""
+        """Return a name of the physical device that no other one of the host has, the same in all processes.
+
+        Empty where the device is lost: the others wait to be told so.
+        """
         if device not in self._places:
-            self._places[device] = str(torch.cuda.get_device_properties(device.index).uuid)
+            try:
+                self._places[device] = str(torch.cuda.get_device_properties(device.index).uuid)
+            except RuntimeError:
+                return ""
         return self._places[device]
 
 
