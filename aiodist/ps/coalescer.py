@@ -36,6 +36,8 @@ _SHORT_BYTES = range(3 << 10, 4 << 10)
 _LONG_BYTES = 16 << 10
 _ROOM_BYTES = 64 << 10
 _FIXED_BYTES = 4 << 10  # of each frame where a receive must be as long as what it receives
+RESENDS = 120
+"""Who has taken nothing after so many cannot be reached: a rank that can says at once that it has what comes again."""
 _PADDING = tuple(bytes(-n % 8) for n in range(8))
 
 
@@ -62,6 +64,8 @@ class _Outgoing:
     """How many of those sent have requests."""
     oldest: bytearray | None = None
     """Of those sent, when that was last looked at."""
+    resent: int = 0
+    """How often it was sent again."""
     awaited: int = 0
     """The number of the next frame from there."""
     came: int = 0
@@ -104,10 +108,11 @@ class Coalescer:
         failed: Callable[[BaseException], None],
         ring: Callable[[int], None],
         later: Callable[[], None],
+        unheard: Callable[[int], None],
     ) -> None:
         """`failed` is told that nothing can be received; `ring(rank)` wakes who may sleep when something comes.
 
-        `later` has `resend` called in a while.
+        `later` has `resend` called in a while; `unheard(rank)` is told that all that it sent again was in vain.
         """
         self._transport = transport
         self.rank = transport.rank
@@ -115,6 +120,7 @@ class Coalescer:
         self._failed = failed
         self._ring = ring
         self._later = later
+        self._unheard = unheard
         self._looks_later = False
         can = transport.capabilities()
         short = can.short_receives
@@ -228,9 +234,14 @@ class Coalescer:
         for dst, outgoing in enumerate(self._outgoing if not self._closed else ()):
             if not outgoing.sent or outgoing.gone:
                 continue
-            for frame, _ in outgoing.sent if outgoing.oldest is outgoing.sent[0][0] else ():
-                self._transmit(bytearray(frame), dst)  # the first one may still be on its way
-            outgoing.oldest = outgoing.sent[0][0]
+            if outgoing.oldest is outgoing.sent[0][0]:
+                for frame, _ in outgoing.sent:
+                    self._transmit(bytearray(frame), dst)  # the first one may still be on its way
+                outgoing.resent += 1
+                if outgoing.resent == RESENDS:
+                    self._unheard(dst)
+            else:
+                outgoing.oldest, outgoing.resent = outgoing.sent[0][0], 0
             self._look_later()
 
     def _transmit(self, frame: bytearray, dst: int) -> None:

@@ -19,13 +19,20 @@ from torch import Tensor
 from aiodist.codecs import Json
 from aiodist.collectives.program import Program, run
 from aiodist.communicator import Communicator
-from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorClosed, MismatchError, PeerLost
+from aiodist.errors import (
+    AiodistError,
+    CommunicatorAborted,
+    CommunicatorClosed,
+    MismatchError,
+    OperationTimeout,
+    PeerLost,
+)
 from aiodist.handles import Account, Handle, Progress
 from aiodist.handles.origin import whence
 from aiodist.handles.progress import transport_lock
 from aiodist.ps.arguments import check_timeout
 from aiodist.ps.client import Client
-from aiodist.ps.coalescer import Coalescer
+from aiodist.ps.coalescer import RESENDS, Coalescer
 from aiodist.ps.context import Context
 from aiodist.ps.log import Log
 from aiodist.ps.members import Roles, ServerMember, roles_among
@@ -154,7 +161,8 @@ class ParameterServerSession:
         )
         first = self.client.queue.number() if hasattr(self, "client") else 1  # it goes on
         transport, ring = self.coll.parts.transport, self.context.ring
-        self.context.coalescer = Coalescer(transport, self._heard, self._failed, ring, self._resend_later)
+        heard, failed, later = self._heard, self._failed, self._resend_later
+        self.context.coalescer = Coalescer(transport, heard, failed, ring, later, self._unheard)
         self.server = Server(self.context)
         self.client = Client(self.context, first)
         self.server.open(self.client)
@@ -295,6 +303,12 @@ class ParameterServerSession:
     def _failed(self, error: BaseException) -> None:
         text = f"parameter server {self.coll.name!r} can hear nothing more: {error}"
         self.progress.post(partial(self._abort, CommunicatorAborted(text)))
+
+    def _unheard(self, rank: int) -> None:
+        """What this rank says does not come there, or the answers do not come here, though no connection broke."""
+        text = f"rank {rank} has taken nothing of what it was sent for {RESENDS * _RESEND_SECONDS:g} s"
+        error = OperationTimeout(text, late={rank: ""})
+        self.progress.post(partial(self.abort_everywhere, error))
 
     def _heard(self, src: int, kind: int, body: memoryview) -> None:
         self.progress.liven()

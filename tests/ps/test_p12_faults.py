@@ -16,7 +16,7 @@ from aiodist import Communicator, Handle
 from aiodist.errors import CommunicatorAborted, RemoteError
 from aiodist.ps import Asynchronous, ParameterServer, Synchronous
 from aiodist.ps.coalescer import Coalescer
-from aiodist.testing import run_ranks
+from aiodist.testing import Fault, Faults, run_ranks
 
 NUMELS = [12, 120_000]
 
@@ -146,3 +146,36 @@ def test_p12_pushes_stay_exact_where_messages_are_dropped_and_doubled(
 
     run_ranks(2 + servers, main)
     assert min(counts.values()) > keys // 200
+
+
+# --- a link that is dead, though no connection broke -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("at", range(2, 19, 2))
+def test_p12_nobody_waits_for_ever_where_a_link_is_dead(rank: int, at: int) -> None:
+    """From message `at` on nothing comes from `rank` to the other one on a communicator."""
+
+    async def main() -> str:
+        try:
+            # What opens the parameter server are collectives.
+            async with aiodist.init(timeout=90) as coll, ParameterServer(coll, {"w": torch.zeros(7)}) as ps:
+                await ps.push("w", torch.ones(7))
+                await ps.sync()
+                await ps.pull("w", torch.empty(7))
+        except aiodist.AiodistError as error:
+            return str(error)
+        return "right"
+
+    ends = run_ranks(2, main, timeout=200, faults=Faults(Fault("drop", rank, at + rank)))
+    assert ends != ["right", "right"] or at == 18
+    if at in (10, 12):  # behind the opening
+        assert all("has taken nothing of what it was sent for 60 s" in end for end in ends), ends
+
+
+@pytest.mark.ranks(2)
+async def test_p12_a_rank_that_is_busy_for_long_is_not_given_up(coll: Communicator) -> None:
+    async with ParameterServer(coll, {"w": torch.zeros(7)}) as ps:
+        if coll.rank == 1:
+            await asyncio.sleep(1e4)
+        await ps.push("w", torch.ones(7))
