@@ -129,6 +129,8 @@ class RecordFile(AbstractContextManager["RecordFile"]):
         self._firsts = [chunk.first for chunk in self.chunks]
 
     def _scan(self) -> list[Chunk]:
+        # Else the kernel reads ahead of each header, of late also where it is only asked what is in memory.
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
         size = os.fstat(self._fd).st_size
         chunks: list[Chunk] = []
         offset = first = 0
@@ -152,6 +154,7 @@ class RecordFile(AbstractContextManager["RecordFile"]):
                 self._fail(chunk, f"it ends at byte {offset} of {size}; the file is truncated, or its header damaged")
             chunks.append(Chunk(chunk.number, chunk.offset, checksum, compressor, nbytes, count, first))
             first += count
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_NORMAL)
         return chunks
 
     def _header(self, offset: int) -> bytes:
@@ -159,7 +162,7 @@ class RecordFile(AbstractContextManager["RecordFile"]):
 
         Pages here and there would keep the kernel from reading the chunks ahead in large pieces: a third of the speed.
         """
-        with suppress(OSError):  # nothing of it is in memory, or this file system cannot tell
+        with suppress(OSError):  # nothing of it is in memory, as a rule, or this file system cannot tell
             header = bytearray(_HEADER.size)
             if os.preadv(self._fd, [header], offset, os.RWF_NOWAIT) == _HEADER.size:
                 return bytes(header)
