@@ -20,6 +20,7 @@ from aiodist.machine import process_table
 
 _HELLO_TIMEOUT = 10.0
 _LONGEST_HELLO = 4096
+_GONE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Ranks:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, LaunchError):
             await self._listen(rank, reader)
         if rank not in self._done:
-            self._lost(rank)
+            await self._lost(rank)
             await self._streams.finish(rank)
             self._notify(Finished(rank))
 
@@ -160,11 +161,16 @@ class Ranks:
                 case _:
                     raise LaunchError(f"the guard of rank {rank} sent {kind!r}")
 
-    def _lost(self, rank: int) -> None:
+    async def _lost(self, rank: int) -> None:
         """The guard was killed before it said DONE, the rank with it; what the rank started must go too."""
-        if rank in self._pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._pids.pop(rank), signal.SIGKILL)
         if rank not in self._ended:
             self._ended.add(rank)
             self._notify(Ending(rank, -signal.SIGKILL, told=True))
+        if rank in self._pids:
+            group = self._pids.pop(rank)
+            # What is killed takes a moment to be gone; where nobody collects it, it never seems to be.
+            with contextlib.suppress(ProcessLookupError, PermissionError, TimeoutError):
+                async with asyncio.timeout(_GONE_SECONDS):
+                    while True:
+                        os.killpg(group, signal.SIGKILL)
+                        await asyncio.sleep(0.01)

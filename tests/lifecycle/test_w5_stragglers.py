@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.lifecycle.conftest import slowness
+
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Run
 
@@ -41,7 +43,9 @@ def test_w5_all_ranks_know_it_by_operation(run: Run) -> None:
     ended = run("traced.py", "asked", n=2)
     assert (ended.code, ended.codes()) == (0, [0, 0]), ended
     for rank in range(2):
-        cause, compared, *kinds = ended.value(rank, "waited").split(" ", 2)
+        cause, compared, *kinds = ended.value(rank, "waited").split()
         assert (cause, int(compared) >= 5) == ("1", True)
-        assert kinds == ["[('allreduce', 0.4), ('broadcast', 0.6)]"]
+        assert kinds[::3] == ["allreduce", "broadcast"]
+        for waited, late in zip(map(float, kinds[1::3]), map(float, kinds[2::3]), strict=True):
+            assert abs(waited - late) < 0.05 * slowness(), ended  # each may be held up, in between
     assert "who waited" not in ended.errors  # nobody asked for a report

@@ -79,16 +79,21 @@ async def asked() -> None:
     async with aiodist.init(stragglers=True) as coll:
         side = await coll.dup()
         assert coll.statistics().waited is None
+        late = {"allreduce": 0.0, "broadcast": 0.0}
         for i in range(5):
+            kind = "allreduce" if i % 2 else "broadcast"
+            began = time.perf_counter()
             if side.rank == 1:
                 time.sleep(0.2)  # noqa: ASYNC251  - it computes
+            late[kind] += time.perf_counter() - began
             await (side.allreduce(torch.ones(2)) if i % 2 else side.broadcast(torch.ones(3)))
         async with asyncio.timeout(20):
             while (waited := side.statistics().waited) is None or waited.compared < 5:
                 await coll.allreduce(1.0)
                 await asyncio.sleep(0.01)
-        kinds = {kind: round(seconds[1], 1) for kind, seconds in waited.by_operation.items() if seconds[1] > 0.1}
-        say("waited:", waited.cause, waited.compared, sorted(kinds.items()))
+        _, late = await coll.allgather_object(late)
+        seconds = {kind: seconds[1] for kind, seconds in waited.by_operation.items() if seconds[1] > 0.1}
+        say("waited:", waited.cause, waited.compared, *[f"{k} {s} {late[k]}" for k, s in sorted(seconds.items())])
 
 
 PROGRAMS = {program.__name__: program for program in (trained, killed, raised, late, late_in_turn, asked)}
