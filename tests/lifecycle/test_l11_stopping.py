@@ -42,7 +42,7 @@ def test_l11_a_signal_at_one_rank_stops_all_at_the_same_place(run: Run, program:
 
 @pytest.mark.parametrize("program", ["asked", "trained"])
 def test_l11_ctrl_c_at_the_launcher_stops_all_in_order_and_its_code_says_so(run: Run, program: str) -> None:
-    with run.started(run.command("stopping.py", program, n=2)) as process:
+    with run.started(run.command("stopping.py", program, n=2, options=("--kill-after", "25"))) as process:
         pids(process, 2)
         process.send_signal(signal.SIGINT)
         ended = run.finish(process)
