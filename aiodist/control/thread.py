@@ -16,6 +16,7 @@ from aiodist.control.forks import Owner
 T = TypeVar("T")
 
 _PARK_SECONDS = 1.0
+_running: WeakSet[LoopThread] = WeakSet()
 
 
 class LoopThread:
@@ -34,7 +35,7 @@ class LoopThread:
         self._ended.set_running_or_notify_cancel()  # from now on nobody who waits for it can cancel it
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
-        atexit.register(self._park)
+        _running.add(self)
 
     def is_current(self) -> bool:
         """Whether the caller runs on this thread."""
@@ -43,6 +44,7 @@ class LoopThread:
     def call(self, fn: Callable[..., object], *args: Any) -> bool:  # noqa: ANN401
         """Have the thread call `fn(*args)` soon, in the order of these calls; False when it has ended."""
         try:
+            self._check_running()
             self.loop.call_soon_threadsafe(fn, *args)
         except RuntimeError:
             return False
@@ -52,6 +54,7 @@ class LoopThread:
         """Run a coroutine on the thread; cancelling this call cancels it. Raises `RuntimeError` when it has ended."""
         self._work.add(work)
         try:
+            self._check_running()
             future = asyncio.run_coroutine_threadsafe(work, self.loop)
         except RuntimeError:
             work.close()
@@ -76,9 +79,8 @@ class LoopThread:
         else:
             self.loop.close()
             self._ended.set_result(None)
-        atexit.unregister(self._park)
 
-    def _park(self) -> None:
+    def park(self) -> None:
         """The program ends, and nobody has closed it: let it rest, for one that runs now may crash the interpreter.
 
         CPython 3.11 frees the state of a thread that waits for the GIL, and uses it when that thread has got it.
@@ -86,11 +88,16 @@ class LoopThread:
         parked = threading.Event()
 
         def rest() -> None:
+            self._ended.set_exception(RuntimeError("the interpreter ends"))
             parked.set()
             threading.Event().wait()
 
         if self.owner.is_here() and self.call(rest):
             parked.wait(_PARK_SECONDS)
+
+    def _check_running(self) -> None:
+        if self._ended.done():
+            raise RuntimeError("it has ended")
 
     async def _serve(self) -> None:
         try:
@@ -120,3 +127,10 @@ def settle(future: asyncio.Future[Any], value: Any, error: Exception | None) -> 
         future.set_result(value)
     else:
         future.set_exception(error)
+
+
+@atexit.register
+def _park_all() -> None:
+    """Called last, as what is registered first is: worlds may be closed until then."""
+    for thread in list(_running):
+        thread.park()

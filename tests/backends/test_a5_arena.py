@@ -18,6 +18,7 @@ from torch import Tensor
 from aiodist.backends.shm import memory
 from aiodist.backends.shm.memory import Arena, Place
 from aiodist.backends.shm.moving import move
+from tests.support.moving import needs_moving
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 KINDS = (torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.complex64, torch.complex128)
