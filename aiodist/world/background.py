@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, suppress
 
 from anyio.from_thread import start_blocking_portal
 
@@ -57,7 +57,9 @@ def start(
         stragglers=stragglers,
         lag=lag,
     )
-    with in_thread(block) as coll, stopping_by_signals(coll) if stop_on_signal else nullcontext():
+    with ExitStack() as signals, in_thread(block) as coll:  # they are heard until the block is left
+        if stop_on_signal:
+            signals.enter_context(stopping_by_signals(coll))
         yield coll
 
 

@@ -73,6 +73,7 @@ class RankWorld:
         self._options = options
         self._hosts = place.hosts
         self._held = ExitStack()
+        self._signals = ExitStack()
         self._watching: list[ArrivalTimes | Recording] = []
 
     @classmethod
@@ -110,7 +111,7 @@ class RankWorld:
         if options.alone:  # ranks that are tasks of one process share its cores as they are
             self._held.enter_context(await unless_lost(channel, pinned(channel, world.topology, environment)))
             if options.stop_on_signal:
-                self._held.enter_context(stopping_by_signals(world))
+                self._signals.enter_context(stopping_by_signals(world))
         self._held.enter_context(guard_polling(_epoll_of(asyncio.get_running_loop())))
         self._held.enter_context(watched_loop(Progress.current(), channel.rank, options.lag))
         self._held.enter_context(inspected(watch, channel, environment.job if options.alone else None))
@@ -134,13 +135,15 @@ class RankWorld:
     def release(self) -> None:
         """Hold nothing of the process any more: cores, signals, a trace."""
         self._held.close()
+        self._signals.close()
 
     async def close(self) -> None:
         """Close all communicators, in order, with all other ranks."""
         for watching in reversed(self._watching):
             await watching.finish()
-        self.release()
+        self._held.close()
         await self.registry.close(self.comm)
+        self._signals.close()  # one that comes late to this rank is the one that all have stopped for
 
     async def abort(self, error: AiodistError) -> None:
         """Close all there is without the others; what is pending, and every later call, raises `error`."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import sys
+import threading
 import time
 
 import torch
@@ -67,8 +70,29 @@ def scripted() -> None:
     say("closed: yes")
 
 
+def late() -> None:
+    """One hears of the signal when it closes already, for it comes to each rank by itself."""
+    with aiodist.start(stop_on_signal=True) as coll:
+        if coll.rank == 1:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            time.sleep(0.6)
+    say("closed: yes")
+
+
+async def late_in_asyncio() -> None:
+    """As `late`."""
+    async with aiodist.init(stop_on_signal=True) as coll:
+        if coll.rank == 1:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            await asyncio.sleep(0.6)
+    say("closed: yes")
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "scripted":
-        scripted()
+    program = globals()[sys.argv[1]]
+    if asyncio.iscoroutinefunction(program):
+        aiodist.run(program)
     else:
-        aiodist.run({"asked": asked, "trained": trained, "deaf": deaf}[sys.argv[1]])
+        program()
