@@ -29,7 +29,7 @@ class SyncBatchNorm(_BatchNorm):
     1983, DOI 10.1080/00031305.1983.10483115, for the variance.
     """
 
-    def __init__(self, num_features: int, coll: Communicator, **options: Any) -> None:  # noqa: ANN401
+    def __init__(self, num_features: int, coll: Communicator, **options: Any) -> None:
         """`options` are those of `torch.nn.BatchNorm1d`."""
         check_threaded(coll)
         super().__init__(num_features, **options)
@@ -101,7 +101,7 @@ class _Normalise(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
@@ -116,7 +116,7 @@ class _Normalise(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, variance = ctx.saved_tensors
         count, eps, coll = ctx.rest
         gradient, sums = x.new_empty(x.shape), [torch.zeros_like(mean)] * 2

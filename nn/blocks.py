@@ -49,7 +49,7 @@ class BlockSequential(nn.Module):
         layers: list[Any] = list(self._modules.values())
         return [layers[start:end] for start, end in self._bounds]
 
-    def forward(self, x: Any) -> Any:  # noqa: ANN401
+    def forward(self, x: Any) -> Any:
         """Return what the last layer makes of what the first makes of `x`, a tensor or a tuple."""
         for block in self.blocks:
             x = _run_block(block, x)
@@ -85,8 +85,8 @@ def block_numbers(module: nn.Module) -> dict[nn.Parameter, int]:
     return numbers
 
 
-def _run_block(layers: Sequence[nn.Module], x: Any) -> Any:  # noqa: ANN401
-    def run(*inputs: Any) -> Any:  # noqa: ANN401
+def _run_block(layers: Sequence[nn.Module], x: Any) -> Any:
+    def run(*inputs: Any) -> Any:
         y: Any = inputs if isinstance(x, tuple) else inputs[0]
         for layer in layers:
             y = layer(y)
@@ -105,7 +105,7 @@ class _Block(torch.autograd.Function):
     """Runs a block on inputs that are cut off from what made them, and its backward as one of its own."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], _: Tensor, *inputs: Any) -> Any:  # noqa: ANN401
+    def forward(ctx: Any, run: Callable[..., Any], _: Tensor, *inputs: Any) -> Any:
         ctx.inputs = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
         with torch.enable_grad():
             made = run(*ctx.inputs)
@@ -119,7 +119,7 @@ class _Block(torch.autograd.Function):
         return cut if isinstance(made, tuple) else cut[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if torch.is_grad_enabled() or not torch.autograd._is_checkpoint_valid():
             raise RuntimeError(
                 "backward runs block by block, which leaves gradients in `.grad` alone: expected neither create_graph, "

@@ -47,18 +47,7 @@ def deal(
 class Slot:
     """One parameter's place in a bucket."""
 
-    __slots__ = (
-        "block",
-        "by_rows",
-        "dtype",
-        "earlier",
-        "index",
-        "name",
-        "nbytes",
-        "parameter",
-        "result",
-        "view",
-    )
+    __slots__ = ("block", "by_rows", "dtype", "earlier", "index", "name", "nbytes", "parameter", "result", "view")
 
     def __init__(
         self, index: int, name: str, parameter: Tensor, block: int | None = None, *, by_rows: bool = False

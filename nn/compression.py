@@ -289,7 +289,7 @@ class Compressor(CommHook):
             return self._links.between.alltoall_single(request.tensor, name=name)
         return self._links.between.allreduce(request.tensor, request.op, name=name)
 
-    def compute(self, program: _Program, answer: Any) -> Handle[_Request | None]:  # noqa: ANN401
+    def compute(self, program: _Program, answer: Any) -> Handle[_Request | None]:
         """Return the handle of what `program` asks for next, None at its end."""
         return self._stream.submit(_advanced, program, answer)
 
@@ -329,7 +329,7 @@ class _Job:
         self._collective: Handle[Any] | None = None
         """What it waits for."""
 
-    def advance(self, answer: Any) -> None:  # noqa: ANN401
+    def advance(self, answer: Any) -> None:
         """Let the codec go on with `answer`."""
         try:
             self._compressor.compute(self._program, answer).add_waiter(self)
@@ -366,7 +366,7 @@ class _Job:
             self._issue(request)
 
 
-def _advanced(program: _Program, answer: Any) -> _Request | None:  # noqa: ANN401
+def _advanced(program: _Program, answer: Any) -> _Request | None:
     with torch.inference_mode(False), torch.no_grad():
         try:
             return program.send(answer)

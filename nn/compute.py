@@ -53,7 +53,7 @@ class Compute:
         behind: Callable[P, T] = update_wrapper(partial(self._behind, fn), fn)
         return self.stream.submit(behind, *args, **kwargs)
 
-    def _behind(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:  # noqa: ANN401
+    def _behind(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         try:
             self.reducer.devices.follow()
         except RuntimeError as error:
@@ -142,11 +142,7 @@ class Compute:
 
     @called("net.gradients")
     def reduce(
-        self,
-        forward: Callable[[], Tensor],
-        *,
-        on_arrival: Callable[[Bucket], None] | None = None,
-        **how: Any,  # noqa: ANN401
+        self, forward: Callable[[], Tensor], *, on_arrival: Callable[[Bucket], None] | None = None, **how: Any
     ) -> tuple[Tensor, Reduction]:
         """Run forward and backward; return the loss, and the pass, whose reductions go on.
 
@@ -236,7 +232,7 @@ class Compute:
             self.wait(reduction.finished)
 
     @called("net.backward")
-    def reduce_all(self, forward: Callable[[], Tensor], **how: Any) -> None:  # noqa: ANN401
+    def reduce_all(self, forward: Callable[[], Tensor], **how: Any) -> None:
         """As `reduce`, to the end."""
         _, reduction = self.reduce(forward, **how)
         self.use(reduction)

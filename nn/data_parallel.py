@@ -229,7 +229,7 @@ class DataParallel(ModuleLike):
 
     # --- the module ---------------------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module does with these arguments, computed here, on the calling thread."""
         if not self.compute.is_current():
             self.reducer.watch()
@@ -273,8 +273,8 @@ class DataParallel(ModuleLike):
         forward: Callable[..., Tensor] | Sequence[Callable[..., Tensor]],
         opt: Optimizer | Driver,
         /,
-        *args: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
+        *args: Any,
+        **kwargs: Any,
     ) -> Tensor:
         """Return the loss of one step, this rank's own, detached.
 

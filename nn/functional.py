@@ -149,7 +149,7 @@ class _Dual(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         every_rank: Tensor,
         t: Tensor,
         coll: Communicator,
@@ -160,7 +160,7 @@ class _Dual(Function):
         return t.new_empty(shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
         return None, completed(ctx.coll, lambda: ctx.dual(*grads)), None, None, None
 
 

@@ -154,10 +154,7 @@ class Parcel:
 
 def named_state(module: nn.Module, *, parameters: bool = True, buffers: bool = True) -> list[tuple[str, Tensor]]:
     """Return the parameters and then the buffers of `module` with their names; what is shared comes once."""
-    found = chain(
-        module.named_parameters() if parameters else (),
-        module.named_buffers() if buffers else (),
-    )
+    found = chain(module.named_parameters() if parameters else (), module.named_buffers() if buffers else ())
     seen: dict[object, tuple[str, Tensor]] = {}
     for name, t in found:
         seen.setdefault(_place(t), (name, t))

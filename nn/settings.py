@@ -166,7 +166,7 @@ class _Update:
         self.made = True
 
 
-def _schedulers(given: Any) -> tuple[RateSchedule, ...]:  # noqa: ANN401
+def _schedulers(given: Any) -> tuple[RateSchedule, ...]:
     found = () if given is None else (given,) if hasattr(given, "step") else tuple(given)
     for scheduler in found:
         try:

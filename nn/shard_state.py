@@ -153,7 +153,7 @@ class ShardState:
         return found
 
 
-def _piece(slot: Slot, section: Section | None, value: Any, like: Any) -> Piece:  # noqa: ANN401
+def _piece(slot: Slot, section: Section | None, value: Any, like: Any) -> Piece:
     """Return what this rank has of a `value` that is kept of a parameter, and that is `like` that of a new tensor."""
     number = not isinstance(like, Tensor)
     if number:
@@ -172,7 +172,7 @@ def _piece(slot: Slot, section: Section | None, value: Any, like: Any) -> Piece:
     return Piece(value.detach().reshape(-1), section.start if long else 0, shape, dims, number)
 
 
-def _divided(section: Section, key: str, value: Any) -> Any:  # noqa: ANN401
+def _divided(section: Section, key: str, value: Any) -> Any:
     """Return what this rank has of a `value` that an optimizer keeps of a whole parameter."""
     parameter = section.slot.parameter
     if not isinstance(value, (Tensor, StoredTensor)):
@@ -190,7 +190,7 @@ def _divided(section: Section, key: str, value: Any) -> Any:  # noqa: ANN401
     return _read(value)
 
 
-def _read(value: Any) -> Any:  # noqa: ANN401
+def _read(value: Any) -> Any:
     """Return a copy where it is a tensor."""
     if isinstance(value, StoredTensor):
         return value.whole()

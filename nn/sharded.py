@@ -85,12 +85,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         self._state = ShardState(self.optimizer, make_optimizer, groups)
         self._memory = BucketMemory(data.empty)
         self._ahead = NextForward(
-            net,
-            net.compute,
-            self._shards,
-            update=self._use,
-            finish=self._finish,
-            pending=lambda: self.pending,
+            net, net.compute, self._shards, update=self._use, finish=self._finish, pending=lambda: self.pending
         )
         """Shards whose parameters are being gathered are left there."""
         self._gathering = ReduceScatter(data, net.reducer.op)

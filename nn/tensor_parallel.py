@@ -83,13 +83,7 @@ class ColumnLinear(SplitLayer, nn.Linear):
     splits: ClassVar[tuple[tuple[str, int], ...]] = ("weight", 0), ("bias", 0)
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        coll: Communicator,
-        *,
-        gather_output: bool = True,
-        **options: Any,  # noqa: ANN401
+        self, in_features: int, out_features: int, coll: Communicator, *, gather_output: bool = True, **options: Any
     ) -> None:
         super().__init__(in_features, out_features, **options)
         self.gather_output = gather_output
@@ -115,13 +109,7 @@ class RowLinear(SplitLayer, nn.Linear):
     splits: ClassVar[tuple[tuple[str, int], ...]] = (("weight", 1),)
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        coll: Communicator,
-        *,
-        split_input: bool = False,
-        **options: Any,  # noqa: ANN401
+        self, in_features: int, out_features: int, coll: Communicator, *, split_input: bool = False, **options: Any
     ) -> None:
         super().__init__(in_features, out_features, **options)
         self.split_input = split_input
@@ -171,12 +159,12 @@ class _Through(Function):
     """Forward goes one way, backward the other, and backward of that the first again."""
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, there: _Way, back: _Way) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, t: Tensor, there: _Way, back: _Way) -> Tensor:
         ctx.ways = back, there
         return there(t)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return _through(grads[0], *ctx.ways), None, None
 
 

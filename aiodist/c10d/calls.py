@@ -270,11 +270,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
     # --- issuing ------------------------------------------------------------------------------------------------------
 
     def _work(
-        self,
-        issue: Handles,
-        tensors: Tensors,
-        finish: Callable[[], object] | None = None,
-        seconds: float | None = None,
+        self, issue: Handles, tensors: Tensors, finish: Callable[[], object] | None = None, seconds: float | None = None
     ) -> HandleWork:
         on_device = any(t.is_cuda for t in tensors)
         try:

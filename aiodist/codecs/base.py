@@ -59,11 +59,11 @@ class Codec(Protocol):
 class ObjectCodec(Protocol):
     """Makes bytes of Python objects, for a parameter server that keeps objects."""
 
-    def encode(self, obj: Any) -> Tensor:  # noqa: ANN401
+    def encode(self, obj: Any) -> Tensor:
         """Return `obj` as flat uint8 on the CPU, in new memory."""
         ...
 
-    def decode(self, code: Tensor) -> Any:  # noqa: ANN401
+    def decode(self, code: Tensor) -> Any:
         """Return the object; raise `ValueError` for a code that this codec did not make."""
         ...
 

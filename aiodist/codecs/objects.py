@@ -23,11 +23,11 @@ class Pickle:
     A checksum keeps what was damaged on the way from being unpickled; it is no protection against who means harm.
     """
 
-    def encode(self, obj: Any) -> Tensor:  # noqa: ANN401
+    def encode(self, obj: Any) -> Tensor:
         """Return `obj` as flat uint8: 16 bytes and its pickle; raises what pickle raises. Cost: two copies."""
         return _framed(Kind.PICKLE, pickling.pack(obj))
 
-    def decode(self, code: Tensor) -> Any:  # noqa: ANN401
+    def decode(self, code: Tensor) -> Any:
         """Return the object, with memory of its own; **runs code that the sender chose**.
 
         Raises `ValueError` for a code that `Pickle` did not make or that was damaged, before anything of it runs, and
@@ -46,7 +46,7 @@ class Json:
     As `json` has it: tuples come back as lists, keys that are numbers as str, and NaN and infinities do come back.
     """
 
-    def encode(self, obj: Any) -> Tensor:  # noqa: ANN401
+    def encode(self, obj: Any) -> Tensor:
         """Return `obj` as flat uint8: 16 bytes and its JSON.
 
         Raises `TypeError` for what JSON cannot say, `ValueError` for an object that contains itself.
@@ -54,7 +54,7 @@ class Json:
         text = bytearray(json.dumps(obj, separators=(",", ":")).encode())
         return _framed(Kind.JSON, torch.frombuffer(text, dtype=torch.uint8))
 
-    def decode(self, code: Tensor) -> Any:  # noqa: ANN401
+    def decode(self, code: Tensor) -> Any:
         """Return the object; raises `ValueError` for a code that `Json` did not make or that was damaged."""
         try:
             return json.loads(bytes(_unframed(Kind.JSON, code).numpy().data))

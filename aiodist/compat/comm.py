@@ -14,9 +14,8 @@ from torch import Tensor
 
 from aiodist.communicator import Communicator
 from aiodist.communicator.threaded import ThreadedCommunicator
-from aiodist.compat.buffers import Buffer, RankBlocks, blocks_of, buffer_of
-from aiodist.compat.kinds import ANY_SOURCE, ANY_TAG, IN_PLACE, OPS, PROC_NULL, UNDEFINED, Op, Status
-from aiodist.compat.requests import Request
+from aiodist.compat.data import IN_PLACE, OPS, Buffer, Op, blocks_of, buffer_of
+from aiodist.compat.requests import ANY_SOURCE, ANY_TAG, PROC_NULL, UNDEFINED, Request, Status, on_loop
 from aiodist.handles import Handle, gather
 from aiodist.types import ReduceOp
 
@@ -50,7 +49,7 @@ def _blocking(call: Callable[..., Request]) -> Callable[..., None]:
     """Return what makes `call` and waits for it."""
 
     @wraps(call)
-    def blocking(self: Comm, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def blocking(self: Comm, *args: Any, **kwargs: Any) -> None:
         call(self, *args, **kwargs).wait()
 
     name = call.__name__[1:]
@@ -85,21 +84,6 @@ class Comm:
 
     # --- who and where -------------------------------------------------------------------------------------
 
-    @property
-    def rank(self) -> int:
-        """This process's number."""
-        return self.coll.rank
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        return self.coll.size
-
-    @property
-    def name(self) -> str:
-        """What error messages call it."""
-        return self.coll.name
-
     def Get_rank(self) -> int:
         """Return this process's number."""
         return self.coll.rank
@@ -111,6 +95,8 @@ class Comm:
     def Get_name(self) -> str:
         """Return what error messages call it."""
         return self.coll.name
+
+    rank, size, name = property(Get_rank), property(Get_size), property(Get_name)
 
     def Dup(self) -> Comm:
         """Return a communicator of the same ranks, whose messages never meet these."""
@@ -139,17 +125,17 @@ class Comm:
 
     # --- objects -------------------------------------------------------------------------------------------
 
-    def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:  # noqa: ANN401
+    def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Send a picklable object; it is pickled at the call."""
         return self._request(None if dest == PROC_NULL else self.coll.send_object(obj, dest, tag))
 
-    def issend(self, obj: Any, dest: int, tag: int = 0) -> Request:  # noqa: ANN401
+    def issend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Send a picklable object; the request is over once a receive has matched it."""
         return self._request(None if dest == PROC_NULL else self.coll.send_object(obj, dest, tag, synchronous=True))
 
     def recv(
         self, buf: object = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         """Return the next object; `buf` is not needed."""
         return self.irecv(buf, source, tag).wait(status)
 
@@ -159,32 +145,32 @@ class Comm:
 
     def sendrecv(
         self,
-        sendobj: Any,  # noqa: ANN401
+        sendobj: Any,
         dest: int,
         sendtag: int = 0,
         recvbuf: object = None,
         source: int = ANY_SOURCE,
         recvtag: int = ANY_TAG,
         status: Status | None = None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         """Send an object and return the one that comes."""
         coming = self.irecv(recvbuf, source, recvtag)
         self.send(sendobj, dest, sendtag)
         return coming.wait(status)
 
-    def bcast(self, obj: Any, root: int = 0) -> Any:  # noqa: ANN401
+    def bcast(self, obj: Any, root: int = 0) -> Any:
         """Return root's object."""
         return self.coll.broadcast_object(obj, root).wait()
 
-    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:  # noqa: ANN401
+    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """Return all ranks' objects on root, None elsewhere."""
         return self.coll.gather_object(sendobj, root).wait()
 
-    def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:  # noqa: ANN401
+    def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
         """Return the object of root's that has this rank's number."""
         return self.coll.scatter_object(sendobj, root).wait()
 
-    def allgather(self, sendobj: Any) -> list[Any]:  # noqa: ANN401
+    def allgather(self, sendobj: Any) -> list[Any]:
         """Return all ranks' objects."""
         return self.coll.allgather_object(sendobj).wait()
 
@@ -192,72 +178,67 @@ class Comm:
         """Return what all ranks have for this one."""
         return self.coll.alltoall_object(sendobj).wait()
 
-    def reduce(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM, root: int = 0) -> Any:  # noqa: ANN401
+    def reduce(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM, root: int = 0) -> Any:
         """Return the objects of all ranks, joined by `op` (a function of two) in their order, on root."""
         objs = self.gather(sendobj, root)
         return None if objs is None else functools.reduce(op, objs)
 
-    def allreduce(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:  # noqa: ANN401
+    def allreduce(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:
         """Return the objects of all ranks, joined by `op` in their order."""
         return functools.reduce(op, self.allgather(sendobj))
 
-    def scan(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:  # noqa: ANN401
+    def scan(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:
         """Return those of rank 0 to this one, joined."""
         return functools.reduce(op, self.allgather(sendobj)[: self.rank + 1])
 
-    def exscan(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:  # noqa: ANN401
+    def exscan(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:
         """Return those of the ranks before this one, joined; None on rank 0."""
         before = self.allgather(sendobj)[: self.rank]
         return functools.reduce(op, before) if before else None
 
     # --- buffers: messages ---------------------------------------------------------------------------------
 
-    def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:  # noqa: ANN401
+    def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Send a buffer, which must not change until the request is over."""
         return self._request(None if dest == PROC_NULL else self.coll.send(buffer_of(buf).octets, dest, tag))
 
-    def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:  # noqa: ANN401
+    def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """Receive into a buffer; a shorter message fills its front."""
         if source == PROC_NULL:
             return self._request(None)
         return self._request(self.coll.recv(buffer_of(buf, written=True).octets, source, tag))
 
-    def Issend(self, buf: Any, dest: int, tag: int = 0) -> Request:  # noqa: ANN401
+    def Issend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Send a buffer; the request is over once a receive has matched it."""
         if dest == PROC_NULL:
             return self._request(None)
         return self._request(self.coll.send(buffer_of(buf).octets, dest, tag, synchronous=True))
 
-    def Recv(
-        self,
-        buf: Any,  # noqa: ANN401
-        source: int = ANY_SOURCE,
-        tag: int = ANY_TAG,
-        status: Status | None = None,
-    ) -> None:
+    def Recv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> None:
         """Receive into a buffer; a shorter message fills its front, and `status` says how long it was."""
         self.Irecv(buf, source, tag).wait(status)
 
     def Isendrecv(
         self,
-        sendbuf: Any,  # noqa: ANN401
+        sendbuf: Any,
         dest: int,
         sendtag: int = 0,
-        recvbuf: Any = None,  # noqa: ANN401
+        recvbuf: Any = None,
         source: int = ANY_SOURCE,
         recvtag: int = ANY_TAG,
     ) -> Request:
         """Send one buffer while another is received."""
-        both = [self.Irecv(recvbuf, source, recvtag).handle, self.Isend(sendbuf, dest, sendtag).handle]
-        handles = [handle for handle in both if handle is not None]
-        return self._request(self._together(handles) if len(handles) > 1 else next(iter(handles), None))
+        coming, going = self.Irecv(recvbuf, source, recvtag).handle, self.Isend(sendbuf, dest, sendtag).handle
+        if coming is None or going is None:
+            return self._request(coming or going)
+        return self._request(on_loop(self._loop, lambda: gather(coming, going)))
 
     def Sendrecv(
         self,
-        sendbuf: Any,  # noqa: ANN401
+        sendbuf: Any,
         dest: int,
         sendtag: int = 0,
-        recvbuf: Any = None,  # noqa: ANN401
+        recvbuf: Any = None,
         source: int = ANY_SOURCE,
         recvtag: int = ANY_TAG,
         status: Status | None = None,
@@ -269,7 +250,7 @@ class Comm:
 
     def Sendrecv_replace(
         self,
-        buf: Any,  # noqa: ANN401
+        buf: Any,
         dest: int,
         sendtag: int = 0,
         source: int = ANY_SOURCE,
@@ -280,12 +261,7 @@ class Comm:
         self.Sendrecv(buffer_of(buf).octets.clone(), dest, sendtag, buf, source, recvtag, status)
 
     def Isendrecv_replace(
-        self,
-        buf: Any,  # noqa: ANN401
-        dest: int,
-        sendtag: int = 0,
-        source: int = ANY_SOURCE,
-        recvtag: int = ANY_TAG,
+        self, buf: Any, dest: int, sendtag: int = 0, source: int = ANY_SOURCE, recvtag: int = ANY_TAG
     ) -> Request:
         """Send what is in a buffer and receive into it."""
         return self.Isendrecv(buffer_of(buf).octets.clone(), dest, sendtag, buf, source, recvtag)
@@ -296,66 +272,60 @@ class Comm:
         """Be over once all ranks have called it."""
         return self._request(self.coll.barrier())
 
-    def Ibcast(self, buf: Any, root: int = 0) -> Request:  # noqa: ANN401
+    def Ibcast(self, buf: Any, root: int = 0) -> Request:
         """Fill every rank's buffer with root's."""
         return self._request(self.coll.broadcast(buffer_of(buf, written=self.rank != root).octets, root))
 
-    def Igather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:  # noqa: ANN401
+    def Igather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
         """Fill root's buffer with all ranks', in their order."""
         into = buffer_of(recvbuf, self.size, written=True) if self.rank == root else None
-        mine = into.block(root, self.size).clone() if into and _in_place(sendbuf) else buffer_of(sendbuf).octets
+        mine = into.blocks(self.size)[root].clone() if into and _in_place(sendbuf) else buffer_of(sendbuf).octets
         return self._request(self.coll.gather(mine, root, out=None if into is None else into.octets))
 
-    def Iscatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:  # noqa: ANN401
+    def Iscatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
         """Fill each rank's buffer with its block of root's."""
-        parts = None
-        if self.rank == root:
-            all_of_it = buffer_of(sendbuf, self.size)
-            parts = [all_of_it.block(rank, self.size) for rank in range(self.size)]
+        parts = buffer_of(sendbuf, self.size).blocks(self.size) if self.rank == root else None
         out = None if parts and _in_place(recvbuf) else buffer_of(recvbuf, written=True).octets
         return self._request(self.coll.scatter(parts, root, out=out))
 
-    def Iallgather(self, sendbuf: Any, recvbuf: Any) -> Request:  # noqa: ANN401
+    def Iallgather(self, sendbuf: Any, recvbuf: Any) -> Request:
         """Fill every rank's buffer with all ranks', in their order."""
         into = buffer_of(recvbuf, self.size, written=True)
-        mine = into.block(self.rank, self.size) if _in_place(sendbuf) else buffer_of(sendbuf).octets
+        mine = into.blocks(self.size)[self.rank] if _in_place(sendbuf) else buffer_of(sendbuf).octets
         return self._request(self.coll.allgather(mine, out=into.octets))
 
-    def Ialltoall(self, sendbuf: Any, recvbuf: Any) -> Request:  # noqa: ANN401
+    def Ialltoall(self, sendbuf: Any, recvbuf: Any) -> Request:
         """Fill the buffer with the blocks that all ranks have for this one."""
         into = buffer_of(recvbuf, self.size, written=True).octets
         mine = into.clone() if _in_place(sendbuf) else buffer_of(sendbuf, self.size).octets
         return self._request(self.coll.alltoall_single(mine, out=into))
 
-    def Igatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:  # noqa: ANN401
+    def Igatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
         """As `Igather`, of blocks of different lengths: [data, counts, displacements, datatype] on root."""
         into = blocks_of(recvbuf, self.size, written=True) if self.rank == root else None
-        mine = into[root].clone() if into and _in_place(sendbuf) else buffer_of(sendbuf).octets
+        mine = into[root].octets.clone() if into and _in_place(sendbuf) else buffer_of(sendbuf).octets
         return self._request(self.coll.gather(mine, root), None if into is None else partial(_fill, into))
 
-    def Iscatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:  # noqa: ANN401
+    def Iscatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
         """As `Iscatter`, of blocks of different lengths."""
-        parts = None
-        if self.rank == root:
-            blocks = blocks_of(sendbuf, self.size)
-            parts = [blocks[rank] for rank in range(self.size)]
+        parts = [block.octets for block in blocks_of(sendbuf, self.size)] if self.rank == root else None
         out = None if parts and _in_place(recvbuf) else buffer_of(recvbuf, written=True).octets
         return self._request(self.coll.scatter(parts, root, out=out))
 
-    def Iallgatherv(self, sendbuf: Any, recvbuf: Any) -> Request:  # noqa: ANN401
+    def Iallgatherv(self, sendbuf: Any, recvbuf: Any) -> Request:
         """As `Iallgather`, of blocks of different lengths."""
         into = blocks_of(recvbuf, self.size, written=True)
-        mine = into[self.rank].clone() if _in_place(sendbuf) else buffer_of(sendbuf).octets
+        mine = into[self.rank].octets.clone() if _in_place(sendbuf) else buffer_of(sendbuf).octets
         return self._request(self.coll.allgather(mine), partial(_fill, into))
 
-    def Ialltoallv(self, sendbuf: Any, recvbuf: Any) -> Request:  # noqa: ANN401
+    def Ialltoallv(self, sendbuf: Any, recvbuf: Any) -> Request:
         """As `Ialltoall`, of blocks of different lengths."""
         into = blocks_of(recvbuf, self.size, written=True)
         given = into if _in_place(sendbuf) else blocks_of(sendbuf, self.size)
-        parts = [given[rank].clone() if given is into else given[rank] for rank in range(self.size)]
+        parts = [block.octets.clone() if given is into else block.octets for block in given]
         return self._request(self.coll.alltoall(parts), partial(_fill, into))
 
-    def Ireduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Request:  # noqa: ANN401
+    def Ireduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Request:
         """Reduce all ranks' buffers into root's."""
         mine, into = _operands(sendbuf, recvbuf) if self.rank == root else (buffer_of(sendbuf), None)
         if (t := _summable(mine, op)) is not None:
@@ -366,24 +336,20 @@ class Comm:
             gathered, None if into is None else (lambda parts: _write(into.octets, _joined(parts, mine, op)))
         )
 
-    def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:  # noqa: ANN401
+    def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
         """Reduce all ranks' buffers into every one."""
         return self._reduced("allreduce", sendbuf, recvbuf, op, slice(None))
 
-    def Iscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:  # noqa: ANN401
+    def Iscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
         """Reduce those of rank 0 to this one."""
         return self._reduced("scan", sendbuf, recvbuf, op, slice(self.rank + 1))
 
-    def Iexscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:  # noqa: ANN401
+    def Iexscan(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
         """Reduce those of the ranks before this one; what rank 0's buffer holds then means nothing."""
         return self._reduced("exscan", sendbuf, recvbuf, op, slice(self.rank))
 
     def Ireduce_scatter(
-        self,
-        sendbuf: Any,  # noqa: ANN401
-        recvbuf: Any,  # noqa: ANN401
-        recvcounts: Sequence[int] | None = None,
-        op: Op = SUM,
+        self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Op = SUM
     ) -> Request:
         """Reduce all ranks' buffers, and give rank r its block, of `recvcounts[r]` elements.
 
@@ -391,7 +357,7 @@ class Comm:
         """
         mine, into = _operands(sendbuf, recvbuf)
         if recvcounts is None:
-            recvcounts = self.allgather(into.octets.numel() // into.dtype.itemsize)
+            recvcounts = self.allgather(into.length)
         counts = [int(count) for count in recvcounts]
         size, first = into.dtype.itemsize, sum(counts[: self.rank])
         out = into.octets[: counts[self.rank] * size]
@@ -403,13 +369,13 @@ class Comm:
             self.coll.allgather(mine.octets), lambda parts: _write(out, _joined([p[block] for p in parts], mine, op))
         )
 
-    def Ireduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:  # noqa: ANN401
+    def Ireduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
         """As `Ireduce_scatter`, of blocks of one length."""
-        elements = buffer_of(recvbuf if _in_place(sendbuf) else sendbuf, self.size)
-        length = elements.octets.numel() // elements.dtype.itemsize // self.size
+        whole = buffer_of(recvbuf if _in_place(sendbuf) else sendbuf, self.size)
+        length = whole.length // self.size
         return self.Ireduce_scatter(sendbuf, recvbuf, [length] * self.size, op)
 
-    def _reduced(self, name: str, sendbuf: Any, recvbuf: Any, op: Op, ranks: slice) -> Request:  # noqa: ANN401
+    def _reduced(self, name: str, sendbuf: Any, recvbuf: Any, op: Op, ranks: slice) -> Request:
         """Issue the reduction called `name`, into which the `ranks` go."""
         mine, into = _operands(sendbuf, recvbuf)
         if (t := _summable(mine, op)) is not None:
@@ -436,25 +402,13 @@ class Comm:
     def _request(self, handle: Handle[Any] | None, finish: Callable[[Any], Any] | None = None) -> Request:
         return Request(self._loop, handle, finish)
 
-    def _together(self, handles: Sequence[Handle[Any]]) -> Handle[Any]:
-        """Return a handle of all of them, made on the loop."""
-
-        async def made() -> Handle[Any]:
-            return gather(*handles)
-
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:  # a thread without a loop
-            return asyncio.run_coroutine_threadsafe(made(), self._loop).result()
-        return gather(*handles)
-
 
 def _in_place(spec: object) -> bool:
     """Return True where a call finds its input in the other buffer: mpi4py takes None for IN_PLACE too."""
     return spec is None or spec is IN_PLACE
 
 
-def _operands(sendbuf: Any, recvbuf: Any) -> tuple[Buffer, Buffer]:  # noqa: ANN401
+def _operands(sendbuf: Any, recvbuf: Any) -> tuple[Buffer, Buffer]:
     """Return what a reduction reads and what it writes; raise TypeError where their elements differ."""
     into = buffer_of(recvbuf, written=True)
     mine = into if _in_place(sendbuf) else buffer_of(sendbuf)
@@ -484,13 +438,10 @@ def _write(into: Tensor, array: np.ndarray[Any, Any]) -> None:
     into[: array.nbytes].numpy()[:] = array.view(np.uint8)
 
 
-def _fill(blocks: RankBlocks, parts: Sequence[Tensor]) -> None:
+def _fill(blocks: Sequence[Buffer], parts: Sequence[Tensor]) -> None:
     """Copy what came from each rank into its block; raise ValueError where that is too short."""
-    for rank, part in enumerate(parts):
-        room = blocks[rank]
-        if part.numel() > room.numel():
-            size = blocks.buffer.dtype.itemsize
-            raise ValueError(
-                f"rank {rank} sent {part.numel() // size} elements: expected at most {room.numel() // size}"
-            )
-        room[: part.numel()].copy_(part)
+    for rank, (block, part) in enumerate(zip(blocks, parts, strict=True)):
+        if part.numel() > block.octets.numel():
+            sent = part.numel() // block.dtype.itemsize
+            raise ValueError(f"rank {rank} sent {sent} elements: expected at most {block.length}")
+        block.octets[: part.numel()].copy_(part)

@@ -17,19 +17,8 @@ from time import perf_counter
 from typing import Any, Final
 
 from aiodist.compat.comm import Comm, LeftOut, left_out
-from aiodist.compat.kinds import (
-    ANY_SOURCE,
-    ANY_TAG,
-    DATATYPES,
-    IN_PLACE,
-    OPS,
-    PROC_NULL,
-    UNDEFINED,
-    Datatype,
-    Op,
-    Status,
-)
-from aiodist.compat.requests import Request
+from aiodist.compat.data import DATATYPES, IN_PLACE, OPS, Datatype, Op
+from aiodist.compat.requests import ANY_SOURCE, ANY_TAG, PROC_NULL, UNDEFINED, Request, Status
 from aiodist.errors import AiodistError, CommunicatorClosed
 from aiodist.world.background import start
 
@@ -58,6 +47,8 @@ COMM_TYPE_SHARED: Final = 1
 THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
 Intracomm = Comm
 Exception = AiodistError
+Wtime = perf_counter
+Get_processor_name = socket.gethostname
 
 _LEFT_OUT = {
     "Win": "aiodist.ParameterServer, or `coll.empty`, which the ranks of a host share",
@@ -77,26 +68,22 @@ class _World:
     def __init__(self) -> None:
         self._open = ExitStack()
         self._lock = threading.Lock()
-        self._comm: Comm | None = None
+        self.opened: Comm | None = None
         self.closed = False
 
     def comm(self) -> Comm:
         with self._lock:
             if self.closed:
                 raise CommunicatorClosed("COMM_WORLD after Finalize(): expected a world that is open")
-            if self._comm is None:
+            if self.opened is None:
                 coll = self._open.enter_context(start())
-                self._comm = Comm(coll, coll.split(coll.rank).wait())
+                self.opened = Comm(coll, coll.split(coll.rank).wait())
                 atexit.register(self.close)
-            return self._comm
-
-    @property
-    def opened(self) -> bool:
-        return self._comm is not None
+            return self.opened
 
     def close(self) -> None:
         """Close the world; the others hear of what ended this program, if that was an exception."""
-        if self.closed or self._comm is None:
+        if self.closed or self.opened is None:
             return
         self.closed = True
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -117,7 +104,7 @@ def Init() -> None:
 
 def Init_thread(required: int = THREAD_SERIALIZED) -> int:
     """Open the world now; return what threads may do: take turns."""
-    _world.comm()
+    Init()
     return THREAD_SERIALIZED
 
 
@@ -134,17 +121,12 @@ def Finalize() -> None:
 
 def Is_initialized() -> bool:
     """Return whether the world was opened."""
-    return _world.opened
+    return _world.opened is not None
 
 
 def Is_finalized() -> bool:
     """Return whether it was closed."""
     return _world.closed
-
-
-def Get_processor_name() -> str:
-    """Return the name of this host."""
-    return socket.gethostname()
 
 
 def Get_version() -> tuple[int, int]:
@@ -162,24 +144,18 @@ def get_vendor() -> tuple[str, tuple[int, int, int]]:
     return "aiodist", (0, 0, 0)
 
 
-def Attach_buffer(buf: object) -> None:
+def Attach_buffer(buf: object = None) -> None:
     """Do nothing: `Bsend` needs no buffer."""
 
 
-def Detach_buffer() -> None:
-    """Do nothing."""
-
-
-def Wtime() -> float:
-    """Return a time in seconds, since some moment."""
-    return perf_counter()
+Detach_buffer = Attach_buffer
 
 
 globals().update(DATATYPES)
 globals().update(OPS)
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401
+def __getattr__(name: str) -> Any:
     if name == "COMM_WORLD":
         return _world.comm()
     if name == "COMM_SELF":

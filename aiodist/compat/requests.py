@@ -1,15 +1,46 @@
-"""`Request`: an operation under way, shaped like mpi4py's, which can be awaited too."""
+"""`Request` and `Status`: an operation under way, shaped like mpi4py's, which can be awaited too."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from aiodist.compat.kinds import ANY_TAG, PROC_NULL, UNDEFINED, Status
+from aiodist.compat.data import DATATYPES, Datatype
 from aiodist.handles import Handle
+from aiodist.types import ANY
 
 T = TypeVar("T")
+
+ANY_SOURCE = ANY_TAG = ANY
+PROC_NULL, UNDEFINED = -2, -32766
+
+
+@dataclass
+class Status:
+    """Where a message came from, and how long it was."""
+
+    source: int = ANY_SOURCE
+    tag: int = ANY_TAG
+    count: int = 0
+    """Bytes."""
+    error: int = 0
+
+    def Get_source(self) -> int:
+        """Return the rank that sent it."""
+        return self.source
+
+    def Get_tag(self) -> int:
+        """Return its tag."""
+        return self.tag
+
+    def Get_count(self, datatype: Datatype = DATATYPES["BYTE"]) -> int:
+        """Return how many elements of `datatype` it had, UNDEFINED where it is not a whole number of them."""
+        whole, rest = divmod(self.count, datatype.size)
+        return UNDEFINED if rest else whole
+
+    Get_elements = Get_count
 
 
 class Request:
@@ -19,10 +50,7 @@ class Request:
     """
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        handle: Handle[Any] | None,
-        finish: Callable[[Any], Any] | None = None,
+        self, loop: asyncio.AbstractEventLoop, handle: Handle[Any] | None, finish: Callable[[Any], Any] | None = None
     ) -> None:
         """`finish` makes the result of what the handle returns; there is none of a message from or to PROC_NULL."""
         self.handle = handle
@@ -39,7 +67,7 @@ class Request:
             yield from self.handle.__await__()
         return self._see(None)
 
-    def wait(self, status: Status | None = None) -> Any:  # noqa: ANN401
+    def wait(self, status: Status | None = None) -> Any:
         """Return the object that came, None of other operations, blocking this thread; raise what went wrong."""
         if self.handle is not None and not self._seen:
             self.handle.wait()
@@ -61,7 +89,7 @@ class Request:
     def Cancel(self) -> None:
         """Withdraw a receive that nothing has matched; of others nothing changes."""
         if self.handle is not None:
-            _on(self._loop, self.handle.cancel)
+            on_loop(self._loop, self.handle.cancel)
 
     cancel = Cancel
 
@@ -75,16 +103,17 @@ class Request:
     def _over(self) -> bool:
         return self._seen or self.handle is None or self.handle.done()
 
-    def _see(self, status: Status | None) -> Any:  # noqa: ANN401
+    def _see(self, status: Status | None) -> Any:
+        handle = self.handle
         if not self._seen:
             self._seen = True
-            cancelled = self.handle is not None and self.handle.cancelled()
-            result = None if self.handle is None or cancelled else self.handle.result()
-            self._result = result if self._finish is None or cancelled else self._finish(result)
-        if status is not None and self.handle is None:
+            if handle is None or not handle.cancelled():
+                result = None if handle is None else handle.result()
+                self._result = result if self._finish is None else self._finish(result)
+        if status is not None and handle is None:
             status.source, status.tag, status.count = PROC_NULL, ANY_TAG, 0
-        elif status is not None and self.handle is not None and self.handle.source is not None:
-            status.source, status.tag, status.count = self.handle.source, self.handle.tag or 0, self.handle.nbytes
+        elif status is not None and handle is not None and handle.source is not None:
+            status.source, status.tag, status.count = handle.source, handle.tag or 0, handle.nbytes
         return self._result
 
     # --- several -------------------------------------------------------------------------------------------
@@ -188,19 +217,13 @@ def _block_until_one_is_over(requests: Sequence[Request]) -> None:
 
 async def _first(handles: Sequence[Handle[Any]]) -> None:
     """Return when one of them is over, however it ended."""
-    tasks = [asyncio.ensure_future(_ended(handle)) for handle in handles]
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in tasks:
-        task.cancel()
-
-
-async def _ended(handle: Handle[Any]) -> None:
     over = asyncio.Event()
-    handle.add_done_callback(lambda _: over.set())
+    for handle in handles:
+        handle.add_done_callback(lambda _: over.set())
     await over.wait()
 
 
-def _on(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
+def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
     """Return what `call` returns on the thread of `loop`, which may be this one."""
 
     async def made() -> T:

@@ -34,7 +34,7 @@ class WithCriterion(nn.Module):
         self.network = network
         self.criterion = criterion
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the network."""
         return self.network(*args, **kwargs)
 
@@ -62,7 +62,7 @@ class Batch:
     meter: Meter
     progress: Progress
 
-    async def take(self, sample: Any) -> None:  # noqa: ANN401
+    async def take(self, sample: Any) -> None:
         """Have the state hold the sample, as the hooks of "sample" leave it; on the loop."""
         state = self.state
         state.sample, state.weight, state.output, state.loss = sample, None, None, None
@@ -86,7 +86,7 @@ class Batch:
 
 
 def model_of(
-    net: Any,  # noqa: ANN401
+    net: Any,
     module: nn.Module,
     criterion: Callable[[Any, Any], Tensor] | None,
     metrics: dict[str, Metric],
@@ -125,7 +125,7 @@ def length_of(loader: Loader) -> int | None:
         return None
 
 
-def source_of(loader: Loader) -> Any:  # noqa: ANN401
+def source_of(loader: Loader) -> Any:
     """Return what is read."""
     return loader.source if isinstance(loader, Prefetch) else loader
 
@@ -139,7 +139,7 @@ def set_epoch(loader: Loader, epoch: int) -> None:
         owner.set_epoch(epoch)
 
 
-def _pair(sample: Any) -> tuple[Any, Any]:  # noqa: ANN401
+def _pair(sample: Any) -> tuple[Any, Any]:
     """Return input and target of a sample that is such a pair; raise TypeError for another one."""
     if not isinstance(sample, (tuple, list)) or len(sample) != 2:
         what = f"{type(sample).__name__} of {len(sample)}" if hasattr(sample, "__len__") else type(sample).__name__
@@ -147,18 +147,18 @@ def _pair(sample: Any) -> tuple[Any, Any]:  # noqa: ANN401
     return sample[0], sample[1]
 
 
-def _whole(sample: Any) -> tuple[Any, Any]:  # noqa: ANN401
+def _whole(sample: Any) -> tuple[Any, Any]:
     """Return a sample that is all input, where no criterion wants a target."""
     return sample, None
 
 
-def _applied(network: Callable[..., Any], given: Any) -> Any:  # noqa: ANN401
+def _applied(network: Callable[..., Any], given: Any) -> Any:
     if isinstance(given, (tuple, list)):
         return network(*given)
     return network(**given) if isinstance(given, Mapping) else network(given)
 
 
-def weight_of(sample: Any) -> float:  # noqa: ANN401
+def weight_of(sample: Any) -> float:
     """Return how many samples there are in a batch: the first dimension of its first tensor, 1 without one.
 
     >>> weight_of({"x": [Tensor(3, 2)], "y": Tensor(5)})
@@ -168,7 +168,7 @@ def weight_of(sample: Any) -> float:  # noqa: ANN401
     return float(first.shape[0]) if first is not None and first.ndim else 1.0
 
 
-def _tensors(sample: Any) -> Iterator[Tensor]:  # noqa: ANN401
+def _tensors(sample: Any) -> Iterator[Tensor]:
     if isinstance(sample, Tensor):
         yield sample
     elif isinstance(sample, (tuple, list, Mapping)):

@@ -41,7 +41,7 @@ class PassStepper:
         self.midway = isinstance(optimizer, Optimizer)
         """It tells when gradients are reduced, before the update."""
 
-    def run(self, fn: Callable[..., T], /, *args: Any) -> Handle[T]:  # noqa: ANN401
+    def run(self, fn: Callable[..., T], /, *args: Any) -> Handle[T]:
         """Return a handle of `fn(*args)` on the compute thread."""
         return self._net.run(fn, *args)
 
@@ -106,7 +106,7 @@ class ClientStepper:
         self._stop: Callable[[], bool] = lambda: False
         self._stream: HostStream
 
-    def run(self, fn: Callable[..., T], /, *args: Any) -> Handle[T]:  # noqa: ANN401
+    def run(self, fn: Callable[..., T], /, *args: Any) -> Handle[T]:
         """Return a handle of `fn(*args)` on a thread of its own."""
         return self._stream.submit(fn, *args)
 

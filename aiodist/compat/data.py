@@ -1,0 +1,262 @@
+"""The data of calls: datatypes, operators, and what mpi4py takes as a buffer, as tensors that share its memory."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aiodist.types import ReduceOp
+
+IN_PLACE = type("InPlace", (), {"__repr__": lambda self: "IN_PLACE"})()
+
+
+@dataclass(frozen=True)
+class Datatype:
+    """A type of elements, such as INT; `dtype` is numpy's."""
+
+    name: str
+    dtype: np.dtype[Any]
+
+    def Get_size(self) -> int:
+        """Return the bytes of an element."""
+        return self.dtype.itemsize
+
+    size = property(Get_size)
+
+
+_CODES = {
+    "?": "BOOL C_BOOL",
+    "b": "CHAR SIGNED_CHAR",
+    "B": "BYTE PACKED UNSIGNED_CHAR",
+    "h": "SHORT",
+    "H": "UNSIGNED_SHORT",
+    "i": "INT",
+    "I": "UNSIGNED UNSIGNED_INT",
+    "l": "LONG",
+    "L": "UNSIGNED_LONG",
+    "q": "LONG_LONG",
+    "Q": "UNSIGNED_LONG_LONG",
+    "f": "FLOAT",
+    "d": "DOUBLE",
+    "g": "LONG_DOUBLE",
+    "F": "COMPLEX C_FLOAT_COMPLEX",
+    "D": "DOUBLE_COMPLEX C_DOUBLE_COMPLEX",
+    "G": "C_LONG_DOUBLE_COMPLEX",
+    **{f"i{bits // 8}": f"INT{bits}_T" for bits in (8, 16, 32, 64)},
+    **{f"u{bits // 8}": f"UINT{bits}_T" for bits in (8, 16, 32, 64)},
+}
+"""Names of datatypes, by numpy's code."""
+DATATYPES = {name: Datatype(name, np.dtype(code)) for code, names in _CODES.items() for name in names.split()}
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operator of reductions."""
+
+    name: str
+    objects: Callable[[Any, Any], Any]
+    """Of two Python objects, the one of the lower rank first."""
+    arrays: Callable[[Any, Any], Any]
+    """Of two numpy arrays."""
+    native: ReduceOp | None = None
+    """What a communicator calls it, None where it has none."""
+
+    @classmethod
+    def Create(cls, function: Callable[[Any, Any, Any], Any], commute: bool = False) -> Op:
+        """Return the operator of `function(a, b, datatype)`, as mpi4py calls it; `datatype` is None.
+
+        Of buffers, `a` and `b` are writable bytes, and it leaves `a op b` in `b`; of objects it returns `a op b`.
+        `commute` makes no difference: ranks are taken in their order.
+        """
+
+        def arrays(a: Any, b: Any) -> Any:
+            result = b.copy()
+            function(memoryview(a).cast("B"), memoryview(result).cast("B"), None)
+            return result
+
+        return cls("user", lambda a, b: function(a, b, None), arrays)
+
+    def Free(self) -> None:
+        """Do nothing, as there is nothing to free."""
+
+    def __call__(self, a: Any, b: Any) -> Any:
+        """Return `a op b` of two objects."""
+        return self.objects(a, b)
+
+
+def _located(better: Callable[[Any, Any], bool]) -> Callable[[Any, Any], Any]:
+    """Return what chooses between two pairs (value, place): the better value, the lower place of equal ones."""
+
+    def choose(a: Any, b: Any) -> Any:
+        if a[0] == b[0]:
+            return a if a[1] <= b[1] else b
+        return a if better(a[0], b[0]) else b
+
+    return choose
+
+
+def _no_arrays(a: object, b: object) -> object:
+    raise TypeError("MAXLOC and MINLOC take Python objects, pairs (value, place): use allreduce() or reduce()")
+
+
+OPS = {
+    op.name: op
+    for op in (
+        Op("SUM", operator.add, np.add, ReduceOp.SUM),
+        Op("PROD", operator.mul, np.multiply, ReduceOp.PROD),
+        Op("MAX", max, np.maximum, ReduceOp.MAX),
+        Op("MIN", min, np.minimum, ReduceOp.MIN),
+        Op("BAND", operator.and_, np.bitwise_and, ReduceOp.BAND),
+        Op("BOR", operator.or_, np.bitwise_or, ReduceOp.BOR),
+        Op("BXOR", operator.xor, np.bitwise_xor, ReduceOp.BXOR),
+        Op("LAND", lambda a, b: bool(a) and bool(b), np.logical_and),
+        Op("LOR", lambda a, b: bool(a) or bool(b), np.logical_or),
+        Op("LXOR", lambda a, b: bool(a) != bool(b), np.logical_xor),
+        Op("MAXLOC", _located(operator.gt), _no_arrays),
+        Op("MINLOC", _located(operator.lt), _no_arrays),
+        Op("REPLACE", lambda a, b: b, lambda a, b: b),
+        Op("NO_OP", lambda a, b: a, lambda a, b: a),
+    )
+}
+
+
+# --- buffers ----------------------------------------------------------------------------------------------------------
+
+_KINDS: dict[np.dtype[Any], torch.dtype] = {
+    np.dtype(code): getattr(torch, np.dtype(code).name) for code in "?BbhilefdFD"
+}
+
+
+class Buffer(NamedTuple):
+    """The elements that a call reads or writes."""
+
+    octets: Tensor
+    """Their bytes, uint8 of shape (nbytes,), in the memory of the caller."""
+    dtype: np.dtype[Any]
+    torch_kind: torch.dtype | None = None
+    """What they are, where numpy has no such type: `dtype` tells their size alone then."""
+
+    @property
+    def kind(self) -> np.dtype[Any] | torch.dtype:
+        """What the elements are."""
+        return self.torch_kind or self.dtype
+
+    def blocks(self, count: int) -> list[Tensor]:
+        """Return the bytes in so many equal blocks."""
+        return list(self.octets.view(count, self.octets.numel() // count))
+
+    @property
+    def length(self) -> int:
+        """How many elements they are."""
+        return self.octets.numel() // self.dtype.itemsize
+
+    def part(self, start: int, nbytes: int) -> Buffer:
+        """Return so many bytes from `start` on; raise ValueError where there are fewer."""
+        if start < 0 or nbytes < 0 or start + nbytes > self.octets.numel():
+            size = self.dtype.itemsize
+            raise ValueError(
+                f"{nbytes // size} elements from {start // size} on of a buffer of {self.length}: expected a buffer "
+                "that holds them"
+            )
+        return self._replace(octets=self.octets[start : start + nbytes])
+
+    def numbers(self) -> Tensor | None:
+        """Return the elements as a tensor of numbers; None where torch has no such arithmetic."""
+        kind = self.torch_kind or _KINDS.get(self.dtype)
+        return None if kind is None else self.octets.view(kind)
+
+
+def buffer_of(spec: Any, blocks: int = 1, *, written: bool = False) -> Buffer:
+    """Return the elements that `spec` means: a buffer, or [buffer, count, datatype], each of these two optional.
+
+    A count is that of each of the `blocks`; without one all of the buffer is meant. Raises TypeError for what is no
+    contiguous buffer on the CPU, or cannot be `written`, and ValueError for one that is shorter than it says.
+    """
+    (count, displacement), whole = _parsed(spec, written)
+    size = whole.dtype.itemsize
+    start = (displacement or 0) * size
+    if count is None:
+        nbytes = whole.octets.numel() - start
+        if nbytes % (size * blocks):
+            raise ValueError(f"a buffer of {nbytes // size} elements: expected a multiple of the {blocks} ranks")
+    else:
+        nbytes = count * size * blocks
+    return whole.part(start, nbytes)
+
+
+def blocks_of(spec: Any, ranks: int, *, written: bool = False) -> list[Buffer]:
+    """Return each rank's block of what `spec` means, [buffer, counts, displacements, datatype], both in elements.
+
+    One count goes for all, one displacement is the distance of neighbours; without them blocks are as equal as can be,
+    and one follows another. A tuple may hold both. Raises as `buffer_of`.
+    """
+    (counts, places), whole = _parsed(spec, written)
+    size, elements = whole.dtype.itemsize, whole.length
+    if counts is None:
+        counts = [elements // ranks + (rank < elements % ranks) for rank in range(ranks)]
+    elif isinstance(counts, int):
+        counts = [counts] * ranks
+    if places is None:
+        places = [0, *accumulate(counts)][:ranks]
+    elif isinstance(places, int):
+        places = [rank * places for rank in range(ranks)]
+    if len(counts) != ranks or len(places) != ranks:
+        raise ValueError(f"{len(counts)} counts and {len(places)} displacements: expected {ranks}, one for each rank")
+    return [whole.part(int(at) * size, int(n) * size) for n, at in zip(counts, places, strict=True)]
+
+
+def _parsed(spec: Any, written: bool) -> tuple[tuple[Any, Any], Buffer]:
+    """Return what is said of counts and displacements, and all of the buffer."""
+    data, rest = (spec[0], list(spec[1:])) if isinstance(spec, (list, tuple)) else (spec, [])
+    given = rest.pop() if rest and isinstance(rest[-1], (Datatype, str)) else None
+    if len(rest) == 1 and isinstance(rest[0], tuple):
+        rest = list(rest[0])
+    if len(rest) > 2:
+        raise ValueError(f"a buffer of {len(spec)} parts: expected [data, counts, displacements, datatype] at most")
+    counts, places = (_plain(x) for x in [*rest, None, None][:2])
+    whole = _memory(data, written)
+    if given is not None:
+        kind = DATATYPES.get(given, given) if isinstance(given, str) else given
+        whole = Buffer(whole.octets, kind.dtype if isinstance(kind, Datatype) else np.dtype(kind))
+    return (counts, places), whole
+
+
+def _plain(x: Any) -> int | Sequence[int] | None:
+    return x if x is None else int(x) if isinstance(x, (int, np.integer)) else [int(one) for one in x]
+
+
+def _memory(data: Any, written: bool) -> Buffer:
+    if data is None:
+        return Buffer(torch.empty(0, dtype=torch.uint8), np.dtype("B"))
+    if isinstance(data, Tensor):
+        if not data.is_cpu or not data.is_contiguous():
+            raise TypeError(f"a tensor on {data.device}, strides {data.stride()}: expected a contiguous one on the CPU")
+        memory = data.detach().reshape(-1).view(torch.uint8)
+        try:
+            return Buffer(memory, torch.empty(0, dtype=data.dtype).numpy().dtype)
+        except TypeError:  # bfloat16 and others
+            return Buffer(memory, np.dtype(f"V{data.itemsize}"), data.dtype)
+    array = data if isinstance(data, np.ndarray) else _array(data)
+    if not array.flags.c_contiguous:
+        raise TypeError(f"an array of shape {array.shape}, strides {array.strides}: expected a contiguous one")
+    octets = array.reshape(-1).view(np.uint8)
+    if not octets.flags.writeable:
+        if written:
+            raise TypeError(f"{type(data).__name__} is read-only: expected a buffer that can be written")
+        octets = octets.copy()  # torch knows no tensors that cannot be written
+    return Buffer(torch.from_numpy(octets), array.dtype)
+
+
+def _array(data: Any) -> np.ndarray[Any, Any]:
+    try:
+        view = memoryview(data)
+        return np.frombuffer(view, np.dtype(view.format or "B")) if view.nbytes else np.empty(0, view.format or "B")
+    except (TypeError, BufferError, ValueError) as error:
+        raise TypeError(f"{type(data).__name__} is no contiguous buffer: {error}") from None
