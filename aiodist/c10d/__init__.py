@@ -4,13 +4,12 @@ Importing this module registers the backend, which torch from 2.14 on does by it
 `wrap` makes its communicator torch's default process group.
 
 `calls` is the map from torch's calls to ours, `work` what a call returns, `home` the loop that the communicators live
-on, `rendezvous` how ranks meet, `hooks` puts DDP's buckets into the arena.
+on and how ranks meet, `hooks` puts DDP's buckets into the arena.
 """
 
 from aiodist.c10d.calls import AiodistProcessGroup, create
-from aiodist.c10d.home import wrap
+from aiodist.c10d.home import register, wrap
 from aiodist.c10d.hooks import ddp_hook
-from aiodist.c10d.rendezvous import register
 
 __all__ = ["AiodistProcessGroup", "ddp_hook", "register_backend", "wrap"]
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd import graph
 
 from aiodist.c10d.home import Home
-from aiodist.c10d.layout import blocks, deal, flat, joined, movable, room_for
 from aiodist.c10d.work import HandleWork
+from aiodist.collectives.arithmetic import SUPPORTED
 from aiodist.communicator import Communicator
 from aiodist.errors import AiodistError, BackendUnavailable
 from aiodist.handles import Handle
@@ -97,7 +97,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _SCATTERED) -> HandleWork:
         def issue() -> list[Handle[Any]]:
-            return [self._scatter_reduced(out, joined(ts), opts, ts) for out, ts in zip(outputs, inputs, strict=True)]
+            return [self._scatter_reduced(out, _joined(ts), opts, ts) for out, ts in zip(outputs, inputs, strict=True)]
 
         return self._work(issue, outputs, _division(outputs, opts, self.coll.size))
 
@@ -115,59 +115,57 @@ class AiodistProcessGroup(dist.ProcessGroup):
     # --- movement ---------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors, opts: Any) -> HandleWork:
-        return self._work(lambda: [self.coll.broadcast(movable(t), opts.rootRank) for t in tensors], tensors)
+        return self._work(lambda: [self.coll.broadcast(_movable(t), opts.rootRank) for t in tensors], tensors)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> HandleWork:
-        rooms = [room_for(ts) for ts in outputs]
+        rooms, deal = _rooms(outputs)
 
         def issue() -> list[Handle[Any]]:
-            return [
-                self.coll.allgather(movable(t), out=movable(room)) for (room, _), t in zip(rooms, inputs, strict=True)
-            ]
+            return [self.coll.allgather(_movable(t), out=room) for room, t in zip(rooms, inputs, strict=True)]
 
-        return self._work(issue, [t for ts in outputs for t in ts], _dealing(rooms, outputs))
+        return self._work(issue, [t for ts in outputs for t in ts], deal)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> HandleWork:
         return self.allgather([list(ts) for ts in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> HandleWork:
-        return self._work(lambda: [self.coll.allgather(movable(input), out=movable(output))], [output])
+        return self._work(lambda: [self.coll.allgather(_movable(input), out=_movable(output))], [output])
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> HandleWork:
         pairs = list(zip(outputs, inputs, strict=True))
-        return self._work(lambda: [self.coll.allgather(movable(t), out=movable(out)) for out, t in pairs], outputs)
+        return self._work(lambda: [self.coll.allgather(_movable(t), out=_movable(out)) for out, t in pairs], outputs)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> HandleWork:
-        rooms = [room_for(ts) for ts in outputs]  # none but on the root
+        rooms, deal = _rooms(outputs)  # none but on the root
 
         def issue() -> list[Handle[Any]]:
-            outs = [movable(room) for room, _ in rooms] or [None] * len(inputs)
-            return [self.coll.gather(movable(t), opts.rootRank, out=out) for t, out in zip(inputs, outs, strict=True)]
+            outs = rooms or [None] * len(inputs)
+            return [self.coll.gather(_movable(t), opts.rootRank, out=out) for t, out in zip(inputs, outs, strict=True)]
 
-        return self._work(issue, [t for ts in outputs for t in ts], _dealing(rooms, outputs))
+        return self._work(issue, [t for ts in outputs for t in ts], deal)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> HandleWork:
         def issue() -> list[Handle[Any]]:
-            sent = [list(map(movable, ts)) for ts in inputs] or [None] * len(outputs)
+            sent = [list(map(_movable, ts)) for ts in inputs] or [None] * len(outputs)
             return [
-                self.coll.scatter(ts, opts.rootRank, out=movable(out)) for ts, out in zip(sent, outputs, strict=True)
+                self.coll.scatter(ts, opts.rootRank, out=_movable(out)) for ts, out in zip(sent, outputs, strict=True)
             ]
 
         return self._work(issue, outputs)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> HandleWork:
-        sent, came = list(map(movable, inputs)), list(map(movable, outputs))
+        sent, came = list(map(_movable, inputs)), list(map(_movable, outputs))
         return self._work(lambda: [self.coll.alltoall(sent, out=came)], outputs)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> HandleWork:
         if not output_sizes and not input_sizes:
-            return self._work(lambda: [self.coll.alltoall_single(movable(input), out=movable(output))], [output])
-        sent, came = blocks(input, input_sizes, self.coll.size), blocks(output, output_sizes, self.coll.size)
+            return self._work(lambda: [self.coll.alltoall_single(_movable(input), out=_movable(output))], [output])
+        sent, came = _blocks(input, input_sizes, self.coll.size), _blocks(output, output_sizes, self.coll.size)
         return self._work(lambda: [self.coll.alltoall(sent, out=came)], [output])
 
     alltoall_base = all_to_all_single
@@ -175,10 +173,10 @@ class AiodistProcessGroup(dist.ProcessGroup):
     # --- messages and meetings ---------------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> HandleWork:
-        return self._work(lambda: [self.coll.send(movable(t.contiguous()), dst, tag) for t in tensors], tensors)
+        return self._work(lambda: [self.coll.send(_movable(t.contiguous()), dst, tag) for t in tensors], tensors)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> HandleWork:
-        return self._work(lambda: [self.coll.recv(movable(t), src, tag) for t in tensors], tensors)
+        return self._work(lambda: [self.coll.recv(_movable(t), src, tag) for t in tensors], tensors)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> HandleWork:
         return self.recv(tensors, ANY, tag)
@@ -295,7 +293,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
     def _scatter_reduced(self, out: Tensor, t: Tensor, opts: Any, parts: Tensors | None = None) -> Handle[Any]:
         sizes = None if parts is None or len({p.numel() for p in parts}) == 1 else [p.numel() for p in parts]
         summand, op = _summand(t, opts)
-        return self.coll.reduce_scatter(summand, op, sizes, out=flat(out))
+        return self.coll.reduce_scatter(summand, op, sizes, out=_flat(out))
 
     def _allreduce_sparse(self, tensors: Tensors, opts: Any) -> HandleWork:
         """Sum sparse tensors, each rank's of its own entries: all get all entries."""
@@ -319,7 +317,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
 def _summand(t: Tensor, opts: Any) -> tuple[Tensor, Op]:
     """Return `t` flat and the operator, as a communicator takes them."""
     op = opts.reduceOp
-    line, name = flat(t), _OPS[op.op]
+    line, name = _flat(t), _OPS[op.op]
     if op.op == _Op.PREMUL_SUM:
         line.mul_(op.__getstate__()[1])
     return line, "sum" if name == "mean" and t.dtype in _WHOLE else name
@@ -332,10 +330,74 @@ def _division(sums: Tensors, opts: Any, ranks: int) -> Callable[[], object] | No
     return lambda: [t.div_(ranks, rounding_mode="trunc") for t in sums]
 
 
-def _dealing(rooms: list[tuple[Tensor, bool]], outputs: list[Tensors]) -> Callable[[], object] | None:
-    """Return what copies the results from `rooms` where they do not lie in `outputs` already; None: nothing to do."""
-    apart = [(room, ts) for (room, copied), ts in zip(rooms, outputs, strict=True) if copied]
-    return (lambda: [deal(room, ts) for room, ts in apart]) if apart else None
+def _rooms(outputs: list[Tensors]) -> tuple[list[Tensor], Callable[[], object] | None]:
+    """Return a flat tensor for what is to end in each list, and what copies it there; None: it lies there already."""
+    lying = [_together(ts) for ts in outputs]
+    rooms = [
+        ts[0].new_empty(sum(t.numel() for t in ts)) if line is None else line
+        for ts, line in zip(outputs, lying, strict=True)
+    ]
+
+    def deal() -> None:
+        for room, ts, line in zip(rooms, outputs, lying, strict=True):
+            for t, part in zip(ts, room.split([t.numel() for t in ts]), strict=True) if line is None else ():
+                t.detach().copy_(part.view(t.shape))
+
+    return list(map(_movable, rooms)), deal if any(line is None for line in lying) else None
+
+
+# --- tensors as communicators take them: flat, dense, of dtypes that both know ----------------------------------------
+
+
+def _flat(t: Tensor) -> Tensor:
+    """Return the memory of `t` as one dimension; raise ValueError where it has gaps.
+
+    A tensor whose dimensions lie in another order (channels last) goes too: it has to lie alike on all ranks.
+    """
+    t = t.detach() if t.requires_grad else t
+    if t.is_contiguous():
+        return t if t.dim() == 1 else t.view(-1)
+    if torch.ops.aten.is_non_overlapping_and_dense(t):
+        return t.as_strided((t.numel(),), (1,))
+    raise ValueError(f"a tensor of shape {list(t.shape)} has strides {t.stride()}: expected contiguous memory")
+
+
+def _movable(t: Tensor) -> Tensor:
+    """Return `t` flat, as bytes where its dtype is none that communicators know: for what only moves it."""
+    t = _flat(t)
+    return t if t.dtype in SUPPORTED else t.view(torch.uint8)
+
+
+def _together(ts: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors that are alike and lie one behind the other in one storage as one flat tensor, else None."""
+    first = ts[0]
+    start, nbytes, storage = first.data_ptr(), first.nbytes, first.untyped_storage().data_ptr()
+    for i, t in enumerate(ts):
+        if t.data_ptr() != start + i * nbytes or t.nbytes != nbytes or t.dtype is not first.dtype:
+            return None
+        if t.untyped_storage().data_ptr() != storage or not t.is_contiguous():
+            return None
+    return first.detach().as_strided((len(ts) * first.numel(),), (1,))
+
+
+def _joined(ts: Sequence[Tensor]) -> Tensor:
+    """Return the elements of all `ts` in one flat tensor, which is a copy only where they do not lie so already."""
+    lying = _together(ts)
+    return torch.cat([t.detach().reshape(-1) for t in ts]) if lying is None else lying
+
+
+def _blocks(t: Tensor, sizes: Sequence[int], ranks: int) -> list[Tensor]:
+    """Return the flat blocks of `t` for each rank: `sizes` rows of it, or even blocks where there are none."""
+    line = _movable(t)
+    if not sizes:
+        return list(line.split(line.numel() // ranks)) if line.numel() else [line] * ranks
+    if sum(sizes) != t.shape[0]:
+        raise ValueError(f"split sizes {list(sizes)} add up to {sum(sizes)}: expected the {t.shape[0]} rows of dim 0")
+    row = line.numel() // max(1, t.shape[0])
+    return list(line.split([size * row for size in sizes]))
+
+
+# --- what torch asks for ----------------------------------------------------------------------------------------------
 
 
 def create(options: Any, communicator: object = None) -> AiodistProcessGroup:

@@ -1,10 +1,11 @@
-"""Where the communicators of process groups live: the loop of an asyncio program, or one in a thread."""
+"""Where the communicators of process groups live, a loop in a thread or a program's own, and how their ranks meet."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from itertools import count
@@ -13,13 +14,18 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from aiodist.communicator import Communicator
+from aiodist.control import connect
+from aiodist.env import Environment
 from aiodist.errors import AiodistError
 from aiodist.world.background import in_thread
 from aiodist.world.opening import Introduction, Limits
 from aiodist.world.runtime import opened
 
 T = TypeVar("T")
+Met = tuple[dist.Store, int, int]
 _STORE_TIMEOUT = timedelta(minutes=1)
+_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+_LONGEST = timedelta(minutes=5)
 
 
 class Home:
@@ -102,3 +108,69 @@ async def wrap(coll: Communicator) -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+# --- what torch is told at import --------------------------------------------------------------------------------------
+
+
+def register(name: str, create: Callable[..., Any]) -> None:
+    """Register the backend, and what `env://` means where torch's variables are not set; once in a process."""
+    if name in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu", "cuda"])
+    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    of_torch = handlers["env"]
+
+    def meet(url: str, timeout: timedelta = _LONGEST, **options: object) -> Iterator[Met]:
+        """Yield the store, rank and size: by torch's variables, else by `aiodist run`, or by a plain mpirun."""
+        environment = Environment.read()
+        started = environment.mpi or environment.rendezvous is not None
+        if "rank=" in url or environment.variables.keys() >= _VARIABLES or not started:
+            yield from of_torch(url, timeout=timeout, **options)
+        else:
+            yield _met(environment, timeout)
+
+    handlers["env"] = meet
+
+
+def _met(environment: Environment, timeout: timedelta) -> Met:
+    """Have rank 0 open a store, and tell the others where it is."""
+    rank, size = environment.rank, environment.size
+    store = None
+    if rank == 0:
+        name = socket.gethostname() if environment.mpi else "127.0.0.1"
+        store = dist.TCPStore(name, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+    told = None if store is None else f"{store.host} {store.port}"
+    if environment.rendezvous is None:
+        said = _over_mpi(told)
+    else:
+        said = asyncio.run(_over_channel(environment, told, timeout.total_seconds()))
+    host, port = said.split()
+    return store or dist.TCPStore(host, int(port), size, is_master=False, timeout=timeout), rank, size
+
+
+def _over_mpi(told: str | None) -> str:
+    from aiodist.backends.mpi.transport import World
+
+    World.initialize()
+    from mpi4py import MPI
+
+    said: str = MPI.COMM_WORLD.bcast(told)
+    return said
+
+
+async def _over_channel(environment: Environment, told: str | None, seconds: float) -> str:
+    assert environment.rendezvous is not None
+    channel = await connect(
+        environment.rendezvous,
+        rank=environment.rank,
+        size=environment.size,
+        token=environment.token,
+        timeout=seconds,
+        environ=environment.variables,
+    )
+    if told is not None:
+        await channel.set("c10d/store", told.encode())
+    said: bytes = await channel.get("c10d/store")
+    await channel.aclose()
+    return said.decode()
