@@ -110,7 +110,7 @@ async def wrap(coll: Communicator) -> dist.ProcessGroup:
     return group
 
 
-# --- what torch is told at import --------------------------------------------------------------------------------------
+# --- what torch is told at import -------------------------------------------------------------------------------------
 
 
 def register(name: str, create: Callable[..., Any]) -> None:

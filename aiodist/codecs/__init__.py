@@ -4,15 +4,11 @@
 """
 
 from aiodist.codecs.base import Codec, ObjectCodec
-from aiodist.codecs.difference import Incoming, Outgoing
-from aiodist.codecs.feedback import ErrorFeedback
+from aiodist.codecs.exact import Json, Lossless, Pickle
+from aiodist.codecs.feedback import ErrorFeedback, Incoming, Outgoing
 from aiodist.codecs.gradients import Exchange, Gather, GradientCodec, Gradients, NarrowSum, RoundingLoss, Sum
-from aiodist.codecs.half import BFloat16, Half
-from aiodist.codecs.lossless import Lossless
 from aiodist.codecs.lowrank import SVD, PowerSGD
-from aiodist.codecs.objects import Json, Pickle
-from aiodist.codecs.qsgd import QSGD, TernGrad
-from aiodist.codecs.scaled import Int8, Sign
+from aiodist.codecs.narrow import QSGD, BFloat16, Half, Int8, Sign, TernGrad
 from aiodist.codecs.sparse import RandomK, TopK
 
 __all__ = [

@@ -46,14 +46,12 @@ class Codec(Protocol):
 
         The code is complete but for dtype and numel. Raises `TypeError` for a dtype that the codec does not take.
         """
-        ...
 
     def decode(self, code: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
         """Return the tensor, flat, on the CPU, in new memory; `code` stays as it is.
 
         Raises `ValueError` for a code that this codec did not make of `numel` elements of `dtype`.
         """
-        ...
 
 
 class ObjectCodec(Protocol):
@@ -61,11 +59,9 @@ class ObjectCodec(Protocol):
 
     def encode(self, obj: Any) -> Tensor:
         """Return `obj` as flat uint8 on the CPU, in new memory."""
-        ...
 
     def decode(self, code: Tensor) -> Any:
         """Return the object; raise `ValueError` for a code that this codec did not make."""
-        ...
 
 
 class Kind(IntEnum):
@@ -99,6 +95,13 @@ def check_input(t: Tensor, who: str) -> Tensor:
 def write_head(code: Tensor, kind: Kind, dtype: torch.dtype, numel: int, param: int) -> None:
     """Write what stands before a code; `param`, 32 bits, is the codec's."""
     _HEAD.pack_into(code.numpy().data, 0, kind, _DTYPES.index(dtype), param, numel)
+
+
+def framed(payload: Tensor, kind: Kind, dtype: torch.dtype, numel: int, param: int) -> Tensor:
+    """Return the code that has `payload` behind its head."""
+    code = torch.cat([torch.empty(HEAD, dtype=torch.uint8, device="cpu"), payload])
+    write_head(code, kind, dtype, numel, param)
+    return code
 
 
 def parse(

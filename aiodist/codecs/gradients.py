@@ -92,11 +92,9 @@ class GradientCodec:
     """`combine` adds up; else all ranks keep equal parts of what it leaves out of the sum of the codes."""
 
     def encode(self, t: Tensor) -> Tensor:
-        """See `Codec`."""
         raise NotImplementedError
 
     def decode(self, code: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
-        """See `Codec`."""
         raise NotImplementedError
 
     def encode_next(self, t: Tensor, number: int) -> Tensor:
@@ -148,18 +146,15 @@ class FloatCodec(GradientCodec):
     kind: ClassVar[Kind]
 
     def encode(self, t: Tensor) -> Tensor:
-        """See `Codec`."""
         return self.encode_next(t, 0)
 
     def encode_next(self, t: Tensor, number: int) -> Tensor:
-        """See `GradientCodec`."""
         t = check_input(t, type(self).__name__)
         code = torch.empty(HEAD + self.nbytes(t.numel(), t.dtype), dtype=torch.uint8, device="cpu")
         write_head(code, self.kind, t.dtype, t.numel(), self.write(t, code[HEAD:], number))
         return code
 
     def decode(self, code: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
-        """See `Codec`."""
         param, payload = parse(code, self.kind, dtype, numel, self.nbytes(numel, dtype))
         return self.read(payload, dtype, numel, param)
 
@@ -194,7 +189,6 @@ class DrawingCodec(FloatCodec):
         return partial(type(self), **{each.name: getattr(self, each.name) for each in fields(self) if each.init}), ()
 
     def encode(self, t: Tensor) -> Tensor:
-        """See `Codec`."""
         return self.encode_next(t, next(self._calls))  # atomic: `itertools.count` is C
 
 

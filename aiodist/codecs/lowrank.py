@@ -33,11 +33,9 @@ class _LowRank(FloatCodec):
         check_seed(self.seed)
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """See `FloatCodec`."""
         return sum(self._shape(numel)) * self._columns(numel) * wide(dtype).itemsize
 
     def write(self, t: Tensor, payload: Tensor, number: int) -> int:
-        """See `FloatCodec`."""
         dtype, (rows, columns) = wide(t.dtype), self._shape(t.numel())
         matrix = torch.zeros(rows * columns, dtype=dtype, device="cpu")
         matrix[: t.numel()].copy_(t)
@@ -46,7 +44,6 @@ class _LowRank(FloatCodec):
         return 0
 
     def read(self, payload: Tensor, dtype: torch.dtype, numel: int, param: int) -> Tensor:
-        """See `FloatCodec`."""
         (rows, columns), rank = self._shape(numel), self._columns(numel)
         a, b = part(payload, 0, (rows + columns) * rank, wide(dtype)).split([rows * rank, columns * rank])
         whole: Tensor = a.view(rows, rank) @ b.view(columns, rank).T
@@ -82,7 +79,6 @@ class PowerSGD(_LowRank):
     _rounds: ClassVar[int] = 1
 
     def exchange(self, gradients: Gradients, kept: dict[str, Tensor]) -> Exchange:
-        """See `GradientCodec`."""
         totals, outs = gradients.pieces(gradients.total), gradients.pieces(gradients.out)
         chosen = [i for i, shape in enumerate(gradients.shapes) if self._pays(shape)]
         rest = [i for i in range(len(totals)) if i not in chosen]
@@ -139,7 +135,6 @@ class SVD(_LowRank):
     _rounds: ClassVar[int] = 3
 
     def exchange(self, gradients: Gradients, kept: dict[str, Tensor]) -> Exchange:
-        """See `GradientCodec`."""
         shapes = [(shape[0] if shape else 1, math.prod(shape[1:])) for shape in gradients.shapes]
         matrices = [t.view(shape) for t, shape in zip(gradients.pieces(gradients.total), shapes, strict=True)]
         outs = [t.view(shape) for t, shape in zip(gradients.pieces(gradients.out), shapes, strict=True)]
@@ -157,7 +152,6 @@ class SVD(_LowRank):
                 out.add_(a @ b.T, alpha=gradients.factor)
 
     def factors(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """See `_LowRank`."""
         if not bool(matrix.isfinite().all()):
             rank = min(self.rank, *matrix.shape)
             return matrix.new_full((len(matrix), rank), torch.nan), matrix.new_zeros(matrix.shape[1], rank)

@@ -41,11 +41,9 @@ class TopK(FloatCodec):
         _share(self.ratio, 0)
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """See `FloatCodec`."""
         return _share(self.ratio, numel) * (_index_dtype(numel).itemsize + dtype.itemsize)
 
     def write(self, t: Tensor, payload: Tensor, number: int) -> int:
-        """See `FloatCodec`."""
         indices = _largest(t, _share(self.ratio, t.numel()))
         index_bytes = indices.to(_index_dtype(t.numel())).view(torch.uint8)
         payload[: index_bytes.numel()].copy_(index_bytes)
@@ -53,7 +51,6 @@ class TopK(FloatCodec):
         return 0
 
     def read(self, payload: Tensor, dtype: torch.dtype, numel: int, param: int) -> Tensor:
-        """See `FloatCodec`."""
         decoded = torch.zeros(numel, dtype=dtype, device="cpu")
         indices, values = self._found(payload, dtype, numel)
         decoded[indices] = values
@@ -97,21 +94,17 @@ class RandomK(DrawingCodec):
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
-        """See `GradientCodec`."""
         return self.scaled
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """See `FloatCodec`."""
         return _share(self.ratio, numel) * dtype.itemsize
 
     def write(self, t: Tensor, payload: Tensor, number: int) -> int:
-        """See `FloatCodec`."""
         number %= _DRAWS
         payload.copy_(_taken(t, self._draw(number, t.numel())[0]).view(torch.uint8))
         return number
 
     def read(self, payload: Tensor, dtype: torch.dtype, numel: int, param: int) -> Tensor:
-        """See `FloatCodec`."""
         decoded = torch.zeros(numel, dtype=dtype, device="cpu")
         self._put(part(payload, 0, _share(self.ratio, numel), dtype), *self._draw(param, numel), decoded)
         return decoded
