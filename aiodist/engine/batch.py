@@ -1,19 +1,24 @@
-"""One batch: from the loader, as a sample, through network and criterion."""
+"""One batch: from the loader, as a sample, through network and criterion; and the means of what is measured of it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping, Sized
+import math
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from aiodist.data import Prefetch, prefetch
-from aiodist.engine.hooks import Hooks
-from aiodist.engine.meters import Meter, Metric
-from aiodist.engine.state import State
+from aiodist.engine.state import Hooks, State
 from aiodist.handles import Progress
 
+LOSS = "loss"
+Metric = Callable[[Any, Any], "Tensor | float"]
+"""Returns a number of one batch, of its output and target: the mean over its samples."""
+Sums = tuple[float, dict[str, float]]
+"""The weight of all batches, and by name the sum of their values, each times its weight."""
 Loader = Iterable[Any] | AsyncIterable[Any] | Prefetch[Any]
 Split = Callable[[Any], tuple[Any, Any]]
 """Returns input and target of a sample."""
@@ -37,6 +42,42 @@ class WithCriterion(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the network."""
         return self.network(*args, **kwargs)
+
+
+class Meter:
+    """Measures one epoch on this rank; `add` belongs to the thread that computes."""
+
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self._metrics = metrics
+        self._weight = 0.0
+        self._sums: dict[str, Any] = {}
+        """Of Python numbers; of tensors where the values are on a device, which is not waited for."""
+
+    def add(self, state: State) -> None:
+        """Take the batch of `state`."""
+        assert state.loss is not None
+        weight = 1.0 if state.weight is None else state.weight
+        with torch.no_grad():
+            self._weight += weight
+            self._add(LOSS, state.loss.detach(), weight)
+            for name, metric in self._metrics.items():
+                self._add(name, metric(state.output, state.target), weight)
+
+    def _add(self, name: str, value: Tensor | float, weight: float) -> None:
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"metric {name!r} is a tensor of shape {list(value.shape)}: expected one number a batch")
+        on_device = isinstance(value, Tensor) and value.is_cuda
+        self._sums[name] = self._sums.get(name, 0.0) + (value.double() if on_device else float(value)) * weight  # type: ignore[union-attr]
+
+    def sums(self) -> Sums:
+        """Return what was measured so far."""
+        return self._weight, {name: float(total) for name, total in self._sums.items()}
+
+    def means(self, by_rank: Sequence[Sums]) -> dict[str, float]:
+        """Return each mean over all ranks that the sums are of."""
+        weight = math.fsum(weight for weight, _ in by_rank)
+        totals = {name: math.fsum(sums.get(name, 0.0) for _, sums in by_rank) for name in (LOSS, *self._metrics)}
+        return {name: total / weight if weight else math.nan for name, total in totals.items()}
 
 
 @dataclass(frozen=True)
@@ -83,6 +124,20 @@ class Batch:
             raise TypeError(f"the loss is a {what}: expected a tensor of one element")
         self.meter.add(state)
         return state.loss
+
+
+def checked_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
+    """Return `metrics` if that is what they are; raise TypeError or ValueError."""
+    found = dict(metrics or {})
+    for name, metric in found.items():
+        if not isinstance(name, str) or name == LOSS:
+            raise ValueError(f"metric {name!r}: expected a name other than {LOSS!r}, which is that of the mean loss")
+        if not callable(metric) or hasattr(metric, "compute"):
+            raise TypeError(
+                f"metric {name!r} is {type(metric).__name__}: expected a function of output and target; what counts by "
+                "itself, as torchmetrics' do, belongs in hooks"
+            )
+    return found
 
 
 def model_of(

@@ -69,12 +69,8 @@ def _check_finite(what: str, t: Tensor, state: State) -> None:
 
 def fingerprints(module: nn.Module) -> list[int]:
     """Return a hash of each parameter: equal where all bits are."""
-    return [_fingerprint(p.detach()) for p in module.parameters()]
-
-
-def _fingerprint(t: Tensor) -> int:
-    data = t.cpu().contiguous().flatten().view(torch.uint8).numpy().data
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+    on_host = (p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data for p in module.parameters())
+    return [int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") for data in on_host]
 
 
 def check_alike(module: nn.Module, by_rank: Sequence[Sequence[int]], state: State) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
 
@@ -55,23 +54,14 @@ class Display:
 
     def epoch(self, state: State) -> None:
         """An epoch is over."""
-        seconds = perf_counter() - self._began
-        self._console.print(f"epoch {state.epoch}/{state.epochs}: {in_words(state.metrics)}, {seconds:.1f} s")
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in state.metrics.items())
+        self._console.print(f"epoch {state.epoch}/{state.epochs}: {figures}, {perf_counter() - self._began:.1f} s")
 
     def close(self) -> None:
         """Take the bar away."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = self._task = None
-
-
-def in_words(metrics: Mapping[str, float]) -> str:
-    """Return figures as text.
-
-    >>> in_words({"loss": 0.25, "accuracy": 0.96875})
-    'loss 0.25, accuracy 0.9688'
-    """
-    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
 class Profiling:

@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from os import PathLike
-from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any, TypeVar, Unpack, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from aiodist.communicator import Communicator
-from aiodist.engine.batch import Loader, Split, WithCriterion, model_of
-from aiodist.engine.display import Display, Profiling, check_steps
-from aiodist.engine.evaluation import evaluate
-from aiodist.engine.hooks import Hook, Hooks
-from aiodist.engine.meters import Assembly, Metric, checked_metrics
-from aiodist.engine.state import Event, Position, State
+from aiodist.engine.batch import Loader, Metric, Split, WithCriterion, checked_metrics, model_of
+from aiodist.engine.display import check_steps
+from aiodist.engine.state import Event, Hook, Hooks, Position, State
 from aiodist.engine.steppers import ClientStepper, PassStepper, Stepper
-from aiodist.engine.training import Training, Watchers
+from aiodist.engine.training import Assembly, EngineOptions, Training, evaluate
 from aiodist.nn import DataParallel
 from aiodist.nn.data_parallel import Driver
 from aiodist.ps.training import TrainingClient
 
 H = TypeVar("H", bound=Hook)
-
-
-class EngineOptions(TypedDict, total=False):
-    """What an engine does beside training."""
-
-    progress: bool
-    debug: bool
-    dynamic: bool
-    profile: tuple[int, int] | None
-    traces: str | PathLike[str]
 
 
 class Engine:
@@ -170,20 +155,15 @@ class Engine:
             raise ValueError(f"epochs={epochs!r}: expected a number of epochs")
         if self._training is not None:
             raise RuntimeError("engine.train inside itself: expected one at a time")
-        state, profile = self._state, self._options.get("profile")
-        state.stop, state.epochs = False, epochs
-        watchers = Watchers(
-            Display() if self._options.get("progress", True) and state.rank == 0 else None,
-            None if profile is None else Profiling(profile, Path(self._options.get("traces", "traces")), state.rank),
-            self._options.get("debug", False),
-            self._options.get("dynamic", True),
+        self._state.stop, self._state.epochs = False, epochs
+        self._training = Training(
+            self._model, self._options, self._stepper, self._assembly, self._position, self._state
         )
-        self._training = Training(self._model, watchers, self._stepper, self._assembly, self._position, state)
         try:
             await self._training.run(loader, self._hooks)
         finally:
             self._training = None
-        return dict(state.metrics)
+        return dict(self._state.metrics)
 
     async def test(self, loader: Loader) -> dict[str, float]:
         """Return mean loss and metrics over the data of all ranks, without gradients and with dropout and such off.

@@ -1,8 +1,11 @@
-"""What hooks are given, the state of a training or of an evaluation, and how far a training has come."""
+"""The state of a training or of an evaluation, the hooks that are given it, and how far a training has come."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import concurrent.futures
+import inspect
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -10,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from aiodist.checkpoints.own import set_torch_state, torch_state
+from aiodist.handles import Progress
 
-__all__ = ["EVENTS", "Event", "Position", "State"]
+_LOOK_SECONDS = 0.5  # how soon a thread notices that its loop is gone
 
 Event = Literal["start", "sample", "forward", "criterion", "backward", "update", "epoch", "end"]
 """When hooks are called."""
@@ -95,3 +99,56 @@ class Position:
     def state_dict(self) -> dict[str, Any]:
         """Return numbers and tensors."""
         return {**vars(self), "order": self.order if self.batch else None, "random": self.random or torch_state()}
+
+
+# --- hooks ---------------------------------------------------------------------------------------------------------
+
+Hook = Callable[[State], object]
+"""A plain function, or a coroutine function."""
+
+
+class Hooks:
+    """Hooks by event; those of `behind` come after all that are added here."""
+
+    def __init__(self, behind: Hooks | None = None) -> None:
+        self._hooks: dict[Event, list[Hook]] = {event: [] for event in EVENTS}
+        self._behind = behind
+
+    def add(self, event: Event, hook: Hook) -> None:
+        """Call `hook` at `event`, after those that were added before.
+
+        Raises ValueError for an event that there is not, TypeError for what cannot be called.
+        """
+        if event not in self._hooks:
+            raise ValueError(f"event {event!r}: expected one of {', '.join(EVENTS)}")
+        if not callable(hook):
+            raise TypeError(f"the hook for {event!r} is {type(hook).__name__}: expected a function of the state")
+        self._hooks[event].append(hook)
+
+    def at(self, event: Event) -> list[Hook]:
+        """Return the hooks of `event`, in order."""
+        mine = self._hooks[event]
+        return mine if self._behind is None else mine + self._behind.at(event)
+
+    async def call(self, event: Event, state: State) -> None:
+        """Call the hooks of `event` on the loop, and await what is to be awaited, one after the other."""
+        for hook in self.at(event):
+            result = hook(state)
+            if inspect.isawaitable(result):
+                await result
+
+    def call_on_thread(self, event: Event, state: State, progress: Progress) -> None:
+        """Call them on this thread, which computes; coroutines run on the loop, and this thread waits for them."""
+        for hook in self.at(event):
+            result = hook(state)
+            if inspect.iscoroutine(result):
+                with progress.waiting():
+                    _run_on_loop(result, progress.loop)
+
+
+def _run_on_loop(coroutine: Coroutine[Any, Any, object], loop: asyncio.AbstractEventLoop) -> None:
+    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    while not concurrent.futures.wait([future], _LOOK_SECONDS).done:
+        if loop.is_closed():
+            raise RuntimeError(f"the event loop was closed while {coroutine!r} was running")
+    future.result()

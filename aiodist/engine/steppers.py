@@ -107,7 +107,6 @@ class ClientStepper:
         self._stream: HostStream
 
     def run(self, fn: Callable[..., T], /, *args: Any) -> Handle[T]:
-        """Return a handle of `fn(*args)` on a thread of its own."""
         return self._stream.submit(fn, *args)
 
     async def step(self, work: Callable[[], Tensor], reduced: Callable[[], None]) -> Tensor:
@@ -124,7 +123,6 @@ class ClientStepper:
         return loss.detach()
 
     def stopping(self) -> bool:
-        """Return whether this rank stops; it need tell no other."""
         return self._stop()
 
     def by_all(self) -> bool:
@@ -132,14 +130,12 @@ class ClientStepper:
         return False
 
     def epoch(self) -> AbstractAsyncContextManager[object]:
-        """Wait for nobody."""
         return nullcontext()
 
     async def flush(self) -> None:
         """Nothing is left."""
 
     def weights(self) -> AbstractContextManager[object]:
-        """Return the client's own."""
         return self._client.weights()
 
     @asynccontextmanager

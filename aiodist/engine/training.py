@@ -1,31 +1,74 @@
-"""One training: epochs of steps, the same on every rank, and one end for all of them."""
+"""One training, epochs of steps with one end for all ranks, and one evaluation, without gradients."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
+import torch
+from torch import Tensor, nn
+
+from aiodist.checkpoints.agreeing import exchange
 from aiodist.checkpoints.own import torch_state
+from aiodist.communicator import Communicator
 from aiodist.data import ShardQueue
 from aiodist.engine import checks
-from aiodist.engine.batch import Batch, Loader, Model, length_of, prefetched, set_epoch, source_of
+from aiodist.engine.batch import Batch, Loader, Meter, Model, Sums, length_of, prefetched, set_epoch, source_of
 from aiodist.engine.display import Display, Profiling
-from aiodist.engine.hooks import Hooks
-from aiodist.engine.meters import Assembly, Meter, Sums
-from aiodist.engine.state import Event, Position, State
+from aiodist.engine.state import Event, Hooks, Position, State
 from aiodist.engine.steppers import Stepper
 from aiodist.handles import Progress
 from aiodist.nn import DataParallel
 
+T = TypeVar("T")
 
-class Watchers(NamedTuple):
-    """What looks at a training beside the user's hooks."""
 
-    display: Display | None
-    profiling: Profiling | None
+class EngineOptions(TypedDict, total=False):
+    """What an engine does beside training."""
+
+    progress: bool
     debug: bool
     dynamic: bool
+    profile: tuple[int, int] | None
+    traces: str | PathLike[str]
+
+
+class Assembly:
+    """The ranks of one engine; without a communicator there is no other one, and nothing is sent."""
+
+    def __init__(self, base: Communicator | None) -> None:
+        self._base = base
+        self.comm: Communicator | None = None
+        """The engine's own communicator, once it is open."""
+        self.rank = 0 if base is None else base.rank
+        self.size = 1 if base is None else base.size
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this rank was asked to stop, see `Communicator.stopping`."""
+        return self._base is not None and self._base.parts.registry.stop_requested
+
+    async def open(self) -> None:
+        """Collective at the first call: all ranks get a duplicate of the communicator, which is the engine's own."""
+        if self.comm is None and self._base is not None:
+            self.comm = await self._base.dup()
+
+    def abort(self, why: str) -> None:
+        """Have all ranks hear that this one takes no part any more; the next training opens another communicator."""
+        comm, self.comm = self.comm, None
+        if comm is not None:
+            comm.abort(f"rank {self.rank} {why}")
+
+    async def exchange(self, said: T, failure: Exception | None = None) -> list[T]:
+        """Return what all ranks say; raise `failure`, or RemoteError with that of another rank.
+
+        Collective, one allgather of small objects.
+        """
+        return await exchange(self.comm, "this training", said, failure)
 
 
 class _Word(NamedTuple):
@@ -47,35 +90,46 @@ class Training:
     """
 
     def __init__(
-        self, model: Model, watchers: Watchers, stepper: Stepper, assembly: Assembly, position: Position, state: State
+        self,
+        model: Model,
+        options: EngineOptions,
+        stepper: Stepper,
+        assembly: Assembly,
+        position: Position,
+        state: State,
     ) -> None:
         self._model = model
-        self._watchers = watchers
         self._stepper = stepper
         self._assembly = assembly
         self._position = position
         self._state = state
         self._progress = Progress.current()
+        self._display = Display() if options.get("progress", True) and state.rank == 0 else None
+        profile, traces = options.get("profile"), Path(options.get("traces", "traces"))
+        self._profiling = None if profile is None else Profiling(profile, traces, state.rank)
+        self._debug = options.get("debug", False)
+        self._dynamic = options.get("dynamic", True)
 
     async def run(self, loader: Loader, users: Hooks) -> None:
         """Train until there are as many epochs as the state says, or one rank asks to stop."""
         self._loader, self._hooks = loader, Hooks(behind=users)
         self._state.epoch, self._state.step = self._position.epoch, self._position.step
         self._add_ours()
-        display, profiling, debug, _ = self._watchers
+        net = self._state.net
         try:
             async with AsyncExitStack() as stack:
                 await self._assembly.open()
                 await stack.enter_async_context(self._stepper.open(self._asks_stop))
-                if debug and not self._scaled():
+                scaled = isinstance(net, DataParallel) and net.settings().scaler is not None
+                if self._debug and not scaled:  # scaled ones may be infinite
                     stack.enter_context(checks.checked_gradients(self._model.module, self._state))
-                if display is not None:
-                    stack.callback(display.close)
+                if self._display is not None:
+                    stack.callback(self._display.close)
                 try:
                     await self._run()
                 finally:
-                    if profiling is not None:
-                        await self._stepper.run(profiling.end)
+                    if self._profiling is not None:
+                        await self._stepper.run(self._profiling.end)
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._assembly.abort(f"was cancelled in this training: {error!r}")
@@ -83,28 +137,23 @@ class Training:
 
     def _add_ours(self) -> None:
         """Add the hooks that come before the user's."""
-        display, profiling, debug, dynamic = self._watchers
+        add, profiling = self._hooks.add, self._profiling
         if profiling is not None:
-            self._hooks.add("sample", self._begin_profile)
-        if debug:
-            self._hooks.add("criterion", checks.check_loss)
-            self._hooks.add("update", self._check_parameters)
-        if not dynamic:
-            self._hooks.add("criterion", checks.GraphCheck(self._model.module))
+            add("sample", partial(self._profile, profiling.first, profiling.begin))
+        if self._debug:
+            add("criterion", checks.check_loss)
+            add("update", self._check_parameters)
+        if not self._dynamic:
+            add("criterion", checks.GraphCheck(self._model.module))
         if profiling is not None:
-            self._hooks.add("update", self._end_profile)
-        if display is not None:
-            self._hooks.add("update", display.update)
-            self._hooks.add("epoch", display.epoch)
+            add("update", partial(self._profile, profiling.last, profiling.end))
+        if self._display is not None:
+            add("update", self._display.update)
+            add("epoch", self._display.epoch)
 
     def _asks_stop(self) -> bool:
         """Return whether this rank asks all to stop: a hook does, or a signal."""
         return self._state.stop or self._assembly.stop_requested
-
-    def _scaled(self) -> bool:
-        """Gradients are scaled, so infinite ones are no mistake."""
-        net = self._state.net
-        return isinstance(net, DataParallel) and net.settings().scaler is not None
 
     # --- epochs -------------------------------------------------------------------------------------------------
 
@@ -136,8 +185,8 @@ class Training:
                     checks.check_reduced(self._state.net)
                 set_epoch(self._loader, self._position.epoch)
                 self._position.begin_epoch()
-                if self._watchers.display is not None:
-                    self._watchers.display.start(length_of(self._loader))
+                if self._display is not None:
+                    self._display.start(length_of(self._loader))
                 async with prefetched(self._loader) as batches:
                     await self._steps(batches)
             await self._stepper.flush()
@@ -151,7 +200,7 @@ class Training:
             self._assembly.abort(f"failed in this training: {failure!r}")
             raise failure
         prints: list[int] = []
-        if self._watchers.debug and self._stepper.waits and failure is None:
+        if self._debug and self._stepper.waits and failure is None:
             prints = await self._prints()
         mine = _Word(self._asks_stop(), self._interrupted, self._meter.sums(), prints)
         words = await self._assembly.exchange(mine, failure)
@@ -191,15 +240,9 @@ class Training:
 
     # --- our own hooks --------------------------------------------------------------------------------------------
 
-    async def _begin_profile(self, state: State) -> None:
-        profiling = self._watchers.profiling
-        if profiling is not None and state.step == profiling.first:
-            await self._stepper.run(profiling.begin)
-
-    async def _end_profile(self, state: State) -> None:
-        profiling = self._watchers.profiling
-        if profiling is not None and state.step == profiling.last:
-            await self._stepper.run(profiling.end)
+    async def _profile(self, step: int, call: Callable[[], None], state: State) -> None:
+        if state.step == step:
+            await self._stepper.run(call)
 
     async def _check_parameters(self, state: State) -> None:
         """After each step: all parameters are finite, and the same on all ranks that ought to have them the same."""
@@ -210,3 +253,53 @@ class Training:
 
     async def _prints(self) -> list[int]:
         return await self._stepper.run(checks.fingerprints, self._model.module)
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+async def evaluate(
+    model: Model, stepper: Stepper, assembly: Assembly, hooks: Hooks, state: State, loader: Loader
+) -> dict[str, float]:
+    """Return the figures of the data of all ranks; each goes at its own pace, and they meet at the end."""
+    meter = Meter(model.metrics)
+    batch = Batch(model, state, hooks, meter, Progress.current())
+    failure: Exception | None = None
+    await assembly.open()
+    try:
+        async with stepper.open(lambda: False):
+            await stepper.flush()
+            with stepper.weights(), _switched_off(model.module):
+                await hooks.call("start", state)
+                async with prefetched(loader) as samples:
+                    async for sample in samples:
+                        state.step = state.batch = state.batch + 1
+                        await batch.take(sample)
+                        state.loss = await stepper.run(_without_gradients, batch)
+                        if state.stop:
+                            break
+    except Exception as error:  # noqa: BLE001  - raised after the others have been told
+        failure = error
+    except BaseException as error:
+        assembly.abort(f"was cancelled in this evaluation: {error!r}")
+        raise
+    state.metrics = meter.means(await assembly.exchange(meter.sums(), failure))
+    await hooks.call("end", state)
+    return dict(state.metrics)
+
+
+def _without_gradients(batch: Batch) -> Tensor:
+    with torch.no_grad():
+        return batch()
+
+
+@contextmanager
+def _switched_off(module: nn.Module) -> Iterator[None]:
+    """Have dropout, batch norm and their like evaluate in this block, and then do what each of them did before."""
+    training = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in training:
+            part.training = mode
