@@ -92,9 +92,11 @@ class GradientCodec:
     """`combine` adds up; else all ranks keep equal parts of what it leaves out of the sum of the codes."""
 
     def encode(self, t: Tensor) -> Tensor:
+        """See `Codec`."""
         raise NotImplementedError
 
     def decode(self, code: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
+        """See `Codec`."""
         raise NotImplementedError
 
     def encode_next(self, t: Tensor, number: int) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,26 @@ def test_a_call_says_what_it_costs_and_which_shapes_it_takes(owner: type, call: 
     assert re.search(r"[Cc]osts?\b", said), "what does it cost?"
     tensors = [str(of) for of in call.__annotations__.values() if "Tensor" in str(of) or str(of) == "Data"]
     assert not tensors or re.search("shape|elements", said), "of which shape?"
+
+
+def _public_methods() -> Iterator[tuple[str, object]]:
+    """Yield what a user may call in the packages where ruff does not ask for docstrings (D102, D103)."""
+    for package in ("aiodist.codecs", "aiodist.compat.mpi", "aiodist.engine", "aiodist.nn"):
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            owner = getattr(module, name)
+            if inspect.isclass(owner):
+                yield f"{package}.{name}", owner
+                named = [(key, value) for key, value in inspect.getmembers(owner) if key[0] != "_"]
+                yield from ((f"{package}.{name}.{key}", value) for key, value in named if _ours(value))
+
+
+def _ours(value: object) -> bool:
+    return inspect.isroutine(value) and str(getattr(value, "__module__", "")).startswith("aiodist.")
+
+
+def test_what_is_public_has_a_docstring_be_it_that_of_its_base() -> None:
+    assert [name for name, value in _public_methods() if not inspect.getdoc(value)] == []
 
 
 ROOT = Path(__file__).resolve().parents[2]
