@@ -1,15 +1,19 @@
-"""Buckets: gradients that are reduced together, and how parameters are dealt to them."""
+"""Buckets: gradients that are reduced together, how parameters are dealt to them, and how full ones are reduced."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import _foreach_add_ as add_each
 from torch import _foreach_copy_ as copy_each
 
+from aiodist.communicator import Communicator
+from aiodist.handles import Handle
 from aiodist.nn.layout import flat_view, view_like
 from aiodist.streams.memory import dtype_name
 
@@ -44,31 +48,29 @@ def deal(
     return full + [bucket for bucket, _ in open_ones.values()]
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
     """One parameter's place in a bucket."""
 
-    __slots__ = ("block", "by_rows", "dtype", "earlier", "index", "name", "nbytes", "parameter", "result", "view")
+    index: int
+    name: str
+    parameter: Tensor
+    block: int | None = None
+    """A number of the block that it belongs to, whose gradients travel together."""
+    by_rows: bool = False
+    """Its gradient is sparse, and has a bucket of its own."""
+    dtype: torch.dtype = field(init=False)
+    nbytes: int = field(init=False)
+    earlier: Tensor | None = None
+    """The gradient that was there when the pass began; this pass's adds to it."""
+    view: Tensor | None = None
+    """Where the gradient lies in the bucket, in the memory layout of the parameter."""
+    result: Tensor | None = None
+    """What becomes `.grad` when it is reduced."""
 
-    def __init__(
-        self, index: int, name: str, parameter: Tensor, block: int | None = None, *, by_rows: bool = False
-    ) -> None:
-        """`block` is a number of the block that it belongs to, whose gradients travel together.
-
-        `by_rows`: its gradient is sparse, and has a bucket of its own.
-        """
-        self.index = index
-        self.block = block
-        self.by_rows = by_rows
-        self.name = name
-        self.parameter = parameter
-        self.dtype = parameter.dtype
-        self.nbytes = parameter.nbytes
-        self.earlier: Tensor | None = None
-        """The gradient that was there when the pass began; this pass's adds to it."""
-        self.view: Tensor | None = None
-        """Where the gradient lies in the bucket, in the memory layout of the parameter."""
-        self.result: Tensor | None = None
-        """What becomes `.grad` when it is reduced."""
+    def __post_init__(self) -> None:
+        self.dtype = self.parameter.dtype
+        self.nbytes = self.parameter.nbytes
 
     def surplus(self) -> bool:
         """A gradient has come after its bucket was filled."""
@@ -232,10 +234,10 @@ def _check_dense(slot: Slot, grad: Tensor) -> None:
             f"parameter {slot.name!r} has a gradient of layout {grad.layout}: expected a dense one, or on the CPU that "
             "of an nn.Embedding or nn.EmbeddingBag with sparse=True"
         )
-    check_dtype(slot, grad)
+    _check_dtype(slot, grad)
 
 
-def check_dtype(slot: Slot, grad: Tensor) -> None:
+def _check_dtype(slot: Slot, grad: Tensor) -> None:
     """Raise `TypeError` unless the gradient is of the dtype that the parameter had from the beginning."""
     if grad.dtype is not slot.dtype:
         seen, known = dtype_name(grad.dtype), dtype_name(slot.dtype)
@@ -252,3 +254,138 @@ def _flat(grad: Tensor, slot: Slot) -> Tensor | None:
     if grad.stride() != parameter.stride():
         return None
     return flat_view(grad)
+
+
+# --- gradients of embeddings, which come as rows and are never made dense ---------------------------------------------
+
+
+def row_parameters(module: nn.Module) -> set[Tensor]:
+    """Return the parameters on the CPU that get sparse gradients: the weights of embeddings with `sparse=True`."""
+    embeddings = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    return {m.weight for m in embeddings if m.sparse and m.weight.is_cpu}
+
+
+def with_values(parameter: Tensor) -> Tensor:
+    """Return `parameter`, or for a gradient of rows a tensor that has their values, in place, as its gradient.
+
+    For functions of torch that take no sparse gradients and treat every element alike, as `clip_grad_norm_` does.
+    """
+    grad = parameter.grad
+    if grad is None or grad.layout is not torch.sparse_coo:
+        return parameter
+    if not grad.is_coalesced():
+        grad = parameter.grad = grad.coalesce()
+    values = grad.values()
+    stand_in = torch.empty_like(values)
+    stand_in.grad = values
+    return stand_in
+
+
+class RowBucket(Bucket):
+    """The gradient of one embedding: each rank brings the rows that it has, and gets those of all ranks, summed."""
+
+    _gathered: Handle[list[list[Tensor]]] | None = None
+    """The ranks' row numbers and rows; None once they are summed."""
+    _share = 1.0
+    """By which the sum is multiplied for the mean over all ranks."""
+    _used = False
+    """Some rank has used the parameter."""
+
+    def fill(self) -> None:
+        """Take the rows of the gradient. Raises `TypeError` for a dense one, or one of another dtype than before."""
+        (slot,) = self.slots
+        given = [grad for grad in (slot.earlier, slot.parameter.grad) if grad is not None]
+        for grad in given:
+            if grad.layout is not torch.sparse_coo:
+                raise TypeError(
+                    f"parameter {slot.name!r} has a dense gradient, and belongs to an embedding with sparse=True: "
+                    "expected one of rows; use sparse=False where the weight is used elsewhere too"
+                )
+            _check_dtype(slot, grad)
+        if not given:
+            self.blank()
+            return
+        self.unused = []
+        with torch.no_grad():
+            rows = (given[0] + given[1] if len(given) > 1 else given[0]).coalesce()
+        slot.parameter.grad = None
+        self._bring(rows.indices()[0].contiguous(), rows.values().contiguous())
+
+    def blank(self) -> None:
+        """Bring no rows."""
+        self.unused = list(self.slots)
+        parameter = self.slots[0].parameter
+        self._bring(torch.empty(0, dtype=torch.int64), parameter.detach().new_empty(0, *parameter.shape[1:]))
+
+    def _bring(self, numbers: Tensor, rows: Tensor) -> None:
+        self._brought = [numbers, rows]
+        self.nbytes = numbers.nbytes + rows.nbytes
+
+    def gather(self, coll: Communicator, op: str) -> Handle[list[list[Tensor]]]:
+        """Return the handle of the row numbers and the rows of all ranks. Cost: an allgather of either."""
+        self._share = 1 / coll.size if op == "mean" else 1.0
+        self._gathered = coll.allgather(self._brought)
+        return self._gathered
+
+    def scale(self) -> None:
+        """Sum the rows, and multiply them by the factor, once; from any thread."""
+        with self.lock:
+            gathered, self._gathered = self._gathered, None
+            if gathered is None:
+                return
+            (slot,) = self.slots
+            with torch.inference_mode(False), torch.no_grad():
+                numbers, rows = (torch.cat(parts) for parts in gathered.result())
+                shape = slot.parameter.shape
+                total = torch.sparse_coo_tensor(numbers[None], rows, shape, check_invariants=True).coalesce()
+                total.values().mul_(self.factor * self._share)
+            slot.result, self.factor = total, 1.0
+
+    def place(self, used: Callable[[int], object]) -> None:
+        """It may be used, if some rank `used` it: `finish` gives the parameter its gradient."""
+        (slot,) = self.slots
+        self._used = bool(used(slot.index))
+        slot.earlier = None
+        if not self._used:
+            slot.result = self._gathered = None
+
+    def finish(self) -> None:
+        """Sum the rows on the thread that uses them, since that takes long, unless they are summed already."""
+        self.scale()
+        if self._used:
+            self.slots[0].parameter.grad = self.slots[0].result
+
+
+# --- what torch calls a communication hook ----------------------------------------------------------------------------
+
+
+class CommHook:
+    """Reduces the buckets of one net; on the loop, in an order that is the same on every rank."""
+
+    nbytes = 0
+    """What this rank has given to collectives so far, in bytes."""
+
+    def reduce(self, bucket: Bucket) -> Handle[Any]:
+        """Return the handle of the reduction of `bucket.data`, in place; raise what the communicator raises."""
+        raise NotImplementedError
+
+    def settle(self, bucket: Bucket) -> None:
+        """Bucket is reduced on all ranks, and its gradients are given out; not called where a pass failed."""
+
+    async def aclose(self) -> None:
+        """Give back what it has; nothing is under way."""
+
+    def abort(self) -> None:
+        """Give it back at once: the net was given up."""
+
+
+class Allreduce(CommHook):
+    """The sum or mean of all ranks, as it is."""
+
+    def __init__(self, data: Communicator, op: Literal["mean", "sum"]) -> None:
+        self._data = data
+        self._op = op
+
+    def reduce(self, bucket: Bucket) -> Handle[Any]:
+        self.nbytes += bucket.nbytes
+        return self._data.allreduce(bucket.data, self._op)

@@ -22,8 +22,7 @@ from aiodist.codecs.gradients import Exchange, Gathered
 from aiodist.communicator import Communicator
 from aiodist.errors import OperationTimeout
 from aiodist.handles import Done, Handle, Progress, join
-from aiodist.nn.buckets import Bucket
-from aiodist.nn.comm_hooks import CommHook
+from aiodist.nn.buckets import Bucket, CommHook
 from aiodist.nn.layout import memory_shape
 from aiodist.streams import HostStream
 

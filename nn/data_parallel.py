@@ -18,21 +18,17 @@ from aiodist.communicator import Communicator
 from aiodist.errors import CommunicatorError, PeerError
 from aiodist.handles import Handle
 from aiodist.handles.handle import FutureWaiter
-from aiodist.nn.buckets import Bucket, Slot
-from aiodist.nn.comm_hooks import Allreduce, CommHook
+from aiodist.nn.buckets import Allreduce, Bucket, CommHook, Slot, row_parameters
 from aiodist.nn.compression import Compression, Compressor, checked_compression
-from aiodist.nn.compute import Compute
+from aiodist.nn.compute import Compute, Forward, plain_step
 from aiodist.nn.deals import Sizes
 from aiodist.nn.devices import cuda_devices, placement
-from aiodist.nn.forward import Forward, plain_step
-from aiodist.nn.join import share_furthest, share_longest
 from aiodist.nn.layout import check_same_structure, named_state
 from aiodist.nn.module_like import ModuleLike
 from aiodist.nn.reducer import DataParallelStatistics, Reducer
 from aiodist.nn.reduction import Reduction
-from aiodist.nn.rows import row_parameters
-from aiodist.nn.settings import Changes, StepSettings
-from aiodist.nn.synchronize import synchronize_buffers
+from aiodist.nn.steps import Changes, StepSettings
+from aiodist.nn.synchronize import share_furthest, share_longest, synchronize_buffers
 from aiodist.nn.tensor_parallel import divided_parameters
 from aiodist.streams import HostStream
 from aiodist.types import Stateful

@@ -1,17 +1,21 @@
-"""Deals: which parameters are trained, in which buckets these travel, and which of them tell that a bucket is full."""
+"""Deals: which parameters are trained, in which buckets these travel, and which have a hook that tells of gradients."""
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from aiodist.nn.buckets import Bucket, Slot, deal
-from aiodist.nn.rows import RowBucket
+from aiodist.nn.buckets import Bucket, RowBucket, Slot, deal
 
 _KEPT = 2
+_GUARDED = 4  # trained parameters of a module: weights and biases of the usual layers
 MakeBucket = Callable[[Sequence[Slot]], Bucket]
 
 
@@ -184,3 +188,72 @@ class Dealer:
         loose = [index for index in when if self._slots[index].block is None]
         dealt = deal(nbytes, kinds, loose, first=self._sizes.first, most=self._sizes.bucket)
         return dealt if not blocks else sorted([*dealt, *blocks.values()], key=lambda group: when[group[-1]])
+
+
+class Sentries:
+    """A hook on each parameter that a deal watches, and more in each module, on those that it owns.
+
+    A hook costs 1 to 2 us each time it fires, so that a module of many parameters has `_GUARDED` on trained ones: it
+    is watched until all of these are frozen, and again when they are placed anew. All that are frozen have one, which
+    does not fire before they are thawed. Any thread may place them.
+    """
+
+    def __init__(self, came: Callable[[int, bool, Tensor], None], module: nn.Module, slots: Sequence[Slot]) -> None:
+        """`came(index, told, parameter)`: a gradient was accumulated in this thread; `told` where the deal watches."""
+        self._came = came
+        self._slots = slots
+        index_of = {id(slot.parameter): slot.index for slot in slots}
+        owned = (list(m.parameters(recurse=False)) for m in module.modules())
+        self._owned = [[index_of[id(p)] for p in mine] for mine in owned if mine]
+        self._deal: Deal | None = None
+        self._trained: list[bool] = []
+        """When they were placed."""
+        self._hooks: dict[int, tuple[bool, RemovableHandle]] = {}
+        """By parameter: whether it tells of every gradient, and the hook."""
+        self._lock = threading.Lock()
+
+    def place(self, deal: Deal) -> None:
+        """Have the parameters that `deal` watches tell, and some of every module."""
+        with self._lock:
+            self._deal = deal
+            self._place(deal)
+
+    def keep(self) -> None:
+        """Move those on parameters that were frozen in the meantime."""
+        with self._lock:
+            if self._deal is not None and self._trained != self._trained_now():
+                self._place(self._deal)
+
+    def remove(self) -> None:
+        """Take them off; `.grad` stays as it is."""
+        with self._lock:
+            self._deal = None
+            for _, hook in self._hooks.values():
+                hook.remove()
+            self._hooks.clear()
+
+    def _trained_now(self) -> list[bool]:
+        return [slot.parameter.requires_grad for slot in self._slots]
+
+    def _place(self, deal: Deal) -> None:
+        trained = self._trained = self._trained_now()
+        wanted = {index: False for index, able in enumerate(trained) if not able}
+        """Those that have a hook, and whether it tells of every gradient."""
+        for mine in self._owned:
+            wanted.update(dict.fromkeys([index for index in mine if trained[index]][:_GUARDED], False))
+        wanted.update(dict.fromkeys((index for index in deal.watched() if trained[index]), True))
+        for index in [index for index, (tells, _) in self._hooks.items() if wanted.get(index) is not tells]:
+            self._hooks.pop(index)[1].remove()
+        for index, tells in wanted.items():
+            if index not in self._hooks:
+                self._hooks[index] = tells, self._hook(index, tells)
+
+    def _hook(self, index: int, tells: bool) -> RemovableHandle:
+        # Not by the parameter's own method, which takes none for one that is frozen.
+        parameter = self._slots[index].parameter
+        hooks = parameter._post_accumulate_grad_hooks
+        if hooks is None:
+            hooks = parameter._post_accumulate_grad_hooks = OrderedDict()
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = partial(self._came, index, tells)
+        return handle

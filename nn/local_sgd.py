@@ -15,12 +15,11 @@ from torch.optim import Optimizer
 
 from aiodist.handles import Handle
 from aiodist.handles.tracing import span
-from aiodist.nn.compute import called
+from aiodist.nn.compute import Forward, called, plain_step
 from aiodist.nn.data_parallel import DataParallel, check_one_pass
-from aiodist.nn.forward import Forward, plain_step
 from aiodist.nn.layout import Parcel
 from aiodist.nn.pass_status import PassStatus
-from aiodist.nn.settings import count_as_stepped
+from aiodist.nn.steps import count_as_stepped
 
 MakeOuter = Callable[[list[nn.Parameter]], Optimizer]
 

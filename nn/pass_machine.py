@@ -12,8 +12,7 @@ from enum import Enum, auto
 from typing import Generic, Protocol, TypeVar
 
 from aiodist.errors import AiodistError, CommunicatorError, MismatchError, PeerError
-from aiodist.nn.accounts import PassAccount, explained, some_in_join
-from aiodist.nn.pass_status import PassStatus, StatusKind
+from aiodist.nn.pass_status import PassAccount, PassStatus, StatusKind, explained, some_in_join
 
 
 class Phase(Enum):

@@ -13,12 +13,11 @@ from aiodist.errors import AiodistError
 from aiodist.handles import Handle
 from aiodist.handles.tracing import span
 from aiodist.nn.buckets import Slot
-from aiodist.nn.compute import called
+from aiodist.nn.compute import Forward, called
 from aiodist.nn.data_parallel import DataParallel, check_one_pass
-from aiodist.nn.forward import Forward
 from aiodist.nn.next_forward import NextForward, UpdatedAhead
 from aiodist.nn.reduction import Reduction
-from aiodist.nn.settings import StepSettings, count_as_stepped
+from aiodist.nn.steps import StepSettings, count_as_stepped
 
 
 class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):

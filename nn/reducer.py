@@ -19,17 +19,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from aiodist.communicator import Communicator
 from aiodist.errors import AiodistError, OperationTimeout
 from aiodist.handles import Handle, Progress, Scheduler
-from aiodist.nn.accounts import PassAccount
 from aiodist.nn.blocks import block_numbers
-from aiodist.nn.buckets import Bucket, Slot
-from aiodist.nn.comm_hooks import CommHook
-from aiodist.nn.deals import Deal, Dealer, MakeBucket, Sizes
+from aiodist.nn.buckets import Bucket, CommHook, Slot, row_parameters
+from aiodist.nn.deals import Deal, Dealer, MakeBucket, Sentries, Sizes
 from aiodist.nn.devices import Devices
 from aiodist.nn.pass_machine import Terms
-from aiodist.nn.pass_status import LEFT_OVER, PassStatus, StatusKind
+from aiodist.nn.pass_status import LEFT_OVER, PassAccount, PassStatus, StatusKind
 from aiodist.nn.reduction import WINDOW_BYTES, Paths, Reduction, arrival
-from aiodist.nn.rows import row_parameters
-from aiodist.nn.sentries import Sentries
 from aiodist.nn.steps import Steps
 
 T = TypeVar("T")
@@ -155,7 +151,7 @@ class Reducer:
         self.thread: int | None = None
         """The one that runs a backward of the net; None while none is under way."""
         self._loop_thread = get_ident()
-        self._sentries = Sentries(self, module, self.slots)
+        self._sentries = Sentries(self._gradient_came, module, self.slots)
         self._take(self._deal.trained, self._deal.trained)
 
     # --- parameters and buckets -------------------------------------------------------------------------------
@@ -426,8 +422,14 @@ class Reducer:
         if self.thread is None:
             self._sentries.keep()
 
-    def check_inside(self, index: int) -> None:
-        """See `GradientWatcher`. The loop's thread runs no pass; those that autograd has for CUDA devices do."""
+    def _gradient_came(self, index: int, told: bool, _: Tensor) -> None:
+        """See `Sentries`. The loop's thread runs no pass; those that autograd has for CUDA devices do."""
+        if self.thread != get_ident():
+            self._check_inside(index)
+        if told and self.thread is not None:
+            self._came(index)
+
+    def _check_inside(self, index: int) -> None:
         name, parameter = self.slots[index].name, self.slots[index].parameter
         if self._taken.get(parameter, id(self)) != id(self):  # frozen here, and trained by that net since
             return
@@ -445,8 +447,7 @@ class Reducer:
                 "net is under way, whose gradients it spoils: call `await net.backward(loss)`"
             )
 
-    def came(self, index: int) -> None:
-        """See `GradientWatcher`."""
+    def _came(self, index: int) -> None:
         reduction = self._current
         if reduction is None:
             if self._deal.learning:

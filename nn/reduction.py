@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -23,14 +23,10 @@ from aiodist.errors import OperationTimeout
 from aiodist.handles import Handle, Lane, Permit, Progress, join
 from aiodist.handles.combinators import EndWaiter
 from aiodist.handles.tracing import tracing
-from aiodist.nn.accounts import PassAccount
-from aiodist.nn.buckets import Bucket
-from aiodist.nn.comm_hooks import CommHook
+from aiodist.nn.buckets import Bucket, CommHook, RowBucket
 from aiodist.nn.devices import Devices, Queued
 from aiodist.nn.pass_machine import PassMachine, Terms
-from aiodist.nn.pass_status import PassStatus
-from aiodist.nn.rows import RowBucket
-from aiodist.nn.spans import Spans
+from aiodist.nn.pass_status import PassAccount, PassStatus
 from aiodist.nn.steps import Steps
 from aiodist.world.tracebacks import folded
 
@@ -381,3 +377,62 @@ class Reduction(PassMachine[Bucket]):
         """Nobody drives it any more: let the compute thread go on."""
         for index in self._queued.issued:
             self._queued.abort(index)
+
+
+# --- how long reductions take -----------------------------------------------------------------------------------------
+
+
+class Spans:
+    """Times of one pass, in seconds of `perf_counter`; `len` is how many buckets were reduced."""
+
+    def __init__(self) -> None:
+        self.backward_ended: float | None = None
+        """When backward ended."""
+        self._began: dict[int, float] = {}
+        self._spans: list[tuple[float, float]] = []
+
+    def issued(self, index: int) -> None:
+        """Bucket `index` is on its way, unless its device tells otherwise."""
+        self._began.setdefault(index, perf_counter())
+
+    def begin(self, index: int, when: float) -> None:
+        """Its device began with bucket `index`."""
+        self._began[index] = when
+
+    def end(self, index: int) -> float:
+        """Bucket `index` is reduced; return when it began."""
+        began = self._began[index]
+        self._spans.append((began, perf_counter()))
+        return began
+
+    def end_backward(self, when: float) -> None:
+        """A device came to the end of backward."""
+        self.backward_ended = max(when, self.backward_ended or when)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @property
+    def seconds(self) -> float:
+        """In which something was on its way."""
+        return _union(self._spans)
+
+    @property
+    def exposed(self) -> float:
+        """Those of them after backward had ended."""
+        ended = self.backward_ended
+        return 0.0 if ended is None else _union([(max(a, ended), b) for a, b in self._spans if b > ended])
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length of what intervals cover together.
+
+    >>> _union([(0, 2), (1, 3), (5, 6)])
+    4.0
+    """
+    total, end = 0.0, float("-inf")
+    for a, b in sorted(spans):
+        if b > end:
+            total += b - max(a, end)
+            end = b
+    return total

@@ -13,14 +13,12 @@ from torch.optim import Optimizer
 
 from aiodist.handles.tracing import span
 from aiodist.nn.buckets import Bucket, Slot
-from aiodist.nn.compute import called
+from aiodist.nn.compute import Forward, called
 from aiodist.nn.data_parallel import DataParallel, check_one_pass
-from aiodist.nn.forward import Forward
 from aiodist.nn.next_forward import NextForward, UpdatedAhead
 from aiodist.nn.reduction import Reduction
-from aiodist.nn.settings import StepSettings
-from aiodist.nn.shard_state import ShardGroup, ShardState
-from aiodist.nn.shards import BucketMemory, BucketShard, ReduceScatter, Section, ShardBucket
+from aiodist.nn.shards import BucketMemory, BucketShard, ReduceScatter, Section, ShardBucket, ShardGroup, ShardState
+from aiodist.nn.steps import StepSettings
 from aiodist.streams.memory import dtype_name
 
 MakeOptimizer = Callable[[Any], Optimizer]

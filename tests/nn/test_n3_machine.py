@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aiodist.errors import CommunicatorAborted, PeerLost
-from aiodist.nn.accounts import PassAccount
 from aiodist.nn.pass_machine import PassMachine, Phase, Stage, Terms
-from aiodist.nn.pass_status import PassStatus, StatusKind
+from aiodist.nn.pass_status import PassAccount, PassStatus, StatusKind
 
 pytestmark = pytest.mark.timeout(300)
 

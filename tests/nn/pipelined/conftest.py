@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from aiodist import Communicator
 from aiodist.handles import Handle, Progress
 from aiodist.nn import DataParallel, PipelinedOptimizer
-from aiodist.nn.comm_hooks import Allreduce
+from aiodist.nn.buckets import Allreduce
 from aiodist.types import Op
 from tests.support.in_backward import InBackward
 
