@@ -15,7 +15,7 @@ from aiodist.handles.tracing import span
 from aiodist.nn.buckets import Slot
 from aiodist.nn.compute import Forward, called
 from aiodist.nn.data_parallel import DataParallel, check_one_pass
-from aiodist.nn.next_forward import NextForward, UpdatedAhead
+from aiodist.nn.next_forward import UpdatedAhead
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.steps import StepSettings, count_as_stepped
 
@@ -57,10 +57,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         """The reductions of the last step."""
         self._complete = True
         """No update of the last step has failed."""
-        self._ahead = NextForward(
-            net, net.compute, self._parts, update=self._update, finish=self._finish, pending=lambda: self.pending
-        )
-        """Those whose update is still to be made are left there, each with its reduction."""
+        self._guard(self._parts)
 
     # --- for the user -------------------------------------------------------------------------------------------
 
@@ -76,7 +73,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the state of each; raise `RuntimeError` while updates are pending: `await flush()` first."""
-        if self._ahead.left:
+        if self._left:
             raise RuntimeError("updates are pending: `await opt.flush()` first")
         return [optimizer.state_dict() for optimizer in self.optimizers]
 
@@ -87,14 +84,9 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         for optimizer, one in zip(self.optimizers, state, strict=True):
             optimizer.load_state_dict(dict(one))
 
-    @property
-    def pending(self) -> bool:
-        """Updates are still to be made: `await flush()` before you look at parameters or state."""
-        return bool(self._ahead.left)
-
     def close(self) -> None:
         """Take the hooks off the modules; the parameters stay as they are. `flush` first."""
-        self._ahead.close()
+        self._guards.remove()
 
     # --- on the compute thread ----------------------------------------------------------------------------------
 
@@ -104,26 +96,26 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
         def prepare() -> Tensor:
             for part in self._parts:
-                if part not in self._ahead.left:
+                if part not in self._left:
                     part.zero_grad()
-            return self._ahead.run(forward, whole=self._settings.whole)
+            return self._run(forward, whole=self._settings.whole)
 
-        reduction = self._ahead.reduce(prepare)
+        reduction = self._reduce(prepare)
         self._places = {self._part_of[bucket.slots[0].index]: i for i, bucket in enumerate(reduction.buckets)}
-        self._ahead.left = {part: reduction.settled[self._places[part]] for part in self._parts if part in self._places}
+        self._left = {part: reduction.settled[self._places[part]] for part in self._parts if part in self._places}
         self._complete = True
         self._settings = forward.settings
-        for part in self._ahead.left:
+        for part in self._left:
             part.keep_settings()
         self._net.reducer.progress.post(partial(reduction.finished.add_done_callback, self._catch_up))
         self._newest = reduction
-        self._ahead.tell()
+        self._tell()
 
-    def _update(self, parts: Sequence[_BucketOptimizer]) -> None:
+    def _use(self, parts: Sequence[_BucketOptimizer]) -> None:
         """Make the updates of `parts`; while they are on their way, those of others that have come."""
         for part in parts:
-            while (handle := self._ahead.left.get(part)) is not None:
-                come = (other for other, reduced in self._ahead.left.items() if reduced.done())
+            while (handle := self._left.get(part)) is not None:
+                come = (other for other, reduced in self._left.items() if reduced.done())
                 ready = part if handle.done() else next(come, None)
                 if ready is None:
                     self._net.compute.block(handle)
@@ -131,7 +123,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
                     self._make(ready)
 
     def _make(self, part: _BucketOptimizer) -> None:
-        error = self._ahead.left.pop(part).outcome_error()
+        error = self._left.pop(part).outcome_error()
         if error is None:
             try:
                 self._order(part)
@@ -141,14 +133,14 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
                 error = self._net.reducer.steps.mishap = raised
         part.zero_grad()
         self._complete = self._complete and error is None
-        if self._complete and not self._ahead.left:
+        if self._complete and not self._left:
             self._net.reducer.steps.note(self)
             try:
                 self._settings.advance()
             except Exception as raised:  # noqa: BLE001  - told like one of the optimizer
                 error = raised
-        if self._ahead.failed is None:
-            self._ahead.failed = error
+        if self._failed is None:
+            self._failed = error
 
     def _order(self, part: _BucketOptimizer) -> None:
         """Let the device wait for the gradients of `part`."""
@@ -158,7 +150,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
     def _order_all(self) -> bool:
         """Return whether the device waits for all; where something failed, each update that is left tells."""
         try:
-            for part in self._ahead.left:
+            for part in self._left:
                 self._order(part)
         except AiodistError:
             return False
@@ -166,20 +158,18 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
     def _finish(self) -> None:
         """Make every update that is left."""
-        make = partial(self._update, list(self._ahead.left))
-        if not (self._ahead.left and self._settings.whole):
+        make = partial(self._use, list(self._left))
+        if not (self._left and self._settings.whole):
             make()
             return
-        for handle in self._ahead.left.values():
+        for handle in self._left.values():
             self._net.compute.block(handle)
-        if any(handle.outcome_error() is not None for handle in self._ahead.left.values()) or not self._order_all():
+        if any(handle.outcome_error() is not None for handle in self._left.values()) or not self._order_all():
             make()
-        elif not self._settings.update(
-            [{"params": [s.parameter for part in self._ahead.left for s in part.slots]}], make
-        ):
-            for part in self._ahead.left:
+        elif not self._settings.update([{"params": [s.parameter for part in self._left for s in part.slots]}], make):
+            for part in self._left:
                 part.zero_grad()
-            self._ahead.left.clear()
+            self._left.clear()
 
     def _catch_up(self, finished: Handle[None]) -> None:
         """On the loop: all has come, and if nothing else is to be done the updates can be made now."""

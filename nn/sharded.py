@@ -15,7 +15,7 @@ from aiodist.handles.tracing import span
 from aiodist.nn.buckets import Bucket, Slot
 from aiodist.nn.compute import Forward, called
 from aiodist.nn.data_parallel import DataParallel, check_one_pass
-from aiodist.nn.next_forward import NextForward, UpdatedAhead
+from aiodist.nn.next_forward import UpdatedAhead
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.shards import BucketMemory, BucketShard, ReduceScatter, Section, ShardBucket, ShardGroup, ShardState
 from aiodist.nn.steps import StepSettings
@@ -82,10 +82,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         _check_optimizer(self.optimizer, groups)
         self._state = ShardState(self.optimizer, make_optimizer, groups)
         self._memory = BucketMemory(data.empty)
-        self._ahead = NextForward(
-            net, net.compute, self._shards, update=self._use, finish=self._finish, pending=lambda: self.pending
-        )
-        """Shards whose parameters are being gathered are left there."""
+        self._guard(self._shards)
         self._gathering = ReduceScatter(data, net.reducer.op)
         self._hook = net.reducer.hand_to(self, self._gathering, self._bucket)
         """That of the net, which is put back at the end."""
@@ -109,7 +106,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
     @property
     def pending(self) -> bool:
         """Parameters are still being gathered: `await flush()` before you look at them."""
-        return not all(handle.done() for handle in list(self._ahead.left.values()))
+        return not all(handle.done() for handle in list(self._left.values()))
 
     def close(self) -> None:
         """Give the net back, on all ranks between the same steps: other optimizers may step it, gradients are whole.
@@ -119,7 +116,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         """
         if self.pending:
             raise RuntimeError("parameters are still being gathered: `await opt.flush()` first")
-        self._ahead.close()
+        self._guards.remove()
         if self._net.reducer.owner is self:
             self._net.reducer.hand_to(None, self._hook, None)
 
@@ -164,13 +161,13 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         def prepare() -> Tensor:
             for slot in self._net.reducer.slots:
                 slot.parameter.grad = None
-            return self._ahead.run(forward)
+            return self._run(forward)
 
-        reduction = self._ahead.reduce(prepare)
+        reduction = self._reduce(prepare)
         compute.use(reduction)
         self._memory.end_pass()
         self._update(reduction, forward.settings)
-        self._ahead.tell()
+        self._tell()
 
     @called("net.join")
     def follow(self, reduction: Reduction) -> None:
@@ -180,7 +177,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         if settings.scaler is not None:
             settings.scaler.scale(torch.zeros(()))  # the first time it makes what it counts with
         self._update(reduction, settings)
-        self._ahead.tell()
+        self._tell()
 
     def _check_settings(self, settings: StepSettings) -> None:
         if settings.scaler is not None and any(s.dtype is torch.float16 for s in self._net.reducer.slots):
@@ -227,20 +224,17 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
             self._state.stepped.update(bucket.names)
             if bucket.names and not bucket.shard.alone:
                 gather = partial(self._gathering.gather, bucket.shard)
-                self._ahead.left[bucket.shard] = reducer.issue("parameters", gather, lambda: None)
+                self._left[bucket.shard] = reducer.issue("parameters", gather, lambda: None)
 
     def _use(self, shards: Sequence[BucketShard]) -> None:
         """Wait until the parameters of `shards` are those of all ranks."""
         for shard in shards:
-            handle = self._ahead.left.get(shard)
+            handle = self._left.get(shard)
             if handle is not None:
                 self._net.compute.block(handle)
-                self._ahead.failed = self._ahead.failed or handle.outcome_error()
-                del self._ahead.left[shard]
+                self._failed = self._failed or handle.outcome_error()
+                del self._left[shard]
                 increment_version([slot.parameter for slot in shard.slots])
-
-    def _finish(self) -> None:
-        self._use(list(self._ahead.left))
 
 
 def _check_net(net: DataParallel) -> None:
