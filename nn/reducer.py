@@ -25,7 +25,7 @@ from aiodist.nn.deals import Deal, Dealer, MakeBucket, Sentries, Sizes
 from aiodist.nn.devices import Devices
 from aiodist.nn.pass_machine import Terms
 from aiodist.nn.pass_status import LEFT_OVER, PassAccount, PassStatus, StatusKind
-from aiodist.nn.reduction import WINDOW_BYTES, Paths, Reduction, arrival
+from aiodist.nn.reduction import WINDOW_BYTES, Reduction, arrival
 from aiodist.nn.steps import Steps
 
 T = TypeVar("T")
@@ -94,8 +94,8 @@ class Reducer:
         sizes: Sizes,
         hook: CommHook,
     ) -> None:
-        self.data = data
-        """The communicator of the gradients."""
+        self.data, self.status = data, status
+        """The communicators of the gradients, and of what ranks tell each other."""
         self.op = op
         """How gradients are reduced."""
         self.hook = hook
@@ -110,7 +110,7 @@ class Reducer:
         """How many `join` blocks are open: gradients are not final before the pass status is known."""
         registry = data.parts.registry
         self.asks_stop: Callable[[], bool] = lambda: registry.stop_requested
-        """See `Observer`; what drives the net says it, and finds the answer of all ranks in a pass's `status`."""
+        """See `PassHost`; what drives the net says it, and finds the answer of all ranks in a pass's `status`."""
         self.averaging: Handle[PassStatus] | None = None
         """An average of parameters that is on its way."""
         self.averaged: PassStatus | None = None
@@ -127,16 +127,9 @@ class Reducer:
         self.devices = Devices(self.progress, [parameter for _, parameter in named])
         self._lock = threading.Lock()
         """Held for what hooks note, and while nothing is waited for."""
-        self._paths = Paths(
-            data=data,
-            status=status,
-            progress=self.progress,
-            lane=Scheduler.current().lane(f"gradients of {data.name}", _PRIORITY),
-            devices=self.devices,
-            op=op,
-            hook=hook,
-            urgent=False,
-        )
+        self.lane = Scheduler.current().lane(f"gradients of {data.name}", _PRIORITY)
+        self.urgent, self.window = False, WINDOW_BYTES
+        """See `PassHost`."""
         blocks, rows = block_numbers(module), row_parameters(module)
         self.slots = [Slot(i, name, p, blocks.get(p), by_rows=p in rows) for i, (name, p) in enumerate(named)]
         """All parameters, frozen or not."""
@@ -205,7 +198,7 @@ class Reducer:
         """
         if self.owner is not None:
             raise RuntimeError(f"the net has {self.owner!r}: close() that first")
-        self._paths = replace(self._paths, urgent=urgent)
+        self.urgent = urgent
         return self._dealer.keep()
 
     def hand_to(self, owner: Owner | None, hook: CommHook, make: MakeBucket | None) -> CommHook:
@@ -215,7 +208,6 @@ class Reducer:
         """
         before, self.hook, self.owner = self.hook, hook, owner
         hook.nbytes = before.nbytes
-        self._paths = replace(self._paths, hook=hook)
         self._dealer.remake(make)
         self._sentries.place(self._deal)
         return before
@@ -235,7 +227,7 @@ class Reducer:
             told.reject(error)
         else:
             come = lambda error: then() if error is None else told.reject(error)  # noqa: E731
-            handle.add_waiter(arrival(self._paths, self.late, come))
+            handle.add_waiter(arrival(self, self.late, come))
 
     # --- passes: on the thread that runs backward --------------------------------------------------------------
 
@@ -277,12 +269,8 @@ class Reducer:
 
     def ask(self, status: Tensor) -> Handle[PassStatus]:
         """Return the handle of what the status of all ranks says; the last pass must be over."""
-        paths = self._paths
-        return self.issue(
-            "comparison of what is trained",
-            partial(paths.status.allreduce, status),
-            partial(PassStatus.unpack, status, paths.data.size),
-        )
+        unpack = partial(PassStatus.unpack, status, self.data.size)
+        return self.issue("comparison of what is trained", partial(self.status.allreduce, status), unpack)
 
     def begin(self, verdict: PassStatus | None = None, *, active: bool = True, opinion: bool = True) -> Reduction:
         """Return a new pass; the last one must be `over`, or `used` and the order learnt. What comes now is its.
@@ -310,7 +298,7 @@ class Reducer:
             refused=verdict if refused else None,
         )
         behind = self.last if self.devices else None
-        self.last = Reduction(self._paths, self._deal.buckets, self, terms, header=header, behind=behind)
+        self.last = Reduction(self, self._deal.buckets, terms, header=header, behind=behind)
         self._current, self.thread = self.last, get_ident()
         return self.last
 
@@ -341,7 +329,7 @@ class Reducer:
             self._issue(told, call, lambda: told.resolve(verdict))
 
         self.averaging = told
-        self.progress.post(partial(self._issue, told, partial(self._paths.status.allreduce, status), voted))
+        self.progress.post(partial(self._issue, told, partial(self.status.allreduce, status), voted))
         return told
 
     def _accept(self, verdict: PassStatus) -> bool:
@@ -371,7 +359,7 @@ class Reducer:
 
     def refuse(self, error: BaseException) -> None:
         """Have all ranks know that this one cannot make another pass."""
-        for comm in (self.data, self._paths.status):
+        for comm in (self.data, self.status):
             self.progress.post(partial(comm.abort, f"rank {comm.rank} cannot reduce gradients any more: {error}"))
 
     def _surplus(self, reduction: Reduction) -> RuntimeError | None:
@@ -489,13 +477,11 @@ class Reducer:
     # --- passes: on the loop ------------------------------------------------------------------------------------
 
     def late(self, error: OperationTimeout) -> None:
-        """See `Observer`."""
         for future in self.waiting:
             if not future.done():
                 future.set_exception(error)
 
     def ended(self, reduction: Reduction, over: Callable[[], None]) -> None:
-        """See `Observer`."""
         status = reduction.status
         with self._lock:
             if not reduction.used:
@@ -506,13 +492,12 @@ class Reducer:
             passes=known.passes + 1,
             buckets=known.buckets + len(spans),
             nbytes=known.nbytes + nbytes,
-            sent_nbytes=self._paths.hook.nbytes,
+            sent_nbytes=self.hook.nbytes,
             reduction_seconds=known.reduction_seconds + seconds,
             exposed_seconds=known.exposed_seconds + spans.exposed,
         )
         if seconds:
-            window = max(WINDOW_BYTES, int(_WINDOW_SECONDS * nbytes / seconds))
-            self._paths = replace(self._paths, window=window)
+            self.window = max(WINDOW_BYTES, int(_WINDOW_SECONDS * nbytes / seconds))
         if status is not None and StatusKind.CLOSE in status.kinds and reduction.error is not None:
             self.parted = True
             self.refuse(reduction.error)
@@ -522,14 +507,13 @@ class Reducer:
             self._learn(self._deal, over)
 
     def account(self, failure: str | None, *, active: bool) -> PassAccount:
-        """See `Observer`."""
         frozen = tuple(slot.name for slot in self.slots if not slot.parameter.requires_grad)
         return PassAccount(failure, frozen if active else None, self.statistics.passes, str(self.steps))
 
     def _learn(self, dealt: Deal, over: Callable[[], None]) -> None:
         """Have rank 0 tell in which order its gradients came; the same on all ranks, even where theirs differs."""
         try:
-            told = self._paths.status.broadcast_object(dealt.order)
+            told = self.status.broadcast_object(dealt.order)
         except AiodistError:  # the communicator was closed or given up, which the next call tells
             over()
         else:

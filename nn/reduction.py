@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal, Protocol, TypeVar
@@ -36,9 +35,8 @@ WINDOW_BYTES = 8 << 20
 """What may be in flight where the order may still change, on a slow network; two buckets may, however large."""
 
 
-@dataclass(frozen=True)
-class Paths:
-    """What the passes of one net share: where they send, and who is asked for leave."""
+class PassHost(Protocol):
+    """What makes the passes of a net, and is told of them on the loop."""
 
     data: Communicator
     status: Communicator
@@ -50,30 +48,8 @@ class Paths:
     """How a bucket is reduced."""
     urgent: bool
     """What is left when backward ends goes in the order of the next forward."""
-    window: int = WINDOW_BYTES
+    window: int
     """Then, how many bytes may be in flight. A rank's own affair."""
-
-
-def arrival(
-    paths: Paths, late: Callable[[OperationTimeout], None], then: Callable[[BaseException | None], None]
-) -> EndWaiter:
-    """Return what waits for a handle on behalf of a pass."""
-
-    def over(handle: Handle[Any]) -> None:
-        error = handle.outcome_error()
-        if asyncio.current_task() is None and not paths.devices:
-            then(error)
-        else:
-            # Some task's await has polled it to its end. What is issued now is not that task's, which differs by rank.
-            # The thread that polls devices holds the transport lock.
-            paths.progress.post(partial(then, error))
-
-    return EndWaiter(over, lambda _, error: late(error))
-
-
-class Observer(Protocol):
-    """The object that is told of the end of a pass; on the loop."""
-
     steps: Steps
     """Those that the optimizer has made."""
     asks_stop: Callable[[], bool]
@@ -89,6 +65,23 @@ class Observer(Protocol):
         """Nothing of it is in flight any more; call `over` when the next may begin."""
 
 
+def arrival(
+    host: PassHost, late: Callable[[OperationTimeout], None], then: Callable[[BaseException | None], None]
+) -> EndWaiter:
+    """Return what waits for a handle on behalf of a pass."""
+
+    def over(handle: Handle[Any]) -> None:
+        error = handle.outcome_error()
+        if asyncio.current_task() is None and not host.devices:
+            then(error)
+        else:
+            # Some task's await has polled it to its end. What is issued now is not that task's, which differs by rank.
+            # The thread that polls devices holds the transport lock.
+            host.progress.post(partial(then, error))
+
+    return EndWaiter(over, lambda _, error: late(error))
+
+
 class Reduction(PassMachine[Bucket]):
     """One pass over all buckets; every rank makes the same passes in the same order.
 
@@ -100,9 +93,8 @@ class Reduction(PassMachine[Bucket]):
 
     def __init__(
         self,
-        paths: Paths,
+        host: PassHost,
         buckets: Sequence[Bucket],
-        observer: Observer,
         terms: Terms,
         *,
         header: Tensor | None = None,
@@ -110,37 +102,37 @@ class Reduction(PassMachine[Bucket]):
     ) -> None:
         """`header` is the status that this rank tells before all else, where `terms` say that there is one."""
         waits = behind is not None and not behind.over.done()
-        window = paths.window if paths.urgent else None
-        super().__init__(buckets, terms, rank=paths.data.rank, window=window, waits=waits)
-        self.paths = paths
+        window = host.window if host.urgent else None
+        super().__init__(buckets, terms, rank=host.data.rank, window=window, waits=waits)
+        self._host = host
+        self._hook = host.hook
         self.spans = Spans()
         self.on_arrival: Callable[[Bucket], None] | None = None
         """Called on the loop when a bucket is reduced."""
         self.finished: Handle[None] = self._handle("reduction of the gradients")
-        self.usable = self._handle("gradients") if paths.devices else self.finished
+        self.usable = self._handle("gradients") if host.devices else self.finished
         self.over: Handle[None] = self._handle("end of the reduction")
         self.settled: list[Handle[None]] = [self._handle("reduction of a bucket") for _ in self.buckets]
         usable = self.usable  # and not this object, which would know itself
         self._note_settled = join(len(self.buckets), lambda _: usable.resolve(None))
-        self._observer = observer
         self._header = header
         self._filled: set[int] = set()
         self._permits: dict[int, Permit | None] = {}
         """Of the buckets that wait for leave, or are under way."""
         self._startable: deque[int] = deque()
         """Those that have leave, and are not issued yet."""
-        self._queued = Queued(paths.devices, self.buckets)
+        self._queued = Queued(host.devices, self.buckets)
         """Those on CUDA devices."""
         self._ordered: set[int] = set()
         self._late: OperationTimeout | None = None
         """What was told of deadlines: once, as of any; the next await waits on."""
         if behind is not None and waits:
-            paths.progress.post(partial(behind.over.add_done_callback, lambda _: self.begin()))
+            host.progress.post(partial(behind.over.add_done_callback, lambda _: self.begin()))
         elif terms.header:
-            paths.progress.post(self.begin)
+            host.progress.post(self.begin)
 
     def _handle(self, name: str) -> Handle[None]:
-        handle: Handle[None] = Handle(self.paths.progress, name)
+        handle: Handle[None] = Handle(self._host.progress, name)
         handle.polled = False
         handle.outcome_error()  # those that nobody waits for are no loss: the step's own handle tells
         return handle
@@ -159,7 +151,7 @@ class Reduction(PassMachine[Bucket]):
     def full(self, index: int) -> None:
         """All gradients of bucket `index` are there; in the thread in which the last of them came."""
         self._fill(index)
-        self.paths.progress.post(partial(self.filled, index))
+        self._host.progress.post(partial(self.filled, index))
 
     def _fill(self, index: int, *, blank: bool = False) -> None:
         bucket = self.buckets[index]
@@ -195,15 +187,15 @@ class Reduction(PassMachine[Bucket]):
             unsendable = raised
             error = error or raised
         self.spans.backward_ended = perf_counter()
-        streams = self.paths.devices.currents()
+        streams = self._host.devices.currents()
         failure = None if error is None else folded(error, programs=True)
 
         def tell() -> None:
             for stream in streams:
-                self.paths.devices.time(stream, self.spans.end_backward)
+                self._host.devices.time(stream, self.spans.end_backward)
             self.backward_ended(error, failure, unsendable)
 
-        self.paths.progress.post(tell)
+        self._host.progress.post(tell)
 
     # --- from the thread that uses the gradients ---------------------------------------------------------------
 
@@ -227,10 +219,10 @@ class Reduction(PassMachine[Bucket]):
     def _send(self, index: int) -> None:
         self._permits[index] = None
         bucket = self.buckets[index]
-        if bucket.on_device and not self.paths.lane.waiting:
+        if bucket.on_device and not self._host.lane.waiting:
             self._granted(index)  # what devices have queued limits nothing here: a step must not wait for them
             return
-        permit = self.paths.lane.request(bucket.nbytes, partial(self._granted, index))
+        permit = self._host.lane.request(bucket.nbytes, partial(self._granted, index))
         if index in self._permits:
             self._permits[index] = permit
         else:
@@ -242,7 +234,7 @@ class Reduction(PassMachine[Bucket]):
         if asyncio.current_task() is None:
             self._start_all()
         else:
-            self.paths.progress.post(self._start_all)
+            self._host.progress.post(self._start_all)
 
     def _start_all(self) -> None:
         while self._startable:
@@ -258,14 +250,14 @@ class Reduction(PassMachine[Bucket]):
             self.spans.issued(index)
             if self.buckets[index].on_device:
                 self.queued(index)
-            handle.add_waiter(arrival(self.paths, self._tell_late, partial(self._came, index)))
+            handle.add_waiter(arrival(self._host, self._tell_late, partial(self._came, index)))
 
     def _reduce(self, index: int) -> Handle[Any]:
         bucket = self.buckets[index]
         if isinstance(bucket, RowBucket):
-            self.paths.hook.nbytes += bucket.nbytes
-            return bucket.gather(self.paths.data, self.paths.op)
-        reduce = partial(self.paths.hook.reduce, bucket)
+            self._hook.nbytes += bucket.nbytes
+            return bucket.gather(self._host.data, self._host.op)
+        reduce = partial(self._hook.reduce, bucket)
         if bucket.on_device:
             return self._queued.issue(index, reduce, partial(self.spans.begin, index))
         return reduce()
@@ -283,7 +275,7 @@ class Reduction(PassMachine[Bucket]):
         else:
             began = self.spans.end(index)
             if (trace := tracing.to) is not None:
-                rank, nbytes = self.paths.data.parts.registry.channel.rank, self.buckets[index].nbytes
+                rank, nbytes = self._host.data.parts.registry.channel.rank, self.buckets[index].nbytes
                 trace.span(f"bucket {index}", began, track="reductions", of_rank=rank, bytes=nbytes)
             self.buckets[index].release()
             self.reduced(index)
@@ -291,13 +283,13 @@ class Reduction(PassMachine[Bucket]):
     def _settle(self, index: int) -> None:
         bucket, status = self.buckets[index], self.status
         assert status is not None
-        if self.paths.op == "mean" and 0 < status.active < self.paths.data.size:
-            bucket.factor = self.paths.data.size / status.active
+        if self._host.op == "mean" and 0 < status.active < self._host.data.size:
+            bucket.factor = self._host.data.size / status.active
             if not bucket.on_device:  # there it is scaled behind its reduction, on the stream that uses it
                 bucket.scale()
         bucket.place(status.columns.__getitem__)
         if not isinstance(bucket, RowBucket):
-            self.paths.hook.settle(bucket)
+            self._hook.settle(bucket)
         self.settled[index].resolve(None)
         if self.usable is not self.finished:
             self._note_settled(None)
@@ -317,20 +309,20 @@ class Reduction(PassMachine[Bucket]):
         for bucket in self.buckets:
             for slot in bucket.unused:
                 used[slot.index] = 0.0
-        data = self.paths.data
-        steps = self._observer.steps.made if self.terms.active else None
-        stop = self._observer.asks_stop()
+        data = self._host.data
+        steps = self._host.steps.made if self.terms.active else None
+        stop = self._host.asks_stop()
         told = PassStatus.pack(used, data.size, data.rank, failed=failed, steps=steps, issued=issued, stop=stop)
         self._add_up(told, self.told)
 
     def _add_up(self, told: Tensor, then: Callable[[PassStatus], None]) -> None:
         self._ask(
-            partial(self.paths.status.allreduce, told), lambda _: then(PassStatus.unpack(told, self.paths.data.size))
+            partial(self._host.status.allreduce, told), lambda _: then(PassStatus.unpack(told, self._host.data.size))
         )
 
     def _send_account(self, failure: str | None) -> None:
         def send() -> Handle[list[PassAccount]]:
-            return self.paths.status.allgather_object(self._observer.account(failure, active=self.terms.active))
+            return self._host.status.allgather_object(self._host.account(failure, active=self.terms.active))
 
         self._ask(send, self.explained)
 
@@ -348,19 +340,19 @@ class Reduction(PassMachine[Bucket]):
                 else:
                     then(handle.result())
 
-            handle.add_waiter(arrival(self.paths, self._tell_late, come))
+            handle.add_waiter(arrival(self._host, self._tell_late, come))
 
     def _tell_late(self, error: OperationTimeout) -> None:
         if self._late is None:
             self._late = error
-            self._observer.late(error)
+            self._host.late(error)
 
     # --- on the loop: the end ---------------------------------------------------------------------------------------
 
     def _abort(self, why: str, *, wholly: bool) -> None:
-        self.paths.data.abort(why)
+        self._host.data.abort(why)
         if wholly:
-            self.paths.status.abort(why)
+            self._host.status.abort(why)
 
     def _tell_failed(self, error: BaseException) -> None:
         for handle in (self.finished, self.usable, *self.settled):
@@ -371,7 +363,7 @@ class Reduction(PassMachine[Bucket]):
         for handle in (self.finished, self.usable):  # nothing has settled where there is no bucket
             if not handle.done():
                 handle.resolve(None)
-        self._observer.ended(self, partial(self.over.resolve, None))
+        self._host.ended(self, partial(self.over.resolve, None))
 
     def abort(self) -> None:
         """Nobody drives it any more: let the compute thread go on."""

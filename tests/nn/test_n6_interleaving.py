@@ -184,7 +184,7 @@ def test_n6_reductions_go_before_prefetch_where_both_wait() -> None:
                 return
             scheduler.limit = 1
             work = asyncio.ensure_future(net.step(loss_of, opt, net, batch(0, 0)))
-            lane = net.reducer._paths.lane
+            lane = net.reducer.lane
             await until(lambda: lane.waiting)
             count = len(lane.waiting)
             assert lane.granted == 1  # the first is always granted, the others are more than one byte
@@ -348,7 +348,7 @@ async def test_n6_giving_up_while_buckets_wait_for_room(coll: Communicator) -> N
     Scheduler.current().limit = 1
     net = await create(await coll.dup())
     opt = sgd(net.parameters())
-    lane = net.reducer._paths.lane
+    lane = net.reducer.lane
     if coll.rank == 0:
         work = asyncio.ensure_future(net.step(loss_of, opt, net, batch(0, 0)))
         await until(lambda: lane.waiting)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from time import monotonic
@@ -31,10 +30,10 @@ class Held:
         self.holding = holding
         self.issued: list[int] = []
         """How many elements each reduction had that was issued."""
-        self._coll = net.reducer._paths.data
+        self._coll = net.reducer.data
         self._held: list[tuple[Handle[Any], Handle[None]]] = []
-        paths, data = net.reducer._paths, cast(Communicator, self)
-        net.reducer._paths = replace(paths, data=data, hook=Allreduce(data, paths.op))
+        net.reducer.data = data = cast(Communicator, self)
+        net.reducer.hook = Allreduce(data, net.reducer.op)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._coll, name)

@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -70,7 +69,7 @@ def is_agreeing(net: DataParallel) -> bool:
 
 
 def set_window(net: DataParallel, nbytes: int) -> None:
-    net.reducer._paths = replace(net.reducer._paths, window=nbytes)
+    net.reducer.window = nbytes
 
 
 @pytest.mark.ranks(2)
