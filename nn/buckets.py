@@ -312,7 +312,6 @@ class RowBucket(Bucket):
         self._bring(rows.indices()[0].contiguous(), rows.values().contiguous())
 
     def blank(self) -> None:
-        """Bring no rows."""
         self.unused = list(self.slots)
         parameter = self.slots[0].parameter
         self._bring(torch.empty(0, dtype=torch.int64), parameter.detach().new_empty(0, *parameter.shape[1:]))

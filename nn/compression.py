@@ -141,11 +141,9 @@ class Compressor(CommHook):
         return cls(compression, data, links, op, stream, dict(named))
 
     async def aclose(self) -> None:
-        """See `CommHook`."""
         await self._stream.aclose()
 
     def abort(self) -> None:
-        """See `CommHook`."""
         self._stream.abort()
 
     # --- what it keeps ------------------------------------------------------------------------------------------
@@ -179,7 +177,6 @@ class Compressor(CommHook):
     # --- buckets --------------------------------------------------------------------------------------------------
 
     def reduce(self, bucket: Bucket) -> Handle[Any]:
-        """See `CommHook`."""
         over = _Reduced(self.progress, "compressed reduction")
         over.polled = False
         data = bucket.data
@@ -348,7 +345,6 @@ class _Job:
         self._ended(error)
 
     def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
-        """See `Waiter`."""
         if late is not None and not handle.done():  # it goes on
             self._over.expire()
             handle.add_waiter(self)

@@ -64,13 +64,11 @@ class Compute:
         return fn(*args, **kwargs)
 
     def is_current(self) -> bool:
-        """Return True on the thread."""
         return self.stream.is_current()
 
     # --- waiting ------------------------------------------------------------------------------------------------
 
     def wait(self, handle: Handle[T]) -> T:
-        """Return the result of `handle`."""
         self.block(handle)
         return handle.wait()
 

@@ -128,7 +128,6 @@ class Devices:
         self._progress.start(watch)
 
     def currents(self) -> list[torch.cuda.Stream]:
-        """Return the current stream of each device."""
         return [torch.cuda.current_stream(device) for device in self._issuing]
 
     def _order(self, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
@@ -175,7 +174,6 @@ class Queued:
 
     @property
     def issued(self) -> list[int]:
-        """Those whose reductions are issued."""
         return list(self._reductions)
 
     def order(self, index: int) -> bool:

@@ -78,7 +78,7 @@ def memory_shape(t: Tensor) -> tuple[int, ...]:
 
 def is_dense(t: Tensor) -> bool:
     """Return whether `t` fills its memory from the first element to the last, in any order."""
-    return (t.layout is torch.strided and t.is_contiguous()) or memory_order(t) is not None
+    return memory_order(t) is not None
 
 
 def flat_view(t: Tensor) -> Tensor | None:

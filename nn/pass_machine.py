@@ -164,7 +164,6 @@ class PassMachine(Generic[L]):
             self._issue()
 
     def filled(self, index: int) -> None:
-        """Bucket `index` was filled."""
         if self.stages[index] is Stage.FILLING:
             self.stages[index] = Stage.FULL
         self._issue()
@@ -207,7 +206,6 @@ class PassMachine(Generic[L]):
             self._settle(index)
 
     def reduced(self, index: int) -> None:
-        """Bucket `index` is reduced."""
         queued = self.stages[index] is Stage.QUEUED
         self.stages[index] = Stage.REDUCED
         self._moving.remove(index)
@@ -222,7 +220,6 @@ class PassMachine(Generic[L]):
         self._conclude()
 
     def failed(self, index: int, error: BaseException) -> None:
-        """The reduction of bucket `index` failed."""
         self._fail_bucket(index)
         self._fail(error)
         self._issue()
@@ -264,20 +261,17 @@ class PassMachine(Generic[L]):
     # --- what the ranks tell each other ---------------------------------------------------------------------------
 
     def header_told(self, status: PassStatus) -> None:
-        """The headers of all ranks are there."""
         self._answers -= 1
         if not status.all_are(StatusKind.JOIN):
             self._part(status)
         self._conclude()
 
     def told(self, status: PassStatus) -> None:
-        """The status of all ranks is there."""
         self._answers -= 1
         self._take(status)
         self._conclude()
 
     def explained(self, accounts: Sequence[PassAccount]) -> None:
-        """The accounts of all ranks are there."""
         self._answers -= 1
         assert self.status is not None
         self._fail(explained(self.status, accounts, self._rank), lost=False)

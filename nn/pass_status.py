@@ -94,7 +94,6 @@ class PassStatus:
         )
 
     def all_are(self, kind: StatusKind) -> bool:
-        """Return whether all ranks mean the same."""
         return all(k is kind for k in self.kinds)
 
     def agreed(self, kind: StatusKind) -> bool:

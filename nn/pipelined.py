@@ -157,7 +157,6 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         return True
 
     def _finish(self) -> None:
-        """Make every update that is left."""
         make = partial(self._use, list(self._left))
         if not (self._left and self._settings.whole):
             make()
@@ -222,6 +221,5 @@ class _BucketOptimizer:
             group.update({name: value for name, value in now.items() if value is not kept.get(name)})
 
     def zero_grad(self) -> None:
-        """The gradients have served."""
         for slot in self.slots:
             slot.parameter.grad = None

@@ -138,7 +138,6 @@ class Reduction(PassMachine[Bucket]):
         return handle
 
     def is_full(self, index: int) -> bool:
-        """Bucket `index` was filled."""
         return index in self._filled
 
     @property

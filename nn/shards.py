@@ -92,7 +92,6 @@ class BucketShard:
             section.parameter.grad = grad if index in indices else None
 
     def forget(self) -> None:
-        """The gradients have served."""
         for section in self.sections.values():
             section.parameter.grad = None
         if self.alone:
@@ -185,7 +184,6 @@ class ShardBucket(Bucket):
             self._forget()
 
     def release(self) -> None:
-        """See `Bucket`: the gradients of whole parameters."""
         if not self.shard.alone:
             self._forget()
 
@@ -246,7 +244,6 @@ class ShardGroup(NamedTuple):
     """Learning rate and the like, as far as they are the group's own."""
 
     def for_optimizer(self) -> dict[str, Any]:
-        """Return what an optimizer takes."""
         return {**self.options, "params": [section.parameter for section in self.sections.values()]}
 
 

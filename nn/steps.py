@@ -94,7 +94,6 @@ class StepSettings:
         return [each for each in (self.scaler, *self.scheduler) if isinstance(each, Stateful)]
 
     def casting(self) -> AbstractContextManager[object]:
-        """Return the block in which forward runs."""
         return nullcontext() if self.autocast is None else copy(self.autocast)  # it remembers the thread's mode
 
     def update(
@@ -240,7 +239,6 @@ class Steps:
             self.note(opt)
 
     def release(self) -> None:
-        """Count no more."""
         self._list(gone=self)
 
     # --- counting -----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Number
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from zlib import crc32
 
 import torch
@@ -139,15 +139,24 @@ def synchronize_gradients(
     check_memory(named)
     check_dense("the gradient of", [(name, p.grad) for name, p in named if p.grad is not None])
     with torch.no_grad(), torch.inference_mode(False):  # what is made here becomes gradients
-        gradients = _Gradients(named)
+        fresh: dict[Tensor, Tensor] = {}  # where there is none, or none that can be written to
+        for _, p in named:
+            if p.grad is None:
+                fresh[p] = torch.zeros_like(p)
+            elif distinct(p.grad) is not p.grad:
+                fresh[p] = torch.empty_like(p).copy_(p.grad.detach())
         census = _census(named, coll)
-        parcel = Parcel.of(gradients.tensors, [p for _, p in named])
+        parcel = Parcel.of(
+            [fresh[p] if p in fresh else cast(Tensor, p.grad).detach() for _, p in named], [p for _, p in named]
+        )
 
         def finish() -> None:
             used, balance = census.tolist()
             _check_balance(balance, named, coll)
             parcel.unpack()
-            gradients.settle(used)
+            for (_, p), some in zip(named, used, strict=True):
+                if some and p in fresh:
+                    p.grad = fresh[p]
 
         wire = [census.view(-1), *parcel.flat]
         return _issue([lambda: coll.allreduce(wire, op, timeout=timeout)], [parcel], finish)
@@ -158,28 +167,6 @@ def check_dense(kind: str, named: Iterable[tuple[str, Tensor]]) -> None:
     for name, t in named:
         if t.layout is not torch.strided:
             raise TypeError(f"{kind} {name!r} has layout {t.layout}: expected a dense tensor (torch.strided)")
-
-
-class _Gradients:
-    """The gradients of some parameters; where there is none, or none that can be written to, one to be."""
-
-    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        self._parameters = [p for _, p in named]
-        self._fresh: dict[int, Tensor] = {}
-        self.tensors: list[Tensor] = []
-        for i, p in enumerate(self._parameters):
-            grad = None if p.grad is None else p.grad.detach()
-            if grad is None:
-                grad = self._fresh[i] = torch.zeros_like(p)
-            elif distinct(grad) is not grad:
-                grad = self._fresh[i] = torch.empty_like(p).copy_(grad)
-            self.tensors.append(grad)
-
-    def settle(self, used: Sequence[float]) -> None:
-        """Give parameters their new gradients where any rank had one."""
-        for i, fresh in self._fresh.items():
-            if used[i]:
-                self._parameters[i].grad = fresh
 
 
 def _census(named: Sequence[tuple[str, Tensor]], coll: Communicator) -> Tensor:
@@ -247,7 +234,11 @@ async def assert_synchronized(x: object, coll: Communicator, *, rtol: float = 1e
         raise ValueError(f"rtol={rtol}: expected at least 0 and less than 1")
     entries = list(_entries("", x))
     check_memory([(name, t) for name, t in entries if isinstance(t, Tensor)])
-    await agree([_kind(name, value) for name, value in entries] + [f"rtol {rtol}"], coll)
+    kinds = [
+        describe(name, x) if isinstance(x, Tensor) else f"{name} {'None' if x is None else 'number'}"
+        for name, x in entries
+    ]
+    await agree([*kinds, f"rtol {rtol}"], coll)
     mine = await asyncio.to_thread(_figures, Modes.capture(), entries)
     table = torch.stack(await coll.allgather(mine))  # (size, entries, 2)
     apart = (~_agreeing(table, rtol)).nonzero().flatten().tolist()
@@ -275,21 +266,14 @@ def _entries(path: str, x: object) -> Iterator[tuple[str, Tensor | Number | None
         raise TypeError(f"{path or 'x'} is {type(x).__name__}: expected {kinds}")
 
 
-def _kind(name: str, value: Tensor | Number | None) -> str:
-    if isinstance(value, Tensor):
-        return describe(name, value)
-    return f"{name} {'None' if value is None else 'number'}"
-
-
 def _figures(modes: Modes, entries: Sequence[tuple[str, Tensor | Number | None]]) -> Tensor:
     """Return mean and variance of the magnitudes of each entry, behind what the streams of `modes` have queued."""
     with modes.applied():
-        rows = [_mean_and_variance(x) if isinstance(x, Tensor) else (_magnitude(x), 0.0) for _, x in entries]
+        rows = [
+            _mean_and_variance(x) if isinstance(x, Tensor) else (float(abs(x or 0)), 0.0)  # type: ignore[arg-type]
+            for _, x in entries
+        ]
     return torch.tensor(rows, dtype=torch.float64, device="cpu").view(len(rows), 2)
-
-
-def _magnitude(x: Number | None) -> float:
-    return 0.0 if x is None else float(abs(x))  # type: ignore[arg-type]
 
 
 def _mean_and_variance(t: Tensor) -> tuple[float, float]:
