@@ -85,16 +85,14 @@ class DataParallel(ModuleLike):
             f"`net = await {type(self).__name__}.create(module, coll)`"
         )
 
-    def _set(self, module: nn.Module, terms: _Terms, settings: StepSettings) -> None:
-        self._module = module
-        self._terms = terms
-        self._settings = settings
-        self._optimizer: Optimizer | Driver | None = None
-        self._refuses: str | None = "is on no communicator"
-        self._passes: set[asyncio.Future[None]] = set()
-        self.reducer: Reducer
-        """It and `compute` are for what drives a step: a `Driver`."""
-        self.compute: Compute
+    _terms: _Terms
+    _settings: StepSettings
+    _optimizer: Optimizer | Driver | None = None
+    _passes: set[asyncio.Future[None]]
+    _refuses: str | None = "is on no communicator"
+    reducer: Reducer
+    """It and `compute` are for what drives a step: a `Driver`."""
+    compute: Compute
 
     @classmethod
     async def create(
@@ -143,7 +141,8 @@ class DataParallel(ModuleLike):
         Reducer.check_free(module.named_parameters())
         compression = None if compress is None else checked_compression(compress, module.named_parameters())
         net = cls.__new__(cls)
-        net._set(module, _Terms(op, sizes, compression), known)
+        net._module, net._terms, net._settings = module, _Terms(op, sizes, compression), known
+        net._passes = set()
         await net._bind(coll, state, 0)
         return net
 

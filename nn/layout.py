@@ -76,11 +76,6 @@ def memory_shape(t: Tensor) -> tuple[int, ...]:
     return tuple(t.shape if order is None else (t.shape[d] for d in order))
 
 
-def is_dense(t: Tensor) -> bool:
-    """Return whether `t` fills its memory from the first element to the last, in any order."""
-    return memory_order(t) is not None
-
-
 def flat_view(t: Tensor) -> Tensor | None:
     """Return the memory of `t` as a detached tensor of one dimension, None where `t` does not fill it without gaps."""
     return None if memory_order(t) is None else t.detach().as_strided((t.numel(),), (1,))
@@ -88,9 +83,7 @@ def flat_view(t: Tensor) -> Tensor | None:
 
 def view_like(flat: Tensor, t: Tensor) -> Tensor:
     """Return `flat` as a view with the shape of `t` and, where `t` is dense, its strides; else it is contiguous."""
-    if is_dense(t):
-        return flat.as_strided(t.shape, t.stride())
-    return flat.view(t.shape)
+    return flat.view(t.shape) if memory_order(t) is None else flat.as_strided(t.shape, t.stride())
 
 
 @dataclass

@@ -173,7 +173,7 @@ def test_w3_a_net_that_is_given_up_while_it_is_made_leaves_no_thread(monkeypatch
             assert not [thread for thread in threading.enumerate() if thread.name.startswith("aiodist-compute")]
             raise Done
 
-    monkeypatch.setattr("aiodist.nn.join.share", then_given_up)
+    monkeypatch.setattr("aiodist.nn.synchronize.share", then_given_up)
     with pytest.raises(Done):
         run_ranks(2, main)
 
