@@ -417,8 +417,13 @@ class DataParallel(ModuleLike):
             if self.reducer.devices:
                 await self.run(self.compute.finish)
             mine = self.reducer.statistics.passes - before
-            while (await self._empty_pass()).participants:
-                pass
+            active = True
+            while active:
+                reduction = await self.compute.submit(self.compute.bring_nothing)
+                await reduction.finished
+                if self.reducer.owner is not None:
+                    await self.compute.submit(self.compute.follow, reduction)
+                active = reduction.participants > 0
         except BaseException as error:
             self.compute.submit(self.compute.see_out, error).outcome_error()  # nobody waits for it
             raise
@@ -428,13 +433,6 @@ class DataParallel(ModuleLike):
             return
         steps = await share_longest(self._coll, (mine, self.reducer.steps.made), self._module, drivers)
         self.reducer.steps.alike(steps)
-
-    async def _empty_pass(self) -> Reduction:
-        reduction = await self.compute.submit(self.compute.bring_nothing)
-        await reduction.finished
-        if self.reducer.owner is not None:
-            await self.compute.submit(self.compute.follow, reduction)
-        return reduction
 
     def synchronize_buffers(self, how: str = "root", root: int = 0) -> Awaitable[None]:
         """Give all ranks the buffers (BatchNorm's statistics) of `root`, or with `how="mean"` their mean.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -140,8 +140,8 @@ class LocalSGD:
         """By parameter, frozen ones too: they may be thawed."""
         self._rates: list[float] = []
         """The learning rates with which the period began, where slow momentum needs them."""
-        self._sent: _Sent | None = None
-        """What is on its way."""
+        self._sent: tuple[list[Tensor], list[Tensor], Parcel, Handle[PassStatus]] | None = None
+        """An average on its way: centre minus parameters of this rank, what becomes of that over all ranks, as what."""
         if outer is not None and self._elastic is None:
             self.outer = _made_outer(outer, cast(list[nn.Parameter], list(self._centre.values())))
 
@@ -271,7 +271,7 @@ class LocalSGD:
         own = list(difference(list(self._centre.values()), params))
         means = [t.clone() for t in own] if self._overlap or self._elastic else own
         parcel = Parcel.of(means, params)
-        self._sent, self._since = _Sent(own, means, parcel, self._compute.average(parcel.flat)), 0
+        self._sent, self._since = (own, means, parcel, self._compute.average(parcel.flat)), 0
         if isinstance(self.outer, _SlowMomentum):
             self.outer.param_groups[0]["rates"] = list(self._rates)
 
@@ -280,20 +280,21 @@ class LocalSGD:
         sent, self._sent = self._sent, None
         if sent is None:
             return
-        params, centre, own = list(self._centre), list(self._centre.values()), sent.own
-        ranks = self._compute.averaged(sent.handle)
-        sent.parcel.unpack()
+        own, means, parcel, handle = sent
+        params, centre = list(self._centre), list(self._centre.values())
+        ranks = self._compute.averaged(handle)
+        parcel.unpack()
         if self._elastic is not None:
-            add_each(centre, sent.means, alpha=-self._elastic.alpha * ranks)
+            add_each(centre, means, alpha=-self._elastic.alpha * ranks)
             add_each(params, own, alpha=self._elastic.alpha)
         elif still:
-            self._move(centre, sent.means)
+            self._move(centre, means)
             copy_each(params, centre)
             self._alike = True
         else:
             add_each(own, params)
             add_each(own, centre, alpha=-1)  # what this rank has done since it was sent
-            self._move(centre, sent.means)
+            self._move(centre, means)
             copy_each(params, centre)
             add_each(params, own)
         self._net.reducer.steps.note(self)
@@ -313,17 +314,6 @@ class LocalSGD:
                 self.outer.step()
         finally:
             self.outer.zero_grad()
-
-
-class _Sent(NamedTuple):
-    """An average on its way."""
-
-    own: list[Tensor]
-    """Centre minus parameters of this rank."""
-    means: list[Tensor]
-    """What becomes of that over all ranks."""
-    parcel: Parcel
-    handle: Handle[PassStatus]
 
 
 class _SlowMomentum(Optimizer):

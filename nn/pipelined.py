@@ -173,17 +173,13 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
     def _catch_up(self, finished: Handle[None]) -> None:
         """On the loop: all has come, and if nothing else is to be done the updates can be made now."""
         if finished.outcome_error() is None and self._net.open:
-            self._net.run(self._finish_newest, finished).add_done_callback(_told_by_the_next_step)
+            self._net.run(self._finish_newest, finished).add_done_callback(lambda _: None)  # the next wait tells errors
 
     @called("net.step")
     def _finish_newest(self, finished: Handle[None]) -> None:
         # Else a step has run since, and its own reductions are not to be waited for.
         if self._newest is not None and finished is self._newest.finished:
             self._finish()
-
-
-def _told_by_the_next_step(handle: Handle[None]) -> None:
-    """An error of an update stays with it: it is raised by the next wait for its reduction."""
 
 
 class _BucketOptimizer:

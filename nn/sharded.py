@@ -156,7 +156,8 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
     def train(self, forward: Forward) -> None:
         """Do one step, and leave the gathering of parameters under way; `net.step` calls it."""
         compute = self._net.compute
-        self._check_settings(forward.settings)
+        if forward.settings.scaler is not None and any(s.dtype is torch.float16 for s in self._net.reducer.slots):
+            raise ValueError("a scaler unscales no gradients of float16: expected parameters of float32, and autocast")
 
         def prepare() -> Tensor:
             for slot in self._net.reducer.slots:
@@ -178,10 +179,6 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
             settings.scaler.scale(torch.zeros(()))  # the first time it makes what it counts with
         self._update(reduction, settings)
         self._tell()
-
-    def _check_settings(self, settings: StepSettings) -> None:
-        if settings.scaler is not None and any(s.dtype is torch.float16 for s in self._net.reducer.slots):
-            raise ValueError("a scaler unscales no gradients of float16: expected parameters of float32, and autocast")
 
     def _update(self, reduction: Reduction, settings: StepSettings) -> None:
         """Step this rank's shards, and have all ranks gather the parameters."""

@@ -55,19 +55,16 @@ class BucketShard:
         with torch.inference_mode(False), torch.no_grad():
             self.flat = coll.empty(self.block * coll.size, slots[0].dtype)
             self.flat[sum(counts) :].zero_()
-            self._move_in()
+            for slot in slots:
+                view = self.view(self.flat, slot)
+                view.copy_(slot.parameter)
+                slot.parameter.data = view
             self.own = self.flat[self.first : self.first + self.block]
             self.gradient = torch.empty(0 if self.alone else self.block, dtype=self.own.dtype)
             """Of what this rank owns; in each step it is written anew."""
             self.sections = {section.slot.index: section for section in self._sections()}
         self._gradients: tuple[Tensor | None, list[Tensor]] = None, []
         """What was given to `assign` last, and what the sections have of it."""
-
-    def _move_in(self) -> None:
-        for slot in self.slots:
-            view = self.view(self.flat, slot)
-            view.copy_(slot.parameter)
-            slot.parameter.data = view
 
     def _sections(self) -> Iterator[Section]:
         for slot in self.slots:

@@ -164,7 +164,9 @@ def model_of(
             )
     if metrics and criterion is None and split is None:
         raise ValueError("metrics without a criterion: expected `split=`, which tells what the target is")
-    return Model(module, net, criterion, split or (_whole if criterion is None else _pair), metrics)
+    return Model(
+        module, net, criterion, split or (_pair if criterion is not None else lambda sample: (sample, None)), metrics
+    )
 
 
 def prefetched(loader: Loader) -> Prefetch[Any]:
@@ -200,11 +202,6 @@ def _pair(sample: Any) -> tuple[Any, Any]:
         what = f"{type(sample).__name__} of {len(sample)}" if hasattr(sample, "__len__") else type(sample).__name__
         raise TypeError(f"the sample is a {what}: expected a pair of input and target, or `split=` of the engine")
     return sample[0], sample[1]
-
-
-def _whole(sample: Any) -> tuple[Any, Any]:
-    """Return a sample that is all input, where no criterion wants a target."""
-    return sample, None
 
 
 def _applied(network: Callable[..., Any], given: Any) -> Any:
