@@ -15,6 +15,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Literal, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from aiodist.communicator import Communicator
@@ -23,10 +24,11 @@ from aiodist.handles import Handle, Lane, Permit, Progress, join
 from aiodist.handles.combinators import EndWaiter
 from aiodist.handles.tracing import tracing
 from aiodist.nn.buckets import Bucket, CommHook, RowBucket
-from aiodist.nn.devices import Devices, Queued
+from aiodist.nn.devices import Devices
 from aiodist.nn.pass_machine import PassMachine, Terms
 from aiodist.nn.pass_status import PassAccount, PassStatus
 from aiodist.nn.steps import Steps
+from aiodist.streams import Fence
 from aiodist.world.tracebacks import folded
 
 T = TypeVar("T")
@@ -121,8 +123,10 @@ class Reduction(PassMachine[Bucket]):
         """Of the buckets that wait for leave, or are under way."""
         self._startable: deque[int] = deque()
         """Those that have leave, and are not issued yet."""
-        self._queued = Queued(host.devices, self.buckets)
-        """Those on CUDA devices."""
+        self._full: dict[int, torch.cuda.Event] = {}
+        """By bucket on a CUDA device: when it is full there."""
+        self._fences: dict[int, tuple[Handle[Any], Fence | None]] = {}
+        """By bucket on a CUDA device: its reduction, which is issued, and where that ends there."""
         self._ordered: set[int] = set()
         self._late: OperationTimeout | None = None
         """What was told of deadlines: once, as of any; the next await waits on."""
@@ -160,9 +164,11 @@ class Reduction(PassMachine[Bucket]):
             if blank:
                 bucket.blank()
             else:
-                self._queued.gather(index)
+                if bucket.on_device:  # autograd may have made its gradients on other streams
+                    self._host.devices.gather(bucket.device, bucket.gradients())
                 bucket.fill()
-            self._queued.filled(index)
+            if bucket.on_device:
+                self._full[index] = self._host.devices.filled(bucket.device)
             self._filled.add(index)
 
     def end_backward(self, error: BaseException | None = None) -> None:
@@ -204,8 +210,14 @@ class Reduction(PassMachine[Bucket]):
         Not on the loop's thread: it blocks until all of the reduction is queued, where the host has a part in it. What
         goes wrong is told by `error`, now or later.
         """
-        if self._queued.order(index):
-            self.buckets[index].scale()
+        bucket = self.buckets[index]
+        if bucket.on_device:
+            handle, fence = self._fences[index]
+            stream = torch.cuda.current_stream(bucket.device)
+            if fence is not None:  # the handle has none any more when it is over
+                fence.order(stream, handle)
+            bucket.data.record_stream(stream)  # code that forgets a gradient need not know where it came from
+            bucket.scale()
         self._ordered.add(index)
 
     @property
@@ -257,9 +269,13 @@ class Reduction(PassMachine[Bucket]):
             self._hook.nbytes += bucket.nbytes
             return bucket.gather(self._host.data, self._host.op)
         reduce = partial(self._hook.reduce, bucket)
-        if bucket.on_device:
-            return self._queued.issue(index, reduce, partial(self.spans.begin, index))
-        return reduce()
+        if not bucket.on_device:
+            return reduce()
+        with self._host.devices.behind(bucket.device, self._full.pop(index)) as stream:
+            handle = reduce()
+        self._fences[index] = handle, handle.fence if isinstance(handle.fence, Fence) else None
+        self._host.devices.time(stream, partial(self.spans.begin, index))
+        return handle
 
     def _release(self, index: int) -> None:
         permit = self._permits.pop(index)
@@ -269,7 +285,7 @@ class Reduction(PassMachine[Bucket]):
     def _came(self, index: int, error: BaseException | None) -> None:
         self._release(index)
         if error is not None:
-            self._queued.abort(index)
+            self._abort_fence(index)
             self.failed(index, error)
         else:
             began = self.spans.end(index)
@@ -366,8 +382,14 @@ class Reduction(PassMachine[Bucket]):
 
     def abort(self) -> None:
         """Nobody drives it any more: let the compute thread go on."""
-        for index in self._queued.issued:
-            self._queued.abort(index)
+        for index in list(self._fences):
+            self._abort_fence(index)
+
+    def _abort_fence(self, index: int) -> None:
+        """Its reduction has failed, and will not be queued: a thread that would wait for that goes on."""
+        _, fence = self._fences.get(index, (None, None))
+        if fence is not None:
+            fence.reached(None)
 
 
 # --- how long reductions take -----------------------------------------------------------------------------------------
