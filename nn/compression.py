@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -52,34 +53,9 @@ def checked_compression(compress: object, named: Iterable[tuple[str, Tensor]]) -
     return compression
 
 
-class Links(NamedTuple):
-    """The communicators of one rank: `within` its host, where that has several ranks, and `between` the hosts."""
-
-    within: Communicator | None
-    between: Communicator | None
-    """None on ranks that leave that to the first of their host."""
-
-    @classmethod
-    async def of(cls, coll: Communicator, compression: Compression) -> Links:
-        """Return those of the groups that ranks of `coll` form; the same everywhere. Collective."""
-        levels = coll.levels
-        groups = levels.groups(levels.depth)
-        if compression.within_hosts or len(groups) == 1 or max(map(len, groups)) == 1:
-            return cls(None, coll)
-        level = (await coll.hierarchy(form="tree"))[-1]
-        return cls(level.intra if level.intra.size > 1 else None, level.inter if level.intra.rank == 0 else None)
-
-
 class Swap(NamedTuple):
     """Give each rank between hosts its part of `tensor`, which has as many; the answer is this rank's part of each."""
 
-    tensor: Tensor
-
-
-class _Within(NamedTuple):
-    """Add up, or spread, what the first rank of a host exchanges with other hosts."""
-
-    kind: Literal["reduce", "broadcast"]
     tensor: Tensor
 
 
@@ -87,7 +63,8 @@ _NAMES = 1024
 """Parts of buckets that may be on their way at once: each has a name, by which it meets those of the other ranks."""
 _PART = 1 << 20
 """Elements of a large bucket that travel together, where the codec allows it."""
-_Request = Sum | Gather | _Within | Swap
+_Request = Sum | Gather | Swap | partial[Handle[Any]]
+"""What is to be issued, the last among the ranks of this host."""
 _Program = Generator[_Request, Any, None]
 
 
@@ -102,20 +79,22 @@ class Compressor(CommHook):
         self,
         compression: Compression,
         data: Communicator,
-        links: Links,
         op: Literal["mean", "sum"],
-        stream: HostStream,
-        parameters: Mapping[str, Tensor],
+        named: Iterable[tuple[str, Tensor]],
     ) -> None:
+        self._compression = compression
         codec = compression.codec
         self._codec = codec if isinstance(codec, GradientCodec) else Gathered(codec)
         feedback = compression.error_feedback
         self._feedback = not self._codec.unbiased if feedback is None else feedback
         self._data = data
-        self._links = links
+        self._within: Communicator | None = None
+        """That of the ranks of this host, where these are several."""
+        self._between: Communicator | None = None
+        """That of the first ranks of all hosts; None on others."""
         self._factor = 1 / data.size if op == "mean" else 1.0
-        self._stream = stream
-        self._parameters = parameters
+        self._stream = HostStream(f"codecs {data.name}")
+        self._parameters = dict(named)
         self.progress = Progress.current()
         self._number = 0
         self._names: WeakKeyDictionary[Bucket, int] = WeakKeyDictionary()
@@ -126,19 +105,17 @@ class Compressor(CommHook):
         self._totals: WeakKeyDictionary[Bucket, tuple[Tensor, Tensor | None]] = WeakKeyDictionary()
         """Of each bucket: what becomes its residual where the pass counts, and where it lay in the pass before."""
 
-    @classmethod
-    async def open(
-        cls,
-        compression: Compression,
-        data: Communicator,
-        op: Literal["mean", "sum"],
-        named: Iterable[tuple[str, Tensor]],
-    ) -> Compressor:
-        """Return one whose thread runs, for parameters with names, on communicators that `data` closes. Collective."""
-        links = await Links.of(data, compression)
-        stream = HostStream(f"codecs {data.name}")
-        await stream.__aenter__()
-        return cls(compression, data, links, op, stream, dict(named))
+    async def open(self) -> None:
+        """Run the thread, on communicators that `data` closes. Collective."""
+        levels = self._data.levels
+        groups = levels.groups(levels.depth)
+        if self._compression.within_hosts or len(groups) == 1 or max(map(len, groups)) == 1:
+            self._between = self._data
+        else:
+            level = (await self._data.hierarchy(form="tree"))[-1]
+            self._within = level.intra if level.intra.size > 1 else None
+            self._between = level.inter if level.intra.rank == 0 else None
+        await self._stream.__aenter__()
 
     async def aclose(self) -> None:
         await self._stream.aclose()
@@ -214,9 +191,9 @@ class Compressor(CommHook):
         self._totals[bucket] = torch.empty_like(total) if before is None else before, total
 
     def _program(self, bucket: Bucket, flat: Tensor, part: slice, number: int) -> _Program:
-        data, within, between = flat[part], self._links.within, self._links.between
+        data, within, between = flat[part], self._within, self._between
         if within is not None:
-            yield _Within("reduce", data)
+            yield partial(within.reduce, data)
         if between is not None:
             total = self._total(bucket, flat, part)
             out = data if total.dtype is data.dtype else torch.empty_like(total)
@@ -234,7 +211,7 @@ class Compressor(CommHook):
             if self._feedback and not bool(total.sum().isfinite()):  # one bad gradient is sent, and forgotten
                 total.nan_to_num_(0.0, 0.0, 0.0)
         if within is not None:
-            yield _Within("broadcast", data)
+            yield partial(within.broadcast, data)
 
     def _exchanged(self, exchange: Exchange, between: Communicator) -> _Program:
         """Count what a codec sends, and add up 16-bit floats without widening them."""
@@ -273,17 +250,14 @@ class Compressor(CommHook):
 
     def issue(self, request: _Request, name: str) -> Handle[Any]:
         """Return the handle of what a codec asks for; on the loop, in any order."""
-        if isinstance(request, _Within):
-            assert self._links.within is not None
-            if request.kind == "reduce":
-                return self._links.within.reduce(request.tensor, name=name)
-            return self._links.within.broadcast(request.tensor, name=name)
-        assert self._links.between is not None
+        if isinstance(request, partial):
+            return request(name=name)
+        assert self._between is not None
         if isinstance(request, Gather):
-            return self._links.between.allgather(request.code, name=name)
+            return self._between.allgather(request.code, name=name)
         if isinstance(request, Swap):
-            return self._links.between.alltoall_single(request.tensor, name=name)
-        return self._links.between.allreduce(request.tensor, request.op, name=name)
+            return self._between.alltoall_single(request.tensor, name=name)
+        return self._between.allreduce(request.tensor, request.op, name=name)
 
     def compute(self, program: _Program, answer: Any) -> Handle[_Request | None]:
         """Return the handle of what `program` asks for next, None at its end."""
@@ -291,7 +265,7 @@ class Compressor(CommHook):
 
     def abort_links(self, error: BaseException) -> None:
         """Tell the other ranks, which wait for what this one does not send."""
-        for comm in {self._data, *filter(None, self._links)}:
+        for comm in {self._data, *filter(None, (self._within, self._between))}:
             comm.abort(f"rank {self._data.rank} cannot compress its gradients: {error}")
 
 

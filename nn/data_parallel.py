@@ -203,11 +203,10 @@ class DataParallel(ModuleLike):
                 f"sparse gradients: {sparse or 'none'}",
             )
             await check_same_structure(named, own, *also, f"state: {kinds or 'none'}")
-            hook: CommHook = (
-                Allreduce(own, terms.op)
-                if terms.compression is None
-                else await Compressor.open(terms.compression, own, terms.op, module.named_parameters())
-            )
+            hook: CommHook = Allreduce(own, terms.op)
+            if terms.compression is not None:
+                hook = Compressor(terms.compression, own, terms.op, module.named_parameters())
+                await hook.open()
             made = await share_furthest(own, module, state, made)  # from where it writes to `admit` nothing suspends
             reducer = Reducer(own, status, module, op=terms.op, sizes=terms.sizes, hook=hook)
         except BaseException:
