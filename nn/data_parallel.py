@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar, Unpack, cast, runtime_checkable
@@ -85,7 +84,9 @@ class DataParallel(ModuleLike):
             f"`net = await {type(self).__name__}.create(module, coll)`"
         )
 
-    _terms: _Terms
+    _op: Literal["mean", "sum"]
+    _sizes: Sizes
+    _compression: Compression | None
     _settings: StepSettings
     _optimizer: Optimizer | Driver | None = None
     _passes: set[asyncio.Future[None]]
@@ -141,7 +142,7 @@ class DataParallel(ModuleLike):
         Reducer.check_free(module.named_parameters())
         compression = None if compress is None else checked_compression(compress, module.named_parameters())
         net = cls.__new__(cls)
-        net._module, net._terms, net._settings = module, _Terms(op, sizes, compression), known
+        net._module, net._op, net._sizes, net._compression, net._settings = module, op, sizes, compression, known
         net._passes = set()
         await net._bind(coll, state, 0)
         return net
@@ -183,7 +184,7 @@ class DataParallel(ModuleLike):
 
     async def _bind(self, coll: Communicator, state: Sequence[Stateful], made: int | None) -> None:
         """Make what the net has on `coll`; this rank has `made` so many steps, None where it is in the midst of one."""
-        module, terms = self._module, self._terms
+        module, op, sizes = self._module, self._op, self._sizes
         if coll.parts.registry.elastic is not None:
             state = (*state, *self._settings.stateful)
         own = await coll.dup()
@@ -198,17 +199,17 @@ class DataParallel(ModuleLike):
             kinds = ", ".join(type(each).__name__ for each in state)
             also = (
                 placement(named),
-                str(terms),
+                f"op={op!r}, compress={self._compression!r} and buckets of {sizes.bucket} and {sizes.first} bytes",
                 f"frozen: {frozen or 'nothing'}",
                 f"sparse gradients: {sparse or 'none'}",
             )
             await check_same_structure(named, own, *also, f"state: {kinds or 'none'}")
-            hook: CommHook = Allreduce(own, terms.op)
-            if terms.compression is not None:
-                hook = Compressor(terms.compression, own, terms.op, module.named_parameters())
+            hook: CommHook = Allreduce(own, op)
+            if self._compression is not None:
+                hook = Compressor(self._compression, own, op, module.named_parameters())
                 await hook.open()
             made = await share_furthest(own, module, state, made)  # from where it writes to `admit` nothing suspends
-            reducer = Reducer(own, status, module, op=terms.op, sizes=terms.sizes, hook=hook)
+            reducer = Reducer(own, status, module, op=op, sizes=sizes, hook=hook)
         except BaseException:
             await own.aclose()
             raise
@@ -529,19 +530,6 @@ class DataParallel(ModuleLike):
 
     def __repr__(self) -> str:
         return f"<DataParallel of {type(self._module).__name__} on {self._coll!r}>"
-
-
-@dataclass(frozen=True)
-class _Terms:
-    """What a net is made with, the same on all ranks."""
-
-    op: Literal["mean", "sum"]
-    sizes: Sizes
-    compression: Compression | None
-
-    def __str__(self) -> str:
-        sizes = f"buckets of {self.sizes.bucket} and {self.sizes.first} bytes"
-        return f"op={self.op!r}, compress={self.compression!r} and {sizes}"
 
 
 class _Guest:
