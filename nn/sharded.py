@@ -17,7 +17,7 @@ from aiodist.nn.compute import Forward, called
 from aiodist.nn.data_parallel import DataParallel, check_one_pass
 from aiodist.nn.next_forward import UpdatedAhead
 from aiodist.nn.reduction import Reduction
-from aiodist.nn.shards import BucketMemory, BucketShard, ReduceScatter, Section, ShardBucket, ShardGroup, ShardState
+from aiodist.nn.shards import BucketMemory, BucketShard, ReduceScatter, ShardBucket, ShardGroup, ShardState
 from aiodist.nn.steps import StepSettings
 from aiodist.streams.memory import dtype_name
 
@@ -73,11 +73,14 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         data = net.reducer.data
         self._shards = [BucketShard(slots, data) for slots in net.reducer.keep_buckets(urgent=False)]
         self._shard_of = {slot.index: shard for shard in self._shards for slot in shard.slots}
+        sections = {index: section for shard in self._shards for index, section in shard.sections.items()}
         groups = [
-            ShardGroup(slots, {slot.index: known for slot in slots if (known := self._section(slot))}, options)
+            ShardGroup(slots, {slot.index: sections[slot.index] for slot in slots if slot.index in sections}, options)
             for slots, options in given
         ]
-        self.optimizer = make_optimizer([group.for_optimizer() for group in groups])
+        self.optimizer = make_optimizer(
+            [{**group.options, "params": [mine.parameter for mine in group.sections.values()]} for group in groups]
+        )
         """The one that `make_optimizer` made: schedulers are made of it."""
         _check_optimizer(self.optimizer, groups)
         self._state = ShardState(self.optimizer, make_optimizer, groups)
@@ -86,9 +89,6 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         self._gathering = ReduceScatter(data, net.reducer.op)
         self._hook = net.reducer.hand_to(self, self._gathering, self._bucket)
         """That of the net, which is put back at the end."""
-
-    def _section(self, slot: Slot) -> Section | None:
-        return self._shard_of[slot.index].sections.get(slot.index)
 
     def _bucket(self, slots: Sequence[Slot]) -> Bucket:
         return ShardBucket(self._shard_of[slots[0].index], slots, self._memory)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import accumulate, count
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -62,17 +62,15 @@ class BucketShard:
             self.own = self.flat[self.first : self.first + self.block]
             self.gradient = torch.empty(0 if self.alone else self.block, dtype=self.own.dtype)
             """Of what this rank owns; in each step it is written anew."""
-            self.sections = {section.slot.index: section for section in self._sections()}
+            self.sections: dict[int, Section] = {}
+            for slot in slots:
+                begin = self.begins[slot.index]
+                start, stop = max(self.first, begin), min(self.first + self.block, begin + slot.parameter.numel())
+                if start < stop:
+                    mine = self.own[start - self.first : stop - self.first]
+                    self.sections[slot.index] = Section(slot, start - begin, mine)
         self._gradients: tuple[Tensor | None, list[Tensor]] = None, []
         """What was given to `assign` last, and what the sections have of it."""
-
-    def _sections(self) -> Iterator[Section]:
-        for slot in self.slots:
-            begin = self.begins[slot.index]
-            start = max(self.first, begin)
-            stop = min(self.first + self.block, begin + slot.parameter.numel())
-            if start < stop:
-                yield Section(slot, start - begin, self.own[start - self.first : stop - self.first])
 
     def view(self, flat: Tensor, slot: Slot) -> Tensor:
         """Return the place of a parameter in a flat tensor like that of the parameters."""
@@ -239,9 +237,6 @@ class ShardGroup(NamedTuple):
     """What this rank has of them, by the index of the slot."""
     options: dict[str, Any]
     """Learning rate and the like, as far as they are the group's own."""
-
-    def for_optimizer(self) -> dict[str, Any]:
-        return {**self.options, "params": [section.parameter for section in self.sections.values()]}
 
 
 class ShardState:

@@ -32,7 +32,7 @@ def check_loss(state: State) -> None:
 def check_parameters(module: nn.Module, state: State) -> None:
     """Raise FloatingPointError unless all parameters are finite."""
     for name, parameter in module.named_parameters():
-        _check_finite(f"parameter {name!r} after the update", parameter.detach(), state)
+        _check_finite(f"parameter {name!r} after the update", state, parameter)
 
 
 @contextmanager
@@ -45,16 +45,12 @@ def checked_gradients(module: nn.Module, state: State) -> Iterator[None]:
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 what = f"the gradient of {name!r}"
-                stack.callback(parameter.register_hook(partial(_check_gradient, what, state)).remove)
+                stack.callback(parameter.register_hook(partial(_check_finite, what, state)).remove)
         yield
 
 
-def _check_gradient(what: str, state: State, gradient: Tensor) -> None:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    _check_finite(what, values.detach(), state)
-
-
-def _check_finite(what: str, t: Tensor, state: State) -> None:
+def _check_finite(what: str, state: State, t: Tensor) -> None:
+    t = (t.coalesce().values() if t.is_sparse else t).detach()
     finite = torch.isfinite(t)
     if not finite.all():
         bad = t[~finite]
