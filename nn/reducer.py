@@ -25,7 +25,7 @@ from aiodist.nn.deals import Deal, Dealer, MakeBucket, Sentries, Sizes
 from aiodist.nn.devices import Devices
 from aiodist.nn.pass_machine import Terms
 from aiodist.nn.pass_status import LEFT_OVER, PassAccount, PassStatus, StatusKind
-from aiodist.nn.reduction import WINDOW_BYTES, Reduction, arrival
+from aiodist.nn.reduction import WINDOW_BYTES, Reduction, ask
 from aiodist.nn.steps import Steps
 
 T = TypeVar("T")
@@ -216,18 +216,8 @@ class Reducer:
         """Return the handle of `then`, called on the loop once what `call` issues there is done; from any thread."""
         told: Handle[T] = Handle(self.progress, what)
         told.polled = False
-        self.progress.post(partial(self._issue, told, call, lambda: told.resolve(then())))
+        self.progress.post(partial(ask, self, call, self.late, lambda _: told.resolve(then()), told.reject))
         return told
-
-    def _issue(self, told: Handle[Any], call: Callable[[], Handle[Any]], then: Callable[[], None]) -> None:
-        """Call `then` once what `call` issues is done; what goes wrong is the error of `told`."""
-        try:
-            handle = call()
-        except Exception as error:  # noqa: BLE001  - told to the thread that waits
-            told.reject(error)
-        else:
-            come = lambda error: then() if error is None else told.reject(error)  # noqa: E731
-            handle.add_waiter(arrival(self, self.late, come))
 
     # --- passes: on the thread that runs backward --------------------------------------------------------------
 
@@ -315,7 +305,7 @@ class Reducer:
         told.polled = False
         told.outcome_error()  # where it is never asked for, the net was given up
 
-        def voted() -> None:
+        def voted(_: object) -> None:
             verdict = PassStatus.unpack(status, self.data.size)
             if not verdict.agreed(StatusKind.AVERAGE):
                 told.resolve(verdict)
@@ -325,11 +315,12 @@ class Reducer:
             self.statistics = replace(
                 known, passes=known.passes + 1, nbytes=known.nbytes + nbytes, sent_nbytes=self.hook.nbytes
             )
-            call = partial(self.data.allreduce, list(tensors), "mean")
-            self._issue(told, call, lambda: told.resolve(verdict))
+            means = partial(self.data.allreduce, list(tensors), "mean")
+            ask(self, means, self.late, lambda _: told.resolve(verdict), told.reject)
 
         self.averaging = told
-        self.progress.post(partial(self._issue, told, partial(self.status.allreduce, status), voted))
+        call = partial(self.status.allreduce, status)
+        self.progress.post(partial(ask, self, call, self.late, voted, told.reject))
         return told
 
     def _accept(self, verdict: PassStatus) -> bool:

@@ -84,6 +84,23 @@ def arrival(
     return EndWaiter(over, lambda _, error: late(error))
 
 
+def ask(
+    host: PassHost,
+    call: Callable[[], Handle[T]],
+    late: Callable[[OperationTimeout], None],
+    then: Callable[[T], None],
+    failed: Callable[[BaseException], None],
+) -> None:
+    """Have `then` called with the result of what `call` issues, or `failed` with why there is none."""
+    try:
+        handle = call()
+    except Exception as error:  # noqa: BLE001  - the thread that waits is told
+        failed(error)
+    else:
+        come = lambda error: then(handle.result()) if error is None else failed(error)  # noqa: E731
+        handle.add_waiter(arrival(host, late, come))
+
+
 class Reduction(PassMachine[Bucket]):
     """One pass over all buckets; every rank makes the same passes in the same order.
 
@@ -331,31 +348,13 @@ class Reduction(PassMachine[Bucket]):
         self._add_up(told, self.told)
 
     def _add_up(self, told: Tensor, then: Callable[[PassStatus], None]) -> None:
-        self._ask(
-            partial(self._host.status.allreduce, told), lambda _: then(PassStatus.unpack(told, self._host.data.size))
-        )
+        host = self._host
+        answer = lambda _: then(PassStatus.unpack(told, host.data.size))  # noqa: E731
+        ask(host, partial(host.status.allreduce, told), self._tell_late, answer, self.untold)
 
     def _send_account(self, failure: str | None) -> None:
-        def send() -> Handle[list[PassAccount]]:
-            return self._host.status.allgather_object(self._host.account(failure, active=self.terms.active))
-
-        self._ask(send, self.explained)
-
-    def _ask(self, send: Callable[[], Handle[T]], then: Callable[[T], None]) -> None:
-        """Have `then` called with the answers of all ranks, or `untold` with why there are none."""
-        try:
-            handle = send()
-        except Exception as error:  # noqa: BLE001  - the thread that waits for the pass is told
-            self.untold(error)
-        else:
-
-            def come(error: BaseException | None) -> None:
-                if error is not None:
-                    self.untold(error)
-                else:
-                    then(handle.result())
-
-            handle.add_waiter(arrival(self._host, self._tell_late, come))
+        host, mine = self._host, partial(self._host.account, failure, active=self.terms.active)
+        ask(host, lambda: host.status.allgather_object(mine()), self._tell_late, self.explained, self.untold)
 
     def _tell_late(self, error: OperationTimeout) -> None:
         if self._late is None:
