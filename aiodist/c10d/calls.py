@@ -337,13 +337,14 @@ def _rooms(outputs: list[Tensors]) -> tuple[list[Tensor], Callable[[], object] |
         ts[0].new_empty(sum(t.numel() for t in ts)) if line is None else line
         for ts, line in zip(outputs, lying, strict=True)
     ]
+    apart = [(room, ts) for room, ts, line in zip(rooms, outputs, lying, strict=True) if line is None]
 
     def deal() -> None:
-        for room, ts, line in zip(rooms, outputs, lying, strict=True):
-            for t, part in zip(ts, room.split([t.numel() for t in ts]), strict=True) if line is None else ():
+        for room, ts in apart:
+            for t, part in zip(ts, room.split([t.numel() for t in ts]), strict=True):
                 t.detach().copy_(part.view(t.shape))
 
-    return list(map(_movable, rooms)), deal if any(line is None for line in lying) else None
+    return list(map(_movable, rooms)), deal if apart else None
 
 
 # --- tensors as communicators take them: flat, dense, of dtypes that both know ----------------------------------------

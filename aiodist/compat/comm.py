@@ -230,7 +230,7 @@ class Comm:
         """Send one buffer while another is received."""
         coming, going = self.Irecv(recvbuf, source, recvtag).handle, self.Isend(sendbuf, dest, sendtag).handle
         if coming is None or going is None:
-            return self._request(coming or going)
+            return self._request(going if coming is None else coming)
         return self._request(on_loop(self._loop, lambda: gather(coming, going)))
 
     def Sendrecv(
