@@ -353,8 +353,9 @@ class Reduction(PassMachine[Bucket]):
         ask(host, partial(host.status.allreduce, told), self._tell_late, answer, self.untold)
 
     def _send_account(self, failure: str | None) -> None:
-        host, mine = self._host, partial(self._host.account, failure, active=self.terms.active)
-        ask(host, lambda: host.status.allgather_object(mine()), self._tell_late, self.explained, self.untold)
+        host, active = self._host, self.terms.active
+        told = lambda: host.status.allgather_object(host.account(failure, active=active))  # noqa: E731
+        ask(host, told, self._tell_late, self.explained, self.untold)
 
     def _tell_late(self, error: OperationTimeout) -> None:
         if self._late is None:
