@@ -22,7 +22,6 @@ EXCEPTIONS = {
     ("aiodist/testing/clock.py", "_turn"): "the same",
     # Not ours, though a package of ours has a name like it.
     ("aiodist/backends/gloo/library.py", "_Options"): "torch's, of a process group of gloo",
-    ("aiodist/backends/gloo/library.py", "_devices"): "the same",
     ("aiodist/backends/gloo/library.py", "_timeout"): "the same",
     ("aiodist/testing/clock.py", "_ready"): "asyncio's, of its event loop",
     ("aiodist/testing/clock.py", "_selector"): "the same",
