@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -23,13 +23,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from aiodist.bench.cli import writable
-from aiodist.bench.records import check_plot
+from aiodist.bench.plots import check_plot, picture
 from aiodist.errors import ConfigError
 from aiodist.ps.training import EASGD, Downpour, elastic_alpha
 from benchmarks.verdicts import Verdict, terminal, verdict_table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 __all__ = ["METHODS", "Found", "Task", "app", "one_thread", "train", "verdicts", "write"]
 
@@ -236,31 +233,21 @@ def _number(loss: float) -> float | None:
 
 def _plot(path: str, found: Sequence[Found]) -> None:
     """Draw test losses by step, and by what they cost in bytes, into `path`."""
-    check_plot()
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    curves, costs = figure.subplots(1, 2)
-    for method, style in zip(METHODS, ("-", "--"), strict=True):
-        runs = [one for one in found if one.impl == f"aiodist:{method}"]
-        for shade, one in enumerate(runs):
-            steps, losses = zip(*one.curve, strict=True)
-            curves.plot(steps, losses, style, color=f"C{shade}", label=f"{method}, tau {one.tau}")
-        costs.plot([one.nbytes for one in runs], [one.value for one in runs], f"o{style}", label=method)
-        for one in runs:
-            costs.annotate(f" {one.tau}", (one.nbytes, one.value))
-    costs.set_xscale("log")
-    for axes, label in ((curves, "steps of each worker"), (costs, "bytes pushed and pulled, by tau")):
-        _finish(axes, label)
-    figure.savefig(path)
-
-
-def _finish(axes: Axes, label: str) -> None:
-    axes.set_yscale("log")
-    axes.set_xlabel(label)
-    axes.set_ylabel("test loss of the centre")
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize="small", ncols=2)
+    with picture(path, columns=2) as ((curves, costs),):
+        for method, style in zip(METHODS, ("-", "--"), strict=True):
+            runs = [one for one in found if one.impl == f"aiodist:{method}"]
+            for shade, one in enumerate(runs):
+                steps, losses = zip(*one.curve, strict=True)
+                curves.plot(steps, losses, style, color=f"C{shade}", label=f"{method}, tau {one.tau}")
+            costs.plot([one.nbytes for one in runs], [one.value for one in runs], f"o{style}", label=method)
+            for one in runs:
+                costs.annotate(f" {one.tau}", (one.nbytes, one.value))
+        costs.set_xscale("log")
+        for axes, label in ((curves, "steps of each worker"), (costs, "bytes pushed and pulled, by tau")):
+            axes.set_yscale("log")
+            axes.set_xlabel(label)
+            axes.set_ylabel("test loss of the centre")
+            axes.legend(fontsize="small", ncols=2)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

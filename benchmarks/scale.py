@@ -16,7 +16,7 @@ from rich.console import Console
 
 from aiodist.bench.cli import writable
 from aiodist.bench.plan import parse_names, parse_sizes
-from aiodist.bench.records import check_plot
+from aiodist.bench.plots import check_plot
 from aiodist.env import Environment, Starter
 from aiodist.errors import ConfigError
 from aiodist.schedules import MAX_LANES

@@ -6,16 +6,13 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from aiodist.bench.records import check_plot, seconds_text, size_text
+from aiodist.bench.plots import lines, picture
+from aiodist.bench.records import seconds_text, size_text
 from benchmarks.loggp import LogGP, Machine
 from benchmarks.scale_model import Case, Estimate
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 __all__ = ["BOUND", "Found", "describe", "plot", "tables", "write"]
 
@@ -102,29 +99,15 @@ def _entry(case: Case, name: str, estimate: Estimate) -> dict[str, object]:
 
 def plot(path: str, found: Sequence[Found]) -> None:
     """Draw time, messages and bytes by ranks, a row for each size, into `path`."""
-    check_plot()
-    from matplotlib.figure import Figure
-
     sizes = list(dict.fromkeys(case.nbytes for case, _, _ in found))
-    figure = Figure(figsize=(15, 4 * len(sizes)), layout="constrained")
-    rows = figure.subplots(len(sizes), 3, squeeze=False)
-    for row, nbytes in zip(rows, sizes, strict=True):
-        here = [one for one in found if one[0].nbytes == nbytes]
-        _lines(row[0], [(name, case.ranks, one.seconds) for case, name, one in here], "seconds")
-        _lines(row[1], [(name, case.ranks, one.messages) for case, name, one in here], "messages a rank sends")
-        _lines(row[2], [(name, case.ranks, one.nbytes) for case, name, one in here], "bytes a rank sends")
-        row[0].set_title(f"{here[0][0].op}, {size_text(nbytes)} per rank")
-    rows[0][0].legend()
-    figure.savefig(path)
+    with picture(path, len(sizes), 3, size=(5.0, 4.0)) as rows:
+        for row, nbytes in zip(rows, sizes, strict=True):
+            here = [one for one in found if one[0].nbytes == nbytes]
+            for axes, what in zip(row, _DRAWN, strict=True):
+                points = [(name, case.ranks, getattr(one, what)) for case, name, one in here]
+                lines(axes, points, "ranks", _DRAWN[what], {BOUND: {"color": "black", "marker": ""}})
+            row[0].set_title(f"{here[0][0].op}, {size_text(nbytes)} per rank")
+        rows[0][0].legend()
 
 
-def _lines(axes: Axes, points: Sequence[tuple[str, int, float | None]], label: str) -> None:
-    for name in dict.fromkeys(point[0] for point in points):
-        mine = sorted((x, y) for one, x, y in points if one == name and y)
-        style = {"color": "black", "linestyle": "--"} if name == BOUND else {"marker": "o", "markersize": 3.0}
-        axes.plot([x for x, _ in mine], [y for _, y in mine], label=name, **style)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("ranks")
-    axes.set_ylabel(label)
-    axes.grid(visible=True, alpha=0.3)
+_DRAWN = {"seconds": "seconds", "messages": "messages a rank sends", "nbytes": "bytes a rank sends"}

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 import aiodist
+from aiodist.bench.plots import picture as drawn
 from aiodist.ps import Asynchronous, Bounded, ParameterServer, Policy, Quorum, Synchronous
 from aiodist.testing import run_ranks
 
@@ -71,27 +72,20 @@ def done(spent: list[Spent]) -> list[int]:
 
 def draw(picture: Path) -> None:
     """Draw a panel for each policy."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(len(POLICIES), sharex=True, figsize=(9, 6))
-    workers = range(len(SECONDS))
-    for axes, (name, policy) in zip(panels, POLICIES.items(), strict=True):
-        spent = run(policy)
-        for worker, kind, begin, end in spent:
-            axes.broken_barh([(begin, end - begin)], (-worker - 0.4, 0.8), color=COLOURS[kind], ec="w")
-        pushes = done(spent)
-        axes.set_yticks([-worker for worker in workers], [f"worker {worker}: {pushes[worker]}" for worker in workers])
-        axes.set_title(name, loc="left", fontsize=10, family="monospace")
-        axes.set_xlim(0, END)
-    panels[-1].set_xlabel(
-        "seconds; blue: computes, orange: waits in push_pull; beside each worker how many it has done"
-    )
-    figure.tight_layout()
-    mpl.rcParams["svg.hashsalt"] = "aiodist"
-    figure.savefig(picture, metadata={"Date": None})
+    with drawn(picture, len(POLICIES), size=(9.0, 1.5)) as rows:
+        workers = range(len(SECONDS))
+        for (axes,), (name, policy) in zip(rows, POLICIES.items(), strict=True):
+            spent = run(policy)
+            for worker, kind, begin, end in spent:
+                axes.broken_barh([(begin, end - begin)], (-worker - 0.4, 0.8), color=COLOURS[kind], ec="w")
+            pushes = done(spent)
+            axes.set_yticks([-worker for worker in workers], [f"worker {one}: {pushes[one]}" for one in workers])
+            axes.set_title(name, loc="left", fontsize=10, family="monospace")
+            axes.set_xlim(0, END)
+            axes.grid(visible=False)
+        rows[-1][0].set_xlabel(
+            "seconds; blue: computes, orange: waits in push_pull; beside each worker how many it has done"
+        )
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def _check(plan: Plan, benchmark: Benchmark) -> None:
     if plan.dtype != "float32" and not benchmark.sized:
         raise ConfigError(f"--dtype: {plan.op} is measured with float32")
     if plan.plot is not None:
-        from aiodist.bench.records import check_plot
+        from aiodist.bench.plots import check_plot
 
         if not benchmark.sized:
             raise ConfigError(f"--plot: {plan.op} has no sizes to draw by")

@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from aiodist.errors import BackendUnavailable
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from aiodist.bench.plots import lines, picture
 
 # nccl-tests' factors from algorithm to bus bandwidth, for n ranks; scan and exscan, which it lacks, as reduce.
 _SHARED = frozenset({"allgather", "gather", "scatter", "reduce_scatter", "alltoall", "alltoall_single"})
@@ -154,39 +150,15 @@ def _case(one: Record) -> tuple[object, ...]:
     return one.op, one.nbytes, one.batch, one.rule
 
 
-def check_plot() -> None:
-    """Raise `BackendUnavailable` where no plot can be drawn."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise BackendUnavailable("--plot needs matplotlib: pip install 'aiodist[plot]'") from error
-
-
 def plot(records: Sequence[Record], op: str, path: str) -> None:
     """Draw time and bus bandwidth of `op` by size, one line for each implementation, into `path`."""
-    check_plot()
-    from matplotlib.figure import Figure
-
     shown = [r for r in records if r.op == op and r.seconds is not None]
     rates = [r for r in shown if r.busbw_gbps]
-    figure = Figure(figsize=(12 if rates else 6, 4.5), layout="constrained")
-    axes = figure.subplots(1, 2 if rates else 1, squeeze=False)[0]
-    _lines(axes[0], [(r.impl, r.nbytes or 0, (r.seconds or 0) * 1e6) for r in shown], "us")
-    if rates:
-        _lines(axes[1], [(r.impl, r.nbytes or 0, r.busbw_gbps or 0) for r in rates], "bus bandwidth, GB/s")
-    figure.suptitle(f"{op}, {shown[0].ranks if shown else 0} ranks")
-    figure.savefig(path)
-
-
-def _lines(axes: Axes, points: Sequence[tuple[str, int, float]], label: str) -> None:
-    for impl in dict.fromkeys(point[0] for point in points):
-        mine = sorted((x, y) for name, x, y in points if name == impl)
-        axes.plot([x for x, _ in mine], [y for _, y in mine], marker="o", markersize=3, label=impl)
-    if any(x for _, x, _ in points):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-    axes.set_xlabel("input of one rank, bytes")
-    axes.set_ylabel(label)
-    axes.grid(visible=True, alpha=0.3)
-    if points:
-        axes.legend()
+    with picture(path, columns=2 if rates else 1) as (axes,):
+        bytes_of = "input of one rank, bytes"
+        lines(axes[0], [(r.impl, r.nbytes or 0, (r.seconds or 0) * 1e6) for r in shown], bytes_of, "us")
+        axes[0].set_title(f"{op}, {shown[0].ranks if shown else 0} ranks")
+        if rates:
+            lines(axes[1], [(r.impl, r.nbytes or 0, r.busbw_gbps) for r in rates], bytes_of, "bus bandwidth, GB/s")
+        if shown:
+            axes[-1].legend()
