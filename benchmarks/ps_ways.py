@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aiodist.bench.timing import Contender
 from aiodist.errors import BackendUnavailable
-from aiodist.ps.sharding import place
+from aiodist.ps.settings import place
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from aiodist.checkpoints import Piece, StoredTensor
-from aiodist.checkpoints.loading import keep_dtypes
+from aiodist.checkpoints.saving import keep_dtypes
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
 from aiodist.nn.buckets import Bucket, CommHook, Slot

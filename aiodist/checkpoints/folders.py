@@ -1,9 +1,6 @@
 """The folder of a training: its checkpoints by number, what is written beside, and what is removed.
 
-    checkpoint-00000007          a checkpoint, as it is read
-    checkpoint-00000008.part     one that is being written, or was when its program ended
-    checkpoint-00000004.old      one that is being removed
-
+`checkpoint-00000008.part` is being written, or was when its program ended, `checkpoint-00000004.old` is being removed.
 A folder becomes a checkpoint by its renaming, once all that is in it is on the disk.
 """
 
@@ -27,12 +24,10 @@ _NAME = re.compile(r"checkpoint-(\d{8,15})(\.part|\.old)?")
 
 
 def file_name(rank: int) -> str:
-    """Return the name of the file that `rank` writes."""
     return f"rank-{rank:05}.safetensors"
 
 
 def folder_of(path: Path, number: int, suffix: str = "") -> Path:
-    """Return the folder of checkpoint `number` in `path`."""
     return path / f"checkpoint-{number:08}{suffix}"
 
 
@@ -58,7 +53,6 @@ def candidates(path: Path) -> list[Path]:
 
 
 def number_of(folder: Path) -> int | None:
-    """Return the number in the name of `folder`, None where it was renamed."""
     match = _NAME.fullmatch(folder.name)
     return None if match is None else int(match[1])
 
@@ -105,13 +99,11 @@ def discard(path: Path, number: int) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Return when the names in a folder are on the disk."""
     with _opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
         os.fsync(fd)
 
 
 def write_all(fd: int, data: memoryview) -> None:
-    """Write all of `data`."""
     while data:
         data = data[os.write(fd, data) :]
 

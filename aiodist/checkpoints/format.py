@@ -1,18 +1,8 @@
-"""What is in the folder of a checkpoint: a file of each rank, and `manifest.json`.
+"""What is in the folder of a checkpoint: a file of each rank, and `manifest.json` (docs/design/checkpoints.md).
 
-The file of one rank is in the format of safetensors. Eight bytes, little-endian: the length of the header. The header:
-JSON, with spaces so that the tensors begin at a multiple of sixteen. Then the tensors, one behind the other,
-little-endian, the largest elements first, so that each is aligned to its own.
-Source: huggingface.co/docs/safetensors.
-
-The manifest says what a checkpoint is made of. Its first line has the checksum of the second.
-
-    {"aiodist checkpoint":1,"nbytes":…,"sha256":"…"}
-    {"ranks":…,"files":[…],"tensors":{…},"parts":[…],"extra":…,"own":[…]}
-
-`files` are those of the ranks, in their order: the bytes of each, of its header, and the CRC-32 of its header.
-`tensors` has of each tensor its dtype, its shape and the pieces that files have of it, each as
-`[file, offset, start, numel, crc]`. `parts`, `extra` and `own`, that of each rank, are values (`values`).
+The file of one rank is in the format of safetensors (huggingface.co/docs/safetensors), the largest elements first, so
+that each is aligned to its own. The manifest says what a checkpoint is made of; its first line has the checksum of the
+second.
 """
 
 from __future__ import annotations
@@ -20,8 +10,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import accumulate
@@ -36,6 +25,7 @@ from torch import Tensor
 from aiodist.checkpoints import folders
 from aiodist.checkpoints.folders import MANIFEST
 from aiodist.checkpoints.values import Json
+from aiodist.checkpoints.writer import WritePace
 from aiodist.errors import CheckpointDamaged
 
 DTYPES: dict[str, torch.dtype] = {
@@ -83,15 +73,15 @@ class TensorEntry:
     """Bytes before it in the file."""
     crc: int = 0
     """The CRC-32 of its bytes, that of zlib."""
+    file: int = 0
+    """The rank that wrote it."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
         return DTYPES[self.dtype].itemsize
 
     @property
     def nbytes(self) -> int:
-        """How long it is."""
         return self.numel * self.itemsize
 
 
@@ -104,28 +94,22 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """How long the file is."""
         return len(self.header) + sum(entry.nbytes for entry in self.entries)
 
 
 def lay_out(given: Sequence[TensorEntry]) -> Layout:
     """Return the file that has `given` in this order; their names differ from one another."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    ends = accumulate((entry.nbytes for entry in given), initial=0)
-    for entry, at in zip(given, ends, strict=False):
-        described[entry.name] = {**_as_stored(entry), "data_offsets": [at, at + entry.nbytes]}
+    starts = list(accumulate((entry.nbytes for entry in given), initial=0))
+    for entry, at in zip(given, starts, strict=False):
+        shape = [*entry.shape] if entry.numel == prod(entry.shape) else [entry.numel]
+        kind, shape = ("F64", [*shape, 2]) if entry.dtype == "C128" else (entry.dtype, shape)
+        described[entry.name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + entry.nbytes]}
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 16)
     header = struct.pack("<Q", len(text)) + text
-    ends = accumulate((entry.nbytes for entry in given), initial=len(header))
-    return Layout(header, [replace(entry, offset=at) for entry, at in zip(given, ends, strict=False)])
-
-
-def _as_stored(entry: TensorEntry) -> dict[str, object]:
-    shape = [*entry.shape] if entry.numel == prod(entry.shape) else [entry.numel]
-    if entry.dtype == "C128":
-        return {"dtype": "F64", "shape": [*shape, 2]}
-    return {"dtype": entry.dtype, "shape": shape}
+    entries = [replace(entry, offset=len(header) + at) for entry, at in zip(given, starts, strict=False)]
+    return Layout(header, entries)
 
 
 def copy_into(buffer: Tensor, layout: Layout, sources: Sequence[Tensor]) -> None:
@@ -135,26 +119,28 @@ def copy_into(buffer: Tensor, layout: Layout, sources: Sequence[Tensor]) -> None
         buffer[entry.offset : entry.offset + entry.nbytes].view(DTYPES[entry.dtype]).copy_(source)
 
 
-def write_file(path: Path, layout: Layout, buffer: Tensor, rest: Callable[[], None]) -> list[TensorEntry]:
-    """Write the file, which `buffer` has; return the entries with their checksums when it is on disk.
+def write_file(path: Path, layout: Layout, buffer: Tensor, computing: set[int]) -> tuple[FileFacts, list[TensorEntry]]:
+    """Write the file, which `buffer` has; return what the manifest says of it, once it is on the disk.
 
-    `rest` is called again and again, each time after some work that leaves the GIL alone.
+    The thread rests between pieces, while others are `computing`; no piece needs the GIL.
     """
-    data = buffer.numpy().data[: layout.nbytes]
+    data, rest = buffer.numpy().data[: layout.nbytes], WritePace(computing).rest
     entries = []
     for entry in layout.entries:
         crc, end = 0, entry.offset + entry.nbytes
         for at in range(entry.offset, end, _PIECE_BYTES):
-            crc = zlib.crc32(data[at : min(at + _PIECE_BYTES, end)], crc)
+            crc = crc32(data[at : min(at + _PIECE_BYTES, end)], crc)
             rest()
         entries.append(replace(entry, crc=crc))
     with folders.new_file(path) as fd:
         folders.write_direct(fd, data, rest)
-    return entries
+    return FileFacts(layout.nbytes, len(layout.header), crc32(layout.header)), entries
 
 
 _FIRST_LINE = re.compile(rb'\{"aiodist checkpoint":(\d{1,9}),"nbytes":(\d{1,15}),"sha256":"([0-9a-f]{64})"\}')
 _VERSION = 1
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""What reading raises of JSON that is not as it was written."""
 
 
 @dataclass(frozen=True)
@@ -167,26 +153,13 @@ class FileFacts:
     crc: int
     """The CRC-32 of these."""
 
-    @classmethod
-    def of(cls, layout: Layout) -> FileFacts:
-        """Return those of a file."""
-        return cls(layout.nbytes, len(layout.header), crc32(layout.header))
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A piece of a tensor, and the rank that wrote it."""
-
-    file: int
-    entry: TensorEntry
-
 
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint is made of."""
 
     files: list[FileFacts]
-    tensors: dict[str, list[Stored]]
+    tensors: dict[str, list[TensorEntry]]
     """The pieces of each in order, which fill it once; one at least."""
     parts: list[Json]
     extra: Json
@@ -194,11 +167,14 @@ class Manifest:
     """Of each rank."""
 
     def packed(self) -> bytes:
-        """Return it as a file has it."""
+        tensors = {}
+        for name, pieces in self.tensors.items():
+            rows = [[e.file, e.offset, e.start, e.numel, e.crc] for e in pieces]
+            tensors[name] = {"dtype": pieces[0].dtype, "shape": list(pieces[0].shape), "pieces": rows}
         content = {
             "ranks": len(self.files),
             "files": [[file.nbytes, file.header, file.crc] for file in self.files],
-            "tensors": {name: _described(pieces) for name, pieces in self.tensors.items()},
+            "tensors": tensors,
             "parts": self.parts,
             "extra": self.extra,
             "own": self.own,
@@ -217,7 +193,7 @@ class Manifest:
             raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from error
         try:
             return _parsed(_content(data))
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise CheckpointDamaged(f"{path}: {error}") from error
 
 
@@ -230,15 +206,15 @@ def commit(
 ) -> Path:
     """Have checkpoint `number` be one, of files that are on the disk: each with its entries and what its rank has."""
     part = folders.folder_of(path, number, ".part")
-    tensors: dict[str, list[Stored]] = {}
+    tensors: dict[str, list[TensorEntry]] = {}
     for rank, (facts, entries, _) in enumerate(written):
         file = part / folders.file_name(rank)
         if not file.exists() or file.stat().st_size != facts.nbytes:
             raise FileNotFoundError(f"{file}, which rank {rank} wrote, is not there: do all ranks share the folder?")
         for entry in entries:
-            tensors.setdefault(entry.name, []).append(Stored(rank, entry))
+            tensors.setdefault(entry.name, []).append(replace(entry, file=rank))
     for pieces in tensors.values():
-        pieces.sort(key=lambda piece: (piece.entry.start, piece.entry.numel))
+        pieces.sort(key=lambda piece: (piece.start, piece.numel))
     check_filled(tensors)
     manifest = Manifest([facts for facts, _, _ in written], tensors, parts, extra, [own for *_, own in written])
     with folders.new_file(part / folders.MANIFEST) as fd:
@@ -246,35 +222,21 @@ def commit(
     return folders.commit(path, number)
 
 
-def check_filled(tensors: Mapping[str, Sequence[Stored]]) -> None:
+def check_filled(tensors: Mapping[str, Sequence[TensorEntry]]) -> None:
     """Raise `ValueError` unless the pieces of each tensor fill it once, and agree about what it is."""
     for name, pieces in tensors.items():
-        first = pieces[0].entry
+        first, at = pieces[0], 0
         for piece in pieces:
-            if (piece.entry.dtype, piece.entry.shape) != (first.dtype, first.shape):
+            if (piece.dtype, piece.shape) != (first.dtype, first.shape):
                 raise ValueError(
                     f"tensor {name!r}: rank {pieces[0].file} has {first.dtype} {list(first.shape)}, "
-                    f"rank {piece.file} {piece.entry.dtype} {list(piece.entry.shape)}"
+                    f"rank {piece.file} {piece.dtype} {list(piece.shape)}"
                 )
-        at = 0
-        for piece in pieces:
-            if piece.entry.start != at:
-                raise ValueError(f"tensor {name!r}: a piece begins at element {piece.entry.start}: expected {at}")
-            at += piece.entry.numel
+            if piece.start != at:
+                raise ValueError(f"tensor {name!r}: a piece begins at element {piece.start}: expected {at}")
+            at += piece.numel
         if at != prod(first.shape):
             raise ValueError(f"tensor {name!r}: pieces end at element {at} of {prod(first.shape)}")
-
-
-# --- writing ------------------------------------------------------------------------------------------------------
-
-
-def _described(pieces: Sequence[Stored]) -> Json:
-    first = pieces[0].entry
-    rows = [[piece.file, e.offset, e.start, e.numel, e.crc] for piece in pieces for e in [piece.entry]]
-    return {"dtype": first.dtype, "shape": list(first.shape), "pieces": rows}
-
-
-# --- reading ------------------------------------------------------------------------------------------------------
 
 
 def _content(data: bytes) -> dict[str, Any]:
@@ -304,11 +266,11 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     return Manifest(files, tensors, content["parts"], content["extra"], content["own"])
 
 
-def _pieces(name: str, said: dict[str, Any], files: Sequence[FileFacts]) -> list[Stored]:
+def _pieces(name: str, said: dict[str, Any], files: Sequence[FileFacts]) -> list[TensorEntry]:
     dtype, shape, found = said["dtype"], tuple(said["shape"]), []
     for file, offset, start, numel, crc in said["pieces"]:
-        entry = TensorEntry(name, dtype, shape, start, numel, offset, crc)
+        entry = TensorEntry(name, dtype, shape, start, numel, offset, crc, file)
         if min(file, offset, numel, *shape) < 0 or offset + entry.nbytes > files[file].nbytes:
             raise ValueError(f"tensor {name!r}: a piece lies outside of the files")
-        found.append(Stored(file, entry))
+        found.append(entry)
     return found

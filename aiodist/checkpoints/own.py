@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from aiodist.checkpoints.parts import Net, name_of
-from aiodist.checkpoints.pieces import Redivided
+from aiodist.checkpoints.parts import Net, Redivided, name_of
 from aiodist.checkpoints.values import Json, decode, encode
 from aiodist.types import Stateful
 
@@ -38,36 +37,7 @@ def set_torch_state(state: dict[str, Any]) -> None:
             generator.set_state(of_device)
 
 
-def process_state() -> dict[str, Any]:
-    """Return the states of the generators of Python, torch, and numpy where that is in use."""
-    state = {"python": random.getstate(), **torch_state()}
-    if "numpy.random" in sys.modules:
-        state["numpy"] = np.random.get_state(legacy=False)
-    return state
-
-
-def set_process_state(state: dict[str, Any]) -> None:
-    """Have the generators of this process go on from `state`."""
-    random.setstate(state["python"])
-    set_torch_state(state)
-    if "numpy" in state:
-        np.random.set_state(state["numpy"])
-
-
-def seed_of(state: dict[str, Any], rank: int) -> int:
-    """Return a seed for `rank`, which follows from the state of a process."""
-    return int.from_bytes(sha256(state["torch"].numpy().tobytes() + b"%d" % rank).digest()[:4])
-
-
-def seed_process(seed: int) -> None:
-    """Seed the generators of this process."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-
-
 def generator_state(generator: Generator) -> Any:  # noqa: ANN401
-    """Return where `generator` stands."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -78,7 +48,6 @@ def generator_state(generator: Generator) -> Any:  # noqa: ANN401
 
 
 def set_generator_state(generator: Generator, state: Any) -> None:  # noqa: ANN401
-    """Have `generator` go on from `state`."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):
@@ -88,7 +57,6 @@ def set_generator_state(generator: Generator, state: Any) -> None:  # noqa: ANN4
 
 
 def seed_generator(generator: Generator, seed: int) -> None:
-    """Have `generator` begin anew from `seed`."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif isinstance(generator, np.random.Generator):
@@ -98,7 +66,6 @@ def seed_generator(generator: Generator, seed: int) -> None:
 
 
 def check_own(own: Sequence[object]) -> None:
-    """Raise `TypeError` for what has no state."""
     for number, each in enumerate(own):
         if not isinstance(each, Stateful | Redivided | Generator):
             raise TypeError(f"own[{number}] is {type(each).__name__}: expected a generator, or what has a state_dict")
@@ -122,7 +89,10 @@ def own_states(
     Where these are computed, after the last step.
     """
     name = f"rank{rank}"
-    said = {"random": encode(process_state(), f"{name}/random", tensors)}
+    state = {"python": random.getstate(), **torch_state()}
+    if "numpy.random" in sys.modules:
+        state["numpy"] = np.random.get_state(legacy=False)
+    said = {"random": encode(state, f"{name}/random", tensors)}
     if isinstance(net, Net) and net.compressor is not None:
         said["compressor"] = encode(net.compressor.state_dict(), f"{name}/compressor", tensors)
     said["buffers"] = encode(own_buffers(net), f"{name}/buffers", tensors)
@@ -161,7 +131,6 @@ class OwnState:
 
     @classmethod
     def read(cls, said: Sequence[Json], tensor: Callable[[str], Tensor], rank: int, size: int) -> OwnState:
-        """Return what `rank` of `size` takes of what each has said."""
         mine = {key: value for key, value in said[rank % len(said)].items() if key != "loaders"}
         if len(said) != size:
             mine = {key: mine[key] for key in ("random", "generators")}
@@ -180,20 +149,25 @@ class OwnState:
         with torch.inference_mode(False), torch.no_grad():
             for name, t in self.states.get("buffers", {}).items():
                 mine[name].copy_(t)
-        self._restore_generators([each if isinstance(each, Generator) else None for each in own])
+        self._restore_generators(own)
 
-    def _restore_generators(self, generators: Sequence[Generator | None]) -> None:
-        known = self.rank < len(self.loaders)
-        seed = seed_of(self.states["random"], self.rank)
-        for number, each in enumerate(generators):
-            if each is not None and known:
+    def _restore_generators(self, own: Sequence[object]) -> None:
+        state, known = self.states["random"], self.rank < len(self.loaders)
+        seed = int.from_bytes(sha256(state["torch"].numpy().tobytes() + b"%d" % self.rank).digest()[:4])
+        for number, each in enumerate(own):
+            if isinstance(each, Generator) and known:
                 set_generator_state(each, self.states["generators"][number])
-            elif each is not None:
+            elif isinstance(each, Generator):
                 seed_generator(each, seed + 1 + number)
         if known:
-            set_process_state(self.states["random"])
+            random.setstate(state["python"])
+            set_torch_state(state)
+            if "numpy" in state:
+                np.random.set_state(state["numpy"])
         else:
-            seed_process(seed)
+            random.seed(seed)
+            torch.manual_seed(seed)
+            np.random.seed(seed)
 
     def restore_loaders(self, own: Sequence[object]) -> None:
         """The same for loaders, on the loop's thread."""

@@ -1,21 +1,184 @@
-"""What a checkpoint takes of a net, optimizers and the like, and what of it each rank writes."""
+"""What a checkpoint takes of a net, optimizers and the like, and what each rank writes: pieces, blocks, shares."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
+from math import prod
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from aiodist.checkpoints.format import TensorEntry, dtype_name
-from aiodist.checkpoints.pieces import Cuts, InPieces, OfRanks, Piece
-from aiodist.checkpoints.values import Json, encode
+from aiodist.checkpoints.values import Json, Piece, encode
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
 from aiodist.types import Stateful
+
+
+@runtime_checkable
+class InPieces(Protocol):
+    """An object of whose tensors each rank owns pieces, such as a sharded optimizer.
+
+    `pieces` and `load_state_dict` are called on the compute thread of the net that is saved or loaded with it, when no
+    update is pending; on the loop's thread where that has nothing to wait for.
+    """
+
+    def pieces(self) -> Any:  # noqa: ANN401
+        """Return the state that one process would have, with a `Piece` in the place of each tensor that is divided.
+
+        All else is the same on every rank; a rank that owns nothing of a tensor has an empty piece. The pieces of all
+        ranks fill each tensor once; none has 0 elements. A checkpoint copies the tensors before the next step.
+        """
+
+    def divided(self, state: Any, /) -> Any:  # noqa: ANN401
+        """Return what this rank takes of a whole `state`, whose tensors may be `StoredTensor`, for `load_state_dict`.
+
+        Called on the thread for files; nothing is changed. Raises `ValueError` where the state is of something else.
+        """
+
+    def load_state_dict(self, state: Any, /) -> object:  # noqa: ANN401
+        """Take what `divided` returned."""
+
+
+@runtime_checkable
+class Redivided(Protocol):
+    """What each rank has a place of its own in, for any number of ranks, such as a `data.ShardQueue`."""
+
+    def state_dict(self) -> Any:  # noqa: ANN401
+        """Return the state of this rank."""
+
+    def load_state_dicts(self, states: list[Any], /) -> object:
+        """Take this rank's part of the `states` of all ranks that saved them."""
+
+
+@runtime_checkable
+class OfRanks(Protocol):
+    """A part with a state of each rank's own beside what all ranks have alike, such as `nn.LocalSGD`.
+
+    Both are called where those of `InPieces` are.
+    """
+
+    def states(self) -> tuple[Any, Any]:
+        """Return what all ranks have alike, and this rank's own: None where it has none."""
+
+    def load_states(self, alike: Any, own: Any, /) -> None:  # noqa: ANN401
+        """Take what `states` gave; `own` is None too where another number of ranks saved it."""
+
+
+Block = tuple[tuple[int, int], ...]
+"""Of each dimension where a block begins and where it ends."""
+
+
+class Cut(NamedTuple):
+    """What this rank keeps of a tensor: the whole one's shape, and a block of it."""
+
+    shape: tuple[int, ...]
+    block: Block
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return this rank's block; anything that has another shape as it is."""
+        if tuple(whole.shape) != self.shape:
+            return whole
+        return whole[tuple(slice(*bounds) for bounds in self.block)].contiguous()
+
+    def piece(self, t: Tensor, *, mine: bool) -> Piece:
+        """Return the block `t` as a piece of the whole tensor, divided dimension first; empty unless `mine`."""
+        divided = (d for d, (start, stop) in enumerate(self.block) if stop - start != self.shape[d])
+        dim = next(divided, 0)
+        dims = [dim, *(d for d in range(len(self.shape)) if d != dim)]
+        shape = tuple(self.shape[d] for d in dims)
+        elements = t.detach().permute(dims).reshape(-1) if mine else t.detach().reshape(-1)[:0]
+        back = tuple(dims.index(d) for d in range(len(dims))) if dim else None
+        return Piece(elements, self.block[dim][0] * prod(shape[1:]), shape, back)
+
+
+@runtime_checkable
+class InBlocks(Protocol):
+    """A layer whose parameters are divided among the ranks of `coll`, such as `nn.ColumnLinear`."""
+
+    coll: Communicator
+
+    def blocks(self) -> dict[str, tuple[tuple[int, ...], Block]]:
+        """Return of each divided parameter, by name, the shape of the whole one, and the block that this rank has."""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Which tensors of the state of one part, by their path in it, are blocks."""
+
+    of_module: dict[str, Cut]
+    """By key in the state dict."""
+    of_parameter: dict[Tensor, Cut]
+    ranks: int
+    """How many share the layers; 1 where nothing is divided."""
+
+    @classmethod
+    def of(cls, part: object) -> Cuts:
+        """Return those of a module, or of a net's module; of anything else none."""
+        by_key: dict[str, Cut] = {}
+        by_parameter: dict[Tensor, Cut] = {}
+        sizes = {1}
+        module = getattr(part, "module", part)
+        if isinstance(module, nn.Module):
+            for prefix, layer in module.named_modules(remove_duplicate=False):
+                if isinstance(layer, InBlocks):
+                    sizes.add(layer.coll.size)
+                    for name, cut in layer.blocks().items():
+                        by_key[f"{prefix}.{name}".lstrip(".")] = Cut(*cut)
+                        by_parameter[getattr(layer, name)] = Cut(*cut)
+        return cls(by_key, by_parameter, max(sizes))
+
+    def paths(self, part: object, state: Any) -> dict[tuple[Any, ...], Cut]:  # noqa: ANN401
+        """Return the keys, from the outermost in, that lead to tensors of `state`, that of `part`, which are blocks.
+
+        Raises as `check`.
+        """
+        if not self.of_parameter:
+            return {}
+        if isinstance(getattr(part, "module", part), nn.Module):
+            return {(key,): cut for key, cut in self.of_module.items() if key in state}
+        if not isinstance(part, Optimizer):
+            self.check(part)
+            return {}
+        found = {}
+        for index, parameter in enumerate(parameters_of(part)):
+            if (cut := self.of_parameter.get(parameter)) is not None:
+                for key, value in state["state"].get(index, {}).items():
+                    if isinstance(value, Tensor) and value.shape in (parameter.shape, cut.shape) and value.dim():
+                        found["state", index, key] = cut
+        return found
+
+    def check(self, part: object) -> None:
+        """Raise `TypeError` where `part` keeps something else for parameters that may be blocks than torch does."""
+        if self.of_parameter and (isinstance(part, InPieces) or hasattr(part, "optimizers")):
+            raise TypeError(f"{type(part).__name__} of a net with divided layers: expected an Optimizer of torch")
+
+    def changed(self, part: object, state: Any, change: Callable[[Cut, Tensor], object]) -> Any:  # noqa: ANN401
+        """Return the state of `part` with what `change` makes of each block, or of the whole that it is cut from."""
+        for path, cut in self.paths(part, state).items():
+            state = _changed(state, path, partial(change, cut))
+        return state
+
+
+def parameters_of(opt: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of an optimizer, in the order of its state."""
+    return [p for group in opt.param_groups for p in group["params"]]
+
+
+def _changed(state: Any, path: tuple[Any, ...], change: Callable[[Any], Any]) -> Any:  # noqa: ANN401
+    """Return `state` with something else at the end of `path`, in copies of what leads there."""
+    if not path:
+        return change(state)
+    copied = copy(state)
+    copied[path[0]] = _changed(state[path[0]], path[1:], change)
+    return copied
+
 
 Part = Stateful | InPieces | OfRanks
 _WHOLE_BYTES = 64 << 10
@@ -28,16 +191,13 @@ class Net(Protocol):
     @property
     def coll(self) -> Communicator:
         """Of the ranks that have the same parameters."""
-        ...
 
     @property
     def compressor(self) -> Stateful | None:
         """What keeps residuals of this rank's own, if anything does."""
-        ...
 
     def run(self, fn: Any, /, *args: Any) -> Handle[Any]:  # noqa: ANN401
         """Return the handle of `fn(*args)`, which runs on the thread behind what was asked earlier."""
-        ...
 
 
 @runtime_checkable
@@ -46,7 +206,6 @@ class Delayed(Protocol):
 
     def make_updates(self) -> None:
         """Make all that are left; called on the compute thread, on all ranks."""
-        ...
 
 
 def name_of(number: int) -> str:
@@ -55,10 +214,16 @@ def name_of(number: int) -> str:
 
 
 def check_parts(parts: Sequence[object]) -> None:
-    """Raise `TypeError` for what has no state."""
     for number, part in enumerate(parts):
         if not isinstance(part, Part):
             raise TypeError(f"{name_of(number)} is {type(part).__name__}: expected what has a state_dict, or pieces")
+
+
+def make_updates(parts: Sequence[object]) -> None:
+    """Have updates and averages made that are left."""
+    for part in parts:
+        if isinstance(part, Delayed):
+            part.make_updates()
 
 
 class Extent(NamedTuple):
@@ -120,9 +285,7 @@ class Taken:
 
         Raises what these raise, `TypeError` for what cannot be written.
         """
-        for part in parts:
-            if isinstance(part, Delayed):
-                part.make_updates()
+        make_updates(parts)
         cuts = Cuts.of(parts[0])
         for number, part in enumerate(parts):
             own = None
@@ -134,7 +297,7 @@ class Taken:
                 self.parts.append({"state": encode(alike, name_of(number), self.alike)})
             else:
                 state = part.state_dict()
-                divided = cuts.in_pieces(part, state, mine=writes_blocks)
+                divided = cuts.changed(part, state, partial(Cut.piece, mine=writes_blocks))
                 said = {"state": self._encoded(divided, name_of(number))}
                 if isinstance(getattr(state, "_metadata", None), dict):  # versions of the modules
                     said["versions"] = encode(state._metadata, f"{name_of(number)}/versions", self.alike)
@@ -153,7 +316,6 @@ class Taken:
         return said
 
     def keep_own(self, tensors: dict[str, Tensor]) -> None:
-        """Add tensors of this rank, whose names are its own."""
         for name, t in tensors.items():
             self._keep(name, t, tuple(t.shape), 0)
 
@@ -173,7 +335,6 @@ class Taken:
         return {"tensors": tensors, "parts": self.parts}
 
     def mine_to_write(self, rank: int, size: int) -> list[Written]:
-        """Return what `rank` of `size` writes, the largest elements first."""
         tensors = list(self.alike.items())
         found = list(self.mine)
         for number, start, stop in share([(t.numel(), t.element_size()) for _, t in tensors], rank, size):

@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 
 from aiodist.checkpoints.folders import MANIFEST, file_name
-from aiodist.checkpoints.format import DTYPES, Manifest, Stored
-from aiodist.errors import CheckpointDamaged
+from aiodist.checkpoints.format import DTYPES, UNREADABLE, Manifest, TensorEntry
+from aiodist.errors import AiodistError, CheckpointDamaged
+
+
+class PartsDiffer(ValueError):
+    """The checkpoint is sound, but of something else."""
 
 
 class StoredTensor:
@@ -23,7 +27,7 @@ class StoredTensor:
     def __init__(self, reader: Reader, name: str, dims: tuple[int, ...] | None = None) -> None:
         self._reader = reader
         self._name = name
-        stored = reader.pieces(name)[0].entry.shape
+        stored = reader.pieces(name)[0].shape
         self._dims = tuple(range(len(stored))) if dims is None else dims
         self.shape = torch.Size(stored[d] for d in self._dims)
 
@@ -64,11 +68,17 @@ class Reader:
             for rank in range(len(self.manifest.files)):
                 self._open(rank)
         except BaseException:
-            self.__exit__()
+            self._close()
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Close the files; what the manifest says and nobody here wrote is damage, whatever it made the block raise."""
+        self._close()
+        if isinstance(error, UNREADABLE) and not isinstance(error, AiodistError | PartsDiffer):
+            raise CheckpointDamaged(f"{self.folder / MANIFEST}: {error}") from error
+
+    def _close(self) -> None:
         while self._fds:
             os.close(self._fds.pop())
 
@@ -85,30 +95,26 @@ class Reader:
         if self._filled(rank, 0, header) != facts.crc:
             raise CheckpointDamaged(f"{path}, bytes 0 to {facts.header}: the header is not as it was written")
 
-    # --- tensors ----------------------------------------------------------------------------------------------------
-
-    def pieces(self, name: str) -> Sequence[Stored]:
-        """Return the pieces of a tensor, one at least."""
+    def pieces(self, name: str) -> Sequence[TensorEntry]:
         if name not in self.manifest.tensors:
             raise CheckpointDamaged(f"{self.folder / MANIFEST}: there is no tensor {name!r}")
         return self.manifest.tensors[name]
 
     def tensor(self, name: str) -> Tensor:
-        """Return the whole tensor."""
-        first = self.pieces(name)[0].entry
+        first = self.pieces(name)[0]
         return self.part(name, 0, prod(first.shape)).view(first.shape)
 
     def part(self, name: str, start: int, numel: int) -> Tensor:
         """Return elements `start` … `start + numel` of the tensor, made flat."""
         pieces = self.pieces(name)
-        out = torch.empty(numel, dtype=DTYPES[pieces[0].entry.dtype])
+        out = torch.empty(numel, dtype=DTYPES[pieces[0].dtype])
         for piece in pieces:
-            begins, ends = piece.entry.start, piece.entry.start + piece.entry.numel
+            begins, ends = piece.start, piece.start + piece.numel
             first, last = max(start, begins), min(start + numel, ends)
             if (first, last) == (begins, ends):
                 self._read_piece(piece, out[begins - start : ends - start])
             elif first < last:
-                read = torch.empty(piece.entry.numel, dtype=out.dtype)
+                read = torch.empty(piece.numel, dtype=out.dtype)
                 self._read_piece(piece, read)
                 out[first - start : last - start] = read[first - begins : last - begins]
         return out
@@ -117,22 +123,20 @@ class Reader:
         """Compare what was not read so far, as one of `size` ranks that divide the files among them."""
         for pieces in self.manifest.tensors.values():
             for piece in pieces:
-                if piece.file % size == rank and (piece.file, piece.entry.offset) not in self._read:
-                    self._read_piece(piece, torch.empty(piece.entry.numel, dtype=DTYPES[piece.entry.dtype]))
+                if piece.file % size == rank and (piece.file, piece.offset) not in self._read:
+                    self._read_piece(piece, torch.empty(piece.numel, dtype=DTYPES[piece.dtype]))
 
-    def _read_piece(self, piece: Stored, into: Tensor) -> None:
-        entry = piece.entry
+    def _read_piece(self, entry: TensorEntry, into: Tensor) -> None:
         if not entry.numel:
             return
-        if self._filled(piece.file, entry.offset, into.view(torch.uint8)) != entry.crc:
+        if self._filled(entry.file, entry.offset, into.view(torch.uint8)) != entry.crc:
             raise CheckpointDamaged(
-                f"{self.folder / file_name(piece.file)}, bytes {entry.offset} to {entry.offset + entry.nbytes}: "
+                f"{self.folder / file_name(entry.file)}, bytes {entry.offset} to {entry.offset + entry.nbytes}: "
                 f"tensor {entry.name!r} is not as it was written (its CRC-32 differs)"
             )
-        self._read.add((piece.file, entry.offset))
+        self._read.add((entry.file, entry.offset))
 
     def _filled(self, rank: int, offset: int, raw: Tensor) -> int:
-        """Read bytes into `raw`; return their CRC-32."""
         data = raw.numpy().data
         path = self.folder / file_name(rank)
         while data:
@@ -144,3 +148,11 @@ class Reader:
                 raise CheckpointDamaged(f"{path} ends at byte {offset}, while it is read")
             data, offset = data[count:], offset + count
         return zlib.crc32(raw.numpy().data)
+
+
+def of_all(damages: Sequence[str], rank: int | None = None) -> CheckpointDamaged:
+    """Return one error of what was found in several checkpoints, the newest first."""
+    damaged = CheckpointDamaged(damages[0], rank=rank)
+    for other in damages[1:]:
+        damaged.add_note(f"and an older one: {other}")
+    return damaged

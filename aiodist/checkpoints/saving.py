@@ -1,27 +1,44 @@
-"""`save`: a checkpoint of a training, taken between two steps and written beside the next ones."""
+"""`save`: a checkpoint, taken between two steps and written beside the next ones; `load`: the newest sound one."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from aiodist.checkpoints import folders
-from aiodist.checkpoints.agreeing import check_alike, digest, together
 from aiodist.checkpoints.format import FileFacts, Layout, TensorEntry, commit, copy_into, lay_out, write_file
-from aiodist.checkpoints.own import check_own, own_buffers, own_loaders, own_states
-from aiodist.checkpoints.parts import Net, Part, Taken, check_parts
-from aiodist.checkpoints.pieces import Cuts
-from aiodist.checkpoints.values import Json, encode
-from aiodist.checkpoints.writer import WritePace, Writer
+from aiodist.checkpoints.own import OwnState, check_own, own_buffers, own_loaders, own_states
+from aiodist.checkpoints.parts import (
+    Cut,
+    Cuts,
+    InPieces,
+    Net,
+    OfRanks,
+    Part,
+    Taken,
+    check_parts,
+    make_updates,
+    parameters_of,
+)
+from aiodist.checkpoints.reading import PartsDiffer, Reader, StoredTensor, of_all
+from aiodist.checkpoints.values import Json, decode, encode
+from aiodist.checkpoints.writer import Writer, check_alike, digest, together
 from aiodist.communicator import Communicator
+from aiodist.errors import CheckpointDamaged
 from aiodist.handles import Handle
+
+_Told = tuple[FileFacts, list[TensorEntry], Json]
+"""What the manifest says of a rank's file, and of what the rank has of its own."""
 
 
 def save(
@@ -67,15 +84,13 @@ def save(
     """
     check_keep(keep)
     coll, replica = ranks_of(net, parts, own, coll)
-    job = _Save(Path(path), [net, *parts], own, keep, (coll.rank, coll.size), replica)
-    job.say(extra)
+    job = _Save(Path(path), [net, *parts], extra, own, coll, replica)
     writer = Writer.of(coll)
     job.begin(writer)
-    return writer.later("save", partial(job.finish, writer))
+    return writer.later("save", partial(job.finish, writer, keep))
 
 
 def check_keep(keep: object) -> None:
-    """Raise `ValueError` unless it is a number of checkpoints, or None."""
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep={keep!r}: expected how many checkpoints to keep, at least 1, or None for all")
 
@@ -104,63 +119,49 @@ def ranks_of(
     return coll, 0 if mine is None else mine.rank
 
 
-@dataclass
-class _Copied:
-    """What a rank writes, in memory of its own."""
-
-    layout: Layout
-    buffer: Tensor
-    structure: Json
-    parts: list[Json]
-    own: Json
-
-
-@dataclass
 class _Save:
     """One checkpoint, on one rank."""
 
-    path: Path
-    parts: list[Any]
-    own: Sequence[object]
-    keep: int | None
-    place: tuple[int, int]
-    replica: int
-    extra: Json = None
-    loaders: list[Json] = field(default_factory=list)
-    given: dict[str, Tensor] = field(default_factory=dict)
-    """Copies of the tensors in `extra`."""
-    of_loaders: dict[str, Tensor] = field(default_factory=dict)
-    copying: Handle[_Copied] | _Copied | None = None
-    copied: _Copied | None = None
-    number: int = 0
-    """That of the checkpoint, on rank 0."""
-
-    # --- at the call --------------------------------------------------------------------------------------------------
-
-    def say(self, extra: object) -> None:
-        """Take what the loop's thread knows."""
+    def __init__(
+        self, path: Path, parts: list[Any], extra: object, own: Sequence[object], coll: Communicator, replica: int
+    ) -> None:
+        """At the call: take what the loop's thread knows."""
+        self._path = path
+        self._parts = parts
+        self._own = own
+        self._place = (coll.rank, coll.size)
+        self._replica = replica
         found: dict[str, Tensor] = {}
-        self.extra = encode(extra, "extra", found)
-        self.given = {name: t.clone() for name, t in found.items()}
-        self.loaders, self.of_loaders = own_loaders(self.own, self.place[0])
+        self._extra = encode(extra, "extra", found)
+        self._given = {name: t.clone() for name, t in found.items()}
+        self._loaders, self._of_loaders = own_loaders(own, coll.rank)
+        self._number = 0
+        """That of the checkpoint, on rank 0."""
+        self._copying: Handle[None] | None = None
+        self._buffer: Tensor | None = None
+        # What `_copy` finds:
+        self._layout: Layout
+        self._structure: Json
+        self._said: list[Json]
+        self._said_own: Json
 
     def begin(self, writer: Writer) -> None:
         """Have the copy taken: behind the steps that were asked for, or now where nothing computes beside."""
-        net, buffers = self.parts[0], writer.buffers
+        net, buffers = self._parts[0], writer.buffers
         if isinstance(net, Net):
-            self.copying = net.run(self._copy, buffers.borrow, buffers.release)
+            self._copying = net.run(self._copy, buffers.borrow, buffers.release)
         else:
-            self.copying = self._copy(buffers.borrow_nowait, buffers.release)
+            self._copy(buffers.borrow_nowait, buffers.release)
 
-    def _copy(self, borrow: Callable[[int], Tensor], release: Callable[[Tensor], None]) -> _Copied:
-        net = self.parts[0]
-        taken = Taken(alike=dict(self.given))
-        taken.take(self.parts, writes_blocks=self.replica == 0)
-        mine = dict(self.of_loaders)
-        own = own_states(net, self.own, taken.own, self.place[0], mine) | {"loaders": self.loaders}
+    def _copy(self, borrow: Callable[[int], Tensor], release: Callable[[Tensor], None]) -> None:
+        net = self._parts[0]
+        taken = Taken(alike=dict(self._given))
+        taken.take(self._parts, writes_blocks=self._replica == 0)
+        mine = dict(self._of_loaders)
+        own = own_states(net, self._own, taken.own, self._place[0], mine) | {"loaders": self._loaders}
         taken.keep_own(mine)
-        structure = {**taken.structure(f"net/{name}" for name in own_buffers(net)), "extra": self.extra}
-        written = taken.mine_to_write(*self.place)
+        structure = {**taken.structure(f"net/{name}" for name in own_buffers(net)), "extra": self._extra}
+        written = taken.mine_to_write(*self._place)
         layout = lay_out([entry for entry, _ in written])
         buffer = borrow(layout.nbytes)
         try:
@@ -168,58 +169,232 @@ class _Save:
         except BaseException:
             release(buffer)
             raise
-        return _Copied(layout, buffer, structure, taken.parts, own)
+        self._layout, self._structure, self._said, self._said_own = layout, structure, taken.parts, own
+        self._buffer = buffer
 
-    # --- beside the steps ---------------------------------------------------------------------------------------------
-
-    async def finish(self, writer: Writer) -> Path:
+    async def finish(self, writer: Writer, keep: int | None) -> Path:
         """Write it; every rank does so at the same time."""
-        coll, what = writer.coll, f"the checkpoint in {self.path}"
+        coll, what = writer.coll, f"the checkpoint in {self._path}"
         try:
             begun = await together(coll, what, self._begin_files(writer))
-            assert self.copied is not None
-            await check_alike(coll, self.copied.structure, [each for _, each in begun])
-            part = folders.folder_of(self.path, begun[0][0], ".part")
-            written = await together(coll, what, self._write(writer, part))
-            return (await together(coll, what, self._commit(writer, part, written)))[0]
+            await check_alike(coll, self._structure, [each for _, each in begun])
+            part = folders.folder_of(self._path, begun[0][0], ".part")
+            written = await together(coll, what, self._write(writer, part / folders.file_name(coll.rank)))
+            return (await together(coll, what, self._commit(writer, part, written, keep)))[0]
         except BaseException:
-            if self.number:
+            if self._number:
                 with suppress(RuntimeError):  # the thread for files was given up: the next save removes it
-                    writer.stream.submit(folders.discard, self.path, self.number).detach()
+                    writer.stream.submit(folders.discard, self._path, self._number).detach()
             raise
         finally:
-            if self.copied is not None:
-                writer.buffers.release(self.copied.buffer)
-            self.parts, self.copying, self.copied = [], None, None
+            if self._buffer is not None:
+                writer.buffers.release(self._buffer)
+            self._parts, self._copying, self._buffer = [], None, None
 
     async def _begin_files(self, writer: Writer) -> tuple[int, bytes]:
         """Return the number of the checkpoint, which rank 0 knows, and what ranks compare."""
-        self.copied = copied = await self.copying if isinstance(self.copying, Handle) else self.copying
-        assert copied is not None
+        if self._copying is not None:
+            await self._copying
         if writer.coll.rank == 0:
-            self.number = await writer.stream.submit(folders.begin, self.path)
-        return self.number, digest(copied.structure)
+            self._number = await writer.stream.submit(folders.begin, self._path)
+        return self._number, digest(self._structure)
 
-    async def _write(self, writer: Writer, part: Path) -> tuple[FileFacts, list[TensorEntry], Json]:
+    async def _write(self, writer: Writer, file: Path) -> _Told:
         """Write the file of this rank; return what the manifest says of it."""
-        assert self.copied is not None
-        layout = self.copied.layout
-        file = part / folders.file_name(writer.coll.rank)
-        entries = await writer.stream.submit(self._write_file, file, writer.progress.computing)
-        return FileFacts.of(layout), entries, self.copied.own
+        assert self._buffer is not None
+        written = writer.stream.submit(write_file, file, self._layout, self._buffer, writer.progress.computing)
+        return *await written, self._said_own
 
-    def _write_file(self, file: Path, computing: set[int]) -> list[TensorEntry]:
-        assert self.copied is not None
-        return write_file(file, self.copied.layout, self.copied.buffer, WritePace(computing).rest)
-
-    async def _commit(
-        self, writer: Writer, part: Path, written: list[tuple[FileFacts, list[TensorEntry], Json]]
-    ) -> Path:
+    async def _commit(self, writer: Writer, part: Path, written: list[_Told], keep: int | None) -> Path:
         """Have the folder be a checkpoint; rank 0."""
         if writer.coll.rank != 0:
             return part
-        assert self.copied is not None
-        folder = await writer.stream.submit(commit, self.path, self.number, written, self.copied.parts, self.extra)
-        if self.keep is not None:
-            await writer.stream.submit(folders.remove_old, self.path, self.keep)
+        folder = await writer.stream.submit(commit, self._path, self._number, written, self._said, self._extra)
+        if keep is not None:
+            await writer.stream.submit(folders.remove_old, self._path, keep)
         return folder
+
+
+_log = logging.getLogger("aiodist")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `load` found, beside the state that it gave back."""
+
+    path: Path
+    """Its folder."""
+    number: int | None
+    """Its place among those of its training; None where its folder was renamed."""
+    ranks: int
+    """How many ranks saved it."""
+    extra: Any
+    """What was given as `extra`."""
+
+
+def load(
+    path: str | os.PathLike[str],
+    net: Net | Part,
+    *parts: Part,
+    own: Sequence[object] = (),
+    coll: Communicator | None = None,
+) -> Handle[Checkpoint]:
+    """Return the handle of giving `net` and `parts` the state of a checkpoint, and what was kept beside it.
+
+    `path` is a checkpoint's own folder, or one with several: then the newest is taken that all ranks find sound, and a
+    warning in the log says of each newer one what is wrong with it. Every rank calls it in the same place; it begins
+    behind the saves and the steps that were asked for. All ranks compare every byte that they use with its checksum
+    before anything is changed; what nobody uses they divide. Nothing is unpickled.
+
+    Give the same `parts` in the same order as to `save`, on any number of ranks. Rank r takes the random states, and
+    the generators of `own`, that rank r saved; a rank that saved none seeds its own anew, with seeds that follow from
+    what was saved. Loaders of `own`, residuals of compressed gradients, and the optimizer within an `nn.LocalSGD`
+    belong to a rank: where another number of ranks saved them, they stay as they are here, and that optimizer begins
+    anew. Each buffer of the net then comes from one of the ranks, so `net.synchronize_buffers()` before the save if
+    they differ. What of `own` has `load_state_dicts`, such as a `data.ShardQueue`, is given all ranks' states.
+
+    Raises TypeError and ValueError at the call as `save`. On await, on all ranks alike: FileNotFoundError where there
+    is no checkpoint; `CheckpointDamaged`, which names file and place, where none is sound; ValueError where it is of
+    other parts; what a part raises when it takes its state, elsewhere as `RemoteError`: then some parts have it, and
+    others do not. Cost: each rank reads all that it needs, and holds it in memory until it is taken.
+    """
+    coll, _ = ranks_of(net, parts, own, coll)
+    writer = Writer.of(coll)
+    return writer.later("load", _Load(Path(path), [cast(Part, net), *parts], own, writer).run)
+
+
+@dataclass
+class _Load:
+    """One call of `load`, on one rank; the thread for files reads, and nothing of that is in use before `_restore`."""
+
+    path: Path
+    parts: Sequence[Part]
+    own: Sequence[object]
+    writer: Writer
+    states: list[Any] = field(default_factory=list)
+    """Of each part, as it takes it."""
+    extra: Any = None
+    of_rank: OwnState = field(init=False)
+    ranks: int = 0
+
+    async def run(self) -> Checkpoint:
+        """Read, and then give everything its state; each on all ranks, or all raise."""
+        coll, what = self.writer.coll, f"loading {self.path}"
+        await together(coll, what, self._compute(partial(make_updates, self.parts)))
+        folder = await self._newest(what)
+        await together(coll, what, self._compute(self._restore))
+        await together(coll, what, self._restore_loaders())
+        if self.ranks != coll.size and coll.rank == 0:
+            _log.info("%s is of %d ranks, loaded by %d", folder, self.ranks, coll.size)
+        return Checkpoint(folder, folders.number_of(folder), self.ranks, self.extra)
+
+    async def _compute(self, fn: Callable[[], None]) -> None:
+        net = self.parts[0]
+        if isinstance(net, Net):
+            await net.run(fn)
+        else:
+            fn()
+
+    async def _candidates(self) -> list[Path] | str:
+        """Return the checkpoints that rank 0 sees, the newest first, or in words that it sees none."""
+        if self.writer.coll.rank != 0:
+            return []
+        try:
+            return await self.writer.stream.submit(folders.candidates, self.path)
+        except FileNotFoundError as error:
+            return str(error)
+
+    async def _newest(self, what: str) -> Path:
+        """Return the newest checkpoint that all ranks find sound, which they have read then.
+
+        The others are told in the log; where none is sound, all ranks raise what they found in the newest.
+        """
+        coll = self.writer.coll
+        candidates = (await together(coll, what, self._candidates()))[0]
+        if isinstance(candidates, str):
+            raise FileNotFoundError(candidates)
+        damages = []
+        for folder in candidates:
+            told = await together(coll, what, self._damage(folder))
+            seen = next(((rank, text) for rank, text in enumerate(told) if text is not None), None)
+            if seen is None:
+                return folder
+            damages.append(f"{seen[1]} (rank {seen[0]} found it)")
+            if coll.rank == 0:
+                _log.warning("checkpoint %s is not used: %s", folder, damages[-1])
+        raise of_all(damages, rank=coll.rank)
+
+    async def _damage(self, folder: Path) -> str | None:
+        """Read; return what is wrong with the checkpoint, None where it is sound."""
+        try:
+            await self.writer.stream.submit(self._read, folder)
+        except CheckpointDamaged as error:
+            return str(error)
+        return None
+
+    def _read(self, folder: Path) -> None:
+        """Read what this rank needs, and check what no rank does."""
+        coll = self.writer.coll
+        with Reader(folder) as reader:
+            manifest = reader.manifest
+            self.of_rank = own = OwnState.read(manifest.own, reader.tensor, coll.rank, coll.size)
+            for what, seen, expected in (
+                ("parts", len(manifest.parts), len(self.parts)),
+                ("objects of a rank's own", len(own.loaders[0]), len(self.own)),
+            ):
+                if seen != expected:
+                    raise PartsDiffer(f"{folder} has {seen} {what}: expected {expected}, which are to be loaded")
+            cuts = Cuts.of(self.parts[0])
+            said = zip(self.parts, manifest.parts, strict=True)
+            self.states = [_state(part, of_part, cuts, reader) for part, of_part in said]
+            self.extra = decode(manifest.extra, reader.tensor)
+            reader.check_rest(coll.rank, coll.size)
+            self.ranks = len(manifest.files)
+
+    def _restore(self) -> None:
+        """Have all but loaders go on from it; where they are computed."""
+        for number, (part, state) in enumerate(zip(self.parts, self.states, strict=True)):
+            if isinstance(part, OfRanks):
+                part.load_states(state, self.of_rank.of_part(number))
+            else:
+                part.load_state_dict(state)
+                for opt, of_opt in _optimizers(part, state):
+                    keep_dtypes(opt, of_opt)
+        self.of_rank.restore(self.parts[0], self.own)
+
+    async def _restore_loaders(self) -> None:
+        self.of_rank.restore_loaders(self.own)
+
+
+def _optimizers(part: object, state: Any) -> Iterable[tuple[Optimizer, dict[str, Any]]]:  # noqa: ANN401
+    """Return the optimizers of torch that `part` is, or is made of (`nn.PipelinedOptimizer`), each with its state."""
+    if isinstance(part, Optimizer):
+        return [(part, state)]
+    optimizers = getattr(part, "optimizers", None)
+    return zip(optimizers, state, strict=True) if isinstance(optimizers, list) and isinstance(state, list) else ()
+
+
+def keep_dtypes(opt: Optimizer, state: Mapping[str, Any]) -> None:
+    """Have the state in the dtypes in which it was saved: torch has made them those of the parameters."""
+    parameters = parameters_of(opt)
+    for index, of_parameter in state["state"].items():
+        loaded = opt.state[parameters[index]]
+        for key, value in of_parameter.items():
+            if isinstance(value, Tensor) and loaded[key].dtype is not value.dtype:
+                loaded[key] = value.to(loaded[key].device)
+
+
+def _state(part: Part, said: Json, cuts: Cuts, reader: Reader) -> Any:  # noqa: ANN401
+    if isinstance(part, InPieces):
+        whole = decode(said["state"], partial(StoredTensor, reader))
+        try:
+            return part.divided(whole)
+        except CheckpointDamaged:
+            raise
+        except ValueError as error:
+            raise PartsDiffer(f"{reader.folder}: {error}") from error
+    state = decode(said["state"], reader.tensor)
+    if "versions" in said:
+        state = OrderedDict(state)
+        state._metadata = decode(said["versions"], reader.tensor)  # type: ignore[attr-defined]
+    return cuts.changed(part, state, Cut.of)

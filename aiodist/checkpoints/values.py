@@ -17,18 +17,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from aiodist.checkpoints.pieces import Piece
-
 Json = Any
 
 _EXACT = 1 << 53
 _DEEPEST = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements `start` … `start + tensor.numel()` of a tensor of `shape`, made flat: what one rank owns of it."""
+
+    tensor: Tensor
+    start: int
+    shape: tuple[int, ...]
+    dims: tuple[int, ...] | None = None
+    """The state has the tensor with its dimensions permuted so; None is as they are."""
+    number: bool = False
+    """The state has a plain number, of which this is the only element."""
 
 
 def encode(value: object, path: str, tensors: dict[str, Any], depth: int = 0) -> Json:

@@ -1,24 +1,94 @@
-"""What writes and reads the checkpoints of one communicator: one after the other, beside the steps."""
+"""What writes and reads the checkpoints of one communicator, beside the steps; and how ranks agree."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import mmap
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from hashlib import sha256
 from queue import Empty, SimpleQueue
 from time import sleep, thread_time
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from aiodist.checkpoints.values import Json
 from aiodist.communicator import Communicator
-from aiodist.errors import CommunicatorAborted
+from aiodist.errors import CommunicatorAborted, MismatchError, RemoteError
 from aiodist.handles import Handle, Origin, Progress
 from aiodist.streams import HostStream
+from aiodist.world.tracebacks import cause_in, folded
 
 T = TypeVar("T")
+
+
+async def exchange(coll: Communicator | None, what: str, value: T, error: Exception | None = None) -> list[T]:
+    """Return what each rank gives, by rank; None for `coll` is this rank alone.
+
+    Raises the `error` that this rank gives; where another rank gives one a `RemoteError`, which names that rank.
+    Collective, one allgather of objects.
+    """
+    mine = value, None if error is None else folded(error, programs=True)
+    try:
+        told = [mine] if coll is None else await coll.allgather_object(mine)
+    except Exception as lost:
+        if error is not None:
+            raise error from lost
+        raise
+    if error is not None:
+        raise error
+    for rank, (_, trace) in enumerate(told):
+        if trace is not None:
+            text = f"rank {rank} failed in {what}: {cause_in(trace)}"
+            raise RemoteError(text, raised_by=rank, traceback=trace, rank=None if coll is None else coll.rank)
+    return [value for value, _ in told]
+
+
+async def together(coll: Communicator, what: str, mine: Awaitable[T]) -> list[T]:
+    """Return what `mine` comes to on each rank, by rank; raises as `exchange`."""
+    value, error = None, None
+    try:
+        value = await mine
+    except Exception as raised:  # noqa: BLE001  - told to all
+        error = raised
+    return await exchange(coll, what, cast(T, value), error)
+
+
+def digest(said: Json) -> bytes:
+    return sha256(json.dumps(said, sort_keys=True).encode()).digest()
+
+
+async def check_alike(coll: Communicator, said: Json, digests: list[bytes]) -> None:
+    """Raise `MismatchError` on all ranks unless all say the same; `digests` are those of what they say."""
+    if len(set(digests)) == 1:
+        return
+    theirs = await coll.broadcast_object(said)
+    found = await coll.allgather_object(difference(theirs, said))
+    rank = next(rank for rank, differs in enumerate(found) if differs)
+    path, first, other = found[rank]
+    raise MismatchError(
+        f"ranks disagree on what a checkpoint has once for all of them: {path} is {first} on rank 0, {other} on rank "
+        f"{rank}; what each rank has of its own goes to own="
+    )
+
+
+def difference(theirs: Json, mine: Json, path: str = "") -> tuple[str, str, str] | None:
+    """Return where two JSON values differ, and what each has there; None where they are alike."""
+    if isinstance(theirs, list) and isinstance(mine, list):
+        theirs, mine = dict(enumerate(theirs)), dict(enumerate(mine))
+    if isinstance(theirs, dict) and isinstance(mine, dict):
+        for key in theirs | mine:
+            where = f"{path}/{key}"
+            if key not in theirs or key not in mine:
+                return (where, "there", "missing") if key in theirs else (where, "missing", "there")
+            if (found := difference(theirs[key], mine[key], where)) is not None:
+                return found
+        return None
+    return None if type(theirs) is type(mine) and theirs == mine else (path, f"{theirs!r:.60}", f"{mine!r:.60}")
+
 
 _LOOK_SECONDS = 0.5
 _RESTS = 40.0
@@ -41,7 +111,7 @@ class Writer:
         registry, name = coll.parts.registry, coll.parts.registry.next_name(coll, "dup")
         self._made: Handle[None] = registry.later(coll, "dup", coll.barrier(), lambda _: self._open(name))
         self._tasks: set[asyncio.Task[None]] = set()
-        self._last: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
         self._seq = 0
 
     @classmethod
@@ -59,20 +129,16 @@ class Writer:
         handle: Handle[T] = Handle(self.progress, op, self._seq, origin=Origin.here(3), account=account)
         handle.polled = False
         self._seq += 1
-        task = asyncio.get_running_loop().create_task(
-            self._do(job, handle, self._last), name=f"{self.parent.name}: {op}"
-        )
-        self._last = task
+        task = asyncio.get_running_loop().create_task(self._do(job, handle), name=f"{self.parent.name}: {op}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return handle
 
-    async def _do(self, job: Callable[[], Awaitable[T]], handle: Handle[T], before: asyncio.Task[None] | None) -> None:
+    async def _do(self, job: Callable[[], Awaitable[T]], handle: Handle[T]) -> None:
         try:
-            if before is not None:
-                await asyncio.wait([before])
-            await self._made
-            result = await job()
+            async with self._turn:  # they come in the order in which they were asked for
+                await self._made
+                result = await job()
         except asyncio.CancelledError:
             why = f"communicator {self.parent.name!r} was given up while a checkpoint was under way"
             handle.reject(CommunicatorAborted(why, comm=self.parent.name, rank=self.parent.rank, op=handle.op))
@@ -88,10 +154,7 @@ class Writer:
         self.stream = await HostStream(f"files {self.coll.name}").__aenter__()
         self.coll.admit(self)
 
-    # --- a guest of its communicator ------------------------------------------------------------------------------
-
     async def close(self) -> None:
-        """Finish what was asked for."""
         self._forgotten()
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -162,13 +225,11 @@ class BufferPool:
         return buffer if fits else _pages(nbytes)
 
     def release(self, buffer: Tensor) -> None:
-        """It is written, or never will be."""
         if self._free.empty():
             self._free.put(buffer)
 
 
 def _pages(nbytes: int) -> Tensor:
-    """Return memory that begins at a page."""
     memory = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8)
     begin = -memory.data_ptr() % mmap.PAGESIZE
     return memory[begin : begin + nbytes]

@@ -1,8 +1,7 @@
 """Data for training: the next items are prepared while this one is used, and each rank reads its own part."""
 
 from aiodist.data.prefetch import Prefetch, Prefetched, PrefetchedStatistics, prefetch
-from aiodist.data.recordio import Chunk, RecordFile, RecordWriter
-from aiodist.data.records import Records, records
+from aiodist.data.records import Chunk, RecordFile, Records, RecordWriter, records
 from aiodist.data.shard_queue import ShardQueue
 from aiodist.data.shards import IndexShards, Shards, ShardSampler, shard, shard_indices
 

@@ -1,14 +1,21 @@
-"""One item on its way from the source to the consumer."""
+"""One item on its way from the source to the consumer: what lies in it, and how it goes to a CUDA device ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
+from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from aiodist.handles import Handle, Permit
+from aiodist.handles import Done, Handle, Permit, Progress, join
+from aiodist.streams import CudaStream, OnStream, Staging
 
 
 @dataclass(slots=True)
@@ -52,6 +59,245 @@ class Item:
         del self.permit  # which knows of the item: its tensors would live until the garbage collector comes
 
     def wake(self, handle: Handle[Any], late: Exception | None, /) -> None:
-        """On the loop: it is ready."""
         if late is None:
             self.settle(self, handle.result())
+
+
+Change = Callable[[Any], Any]
+
+
+def rebuilt(value: Any, change: Change) -> Any:  # noqa: ANN401
+    """Return `value` with `change(x)` for every tensor `x` in it, and for every `x` that can `pin_memory`.
+
+    Looked into are lists, tuples, named tuples and mappings. `value` is left alone: containers in which something
+    changed are shallow copies, and others are themselves.
+
+    >>> rebuilt({"x": [1, "two"]}, print)
+    {'x': [1, 'two']}
+    """
+    if isinstance(value, Tensor) or _moves_itself(value):
+        return change(value)
+    if isinstance(value, Mapping):
+        items = {key: rebuilt(item, change) for key, item in value.items()}
+        if all(items[key] is item for key, item in value.items()):
+            return value
+        if not isinstance(value, MutableMapping):
+            return items
+        clone = copy(value)  # it may hold more than its items
+        clone.update(items)
+        return clone
+    if isinstance(value, list | tuple):
+        made = [rebuilt(item, change) for item in value]
+        if all(new is item for new, item in zip(made, value, strict=True)):
+            return value
+        if isinstance(value, tuple):
+            return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+        changed = copy(value)
+        changed[:] = made
+        return changed
+    return value
+
+
+def _moves_itself(value: object) -> bool:
+    """Return True for what has `pin_memory()` and `to()` of its own: a `PackedSequence`, a batch of graphs."""
+    if isinstance(value, type):
+        return False
+    return callable(getattr(value, "pin_memory", None)) and callable(getattr(value, "to", None))
+
+
+def nbytes_of(value: object) -> int:
+    """Return the bytes of the tensors, arrays and byte strings in `value`, each object once.
+
+    Looked into are lists, tuples, sets and mappings. Objects with a number `nbytes` count with that; other objects,
+    strings and numbers count nothing.
+
+    >>> nbytes_of({"x": bytes(100), "y": (bytearray(20), "label", 7)})
+    120
+    """
+    if type(value) is list and set(map(type, value)) == {bytes}:  # a batch of records: each has many
+        return sum(map(len, {id(record): record for record in value}.values()))
+    total = 0
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, bytes | bytearray):
+            total += len(value)
+        elif isinstance(value, list | tuple | set | frozenset):
+            left.extend(value)
+        elif isinstance(value, Mapping):
+            left.extend(value.values())
+        else:
+            with suppress(Exception):  # an object that cannot tell (a sparse tensor) is no reason to lose an item
+                total += nbytes if isinstance(nbytes := getattr(value, "nbytes", 0), int) else 0
+    return total
+
+
+DeviceLike = torch.device | int | str
+Copies = list[tuple[Tensor, Tensor]]
+
+
+def device_of(device: DeviceLike | None) -> torch.device | None:
+    """Return the CUDA device that is meant, None for the CPU; raise ValueError for another one."""
+    if device is None:
+        return None
+    expected = "expected a CUDA device, the CPU, or None"
+    try:
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r}: {expected}") from error
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r}: {expected}")
+    return None if found.type == "cpu" else found
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """Return `device` with its number; raise RuntimeError where it is not here."""
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            f"prefetch(device={str(device)!r}): torch.cuda.is_available() is False: leave `device` away where there is "
+            "no GPU, or install a torch that is built with CUDA"
+        )
+    if device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if device.index >= (count := torch.cuda.device_count()):
+        raise RuntimeError(f"prefetch(device={str(device)!r}): there are {count} CUDA devices here, from cuda:0")
+    return device
+
+
+class ToDevice:
+    """Takes what is ready on the host, and resolves its handle when it is on the device.
+
+    Who is ready with an item, a reader's thread, a worker's or the loop's, only makes room on the device, and leaves
+    the rest to the progress thread, which begins the copy and sees its end. It does not take the transport lock for
+    that: behind a large transfer it might wait for long, and read nothing meanwhile. Nor does it ask the loop, where
+    the code of a step may run just then.
+
+    Room is made on the copy stream. Its memory is used on the consumer's: so that it is not used anew too soon, the
+    allocator is told of that stream as soon as it is known.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = _numbered(device)
+        self._progress = Progress.current()
+        self._staging = Staging.of(self._progress)
+        self._stream = CudaStream.of("to-device", self._device).stream
+        self._lock = threading.Lock()
+        self._under_way = 1  # until it is closed
+        self._over: Handle[None] = Handle(self._progress, "copies to the device")
+        self._over.polled = False
+
+    def put(self, item: Item, made: Made) -> None:
+        """Have `item` copied, and its handle resolved then; from any thread."""
+        if made.error is not None:
+            item.handle.resolve(made)
+            return
+        began = perf_counter()
+        room = _Room(self._device)
+        try:
+            with OnStream(self._stream):
+                made.value = rebuilt(made.value, room.copy_of)
+            parts = [part for part in room.parts() if part]
+        except Exception as error:  # noqa: BLE001  - no memory, or a container that cannot be built
+            item.handle.resolve(made.failed(error))
+            return
+        made.late = room.late
+        made.copies = [into for into, _ in room.copies if into.numel()]
+        if not parts:
+            item.handle.resolve(made)
+            return
+        with self._lock:
+            self._under_way += 1
+        copied = join(len(parts), partial(self._copied, item, made, began))
+        self._progress.start_in_thread(partial(self._begin, parts, copied))
+
+    def _begin(self, parts: list[Copies], copied: Done) -> None:
+        for part in parts:
+            self._staging.copies(part, self._stream, lambda _: None, copied)
+
+    def _copied(self, item: Item, made: Made, began: float, error: BaseException | None) -> None:
+        """All parts are there, or failed; with the transport lock held."""
+        if error is not None:
+            made = made.failed(error)
+        made.copying = perf_counter() - began
+        item.handle.resolve(made)
+        self.over()
+
+    def take(self, made: Made) -> Made:
+        """Return `made` as its consumer gets it, whose stream is the current one, or what torch raises; on the loop."""
+        try:
+            stream = torch.cuda.current_stream(self._device)
+            for t in made.copies:
+                t.record_stream(stream)
+            if made.late:
+                made.value = rebuilt(made.value, self._moved)
+        except Exception as error:  # noqa: BLE001  - it ends the stream, as one of the source does
+            return made.failed(error)
+        return made
+
+    def _moved(self, x: Any) -> Any:  # noqa: ANN401
+        return x if isinstance(x, Tensor) and not x.is_cpu else x.to(self._device, non_blocking=True)
+
+    def over(self) -> None:
+        """One item less is under way; from any thread."""
+        with self._lock:
+            self._under_way -= 1
+            ended = self._under_way == 0
+        if ended:
+            self._over.resolve(None)
+
+    async def aclose(self) -> None:
+        """Wait for the copies that are under way; nothing is put any more."""
+        self.over()
+        await self._over
+
+
+class _Room:
+    """Room on a device for one item's tensors, and where each comes from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.late = False
+        """Something in it is moved by torch, or by itself, when it is taken."""
+        self.copies: Copies = []
+        self._device = device
+        self._changed: dict[int, tuple[object, object]] = {}
+        """What was changed, which must live as long as its id counts, and what it was changed to."""
+
+    def parts(self) -> tuple[Copies, Copies]:
+        """Return what is copied from where it lies, and what passes through pinned memory; all in one dimension."""
+        parts: tuple[Copies, Copies] = [], []
+        for into, t in self.copies:
+            if t.numel():
+                parts[not t.is_pinned()].append((_flat(into), _flat(t)))
+        return parts
+
+    def copy_of(self, x: Any) -> Any:  # noqa: ANN401
+        """Return what stands for `x` on the device; the same when it comes again."""
+        if isinstance(x, Tensor) and not x.is_cpu:
+            return x
+        entry = self._changed.get(id(x))
+        if entry is None:
+            entry = self._changed[id(x)] = x, self._new(x)
+        return entry[1]
+
+    def _new(self, x: Any) -> Any:  # noqa: ANN401
+        if not isinstance(x, Tensor):
+            self.late = True
+            return x.pin_memory()
+        if type(x) is not Tensor or x.layout is not torch.strided or x.requires_grad or x.is_quantized:
+            self.late = True
+            return x
+        x = x.resolve_conj().resolve_neg()
+        into = torch.empty_like(x, device=self._device)
+        if into.stride() != x.stride():  # it overlaps itself, or has gaps
+            x = torch.empty_like(x, device=x.device).copy_(x)
+        self.copies.append((into, x))
+        return into
+
+
+def _flat(t: Tensor) -> Tensor:
+    """Return the elements as they lie in memory, which is dense."""
+    return t.as_strided((t.numel(),), (1,))

@@ -15,12 +15,9 @@ from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, cast, get_arg
 import torch
 from anyio import CancelScope
 
-from aiodist.data.device import DeviceLike, ToDevice, device_of
-from aiodist.data.items import Item, Made
-from aiodist.data.nesting import nbytes_of
-from aiodist.data.reading import reader_of
+from aiodist.data.items import DeviceLike, Item, Made, ToDevice, device_of, nbytes_of
+from aiodist.data.reading import Workers, reader_of
 from aiodist.data.shard_queue import ShardQueue
-from aiodist.data.workers import Workers
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.world.pinning import warn_of_one_core
 
@@ -315,7 +312,11 @@ class Prefetched(Generic[T]):
             return
         item.settled = True
         if made.error is None:
-            self._expect(made.nbytes)
+            if made.nbytes != self._estimate:  # those that are not ready count as much
+                self._estimate = made.nbytes
+                for other in reversed(self._items):  # the last first, as an earlier one that is granted lets it go
+                    if not other.settled:
+                        other.permit.resize(made.nbytes)
             if item.permit.nbytes != made.nbytes:
                 item.permit.resize(made.nbytes)
         elif self._last is None or item.seq < self._last.seq:
@@ -324,15 +325,6 @@ class Prefetched(Generic[T]):
             item.permit.release()
             while self._items and self._items[-1].seq > item.seq:
                 self._items.pop().release()
-
-    def _expect(self, nbytes: int) -> None:
-        """Have those that are not ready count as much; the last first, as an earlier one that is granted lets it go."""
-        if nbytes == self._estimate:
-            return
-        self._estimate = nbytes
-        for item in reversed(self._items):
-            if not item.settled:
-                item.permit.resize(nbytes)
 
     def _take(self, made: Made, waited: float) -> None:
         self._settle(self._items[0], made)

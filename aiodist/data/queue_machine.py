@@ -68,7 +68,6 @@ class Share:
 
     @property
     def holds(self) -> int:
-        """How many records are in hand, and not used."""
         return sum(stop - start for start, stop in self.held)
 
     def use(self, total: int) -> None:
@@ -86,7 +85,6 @@ class Share:
                 self.held.appendleft(Range(end, stop))
 
     def hand_back(self) -> list[Range]:
-        """Return what is held, and hold nothing any more."""
         back, self.held = list(self.held), deque()
         return back
 
@@ -109,14 +107,15 @@ class QueueMachine:
         self._least = least
         self._before = merged(used)
         total = ends[-1] if ends else 0
-        self._pool = deque(_rest_of(self._before, total))
+        edges = [0, *(edge for each in self._before for edge in each), total]
+        rest = [Range(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+        self._pool = deque(rest)
         self.left = sum(stop - start for start, stop in self._pool)
         """How many records are in the pool."""
         self._shares: dict[int, Share] = {}
         self._waiting: deque[Take] = deque()
 
     def take(self, rank: int, number: int, waits: bool = False) -> list[Instruction]:
-        """A rank asks for records, see `Take`."""
         return [self._answer(Take(rank, number, waits))]
 
     def use(self, rank: int, total: int) -> list[Instruction]:
@@ -139,12 +138,10 @@ class QueueMachine:
 
     @property
     def used(self) -> list[Range]:
-        """What is used, of all ranks: as far as they have said."""
         return merged(self._before, *(share.used for share in self._shares.values()))
 
     @property
     def holders(self) -> dict[int, int]:
-        """How many records each rank holds, of those that hold some."""
         return {rank: share.holds for rank, share in sorted(self._shares.items()) if share.held}
 
     def _share(self, rank: int) -> Share:
@@ -166,7 +163,6 @@ class QueueMachine:
         return [answer for answer in map(self._answer, waiting) if isinstance(answer, Hand)]
 
     def _next(self) -> list[Range]:
-        """Take the next hand-out from the pool."""
         want = max(self._least, -(-self.left // (2 * self._ranks)))
         enough = min(want, max(self._least, _PLENTY, min(_MOST, self.left // (16 * self._ranks))))
         taken: list[Range] = []
@@ -200,9 +196,3 @@ def _joined(ranges: Iterable[Range]) -> list[Range]:
         elif start < stop:
             joined.append(Range(start, stop))
     return joined
-
-
-def _rest_of(used: Sequence[Range], total: int) -> list[Range]:
-    """Return what of the positions below `total` is not in `used`, which is in order."""
-    edges = [0, *(edge for each in used for edge in each), total]
-    return [Range(*pair) for pair in zip(edges[::2], edges[1::2], strict=True) if pair[0] < pair[1]]

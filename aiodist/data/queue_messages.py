@@ -36,20 +36,16 @@ class Wires:
 
     @property
     def asks(self) -> str:
-        """The topic of what ranks tell the first one."""
         return f"{self.name}: asks"
 
     @property
     def answers(self) -> str:
-        """The topic of what the first rank tells the others."""
         return f"{self.name}: answers"
 
     def ask(self, what: str, *said: Any) -> None:  # noqa: ANN401
-        """Tell the first rank something."""
         self.channel.send(self.ranks[0], self.asks, [what, *said])
 
     def answer(self, rank: int, what: str, *said: Any) -> None:  # noqa: ANN401
-        """Tell `rank` something."""
         self.channel.send(self.ranks[rank], self.answers, [what, *said])
 
 
@@ -94,7 +90,6 @@ class QueueServer:
 
     @property
     def present(self) -> list[int]:
-        """The ranks that have not left."""
         return list(self._reached)
 
     def used(self, lap: Lap) -> list[Range]:
@@ -111,7 +106,6 @@ class QueueServer:
             self._leave(rank)
 
     def unsubscribe(self) -> None:
-        """Hear nothing any more."""
         self._wires.channel.unsubscribe(self._wires.asks)
 
     def _heard(self, world_rank: int, message: list[Any]) -> None:
@@ -191,13 +185,7 @@ class QueueClient:
         wires.channel.subscribe(wires.answers, self._heard)
 
     @property
-    def waits(self) -> bool:
-        """Whether an answer is still to come."""
-        return self._asked is not None
-
-    @property
     def used(self) -> list[Range]:
-        """The positions that this rank has used in this lap."""
         return self._share.used
 
     def begin(self, lap: Lap, before: Sequence[Range]) -> None:
@@ -227,7 +215,6 @@ class QueueClient:
             self._reporter = self._progress.loop.call_later(seconds, self._report)
 
     def _report(self) -> None:
-        """Say for whom this rank waits."""
         rank = self._wires.channel.rank
         whom = self._waits_for or {self._wires.ranks[0]: "has not answered"}
         late = "; ".join(f"rank {other} {what}" for other, what in whom.items())

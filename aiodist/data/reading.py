@@ -1,18 +1,25 @@
-"""Readers: they take items from a source, one after the other, each when it is ordered."""
+"""Readers take items from a source, each when it is ordered; workers apply the consumer's `transform` to them."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import pickle
+import traceback
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
+from contextvars import copy_context
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import get_ident
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
-from aiodist.data.items import Item, Made
+from anyio import CapacityLimiter, from_thread, to_process, to_thread
+
+from aiodist.data.items import Item, Made, nbytes_of
 from aiodist.handles import Handle, Progress
 from aiodist.handles.tracing import span
-from aiodist.streams import HostStream
+from aiodist.streams import HostStream, Modes
 
 T = TypeVar("T")
 
@@ -31,7 +38,6 @@ class WorkQueue(Generic[T]):
         self._stopped = False
 
     def put(self, work: T) -> None:
-        """Leave `work` for the next thread that is free."""
         self._queue.put(work)
 
     def cancel(self, threads: int = 1) -> None:
@@ -61,38 +67,50 @@ class ThreadReader:
         self._stream = HostStream(name)
         self._progress = Progress.current()
         self._orders: WorkQueue[Item] = WorkQueue()
-        self._iterator: Iterator[Any] | None = None
         self._over: Handle[None]
 
     async def open(self) -> None:
-        """Start the thread."""
         await self._stream.__aenter__()
         # One piece of work for the whole pass: what a generator does to modes and context variables stays.
         self._over = self._stream.submit(self._run)
 
     def order(self, item: Item) -> None:
-        """Read the next item for `item`."""
         self._orders.put(item)
 
     def cancel(self) -> None:
-        """Read nothing more after what is being read."""
         self._orders.cancel()
 
     async def aclose(self) -> None:
-        """Wait for the thread, which closes a generator."""
         try:
             await self._over
         finally:
             await self._stream.aclose()
 
     def _run(self) -> None:
+        iterator: Iterator[Any] | None = None
+        more = True
         try:
-            more = True
             while more and (item := self._next()) is not None:
-                more = self._read(item)
-                del item  # the next may be long in coming
+                began = perf_counter()
+                try:
+                    with span("read", item=item.seq):
+                        iterator = iter(self._source) if iterator is None else iterator
+                        made = Made(next(iterator))
+                except StopIteration:
+                    made = Made(error=StopAsyncIteration())
+                except BaseException as error:  # noqa: BLE001  - any error belongs to the consumer
+                    made = Made(error=error)
+                made.reading = perf_counter() - began
+                more = made.error is None
+                self._deliver(item, made)
+                del item, made  # the next may be long in coming
         finally:
-            self._close_source()
+            if isinstance(iterator, Generator):
+                iterator.close()
+            elif not getattr(self._source, "persistent_workers", False):
+                # A DataLoader's iterator ends its workers when it is collected, but an error may hold it for long.
+                getattr(iterator, "_shutdown_workers", lambda: None)()
+            del iterator
 
     def _next(self) -> Item | None:
         """Return the next order; while there is none the thread does not compute."""
@@ -102,32 +120,6 @@ class ThreadReader:
             return self._orders.get()
         finally:
             computing.add(me)
-
-    def _read(self, item: Item) -> bool:
-        """Read one item and return whether there may be more."""
-        began = perf_counter()
-        try:
-            with span("read", item=item.seq):
-                if self._iterator is None:
-                    self._iterator = iter(self._source)
-                made = Made(next(self._iterator))
-        except StopIteration:
-            made = Made(error=StopAsyncIteration())
-        except BaseException as error:  # noqa: BLE001  - any error belongs to the consumer
-            made = Made(error=error)
-        made.reading = perf_counter() - began
-        self._deliver(item, made)
-        return made.error is None
-
-    def _close_source(self) -> None:
-        iterator, self._iterator = self._iterator, None
-        if isinstance(iterator, Generator):
-            iterator.close()
-        elif not getattr(self._source, "persistent_workers", False):
-            # A DataLoader's iterator ends its workers when it is collected, but an error may hold it for long.
-            shutdown = getattr(iterator, "_shutdown_workers", None)
-            if shutdown is not None:
-                shutdown()
 
 
 class TaskReader:
@@ -139,60 +131,139 @@ class TaskReader:
         self._name = name
         self._orders: asyncio.Queue[Item] = asyncio.Queue()
         self._stopped = False
-        self._iterator: AsyncIterator[Any] | None = None
         self._task: asyncio.Task[None]
 
     async def open(self) -> None:
-        """Start the task."""
         self._task = asyncio.create_task(self._run(), name=f"aiodist-{self._name}")
 
     def order(self, item: Item) -> None:
-        """Read the next item for `item`."""
         self._orders.put_nowait(item)
 
     def cancel(self) -> None:
-        """Cancel what is being read."""
         if not self._stopped:
             self._stopped = True
             self._task.cancel()
 
     async def aclose(self) -> None:
-        """Wait for the task, which closes a generator."""
         await asyncio.wait([self._task])
         if not self._task.cancelled():
             self._task.result()
 
     async def _run(self) -> None:
+        iterator: AsyncIterator[Any] | None = None
+        more = True
         try:
-            while not self._stopped and await self._read(await self._orders.get()):
-                pass
+            while more and not self._stopped:
+                item = await self._orders.get()
+                began = perf_counter()
+                try:
+                    with span("read", track=f"aiodist-{self._name}", item=item.seq):
+                        iterator = aiter(self._source) if iterator is None else iterator
+                        made = Made(await anext(iterator))
+                except BaseException as error:
+                    if self._stopped:  # it comes from being stopped, and nobody takes items any more
+                        raise
+                    made = Made(error=error)
+                made.reading = perf_counter() - began
+                more = made.error is None
+                self._deliver(item, made)
+                del item, made  # the next may be long in coming
         finally:
-            if isinstance(self._iterator, AsyncGenerator):
-                await self._iterator.aclose()
-            self._iterator = None
-
-    async def _read(self, item: Item) -> bool:
-        """Read one item and return whether there may be more."""
-        began = perf_counter()
-        try:
-            with span("read", track=f"aiodist-{self._name}", item=item.seq):
-                if self._iterator is None:
-                    self._iterator = aiter(self._source)
-                made = Made(await anext(self._iterator))
-        except BaseException as error:
-            if self._stopped:  # it comes from being stopped, and nobody takes items any more
-                raise
-            made = Made(error=error)
-        made.reading = perf_counter() - began
-        self._deliver(item, made)
-        return made.error is None
+            if isinstance(iterator, AsyncGenerator):
+                await iterator.aclose()
+            del iterator
 
 
-Reader = ThreadReader | TaskReader
-
-
-def reader_of(source: Iterable[Any] | AsyncIterable[Any], deliver: Deliver, name: str) -> Reader:
-    """Return what reads `source`, on a thread or in a task."""
+def reader_of(source: Iterable[Any] | AsyncIterable[Any], deliver: Deliver, name: str) -> ThreadReader | TaskReader:
     if isinstance(source, AsyncIterable):
         return TaskReader(source, deliver, name)
     return ThreadReader(source, deliver, name)
+
+
+class Workers:
+    """The workers of one pass; each takes the next item that was read when it has finished one.
+
+    Each keeps a thread for the whole pass: to borrow one for each item would cost 200 us. With `processes` the thread
+    has one of anyio's at work on one item at a time; these stay for the next pass.
+    """
+
+    def __init__(self, transform: Callable[[Any], Any], count: int, deliver: Deliver, *, processes: bool) -> None:
+        make = partial(_by_process, transform, CapacityLimiter(count)) if processes else partial(_made, transform)
+        self._make: Callable[[object], Made] = make
+        self._count = count
+        self._deliver = deliver
+        self._inbox: WorkQueue[tuple[Item, Made]] = WorkQueue()
+        self._modes = Modes.capture()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def open(self, name: str) -> None:
+        limiter = CapacityLimiter(self._count)
+
+        async def work() -> None:
+            await to_thread.run_sync(self._serve, limiter=limiter)
+
+        self._tasks = [asyncio.create_task(work(), name=f"aiodist-{name}-{i}") for i in range(self._count)]
+
+    def put(self, item: Item, made: Made) -> None:
+        if made.error is None:
+            self._inbox.put((item, made))
+        else:
+            self._deliver(item, made)
+
+    def cancel(self) -> None:
+        self._inbox.cancel(self._count)
+
+    async def aclose(self) -> None:
+        await asyncio.wait(self._tasks)
+        for task in self._tasks:
+            task.result()
+
+    def _serve(self) -> None:
+        context = copy_context()  # of the code that entered the block
+        while (job := self._inbox.get()) is not None:
+            item, read = job
+            with self._modes.applied():
+                made = context.copy().run(self._make, read.value)
+            made.reading = read.reading
+            self._deliver(item, made)
+            del job, item, read, made  # the next may be long in coming
+
+
+def _by_process(transform: Callable[[Any], Any], limiter: CapacityLimiter, value: object) -> Made:
+    try:
+        return from_thread.run(partial(to_process.run_sync, _in_process, transform, value, limiter=limiter))
+    except Exception as error:  # noqa: BLE001  - a process that broke, or what cannot be pickled
+        return Made(error=error)
+
+
+def _in_process(transform: Callable[[Any], Any], value: object) -> Made:
+    made = _made(transform, value)
+    if made.error is not None:
+        made.error = _portable(made.error)
+    return made
+
+
+def _made(transform: Callable[[Any], Any], value: object) -> Made:
+    began = perf_counter()
+    try:
+        with span("transform"):
+            result = transform(value)
+        made = Made(result, nbytes=nbytes_of(result))
+    except (StopIteration, StopAsyncIteration) as error:  # it would end the stream without a word (PEP 479)
+        ended = RuntimeError(f"transform raised {type(error).__name__}")
+        ended.__cause__ = error
+        made = Made(error=ended)
+    except BaseException as error:  # noqa: BLE001  - any error belongs to the consumer
+        made = Made(error=error)
+    made.transforming = perf_counter() - began
+    return made
+
+
+def _portable(error: BaseException) -> BaseException:
+    """Return `error`, or one that says the same where it cannot travel; the traceback, which cannot, is a note."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    with contextlib.suppress(Exception):
+        if type(pickle.loads(pickle.dumps(error))) is type(error):
+            error.add_note(f"raised in a worker process:\n{text}")
+            return error
+    return RuntimeError(f"raised in a worker process:\n{text}")

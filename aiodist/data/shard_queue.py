@@ -7,6 +7,7 @@ import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -15,10 +16,9 @@ import numpy as np
 
 from aiodist.communicator import Communicator
 from aiodist.communicator.watchdog import Watch
-from aiodist.data.order import EpochOrder, Shuffle, check_shuffle
 from aiodist.data.queue_machine import QueueMachine, Range, merged
 from aiodist.data.queue_messages import Lap, QueueClient, QueueServer, Wires
-from aiodist.data.shards import Shards, check_batch_size, check_natural
+from aiodist.data.shards import EpochOrder, Shards, Shuffle, check_natural, check_order
 from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorClosed, MismatchError, PeerError
 from aiodist.handles import Handle, Progress
 from aiodist.streams import HostStream
@@ -84,9 +84,7 @@ class ShardQueue(Generic[T]):
         seed: int = 0,
         wait: bool = False,
     ) -> None:
-        check_batch_size(batch_size)
-        check_natural("seed", seed)
-        check_shuffle(shuffle)
+        check_order(batch_size, shuffle, seed)
         coll.parts.dispatcher.check_on_loop("ShardQueue()")
         self._shards = shards
         self._batch_size = batch_size
@@ -111,7 +109,6 @@ class ShardQueue(Generic[T]):
         self._attach(coll)
 
     def _attach(self, coll: Communicator) -> None:
-        """Have what a queue has on a communicator, with its messages."""
         parts = coll.parts
         self._coll = coll
         self._closed = False
@@ -240,7 +237,6 @@ class ShardQueue(Generic[T]):
         self._bound_to = coll
 
     def _known(self) -> _Agreed:
-        """Return what this rank knows to be used of its epoch."""
         told = self._server.used(self._client.lap) if self._server is not None else []
         return _Agreed(-1, self.epoch, merged(self._before, self._client.used, told))
 
@@ -276,7 +272,7 @@ class ShardQueue(Generic[T]):
             raise RuntimeError(f"{self}: the pass over epoch {self.epoch} has ended: call set_epoch() before another")
         self._leave_pass()
         order = EpochOrder(self._sizes, self._shuffle, self._seed, self.epoch)
-        self._pass = QueuePass(self._client, self._shards, order, self._batch_size, wait=self._wait)
+        self._pass = QueuePass(self._client, self._shards, order, self._batch_size, self._wait)
         return self._pass
 
     def _leave_pass(self) -> None:
@@ -323,7 +319,6 @@ class ShardQueue(Generic[T]):
         self._forget()
 
     def _forget(self) -> None:
-        """Hear nothing any more."""
         if self._server is not None:
             self._server.unsubscribe()
         dispatcher = self._coll.parts.dispatcher
@@ -347,6 +342,7 @@ class ShardQueue(Generic[T]):
         return f"<ShardQueue {self.name!r}{present}>"
 
 
+@dataclass(eq=False)
 class QueuePass(Generic[T]):
     """Reads ahead of its consumer, who says of each item when it is taken: only then its records are used.
 
@@ -354,18 +350,15 @@ class QueuePass(Generic[T]):
          - left by the consumer: what was not taken is given back
     """
 
-    def __init__(
-        self, client: QueueClient, shards: Shards[T], order: EpochOrder, batch_size: int | None, *, wait: bool
-    ) -> None:
-        self._client = client
-        self._shards = shards
-        self._order = order
-        self._batch_size = batch_size
-        self._wait = wait
-        self._prepared: deque[int] = deque()
-        """The numbers of records in each item that was given out and not taken."""
-        self._ended = False
-        self._left = False
+    _client: QueueClient
+    _shards: Shards[T]
+    _order: EpochOrder
+    _batch_size: int | None
+    _wait: bool
+    _prepared: deque[int] = field(default_factory=deque)
+    """The numbers of records in each item that was given out and not taken."""
+    _ended: bool = False
+    _left: bool = False
 
     @property
     def over(self) -> bool:

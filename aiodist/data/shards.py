@@ -1,4 +1,4 @@
-"""Shards: data as a queue hands it out, and each rank's static part of the data, by (rank, size) alone.
+"""Shards: data as a queue hands it out, the order of one epoch, and each rank's static part of the data.
 
 Rank r has the items r, r + size, r + 2 size, and so on. So the k-th batches of all ranks together are what one process
 would have as its k-th batch, `size` times as large, and an iterable need not know its length. Every item belongs to
@@ -7,12 +7,59 @@ exactly one rank; one rank has at most one item more than another.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from itertools import islice
-from typing import Protocol, TypeVar
+from itertools import accumulate, islice
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from torch.utils.data import Sampler
+
+Shuffle = bool | Literal["shards"]
+"""True: the shards and the records within each. "shards": the shards alone. False: nothing."""
+
+
+class Part(NamedTuple):
+    """Records of one shard, by their places in it."""
+
+    shard: int
+    within: Sequence[int]
+
+
+class EpochOrder:
+    """The order of all records in one epoch, the same on every rank: position 0, 1, ... up to the number of records.
+
+    `sizes` are the numbers of records of each shard. Cost: one permutation of the shards; the records of a shard are
+    permuted when a part of it is asked for.
+    """
+
+    def __init__(self, sizes: Sequence[int], shuffle: Shuffle, seed: int, epoch: int) -> None:
+        self._sizes = sizes
+        self._seeds = [seed, epoch]
+        self._shuffles_within = shuffle is True
+        self._shards: Sequence[int] = range(len(sizes))
+        if shuffle:
+            self._shards = np.random.default_rng(self._seeds).permutation(len(sizes)).tolist()
+        self.ends = list(accumulate(sizes[shard] for shard in self._shards))
+        """Positions behind the last record of each shard, in the order of the epoch."""
+
+    def parts(self, start: int, stop: int) -> Iterator[Part]:
+        """Yield what lies at the positions from `start` to before `stop`, shard by shard."""
+        at = bisect_right(self.ends, start)
+        while start < stop:
+            shard = self._shards[at]
+            first = self.ends[at] - self._sizes[shard]
+            if start < (end := min(stop, self.ends[at])):
+                yield Part(shard, self._within(shard)[start - first : end - first])
+            start, at = end, at + 1
+
+    def _within(self, shard: int) -> Sequence[int]:
+        size = self._sizes[shard]
+        if not self._shuffles_within:
+            return range(size)
+        places: list[int] = np.random.default_rng([*self._seeds, shard]).permutation(size).tolist()
+        return places
+
 
 T = TypeVar("T")
 
@@ -134,12 +181,14 @@ def _check(rank: int, size: int) -> None:
 
 
 def check_natural(name: str, number: int) -> None:
-    """Raise ValueError unless `number` is at least 0."""
     if number < 0:
         raise ValueError(f"{name}={number}: expected at least 0")
 
 
-def check_batch_size(batch_size: int | None) -> None:
-    """Raise ValueError unless it is at least 1, or None."""
+def check_order(batch_size: int | None, shuffle: Shuffle, seed: int) -> None:
+    """Raise ValueError for what gives no order of batches."""
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: expected at least 1, or None")
+    check_natural("seed", seed)
+    if shuffle not in (True, False, "shards"):
+        raise ValueError(f"shuffle={shuffle!r}: expected True, False or 'shards'")

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 import torch
 from torch import Tensor, nn
 
-from aiodist.checkpoints.agreeing import exchange
 from aiodist.checkpoints.own import torch_state
+from aiodist.checkpoints.writer import exchange
 from aiodist.communicator import Communicator
 from aiodist.data import ShardQueue
 from aiodist.engine import checks

@@ -1,8 +1,9 @@
-"""What a server tells its clients: how far a push is, answers to calls, and what pulls read."""
+"""What a server holds of requests until they are executed, and what it tells its clients."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -11,8 +12,75 @@ from torch import Tensor
 from aiodist.codecs import Outgoing
 from aiodist.errors import PeerLost
 from aiodist.ps.context import Context
-from aiodist.ps.requests import Pulling, Pushing, Request
+from aiodist.ps.row_store import RowStore
 from aiodist.ps.wire import Kind, Reads, Stage, Way, as_bytes, pack_data, pack_done
+
+
+class Freed(LookupError):
+    """The tensor was freed: what clients raise as KeyError."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """The request `number` of `client`; `ready` once all of it has come."""
+
+    client: int
+    number: int
+    key: int
+    ready: bool = field(default=True, init=False)
+
+
+@dataclass(eq=False, slots=True)
+class Pushing(Request):
+    """A push: `value` is flat, of the shard's dtype, or a code of bytes."""
+
+    base: int
+    rule: int
+    alpha: float
+    coded: bool
+    value: Tensor | None = None
+    buffer: Tensor | None = None
+    """Of the pool, where `value` lies in it: nobody else writes to it."""
+
+
+@dataclass(eq=False, slots=True)
+class Pulling(Request):
+    """A pull."""
+
+    wants: int
+    reads: Reads
+    rows: Tensor | None = None
+    """Of a table: the ids of the rows, as flat uint8."""
+
+
+@dataclass(eq=False, slots=True)
+class Change(Request):
+    """New settings of the rule."""
+
+    settings: dict[str, float]
+
+
+@dataclass(eq=False, slots=True)
+class Stop(Request):
+    """A barrier: what the client sends behind it waits until all workers are there. `leaves`: it sends nothing more."""
+
+    leaves: bool = False
+    reached: bool = False
+
+    def __post_init__(self) -> None:
+        self.ready = self.leaves
+
+
+@dataclass(eq=False, slots=True)
+class Restored:
+    """What a shard takes from a checkpoint: memory, with the states of its rules by their numbers; rows of a table."""
+
+    version: int
+    data: Tensor
+    states: dict[int, Any] = field(default_factory=dict)
+    store: RowStore | None = None
+    marks: dict[str, int] = field(default_factory=dict)
+    """By the names of clients, see `Context.uids`."""
 
 
 class Served(Protocol):
@@ -22,11 +90,9 @@ class Served(Protocol):
     data: Tensor
     refusal: Exception | None
 
-    def hold(self, request: Pulling) -> None:
-        """Keep what the request reads until `release`."""
+    def hold(self, request: Pulling) -> None: ...
 
-    def release(self, client: int, number: int) -> None:
-        """The read of that number is over."""
+    def release(self, client: int, number: int) -> None: ...
 
 
 class Answers:
@@ -37,28 +103,23 @@ class Answers:
         self._outgoing = None if context.pull_codec is None else Outgoing(context.pull_codec)
 
     def done(self, push: Pushing, stage: Stage) -> None:
-        """Tell the client how far its push is."""
         if push.client not in self._context.gone:
             self._context.coalescer.put(push.client, Kind.DONE, pack_done(push.number, stage))
 
     def answer(self, client: int, number: int, **said: Any) -> None:  # noqa: ANN401
-        """Answer a call."""
         if client not in self._context.gone:
             self._context.coalescer.put(client, Kind.ANSWER, json.dumps({"n": number, **said}).encode())
 
     def tell(self, rank: int, op: str, **said: Any) -> None:  # noqa: ANN401
-        """Tell another server something which it does not answer."""
         if rank not in self._context.gone:
             self._context.coalescer.put(rank, Kind.CALL, json.dumps({"op": op, **said}).encode())
 
     def refuse(self, request: Request, error: BaseException) -> None:
-        """Tell the client that its request failed here."""
         if isinstance(request, Pushing):
             self.recycle(request)
         self.fail(request.client, request.number, error)
 
     def fail(self, client: int, number: int, error: BaseException) -> None:
-        """Tell `client` why its request failed here."""
         if isinstance(error, PeerLost):
             self.answer(client, number, error=error.args[0], lost=error.lost)
         else:
@@ -71,11 +132,8 @@ class Answers:
         push.value = push.buffer = None
 
     def forget(self, client: int, key: int | None = None) -> None:
-        """Keep nothing of what `client` has read."""
         if self._outgoing is not None:
             self._outgoing.forget(client, key)
-
-    # --- reads -------------------------------------------------------------------------------------------------
 
     def serve(self, shard: Served, pull: Pulling, version: int) -> None:
         """Let the client have the shard as it is now; what the client itself has is not encoded."""

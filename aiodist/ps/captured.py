@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -16,11 +16,11 @@ from aiodist.checkpoints.parts import Written
 from aiodist.checkpoints.reading import Reader
 from aiodist.checkpoints.values import Json, decode, encode
 from aiodist.errors import MismatchError
-from aiodist.ps.requests import Restored
-from aiodist.ps.rows.shard import TableShard
-from aiodist.ps.rows.store import RowStore
-from aiodist.ps.rules import Rule
+from aiodist.ps.answers import Restored
+from aiodist.ps.context import Context
+from aiodist.ps.row_store import RowStore
 from aiodist.ps.shard import Shard
+from aiodist.ps.table_shard import TableShard
 
 _NAME = "net/tensors/"
 """What files call the values of tensors, with their names behind."""
@@ -42,19 +42,20 @@ class Captured:
         self.written.append(Written(entry, t.reshape(-1)))
 
 
-def capture(shard: Shard, rules: Sequence[Rule], uids: Sequence[str]) -> Captured:
+def capture(shard: Shard, context: Context) -> Captured:
     """Return copies of what a shard has; nothing changes it meanwhile. In any thread."""
     leads = shard.machine is not None
     said: dict[str, Json] = {
-        "marks": {"map": {uids[client]: number for client, number in shard.marks.items()}},
+        "name": shard.name,
+        "leads": leads,
+        "marks": {"map": {context.uids[client]: number for client, number in shard.marks.items()}},
         "version": shard.version,
         "object": shard.replaces,
         "states": {},
         "table": None,
         "rows": [],
     }
-    captured, path = Captured({"name": shard.name, "leads": leads, **said}), f"net/states/{shard.name}"
-    said = captured.said
+    captured, path = Captured(said), f"net/states/{shard.name}"
     if isinstance(shard, TableShard):
         found: dict[str, Tensor] = {}
         said["table"] = str(shard.spec)
@@ -64,7 +65,7 @@ def capture(shard: Shard, rules: Sequence[Rule], uids: Sequence[str]) -> Capture
         return captured
     shape = (shard.data.numel(),) if shard.replaces else shard.shape
     captured.add(_NAME + shard.name, shard.data.clone(), shape, shard.start)
-    for number, rule in enumerate(rules):
+    for number, rule in enumerate(context.rules):
         state = shard.state_of(rule)
         kept = {} if state is None else rule.state_dict(state)
         if kept:
@@ -97,15 +98,12 @@ def tensors_in(said: Iterable[Sequence[dict[str, Json]]]) -> Json:
 
 
 def described(state: Json) -> dict[str, Json]:
-    """Return what `tensors_in` said of tensors, by name."""
     found: dict[str, Json] = state["map"]["tensors"]["map"]
     return found
 
 
-def restore(
-    shard: Shard, reader: Reader, known: _Tensors, rules: Sequence[Rule], take: Callable[[int], Tensor]
-) -> Restored:
-    """Return what a checkpoint has for a shard, in memory that `take(nbytes)` returns. In any thread.
+def restore(shard: Shard, reader: Reader, known: _Tensors, context: Context) -> Restored:
+    """Return what a checkpoint has for a shard, in memory of its own. In any thread.
 
     Raises MismatchError where names or what they mean are not those of the shards, CheckpointDamaged as `reader`.
     """
@@ -125,24 +123,24 @@ def restore(
             for rows in said["rows"]:
                 store.load_state_dict(decode(rows, reader.tensor), table.mine)
         return Restored(said["version"], shard.data, store=store, marks=said["marks"]["map"])
-    entry = reader.pieces(_NAME + shard.name)[0].entry
+    entry = reader.pieces(_NAME + shard.name)[0]
     _check(reader, f"{shard.name!r}, is it an object:", said["object"], shard.replaces)
     _check(reader, f"dtype of {shard.name!r}", dtype_name(DTYPES[entry.dtype]), dtype_name(shard.data.dtype))
     if not shard.replaces:
         _check(reader, f"shape of {shard.name!r}", list(entry.shape), list(shard.shape))
     numel = prod(entry.shape) if shard.replaces else shard.data.numel()
-    data = take(numel * shard.data.itemsize).view(shard.data.dtype)
+    data = context.pool.take(numel * shard.data.itemsize).view(shard.data.dtype)
     with torch.inference_mode(False), torch.no_grad():
         data.copy_(reader.part(_NAME + shard.name, shard.start, numel))
 
     def block(name: str) -> Tensor:
-        return reader.part(name, shard.start, numel) if reader.pieces(name)[0].entry.shape else reader.tensor(name)
+        return reader.part(name, shard.start, numel) if reader.pieces(name)[0].shape else reader.tensor(name)
 
     restored = Restored(said["version"], data, marks=said["marks"]["map"])
     for key, of_rule in said["states"]["map"].items():
         number = int(key)
         name, state = of_rule["tuple"]
-        rule = rules[number] if number < len(rules) else None
+        rule = context.rules[number] if number < len(context.rules) else None
         _check(reader, f"rule number {number}, with a state for {shard.name!r},", name, rule and rule.name)
         assert rule is not None
         restored.states[number] = made = rule.state(data)
@@ -150,15 +148,15 @@ def restore(
     return restored
 
 
-def moved(shard: Shard, rules: Sequence[Rule], uids: Sequence[str], take: Callable[[int], Tensor]) -> Restored:
-    """Return what a shard has, for one of another communicator with the same block; in memory that `take` returns."""
+def moved(shard: Shard, context: Context, uids: Sequence[str]) -> Restored:
+    """Return what a shard of another communicator has, where clients were `uids`, for one with the same block here."""
     marks = {uids[client]: number for client, number in shard.marks.items()}
     if isinstance(shard, TableShard):
         return Restored(shard.version, shard.data, store=shard.store, marks=marks)
-    data = take(shard.data.nbytes).view(shard.data.dtype)
+    data = context.pool.take(shard.data.nbytes).view(shard.data.dtype)
     data.copy_(shard.data)
     restored = Restored(shard.version, data, marks=marks)
-    for number, rule in enumerate(rules):
+    for number, rule in enumerate(context.rules):
         if (state := shard.state_of(rule)) is not None:
             restored.states[number] = made = rule.state(data)
             rule.load_state_dict(made, rule.state_dict(state))

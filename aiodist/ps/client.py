@@ -15,14 +15,12 @@ from aiodist.collectives.program import Call, Program
 from aiodist.errors import AiodistError, CheckpointDamaged, MismatchError, PeerLost, RemoteError
 from aiodist.handles import Handle
 from aiodist.ps import wire
-from aiodist.ps.codes import Codes
+from aiodist.ps.answers import Freed
 from aiodist.ps.context import Context
 from aiodist.ps.names import NameEntry
-from aiodist.ps.pulls import Pulls
-from aiodist.ps.pushes import Pushes
-from aiodist.ps.request_queue import RequestQueue
-from aiodist.ps.requests import Freed
-from aiodist.ps.sharding import Span
+from aiodist.ps.requests import Codes, RequestQueue
+from aiodist.ps.settings import Span
+from aiodist.ps.traffic import Pulls, Pushes
 from aiodist.ps.wire import Kind
 
 _Said = dict[str, Any]
@@ -46,14 +44,10 @@ class Client:
 
     @property
     def busy(self) -> bool:
-        """Something is not over."""
         return bool(self.pushes.busy or self.pulls.busy or self.programs)
 
     def late(self) -> dict[int, str]:
-        """Return the servers that have not answered, and what they were asked."""
         return {rank: "a call" for rank, _ in list(self._asked)} | self.pulls.late() | self.pushes.late()
-
-    # --- calls -----------------------------------------------------------------------------------------------
 
     def call(self, dst: int, op: str, **said: Any) -> Generator[list[Call], None, _Said]:  # noqa: ANN401
         """Ask server `dst`, as a step of a program, and return what it answers."""
@@ -86,7 +80,6 @@ class Client:
         yield [partial(self._ask, span.rank, number, said, []) for span in entry.spans]
 
     def making(self, entry: NameEntry, spans: Sequence[Span]) -> Program[None]:
-        """Make the shards `spans` of `entry`."""
         said = {
             "key": entry.key,
             "name": entry.name,
@@ -112,8 +105,6 @@ class Client:
         if dst not in self._context.gone:
             self._context.coalescer.put(dst, Kind.CALL, json.dumps(said).encode(), request=True)
 
-    # --- what servers say, and the end -----------------------------------------------------------------------
-
     def when_over(self, entry: NameEntry, done: Done) -> None:
         """Call `done` when all pushes and pulls of one tensor are over, and nothing is kept of it."""
 
@@ -126,9 +117,8 @@ class Client:
         entry.when_over(over)
 
     def heard(self, src: int, kind: int, body: memoryview) -> None:
-        """Take one entry that is meant for a client."""
         if kind == Kind.DONE:
-            self.pushes.done(src, *wire.unpack(wire.Done, body))
+            self.pushes.done(src, *wire.unpack_done(body))
         elif kind == Kind.DATA:
             self.pulls.data(src, body)
         else:
@@ -142,7 +132,6 @@ class Client:
                 self.pulls.over(said["n"], src, error)
 
     def lose(self, rank: int) -> None:
-        """`rank` died: what it should have answered never comes."""
         error = self._context.lost(rank)
         self.pushes.lose(rank, error)
         self.pulls.lose(rank, error)
@@ -150,7 +139,6 @@ class Client:
             self._asked.pop(key)[1](error)
 
     def abort(self, error: AiodistError) -> None:
-        """Fail everything."""
         self._refusal = error  # also of calls that were left for the lock's holder
         self.pushes.abort(error)
         self.pulls.abort(error)

@@ -73,8 +73,6 @@ class _Outgoing:
     owed: bool = False
     """It waits to be told."""
     gone: bool = False
-    waiting: bool = False
-    """It is among those to flush."""
 
     def taken(self) -> tuple[bytearray, bool]:
         """Begin another frame, and return this one and whether it has requests."""
@@ -84,7 +82,6 @@ class _Outgoing:
         return taken
 
     def close(self) -> None:
-        """Begin another frame; this one waits."""
         self.full.append(self.taken())
 
     def takes(self, number: int, flags: int) -> bool:
@@ -135,7 +132,7 @@ class Coalescer:
         self._room = torch.empty(self._room_bytes, dtype=torch.uint8)
         self._came = self._room.numpy().data
         self._outgoing = [_Outgoing() for _ in range(transport.size)]
-        self._to_flush: list[int] = []
+        self._to_flush: set[int] = set()
         self._begun: dict[int, bytearray] = {}  # by rank: an entry of which more is to come
         self._own: deque[tuple[int, bytearray]] = deque()
         self._handling = False
@@ -147,7 +144,6 @@ class Coalescer:
         self.sent_bytes = 0
 
     def open(self) -> None:
-        """Listen from now on."""
         if self._transport.size > 1:
             self._listen()
 
@@ -174,9 +170,7 @@ class Coalescer:
             frame += _PADDING[length % 8]
         if request:
             outgoing.has_requests = True
-        if not outgoing.waiting:
-            outgoing.waiting = True
-            self._to_flush.append(dst)
+        self._to_flush.add(dst)
 
     def _put_long(self, dst: int, kind: int, body: bytes, request: bool) -> None:
         *others, last = [body[at : at + self._longest] for at in range(0, len(body), self._longest)]
@@ -185,11 +179,9 @@ class Coalescer:
         self.put(dst, kind, last, request=request)
 
     def flush(self) -> None:
-        """Send what may go now."""
         while self._to_flush:
             dst = self._to_flush.pop()
             outgoing = self._outgoing[dst]
-            outgoing.waiting = False
             if outgoing.gone:
                 outgoing.full.clear()
                 outgoing.frame = bytearray(_FRAME.size)
@@ -229,7 +221,6 @@ class Coalescer:
             self._later()
 
     def resend(self) -> None:
-        """Send again what has not come for a while."""
         self._looks_later = False
         for dst, outgoing in enumerate(self._outgoing if not self._closed else ()):
             if not outgoing.sent or outgoing.gone:
@@ -278,9 +269,7 @@ class Coalescer:
         source, used, number, awaited, flags = _FRAME.unpack_from(self._came)
         body = memoryview(bytearray(self._came[:used]))
         outgoing = self._outgoing[source]
-        if not outgoing.waiting:
-            outgoing.waiting = True
-            self._to_flush.append(source)
+        self._to_flush.add(source)
         while outgoing.sent and outgoing.next - len(outgoing.sent) < awaited:  # these have come there
             outgoing.unanswered -= outgoing.sent.popleft()[1] & _REQUESTS
         if flags & _NUMBERED and not outgoing.takes(number, flags):

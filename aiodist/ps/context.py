@@ -1,18 +1,22 @@
-"""What the client and the server of one rank share."""
+"""What the client and the server of one rank share: counts, buffers, and the thread for what takes long."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from queue import SimpleQueue
+from threading import Lock
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from aiodist.backends.base import Done
 from aiodist.backends.shm import Neighbourhood
 from aiodist.backends.shm.memory import Place
 from aiodist.backends.shm.neighbours import Neighbour
@@ -20,14 +24,220 @@ from aiodist.codecs import Codec
 from aiodist.errors import AiodistError, PeerLost
 from aiodist.handles import Progress
 from aiodist.ps.coalescer import Coalescer
-from aiodist.ps.consistency import Policy
-from aiodist.ps.log import Log
-from aiodist.ps.pool import Pool
 from aiodist.ps.rules import Rule
-from aiodist.ps.service import Service
+from aiodist.ps.settings import Policy
 from aiodist.ps.wire import Way
 
+
+@dataclass(frozen=True)
+class ParameterServerStatistics:
+    """Counts since the parameter server was opened, of this rank alone; seconds are wall-clock time."""
+
+    pushes: int = 0
+    """Issued by this rank, one for each tensor."""
+    pulls: int = 0
+    """Issued by this rank, one for each tensor."""
+    push_bytes: int = 0
+    """What this rank pushed, as tensors."""
+    push_sent_bytes: int = 0
+    """What left for it: less where a codec or shared memory served; heads are not counted, nor first values."""
+    pull_bytes: int = 0
+    """What this rank pulled, as tensors."""
+    pull_received_bytes: int = 0
+    """What came for it, as `push_sent_bytes`."""
+    push_seconds: float = 0.0
+    """From issue until the server had done what `await push` promises, summed."""
+    pull_seconds: float = 0.0
+    """From issue until the values were here, summed."""
+    encode_seconds: float = 0.0
+    """In codecs, as client and as server."""
+    decode_seconds: float = 0.0
+    """As `encode_seconds`."""
+    applied: int = 0
+    """Pushes that this rank applied to its shards, as a server; a tensor in several shards counts in each."""
+    steps: int = 0
+    """Versions that it made of its shards."""
+    step_seconds: float = 0.0
+    """In rules and server-side optimizers."""
+    served: int = 0
+    """Reads of its shards."""
+    sent_bytes: int = 0
+    """All that left this rank, as client and as server: heads, answers and first values too."""
+    held_seconds: float = 0.0
+    """How long requests lay here, complete, until it was their turn, summed."""
+    dropped: int = 0
+    """Pushes that came too late and were thrown away, of tensors that this rank leads."""
+    scaled: int = 0
+    """Pushes that were weighted for coming late, of tensors that this rank leads."""
+    incomplete: int = 0
+    """Steps of fewer pushes than the consistency asks for, of tensors that this rank leads: the other workers had left
+    or died, or waited at a barrier."""
+    rows: int = 0
+    """Rows that there are in its parts of tables, now."""
+    staleness: Counter[int] = field(default_factory=Counter)
+    """How many pushes were applied so many versions after the one they were made from; of tensors this rank leads."""
+
+
+_KEPT_BYTES = 512 << 20
+
+
+class Pool:
+    """Flat uint8 tensors by size; from any thread."""
+
+    def __init__(self, make: Callable[[int], Tensor]) -> None:
+        """`make(nbytes)` returns a new one."""
+        self._make = make
+        self._free: dict[int, list[Tensor]] = {}
+        self._kept_bytes = 0
+        self._lock = Lock()
+
+    def take(self, nbytes: int) -> Tensor:
+        with self._lock:
+            if nbytes in self._free:
+                return self._taken(nbytes)
+        return self._make(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+
+    def take_room(self, nbytes: int) -> Tensor:
+        """Return a buffer of at least `nbytes`, at most an eighth more: for what has another size each time."""
+        step = max(1, 1 << max(0, nbytes - 1).bit_length() >> 4)
+        return self.take(-(-nbytes // step) * step)
+
+    def _taken(self, nbytes: int) -> Tensor:
+        free = self._free.pop(nbytes)
+        self._kept_bytes -= nbytes
+        found = free.pop()
+        if free:
+            self._free[nbytes] = free
+        return found
+
+    def release(self, t: Tensor) -> None:
+        """Keep `t`, which its user has finished with, for the next `take` of its size; at most 512 MiB are kept."""
+        if not 0 < t.nbytes <= _KEPT_BYTES:
+            return
+        with self._lock:
+            while self._kept_bytes + t.nbytes > _KEPT_BYTES:
+                self._taken(next(iter(self._free)))  # of the size that was taken the longest ago: codes have all sizes
+            self._kept_bytes += t.nbytes
+            self._free.setdefault(t.nbytes, []).append(t)
+
+
+LIGHT_BYTES = 256 << 10
+"""Work on fewer bytes is done at once, by the thread that makes progress; more is the service thread's."""
+
+Work = Callable[[], object]
+
+
+class Service:
+    """One thread, begun at the first work; work runs in the order in which it was given."""
+
+    def __init__(self, progress: Progress, name: str, flush: Callable[[], None]) -> None:
+        """`flush` is called after what was done in the thread, for what `then` has put into the coalescer."""
+        self._progress = progress
+        self._name = name
+        self._flush = flush
+        self._queue: SimpleQueue[tuple[Work, Done] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def do(self, nbytes: int, work: Work, then: Done) -> None:
+        """Do `work`, on so many bytes, then `then(error)`: at once where it is light, else as `run` does."""
+        if nbytes <= LIGHT_BYTES:
+            then(error_of(work))
+        else:
+            self.run(work, then)
+
+    def run(self, work: Work, then: Done) -> None:
+        """Run `work` in the thread, then `then(error)` with the transport lock held; called with it held.
+
+        Once closed it does neither.
+        """
+        if self._closed:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+        self._progress.offloaded += 1
+        self._queue.put((work, then))
+
+    def close(self) -> None:
+        """End the thread after what it was given; waits for nothing; with the transport lock held."""
+        self._closed = True
+        if self._thread is not None:
+            self._queue.put(None)
+
+    def _serve(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, then = item
+            error: BaseException | None = None
+            try:
+                work()
+            except BaseException as raised:  # noqa: BLE001  - `then` is told of it
+                error = raised
+            self._progress.start_in_thread(lambda then=then, error=error: self._over(then, error))  # type: ignore[misc]
+            del work, then, item, error
+
+    def _over(self, then: Done, error: BaseException | None) -> None:
+        self._progress.offloaded -= 1
+        then(error)
+        self._flush()
+
+
+def error_of(work: Work) -> Exception | None:
+    """Do `work`; return what it raised, which belongs to the client that asked for it."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001  - told to the client that asked
+        return error
+    return None
+
+
 _NOWHERE = Place(0, 0)
+
+
+@dataclass(eq=False, slots=True)
+class Logged:
+    """One push: its blocks, in the order of the servers that had them, of a code with the elements that it has."""
+
+    number: int
+    rule: int
+    alpha: float
+    blocks: Sequence[tuple[Tensor, int | None]]
+
+
+class Log:
+    """What a worker has pushed since the last checkpoint, by the names of tensors, for servers that lose what they had.
+
+    A push counts once, also where ranks die: its client and its number name it. A checkpoint has, of each tensor and
+    client, all numbers up to its *mark*. After a loss servers begin at the checkpoint, and clients push again what is
+    above the mark. Every method runs with the transport lock held.
+    """
+
+    def __init__(self) -> None:
+        self._pushes: dict[str, dict[int, Logged]] = {}
+
+    def add(self, name: str, push: Logged) -> None:
+        self._pushes.setdefault(name, {})[push.number] = push
+
+    def forget(self, name: str, number: int | None = None) -> None:
+        """A push was dropped, or refused; or the name is no more."""
+        if number is None:
+            self._pushes.pop(name, None)
+        else:
+            self._pushes.get(name, {}).pop(number, None)
+
+    def saved(self, marks: Mapping[str, int]) -> None:
+        """A checkpoint has tensors up to these marks."""
+        for name, pushes in self._pushes.items():
+            self._pushes[name] = {n: push for n, push in pushes.items() if n > marks.get(name, 0)}
+
+    def clear(self) -> None:
+        self._pushes.clear()
+
+    def above(self, marks: Mapping[str, int]) -> list[tuple[str, Logged]]:
+        """Return the pushes that are above the marks of their tensors, in the order of their numbers."""
+        self.saved(marks)
+        found = [(name, push) for name, pushes in self._pushes.items() for push in pushes.values()]
+        return sorted(found, key=lambda each: each[1].number)
 
 
 @dataclass(eq=False)
@@ -66,7 +276,6 @@ class Context:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds that the block takes to the count of that name."""
         began = perf_counter()
         try:
             yield
@@ -81,7 +290,6 @@ class Context:
             return self.codec.decode(code, dtype, numel)
 
     def living(self) -> list[int]:
-        """Return the servers that are there."""
         return [rank for rank in self.servers if rank not in self.gone]
 
     def way_to(self, rank: int, t: Tensor, *, look: bool = True) -> tuple[Way, Place]:
@@ -108,7 +316,6 @@ class Context:
         return near.memory(Place(segment, offset), nbytes)
 
     def _neighbour(self, rank: int) -> Neighbour | None:
-        """Return the rank as one that shares memory with us, if it does."""
         return None if self.near is None else self.near.neighbours.get(self.world_ranks[rank])
 
     def ring(self, rank: int) -> None:
@@ -117,7 +324,6 @@ class Context:
             near.ring()
 
     def lost(self, rank: int) -> AiodistError:
-        """Return why nothing can be had from `rank`."""
         known = self.gone.get(rank)
         text = f"server {rank} of parameter server {self.name!r} is gone"
         return PeerLost(f"{text}: {known.args[0] if known else 'nothing is known of it'}", lost=rank, rank=self.rank)

@@ -1,54 +1,93 @@
-"""`Embedding`: a layer whose rows live on the servers: pulled for a batch, pushed back with their gradients."""
+"""What pushes in backward passes: `BackwardPushes`, and `Embedding`, a layer whose rows live on the servers."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from aiodist.handles import Handle
-from aiodist.ps.rows.ids import GroupedIds
+from aiodist.handles import Handle, Progress, gather
+from aiodist.ps.rows import GroupedIds
 from aiodist.ps.table import Table
+
+
+class BackwardPushes:
+    """Pushes the gradients of a block's backward passes; leaving it waits until they are where `push` says."""
+
+    def __init__(self, tensors: Sequence[Tensor], push: Callable[[Tensor], Handle[None]], progress: Progress) -> None:
+        self._tensors = tensors
+        self._push = push
+        self._progress = progress
+        self._hooks: list[RemovableHandle] = []
+        self._pushes: list[Handle[None]] = []
+        self._errors: list[Exception] = []
+
+    async def __aenter__(self) -> Self:
+        on_loop = self._progress.on_loop  # backward may run in any thread
+        self._hooks = [
+            t.register_post_accumulate_grad_hook(lambda t: on_loop(partial(self._begin, t))) for t in self._tensors
+        ]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        begun = asyncio.get_running_loop().create_future()  # what other threads left to the loop
+        self._progress.post(partial(begun.set_result, None))
+        await begun
+        failed = error is not None or bool(self._errors)
+        await gather(*self._pushes, return_exceptions=failed)  # the gradients are its pushes' until then
+        if self._errors and error is None:
+            raise self._errors[0]
+
+    def _begin(self, t: Tensor) -> None:
+        try:
+            self._pushes.append(self._push(t))
+        except Exception as error:  # noqa: BLE001  - backward must not be told of it; leaving the block is
+            self._errors.append(error)
+
 
 _LOOK_SECONDS = 1.0
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class _Batch:
     """One batch that was prefetched: its rows are to be those after so many steps."""
 
-    __slots__ = ("__weakref__", "steps")
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
+    steps: int
 
 
+@dataclass(eq=False, slots=True)
 class _Fetch:
     """The rows of one tensor of ids, on their way; `batch` is None where no push follows."""
 
-    __slots__ = ("batch", "chosen", "issued")
-
-    def __init__(self, chosen: GroupedIds, batch: _Batch | None) -> None:
-        self.chosen = chosen
-        self.batch = batch
-        self.issued: Future[Handle[Tensor]] = Future()
+    chosen: GroupedIds
+    batch: _Batch | None
+    issued: Future[Handle[Tensor]] = field(default_factory=Future)
 
     @property
-    def handle(self) -> Handle[Tensor] | None:
-        """The handle of a pull that is over and went well."""
+    def came(self) -> bool:
+        """The pull is over and went well."""
         if not self.issued.done() or self.issued.exception() is not None:
-            return None
+            return False
         handle = self.issued.result()
-        return handle if handle.done() and handle.outcome_error() is None else None
+        return handle.done() and handle.outcome_error() is None
 
 
 class Embedding(nn.Module):
@@ -109,8 +148,6 @@ class Embedding(nn.Module):
         """Return what `repr` says in brackets."""
         return repr(self.table)
 
-    # --- rows --------------------------------------------------------------------------------------------------
-
     def prefetch(self, *ids: Tensor) -> Any:  # noqa: ANN401
         """Ask for the rows of the next batch, and return its ids: the tensor, or a tuple of those that were given.
 
@@ -125,8 +162,9 @@ class Embedding(nn.Module):
                 self._batches.add(batch)
             fetches = [_Fetch(group, batch) for group in groups]
             self._fetches.update(zip(ids, fetches, strict=True))
+        at_least = self._first_version + batch.steps if batch is not None and self.table.in_step else 0
         for fetch in fetches:
-            self._issue(fetch, self._wanted(batch))
+            self._issue(fetch, at_least)
         return ids[0] if len(ids) == 1 else ids
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -143,7 +181,8 @@ class Embedding(nn.Module):
         """Return the rows that were asked for early; ask now where there are none, or where they are too old."""
         with self._lock:
             fetch = self._fetches.pop(ids, None)
-        if fetch is not None and self._is_in_time(fetch):
+        # Else they wait for steps which this rank has not made: earlier batches had no backward.
+        if fetch is not None and (fetch.batch is None or fetch.came or fetch.batch.steps <= self._steps):
             rows, version = self._wait(fetch)
             if not self._is_too_old(version):
                 return fetch, rows
@@ -161,16 +200,6 @@ class Embedding(nn.Module):
             self._first_version = max(self._first_version, version - self._steps)
             return version < self._first_version + self._steps
 
-    def _is_in_time(self, fetch: _Fetch) -> bool:
-        """Return False for rows that wait for steps which this rank has not made: earlier batches had no backward."""
-        return fetch.batch is None or fetch.handle is not None or fetch.batch.steps <= self._steps
-
-    def _wanted(self, batch: _Batch | None) -> int:
-        """Return the version that the rows of a batch must have at least."""
-        if batch is None or not self.table.in_step:
-            return 0
-        return self._first_version + batch.steps
-
     def _issue(self, fetch: _Fetch, at_least: int) -> None:
         """Pull, on the loop's thread: now where this is it, else behind what was left to it before."""
 
@@ -183,7 +212,6 @@ class Embedding(nn.Module):
         self.table.progress.on_loop(pull)
 
     def _wait(self, fetch: _Fetch) -> tuple[Tensor, int | None]:
-        """Return the rows and their version, waiting for them."""
         progress = self.table.progress
         if progress.owns_thread() and not (fetch.issued.done() and fetch.issued.result().done()):
             raise RuntimeError(
@@ -225,8 +253,6 @@ class Embedding(nn.Module):
         finally:
             self._accumulates, self._held = False, []
 
-    # --- gradients ---------------------------------------------------------------------------------------------
-
     def _ready(self, fetch: _Fetch, rows: Tensor) -> None:
         """Backward has the gradient of these rows; what it has of others comes before it ends."""
         gradient, rows.grad = rows.grad, None
@@ -246,21 +272,18 @@ class Embedding(nn.Module):
 
     def _push_held(self) -> None:
         gradients, self._held = self._held, []
-        with torch.no_grad():
-            chosen, values = self._joined(gradients)
+        (fetch, values), *others = gradients
+        chosen = fetch.chosen
+        if others:
+            with torch.no_grad():
+                chosen = self.table.group(torch.cat([fetch.chosen.ids for fetch, _ in gradients]))
+                values = chosen.summed(torch.cat([each for _, each in gradients]))
         with self._lock:
             self._steps += 1
             for fetch, _ in gradients:
                 if fetch.batch is not None:
                     self._batches.discard(fetch.batch)
         self.table.progress.on_loop(partial(self._push, chosen, values))
-
-    def _joined(self, gradients: list[tuple[_Fetch, Tensor]]) -> tuple[GroupedIds, Tensor]:
-        if len(gradients) == 1:
-            (fetch, values), *_ = gradients
-            return fetch.chosen, values
-        chosen = self.table.group(torch.cat([fetch.chosen.ids for fetch, _ in gradients]))
-        return chosen, chosen.summed(torch.cat([values for _, values in gradients]))
 
     def _push(self, chosen: GroupedIds, values: Tensor) -> None:
         try:

@@ -212,7 +212,6 @@ class Machine(ABC):
 
     @property
     def _over(self) -> bool:
-        """Nobody will ever push again."""
         return not (self.present or self.resting)
 
     def _last_of(self, worker: int) -> int:

@@ -1,20 +1,22 @@
-"""The tensors that this rank knows by name, and what a call means by `what`."""
+"""The tensors that this rank knows by name, what a call means by `what`, and what else it may be given."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from aiodist.backends.base import dtype_name
+from aiodist.backends.inplace import flat
 from aiodist.codecs import ObjectCodec
 from aiodist.communicator.arguments import check_tensor
+from aiodist.ps.row_store import check_settings as check_row_settings
 from aiodist.ps.rows import TableSpec
 from aiodist.ps.rules import Rule
-from aiodist.ps.sharding import Span
+from aiodist.ps.settings import Span
 
 
 @dataclass(eq=False, slots=True)
@@ -48,16 +50,13 @@ class NameEntry:
 
     @property
     def frozen(self) -> bool:
-        """It is a tensor that wants no gradient."""
         return self.tensor is not None and not self.tensor.requires_grad
 
     def when_over(self, call: Callable[[], None]) -> None:
-        """Call `call` when all pushes and pulls of it are over."""
         self._watch = call
         self.part_over(0)
 
     def part_over(self, number: int) -> None:
-        """A push or a pull is over."""
         self.open.discard(number)
         if self._watch is not None and not self.open:
             watch, self._watch = self._watch, None
@@ -67,15 +66,7 @@ class NameEntry:
         """Return `value`; raise TypeError or ValueError unless it is a tensor such as this one."""
         if self.table is not None:
             raise TypeError(f"{self.name!r} is a table of rows: expected its own push(ids, ...) and pull(ids)")
-        t = checked(value, name)
-        if t.dtype is not self.dtype:
-            expected = f"expected {dtype_name(self.dtype)}, as it was init()ed"
-            raise TypeError(f"{name} for {self.name!r} holds {dtype_name(t.dtype)}: {expected}")
-        if tuple(t.shape) != self.shape:
-            raise ValueError(
-                f"{name} for {self.name!r} has shape {list(t.shape)}: expected {list(self.shape)}, as it was init()ed"
-            )
-        return t
+        return checked_as(value, name, self.name, self.dtype, self.shape, ", as it was init()ed")
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)}{list(self.shape)} {self.name!r}"
@@ -85,33 +76,35 @@ class Names:
     """What this rank has init()ed, in order."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, NameEntry | None] = {}
-        """In the order of the calls that made them known; None while that is not over."""
+        self._entries: dict[str, NameEntry | str] = {}
+        """In the order of the calls that made them known; the name of the call while that, or `free`, is not over."""
         self._names: dict[int, list[str]] = {}  # one tensor may have several
         self.first: tuple[str, ...] = ()
         """What `what=None` means."""
-        self.changing: dict[str, str] = {}
-        """Names that become known, or are forgotten, and the call that is not over."""
+
+    def check_new(self, name: str) -> None:
+        """Raise KeyError unless the name is new here."""
+        known = self._entries.get(checked_name(name))
+        if isinstance(known, str):
+            raise KeyError(f"{known} of {name!r} is not over: await it first")
+        if known is not None:
+            raise KeyError(f"{name!r} was init()ed already: free() it first")
 
     def announce(self, names: Sequence[str]) -> None:
-        """They become known, in this order."""
-        self.changing.update(dict.fromkeys(names, "init"))
-        self._entries.update(dict.fromkeys(names))
+        self._entries.update(dict.fromkeys(names, "init"))
 
     def settle(self, name: str, entry: NameEntry | None) -> None:
         """The call that changes `name` is over: it is `entry` from now on, or not at all."""
         if entry is None:
             self._entries.pop(name, None)
-        else:
-            self._entries[name] = entry
-            if entry.tensor is not None:
-                self._names.setdefault(id(entry.tensor), []).append(name)
-        self.changing.pop(name, None)
+            return
+        self._entries[name] = entry
+        if entry.tensor is not None:
+            self._names.setdefault(id(entry.tensor), []).append(name)
 
     def remove(self, entry: NameEntry) -> None:
         """Know it no more; `settle` follows."""
-        self._entries[entry.name] = None
-        self.changing[entry.name] = "free"
+        self._entries[entry.name] = "free"
         self.first = tuple(name for name in self.first if name != entry.name)
         if entry.tensor is not None:
             names = self._names[id(entry.tensor)]
@@ -121,15 +114,14 @@ class Names:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In order."""
-        return tuple(name for name, entry in self._entries.items() if entry is not None)
+        return tuple(name for name, entry in self._entries.items() if isinstance(entry, NameEntry))
 
     def __contains__(self, name: str) -> bool:
-        return self._entries.get(name) is not None
+        return isinstance(self._entries.get(name), NameEntry)
 
     def __getitem__(self, name: str) -> NameEntry:
         entry = self._entries.get(name)
-        if entry is None:
+        if not isinstance(entry, NameEntry):
             raise KeyError(f"unknown name {name!r}: expected one that this rank has init()ed, {self._listed()}")
         return entry
 
@@ -194,8 +186,112 @@ def checked(t: object, name: str) -> Tensor:
     return t
 
 
+def checked_as(t: object, name: str, of: str, dtype: torch.dtype, shape: Sequence[int], why: str = "") -> Tensor:
+    """Return `t` as `checked`; raise TypeError or ValueError unless it has this dtype and shape."""
+    t = checked(t, name)
+    if t.dtype is not dtype:
+        raise TypeError(f"{name} for {of!r} holds {dtype_name(t.dtype)}: expected {dtype_name(dtype)}{why}")
+    if t.shape != shape:
+        raise ValueError(f"{name} for {of!r} has shape {list(t.shape)}: expected {list(shape)}{why}")
+    return t
+
+
 def checked_name(name: object) -> str:
-    """Return `name`; raise TypeError for what is no name."""
     if not isinstance(name, str) or not name:
         raise TypeError(f"name {name!r}: expected a str that is not empty")
     return name
+
+
+class Pushed(NamedTuple):
+    """What goes up for one name."""
+
+    entry: NameEntry
+    value: Tensor
+    """Flat."""
+    rule: int
+
+
+def pushed_of(
+    entries: Sequence[NameEntry],
+    values: Any,  # noqa: ANN401
+    single: bool,
+    wanted: tuple[int, Rule] | None,
+    alpha: float,
+) -> list[Pushed]:
+    """Return what goes up, by the rule that is wanted, else that of each; it comes with its number.
+
+    Of several, frozen parameters are left out where their gradients are meant.
+    """
+    if single:  # what is called most often
+        return [_pushed(entries[0], values, *(wanted or (entries[0].rule_number, entries[0].rule)), alpha)]
+    given = [values] * len(entries) if values is None else listed("values", values)
+    if len(given) != len(entries):
+        raise ValueError(f"{len(given)} values for {len(entries)} tensors: expected one for each")
+    pushed = []
+    for entry, value in zip(entries, given, strict=True):
+        number, rule = wanted or (entry.rule_number, entry.rule)
+        if value is not None or not (rule.takes_gradients and entry.frozen):
+            pushed.append(_pushed(entry, value, number, rule, alpha))
+    return pushed
+
+
+def _pushed(entry: NameEntry, value: Any, number: int, rule: Rule, alpha: float) -> Pushed:  # noqa: ANN401
+    if entry.codec is not None:
+        if number != entry.rule_number:
+            raise ValueError(
+                f"rule {rule.name} for the object {entry.name!r}: expected copy, servers look at no object"
+            )
+        return Pushed(entry, entry.codec.encode(value), number)
+    if alpha != 1 or rule is not entry.rule:
+        rule.check(entry.dtype, alpha)
+    t = entry.tensor
+    if value is None and t is not None:  # else it is a table, which `check` refuses
+        value = t.grad if rule.takes_gradients else t
+        if value is None:
+            raise ValueError(f"{entry.name!r} has no .grad: expected one, since rule {rule.name!r} takes gradients")
+    return Pushed(entry, flat(entry.check(value)), number)
+
+
+def outs_of(entries: Sequence[NameEntry], out: Any, single: bool) -> list[Tensor | None]:  # noqa: ANN401
+    """Return where what comes down goes: nowhere yet, for an object."""
+    given = [None] * len(entries) if out is None else ([out] if single else listed("out", out))
+    if len(given) != len(entries):
+        raise ValueError(f"{len(given)} out tensors for {len(entries)}: expected one for each")
+    return [
+        None if entry.codec is not None else entry.check(entry.tensor if t is None else t, "out")
+        for entry, t in zip(entries, given, strict=True)
+    ]
+
+
+def listed(name: str, given: object) -> list[Any]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"{name} is {type(given).__name__}: expected a list")
+    return list(given)
+
+
+def check_timeout(timeout: object) -> float | None:
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout is {type(timeout).__name__}: expected seconds, or None")
+    if not timeout >= 0:
+        raise ValueError(f"timeout={timeout}: expected seconds, at least 0, or None")
+    return timeout
+
+
+def check_version(at_least: object) -> int:
+    if isinstance(at_least, bool) or not isinstance(at_least, int):
+        raise TypeError(f"at_least is {type(at_least).__name__}: expected a version, an int")
+    if not 0 <= at_least < 1 << 63:
+        raise ValueError(f"at_least={at_least}: expected a version, 0 to 2^63 - 1")
+    return at_least
+
+
+def check_settings(entry: NameEntry, settings: Mapping[str, float]) -> None:
+    """Raise ValueError or TypeError unless the rule of `entry` has these settings and takes these values."""
+    if entry.table is not None:
+        check_row_settings(entry.table, settings, entry.name)
+        return
+    with torch.inference_mode(False):
+        trial = entry.rule.state(torch.zeros(1, dtype=entry.dtype))
+    entry.rule.configure(trial, **settings)

@@ -17,18 +17,14 @@ from aiodist.codecs import ObjectCodec
 from aiodist.collectives.program import Program, concurrently
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
-from aiodist.ps.arguments import check_settings, check_timeout, listed
-from aiodist.ps.members import Roles
-from aiodist.ps.names import NameEntry, Names, checked, checked_name
+from aiodist.ps.names import NameEntry, Names, check_settings, check_timeout, checked, listed
 from aiodist.ps.optimizers import OptimizerRule
 from aiodist.ps.rebinding import Rebinding
-from aiodist.ps.rows import Constant, Normal, TableSpec, Uniform
-from aiodist.ps.rows.spec import initial_of
-from aiodist.ps.rows.store import optimizer_of
+from aiodist.ps.row_store import optimizer_of
+from aiodist.ps.rows import Constant, Normal, TableSpec, Uniform, initial_of
 from aiodist.ps.rules import RULES
 from aiodist.ps.session import ParameterServerSession
-from aiodist.ps.settings import STARTS, ReadMode, RuleLike, Settings, Start, one_of
-from aiodist.ps.sharding import Span, place, spread
+from aiodist.ps.settings import STARTS, ReadMode, Roles, RuleLike, Settings, Span, Start, one_of, place, spread
 from aiodist.ps.table import Table
 
 _MISSING: Any = object()
@@ -95,7 +91,7 @@ class Naming:
         codec: ObjectCodec | None,
         start: Start,
     ) -> NameEntry:
-        self._check_new(name)
+        self._names.check_new(name)
         if value is _MISSING:
             raise TypeError(f"init of {name!r}: expected a value, from which readers too learn dtype and shape")
         number, chosen = self._settings.rule("copy" if rule is None and codec is not None else rule)
@@ -113,13 +109,6 @@ class Naming:
                 f"since {self._settings.consistency!r} takes means"
             )
         return self._placed(NameEntry(name, t, number, chosen, start=start))
-
-    def _check_new(self, name: str) -> None:
-        """Raise KeyError unless the name is new here."""
-        if checked_name(name) in self._names:
-            raise KeyError(f"{name!r} was init()ed already: free() it first")
-        if name in self._names.changing:
-            raise KeyError(f"{self._names.changing[name]} of {name!r} is not over: await it first")
 
     def embedding(
         self,
@@ -148,7 +137,7 @@ class Naming:
         take some 0.3 GB with their index, Adagrad's some 0.55, Adam's 0.8, over all servers, with room to grow.
         """
         self._session.check()
-        self._check_new(name)
+        self._names.check_new(name)
         chosen = optimizer if isinstance(optimizer, OptimizerRule) else self._settings.rule(optimizer)[1]
         if optimizer is not None and not isinstance(chosen, OptimizerRule):
             raise TypeError(f"optimizer={optimizer!r}: expected SGD, Adagrad or Adam")
@@ -208,7 +197,6 @@ class Naming:
             yield from self._session.client.call(leader, "ready", name=entry.name, key=entry.key)
 
     def _placed(self, entry: NameEntry) -> NameEntry:
-        """Return `entry`, which knows where it lies now."""
         name, servers = entry.name, self._settings.servers
         if entry.table is not None:
             entry.spans = spread(name, servers)

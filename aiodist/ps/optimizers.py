@@ -47,8 +47,9 @@ class OptimizerRule(Rule):
 
     def __init__(self, kind: type[Optimizer], settings: Mapping[str, Any]) -> None:
         self.name = kind.__qualname__
-        self._kind = kind
-        self._given = dict(settings)
+        self.kind = kind
+        self.settings = dict(settings)
+        """Those that were given."""
         self._how = {} if _HOW & settings.keys() else _fastest(kind, settings)
         known = signature(kind).parameters
         with torch.inference_mode(False):
@@ -60,16 +61,6 @@ class OptimizerRule(Rule):
             for key, value in trial.defaults.items()
             if (key in known or anything) and key not in _HOW and key not in _ONCE
         }
-
-    @property
-    def kind(self) -> type[Optimizer]:
-        """The class of optimizers that it makes."""
-        return self._kind
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """Those that were given."""
-        return self._given
 
     def state(self, shard: Tensor) -> OptimizerState:
         """Return an optimizer of `shard`; raise `ValueError` when that was made in inference mode."""
@@ -123,13 +114,13 @@ class OptimizerRule(Rule):
             state.optimizer.load_state_dict({"state": kept, "param_groups": given["param_groups"]})
 
     def __repr__(self) -> str:
-        told = ", ".join(f"{key}={value!r}" for key, value in sorted(self._given.items()))
-        return f"{self._kind.__module__}.{self._kind.__qualname__}({told})"
+        told = ", ".join(f"{key}={value!r}" for key, value in sorted(self.settings.items()))
+        return f"{self.kind.__module__}.{self.kind.__qualname__}({told})"
 
     def _make(self, parameter: torch.nn.Parameter, **changes: object) -> Optimizer:
         how = self._how if parameter.dtype in _FUSED else dict.fromkeys(self._how.keys() & {"foreach"}, False)
-        make: Any = self._kind
-        made: Optimizer = make([parameter], **(self._given | how | changes))
+        make: Any = self.kind
+        made: Optimizer = make([parameter], **(self.settings | how | changes))
         return made
 
     def _try(self, now: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -207,7 +198,6 @@ def _fastest(kind: type[Optimizer], settings: Mapping[str, Any]) -> dict[str, bo
 
 
 def _step(trial: Optimizer) -> None:
-    """Do a step of an optimizer of one parameter, with a gradient of zeros."""
     parameter = trial.param_groups[0]["params"][0]
     parameter.grad = torch.zeros_like(parameter)
     trial.step()

@@ -12,22 +12,33 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from aiodist.backends.inplace import flat
 from aiodist.checkpoints.saving import check_keep
 from aiodist.codecs import Codec
 from aiodist.collectives.program import Program
 from aiodist.communicator import Communicator
 from aiodist.communicator.claims import Claim, reading, writing
 from aiodist.handles import Handle, in_flight, join
-from aiodist.ps.arguments import Out, Pushed, check_version, outs_of, pushed_of
-from aiodist.ps.consistency import Asynchronous, Policy
-from aiodist.ps.hooks import BackwardPushes
-from aiodist.ps.names import NameEntry, named
+from aiodist.ps.context import ParameterServerStatistics
+from aiodist.ps.embedding import BackwardPushes
+from aiodist.ps.names import NameEntry, Pushed, check_version, named, outs_of, pushed_of
 from aiodist.ps.naming import Naming
-from aiodist.ps.operation import Operation, PullPart
 from aiodist.ps.rebinding import join as joined
+from aiodist.ps.requests import Operation, PullPart
 from aiodist.ps.session import ParameterServerSession
-from aiodist.ps.settings import READS, STARTS, ReadMode, RuleLike, Settings, Start, one_of, roles_of, rules_of
-from aiodist.ps.statistics import ParameterServerStatistics
+from aiodist.ps.settings import (
+    READS,
+    STARTS,
+    Asynchronous,
+    Policy,
+    ReadMode,
+    RuleLike,
+    Settings,
+    Start,
+    one_of,
+    roles_of,
+    rules_of,
+)
 from aiodist.ps.wire import Reads
 
 
@@ -207,7 +218,7 @@ class ParameterServer(Naming):
         if len(pushed) == 1 and pushed[0].value.nbytes <= self._session.context.coalescer.inline_bytes:
             # What `_call` does, for what is pushed fifty thousand times a second.
             handle = self._session.handle("push", pushed[0].value.nbytes, timeout)
-            self._session.client.pushes.push(Operation(handle, 1, (), _none), *pushed[0], alpha)
+            self._session.client.pushes.push(Operation(handle, 1, ()), *pushed[0], alpha)
         else:
             handle = self._call("push", timeout, (pushed, alpha))
         if self._session.context.coalescer.congested:
@@ -350,8 +361,7 @@ class ParameterServer(Naming):
         each server, and an answer.
         """
         self._session.check()
-        if not self.is_worker:
-            raise ValueError(f"barrier() on rank {self.rank}: expected a worker, one of {list(self.workers)}")
+        self._session.check_worker("barrier()")
         return self._session.run("barrier", self._session.client.meeting(), timeout)
 
     # --- checkpoints -------------------------------------------------------------------------------------------
@@ -414,8 +424,7 @@ class ParameterServer(Naming):
     # --- how it is done ----------------------------------------------------------------------------------------
 
     def _pushed(self, what: object, values: Any, rule: RuleLike | None, alpha: float) -> list[Pushed]:  # noqa: ANN401
-        if not self.is_worker:
-            raise ValueError(f"push on rank {self.rank}: expected a worker, one of {list(self.workers)}")
+        self._session.check_worker("push")
         entries, single = self._names.resolve(what)
         return pushed_of(entries, values, single, None if rule is None else self._settings.rule(rule), alpha)
 
@@ -424,28 +433,29 @@ class ParameterServer(Naming):
         op: str,
         timeout: float | None,
         pushes: tuple[Sequence[Pushed], float],
-        pulls: tuple[Sequence[NameEntry], Sequence[Out], bool] = ((), (), True),
+        pulls: tuple[Sequence[NameEntry], Sequence[Tensor | None], bool] = ((), (), True),
         how: tuple[Reads, int] = (Reads.SNAPSHOT, 0),
     ) -> Handle[Any]:
         """Push with that alpha, then pull into the outs, of one or of several; `how` is what a pull may see."""
         (pushed, alpha), (entries, outs, single), client = pushes, pulls, self._session.client
-        moved = [value for _, value, _ in pushed] or [flat for flat, _ in outs if flat is not None]
+        into = [None if out is None else flat(out) for out in outs]
+        moved = [value for _, value, _ in pushed] or [t for t in into if t is not None]
         nbytes = sum([t.nbytes for t in moved])
         handle = self._session.handle(op, nbytes, timeout, depth=4)
         small = self._session.context.coalescer.inline_bytes
         claims: list[Claim] = []
         if outs or nbytes > small:  # small pushes are copied
-            claims = writing(*(out for out, _ in outs if out is not None and out.nbytes))
+            claims = writing(*(t for t in into if t is not None and t.nbytes))
             taken = {claim.start for claim in claims}
             claims += [c for c in reading(*(v for _, v, _ in pushed)) if c.nbytes > small and c.start not in taken]
             in_flight.acquire_all(claims, handle)
 
         def result() -> Any:  # noqa: ANN401
-            found = [_result(part, out) for part, (_, out) in zip(parts, outs, strict=True)]
+            found = [_result(part, out) for part, out in zip(parts, outs, strict=True)]
             return (found[0] if found else None) if single else found
 
         operation = Operation(handle, len(pushed) + len(entries), claims, result)
-        parts = [_part(operation, entry, into) for entry, (into, _) in zip(entries, outs, strict=True)]
+        parts = [_part(operation, entry, t) for entry, t in zip(entries, into, strict=True)]
         with client.queue.together():
             for entry, value, number in pushed:
                 client.pushes.push(operation, entry, value, number, alpha)
@@ -454,10 +464,6 @@ class ParameterServer(Naming):
         if not pushed and not parts:
             handle.resolve(result())
         return handle
-
-
-def _none() -> None:
-    return None
 
 
 def _folder(asked: Program[dict[str, Any]]) -> Program[Path]:

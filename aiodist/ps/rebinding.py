@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from aiodist.errors import PeerLost
-from aiodist.ps.log import Logged
-from aiodist.ps.members import ServerMember, kept
-from aiodist.ps.rows.ids import grouped, packed_rows, unpack
+from aiodist.ps.rows import grouped, packed_rows, unpack
+from aiodist.ps.settings import ServerMember, kept
 
 if TYPE_CHECKING:
-    from aiodist.ps.context import Context
+    from aiodist.ps.context import Context, Logged
     from aiodist.ps.names import NameEntry
     from aiodist.ps.session import ParameterServerSession
     from aiodist.ps.shard import Shard
@@ -37,10 +36,9 @@ class Rebinding:
     """One rank's part."""
 
     def __init__(self, session: ParameterServerSession, entries: Sequence[NameEntry]) -> None:
-        """Take what this rank has; `entries` are the names that it knows."""
         self._session = session
         self._entries = {entry.name: entry for entry in entries}
-        self._before: dict[str, Shard] = session.server.by_name()
+        self._before: dict[str, Shard] = {shard.name: shard for shard in session.server.shards.values()}
         self._uids = session.context.uids
         self._residuals = {entry.name: session.client.codes.residual(entry.key, entry.spans) for entry in entries}
 
@@ -89,7 +87,7 @@ class Rebinding:
 
 async def _told_marks(session: ParameterServerSession) -> tuple[dict[str, int], dict[str, int]]:
     """Return up to which number servers have this rank's pushes, and their versions, by name."""
-    led = session.server.led()
+    led = session.server.shards.led()
     marks = {shard.name: [[client, number] for client, number in shard.marks.items()] for shard in led}
     told = await session.told({"marks": marks, "versions": {shard.name: shard.version for shard in led}})
     mine, versions = dict[str, int](), dict[str, int]()
@@ -100,7 +98,6 @@ async def _told_marks(session: ParameterServerSession) -> tuple[dict[str, int], 
 
 
 def blocks_of(entry: NameEntry, push: Logged, context: Context) -> list[Tensor]:
-    """Return what was pushed, decoded, cut for the servers that there are now."""
     spec = entry.table
     with torch.inference_mode(False), torch.no_grad():
         if spec is None:

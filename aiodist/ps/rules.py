@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from inspect import iscoroutinefunction
 from typing import Any, NamedTuple, TypeAlias
 
@@ -59,7 +60,8 @@ class Rule:
         dtype cannot hold, which inf and nan count as.
         """
         if dtype not in self.takes:
-            raise TypeError(f"rule {self.name} on {dtype_name(dtype)}: expected {_names(self.takes)}")
+            taken = ", ".join(sorted(map(dtype_name, self.takes)))
+            raise TypeError(f"rule {self.name} on {dtype_name(dtype)}: expected {taken}")
         if alpha == 1:
             return
         if isinstance(alpha, bool) or not isinstance(alpha, int | float):
@@ -122,7 +124,6 @@ class Function(Rule):
         self.name = name
 
     def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
-        """Call the function."""
         shard = bare(shard)
         with torch.no_grad():
             found = self.fn(shard, bare(value) if alpha == 1 else bare(value) * factor(shard, alpha))
@@ -133,33 +134,19 @@ class Function(Rule):
         return f"Function({self.name})"
 
 
+@dataclass(eq=False, repr=False)
 class _Known(Rule):
     """One that is known by name: `change(shard, value, alpha)`."""
 
-    def __init__(
-        self,
-        name: str,
-        change: Callable[[Tensor, Tensor, float], object],
-        takes: frozenset[torch.dtype] = SUPPORTED,
-        *,
-        takes_value: bool = True,
-        combines: bool = False,
-        scales: bool = True,
-    ) -> None:
-        self.name = name
-        self._change = change
-        self.takes = takes
-        self.takes_value = takes_value
-        self.combines = combines
-        self.scales = scales
+    name: str = field()
+    change: Callable[[Tensor, Tensor, float], object]
+    takes: frozenset[torch.dtype] = SUPPORTED
+    takes_value: bool = field(default=True, kw_only=True)
+    combines: bool = field(default=False, kw_only=True)
+    scales: bool = field(default=True, kw_only=True)
 
     def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
-        """Change the shard."""
-        self._change(shard, value, alpha)
-
-
-def _zero(shard: Tensor, value: Tensor, alpha: float) -> None:
-    bare(shard).zero_()
+        self.change(shard, value, alpha)
 
 
 def _copy(shard: Tensor, value: Tensor, alpha: float) -> None:
@@ -188,7 +175,7 @@ def _into(operator: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, float], 
 RULES: Mapping[str, Rule] = {
     rule.name: rule
     for rule in (
-        _Known("zero", _zero, takes_value=False),
+        _Known("zero", lambda shard, *_: bare(shard).zero_(), takes_value=False),
         _Known("copy", _copy, combines=True),  # of several pushes in one step their sum, or mean
         _Known("add", _add, _NUMBERS, combines=True),
         _Known("axpy", _add, _NUMBERS, combines=True),
@@ -231,7 +218,6 @@ def apply_step(shard: Tensor, pieces: Sequence[Piece], state_of: Callable[[Rule]
 
 
 def _sum(pieces: Sequence[Piece]) -> Tensor:
-    """Return the sum in new memory, of each its weight times its alpha times its value."""
     kind = pieces[0].value.dtype
     total = torch.zeros(pieces[0].value.numel(), dtype=_SUMMED_IN.get(kind, kind))
     for piece in pieces:
@@ -281,7 +267,3 @@ def _check_factor(name: str, dtype: torch.dtype, alpha: float) -> None:
         raise ValueError(f"rule {name} on {dtype_name(dtype)}: alpha={alpha}: expected a number from -{most} to {most}")
     if whole and alpha != int(alpha):
         raise TypeError(f"rule {name} on {dtype_name(dtype)}: alpha={alpha}: expected a whole number")
-
-
-def _names(takes: frozenset[torch.dtype]) -> str:
-    return ", ".join(sorted(map(dtype_name, takes)))

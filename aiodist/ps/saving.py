@@ -18,13 +18,12 @@ import torch
 
 from aiodist.checkpoints import folders
 from aiodist.checkpoints.format import FileFacts, TensorEntry, commit, copy_into, lay_out, write_file
-from aiodist.checkpoints.reading import Reader
-from aiodist.checkpoints.writer import WritePace
+from aiodist.checkpoints.reading import Reader, of_all
 from aiodist.collectives.program import Program, run
-from aiodist.errors import CheckpointDamaged, MismatchError
+from aiodist.errors import CheckpointDamaged
+from aiodist.ps.answers import Freed, Restored
 from aiodist.ps.captured import Captured, capture, described, moved, restore, tensors_in
-from aiodist.ps.requests import Freed, Restored
-from aiodist.ps.service import Service
+from aiodist.ps.context import Service
 from aiodist.ps.wire import Order, OrderKind
 
 if TYPE_CHECKING:
@@ -73,31 +72,42 @@ class ServerSaving:
         """What this rank had, by name, over the communicator before; there `uids_before` were the names of clients."""
         self.uids_before: Sequence[str] = ()
         self._asked: deque[Program[None]] = deque()
-        self.calls: dict[str, Callable[[int, _Said], None]] = {
+        self.calls: dict[str, Callable[[int, _Said], object]] = {
             "save": partial(self._queue, self._saving),
             "load": partial(self._queue, self._loading),
-            "led": lambda client, call: self._answers.answer(client, call["n"], tensors=self._led()),
-            "write": self._write,
-            "read": self._read,
-            "take": self._take,
-            "end_turn": self._forget,
+            "led": lambda client, call: self._answers.answer(
+                client, call["n"], tensors=[(shard.key, shard.name, shard.spans) for shard in self._shards.led()]
+            ),
+            "write": partial(self._begin, self._write),
+            "read": partial(self._begin, self._read),
+            "take": partial(self._begin, self._take),
+            "end_turn": lambda _, call: self._turns.pop(call["turn"], None),
             "saved": self._saved,
         }
 
     def close(self) -> None:
-        """End the thread for files after what it does."""
         self._files.close()
+
+    def _answering(self, what: Callable[[_Said], Program[_Said]], client: int, call: _Said) -> Program[None]:
+        """Answer a call with what its program returns, or with why it failed."""
+        try:
+            self._answers.answer(client, call["n"], **(yield from what(call)))
+        except Exception as error:  # noqa: BLE001  - it belongs to the rank that asked
+            self._answers.fail(client, call["n"], error)
+
+    def _begin(self, what: Callable[[_Said], Program[_Said]], client: int, call: _Said) -> None:
+        run(self._answering(what, client, call), lambda *_: None)
+
+    def _on_disk(self, work: Callable[[], Any]) -> Program[Any]:
+        """Return what `work` does in the thread for files."""
+        found: list[Any] = []
+        yield [partial(self._files.run, lambda: found.append(work()))]
+        return found[0]
 
     # --- the first server: one after the other ------------------------------------------------------------------------
 
-    def _queue(self, what: Callable[[_Said], Program[str]], client: int, call: _Said) -> None:
-        def program() -> Program[None]:
-            try:
-                self._answers.answer(client, call["n"], folder=(yield from what(call)))
-            except Exception as error:  # noqa: BLE001  - it belongs to the rank that asked
-                self._answers.fail(client, call["n"], error)
-
-        self._asked.append(program())
+    def _queue(self, what: Callable[[_Said], Program[_Said]], client: int, call: _Said) -> None:
+        self._asked.append(self._answering(what, client, call))
         if len(self._asked) == 1:
             self._next()
 
@@ -118,18 +128,12 @@ class ServerSaving:
         ]
         return [answer[0] for answer in answers]
 
-    def _on_disk(self, work: Callable[[], Any]) -> Program[Any]:
-        """Return what `work` does in the thread for files."""
-        found: list[Any] = []
-        yield [partial(self._files.run, lambda: found.append(work()))]
-        return found[0]
-
     def _ranks(self) -> list[int]:
         """Return who has anything: servers, and workers where codes leave residuals."""
         workers = self._context.workers if self._context.codec is not None else ()
         return sorted({*self._context.servers, *(rank for rank in workers if rank not in self._context.gone)})
 
-    def _begin(self) -> Program[tuple[int, _Tensors]]:
+    def _new_turn(self) -> Program[tuple[int, _Tensors]]:
         """Return the number of a turn, and all tensors that there are."""
         led = yield from self._ask(self._context.servers, "led")
         return self._client.queue.number(), [tensor for each in led for tensor in each["tensors"]]
@@ -138,10 +142,10 @@ class ServerSaving:
         for rank in self._ranks():
             self._client.say(rank, {"op": "end_turn", "turn": turn})
 
-    def _saving(self, call: _Said) -> Program[str]:
+    def _saving(self, call: _Said) -> Program[_Said]:
         path = Path(call["path"])
         number = yield from self._on_disk(partial(folders.begin, path))
-        turn, tensors = yield from self._begin()
+        turn, tensors = yield from self._new_turn()
         ranks, folder = self._ranks(), str(folders.folder_of(path, number, ".part"))
         try:
             found = yield from self._ask(ranks, "write", turn=turn, folder=folder, tensors=tensors)
@@ -159,7 +163,7 @@ class ServerSaving:
             raise
         finally:
             self._end(turn)
-        return str(folder)
+        return {"folder": str(folder)}
 
     def _tell_saved(self, folder: str, marks: dict[str, dict[str, int]] | None) -> None:
         """Have all ranks know the last checkpoint, with each tensor's marks; None: what was pushed since is void."""
@@ -167,7 +171,7 @@ class ServerSaving:
             self._client.say(rank, {"op": "saved", "folder": str(folder), "marks": marks})
 
     def _saved(self, client: int, call: _Said) -> None:
-        count = self._context.saved[0] if self._context.saved is not None else 0
+        count, _ = self._context.saved or (0, "")
         self._context.saved = (count + 1, call["folder"])
         log, uid = self._context.log, self._context.uids[self._context.rank]
         if log is not None and call["marks"] is None:
@@ -175,8 +179,8 @@ class ServerSaving:
         elif log is not None:
             log.saved({name: marks.get(uid, 0) for name, marks in call["marks"].items()})
 
-    def _loading(self, call: _Said) -> Program[str]:
-        damages: list[CheckpointDamaged] = []
+    def _loading(self, call: _Said) -> Program[_Said]:
+        damages: list[str] = []
         if call["path"] is None:  # what servers had over the communicator before
             candidates = [None]
         else:
@@ -187,27 +191,22 @@ class ServerSaving:
             if call["again"]:  # what is older lacks pushes that nobody has any more
                 candidates = candidates[:1]
         for folder in candidates:
-            turn, tensors = yield from self._begin()
+            turn, tensors = yield from self._new_turn()
             try:
                 said = {"turn": turn, "folder": folder and str(folder), "residuals": not call["again"]}
                 yield from self._ask(self._ranks(), "read", tensors=tensors, **said)
                 yield from self._ask(self._ranks(), "take", **said)
             except CheckpointDamaged as error:
-                damages.append(error)
+                damages.append(str(error))
             else:
                 if not call["again"]:
                     self._tell_saved(str(folder), None)
-                return str(folder)
+                return {"folder": str(folder)}
             finally:
                 self._end(turn)
-        for other in damages[1:]:
-            damages[0].add_note(f"and an older one: {other}")
-        raise damages[0]
+        raise of_all(damages)
 
     # --- every server -------------------------------------------------------------------------------------------------
-
-    def _led(self) -> _Tensors:
-        return [(shard.key, shard.name, [(*span,) for span in shard.spans]) for shard in self._shards.led()]
 
     def _order(self, kind: OrderKind, number: int, then: Callable[[BaseException | None], None]) -> None:
         """Order this of the tensors that are led here; then wait until all shards that are meant have come to it."""
@@ -229,15 +228,12 @@ class ServerSaving:
             self._go_on(turn)
 
         if order.kind == OrderKind.SAVE:
-            shard.work(
-                lambda: turn.captured.update({shard.key: capture(shard, self._context.rules, self._context.uids)}), over
-            )
+            shard.work(lambda: turn.captured.update({shard.key: capture(shard, self._context)}), over)
         else:
             shard.take(turn.restored.pop(shard.key))
             over(None)
 
     def check(self) -> None:
-        """A tensor was freed, or a rank died."""
         for turn in list(self._turns.values()):
             self._go_on(turn)
 
@@ -253,87 +249,52 @@ class ServerSaving:
         then, turn.then = turn.then, None
         then(turn.error)
 
-    def _forget(self, client: int, call: _Said) -> None:
-        self._turns.pop(call["turn"], None)
-
-    # --- writing ------------------------------------------------------------------------------------------------------
-
-    def _write(self, client: int, call: _Said) -> None:
+    def _write(self, call: _Said) -> Program[_Said]:
+        """Copy what this rank has, shards between two steps, and write its file."""
         turn = self._turns.setdefault(call["turn"], _Turn())
         turn.keys = [key for key, _, spans in call["tensors"] if any(self._context.rank == span[0] for span in spans)]
-        residuals, found = Captured({}), list[_Said]()
+        yield [partial(self._order, OrderKind.SAVE, call["turn"])]
+        residuals = Captured({})
 
         def copy_residuals() -> None:
             for key, name, spans in call["tensors"]:
                 if (whole := self._client.codes.residual(key, spans)) is not None:
                     residuals.add(self._residual_name(name), whole)
 
-        def copied(error: BaseException | None) -> None:
-            if error is not None:
-                self._answers.fail(client, call["n"], error)
-            else:  # behind what is being encoded
-                self._context.service.run(copy_residuals, write)
-
-        def write(error: BaseException | None) -> None:
-            if error is not None:
-                written(error)
-                return
-            captured, computing = [*turn.captured.values(), residuals], self._context.progress.computing
-            self._files.run(lambda: found.append(_written(call, captured, computing)), written)
-
-        def written(error: BaseException | None) -> None:
-            if error is not None:
-                self._answers.fail(client, call["n"], error)
-            else:
-                self._answers.answer(client, call["n"], **found[0])
-
-        self._order(OrderKind.SAVE, call["turn"], copied)
+        yield [partial(self._context.service.run, copy_residuals)]  # behind what is being encoded
+        captured, computing = [*turn.captured.values(), residuals], self._context.progress.computing
+        written: _Said = yield from self._on_disk(partial(_written, call, captured, computing))
+        return written
 
     def _residual_name(self, name: str) -> str:
         return f"rank{self._context.rank}/residuals/{name}"
 
-    # --- reading ------------------------------------------------------------------------------------------------------
-
-    def _read(self, client: int, call: _Said) -> None:
+    def _read(self, call: _Said) -> Program[_Said]:
         turn = self._turns[call["turn"]] = _Turn()
         shards = [self._shards[key] for key, *_ in call["tensors"] if key in self._shards]
         turn.keys = [shard.key for shard in shards]
-        take = self._context.pool.take
 
-        def work() -> None:
-            if call["folder"] is None:
-                rules, uids = self._context.rules, self.uids_before
-                turn.restored = {shard.key: moved(self.before[shard.name], rules, uids, take) for shard in shards}
-                return
+        def read() -> None:
             with Reader(Path(call["folder"])) as reader:
-                try:
-                    turn.restored = {
-                        shard.key: restore(shard, reader, call["tensors"], self._context.rules, take)
-                        for shard in shards
-                    }
-                    turn.residuals = [
-                        (key, spans, reader.tensor(kept))
-                        for key, name, spans in call["tensors"]
-                        if (kept := self._residual_name(name)) in reader.manifest.tensors
-                    ]
-                except (MismatchError, CheckpointDamaged):
-                    raise
-                except (ValueError, LookupError, TypeError, AttributeError) as error:  # nobody here wrote it
-                    raise CheckpointDamaged(f"{reader.folder / folders.MANIFEST}: {error!r}") from error
+                turn.restored = {shard.key: restore(shard, reader, call["tensors"], self._context) for shard in shards}
+                turn.residuals = [
+                    (key, spans, reader.tensor(kept))
+                    for key, name, spans in call["tensors"]
+                    if (kept := self._residual_name(name)) in reader.manifest.tensors
+                ]
                 reader.check_rest(call["at"], call["size"])
 
-        self._files.run(work, partial(self._answered, client, call))
+        def move() -> None:
+            turn.restored = {s.key: moved(self.before[s.name], self._context, self.uids_before) for s in shards}
 
-    def _take(self, client: int, call: _Said) -> None:
+        yield from self._on_disk(move if call["folder"] is None else read)
+        return {}
+
+    def _take(self, call: _Said) -> Program[_Said]:
         for residual in self._turns[call["turn"]].residuals if call["residuals"] else ():
             self._client.codes.take(*residual)
-        self._order(OrderKind.LOAD, call["turn"], partial(self._answered, client, call))
-
-    def _answered(self, client: int, call: _Said, error: BaseException | None) -> None:
-        if error is not None:
-            self._answers.fail(client, call["n"], error)
-        else:
-            self._answers.answer(client, call["n"])
+        yield [partial(self._order, OrderKind.LOAD, call["turn"])]
+        return {}
 
 
 def _written(call: _Said, captured: Sequence[Captured], computing: set[int]) -> _Said:
@@ -345,8 +306,7 @@ def _written(call: _Said, captured: Sequence[Captured], computing: set[int]) -> 
     for one in captured:
         one.written.clear()
     file = Path(call["folder"]) / folders.file_name(call["at"])
-    entries = write_file(file, layout, buffer, WritePace(computing).rest)
-    facts = FileFacts.of(layout)
+    facts, entries = write_file(file, layout, buffer, computing)
     return {
         "facts": [facts.nbytes, facts.header, facts.crc],
         "entries": [[e.name, e.dtype, e.shape, e.start, e.numel, e.offset, e.crc] for e in entries],

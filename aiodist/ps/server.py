@@ -1,44 +1,177 @@
-"""The server of one rank: shards by key, the requests on their way to them, barriers, and the end."""
+"""The server of one rank: names that it leads, shards by key, requests on their way to them, barriers, and the end."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from aiodist.ps.answers import Answers
+from aiodist.errors import AiodistError, MismatchError
+from aiodist.ps import wire
+from aiodist.ps.answers import Answers, Change, Freed, Pulling, Pushing, Request, Stop
 from aiodist.ps.client import Client
-from aiodist.ps.context import Context
-from aiodist.ps.directory import Directory
+from aiodist.ps.context import LIGHT_BYTES, Context, ParameterServerStatistics
 from aiodist.ps.machines import Counts
-from aiodist.ps.requests import Change, Freed, Pulling, Pushing, Request, Stop
-from aiodist.ps.rows.shard import TableShard
 from aiodist.ps.saving import ServerSaving
-from aiodist.ps.service import LIGHT_BYTES
 from aiodist.ps.shard import Shard, Shards
-from aiodist.ps.statistics import ParameterServerStatistics
-from aiodist.ps.wire import (
-    FILL,
-    IDS_BYTES,
-    PULL_BYTES,
-    PUSH_BYTES,
-    IdsHead,
-    Kind,
-    Order,
-    PullHead,
-    PushHead,
-    Reads,
-    Release,
-    Way,
-    bytes_in,
-    unpack,
-    values_in,
-)
+from aiodist.ps.table_shard import TableShard
+from aiodist.ps.wire import FILL, Kind, Order, Reads, Way, bytes_in, unpack, values_in
+
+_KEY_BITS = 40  # of the keys that one server gives out, no two of which are the same
+_COMPARED = ("dtype", "shape", "rule", "start", "servers", "codec", "table")
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One name. A client that opens it waits until its values are there; those who give them are the fillers."""
+
+    key: int
+    first: dict[str, Any]
+    opener: int
+    fillers: set[int] = field(default_factory=set)
+    waiting: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    done: dict[int, int] = field(default_factory=dict)
+    """The fillers that have filled what they should, and their questions."""
+    filled: bool = False
+    freed: set[int] = field(default_factory=set)
+    refused: dict[int, AiodistError] = field(default_factory=dict)
+    """Those who meant something else by a name that has values, and what they were told."""
+    again: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """Those who have freed it and open it again, before all have freed it."""
+    error: AiodistError | None = None
+    """Why it never gets first values: all who open it are told."""
+
+    @property
+    def alone(self) -> bool:
+        """One filler gives all of its values."""
+        return bool(self.first["start"] != "own" or self.first["again"])
+
+
+class Directory:
+    """Every method runs with the transport lock held."""
+
+    def __init__(self, context: Context, answers: Answers, shards: Shards) -> None:
+        self._context = context
+        self._answers = answers
+        self._shards = shards
+        self._entries: dict[str, _Entry] = {}
+        self._keys = count(context.rank << _KEY_BITS)
+        self.left: set[int] = set()
+        """They open nothing more, and come to no barrier."""
+
+    def open(self, client: int, call: dict[str, Any]) -> None:
+        entry = self._entries.get(call["name"])
+        if entry is None:
+            entry = self._entries[call["name"]] = _Entry(next(self._keys), call, client)
+        if client in entry.freed:
+            entry.again.append((client, call))
+            return
+        if client in entry.refused:
+            self._answers.fail(client, call["n"], entry.refused[client])
+            return
+        different = [what for what in _COMPARED if call[what] != entry.first[what]]
+        if different and entry.error is None:
+            sides = "; ".join(
+                f"rank {rank}: {', '.join(f'{what} {side[what]}' for what in different)}"
+                for rank, side in ((entry.opener, entry.first), (client, call))
+            )
+            error = MismatchError(f"init of {call['name']!r}: {sides}")
+            if entry.filled:
+                entry.refused[client] = error
+                self._answers.fail(client, call["n"], error)
+                self._shards[entry.key].leave(client, gone=False)  # nobody waits for its pushes
+                self._sweep(entry)
+                return
+            entry.error = error
+            self._remove(entry)
+        entry.waiting.append((client, call))
+        self._go_on(entry)
+
+    def _go_on(self, entry: _Entry) -> None:
+        """Answer those who wait, as far as it is known what they should do."""
+        if entry.error is None and not entry.filled:
+            for client, call in list(entry.waiting):
+                # `again`: what comes from elsewhere
+                if (call["again"] or client in self._candidates(entry)) and not (entry.alone and entry.fillers):
+                    entry.fillers.add(client)
+                    entry.waiting.remove((client, call))
+                    self._answers.answer(client, call["n"], key=entry.key, fill=True)
+            entry.error = self._hopeless(entry)
+            if entry.error is not None:
+                self._remove(entry)
+        if entry.error is None and not entry.filled:
+            return
+        for client, number in [*entry.done.items(), *((client, call["n"]) for client, call in entry.waiting)]:
+            if entry.error is not None:
+                self._answers.fail(client, number, entry.error)
+            else:
+                self._answers.answer(client, number, key=entry.key, fill=False)
+        entry.waiting.clear()
+        entry.done.clear()
+
+    def _candidates(self, entry: _Entry) -> Sequence[int]:
+        """Return who may give it first values: each server its own block, the first worker, or the first to come."""
+        if entry.first["start"] == "own":
+            candidates: Sequence[int] = entry.first["servers"]
+            return candidates
+        return self._context.workers[:1] if entry.first["start"] == "root" else self._context.workers
+
+    def _hopeless(self, entry: _Entry) -> AiodistError | None:
+        """Return why nobody will give it first values any more, if so."""
+        for rank in (*entry.first["servers"], *entry.fillers - entry.done.keys()):
+            if rank in self._context.gone:
+                return self._context.lost(rank)
+        start, candidates = entry.first["start"], self._candidates(entry)
+        missing = [rank for rank in candidates if rank in self.left and rank not in entry.fillers]
+        if entry.first["again"] or not missing or (start == "first" and len(missing) < len(candidates)):
+            return None
+        which = "one" if start == "first" else "each"
+        text = f"init of {entry.first['name']!r} with start={start!r}: nobody will give its first values"
+        return MismatchError(f"{text}: expected {which} of ranks {list(candidates)} to init it")
+
+    def _remove(self, entry: _Entry) -> None:
+        for rank in entry.first["servers"]:
+            self._answers.tell(rank, "remove", key=entry.key)
+
+    def ready(self, client: int, call: dict[str, Any]) -> None:
+        entry = self._entries[call["name"]]
+        entry.done[client] = call["n"]
+        entry.filled = entry.error is None and (entry.alone or set(entry.first["servers"]) <= set(entry.done))
+        if entry.error is not None:
+            self._remove(entry)  # what it has made since
+        self._go_on(entry)
+
+    def free(self, client: int, call: dict[str, Any]) -> None:
+        entry = self._entries.get(call["name"])
+        if entry is not None and entry.key == call["key"]:
+            entry.freed.add(client)
+            self._shards[entry.key].leave(client, gone=False)  # steps go on without it
+            self._sweep(entry)
+        self._answers.answer(client, call["n"])
+
+    def _sweep(self, entry: _Entry) -> None:
+        if entry.freed and entry.freed | self.left | entry.refused.keys() >= set(self._context.workers):
+            del self._entries[entry.first["name"]]
+            self._remove(entry)
+            for client, again in entry.again:
+                self.open(client, again)
+
+    def leave(self, client: int) -> None:
+        self.left.add(client)
+        for entry in list(self._entries.values()):
+            if client in self._context.gone:
+                entry.waiting = [waiting for waiting in entry.waiting if waiting[0] != client]
+                entry.again = [again for again in entry.again if again[0] != client]
+            if not entry.filled and entry.error is None:
+                self._go_on(entry)
+            self._sweep(entry)
 
 
 class Server:
@@ -52,21 +185,19 @@ class Server:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self._shards = Shards()
+        self.shards = Shards()
         self._retired: dict[int, Shard] = {}
         """They were freed, but somebody looks at their memory."""
         self._counted: list[Counts] = []  # of tensors that were freed
         self._lines: dict[int, deque[Request]] = {}
         """Of each client what waits."""
         self._at_barrier: dict[int, Stop] = {}
-        self._left: set[int] = set()
-        """They come to no barrier any more."""
         self._goodbyes: dict[int, int] = {}
         self._over = False
         self._answers = answers = Answers(context)
-        self._directory = Directory(context, answers, self._shards)
+        self._directory = Directory(context, answers, self.shards)
         self.saving: ServerSaving
-        self._calls: dict[str, Callable[[int, dict[str, Any]], None]] = {
+        self._calls: dict[str, Callable[[int, dict[str, Any]], object]] = {
             "make": self._make,
             "remove": self._remove,
             "configure": lambda client, call: self._expect(Change(client, call["n"], call["key"], call["settings"])),
@@ -79,38 +210,36 @@ class Server:
         }
 
     def open(self, client: Client) -> None:
-        """Know the client of this rank."""
-        self.saving = ServerSaving(self.context, self._answers, self._shards, client)
+        self.saving = ServerSaving(self.context, self._answers, self.shards, client)
         self._calls |= self.saving.calls
 
     # --- what comes ----------------------------------------------------------------------------------------
 
     def heard(self, client: int, kind: int, body: memoryview) -> None:
-        """Take one entry that is meant for a server."""
         if kind == Kind.PUSH:
             self._push(client, body)
         elif kind == Kind.PULL:
             self._pull(client, body)
         elif kind == Kind.ORDER:
             order = Order.unpack(body)
-            if (shard := self._shards.get(order.key)) is not None:
+            if (shard := self.shards.get(order.key)) is not None:
                 shard.obey(order)
         elif kind == Kind.RELEASE:
-            key, number = unpack(Release, body)
-            if (seen := self._shards.get(key) or self._retired.get(key)) is not None:
+            key, number = wire.unpack_release(body)
+            if (seen := self.shards.get(key) or self._retired.get(key)) is not None:
                 seen.release(client, number)
         else:
             call = json.loads(bytes(body))
             self._calls[call["op"]](client, call)
 
     def _push(self, client: int, body: memoryview) -> None:
-        head = unpack(PushHead, body)
+        head = unpack(wire.PushHead, body)
         push = Pushing(client, head.number, head.key, head.base, head.rule, head.alpha, head.coded)
-        shard = self._shards.get(head.key)
+        shard = self.shards.get(head.key)
         dtype = torch.uint8 if head.coded or shard is None else shard.pushed_dtype
         accepts = self.context.policy.accepts and head.rule != FILL
         if head.way == Way.INLINE:
-            value = values_in(body, PUSH_BYTES, head.nbytes, dtype)
+            value = values_in(body, wire.PUSH_BYTES, head.nbytes, dtype)
             # What waits must not keep a frame alive, which has more room than it needs.
             push.value = value.clone() if accepts else value
         elif head.way == Way.MESSAGE:
@@ -140,10 +269,10 @@ class Server:
         return push.buffer[:nbytes]
 
     def _pull(self, client: int, body: memoryview) -> None:
-        head = unpack(PullHead, body)
+        head = unpack(wire.PullHead, body)
         pull = Pulling(client, head.number, head.key, head.wants, Reads(head.reads))
-        if isinstance(self._shards.get(head.key), TableShard):
-            ids = unpack(IdsHead, body, PULL_BYTES)
+        if isinstance(self.shards.get(head.key), TableShard):
+            ids = unpack(wire.IdsHead, body, wire.PULL_BYTES)
             if ids.way == Way.MEMORY:
                 if client in self.context.gone:
                     return
@@ -153,12 +282,11 @@ class Server:
                 pull.ready = False
                 self.context.coalescer.receive(pull.rows, client, head.number, partial(self._received, pull))
             else:  # what waits must not keep a frame alive
-                came = memoryview(bytearray(body[PULL_BYTES + IDS_BYTES :]))
+                came = memoryview(bytearray(body[wire.PULL_BYTES + wire.IDS_BYTES :]))
                 pull.rows = bytes_in(came, 0, ids.nbytes)
         self._expect(pull)
 
     def _received(self, request: Pushing | Pulling, error: BaseException | None) -> None:
-        """The data of a request have come, or never will."""
         request.ready = True
         if error is not None and request.client not in self.context.gone:
             self._lines[request.client].remove(request)
@@ -190,7 +318,7 @@ class Server:
                 self._execute(first)
 
     def _execute(self, request: Request) -> None:
-        shard = self._shards.get(request.key)
+        shard = self.shards.get(request.key)
         if shard is None:
             self._answers.refuse(request, Freed(f"key {request.key} was freed"))
         elif isinstance(request, Pushing) and request.rule == FILL:
@@ -207,17 +335,19 @@ class Server:
             self._leave(stop.client)
             return
         self._at_barrier[stop.client] = stop
-        for shard in self._shards.led():
+        for shard in self.shards.led():
             shard.rest(stop.client)
         self._check_barrier()
 
     def _check_barrier(self) -> None:
         """Let go those who wait for nobody any more; if the first server died all do, since they are told so."""
         lost = self.context.servers[0] in self.context.gone
-        if not self._at_barrier or not (lost or self._at_barrier.keys() | self._left >= set(self.context.workers)):
+        if not self._at_barrier or not (
+            lost or self._at_barrier.keys() | self._directory.left >= set(self.context.workers)
+        ):
             return
         stops, self._at_barrier = self._at_barrier, {}
-        for shard in self._shards.led():
+        for shard in self.shards.led():
             shard.resume(stops)
         for client, stop in stops.items():
             stop.ready = True
@@ -226,15 +356,13 @@ class Server:
             self._go_on(client)
 
     def _leave(self, client: int) -> None:
-        self._left.add(client)
         self._answers.forget(client)
-        for shard in self._shards.values():
+        for shard in self.shards.values():
             shard.leave(client, gone=client in self.context.gone)
         self._directory.leave(client)
         self._check_barrier()
 
     def lose(self, rank: int) -> None:
-        """`rank` died."""
         self._lines.pop(rank, None)
         self._at_barrier.pop(rank, None)
         for shard in list(self._retired.values()):
@@ -262,17 +390,16 @@ class Server:
     # --- shards --------------------------------------------------------------------------------------------------
 
     def _make(self, client: int, call: dict[str, Any]) -> None:
-        """Make a shard; its first values come behind."""
         kind = Shard if call["table"] is None else TableShard
-        shard = self._shards[call["key"]] = kind(self.context, self._answers, self.saving.at, call)
-        for rank in self._left | set(self.context.gone):
+        shard = self.shards[call["key"]] = kind(self.context, self._answers, self.saving.at, call)
+        for rank in self._directory.left | set(self.context.gone):
             shard.leave(rank, gone=rank in self.context.gone)
         for rank in self._at_barrier:
             shard.rest(rank)
         self._answers.answer(client, call["n"])
 
     def _remove(self, client: int, call: dict[str, Any]) -> None:
-        shard = self._shards.pop(call["key"], None)
+        shard = self.shards.pop(call["key"], None)
         if shard is None:
             return
         for rank in range(len(self.context.world_ranks)):
@@ -285,17 +412,8 @@ class Server:
             shard.unseen = partial(self._retired.pop, shard.key, None)
         self.saving.check()
 
-    def by_name(self) -> dict[str, Shard]:
-        """Return all shards."""
-        return {shard.name: shard for shard in self._shards.values()}
-
-    def led(self) -> list[Shard]:
-        """Return the shards that lead."""
-        return self._shards.led()
-
     def statistics(self) -> ParameterServerStatistics:
-        """Return what is counted, with what the machines have counted."""
-        shards = list(self._shards.values())
+        shards = list(self.shards.values())
         counts = [*self._counted, *(shard.machine.counts for shard in shards if shard.machine is not None)]
         return ParameterServerStatistics(
             **self.context.counts,

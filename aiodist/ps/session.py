@@ -7,7 +7,7 @@ from asyncio import _get_running_loop
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
 from secrets import token_hex
@@ -30,16 +30,12 @@ from aiodist.errors import (
 from aiodist.handles import Account, Handle, Progress
 from aiodist.handles.origin import whence
 from aiodist.handles.progress import transport_lock
-from aiodist.ps.arguments import check_timeout
 from aiodist.ps.client import Client
 from aiodist.ps.coalescer import RESENDS, Coalescer
-from aiodist.ps.context import Context
-from aiodist.ps.log import Log
-from aiodist.ps.members import Roles, ServerMember, roles_among
-from aiodist.ps.pool import Pool
+from aiodist.ps.context import Context, Log, Pool, Service
+from aiodist.ps.names import check_timeout
 from aiodist.ps.server import Server
-from aiodist.ps.service import Service
-from aiodist.ps.settings import Settings
+from aiodist.ps.settings import Roles, ServerMember, Settings, roles_among
 from aiodist.ps.wire import Kind
 
 _DRAIN_SECONDS = 1e-3
@@ -108,23 +104,18 @@ class ParameterServerSession:
         return members
 
     async def told(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return what each rank tells."""
         json = Json()  # objects would be unpickled
         return [json.decode(code) for code in await self.coll.allgather(json.encode(mine))]
 
     async def _agree(self, me: ServerMember) -> list[ServerMember]:
         """Return who takes part, and know who serves; raise MismatchError where ranks chose other settings."""
-        told = await self.told({"settings": self.settings.described(), "me": me.said()})
+        told = await self.told({"settings": self.settings.described(), "me": asdict(me)})
         members = [ServerMember(**each["me"]) for each in told]
-        others = [each["settings"] for each in told]
-        for rank, other in enumerate(others):
-            roles = {"servers", "workers"} if any(member.size for member in members) else set()
-            different = [what for what in other if other[what] != others[0][what] and what not in roles]
-            if different:
-                what = different[0]
-                raise MismatchError(
-                    f"parameter servers disagree on {what}: rank 0: {others[0][what]}; rank {rank}: {other[what]}"
-                )
+        free = {"servers", "workers"} if any(member.size for member in members) else set()
+        for rank, each in enumerate(told):
+            for what, mine in each["settings"].items():
+                if mine != (first := told[0]["settings"][what]) and what not in free:
+                    raise MismatchError(f"parameter servers disagree on {what}: rank 0: {first}; rank {rank}: {mine}")
         servers, workers = roles_among(members, (self.settings.servers, self.settings.workers))
         self.settings = replace(self.settings, servers=servers, workers=workers)
         return members
@@ -178,7 +169,6 @@ class ParameterServerSession:
             self._aborted(CommunicatorAborted(str(dispatcher.refusal)))
 
     async def exit(self, error: BaseException | None) -> None:
-        """Leave it with all ranks, or give it up when `error` ended the block."""
         if error is not None:
             self.abort_everywhere(error)
             return
@@ -204,7 +194,6 @@ class ParameterServerSession:
         self.account.judge()
 
     def _leaving(self) -> Program[None]:
-        """Leave every server that is there, behind all that was asked of it."""
         for rank in self.context.living():
             yield from self._asked(rank, "leave")
 
@@ -219,7 +208,6 @@ class ParameterServerSession:
             self.context.coalescer.say_last(living[0])
 
     def _asked(self, rank: int, op: str) -> Program[bool]:
-        """Ask server `rank`; False when it is gone."""
         try:
             yield from self.client.call(rank, op)
         except PeerLost:
@@ -325,7 +313,6 @@ class ParameterServerSession:
     # --- handles ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise unless calls can be made, from here."""
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
         if _get_running_loop() is not self._loop:
@@ -333,6 +320,12 @@ class ParameterServerSession:
                 f"parameter server {self.coll.name!r} belongs to another thread or event loop: call it on the loop it "
                 "was opened on"
             )
+
+    def check_worker(self, what: str) -> None:
+        """Raise ValueError on a rank that is no worker."""
+        if self.parent.rank not in self.settings.workers:
+            told = list(self.settings.workers)
+            raise ValueError(f"{what} on rank {self.parent.rank}: expected a worker, one of {told}")
 
     def handle(self, op: str, nbytes: int, timeout: float | None, depth: int = 3) -> Handle[Any]:
         """Return the handle of a call that the caller of our caller makes, or one that is so many frames up."""
@@ -346,7 +339,6 @@ class ParameterServerSession:
         return handle
 
     def run(self, op: str, program: Program[Any], timeout: float | None) -> Handle[Any]:
-        """Return the handle of a program."""
         handle = self.handle(op, 0, timeout)
         self.client.programs.add(handle)
 
@@ -371,9 +363,7 @@ class _ServerGuest:
     coll: Communicator
 
     async def close(self) -> None:
-        """End with the communicator."""
         self.abort()
 
     def abort(self) -> None:
-        """End without waiting for anything."""
         self.session.ended(self.coll)

@@ -18,13 +18,11 @@ from torch import Tensor
 
 from aiodist.backends.base import DTYPES
 from aiodist.ps import machines
-from aiodist.ps.answers import Answers
-from aiodist.ps.context import Context
+from aiodist.ps.answers import Answers, Change, Pulling, Pushing, Request, Restored
+from aiodist.ps.context import LIGHT_BYTES, Context, error_of
 from aiodist.ps.machines import Apply, Drop, Machine, Serve
-from aiodist.ps.requests import Change, Pulling, Pushing, Request, Restored
 from aiodist.ps.rules import RULES, Function, Piece, Rule, apply_step
-from aiodist.ps.service import LIGHT_BYTES, error_of
-from aiodist.ps.sharding import Span
+from aiodist.ps.settings import Span
 from aiodist.ps.wire import Kind, Order, OrderKind, Reads, Stage
 
 _Key = tuple[int, int]  # client, number
@@ -81,20 +79,16 @@ class Shard:
     # --- what comes ----------------------------------------------------------------------------------------
 
     def obey(self, order: Order) -> None:
-        """Carry out what the leader of the tensor says, in its turn."""
         if self.refusal is None:
             self._orders.append(order)
             self.advance()
 
     def release(self, client: int, number: int) -> None:
-        """A reader looks no more."""
         self._readers.discard((client, number))
         self._lookers.pop((client, number), None)
-        self.advance()
-        self._look_over()
+        self._seen()
 
     def leave(self, client: int, *, gone: bool) -> None:
-        """`client` has finished, or is `gone`: died."""
         if gone:
             self._readers = {reader for reader in self._readers if reader[0] != client}
             self._lookers = {looker: seen for looker, seen in self._lookers.items() if looker[0] != client}
@@ -103,24 +97,23 @@ class Shard:
                 self.refuse(self._context.lost(client))
         if (machine := self._clock_of(client)) is not None:
             self._order(machine.leave(client))
+        self._seen()
+
+    def _seen(self) -> None:
+        """Go on where a reader may look no more."""
         self.advance()
-        self._look_over()
+        if not self.looked_at:
+            self.unseen()
 
     def rest(self, client: int) -> None:
-        """Have no step wait for `client`, until it may `resume`."""
         if (machine := self._clock_of(client)) is not None:
             self._order(machine.rest(client))
             self.advance()
-
-    def _look_over(self) -> None:
-        if not self.looked_at:
-            self.unseen()
 
     def _clock_of(self, client: int) -> Machine | None:
         return self.machine if client in self._context.workers and self.refusal is None else None
 
     def resume(self, clients: Iterable[int]) -> None:
-        """Have steps wait for `clients` again."""
         if self.machine is not None:
             self.machine.resume(clients)
 
@@ -149,7 +142,6 @@ class Shard:
             self.advance()
 
     def fill(self, request: Pushing) -> None:
-        """Take the first values."""
         assert request.value is not None
         self.data.copy_(request.value)
         self._answers.recycle(request)
@@ -201,14 +193,13 @@ class Shard:
     def _order(self, actions: Sequence[machines.Action]) -> None:
         assert self.machine is not None
         for action in actions:
-            if isinstance(action, Apply):
-                self._send(Order(self.key, OrderKind.APPLY, action.version, action.parts))
-            elif isinstance(action, Serve):
-                part = (action.client, action.number, 1.0)
-                self._send(Order(self.key, OrderKind.SERVE, action.version, (part,)))
-            elif isinstance(action, Drop):
-                part = (action.worker, action.number, 1.0)
-                self._send(Order(self.key, OrderKind.DROP, self.machine.version, (part,)))
+            match action:
+                case Apply(version, parts):
+                    self._send(Order(self.key, OrderKind.APPLY, version, parts))
+                case Serve(client, number, version):
+                    self._send(Order(self.key, OrderKind.SERVE, version, ((client, number, 1.0),)))
+                case Drop(worker, number):
+                    self._send(Order(self.key, OrderKind.DROP, self.machine.version, ((worker, number, 1.0),)))
 
     def _send(self, order: Order) -> None:
         self._orders.append(order)
@@ -221,7 +212,6 @@ class Shard:
     # --- carrying out ------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Carry out orders until one has to wait."""
         if self._advancing:  # a reply to this very rank is heard at once
             return
         self._advancing = True
@@ -294,11 +284,9 @@ class Shard:
         self._context.service.do(self.data.nbytes, work, done)
 
     def state_of(self, rule: Rule) -> Any:  # noqa: ANN401
-        """Return what that rule keeps beside it; None for nothing."""
         return self._states.get(id(rule))
 
     def take(self, restored: Restored) -> None:
-        """Go on from what was read of a checkpoint."""
         self._context.pool.release(self.data.view(torch.uint8))
         self.data = restored.data
         self._states = {id(self._context.rules[number]): state for number, state in restored.states.items()}
@@ -323,21 +311,26 @@ class Shard:
 
     @property
     def looked_at(self) -> bool:
-        """Somebody reads this memory just now."""
         return bool(self._readers or self._lookers)
 
     def _change(self, request: Change) -> None:
-        try:
-            self._rule.configure(self._state(self._rule), **request.settings)
-        except Exception as error:  # noqa: BLE001  - it belongs to the client that asked
+        if (error := error_of(partial(self._configure, request.settings))) is not None:
             self._answers.refuse(request, error)
         else:
             self._answers.answer(request.client, request.number)
 
+    def _configure(self, settings: dict[str, float]) -> None:
+        self._rule.configure(self._state(self._rule), **settings)
+
     # --- applying ----------------------------------------------------------------------------------------------
 
     def _apply(self, order: Order, pushes: list[tuple[Pushing, float]]) -> None:
-        over = partial(self._applied, order, [push for push, _ in pushes])
+        def over(error: BaseException | None) -> None:
+            was_busy, self._busy = self._busy, False
+            self._finished(order.version, [push for push, _ in pushes], error)
+            if was_busy:
+                self.advance()
+
         if self._can_swap(pushes):
             push = pushes[0][0]
             assert push.value is not None
@@ -356,37 +349,28 @@ class Shard:
             self._context.service.run(work, over)
 
     def _is_light(self, pushes: Sequence[tuple[Pushing, float]]) -> bool:
-        """Return whether the step is done in no time."""
         if len(pushes) * self.data.nbytes > LIGHT_BYTES:
             return False
         return not any(isinstance(self._context.rules[push.rule], Function) for push, _ in pushes)
 
     def _compute(self, pushes: Sequence[tuple[Pushing, float]]) -> None:
-        """Change the memory, in any thread."""
         if not pushes:  # all of them died on the way
             return
         rules = self._context.rules
-        pieces = [Piece(rules[push.rule], self._value(push), push.alpha, w) for push, w in pushes]
+        pieces = []
+        for push, weight in pushes:
+            assert push.value is not None
+            decoded = self._context.decoded if push.coded else None
+            value = push.value if decoded is None else decoded(push.value, self.data.dtype, self.data.numel())
+            pieces.append(Piece(rules[push.rule], value, push.alpha, weight))
         began = perf_counter()
         apply_step(self.data, pieces, self._state)
         self._context.counts["step_seconds"] += perf_counter() - began
-
-    def _value(self, push: Pushing) -> Tensor:
-        assert push.value is not None
-        if not push.coded:
-            return push.value
-        return self._context.decoded(push.value, self.data.dtype, self.data.numel())
 
     def _state(self, rule: Rule) -> Any:  # noqa: ANN401
         if id(rule) not in self._states:
             self._states[id(rule)] = rule.state(self.data)
         return self._states[id(rule)]
-
-    def _applied(self, order: Order, pushes: Sequence[Pushing], error: BaseException | None) -> None:
-        was_busy, self._busy = self._busy, False
-        self._finished(order.version, pushes, error)
-        if was_busy:
-            self.advance()
 
     def _finished(self, version: int, pushes: Sequence[Pushing], error: BaseException | None) -> None:
         self.version = version
@@ -406,19 +390,12 @@ class Shard:
         if len(pushes) != 1 or self._lookers or any(state is not None for state in self._states.values()):
             return False
         push, weight = pushes[0]
-        rule = self._context.rules[push.rule]
-        return (
-            not self.replaces
-            and rule is RULES["copy"]
-            and push.buffer is not None
-            and not push.coded
-            and weight == push.alpha == 1
-        )
+        copies = self._context.rules[push.rule] is RULES["copy"] and weight == push.alpha == 1
+        return copies and not self.replaces and push.buffer is not None and not push.coded
 
 
 class Shards(dict[int, Shard]):
     """All shards of one server, by key."""
 
     def led(self) -> list[Shard]:
-        """Return those of which this server has the machine."""
         return [shard for shard in self.values() if shard.machine is not None]

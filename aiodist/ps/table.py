@@ -11,14 +11,11 @@ from aiodist.backends.base import dtype_name
 from aiodist.backends.inplace import flat, writable
 from aiodist.communicator.claims import Claim, reading, writing
 from aiodist.handles import Handle, Progress, in_flight
-from aiodist.ps.arguments import check_version
-from aiodist.ps.consistency import Synchronous
-from aiodist.ps.names import NameEntry, Names, checked
-from aiodist.ps.operation import Operation, PullPart
-from aiodist.ps.rows import TableSpec
-from aiodist.ps.rows.ids import ID_BYTES, GroupedIds, grouped, packed_rows
+from aiodist.ps.names import NameEntry, Names, check_version, checked_as
+from aiodist.ps.requests import Operation, PullPart
+from aiodist.ps.rows import ID_BYTES, GroupedIds, TableSpec, grouped, packed_rows
 from aiodist.ps.session import ParameterServerSession
-from aiodist.ps.settings import READS, ReadMode, one_of
+from aiodist.ps.settings import READS, ReadMode, Synchronous, one_of
 from aiodist.ps.wire import TABLE
 
 
@@ -78,8 +75,6 @@ class Table:
         Raises as `pull` does. Cost: a sort.
         """
         return grouped(ids, self._spec, len(self._entry.spans))
-
-    # --- pulling -----------------------------------------------------------------------------------------------
 
     def pull(
         self,
@@ -159,8 +154,6 @@ class Table:
         self._session.client.pulls.pull(part, mode, version)
         return handle
 
-    # --- pushing -----------------------------------------------------------------------------------------------
-
     def push(
         self, ids: Tensor, values: Tensor, *, rule: str | None = None, timeout: float | None = None
     ) -> Handle[None]:
@@ -176,7 +169,8 @@ class Table:
         rule, and on a rank that is no worker; RemoteError on await for what a server raised, PeerLost when one is gone.
         Cost: a message to each server, with 8 bytes for each id and its row, once.
         """
-        self._check_worker()
+        self._check()
+        self._session.check_worker("push")
         if rule is not None:
             one_of("rule", rule, ("copy",))
         chosen = self.group(ids)
@@ -190,7 +184,8 @@ class Table:
 
         `values` must not be changed until it is done. Raises BufferInFlight for those that are written to just now.
         """
-        self._check_worker()
+        self._check()
+        self._session.check_worker("push")
         rows = self._checked(values, "values", chosen.ids).detach()
         return self._push(chosen, rows, reading(flat(rows)), timeout)
 
@@ -221,27 +216,13 @@ class Table:
             session.progress.glance()
         return handle
 
-    # --- checks ------------------------------------------------------------------------------------------------
-
     def _check(self) -> None:
         self._session.check()
         if self.name not in self._names or self._names[self.name] is not self._entry:
             raise KeyError(f"the table {self.name!r} was freed")
 
-    def _check_worker(self) -> None:
-        self._check()
-        workers = self._session.settings.workers
-        if self._session.coll.rank not in workers:
-            raise ValueError(f"push on rank {self._session.coll.rank}: expected a worker, one of {list(workers)}")
-
     def _checked(self, t: Tensor, name: str, ids: Tensor | GroupedIds) -> Tensor:
-        t = checked(t, name)
-        expected = (*ids.shape, self.dim)
-        if t.dtype is not self.dtype:
-            raise TypeError(f"{name} for {self.name!r} holds {dtype_name(t.dtype)}: expected {dtype_name(self.dtype)}")
-        if t.shape != expected:
-            raise ValueError(f"{name} for {self.name!r} has shape {list(t.shape)}: expected {list(expected)}")
-        return t
+        return checked_as(t, name, self.name, self.dtype, (*ids.shape, self.dim))
 
     def __repr__(self) -> str:
         rows = "any" if self.rows is None else str(self.rows)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from aiodist.communicator import Communicator
+from aiodist.ps.settings import check_int
 from aiodist.ps.training_client import Centre, Parameters, Run, TrainingClient, copy_all, like
 
 __all__ = ["EAMSGD", "EASGD", "AsySGInCon", "Downpour", "Schedule", "TrainingClient", "elastic_alpha"]
@@ -38,9 +39,9 @@ class Schedule:
     prefetch: int = 0
 
     def __post_init__(self) -> None:
-        _check_count("tau", self.tau)
-        _check_count("warmup", self.warmup, least=0)
-        _check_count("prefetch", self.prefetch, least=0)
+        check_int("tau", self.tau)
+        check_int("warmup", self.warmup, 0)
+        check_int("prefetch", self.prefetch, 0)
         if self.prefetch >= self.tau:  # a pull must come after the integration before
             raise ValueError(f"prefetch={self.prefetch} with tau={self.tau}: expected less than tau")
 
@@ -63,19 +64,10 @@ def elastic_alpha(beta: float, groups: int) -> float:
     >>> elastic_alpha(0.9, 3)
     0.3
     """
-    _check_count("groups", groups)
+    check_int("groups", groups)
     if not 0 < beta <= groups:
         raise ValueError(f"beta={beta} with groups={groups}: expected more than 0 and at most {groups}")
     return beta / groups
-
-
-def _check_count(name: str, value: object, least: int = 1) -> int:
-    """Return `value` if it is an int of at least `least`; raise TypeError or ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {type(value).__name__}: expected an int")
-    if value < least:
-        raise ValueError(f"{name}={value}: expected at least {least}")
-    return value
 
 
 class Downpour(TrainingClient):
@@ -109,8 +101,8 @@ class Downpour(TrainingClient):
         run: Run | None = None,
     ) -> None:
         super().__init__(ps, params, group, run)
-        self._push_every = _check_count("n_push", n_push)
-        self._pull_every = _check_count("n_pull", n_pull)
+        self._push_every = check_int("n_push", n_push)
+        self._pull_every = check_int("n_pull", n_pull)
         self._optimizer = optimizer
         self._sent = like(self._params)
         self._base = like(self._params)
@@ -174,7 +166,7 @@ class AsySGInCon(TrainingClient):
         run: Run | None = None,
     ) -> None:
         super().__init__(ps, params, group, run)
-        self._pull_every = _check_count("n_pull", n_pull)
+        self._pull_every = check_int("n_pull", n_pull)
         self._gradients = like(self._params)
         """The next backward may write gradients while these are on their way."""
         self._has: list[bool] = []

@@ -123,14 +123,11 @@ class TrainingClient(ABC):
             self._end()
             self._pushing = self._pulling = None
 
-    # --- for the clients --------------------------------------------------------------------------------------------
-
     @abstractmethod
     async def _step(self, step: int) -> None:
         """Make step number `step`, and count it once the weights move."""
 
     def _begin(self) -> None:
-        """Take what was fetched as this client's weights."""
         copy_all(self._params, self._fetched)
 
     def _end(self) -> None:  # noqa: B027 - most have them there
@@ -146,8 +143,6 @@ class TrainingClient(ABC):
     def _check(self) -> None:
         if self._closed:
             raise RuntimeError(f"this {type(self).__name__} is closed")
-
-    # --- up ---------------------------------------------------------------------------------------------------------
 
     def _push(self, keys: Sequence[Key], values: Sequence[Tensor], rule: str | None = None) -> None:
         """Send `values`; the last push must have been settled. Rank 0 of the group alone does it."""
@@ -165,8 +160,6 @@ class TrainingClient(ABC):
         finally:
             if pushing.done():  # after a time-out, or when cancelled, it goes on
                 self._pushing = None
-
-    # --- down -------------------------------------------------------------------------------------------------------
 
     def _ask(self, reads: str | None = None) -> None:
         """Begin to fetch the centre, unless that is under way; `_receive` ends it."""
@@ -239,7 +232,6 @@ def like(params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def copy_all(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    """Copy each tensor into its counterpart."""
     with torch.no_grad():
         for t, s in zip(into, source, strict=True):
             t.copy_(s)

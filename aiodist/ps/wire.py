@@ -110,13 +110,6 @@ class IdsHead(NamedTuple):
     offset: int = 0
 
 
-class Done(NamedTuple):
-    """How far the push `number` has come."""
-
-    number: int
-    stage: int
-
-
 class Data(NamedTuple):
     """What the pull `number` reads; with `Way.INLINE` the data follow."""
 
@@ -129,34 +122,31 @@ class Data(NamedTuple):
     offset: int = 0
 
 
-class Release(NamedTuple):
-    """The reader of `number` looks no more."""
-
-    key: int
-    number: int
-
-
 _FORMS = {
     PushHead: struct.Struct("<QHBBxxxxQQdQqq"),
     PullHead: struct.Struct("<QBxxxxxxxQQ"),
     IdsHead: struct.Struct("<BxxxxxxxQqq"),
-    Done: struct.Struct("<QBxxxxxxx"),
     Data: struct.Struct("<QqBBxxxxxxQqq"),
-    Release: struct.Struct("<QQ"),
 }
 PUSH_BYTES = _FORMS[PushHead].size
 PULL_BYTES = _FORMS[PullHead].size
 IDS_BYTES = _FORMS[IdsHead].size
 DATA_BYTES = _FORMS[Data].size
 
-pack_push, pack_pull, pack_ids, pack_done, pack_data, pack_release = (form.pack for form in _FORMS.values())
+pack_push, pack_pull, pack_ids, pack_data = (form.pack for form in _FORMS.values())
 """The fields of `PushHead` and so on, in order, as bytes: these are not made to be packed."""
 
-_T = TypeVar("_T", PushHead, PullHead, IdsHead, Done, Data, Release)
+_DONE = struct.Struct("<QBxxxxxxx")
+pack_done, unpack_done = _DONE.pack, _DONE.unpack_from
+"""The number of a push, and its stage."""
+_RELEASE = struct.Struct("<QQ")
+pack_release, unpack_release = _RELEASE.pack, _RELEASE.unpack_from
+"""The key of a tensor, and the number of a pull that looks no more."""
+
+_T = TypeVar("_T", PushHead, PullHead, IdsHead, Data)
 
 
 def unpack(kind: type[_T], body: memoryview, start: int = 0) -> _T:
-    """Return what was packed, and stands in `body` from `start` on."""
     return kind(*_FORMS[kind].unpack_from(body, start))
 
 
@@ -173,20 +163,16 @@ class Order(NamedTuple):
     parts: tuple[tuple[int, int, float], ...]
 
     def pack(self) -> bytes:
-        """Return it as bytes."""
         head = _ORDER.pack(self.key, self.kind, self.version, len(self.parts))
         return head + b"".join([_PART.pack(*part) for part in self.parts])
 
     @classmethod
     def unpack(cls, body: memoryview) -> Order:
-        """Return what `pack` packed."""
         key, kind, version, count = _ORDER.unpack_from(body)
         at = _ORDER.size
         parts = tuple(_PART.unpack_from(body, at + i * _PART.size) for i in range(count))
         return cls(key, kind, version, parts)
 
-
-# --- tensors as bytes, for what travels inside an entry ---------------------------------------------------------------
 
 _ALIGNED_BYTES = 8
 _NONE = torch.empty(0, dtype=torch.uint8)

@@ -24,7 +24,7 @@ from torch import nn
 import aiodist
 from aiodist import Communicator
 from aiodist.data import IndexShards, RecordWriter, ShardQueue, prefetch, records
-from aiodist.data.order import Shuffle
+from aiodist.data.shards import Shuffle
 from aiodist.errors import (
     CommunicatorAborted,
     CommunicatorClosed,

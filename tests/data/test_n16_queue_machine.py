@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aiodist.data.order import EpochOrder, Shuffle
 from aiodist.data.queue_machine import Hand, Hold, Instruction, QueueMachine, Range, Share
+from aiodist.data.shards import EpochOrder, Shuffle
 
 RANKS = st.integers(0, 4)
 SIZES = st.lists(st.integers(0, 90), max_size=8)

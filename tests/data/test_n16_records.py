@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from aiodist.communicator import Communicator
 from aiodist.data import RecordFile, RecordWriter, ShardSampler, prefetch, records
-from aiodist.data.recordio import Compressor
+from aiodist.data.records import Compressor
 from aiodist.errors import BackendUnavailable
 
 COMPRESSORS: tuple[Compressor, ...] = get_args(Compressor)

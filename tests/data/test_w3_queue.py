@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import aiodist
 from aiodist import Communicator, MismatchError, PeerError
 from aiodist.data import IndexShards, ShardQueue, prefetch
-from aiodist.data.order import Shuffle
+from aiodist.data.shards import Shuffle
 from aiodist.nn import DataParallel
 from aiodist.testing import kill_rank, run_ranks
 

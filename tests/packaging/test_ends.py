@@ -24,8 +24,8 @@ EXCEPTIONS = {
     "handles/progress.py": "the same",
     "aiodist/c10d/calls.py": "torch's name",
     "aiodist/launch/supervisor.py": "it stops processes",
-    "aiodist/ps/directory.py": "what `ParameterServer.free` asks for: this rank uses a name no more",
-    "aiodist/ps/naming.py": "the same",
+    "aiodist/ps/naming.py": "what `ParameterServer.free` asks for: this rank uses a name no more",
+    "aiodist/ps/server.py": "the same",
     "aiodist/schedules": "`stop` is where a chunk ends",
     "aiodist/testing/cuda/memory.py": "of memory, as in C",
 }

@@ -194,7 +194,7 @@ async def test_p10_what_replaces_a_tensor_ends_what_was_left_of_sums(coll: Commu
 
 def place_of(ps: ParameterServer, name: str) -> int:
     """Return the rank on which a small tensor of that name lies."""
-    from aiodist.ps.sharding import place
+    from aiodist.ps.settings import place
 
     return place(name, 1, 4, ps.servers, 1 << 30)[0].rank
 

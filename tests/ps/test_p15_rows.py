@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from aiodist.ps import SGD, Adagrad, Adam, RMSprop, optimizer
-from aiodist.ps.rows import Constant, Normal, TableSpec, Uniform
-from aiodist.ps.rows.ids import grouped, ids_in, owners, packed_rows, unpack
-from aiodist.ps.rows.spec import mix
-from aiodist.ps.rows.store import RowIndex, RowOptimizer, RowStore
+from aiodist.ps.row_store import RowIndex, RowOptimizer, RowStore
+from aiodist.ps.rows import Constant, Normal, TableSpec, Uniform, grouped, ids_in, mix, owners, packed_rows, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimizers make sparse tensors
 HIGH = 2**63 - 1

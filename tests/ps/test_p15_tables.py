@@ -26,7 +26,7 @@ from aiodist.ps import (
     Synchronous,
     Uniform,
 )
-from aiodist.ps.rows.ids import packed_rows
+from aiodist.ps.rows import packed_rows
 from aiodist.ps.wire import TABLE, Kind, Way, pack_ids, pack_pull, pack_push
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimizers make sparse tensors

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiodist.ps.sharding import Span, place
+from aiodist.ps.settings import Span, place
 
 names = st.text(st.characters(), max_size=20)
 """Of any characters, surrogates too."""

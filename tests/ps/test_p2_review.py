@@ -14,9 +14,9 @@ import aiodist
 from aiodist import Communicator
 from aiodist.codecs import TopK
 from aiodist.errors import AiodistError, PeerLost, RemoteError
-from aiodist.ps import SGD, ParameterServer, pool
-from aiodist.ps.directory import Directory
-from aiodist.ps.pool import Pool
+from aiodist.ps import SGD, ParameterServer, context
+from aiodist.ps.context import Pool
+from aiodist.ps.server import Directory
 from aiodist.ps.shard import Shards
 
 LARGE = 1_000_000
@@ -103,7 +103,7 @@ async def test_p2_nothing_is_kept_of_names_that_come_and_go(coll: Communicator) 
         await ps.barrier()
         assert (await ps.pull("stays")).tolist() == [2.0, 2.0]
         assert set(ps._names._entries) == {"stays"}
-        assert len(ps._session.server._shards) == (coll.rank == 0)
+        assert len(ps._session.server.shards) == (coll.rank == 0)
 
 
 @pytest.mark.ranks(2)
@@ -117,7 +117,7 @@ async def test_p2_memory_of_a_freed_tensor_goes_when_its_last_reader_has_it(coll
             assert torch.equal(await pull, ones)
             await coll.barrier()
             return
-        shard = next(iter(ps._session.server._shards.values()))
+        shard = next(iter(ps._session.server.shards.values()))
         while not shard.looked_at:  # noqa: ASYNC110  - the pull is on its way
             await asyncio.sleep(0)
         free = ps.free("w")
@@ -128,7 +128,7 @@ async def test_p2_memory_of_a_freed_tensor_goes_when_its_last_reader_has_it(coll
 
 
 def test_p2_the_pool_forgets_what_was_not_asked_for_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_KEPT_BYTES", 100)
+    monkeypatch.setattr(context, "_KEPT_BYTES", 100)
     buffers = Pool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     for nbytes in range(1, 60):
         buffers.release(torch.empty(nbytes, dtype=torch.uint8))

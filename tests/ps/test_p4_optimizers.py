@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from aiodist.ps.optimizers import SGD, Adagrad, Adam, OptimizerRule, RMSprop, optimizer
-from aiodist.ps.sharding import place
+from aiodist.ps.settings import place
 from tests.support.one_thread import one_thread as one_thread
 
 STEPS = 20

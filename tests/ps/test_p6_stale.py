@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from aiodist.ps.consistency import Asynchronous, Policy, Quorum, Synchronous, inverse_age
 from aiodist.ps.machines import Apply, Drop, Machine, Part, Pull, Push, Serve
+from aiodist.ps.settings import Asynchronous, Policy, Quorum, Synchronous, inverse_age
 
 
 def waiting(machine: Machine) -> tuple[tuple[Push, ...], tuple[Pull, ...]]:

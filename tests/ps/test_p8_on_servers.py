@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from aiodist import Communicator
 from aiodist.errors import CommunicatorClosed
-from aiodist.ps.consistency import Bounded
 from aiodist.ps.optimizers import SGD
 from aiodist.ps.parameter_server import ParameterServer
+from aiodist.ps.settings import Bounded
 from aiodist.ps.training import EAMSGD, EASGD, AsySGInCon, Downpour
 
 Make = Callable[..., Any]

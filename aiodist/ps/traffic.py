@@ -1,4 +1,4 @@
-"""A client's pushes, from the call until servers have applied them."""
+"""A client's pushes and pulls, from the call until servers have applied them, or the data are there."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from torch import Tensor
 from aiodist.backends.base import Done
 from aiodist.errors import AiodistError, CommunicatorError, PeerLost
 from aiodist.handles import Account, Handle
-from aiodist.ps.coalescer import keep
-from aiodist.ps.codes import Codes
-from aiodist.ps.log import Logged
+from aiodist.ps import wire
+from aiodist.ps.context import LIGHT_BYTES, Context, Logged, error_of
 from aiodist.ps.names import NameEntry
-from aiodist.ps.operation import Operation, PushPart
-from aiodist.ps.request_queue import RequestQueue, Sender
-from aiodist.ps.service import LIGHT_BYTES, error_of
-from aiodist.ps.sharding import Span
-from aiodist.ps.wire import FILL, Kind, Stage, Way, as_bytes, pack_push
+from aiodist.ps.requests import Codes, Operation, PullPart, PushPart, RequestQueue, Sender
+from aiodist.ps.settings import Span
+from aiodist.ps.wire import FILL, Kind, Reads, Stage, Way
 
 _PUSH = int(Kind.PUSH)
 _Blocks = Sequence[tuple[Tensor, bool]]
@@ -98,7 +95,6 @@ class Pushes:
             self._queue.issue(self._senders(number, entry, found[0][0], rule, found[0][1]))
 
     def _senders(self, number: int, entry: NameEntry, blocks: _Blocks, rule: int, alpha: float) -> list[Sender]:
-        """Return what sends each server its block."""
         senders: list[Sender] = [
             self._sender(number, entry, span, block, rule, alpha, coded)
             for span, (block, coded) in zip(entry.spans, blocks, strict=True)
@@ -147,25 +143,14 @@ class Pushes:
     def _sender(
         self, number: int, entry: NameEntry, span: Span, value: Tensor, rule: int, alpha: float, coded: bool
     ) -> Sender:
-        """Return what sends one shard's part of a push."""
         dst, nbytes = span.rank, value.nbytes
         way, place = self._context.way_to(dst, value)
-        head = pack_push(entry.key, rule, way, coded, number, entry.base, alpha, nbytes, *place)
+        head = wire.pack_push(entry.key, rule, way, coded, number, entry.base, alpha, nbytes, *place)
         if way is not Way.MEMORY and dst != self._context.rank and rule != FILL:
             self._context.counts["push_sent_bytes"] += nbytes
-        put = partial(self._queue.put, dst, _PUSH, head, as_bytes(value) if way is Way.INLINE else b"")
-        if way is not Way.MESSAGE:
-            return put
-
-        def send() -> None:
-            put()
-            if dst not in self._context.gone:
-                self._context.coalescer.send(value.view(torch.uint8), dst, number, partial(keep, value))
-
-        return send
+        return self._queue.sender(dst, number, _PUSH, head, value, way)
 
     def fill(self, entry: NameEntry, span: Span, value: Tensor, done: Done) -> None:
-        """Give a new shard its first values; with the transport lock held."""
         number = self._queue.number()
         self._parts[number] = PushPart(done, entry, {span.rank})
         self._sender(number, entry, span, value[span.start : span.stop], FILL, 1.0, False)()
@@ -211,7 +196,6 @@ class Pushes:
         return True
 
     def _done(self, number: int, part: PushPart, error: BaseException | None) -> None:
-        """The await of a push is over."""
         part.over(error)
         self._passed(number)
 
@@ -230,11 +214,9 @@ class Pushes:
 
     @property
     def busy(self) -> bool:
-        """Something is not applied yet."""
         return bool(self._parts)
 
     def late(self) -> dict[int, str]:
-        """Return the servers that have not applied something, and what."""
         return {rank: f"push of {part.entry}" for part in list(self._parts.values()) for rank in list(part.applying)}
 
     def late_error(self) -> BaseException | None:
@@ -267,14 +249,137 @@ class Pushes:
     # --- the end ---------------------------------------------------------------------------------------------
 
     def lose(self, rank: int, error: AiodistError) -> None:
-        """`rank` died: what it should have answered never comes."""
         for number, part in list(self._parts.items()):
             if rank in part.applying:
                 self.refuse(number, error)
 
     def abort(self, error: AiodistError) -> None:
-        """Fail everything."""
         self._refusal = error  # also of syncs that were left for the lock's holder
         for number in list(self._parts):
             self.refuse(number, error)
         self._look()
+
+
+class Pulls:
+    """`pull` is called on the loop's thread; the rest runs with the transport lock held."""
+
+    def __init__(self, queue: RequestQueue, codes: Codes) -> None:
+        self._queue = queue
+        self._codes = codes
+        self._context: Context = queue.context
+        self._parts: dict[int, PullPart] = {}
+
+    def pull(self, part: PullPart, reads: Reads, wants: int) -> None:
+        number = self._queue.number()
+        entry = part.entry
+        self._parts[number] = part
+        entry.open.add(number)
+        counts = self._context.counts
+        counts["pulls"] += 1
+        counts["pull_bytes"] += part.nbytes
+        head = wire.pack_pull(entry.key, reads, number, wants)
+        self._queue.issue([self._sender(number, span.rank, head, part.ids.get(span.rank)) for span in entry.spans])
+
+    def _sender(self, number: int, dst: int, head: bytes, ids: Tensor | None) -> Sender:
+        if ids is None:
+            return partial(self._queue.put, dst, Kind.PULL, head)
+        way, place = self._context.way_to(dst, ids)
+        head += wire.pack_ids(way, ids.nbytes, *place)
+        return self._queue.sender(dst, number, Kind.PULL, head, ids, way)
+
+    # --- what servers say ------------------------------------------------------------------------------------
+
+    def data(self, src: int, body: memoryview) -> None:
+        """Server `src` has data for a pull, or lets us look at them."""
+        data = wire.unpack(wire.Data, body)
+        part = self._parts.get(data.number)
+        if part is None:  # all was given up
+            return
+        counts, over = self._context.counts, partial(self.over, data.number, src)
+        part.version = data.version if part.version is None else min(part.version, data.version)
+        if part.place is None:
+            counts["pull_bytes"] += data.nbytes
+        if data.way != Way.MEMORY and src != self._context.rank:
+            counts["pull_received_bytes"] += data.nbytes
+        decode = self._codes.expect(part, src, over) if data.coded else None
+        if data.way == Way.MEMORY:
+            self._look(part, src, data)
+        elif data.way == Way.INLINE:
+            raw = wire.bytes_in(body, wire.DATA_BYTES, data.nbytes)
+            if decode is not None:
+                decode(raw)
+            else:
+                part.fill(src, raw)
+                over(None)
+        else:
+            self._receive(part, src, data, over, decode)
+
+    def _receive(
+        self,
+        part: PullPart,
+        src: int,
+        data: wire.Data,
+        over: Done,
+        decode: Callable[[Tensor | BaseException], None] | None,
+    ) -> None:
+        if decode is None and part.place is not None:
+            self._context.coalescer.receive(part.place(src).view(torch.uint8), src, data.number, over)
+            return
+        room = torch.empty(data.nbytes, dtype=torch.uint8)
+
+        def received(error: BaseException | None) -> None:
+            if decode is not None:
+                decode(room if error is None else error)
+            else:
+                part.value = room
+                over(error)
+
+        self._context.coalescer.receive(room, src, data.number, received)
+
+    def _look(self, part: PullPart, src: int, data: wire.Data) -> None:
+        found = self._context.memory(src, data.segment, data.offset, data.nbytes)
+
+        def looked(error: BaseException | None) -> None:
+            if src not in self._context.gone:
+                self._context.coalescer.put(src, Kind.RELEASE, wire.pack_release(part.entry.key, data.number))
+            self.over(data.number, src, error)
+
+        part.copying.add(src)
+        self._context.service.do(data.nbytes, partial(part.fill, src, found), looked)
+
+    def over(self, number: int, src: int, error: BaseException | None) -> None:
+        """One server's part is there, or never will be; the buffer is the user's again when all of them are over."""
+        part = self._parts.get(number)
+        if part is None:
+            return
+        part.left.discard(src)
+        part.error = part.error or error
+        if part.left:
+            return
+        del self._parts[number]
+        if part.error is None and part.version is not None:
+            part.entry.base = max(part.entry.base, part.version)
+            part.operation.read(part.version)
+        if part.operation.part_over(None if part.error is None else self._queue.located(part.error)):
+            self._context.counts["pull_seconds"] += part.operation.seconds
+        part.entry.part_over(number)
+
+    # --- waiting for them, and the end -------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._parts)
+
+    def late(self) -> dict[int, str]:
+        return {rank: f"pull of {part.entry}" for part in list(self._parts.values()) for rank in list(part.left)}
+
+    def lose(self, rank: int, error: AiodistError) -> None:
+        for number, part in list(self._parts.items()):
+            if rank in part.left and rank not in part.copying:  # a buffer that is written is not given back
+                self.over(number, rank, error)
+
+    def abort(self, error: AiodistError) -> None:
+        parts, self._parts = self._parts, {}
+        for number, part in parts.items():
+            part.operation.part_over(error)
+            part.entry.part_over(number)

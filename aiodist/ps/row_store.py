@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aiodist.backends.base import dtype_name
 from aiodist.ps.optimizers import OptimizerRule
-from aiodist.ps.rows.spec import TableSpec, mix
+from aiodist.ps.rows import TableSpec, mix
 
 _EMPTY = -1
 _LEAST_CELLS = 64
@@ -79,7 +79,6 @@ class RowIndex:
         return mix(ids).bitwise_and_(self._mask)
 
     def _make(self, size: int) -> None:
-        """Have so many empty cells, a power of two."""
         self._mask = size - 1
         self._keys = torch.full((size,), _EMPTY)
         self._slots = torch.full((size,), _EMPTY)
@@ -124,7 +123,6 @@ class RowOptimizer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those of torch's optimizer, as they are now."""
         return self._state.optimizer.param_groups[0]
 
     def configure(self, changes: Mapping[str, Any]) -> None:
@@ -171,12 +169,10 @@ def _check_neutral(name: str, settings: Mapping[str, Any]) -> None:
 
 
 def optimizer_of(spec: TableSpec) -> RowOptimizer | None:
-    """Return a new one for a table; raises as `RowOptimizer`."""
     return None if spec.optimizer is None else RowOptimizer(spec.optimizer, spec.dtype)
 
 
 def check_settings(spec: TableSpec, settings: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError or TypeError unless the optimizer of the table `name` has these settings."""
     optimizer = optimizer_of(spec)
     if optimizer is None:
         raise ValueError(f"the table {name!r} has no optimizer: expected one for {', '.join(settings)}")
@@ -203,17 +199,10 @@ class RowStore:
     def __len__(self) -> int:
         return len(self._index)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rows that there are, and of what lies beside them."""
-        return len(self) * len(self._columns) * self._spec.row_bytes
-
     def has_room(self, count: int) -> bool:
-        """Return whether so many rows can be made without growing."""
         return len(self) + count <= self._columns["rows"].shape[0]
 
     def read(self, ids: Tensor, into: Tensor) -> None:
-        """Write the rows of `ids` into `into`, `(len(ids), dim)`."""
         slots = self._index.find(ids)
         missing = (slots < 0).nonzero().flatten()
         if missing.numel() < ids.numel():
@@ -241,7 +230,6 @@ class RowStore:
             _write(self._columns[name], slots, changed)
 
     def add(self, ids: Tensor, values: Tensor, factor: float = 1.0) -> None:
-        """Add `factor * values` to these rows, each of them there once."""
         slots = self._slots(ids)  # first: it may move the rows
         self._columns["rows"].index_add_(0, slots, values, alpha=factor)
 
@@ -270,8 +258,6 @@ class RowStore:
 
     def _new(self, rows: int) -> Tensor:
         return torch.empty(rows, self._spec.dim, dtype=self._spec.dtype)
-
-    # --- checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies: "ids" `(n,)`, "rows" and what the optimizer keeps, `(n, dim)` each; "steps" and "settings"."""

@@ -8,14 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.ps.answers import Answers
-from aiodist.ps.context import Context
-from aiodist.ps.requests import Change, Pulling, Pushing, Restored
-from aiodist.ps.rows.ids import ID_BYTES, ids_in, owners, unpack
-from aiodist.ps.rows.spec import TableSpec
-from aiodist.ps.rows.store import RowStore, check_settings
+from aiodist.ps.answers import Answers, Pulling, Pushing, Restored
+from aiodist.ps.context import LIGHT_BYTES, Context
+from aiodist.ps.row_store import RowStore, check_settings
+from aiodist.ps.rows import ID_BYTES, TableSpec, ids_in, owners, unpack
 from aiodist.ps.rules import RULES
-from aiodist.ps.service import LIGHT_BYTES
 from aiodist.ps.shard import Shard
 from aiodist.ps.wire import TABLE, Order
 
@@ -30,7 +27,6 @@ class TableShard(Shard):
     def __init__(
         self, context: Context, answers: Answers, turned: Callable[[Shard, Order], None], call: dict[str, Any]
     ) -> None:
-        """As a `Shard`; `call` says too what the rows are."""
         super().__init__(context, answers, turned, call)
         self.pushed_dtype = torch.uint8
         self.spec = TableSpec.from_json(call["table"])
@@ -38,16 +34,13 @@ class TableShard(Shard):
         self._count = len(self.spans)
 
     def mine(self, ids: Tensor) -> Tensor:
-        """Return which of `ids` are this server's, as bools; from any thread."""
         return owners(ids, self._count) == self.number
 
     def check_mine(self, ids: Tensor) -> None:
-        """Raise ValueError unless all of `ids` are this server's; from any thread."""
         if self._count > 1 and not bool(self.mine(ids).all()):
             raise ValueError(f"ids that belong to other servers than {self._context.rank}")
 
     def release(self, client: int, number: int) -> None:
-        """A reader looks no more."""
         room = self._lookers.get((client, number))
         if room is not None:
             self._context.pool.release(room)
@@ -58,7 +51,6 @@ class TableShard(Shard):
         self._readers.add((request.client, request.number))
 
     def take(self, restored: Restored) -> None:
-        """Go on from what was read of a checkpoint."""
         assert restored.store is not None
         self.store = restored.store
         self._restart(restored)
@@ -97,13 +89,10 @@ class TableShard(Shard):
         else:
             self._context.service.do(nbytes, gather, gathered)
 
-    # --- applying ----------------------------------------------------------------------------------------------
-
     def _can_swap(self, pushes: Sequence[tuple[Pushing, float]]) -> bool:
         return False
 
     def _is_light(self, pushes: Sequence[tuple[Pushing, float]]) -> bool:
-        """Return whether it is done in no time: few bytes, and no growing."""
         nbytes = sum(push.value.nbytes for push, _ in pushes if push.value is not None)
         return nbytes <= LIGHT_BYTES and self.store.has_room(nbytes // self.spec.row_bytes + 1)
 
@@ -114,7 +103,11 @@ class TableShard(Shard):
         if not all(rule is own or rule is RULES["copy"] for rule in rules):
             raise ValueError(f"a push to the table {self.name!r}: expected its own rule, or copy")
         with self._context.timed("step_seconds"), torch.inference_mode(False), torch.no_grad():
-            pieces = [(*self._unpacked(push), weight) for push, weight in pushes]
+            pieces = []
+            for push, weight in pushes:
+                assert push.value is not None
+                pieces.append((*unpack(push.value, self.spec), weight))
+                self.check_mine(pieces[-1][0])
             for (ids, values, _), rule in zip(pieces, rules, strict=True):
                 if rule is RULES["copy"]:
                     self.store.copy(ids, values)
@@ -125,22 +118,10 @@ class TableShard(Shard):
                 ids, values, weight = pieces[0] if len(pieces) == 1 else (*_summed(pieces), 1.0)
                 self.store.add(ids, values, weight)
 
-    def _unpacked(self, push: Pushing) -> tuple[Tensor, Tensor]:
-        """Return the ids and rows that were pushed, checked."""
-        assert push.value is not None
-        ids, values = unpack(push.value, self.spec)
-        self.check_mine(ids)
-        return ids, values
-
-    def _change(self, request: Change) -> None:
-        try:
-            check_settings(self.spec, request.settings, self.name)
-            if self.store.optimizer is not None:
-                self.store.optimizer.configure(request.settings)
-        except Exception as error:  # noqa: BLE001  - it belongs to the client that asked
-            self._answers.refuse(request, error)
-        else:
-            self._answers.answer(request.client, request.number)
+    def _configure(self, settings: dict[str, float]) -> None:
+        check_settings(self.spec, settings, self.name)
+        if self.store.optimizer is not None:
+            self.store.optimizer.configure(settings)
 
 
 def _summed(pieces: Sequence[tuple[Tensor, Tensor, float]]) -> tuple[Tensor, Tensor]:

@@ -1,21 +1,26 @@
-"""What all ranks must mean by a table: compared when they open it, and told to its servers as JSON.
+"""Tables of rows: what all ranks must mean by one, which server has each row, and how ids and rows travel.
 
-First values are functions of seed and id alone, so the same on any server and in any order.
+First values are functions of seed and id alone, so the same on any server and in any order. On the way stand how many
+ids there are, the ids, then their rows; all little-endian. The ids of a request rise, so that a server sees in one pass
+that each is there once. `row_store` has the rows of one server, `table_shard` is a table among its shards.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from aiodist.backends.base import DTYPES
 from aiodist.ps.optimizers import OptimizerRule, optimizer
+from aiodist.ps.settings import check_int
 
 MOST_DIM = 1 << 20
 IDS_END = 1 << 63
@@ -51,7 +56,6 @@ class Normal:
         _check(self, ordered=self.std >= 0)
 
     def values(self, drawn: Tensor) -> Tensor:
-        """See `Uniform`: by the inverse of the distribution, one number for one number."""
         in_one = drawn.add_(2.0**-54).mul_(2).sub_(1)  # of (-1, 1)
         return in_one.erfinv_().mul_(self.std * math.sqrt(2)).add_(self.mean)
 
@@ -66,7 +70,6 @@ class Constant:
         _check(self)
 
     def values(self, drawn: Tensor) -> Tensor:
-        """See `Uniform`."""
         return drawn.fill_(self.value)
 
 
@@ -102,20 +105,18 @@ class TableSpec:
     """None: pushes are added."""
 
     def __post_init__(self) -> None:
-        _check_int("dim", self.dim, 1, MOST_DIM)
+        check_int("dim", self.dim, 1, MOST_DIM)
         if self.rows is not None:
-            _check_int("rows", self.rows, 1, IDS_END)
-        _check_int("seed", self.seed, 0, IDS_END - 1)
+            check_int("rows", self.rows, 1, IDS_END)
+        check_int("seed", self.seed, 0, IDS_END - 1)
         if self.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"dtype={self.dtype}: expected float32 or float64")
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return self.dim * self.dtype.itemsize
 
     def check_ids(self, ids: Tensor) -> None:
-        """Raise ValueError unless all of `ids` are of the table."""
         if not ids.numel():
             return
         least, most = (int(one) for one in ids.aminmax())
@@ -133,7 +134,6 @@ class TableSpec:
 
     @cached_property
     def said(self) -> dict[str, Any]:
-        """It as JSON holds it."""
         return {
             "dim": self.dim,
             "rows": self.rows,
@@ -149,15 +149,13 @@ class TableSpec:
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> TableSpec:
         """Return what `said` says; raise ValueError, TypeError or KeyError for what it never says."""
-        (kind, of_init), of_optimizer = said["init"], said["optimizer"]
-        rule = None if of_optimizer is None else _rule(*of_optimizer)
+        (kind, of_init), rule = said["init"], None
+        if said["optimizer"] is not None:
+            name, settings = said["optimizer"]
+            if name not in ("SGD", "Adagrad", "Adam"):
+                raise ValueError(f"optimizer {name!r} of rows: expected SGD, Adagrad or Adam")
+            rule = optimizer(getattr(torch.optim, name), **settings)
         return cls(**said | {"dtype": DTYPES[said["dtype"]], "init": _KINDS[kind](**of_init), "optimizer": rule})
-
-
-def _rule(name: str, settings: dict[str, Any]) -> OptimizerRule:
-    if name not in ("SGD", "Adagrad", "Adam"):
-        raise ValueError(f"optimizer {name!r} of rows: expected SGD, Adagrad or Adam")
-    return optimizer(getattr(torch.optim, name), **settings)
 
 
 def mix(t: Tensor) -> Tensor:
@@ -176,8 +174,92 @@ def shifted(t: Tensor, bits: int) -> Tensor:
     return (t >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def _check_int(name: str, value: object, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {type(value).__name__}: expected an int")
-    if not least <= value <= most:
-        raise ValueError(f"{name}={value}: expected {least} to {most}")
+COUNT_BYTES = ID_BYTES = 8
+_OWNER_BITS = 24
+
+
+def owners(ids: Tensor, servers: int) -> Tensor:
+    """Return, for each of `ids`, which of so many servers has its row: they are spread evenly."""
+    return shifted(mix(ids), 64 - _OWNER_BITS).remainder_(servers)
+
+
+class GroupedIds(NamedTuple):
+    """What a call means by its ids."""
+
+    ids: Tensor
+    """Each once: those of the first server, then those of the second, and so on; in each group they rise."""
+    places: Tensor
+    """Where in `ids` each of the call's is, `(numel,)`."""
+    counts: list[int]
+    """How many are in each group."""
+    shape: torch.Size
+    """Of the call's ids."""
+
+    def blocks(self) -> list[slice]:
+        """Return which of `ids` are in each group."""
+        return [slice(end - count, end) for end, count in zip(accumulate(self.counts), self.counts, strict=True)]
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Return the sum of the rows of each id, `(len(ids), dim)`, of the call's `values`, `(numel, dim)`."""
+        if self.ids.numel() == self.places.numel():  # reading here and there is quicker than summing so
+            return self.last(values)
+        return values.new_zeros(self.ids.numel(), values.shape[1]).index_add_(0, self.places, values)
+
+    def last(self, values: Tensor) -> Tensor:
+        """Return the last row of each id; else as `summed`."""
+        order = torch.arange(self.places.numel())
+        return values.index_select(0, torch.zeros_like(self.ids).scatter_reduce_(0, self.places, order, "amax"))
+
+
+def grouped(ids: object, spec: TableSpec, servers: int) -> GroupedIds:
+    """Return what a call means by `ids`, of any shape, for so many servers.
+
+    Raises TypeError unless it is an int32 or int64 tensor on the CPU, ValueError for an id that the table cannot have.
+    Cost: a sort.
+    """
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or not ids.is_cpu:
+        seen = f"{ids.dtype} on {ids.device}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"ids are {seen}: expected a tensor of int64 or int32 on the CPU")
+    with torch.inference_mode(False), torch.no_grad():
+        flat = ids.detach().reshape(-1).to(torch.int64)
+        spec.check_ids(flat)
+        unique, places = flat.unique(return_inverse=True)
+        if servers == 1:
+            return GroupedIds(unique, places, [unique.numel()], ids.shape)
+        owner = owners(unique, servers)
+        order = owner.argsort(stable=True)
+        moved = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
+        return GroupedIds(unique[order], moved[places], torch.bincount(owner, minlength=servers).tolist(), ids.shape)
+
+
+def packed_rows(ids: Tensor, rows: Tensor, room: Callable[[int], Tensor] | None = None) -> Tensor:
+    """Return ids and rows as they travel, flat uint8, in new memory or in `room(nbytes)`."""
+    start = COUNT_BYTES + ids.nbytes
+    nbytes = start + rows.nbytes
+    packed = torch.empty(nbytes, dtype=torch.uint8) if room is None else room(nbytes)[:nbytes]
+    packed[:COUNT_BYTES].view(torch.int64)[0] = ids.numel()
+    packed[COUNT_BYTES:start].view(torch.int64).copy_(ids)
+    packed[start:].view(rows.dtype).view_as(rows).copy_(rows)
+    return packed
+
+
+def unpack(packed: Tensor, spec: TableSpec) -> tuple[Tensor, Tensor]:
+    """Return the ids and their rows; raise ValueError unless the lengths and the ids can be."""
+    if packed.numel() < COUNT_BYTES:
+        raise ValueError(f"rows in {packed.numel()} bytes: expected {COUNT_BYTES} or more")
+    count = int(packed[:COUNT_BYTES].view(torch.int64)[0])
+    start = COUNT_BYTES + count * ID_BYTES
+    if count < 0 or packed.numel() != start + count * spec.row_bytes:
+        raise ValueError(f"{count} rows in {packed.numel()} bytes: expected {start + count * spec.row_bytes}")
+    return ids_in(packed[COUNT_BYTES:start], spec), packed[start:].view(spec.dtype).view(count, spec.dim)
+
+
+def ids_in(packed: Tensor, spec: TableSpec) -> Tensor:
+    """Return flat uint8 as ids; raise ValueError unless they rise, and all are of the table."""
+    if packed.numel() % ID_BYTES:
+        raise ValueError(f"ids in {packed.numel()} bytes: expected a multiple of {ID_BYTES}")
+    ids = packed.view(torch.int64)
+    if not bool((ids[1:] > ids[:-1]).all()):
+        raise ValueError("ids that do not rise: expected each once, in order")
+    spec.check_ids(ids[:: max(1, ids.numel() - 1)])  # the least and the most
+    return ids
