@@ -73,7 +73,7 @@ class Reader:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Close the files; what the manifest says and nobody here wrote is damage, whatever it made the block raise."""
+        """Close the files; what the manifest says and nobody here wrote is damage, whichever error it made of it."""
         self._close()
         if isinstance(error, UNREADABLE) and not isinstance(error, AiodistError | PartsDiffer):
             raise CheckpointDamaged(f"{self.folder / MANIFEST}: {error}") from error
