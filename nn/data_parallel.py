@@ -189,6 +189,7 @@ class DataParallel(ModuleLike):
             state = (*state, *self._settings.stateful)
         own = await coll.dup()
         own.leave_to_thread(_BACKGROUND_BYTES)
+        hook: CommHook = Allreduce(own, op)
         try:
             side = await own.dup()
             status = await own.dup()
@@ -204,13 +205,13 @@ class DataParallel(ModuleLike):
                 f"sparse gradients: {sparse or 'none'}",
             )
             await check_same_structure(named, own, *also, f"state: {kinds or 'none'}")
-            hook: CommHook = Allreduce(own, op)
             if self._compression is not None:
                 hook = Compressor(self._compression, own, op, module.named_parameters())
                 await hook.open()
             made = await share_furthest(own, module, state, made)  # from where it writes to `admit` nothing suspends
             reducer = Reducer(own, status, module, op=op, sizes=sizes, hook=hook)
         except BaseException:
+            await hook.aclose()
             await own.aclose()
             raise
         reducer.steps.alike(made)

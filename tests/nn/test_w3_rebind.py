@@ -160,7 +160,10 @@ def test_w3_the_rank_that_made_most_steps_gives_the_others_what_it_has() -> None
     assert one[3:] == two[3:]
 
 
-def test_w3_a_net_that_is_given_up_while_it_is_made_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compress", [None, TopK(0.5)], ids=["plain", "compressed"])
+def test_w3_a_net_that_is_given_up_while_it_is_made_leaves_no_thread(
+    monkeypatch: pytest.MonkeyPatch, compress: TopK | None
+) -> None:
 
     async def then_given_up(tensors: list[Tensor], coll: Communicator, *args: Any) -> None:
         await share_tensors(tensors, coll, *args)
@@ -169,8 +172,9 @@ def test_w3_a_net_that_is_given_up_while_it_is_made_leaves_no_thread(monkeypatch
     async def main() -> None:
         async with aiodist.init() as coll:
             with pytest.raises(CommunicatorAborted):
-                await DataParallel.create(build(0), coll)
-            assert not [thread for thread in threading.enumerate() if thread.name.startswith("aiodist-compute")]
+                await DataParallel.create(build(0), coll, compress=compress)
+            made = ("aiodist-compute", "aiodist-codecs")
+            assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(made)]
             raise Done
 
     monkeypatch.setattr("aiodist.nn.synchronize.share", then_given_up)
