@@ -96,10 +96,10 @@ def init(  # noqa: PLR0913 - one for each option
         stragglers=stragglers,
         lag=lag,
     )
-    return _Block(world)
+    return _WorldBlock(world)
 
 
-class _Block(AbstractAsyncContextManager[Communicator]):
+class _WorldBlock(AbstractAsyncContextManager[Communicator]):
     """What `init` returns; a program that takes it for the communicator is told what it is."""
 
     def __init__(self, world: AbstractAsyncContextManager[Communicator]) -> None:
