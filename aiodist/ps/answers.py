@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -100,6 +101,8 @@ class Answers:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self.applied: Callable[[], None] = lambda: None
+        """Called when a shard has come to the end of what it can do."""
         self._outgoing = None if context.pull_codec is None else Outgoing(context.pull_codec)
 
     def done(self, push: Pushing, stage: Stage) -> None:

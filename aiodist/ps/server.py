@@ -192,9 +192,12 @@ class Server:
         self._lines: dict[int, deque[Request]] = {}
         """Of each client what waits."""
         self._at_barrier: dict[int, Stop] = {}
+        self._met: dict[int, Stop] = {}
+        """All workers are there; what they pushed before is still being applied."""
         self._goodbyes: dict[int, int] = {}
         self._over = False
         self._answers = answers = Answers(context)
+        answers.applied = self._end_barrier
         self._directory = Directory(context, answers, self.shards)
         self.saving: ServerSaving
         self._calls: dict[str, Callable[[int, dict[str, Any]], object]] = {
@@ -346,9 +349,17 @@ class Server:
             lost or self._at_barrier.keys() | self._directory.left >= set(self.context.workers)
         ):
             return
-        stops, self._at_barrier = self._at_barrier, {}
         for shard in self.shards.led():
-            shard.resume(stops)
+            shard.resume(self._at_barrier)
+        self._met, self._at_barrier = self._met | self._at_barrier, {}
+        self._end_barrier()
+
+    def _end_barrier(self) -> None:
+        """Let those go on who have met, when all is applied, or has failed, that they pushed before."""
+        lost = self.context.servers[0] in self.context.gone
+        if not self._met or not (lost or not any(shard.owes(self._met) for shard in self.shards.values())):
+            return
+        stops, self._met = self._met, {}
         for client, stop in stops.items():
             stop.ready = True
             self._answers.answer(client, stop.number)
@@ -365,6 +376,7 @@ class Server:
     def lose(self, rank: int) -> None:
         self._lines.pop(rank, None)
         self._at_barrier.pop(rank, None)
+        self._met.pop(rank, None)
         for shard in list(self._retired.values()):
             shard.leave(rank, gone=True)
         self._leave(rank)

@@ -8,7 +8,7 @@ have come. So all shards go through the same versions, and a read stands between
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -113,6 +113,11 @@ class Shard:
     def _clock_of(self, client: int) -> Machine | None:
         return self.machine if client in self._context.workers and self.refusal is None else None
 
+    def owes(self, clients: Container[int]) -> bool:
+        """Return whether something is being applied, or a push or change of theirs that has come is not yet."""
+        held = [key for key, (request, _) in self._arrived.items() if not isinstance(request, Pulling)]
+        return self._busy or any(client in clients for client, _ in held)
+
     def resume(self, clients: Iterable[int]) -> None:
         if self.machine is not None:
             self.machine.resume(clients)
@@ -124,6 +129,7 @@ class Shard:
         for key in [key for key in self._arrived if key not in ordered]:
             request, _ = self._arrived.pop(key)
             self._answers.refuse(request, error)
+        self._answers.applied()
 
     def deliver(self, request: Request) -> None:
         """Execute a request, all of which has come, in its turn; those of a client come in the order of its calls."""
@@ -233,6 +239,7 @@ class Shard:
                 self._carry_out(order, requests)
         finally:
             self._advancing = False
+            self._answers.applied()
 
     def _gather(self, order: Order) -> list[tuple[Request, float]] | None:
         """Return the requests that `order` names, each with its weight; None while one is still to come."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -58,11 +60,19 @@ async def failure(handle: Handle[None]) -> str | None:
     return None
 
 
+def careful_and_slow(shard: Tensor, value: Tensor) -> None:
+    time.sleep(0.02)
+    careful(shard, value)
+
+
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("rule", [careful, careful_and_slow])
 @pytest.mark.parametrize("numel", NUMELS)
-async def test_p12_after_a_push_was_accepted_the_next_barrier_tells(coll: Communicator, numel: int) -> None:
+async def test_p12_after_a_push_was_accepted_the_next_barrier_tells(
+    coll: Communicator, numel: int, rule: Callable[[Tensor, Tensor], None]
+) -> None:
     async with ParameterServer(
-        coll, [torch.zeros(numel)], rule=careful, consistency=Synchronous("sum"), split_bytes=4
+        coll, [torch.zeros(numel)], rule=rule, consistency=Synchronous("sum"), split_bytes=4
     ) as ps:
         # Both pushes are of one step, which fails. One shard may have done so before another has accepted.
         told = [await failure(ps.push("0", torch.full((numel,), -1.0 if coll.rank == 0 else 1.0)))]
