@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, cast
 
 import pytest
@@ -80,7 +80,7 @@ async def test_w7_an_operation_says_for_whom_it_waited(coll: Communicator, tmp_p
         await coll.barrier()
         if coll.rank == 1:
             async with HostStream("late") as stream:
-                await stream.submit(lambda: torch.ones(1).add_(1))  # in real time, unlike the clock of the test
+                await stream.submit(sleep, 0.1)  # in real time, unlike the clock of the test
         await coll.allreduce(torch.ones(1))
     await coll.barrier()
     events = read(tmp_path)
@@ -88,7 +88,8 @@ async def test_w7_an_operation_says_for_whom_it_waited(coll: Communicator, tmp_p
     (mine,) = spans(events, "allreduce", coll.rank)
     assert mine["args"]["last_rank"] == 1
     assert late["pid"] == 1
-    assert (mine["args"]["waited_us"] >= late["dur"]) is (coll.rank != 1)
+    # The others may come late too, by far less.
+    assert (mine["args"]["waited_us"] >= late["dur"] / 2) is (coll.rank != 1)
 
 
 @pytest.mark.ranks(2)

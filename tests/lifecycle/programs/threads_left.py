@@ -11,12 +11,12 @@ def say() -> None:
     sys.stdout.flush()
 
 
-atexit.register(say)  # before aiodist is imported: so it is called after all that aiodist has registered
+if __name__ == "__main__":
+    atexit.register(say)  # before aiodist is imported: so it is called after all that aiodist has registered
+    import aiodist
 
-import aiodist  # noqa: E402
-
-with aiodist.start() as coll:
-    coll.barrier().wait()
-    if coll.rank == 1:
-        raise ValueError("rank 1 has had enough")
-    coll.recv(src=1).wait()
+    with aiodist.start() as coll:
+        coll.barrier().wait()
+        if coll.rank == 1:
+            raise ValueError("rank 1 has had enough")
+        coll.recv(src=1).wait()
