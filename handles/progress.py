@@ -604,7 +604,7 @@ class _ProgressThread:
         self._members_lock = threading.Lock()
         self._bell = _core.Bell()
         self._thread: threading.Thread | None = None
-        self._hurry_lock = threading.Lock()
+        self._hurry_lock = threading.RLock()  # a collection of garbage may end what hurries, in the midst of this
         self._hurried = 0
         self._switch_seconds = sys.getswitchinterval()
         self.asleep = True

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 from typing import Any
 
 import pytest
 import torch
 
-from aiodist.collectives.cuda.on_device import DeviceWork
+from aiodist.backends.base import Done
+from aiodist.collectives.cuda.on_device import DeviceWork, on_devices
+from aiodist.collectives.program import Program, run
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.streams import Events
@@ -128,3 +131,24 @@ async def test_s2_a_result_is_the_callers_when_it_ends_well(simulated_cuda: Simu
             del y
             stream.synchronize()
         assert read.eq(2).all()
+
+
+@pytest.mark.usefixtures("simulated_cuda")
+@pytest.mark.parametrize("dropped", [False, True])
+async def test_s2_threads_hand_the_gil_over_sooner_while_it_is_under_way(dropped: bool) -> None:
+    usual, waiting, told = sys.getswitchinterval(), list[Done](), list[Any]()
+
+    def program() -> Program[None]:
+        yield [waiting.append]
+
+    progress = Progress.current()
+    work = DeviceWork(progress, torch.cuda.Stream())
+    progress.start(lambda: run(on_devices(program(), [work]), lambda _, error: told.append(error or "over")))
+    assert sys.getswitchinterval() < usual
+    if dropped:
+        waiting.clear()
+        gc.collect()
+    else:
+        progress.start(lambda: waiting.pop()(None))
+        await until(told)
+    assert sys.getswitchinterval() == usual
