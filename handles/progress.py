@@ -5,7 +5,8 @@ docs/design/handles.md tells.
 
 [Note: transport lock] Native calls are serialised by one lock for the process. Only the progress thread holds it
 for long, and nobody waits for it while holding the GIL: the loop's thread tries it, and where it is taken leaves
-its call in the inbox, which the holder empties. So operations start in the order in which they were issued.
+its call in the inbox, which the holder empties. So operations start in the order in which they were issued. To poll,
+the loop's thread waits for it a moment, without the GIL: a loop that tried again at once keeps that from the holder.
 
 [Note: no wake-up is lost] The progress thread sleeps without a time-out only where nothing is pending, and while
 anything is pending it is awake or is woken: it looks at least every millisecond and polls what nobody has polled
@@ -444,8 +445,9 @@ class Progress(_core.Pacer, Quiet):
         return True
 
     def glance(self, patience: float = 0.0) -> bool:
-        """Make one pass now, unless another thread has the lock, for `patience` seconds: for calls that issue so much
-        that what they wait for should not wait for the loop. Return whether it was made.
+        """Make one pass now, unless another thread keeps the lock for `patience` seconds; return whether it was made.
+
+        Also for calls that issue so much that what they wait for should not wait for the loop.
         """
         if not transport_lock.acquire(False) and not (patience and transport_lock.acquire(True, patience)):
             return False

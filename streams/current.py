@@ -15,7 +15,7 @@ class OnStream:
 
     `torch.cuda.stream` alone would, in a thread that has been on no device yet, end with `cudaSetDevice(0)`. That
     opens a context there: hundreds of megabytes on the first device for each process that computes on another one.
-    It also costs several times as much where the device is the current one already.
+    It also costs twice as much where the device is the current one already (15 and 8 us beside an H100).
     """
 
     __slots__ = ("_before", "_device", "_stream")

@@ -70,7 +70,7 @@ def _no_tree_is_left() -> Iterator[None]:
 def package_of(path: Path) -> str:
     """Return the name of the package right below `aiodist` that a file belongs to, or of the module there.
 
-    >>> [package_of(Path(path)) for path in ("aiodist/ps/training/base.py", "nn/join.py", "aiodist/cli.py")]
+    >>> [package_of(Path(path)) for path in ("aiodist/ps/training/base.py", "nn/reducer.py", "aiodist/cli.py")]
     ['ps', 'nn', 'cli']
     """
     parts = path.with_suffix("").parts
