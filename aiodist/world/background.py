@@ -16,9 +16,9 @@ from aiodist.communicator import Communicator, Hierarchy
 from aiodist.communicator.report import REPORT_SECONDS
 from aiodist.communicator.threaded import ThreadedCommunicator
 from aiodist.world.isolation import isolate
+from aiodist.world.leaving import stopping_by_signals
 from aiodist.world.opening import Limits
 from aiodist.world.runtime import best_loop, init
-from aiodist.world.stopping import stopping_by_signals
 
 
 @contextmanager

@@ -9,37 +9,28 @@ from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from aiodist.collectives.choice.tablefile import edits_at_start
 from aiodist.communicator import Communicator, Hierarchy, root_levels
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.registry import Registry
+from aiodist.communicator.report import REPORT_SECONDS, check_report
 from aiodist.communicator.threaded import ThreadedCommunicator
 from aiodist.communicator.watchdog import Watch
-from aiodist.control import Channel, connect
 from aiodist.control.forks import guard_polling
 from aiodist.control.generations import Generation
 from aiodist.env import Environment, Starter
-from aiodist.errors import AiodistError, BackendUnavailable, CommunicatorAborted, ConfigError
+from aiodist.errors import AiodistError
 from aiodist.handles import Progress
 from aiodist.topology import Topology
 from aiodist.watch.arrivals import ArrivalTimes
 from aiodist.watch.deadlocks import Deadlocks
 from aiodist.watch.inspector import inspected
-from aiodist.watch.lag import watched_loop
+from aiodist.watch.lag import check_lag, watched_loop
 from aiodist.watch.trace import Recording
-from aiodist.world.opening import (
-    Limits,
-    RankPlace,
-    RankSeat,
-    find_neighbours,
-    find_topology,
-    place_on,
-    unless_lost,
-)
+from aiodist.world.leaving import stopping_by_signals
+from aiodist.world.opening import Limits, RankPlace, find_neighbours, find_topology, unless_lost
 from aiodist.world.pinning import pinned
-from aiodist.world.stopping import stopping_by_signals
 
 
 @dataclass(frozen=True)
@@ -48,17 +39,20 @@ class WorldOptions:
 
     limits: Limits
     environment: Environment
-    timeout: float | None
-    report: float | None
-    levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None
-    selector: str | os.PathLike[str] | None
-    thread: bool
-    stop_on_signal: bool
-    stragglers: bool
-    """Ranks note when they come to collectives."""
-    lag: float | None
     alone: bool
     """This rank has its process to itself."""
+    timeout: float | None = None
+    report: float | None = REPORT_SECONDS
+    levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None
+    selector: str | os.PathLike[str] | None = None
+    thread: bool = False
+    stop_on_signal: bool = False
+    stragglers: bool = False
+    lag: float | None = None
+
+    def __post_init__(self) -> None:
+        check_report(self.report)
+        check_lag(self.lag)
 
 
 class RankWorld:
@@ -104,7 +98,10 @@ class RankWorld:
         watch = Watch.of(Progress.current(), channel)
         watch.report.after = options.report
         Deadlocks(watch, channel)
-        _limit_spinning(world)
+        if world.local_size > len(os.sched_getaffinity(0)):  # to spin where others wait for the core makes all wait
+            Progress.current().crowded = True
+            if (near := self.registry.near) is not None:
+                near.engine.spin(0.0)
         asked = options.selector or environment.selector
         edits = edits_at_start(asked, channel, world.parts.repertoire, topology, seconds=limits.rendezvous)
         world.upkeep.apply_edits(await unless_lost(channel, edits))
@@ -117,7 +114,7 @@ class RankWorld:
         self._held.enter_context(inspected(watch, channel, environment.job if options.alone else None))
         if options.levels is not None:
             await root_levels(world, options.levels)
-        if options.stragglers and world.size > 1:
+        if (options.stragglers or environment.stragglers) and world.size > 1:
             self._watch(ArrivalTimes(world, report=environment.stragglers))
         if environment.trace is not None:
             # The launcher merges the files, also where ranks are killed.
@@ -132,8 +129,8 @@ class RankWorld:
         self._watching.append(watching)
         self._held.callback(watching.close)
 
-    def release(self) -> None:
-        """Hold nothing of the process any more: cores, signals, a trace."""
+    async def cancel(self) -> None:
+        """The program failed: hold nothing of the process any more, such as cores, signals, a trace."""
         self._held.close()
         self._signals.close()
 
@@ -147,118 +144,9 @@ class RankWorld:
 
     async def abort(self, error: AiodistError) -> None:
         """Close all there is without the others; what is pending, and every later call, raises `error`."""
-        self.release()
+        await self.cancel()
         await self.registry.abort(error)
         await self.registry.close_memory()
-
-
-class Life:
-    """A rank's only world."""
-
-    def __init__(self, world: RankWorld) -> None:
-        self.channel = world.channel
-        self.registry = world.registry
-        self._world = world
-
-    async def begin(self) -> Communicator:
-        """Open it."""
-        return await self._world.open()
-
-    async def close(self) -> None:
-        """Close it with all other ranks."""
-        await self._world.close()
-
-    async def cancel(self) -> None:
-        """The program failed: hold nothing of the process any more."""
-        self._world.release()
-
-
-@dataclass(frozen=True)
-class ElasticWays:
-    """How an elastic world finds the others, and opens what they share."""
-
-    options: WorldOptions
-    backend: str | None
-    given: RankSeat | None
-
-    @property
-    def most(self) -> int:
-        """How many ranks there may be."""
-        elastic = self.options.environment.elastic if self.given is None else self.given.elastic
-        if elastic is None:
-            how = "expected aiodist run --elastic MIN:MAX, whose launcher has the hub, so that any rank may die"
-            raise ConfigError(f"init(elastic=True), and the job is not elastic: {how}")
-        return elastic[1]
-
-    @property
-    def alone(self) -> bool:
-        """See `Ways`."""
-        return self.given is None
-
-    @property
-    def report(self) -> float | None:
-        """See `Ways`; in one process a clock that jumps would do so only for this."""
-        return self.options.report if self.alone else None
-
-    async def first(self) -> tuple[Channel, Generation]:
-        """See `Ways`."""
-        if self.most and self.given is not None:
-            return await self.given.first()
-        environment = self.options.environment
-        if self.backend or environment.backend or environment.mpi:
-            self._check_backend()
-        generation = Generation(environment.generation, environment.previous)
-        return await self._connect(generation, environment.rank, environment.rendezvous or ""), generation
-
-    async def next(self, generation: Generation, rank: int, where: Any) -> Channel:  # noqa: ANN401
-        """See `Ways`."""
-        if self.given is not None:
-            return await self.given.next(generation, rank)
-        return await self._connect(generation, rank, where)
-
-    async def _connect(self, generation: Generation, rank: int, address: str) -> Channel:
-        environment = self.options.environment
-        return await connect(
-            address,
-            rank=rank,
-            size=generation.size,
-            token=environment.token,
-            timeout=self.options.limits.rendezvous,
-            there=generation.number > 0,
-        )
-
-    def _check_backend(self) -> None:
-        name = "mpi" if self.options.environment.mpi else self.backend or self.options.environment.backend
-        if name == "mpi":
-            raise BackendUnavailable("an elastic world over MPI: expected aiodist run --mpi none")
-        if name not in ("gloo", "shm"):
-            raise ConfigError(f"backend {name!r} of an elastic world: expected gloo or shm")
-
-    async def open(self, channel: Channel, generation: Generation, before: Registry[Communicator] | None) -> RankWorld:
-        """See `Ways`."""
-        options = self.options
-        if self.given is not None:
-            place = self.given.place(channel, generation)
-        else:
-            backend = self.backend or options.environment.backend
-            backend = backend or ("shared" if options.environment.shared_memory else "gloo")
-            place = await place_on(channel, options.environment, backend, options.limits)
-        try:
-            world = await RankWorld.of(options, place, generation)
-        except BaseException:
-            await place.transport.aclose(drained=False)
-            raise
-        try:
-            if before is not None:
-                world.registry.portal = before.portal
-                world.registry.stop_requested = before.stop_requested
-                if before.kept is not None:
-                    before.kept.follow(world.registry)
-            await world.open()
-        except BaseException as error:
-            await world.abort(CommunicatorAborted(f"the world was not opened: {error!r}"))
-            raise
-        return world
 
 
 def _communicator(dispatcher: Dispatcher, topology: Topology | None, registry: Registry[Communicator]) -> Communicator:
@@ -273,11 +161,3 @@ def _epoll_of(loop: asyncio.AbstractEventLoop) -> int | None:
         return fd
     selector: object = getattr(loop, "_selector", None)
     return selector.fileno() if isinstance(selector, selectors.EpollSelector) else None
-
-
-def _limit_spinning(world: Communicator) -> None:
-    """A rank that spins where another waits for the core only keeps it waiting."""
-    if world.local_size > len(os.sched_getaffinity(0)):
-        Progress.current().crowded = True
-        if (near := world.parts.registry.near) is not None:
-            near.engine.spin(0.0)

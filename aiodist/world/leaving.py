@@ -1,28 +1,63 @@
-"""What a rank does when the block of `init` raised: it tells the others, gives everything up, and leaves in time."""
+"""How a rank ends: a signal stops all; or the block of `init` raised: the others are told, and it leaves in time."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import os
+import signal
 import sys
 import threading
 import warnings
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from functools import partial
 from os import _exit as exit_at_once
 from time import monotonic
 from typing import Any, NamedTuple
 
+from aiodist.communicator import Communicator
 from aiodist.communicator.registry import Registry
 from aiodist.control import Channel
-from aiodist.errors import AiodistError, CommunicatorAborted
+from aiodist.errors import AiodistError, CommunicatorAborted, ConfigError
 from aiodist.handles import Origin
 from aiodist.world.tracebacks import folded
 
 _LOOK_SECONDS = 0.05
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _over = threading.Event()
 _watchers: list[threading.Thread] = []
+
+
+@contextmanager
+def stopping_by_signals(world: Communicator) -> Iterator[None]:
+    """In this block the first SIGTERM or SIGINT of this process is `world.request_stop()`; a second does as without it.
+
+    Raises `ConfigError` in another thread than the main one, which hears no signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("stop_on_signal=True in another thread than the main one, which alone hears signals")
+    before = {signum: signal.getsignal(signum) for signum in _SIGNALS}
+
+    def restore() -> None:
+        for signum, handler in before.items():
+            if signal.getsignal(signum) is heard:  # else somebody has set another since
+                signal.signal(signum, handler)
+
+    def heard(signum: int, _frame: Any) -> None:  # noqa: ANN401
+        restore()
+        world.request_stop()
+        told = f"rank {world.rank} was asked to stop by {signal.Signals(signum).name}, and asks all: at their next look"
+        # Not here: what was interrupted may hold the lock of a handler of logging.
+        world.parts.dispatcher.progress.post(partial(logging.getLogger("aiodist").warning, told))
+
+    for signum in _SIGNALS:
+        signal.signal(signum, heard)
+    try:
+        yield
+    finally:
+        restore()
 
 
 class End(NamedTuple):
@@ -148,7 +183,15 @@ async def leave_in_time(code: int, seconds: float) -> None:
     the main thread, where Python waits for all others; not before: the program may catch the error and go on.
     """
     closing = threading.Event()
-    sign = _sign_of_closing(closing)
+
+    async def sign_of_closing() -> AsyncIterator[None]:
+        """A loop that is closed ends the asynchronous generators that nobody has ended."""
+        try:
+            yield
+        finally:
+            closing.set()
+
+    sign = sign_of_closing()
     await anext(sign)
     loop = asyncio.get_running_loop()
 
@@ -182,11 +225,3 @@ def _end_watching() -> None:
     _over.set()
     for watcher in _watchers:
         watcher.join()
-
-
-async def _sign_of_closing(closing: threading.Event) -> AsyncIterator[None]:
-    """Set `closing` when the loop is closed: it ends the asynchronous generators that nobody has ended."""
-    try:
-        yield
-    finally:
-        closing.set()

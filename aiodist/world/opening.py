@@ -98,10 +98,10 @@ class RankSeat(Protocol):
         """How few and how many ranks there may be, where that may change."""
 
     async def first(self) -> tuple[Channel, Generation]:
-        """See `Ways` of aiodist.watch.recovery."""
+        """Return the channel to the others of the generation that this rank is started for."""
 
     async def next(self, generation: Generation, rank: int) -> Channel:
-        """Likewise."""
+        """Return the channel of a generation once it has begun; raise `PeerLost` where it never will."""
 
     def place(self, channel: Channel, generation: Generation) -> RankPlace:
         """Return the place of the rank with this channel."""
@@ -195,17 +195,10 @@ async def _transport(
         return mpi or await _start_mpi(environment, limits)
     if mpi is not None:  # it was needed only for the ranks to meet
         await mpi.aclose(drained=True)
-    if backend == "shm":
-        return await _open_shared_memory(environment, channel, hosts, limits)
-    from aiodist.backends.gloo import open_world
+    if backend == "gloo":
+        from aiodist.backends.gloo import open_world
 
-    return await open_world(channel, one_host=len(set(hosts)) == 1)
-
-
-async def _open_shared_memory(
-    environment: Environment, channel: Channel, hosts: Sequence[int], limits: Limits
-) -> Transport:
-    """Return a transport in memory that all ranks share; raise BackendUnavailable where they do not."""
+        return await open_world(channel, one_host=len(set(hosts)) == 1)
     if channel.size == 1:
         return LocalTransport(LocalHub(), 0, 1, name="shm")
     near, reason, _ = await meet(channel, hosts, allowed=environment.shared_memory, seconds=limits.rendezvous)

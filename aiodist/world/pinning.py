@@ -42,7 +42,9 @@ async def pinned(channel: Channel, topology: Topology, environment: Environment)
     alike = [rank for rank in here if await channel.get(f"cores/{rank}") == said]
     mine = share(allowed, alike.index(channel.rank), len(alike))
     hold = environment.pin or (len(mine) > 1 and len(mine) < len(allowed))
-    return _held(mine if hold else None, None if _threads_chosen(allowed, environment) else len(mine))
+    # Whether the user said how many threads torch has: by itself it starts one for each core that it sees.
+    chosen = torch.get_num_threads() < len(allowed) or any(environment.variables.get(name) for name in _THREADS)
+    return _held(mine if hold else None, None if chosen else len(mine))
 
 
 def share(cores: Sequence[int], index: int, count: int) -> tuple[int, ...]:
@@ -70,11 +72,6 @@ def warn_of_one_core(workers: int) -> None:
 
 
 _warned: list[bool] = []
-
-
-def _threads_chosen(allowed: Sequence[int], environment: Environment) -> bool:
-    """Whether the user said how many threads torch has: by itself it starts one for each core that it sees."""
-    return torch.get_num_threads() < len(allowed) or any(environment.variables.get(name) for name in _THREADS)
 
 
 @contextmanager

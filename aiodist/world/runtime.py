@@ -15,24 +15,16 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import torch
 
 from aiodist.communicator import Communicator, Hierarchy
-from aiodist.communicator.report import REPORT_SECONDS, check_report
+from aiodist.communicator.report import REPORT_SECONDS
 from aiodist.env import Environment, Starter
 from aiodist.errors import AiodistError
 from aiodist.handles import Handle, from_future
 from aiodist.streams import CudaStream, event_handle
-from aiodist.watch.lag import check_lag
-from aiodist.watch.recovery import Recovery
-from aiodist.world.generation import ElasticWays, Life, RankWorld, WorldOptions
+from aiodist.world.generation import RankWorld, WorldOptions
 from aiodist.world.isolation import isolate
 from aiodist.world.leaving import Kept, abort, leave_in_time, the_end
-from aiodist.world.opening import (
-    Introduction,
-    Limits,
-    RankPlace,
-    RankSeat,
-    current_place,
-    find_place,
-)
+from aiodist.world.opening import Introduction, Limits, RankPlace, RankSeat, current_place, find_place
+from aiodist.world.recovery import Recovery
 from aiodist.world.tracebacks import fold_tracebacks
 
 __all__ = ["as_handle", "init", "isolate", "open", "opened", "run"]
@@ -127,45 +119,24 @@ _IT_IS_A_BLOCK = (
 
 
 @asynccontextmanager
-async def opened(  # noqa: PLR0913 - those of init, and two more
+async def opened(
     limits: Limits,
     *,
     backend: str | None = None,
-    timeout: float | None = None,
-    report: float | None = REPORT_SECONDS,
-    levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None,
-    selector: str | os.PathLike[str] | None = None,
-    thread: bool = False,
-    stop_on_signal: bool = False,
     elastic: bool = False,
-    stragglers: bool = False,
-    lag: float | None = None,
     meeting: Introduction | None = None,
+    **options: Any,  # noqa: ANN401  - the others of `init`
 ) -> AsyncIterator[Communicator]:
     """Open the world as `init` does, with the patience that `limits` says; over the ranks of a `meeting`, if any."""
-    check_report(report)
-    check_lag(lag)
     given = current_place.get() if meeting is None else None
     environment = Environment.read()
     if meeting is not None:
         environment = replace(environment, rank=meeting.rank, size=meeting.size, mpi=False, rendezvous=None)
-    options = WorldOptions(
-        limits,
-        environment,
-        timeout,
-        report,
-        levels,
-        selector,
-        thread,
-        stop_on_signal,
-        stragglers or environment.stragglers,
-        lag,
-        alone=given is None,
-    )
-    life = await _life_of(options, backend, given, meeting, elastic=elastic)
+    wanted = WorldOptions(limits, environment, given is None, **options)
+    life = await _life_of(wanted, backend, given, meeting, elastic=elastic)
     process, patience = os.getpid(), None
     try:
-        comm = await life.begin()
+        comm = await life.open()
         try:
             yield comm
         except GeneratorExit:  # the loop is closed
@@ -178,7 +149,7 @@ async def opened(  # noqa: PLR0913 - those of init, and two more
                 await life.close()
     except BaseException as error:
         if os.getpid() == process:
-            await _fail(life, options, error)
+            await _fail(life, wanted, error)
         raise
     if os.getpid() == process:
         await life.registry.close_memory()
@@ -187,23 +158,23 @@ async def opened(  # noqa: PLR0913 - those of init, and two more
 
 async def _life_of(
     options: WorldOptions, backend: str | None, given: RankSeat | None, meeting: Introduction | None, *, elastic: bool
-) -> Recovery | Life:
+) -> Recovery | RankWorld:
     """Return what opens and closes the world; where it fails, the program's frames alone are printed."""
     try:
         if elastic:
-            return await Recovery.of(ElasticWays(options, backend, given))
+            return await Recovery.of(options, backend, given)
         if given is not None:
             place = RankPlace(given.transport, given.channel, given.hosts)
         else:
             place = await find_place(options.environment, backend, options.limits, meeting)
-        return Life(await RankWorld.of(options, place))
+        return await RankWorld.of(options, place)
     except AiodistError:
         if options.alone:
             fold_tracebacks()
         raise
 
 
-async def _fail(life: Recovery | Life, options: WorldOptions, error: BaseException) -> None:
+async def _fail(life: Recovery | RankWorld, options: WorldOptions, error: BaseException) -> None:
     """The block raised: tell the others and let go, in time."""
     limits = options.limits
     end = await the_end(error)

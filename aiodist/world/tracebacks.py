@@ -33,8 +33,12 @@ def fold_tracebacks() -> None:
 def folded(error: BaseException, *, programs: bool = False) -> str:
     """Return the traceback of `error` as text, with its causes and its parts; `programs`: it is known to be one's."""
     text = traceback.TracebackException.from_exception(error)
-    if not wants_full_tracebacks():
-        _fold(text, error, programs)
+    every = [] if wants_full_tracebacks() else list(_every(text, error))
+    # Where there is no program to show, as in our own tools, nothing is folded.
+    if programs or any(not _is_ours(frame) for part, _ in every for frame in part.stack):
+        for part, told in every:
+            part.stack = _Folded(part.stack)
+            part.stack.explained = isinstance(told, _EXPLAINED)
     return "".join(text.format())
 
 
@@ -57,15 +61,6 @@ def _print_folded(kind: type[BaseException], error: BaseException, trace: Traceb
         return
     hint = "(AIODIST_TRACEBACK=full shows these frames too)\n" if _MARK in text else ""
     print(text + hint, end="", file=sys.stderr)  # noqa: T201
-
-
-def _fold(text: traceback.TracebackException, error: BaseException, programs: bool) -> None:
-    every = list(_every(text, error))
-    # Where there is no program to show, as in our own tools, nothing is folded.
-    if programs or any(not _is_ours(frame) for part, _ in every for frame in part.stack):
-        for part, told in every:
-            part.stack = _Folded(part.stack)
-            part.stack.explained = isinstance(told, _EXPLAINED)
 
 
 def _every(
@@ -97,13 +92,10 @@ class _Folded(traceback.StackSummary):
         for plumbing, run in groupby(self, _is_ours):
             frames = list(run)
             if plumbing:
-                end = "" if self.explained or frames[-1] is not self[-1] else f", {_place(frames[-1])}"
+                end, last = "", frames[-1]
+                if last is self[-1] and not self.explained:
+                    end = f", to {'/'.join(last.filename.split(os.sep)[-2:])}:{last.lineno} in {last.name}"
                 lines.append(f"{_MARK}{len(frames)} frame{'s' * (len(frames) > 1)} of aiodist and asyncio{end}\n")
             else:
                 lines += traceback.StackSummary.from_list(frames).format(**options)
         return lines
-
-
-def _place(frame: traceback.FrameSummary) -> str:
-    folder, name = os.path.split(frame.filename)
-    return f"to {os.path.basename(folder)}/{name}:{frame.lineno} in {frame.name}"

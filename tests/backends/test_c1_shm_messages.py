@@ -29,7 +29,7 @@ from aiodist.errors import BackendError, BackendUnavailable
 from aiodist.handles import LARGE_BYTES, Progress
 from aiodist.handles.progress import transport_lock
 from aiodist.types import ANY
-from aiodist.world.opening import Limits, _open_shared_memory
+from aiodist.world.opening import Limits, _transport
 
 SHORT = short_bytes(2)
 Ended = asyncio.Future[None]
@@ -357,11 +357,11 @@ async def test_c1_closing_fails_all_that_is_pending_once() -> None:
 
 async def test_c1_where_memory_is_not_shared_the_backend_says_why() -> None:
     off = Environment.read({"AIODIST_SHM": "0"})
-    calls = [_open_shared_memory(off, channel, [0, 0], Limits()) for channel in in_process(2)]
+    calls = [_transport(off, "shm", None, channel, [0, 0], Limits()) for channel in in_process(2)]
     for error in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(error, BackendUnavailable)
         assert "rank 0: it was turned off (AIODIST_SHM=0); rank 1" in str(error)
-    calls = [_open_shared_memory(Environment.read({}), channel, [0, 0, 2], Limits()) for channel in in_process(3)]
+    calls = [_transport(Environment.read({}), "shm", None, channel, [0, 0, 2], Limits()) for channel in in_process(3)]
     errors = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(error, BackendUnavailable) for error in errors)
     assert [str(error).rpartition(": ")[2] for error in errors] == [

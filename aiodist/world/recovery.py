@@ -13,11 +13,11 @@ import gc
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Final
 
 from aiodist.communicator import Communicator
 from aiodist.communicator.registry import Registry
-from aiodist.control import Channel, Exit
+from aiodist.control import Channel, Exit, connect
 from aiodist.control.generations import Generation
 from aiodist.errors import (
     AiodistError,
@@ -26,6 +26,7 @@ from aiodist.errors import (
     CommunicatorAborted,
     CommunicatorClosed,
     CommunicatorError,
+    ConfigError,
     LaunchError,
     MismatchError,
     OperationTimeout,
@@ -33,6 +34,8 @@ from aiodist.errors import (
     PeerLost,
 )
 from aiodist.handles import Handle, Origin
+from aiodist.world.generation import RankWorld, WorldOptions
+from aiodist.world.opening import RankSeat, place_on
 
 _LATEST_SECONDS: Final = 0.2  # before a deadline: who is late is asked for then
 _ANSWER_SECONDS: Final = 0.5  # for news that a rank is gone, where a library failed
@@ -40,47 +43,6 @@ _LOOK_SECONDS: Final = 0.01
 _MOST_OLD: Final = 4
 _AGAIN_SECONDS: Final = 60.0  # between two reports
 _log = logging.getLogger("aiodist")
-
-
-class OpenWorld(Protocol):
-    """What one generation has open on this rank."""
-
-    registry: Registry[Communicator]
-    comm: Communicator
-
-    def release(self) -> None:
-        """Hold nothing of the process any more: cores, signals."""
-
-    async def close(self) -> None:
-        """Close it with all other ranks."""
-
-    async def abort(self, error: AiodistError) -> None:
-        """Close it without the others."""
-
-
-class Ways(Protocol):
-    """How a rank meets the others, and opens a world with them."""
-
-    @property
-    def most(self) -> int:
-        """How many ranks there may be; raises ConfigError where the job is not elastic."""
-
-    @property
-    def alone(self) -> bool:
-        """This rank has its process to itself."""
-
-    @property
-    def report(self) -> float | None:
-        """After how many seconds it is told for whom this rank waits; None: never."""
-
-    async def first(self) -> tuple[Channel, Generation]:
-        """Return the channel to the others of the generation that this rank is started for."""
-
-    async def next(self, generation: Generation, rank: int, where: Any) -> Channel:  # noqa: ANN401
-        """Return the channel of a generation once it has begun; raise `PeerLost` where it never will."""
-
-    async def open(self, channel: Channel, generation: Generation, before: Registry[Communicator] | None) -> OpenWorld:
-        """Return an open world; what fails half-way is closed, but for the channel."""
 
 
 class _Regrouping(Handle[Communicator]):
@@ -96,12 +58,20 @@ class _Regrouping(Handle[Communicator]):
 class Recovery:
     """The generations of one rank, from the one that it was started for to the current one."""
 
-    def __init__(self, ways: Ways) -> None:
-        self._ways = ways
+    def __init__(self, options: WorldOptions, backend: str | None, given: RankSeat | None) -> None:
+        """The seat is `given` to a rank that is a task of one process. Raises ConfigError in a job not elastic."""
+        elastic = options.environment.elastic if given is None else given.elastic
+        if elastic is None:
+            how = "expected aiodist run --elastic MIN:MAX, whose launcher has the hub, so that any rank may die"
+            raise ConfigError(f"init(elastic=True), and the job is not elastic: {how}")
+        self._most = elastic[1]
+        self._options = options
+        self._backend = backend or options.environment.backend
+        self._given = given
         self._task: asyncio.Task[None] | None = None
         self._under_way: Handle[Communicator] | None = None
         self._uncollected = 0
-        self._world: OpenWorld
+        self._world: RankWorld
         """That of the newest generation that was opened here."""
         self.channel: Channel
         """That of the newest one that has begun."""
@@ -112,10 +82,10 @@ class Recovery:
         return self._world.registry
 
     @classmethod
-    async def of(cls, ways: Ways) -> Recovery:
+    async def of(cls, options: WorldOptions, backend: str | None, given: RankSeat | None) -> Recovery:
         """Return one whose first world is open; as long as ranks leave meanwhile, it is one among those who live."""
-        recovery = cls(ways)
-        recovery.channel, generation = await ways.first()
+        recovery = cls(options, backend, given)
+        recovery.channel, generation = await recovery._first()
         try:
             recovery._enter(await recovery._opened(generation, None))
         except BaseException as error:
@@ -124,7 +94,7 @@ class Recovery:
             raise
         return recovery
 
-    async def begin(self) -> Communicator:
+    async def open(self) -> Communicator:
         """Return the first world."""
         return self._world.comm
 
@@ -143,7 +113,7 @@ class Recovery:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        self._world.release()
+        await self._world.cancel()
 
     # --- shrink and grow ---------------------------------------------------------------------------------------
 
@@ -159,8 +129,8 @@ class Recovery:
             raise CommunicatorError(f"{self._under_way} is under way: await its handle")
         if joiners:
             dispatcher.check_usable()
-            if comm.size + joiners > self._ways.most:
-                most = f"the job may have {self._ways.most}"
+            if comm.size + joiners > self._most:
+                most = f"the job may have {self._most}"
                 raise ValueError(f"grow({joiners}) of {comm.size} ranks: {most} (aiodist run --elastic MIN:MAX)")
         handle: Handle[Communicator] = _Regrouping(
             dispatcher.progress, what, self._world.registry.generation.number, origin=Origin.here(3)
@@ -188,10 +158,10 @@ class Recovery:
 
     async def _ask_who_is_late(self, handle: Handle[Communicator], seconds: float | None) -> None:
         """Know it before a deadline, and report it where the ranks wait for long."""
-        loop, report = asyncio.get_running_loop(), self._ways.report
+        loop, report = asyncio.get_running_loop(), self._options.report if self._options.alone else None
         told_at = loop.time() if report is None else loop.time() + report
         with suppress(PeerError, RuntimeError, ValueError):
-            if not self._ways.alone:  # a clock that jumps would do so for nothing else
+            if not self._options.alone:  # a clock that jumps would do so for nothing else
                 if seconds is None:
                     return
                 await asyncio.sleep(seconds - _LATEST_SECONDS)
@@ -201,14 +171,14 @@ class Recovery:
                     names = "; ".join(f"rank {rank}: {where}" for rank, where in sorted(late.items()))
                     _log.warning("rank %d waits in %s: %s", self.channel.rank, handle, names or "all are on their way")
                     told_at += _AGAIN_SECONDS
-                if not self._ways.alone:
+                if not self._options.alone:
                     return
                 await asyncio.sleep(_LATEST_SECONDS)
 
     def _collect(self) -> None:
         """Free old worlds, which are cycles with descriptors in them, once there are some: it takes about 0.3 s."""
         self._uncollected += 1
-        if self._uncollected >= _MOST_OLD and self._ways.alone:
+        if self._uncollected >= _MOST_OLD and self._options.alone:
             self._uncollected = 0
             gc.collect()
 
@@ -238,18 +208,18 @@ class Recovery:
         await channel.aclose()
         return self._enter(await self._open(generation, old.registry))
 
-    def _enter(self, world: OpenWorld) -> Communicator:
+    def _enter(self, world: RankWorld) -> Communicator:
         self._world = world
         world.registry.elastic = self
         return world.comm
 
-    async def _supersede(self, old: OpenWorld, why: str) -> None:
+    async def _supersede(self, old: RankWorld, why: str) -> None:
         """Give the old world up: what is pending on it, and every later call, raises CommunicatorAborted."""
         error = CommunicatorAborted(f"the ranks of this communicator go on in another one: {why}")
         old.registry.supersede(error)
         await old.abort(error)
 
-    async def _opened(self, generation: Generation, before: Registry[Communicator] | None) -> OpenWorld:
+    async def _opened(self, generation: Generation, before: Registry[Communicator] | None) -> RankWorld:
         """Return the world of a generation that has begun, or, where ranks leave meanwhile, of the next."""
         while True:
             try:
@@ -259,12 +229,37 @@ class Recovery:
                 generation = await self._next(0)
                 await channel.aclose()
 
-    async def _open(self, generation: Generation, before: Registry[Communicator] | None) -> OpenWorld:
+    async def _open(self, generation: Generation, before: Registry[Communicator] | None) -> RankWorld:
         """Return the world of a generation; raise PeerError where a rank has left, though a library said otherwise."""
         try:
-            return await self._ways.open(self.channel, generation, before)
+            return await self._built(generation, before)
         except (BackendError, BackendUnavailable, OperationTimeout) as error:
             raise (await self._await_loss(error)).error() from None
+
+    async def _built(self, generation: Generation, before: Registry[Communicator] | None) -> RankWorld:
+        """Return an open world; what fails half-way is closed, but for the channel."""
+        options = self._options
+        if self._given is not None:
+            place = self._given.place(self.channel, generation)
+        else:
+            backend = self._backend or ("shared" if options.environment.shared_memory else "gloo")
+            place = await place_on(self.channel, options.environment, backend, options.limits)
+        try:
+            world = await RankWorld.of(options, place, generation)
+        except BaseException:
+            await place.transport.aclose(drained=False)
+            raise
+        try:
+            if before is not None:
+                world.registry.portal = before.portal
+                world.registry.stop_requested = before.stop_requested
+                if before.kept is not None:
+                    before.kept.follow(world.registry)
+            await world.open()
+        except BaseException as error:
+            await world.abort(CommunicatorAborted(f"the world was not opened: {error!r}"))
+            raise
+        return world
 
     async def _await_loss(self, error: AiodistError) -> Exit:
         """Return how a rank left, which `error` may follow from and be heard of before; raise `error` if none has."""
@@ -279,6 +274,32 @@ class Recovery:
         """Return how the first rank left that is known to be lost."""
         return next((exit for exit in self.channel.exits().values() if not exit.clean), None)
 
+    async def _first(self) -> tuple[Channel, Generation]:
+        """Return the channel to the others of the generation that this rank is started for."""
+        if self._given is not None:
+            return await self._given.first()
+        environment = self._options.environment
+        name = "mpi" if environment.mpi else self._backend
+        if name == "mpi":
+            raise BackendUnavailable("an elastic world over MPI: expected aiodist run --mpi none")
+        if name and name not in ("gloo", "shm"):
+            raise ConfigError(f"backend {name!r} of an elastic world: expected gloo or shm")
+        generation = Generation(environment.generation, environment.previous)
+        return await self._meet(generation, environment.rank, environment.rendezvous or ""), generation
+
+    async def _meet(self, generation: Generation, rank: int, address: str) -> Channel:
+        """Return the channel of a generation once it has begun; raise `PeerLost` where it never will."""
+        if self._given is not None:
+            return await self._given.next(generation, rank)
+        return await connect(
+            address,
+            rank=rank,
+            size=generation.size,
+            token=self._options.environment.token,
+            timeout=self._options.limits.rendezvous,
+            there=generation.number > 0,
+        )
+
     async def _next(self, joiners: int) -> Generation:
         """Return the next generation, once it has begun; `channel` is that of its session then."""
         channel = self.channel
@@ -289,7 +310,7 @@ class Recovery:
                 raise self._refusal(answer["refused"], answer["why"])
             generation = Generation(answer["number"], tuple(answer["previous"]))
             try:
-                self.channel = await self._ways.next(generation, answer["rank"], answer["where"])
+                self.channel = await self._meet(generation, answer["rank"], answer["where"])
             except (PeerLost, OperationTimeout) as error:
                 failed = error
             else:
