@@ -68,18 +68,14 @@ class Deadlocks(Quiet):
 
     def look(self) -> None:
         """Tell the judge, where nothing goes on here; called while operations are pending."""
-        facts = self._facts() if self._is_quiet() else None
+        before, self._issued = self._issued, sum(member.issued for member in self._watch.members.values())
+        facts = self._facts() if self._issued == before else None  # a cheap no for a program that goes on
         judge = next(rank for rank in range(self._channel.size) if rank not in self._channel.exits())
         if facts is None or facts != self._seen:
             self._seen = facts
         elif self._told != (judge, facts):
             self._told = judge, facts
             self._say(judge, ["waits", 0, facts, []])
-
-    def _is_quiet(self) -> bool:
-        """Return whether nothing was issued since the last look: a cheap no for a program that goes on."""
-        before, self._issued = self._issued, sum(member.issued for member in self._watch.members.values())
-        return self._issued == before
 
     def _facts(self) -> Facts | None:
         """Return what this rank waits in; None where something goes on."""
@@ -157,7 +153,7 @@ class Deadlocks(Quiet):
         the_round.answers[src] = stacks
         if the_round.answers.keys() == the_round.lock.waits.keys():
             self._round = None
-            text = drawn(the_round.lock, the_round.answers)
+            text = "\n".join(drawn(the_round.lock, the_round.answers))
             message = ["lock", 0, [*the_round.lock.waits], [text, the_round.lock.cycle]]
             self._channel.broadcast(_TOPIC, message)
             self._heard(self._channel.rank, message)

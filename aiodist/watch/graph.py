@@ -55,16 +55,14 @@ def _blocking(rank: int, op: PendingOp, comms: Mapping[int, Mapping[str, CommFac
     if not op.peers:
         return [other for other, comm in there.items() if _issued(comm, op.name) <= op.number]
     # Any of them could end it, and so may a message that is on its way.
-    can = [other for other in op.peers if other not in there or (other != rank and _on_the_way(other, rank, there))]
-    return [] if can else op.peers
+    for other in op.peers:
+        if other not in there or (other != rank and _found(there[other].sent, rank) != _found(mine.heard, other)):
+            return []
+    return op.peers
 
 
 def _issued(comm: CommFacts, name: str) -> int:
     return comm.issued if not name else _found(comm.names, name)
-
-
-def _on_the_way(src: int, dst: int, there: Mapping[int, CommFacts]) -> bool:
-    return _found(there[src].sent, dst) != _found(there[dst].heard, src)
 
 
 def _found(pairs: Sequence[Sequence[Any]], key: object) -> int:
@@ -84,12 +82,8 @@ def _cycle(waits: Mapping[int, list[Blocked]]) -> list[int]:
 # --- drawn -----------------------------------------------------------------------------------------------------
 
 
-def drawn(lock: Lock, stacks: Mapping[int, list[list[str]]]) -> str:
-    """Return it as text: the cycle, then what each rank waits in and where its tasks are suspended."""
-    return "\n".join(_lines(lock, stacks))
-
-
-def _lines(lock: Lock, stacks: Mapping[int, list[list[str]]]) -> Iterator[str]:
+def drawn(lock: Lock, stacks: Mapping[int, list[list[str]]]) -> Iterator[str]:
+    """Yield it as lines: the cycle, then what each rank waits in and where its tasks are suspended."""
     first, *others = lock.cycle
     if others:
         chain = "".join(f" waits for rank {rank}, which" for rank in others)

@@ -97,7 +97,10 @@ def merge(folder: Path) -> Merged | None:
         for rank, track, name, began, ended, details in spans
     ]
     shared.sort(key=lambda one: (one.began, -one.ended))
-    _note_arrivals(shared)
+    for group in _together(shared):
+        for one in group:  # how long the collective had to wait for which rank
+            one.details["last_rank"] = group[-1].rank
+            one.details["waited_us"] = _us(group[-1].began - one.began)
     error = max(clock.error for clock in clocks.values())
     written = {
         "displayTimeUnit": "ms",
@@ -156,15 +159,6 @@ def _together(spans: Iterable[Recorded]) -> Iterator[list[Recorded]]:
             times[one.rank, *key] += 1  # a process may open several worlds, one after the other
             found[*key, times[one.rank, *key]].append(one)
     yield from (group for group in found.values() if len(group) > 1)
-
-
-def _note_arrivals(spans: Iterable[Recorded]) -> None:
-    """Have each collective say how long it had to wait for which rank."""
-    for group in _together(spans):
-        last = group[-1]
-        for one in group:
-            one.details["last_rank"] = last.rank
-            one.details["waited_us"] = _us(last.began - one.began)
 
 
 # --- events --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sized
 from concurrent.futures import thread as executors
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 from aiodist.control import Channel
@@ -46,15 +46,6 @@ _WAITS = frozenset(
 """A thread that is in one of these without a time-out goes on only when another thread wakes it."""
 
 
-class LoopState(NamedTuple):
-    """What a loop may call, apart from what only watches."""
-
-    ready: int
-    timers: int
-    others: int
-    """Files, sockets, servers, signal handlers."""
-
-
 def what_goes_on(progress: Progress, channel: Channel) -> str:
     """Return why this rank may go on though none of its operations ends, "" where it cannot; on the loop's thread."""
     if progress.busy():
@@ -64,11 +55,12 @@ def what_goes_on(progress: Progress, channel: Channel) -> str:
     state = _state_of(progress)
     if state is None:
         return f"its event loop is {type(progress.loop).__qualname__}, which does not tell what it waits for"
-    if state.ready:
+    ready, timers, others = state
+    if any(map(_is_loud, ready)):
         return "its loop has something to run"
-    if state.timers:
+    if any(map(_is_loud, timers)):
         return "its loop has set a timer"
-    if state.others:
+    if any(others):
         return "its loop waits for a file, a socket or a signal"
     for thread in threading.enumerate():
         if thread.ident != progress.thread_id and thread.ident is not None and not _stands_still(thread):
@@ -76,16 +68,15 @@ def what_goes_on(progress: Progress, channel: Channel) -> str:
     return ""
 
 
-def _state_of(progress: Progress) -> LoopState | None:
+def _state_of(progress: Progress) -> tuple[list[Any], list[Any], list[Sized]] | None:
+    """Return what the loop has ready, its timers, and its files, sockets, servers and signal handlers."""
     loop: Any = progress.loop
     if isinstance(progress.loop, asyncio.SelectorEventLoop):
         files = set(loop._selector.get_map()) - progress.own_files - {loop._ssock.fileno()}
-        return _counted(loop._ready, loop._scheduled, [files, loop._signal_handlers])
-    return _of_uvloop(progress) if type(loop).__module__.partition(".")[0] == "uvloop" else None
-
-
-def _of_uvloop(progress: Progress) -> LoopState:
-    """It shows nothing of that by name, and all of it to the garbage collector."""
+        return list(loop._ready), list(loop._scheduled), [files, loop._signal_handlers]
+    if type(loop).__module__.partition(".")[0] != "uvloop":
+        return None
+    # It shows nothing of that by name, and all of it to the garbage collector.
     held = gc.get_referents(progress.loop)
     own = progress.own_files | {one.fileno() for one in held if isinstance(one, socket.socket)}
     ready = [handle for one in held if isinstance(one, deque) for handle in one]
@@ -94,22 +85,16 @@ def _of_uvloop(progress: Progress) -> LoopState:
     tables = [one for one in held if isinstance(one, dict)]
     files = {fd for table in tables for fd in table if fd not in own}
     transports = [one for one in held if isinstance(one, WeakValueDictionary)]
-    return _counted(ready, timers, [files, *transports, [item for item in sets if not hasattr(item, "when")]])
+    return ready, timers, [files, *transports, [item for item in sets if not hasattr(item, "when")]]
 
 
-def _counted(ready: Any, timers: Any, others: list[Sized]) -> LoopState:  # noqa: ANN401
-    return LoopState(_loud(ready), _loud(timers), sum(map(len, others)))
-
-
-def _loud(handles: Any) -> int:  # noqa: ANN401
-    """Return how many of them may run code of the program's."""
-    return sum(not handle.cancelled() and not is_quiet(_callback(handle), closing=True) for handle in tuple(handles))
-
-
-def _callback(handle: Any) -> object:  # noqa: ANN401
-    """Return what a loop will call."""
-    found = getattr(handle, "_callback", None)
-    return found if found is not None else next(filter(callable, gc.get_referents(handle)), None)
+def _is_loud(handle: Any) -> bool:  # noqa: ANN401
+    """Return whether what the loop will call may run code of the program's."""
+    if handle.cancelled():
+        return False
+    if (call := getattr(handle, "_callback", None)) is None:
+        call = next(filter(callable, gc.get_referents(handle)), None)
+    return not is_quiet(call, closing=True)
 
 
 def _stands_still(thread: threading.Thread) -> bool:

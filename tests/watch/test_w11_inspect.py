@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 from torch.distributed.flight_recorder import fr_trace
 
-from aiodist.watch import flight, jobs, shown
+from aiodist.watch import jobs, shown
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -193,5 +193,5 @@ def test_w11_a_narrow_terminal_loses_no_line(tmp_path: Path, monkeypatch: pytest
 
 
 def test_w11_the_dumps_are_one_a_rank(tmp_path: Path) -> None:
-    flight.write([{"rank": 0, "communicators": {}}, {"rank": 1}], tmp_path)
+    shown.write_flight([{"rank": 0, "communicators": {}}, {"rank": 1}], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["rank_0"]

@@ -25,9 +25,9 @@ from aiodist.nn import DataParallel
 from aiodist.ps import ParameterServer
 from aiodist.streams import HostStream
 from aiodist.testing import run_ranks
-from aiodist.watch import recorder
 from aiodist.watch.clock import Clock, Offset
 from aiodist.watch.merging import RankClock, merge, prepare
+from aiodist.watch.trace import Recorder
 from tests.support.simulated_cuda.device import SimulatedCuda
 from tests.support.trace_events import read, spans
 
@@ -176,7 +176,7 @@ async def test_w7_a_folder_that_cannot_be_written_is_an_error_at_once(coll: Comm
 
 
 def test_w7_a_disk_that_is_full_ends_the_trace_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    full = recorder.Recorder.join(tmp_path, 0, 1)
+    full = Recorder.join(tmp_path, 0, 1)
     with full._file as file:  # what is written to a closed file raises a ValueError, so it is one that is full
         full._file = cast(Any, _Full(file.name))
         full.span("a", perf_counter())
