@@ -1,6 +1,9 @@
 # A program as others write it, without types.
 # mypy: ignore-errors
-"""One rank that trains and communicates in every way of torch: over backend argv[1], JSON of what came into argv[2]."""
+"""One rank that trains and communicates in every way of torch: over backend argv[1], JSON of what came into argv[2].
+
+On the CPU, or on device argv[3]; weights and data come from the CPU's generator on either.
+"""
 
 import json
 import sys
@@ -30,9 +33,11 @@ import aiodist.c10d  # noqa: F401
 
 warnings.simplefilter("ignore")
 backend, folder = sys.argv[1], Path(sys.argv[2])
+device = torch.device(sys.argv[3] if len(sys.argv) > 3 else "cpu")
 dist.init_process_group(backend)
 rank, size = dist.get_rank(), dist.get_world_size()
 results = {}
+torch.set_default_device(device)
 
 
 def case(function):
@@ -43,15 +48,29 @@ def case(function):
     return function
 
 
+def made(seed):
+    """Have a model made with the CPU's generator, wherever it goes then."""
+
+    def wrap(model):
+        def make():
+            torch.manual_seed(seed)
+            with torch.device("cpu"):
+                return model().to(device)
+
+        return make
+
+    return wrap
+
+
+@made(0)
 def mlp():
-    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
 
 
+@made(1)
 class Transformer(nn.Module):
     def __init__(self):
         super().__init__()
-        torch.manual_seed(1)
         self.first = nn.Linear(16, 32)
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0) for _ in range(2)
@@ -65,12 +84,12 @@ class Transformer(nn.Module):
         return self.last(x[:, 0])
 
 
+@made(2)
 class Branches(nn.Module):
     """Uses one of two branches."""
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(2)
         self.first = nn.ModuleList(nn.Linear(16, 8) for _ in range(2))
         self.last = nn.Linear(8, 4)
         self.branch = 0
@@ -80,8 +99,8 @@ class Branches(nn.Module):
 
 
 def data(step, of=rank):
-    generator = torch.Generator().manual_seed(100 * step + of)
-    return torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(100 * step + of)
+    return tuple(torch.randn(8, n, generator=generator, device="cpu").to(device) for n in (16, 4))
 
 
 def train(net, opt, steps=4, of=rank):
@@ -179,8 +198,7 @@ def ddp_join():
 
 @case
 def ddp_sparse():
-    torch.manual_seed(3)
-    net = DDP(nn.Embedding(10, 4, sparse=True))
+    net = DDP(made(3)(lambda: nn.Embedding(10, 4, sparse=True))())
     opt, losses = sgd(net), []
     for step in range(3):
         opt.zero_grad()
@@ -219,20 +237,20 @@ def fsdp2_mixed_precision():
 
 @case
 def fsdp1():
-    net = FullyShardedDataParallel(mlp(), device_id=torch.device("cpu"))
+    net = FullyShardedDataParallel(mlp(), device_id=device)
     return train(net, torch.optim.Adam(net.parameters(), 0.01))
 
 
 @case
 def dtensor():
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(device.type, (size,))
     net = parallelize_module(mlp(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return train(net, torch.optim.SGD(net.parameters(), 0.1, foreach=False), of=0)
 
 
 @case
 def dtensor_layouts():
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(device.type, (size,))
     whole = distribute_tensor(torch.arange(30.0).view(5, 6), mesh, [Shard(0)])  # 5 rows on two ranks
     across = whole.redistribute(mesh, [Shard(1)])
     product = (across @ whole.redistribute(mesh, [Replicate()]).t()).redistribute(mesh, [Replicate()])
@@ -242,7 +260,7 @@ def dtensor_layouts():
 
 @case
 def device_mesh():
-    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(device.type, (1, size), mesh_dim_names=("data", "tensor"))
     t = torch.ones(2) * rank
     dist.all_reduce(t, group=mesh["tensor"].get_group())
     return [*t.tolist(), mesh["data"].size()]
@@ -252,7 +270,7 @@ def device_mesh():
 def pipeline():
     whole = mlp()
     part = whole[:2] if rank == 0 else whole[2:]
-    stage = PipelineStage(part, rank, 2, torch.device("cpu"))
+    stage = PipelineStage(part, rank, 2, device)
     schedule, opt, found = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss), sgd(part), []
     for step in range(3):
         x, y = data(step, 0)
@@ -268,7 +286,7 @@ def pipeline():
 def pipeline_1f1b():
     whole = mlp()
     part = whole[:2] if rank == 0 else whole[2:]
-    schedule = Schedule1F1B(PipelineStage(part, rank, 2, torch.device("cpu")), 4, loss_fn=nn.functional.mse_loss)
+    schedule = Schedule1F1B(PipelineStage(part, rank, 2, device), 4, loss_fn=nn.functional.mse_loss)
     losses = []
     x, y = data(0, 0)
     schedule.step(x) if rank == 0 else schedule.step(target=y, losses=losses)
