@@ -63,6 +63,31 @@ class Driver(Stateful, Protocol):
         """Some are not."""
 
 
+@runtime_checkable
+class Recovering(Driver, Protocol):
+    """A driver with which a net may go on on another communicator."""
+
+    def retreat(self) -> None:
+        """Go back to the last step whose updates were all made; the compute thread has ended."""
+
+    def resume(self) -> None:
+        """Go on with what the net has now."""
+
+
+class _Expected:
+    """Stands for a driver that is made once the net is, and keeps the state that the other ranks have for it."""
+
+    def __init__(self, kind: type[Recovering]) -> None:
+        self.kind = kind
+        self.state: Any = None
+
+    def state_dict(self) -> None:
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
 class DataParallel(ModuleLike):
     """A module that every rank trains on data of its own, with the gradients averaged over all of them.
 
@@ -90,6 +115,7 @@ class DataParallel(ModuleLike):
     _settings: StepSettings
     _optimizer: Optimizer | Driver | None = None
     _passes: set[asyncio.Future[None]]
+    _expected: tuple[_Expected, ...] = ()
     _refuses: str | None = "is on no communicator"
     reducer: Reducer
     """It and `compute` are for what drives a step: a `Driver`."""
@@ -100,7 +126,7 @@ class DataParallel(ModuleLike):
         cls,
         module: nn.Module,
         coll: Communicator,
-        *state: Stateful,
+        *state: Stateful | type[Recovering],
         op: Literal["mean", "sum"] = "mean",
         bucket_bytes: int | None = None,
         first_bucket_bytes: int | None = None,
@@ -121,7 +147,8 @@ class DataParallel(ModuleLike):
         With `compress`, a codec of `aiodist.codecs` or a `Compression`, gradients travel as codes, made on the host;
         what these leave out is sent later (`compressor`). Sparse gradients go as they are.
         All ranks get rank 0's `state` too, such as the optimizer's. In an elastic world a rank that joins calls this
-        where the others call `rebind`, with as much `state`, and gets what they have.
+        where the others call `rebind`, with as much `state`, and gets what they have. `PipelinedOptimizer`, the class,
+        stands for one that you make on this net next.
 
         Raises `ValueError` for another `op`, sizes below 1 or a module with nothing to train, `TypeError` for
         parameters that `compress` does not take, `RuntimeError` when a parameter belongs to a `DataParallel` already.
@@ -144,8 +171,16 @@ class DataParallel(ModuleLike):
         net = cls.__new__(cls)
         net._module, net._op, net._sizes, net._compression, net._settings = module, op, sizes, compression, known
         net._passes = set()
-        await net._bind(coll, state, 0)
+        stands = [_Expected(each) if isinstance(each, type) else each for each in state]
+        net._expected = tuple(each for each in stands if isinstance(each, _Expected))
+        await net._bind(coll, stands, 0)
         return net
+
+    def expected_state(self, driver: Recovering) -> Any:
+        """Return the state that `create` was given for such a driver, once; None where there is none."""
+        found = next((each for each in self._expected if isinstance(driver, each.kind)), None)
+        self._expected = tuple(each for each in self._expected if each is not found)
+        return None if found is None else found.state
 
     async def rebind(self, coll: Communicator, *state: Stateful) -> None:
         """Go on on another communicator, such as the world that `shrink` or `grow` has returned.
@@ -155,32 +190,44 @@ class DataParallel(ModuleLike):
         nothing happens, so a loop may call it before each step. The first of the ranks that have made
         most steps gives all others its parameters, buffers and `state`, those of the scaler and the schedulers of
         `settings` too; `steps` is then the same everywhere. Gradients are forgotten, and so is what `compress` had left
-        for later. Buckets are dealt anew. Where it raises `PeerError` nothing has changed: shrink, and call it again.
+        for later. Buckets are dealt anew, but for those of a `PipelinedOptimizer`, which goes back to the last step
+        whose updates were all made. Where it raises `PeerError` nothing else has changed: shrink, and call it again.
 
-        Raises at the call `TypeError` for a `PipelinedOptimizer` and others that drive the step, `ValueError` where the
-        optimizer of the last step is missing, `RuntimeError` for a module with divided layers; `MismatchError` on all
+        Raises at the call `TypeError` for a `ShardedOptimizer` and `LocalSGD`, `ValueError` where the optimizer of the
+        last step is missing, `RuntimeError` for a module with divided layers; `MismatchError` on all
         ranks as `create`, and `RuntimeError` where each rank's optimizer has raised in the midst of its step.
         Cost: that of `create`, a broadcast of `state`, and memory for what comes until all of it is there.
         """
+        self._check_state(state)
+        if self._refuses is None:
+            if coll is self._home:
+                return
+            if coll.parts.registry.elastic is None:
+                self.check_updated()
+            await self.aclose()
+        await self.compute.stream.aclose()  # what was asked for may still run
+        recovering = [each for each in state if isinstance(each, Recovering)]
+        for each in recovering:
+            each.retreat()
+        for parameter in self._module.parameters():
+            parameter.grad = None
+        await self._bind(coll, state, self.reducer.steps.whole)
+        for each in recovering:
+            each.resume()
+
+    def _check_state(self, state: Sequence[Stateful]) -> None:
+        """Raise unless the net may go on elsewhere with `state`."""
         if self._settings.divided:
             what = "layers are divided among ranks, and blocks may be lost: make it anew, and load the last checkpoint"
             raise RuntimeError(f"rebind of a module whose {what}")
         for each in (*state, self._optimizer):
-            if not isinstance(each, Optimizer) and isinstance(each, Driver):
+            if isinstance(each, Driver) and not isinstance(each, Recovering | Optimizer):
                 raise TypeError(
-                    f"rebind with {type(each).__name__}, whose updates may be made in part, or are divided among ranks:"
-                    " close() it, make net and optimizer anew, and load the last checkpoint"
+                    f"rebind with {type(each).__name__}, whose state differs from rank to rank: close() it, make net "
+                    "and optimizer anew, and load the last checkpoint"
                 )
         if self._optimizer is not None and all(each is not self._optimizer for each in state):
             raise ValueError(f"rebind without {type(self._optimizer).__name__}, which made the last step: expected it")
-        if self._refuses is None:
-            if coll is self._home:
-                return
-            await self.aclose()
-        await self.compute.stream.aclose()  # what was asked for may still run
-        for parameter in self._module.parameters():
-            parameter.grad = None
-        await self._bind(coll, state, self.reducer.steps.whole)
 
     async def _bind(self, coll: Communicator, state: Sequence[Stateful], made: int | None) -> None:
         """Make what the net has on `coll`; this rank has `made` so many steps, None where it is in the midst of one."""
@@ -197,7 +244,7 @@ class DataParallel(ModuleLike):
             named = named_state(module)
             rows = row_parameters(module)
             sparse = ", ".join(name for name, p in module.named_parameters() if p in rows)
-            kinds = ", ".join(type(each).__name__ for each in state)
+            kinds = ", ".join((each.kind if isinstance(each, _Expected) else type(each)).__name__ for each in state)
             also = (
                 placement(named),
                 f"op={op!r}, compress={self._compression!r} and buckets of {sizes.bucket} and {sizes.first} bytes",

@@ -147,9 +147,15 @@ class Dealer:
             self.deal.set_buckets(self._buckets(order))
         return order is not None
 
-    def keep(self) -> list[list[Slot]]:
-        """Deal as now from now on, and return which parameters share a bucket; those outside get buckets too."""
-        if self._groups is None:
+    def keep(self, groups: list[list[int]] | None) -> list[list[Slot]]:
+        """Deal from now on as now, or in these groups, and return which parameters share a bucket.
+
+        Those outside get buckets too.
+        """
+        if groups is not None:
+            self._groups = groups
+            self.remake(self._make)
+        elif self._groups is None:
             self._groups = [[slot.index for slot in bucket.slots] for bucket in self.deal.buckets]
             self._groups += self._dealt(reversed(self.deal.outside))
             self._kept = {key: made for key, made in self._kept.items() if made is self.deal}

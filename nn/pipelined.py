@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -47,9 +49,13 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
     def __init__(self, net: DataParallel, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
         super().__init__(net, make_optimizer)
+        come = net.expected_state(self)
+        groups = None if come is None else [part["parameters"] for part in come]
         self._settings = StepSettings()
         """Those of the step whose updates are left."""
-        self._parts = [_BucketOptimizer(slots, make_optimizer) for slots in net.reducer.keep_buckets(urgent=True)]
+        self._parts = [
+            _BucketOptimizer(slots, make_optimizer) for slots in net.reducer.keep_buckets(groups, urgent=True)
+        ]
         self._part_of = {slot.index: part for part in self._parts for slot in part.slots}
         self._places: dict[_BucketOptimizer, int] = {}
         """Of those that had a gradient in the last step: the number of their bucket then."""
@@ -57,7 +63,13 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         """The reductions of the last step."""
         self._complete = True
         """No update of the last step has failed."""
+        self._undo: list[Callable[[], None]] | None = None if net.coll.parts.registry.elastic is None else []
+        """In an elastic world: what takes back each update of a step that is not made whole."""
+        self._mishap: Exception | None = None
+        """What was raised in the midst of the last of them."""
         self._guard(self._parts)
+        if come is not None:
+            self.load_state_dict(come)
 
     # --- for the user -------------------------------------------------------------------------------------------
 
@@ -72,21 +84,41 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the state of each; raise `RuntimeError` while updates are pending: `await flush()` first."""
+        """Return the state of each, with the numbers of its parameters in the module's order.
+
+        Raises `RuntimeError` while updates are pending: `await flush()` first.
+        """
         if self._left:
             raise RuntimeError("updates are pending: `await opt.flush()` first")
-        return [optimizer.state_dict() for optimizer in self.optimizers]
+        return [{"parameters": part.numbers, **part.optimizer.state_dict()} for part in self._parts]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]], /) -> None:
-        """Take what `state_dict` gave; raise ValueError unless it is of as many buckets."""
-        if len(state) != len(self._parts):
-            raise ValueError(f"state of {len(state)} buckets: expected {len(self._parts)}")
+        """Take what `state_dict` gave; raise ValueError unless it is of the same buckets."""
+        seen, mine = [list(one["parameters"]) for one in state], [part.numbers for part in self._parts]
+        if seen != mine:
+            raise ValueError(f"state of buckets with parameters {seen}: expected {mine}")
         for optimizer, one in zip(self.optimizers, state, strict=True):
             optimizer.load_state_dict(dict(one))
 
     def close(self) -> None:
         """Take the hooks off the modules; the parameters stay as they are. `flush` first."""
         self._guards.remove()
+
+    # --- on another communicator: see `net.rebind` --------------------------------------------------------------
+
+    def retreat(self) -> None:
+        """Take back what was updated of a step that was not made whole, and forget the rest of it."""
+        while self._undo:
+            self._undo.pop()()
+            if (steps := self._net.reducer.steps).mishap is self._mishap:
+                steps.mishap = None
+        self._left.clear()
+        self._unasked.clear()
+        self._newest = self._failed = None
+
+    def resume(self) -> None:
+        """Have the net's new buckets be those that the optimizers are of."""
+        self._net.reducer.keep_buckets([part.numbers for part in self._parts], urgent=True)
 
     # --- on the compute thread ----------------------------------------------------------------------------------
 
@@ -126,15 +158,19 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         error = self._left.pop(part).outcome_error()
         if error is None:
             try:
+                if self._undo is not None:
+                    self._undo.append(part.undoing())
                 self._order(part)
                 with span("optimizer"), self._net.reducer.steps.aside():
                     part.step()
             except Exception as raised:  # noqa: BLE001  - told by the next step or flush
-                error = self._net.reducer.steps.mishap = raised
+                error = self._mishap = self._net.reducer.steps.mishap = raised
         part.zero_grad()
         self._complete = self._complete and error is None
         if self._complete and not self._left:
             self._net.reducer.steps.note(self)
+            if self._undo:
+                self._undo.clear()
             try:
                 self._settings.advance()
             except Exception as raised:  # noqa: BLE001  - told like one of the optimizer
@@ -200,6 +236,11 @@ class _BucketOptimizer:
         self._twin.__dict__.pop("step", None)  # a scheduler's, which calls that of the optimizer
         self._settings: list[dict[str, Any]] = []
 
+    @property
+    def numbers(self) -> list[int]:
+        """Those of the parameters, in the module's order."""
+        return [slot.index for slot in self.slots]
+
     def keep_settings(self) -> None:
         """Remember learning rate and the like: the update that is due is made with those of now."""
         self._settings = [
@@ -215,6 +256,19 @@ class _BucketOptimizer:
         self._twin.step()
         for group, kept, now in zip(self.optimizer.param_groups, self._settings, self._twin.param_groups, strict=True):
             group.update({name: value for name, value in now.items() if value is not kept.get(name)})
+
+    def undoing(self) -> Callable[[], None]:
+        """Return what gives parameters and optimizer back what they have now."""
+        values = [slot.parameter.detach().clone() for slot in self.slots]
+        state = deepcopy(self.optimizer.state_dict())
+
+        def undo() -> None:
+            with torch.no_grad():
+                for slot, value in zip(self.slots, values, strict=True):
+                    slot.parameter.copy_(value)
+            self.optimizer.load_state_dict(state)
+
+        return undo
 
     def zero_grad(self) -> None:
         for slot in self.slots:

@@ -190,16 +190,17 @@ class Reducer:
     def _deal(self) -> Deal:
         return self._dealer.deal
 
-    def keep_buckets(self, *, urgent: bool) -> list[list[Slot]]:
+    def keep_buckets(self, groups: list[list[int]] | None = None, *, urgent: bool) -> list[list[Slot]]:
         """Deal no more, and return which parameters share a bucket: from now on only the order is learnt.
 
-        Those that are frozen now have buckets of their own. With `urgent` what is left when backward ends goes in the
-        order of the next forward. Raises `RuntimeError` where the gradients have an owner.
+        `groups` says it by their numbers. Else those that are frozen now have buckets of their own. With `urgent` what
+        is left when backward ends goes in the order of the next forward. Raises `RuntimeError` where the gradients have
+        an owner.
         """
         if self.owner is not None:
             raise RuntimeError(f"the net has {self.owner!r}: close() that first")
         self.urgent = urgent
-        return self._dealer.keep()
+        return self._dealer.keep(groups)
 
     def hand_to(self, owner: Owner | None, hook: CommHook, make: MakeBucket | None) -> CommHook:
         """Return the hook so far: from now on `hook` reduces buckets that `make` makes, for `owner` alone.

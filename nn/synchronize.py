@@ -359,7 +359,8 @@ async def share_furthest(coll: Communicator, module: nn.Module, states: Sequence
         if elastic:
             copy_each(mine, come)
         for each, state in zip(states, came, strict=True):
-            each.load_state_dict(state)
+            if state is not None:  # else `root` has made no such optimizer yet
+                each.load_state_dict(state)
     return most
 
 
