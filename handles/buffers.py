@@ -20,24 +20,20 @@ class InFlight(_core.Claims):
 
     def acquire(self, start: int, nbytes: int, writes: bool, owner: object) -> None:
         """Claim bytes for `owner`; raise `BufferInFlight`, naming who has them, when that cannot be."""
-        holder = self.claim(start, nbytes, writes, owner)
-        if holder is not None:
-            verb = "write" if writes else "read"
-            raise BufferInFlight(f"{owner} would {verb} memory that {holder} still owns: await that first")
+        self.acquire_all([(start, nbytes, writes, None)], owner)
 
     def acquire_all(self, claims: Sequence[Claimed], owner: object) -> None:
         """Claim all of them, or none where one cannot be had."""
-        for i, claim in enumerate(claims):
-            try:
-                self.acquire(*claim[:3], owner)
-            except ValueError:
+        for i, (start, nbytes, writes, _) in enumerate(claims):
+            if (holder := self.claim(start, nbytes, writes, owner)) is not None:
                 self.release_all(claims[:i])
-                raise
+                verb = "write" if writes else "read"
+                raise BufferInFlight(f"{owner} would {verb} memory that {holder} still owns: await that first")
 
     def release_all(self, claims: Sequence[Claimed]) -> None:
         """Give back what `acquire_all` claimed."""
-        for claim in claims:
-            self.release(*claim[:3])
+        for start, nbytes, writes, _ in claims:
+            self.release(start, nbytes, writes)
 
 
 in_flight = InFlight()

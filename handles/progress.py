@@ -225,7 +225,9 @@ class Progress(_core.Pacer, Quiet):
         if not self._inbox and transport_lock.acquire(False):
             self._inside = True
             try:
-                self._call(call)
+                call()
+            except Exception as error:  # noqa: BLE001  - as in `_call`
+                self._start_failed(call, error)
             finally:
                 self._inside = False
                 transport_lock.release()
@@ -435,7 +437,10 @@ class Progress(_core.Pacer, Quiet):
         try:
             call()
         except Exception as error:  # noqa: BLE001  - those behind it are made all the same
-            self.report(f"{call!r}, which starts a transfer, failed", error)
+            self._start_failed(call, error)
+
+    def _start_failed(self, call: Callable[[], None], error: Exception) -> None:
+        self.report(f"{call!r}, which starts a transfer, failed", error)
 
     def called(self) -> bool:
         """Make the calls that were left for the lock's holder; True when there were any."""
@@ -477,8 +482,11 @@ class Progress(_core.Pacer, Quiet):
 
     def spin(self, handle: _core.Handle) -> None:
         """Poll until `handle` is done, for `spin_seconds` at most; on the loop's thread."""
-        if not handle.polled or self.large or any(driven.heavy for driven in self._driven):
+        if not handle.polled or self.large:
             return
+        for driven in self._driven:
+            if driven.heavy:
+                return
         self.polls += 1  # also where the thread has the lock just now: it sees that the loop is back
         if not transport_lock.acquire(False) and not transport_lock.acquire(True, self.spin_seconds):
             return

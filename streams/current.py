@@ -34,6 +34,11 @@ class OnStream:
         self._device.__exit__(None, None, None)
 
 
+def is_current(device: int) -> bool:
+    """Return whether that CUDA device is the calling thread's current one, where torch has opened one."""
+    return bool(torch._C._cuda_getDevice() == device)
+
+
 def on_device(device: int) -> AbstractContextManager[object]:
     """Return a block in which that CUDA device is the calling thread's current one."""
     return _HERE if device == torch.cuda.current_device() else torch.cuda.device(device)
@@ -53,5 +58,7 @@ def check_not_capturing(*devices: int) -> None:
 
 def _captures(device: int) -> bool:
     """Return True where the current stream of `device` captures; torch asks the current device alone."""
-    with on_device(device):
+    if is_current(device):
+        return bool(torch._C._cuda_isCurrentStreamCapturing())
+    with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()

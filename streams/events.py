@@ -18,6 +18,7 @@ from aiodist.streams.host import HostStream
 
 Then = Callable[[BaseException | None], None]
 
+_MOST_STREAMS = 256
 _LOOK_SECONDS = 0.05
 _PAUSE_SECONDS = 5e-6  # between two looks at the driver: each takes its lock, which threads that launch kernels need
 _COMPUTING_PAUSE_SECONDS = 50e-6  # the same while a compute thread launches kernels
@@ -43,6 +44,8 @@ class Events:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._free: dict[int, list[torch.cuda.Event]] = {}
+        self._streams: dict[object, torch.cuda.Stream] = {}
+        """By torch's number, device and kind of each, which are those of no other."""
         self._queues: dict[object, deque[_Watched]] = {}
         """By device, stream, and whether it was recorded before it came here: others may have overtaken it."""
         self._count = 0
@@ -56,6 +59,20 @@ class Events:
 
     def __len__(self) -> int:
         return self._count
+
+    def issuing_stream(self, device: int) -> torch.cuda.Stream:
+        """Return the calling thread's current stream of `device`, which torch has opened.
+
+        Raises RuntimeError while it captures a CUDA graph.
+        """
+        check_not_capturing(device)
+        key = torch._C._cuda_getCurrentStream(device)
+        found = self._streams.get(key)  # torch makes an object each time
+        if found is None:
+            if len(self._streams) >= _MOST_STREAMS:
+                self._streams.clear()
+            found = self._streams[key] = torch.cuda.current_stream(device)
+        return found
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """Return an event that is over when all that was queued on `stream` is; from any thread."""

@@ -131,7 +131,7 @@ class Base:
         self._made_of: tuple[Base, Sequence[int]] | None = None
         self._registry = registry
         self._plans: dict[tuple[torch.dtype, torch.Size, str, str], ReductionPlan] = {}
-        self._queue_plans: dict[tuple[torch.dtype, torch.Size, str, str, torch.device], QueuePlan] = {}
+        self._queue_plans: dict[tuple[torch.dtype, torch.Size, str, str, int], QueuePlan] = {}
         self._repertoire = dispatcher.repertoire
         self._selector = Selector(
             self._repertoire, lambda edit: registry.edit(self, edit), lambda: dispatcher.large_bytes

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -24,7 +25,7 @@ from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
 from aiodist.collectives.program import Program
 from aiodist.collectives.traffic import Differ, Traffic
 from aiodist.collectives.wrappers import nothing
-from aiodist.communicator.claims import Claim, writing
+from aiodist.communicator.claims import Claim
 from aiodist.communicator.completion import Completion, through_gate
 from aiodist.communicator.disputes import Disputes
 from aiodist.communicator.fingerprint import Fingerprint
@@ -78,6 +79,8 @@ class QueuePlan(NamedTuple):
     nbytes: int
     way: str
     queue: Queue
+    stream: Callable[[], torch.cuda.Stream]
+    """Returns the caller's current one of the device; raises RuntimeError while it captures a graph."""
 
 
 class OperationObserver(Protocol):
@@ -277,8 +280,7 @@ class Dispatcher:
             self._watchdog.came(when)
         else:
             traffic = self.traffic()
-            handle = self._handle(what.kind, nbytes, claims, timeout)
-            self.oplog.record(what, handle.raw_origin)
+            handle = self._handle(what.kind, nbytes, claims, timeout, what=what)
         completion = Completion(self, handle, claims, convert)
         work_bytes = 0 if queues else nbytes
         large = work_bytes >= self.large_bytes
@@ -330,27 +332,48 @@ class Dispatcher:
         handle.set_canceller(cancel)
         self.start(partial(self.mailbox.receive, wanted), 0)
 
-    def quick(self, plan: ReductionPlan | QueuePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
+    def quick(self, plan: ReductionPlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
         """Issue one native call that works on `t` in place: `collective` without what it does not need."""
-        claim = writing(t)
-        handle: Handle[Tensor] = self._handle("allreduce", plan.nbytes, claim, timeout)
-        self.oplog.record(plan.what, handle.raw_origin)
-        done = once(partial(self._quick_done, handle, claim, t))
-        if self._observer is not None and (traffic := self.traffic(handle.seq)) is not None:
-            traffic.way = plan.way
-        if isinstance(plan, QueuePlan):
-            self._queue(plan, t, handle, done)
-        elif plan.nbytes >= self.large_bytes:
+        handle, over = self._quick_handle(plan, t, timeout)
+        done = once(over)
+        if plan.nbytes >= self.large_bytes:
             then = self.progress.counted(done) if plan.nbytes < LARGE_BYTES else done
             self.progress.start_in_thread(self._quickly(plan, t, handle.seq, then, large=True))
         else:
             self._start(self._quickly(plan, t, handle.seq, done, large=False))
         return handle
 
-    def _quick_done(
-        self, handle: Handle[Tensor], claim: Sequence[Claim], t: Tensor, error: BaseException | None
-    ) -> None:
-        in_flight.release_all(claim)
+    def queue(self, plan: QueuePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
+        """Have a device's queue take one that works on `t`; how it ends counts when the ranks are known to agree."""
+        if self.issuing is not None:
+            self.check_on_loop("an operation on CUDA tensors")
+        stream, gate = plan.stream(), self.gate
+        handle, then = self._quick_handle(plan, t, timeout)
+        if gate is not None:
+            entry = Entry(handle.seq, plan.what.word ^ handle.seq, When.NOW)
+            then = partial(through_gate, self, entry, partial(_told, then), None)
+        try:
+            handle.fence = queued = plan.queue(t, stream, then)
+        except RuntimeError as raised:
+            self.progress.start(partial(then, device_error(raised)))
+        else:
+            self.progress.start(queued.start)
+        if gate is not None:
+            self.progress.start(partial(gate.enter, entry))
+        return handle
+
+    def _quick_handle(
+        self, plan: ReductionPlan | QueuePlan, t: Tensor, timeout: float | None
+    ) -> tuple[Handle[Tensor], Done]:
+        """Return the handle of an allreduce of `t`, and what to call once when it is over."""
+        claim = Claim(t.data_ptr(), plan.nbytes, True, t.untyped_storage())
+        handle: Handle[Tensor] = self._handle("allreduce", plan.nbytes, (claim,), timeout, what=plan.what)
+        if self._observer is not None and (traffic := self.traffic(handle.seq)) is not None:
+            traffic.way = plan.way
+        return handle, partial(self._quick_done, handle, claim, t)
+
+    def _quick_done(self, handle: Handle[Tensor], claim: Claim, t: Tensor, error: BaseException | None) -> None:
+        in_flight.release(*claim[:3])
         if error is None:
             self.over(handle, t, None)
         else:
@@ -397,20 +420,6 @@ class Dispatcher:
             start = partial(done, failure)
         return partial(self.gate.enter, Entry(seq, plan.what.word ^ seq, When.ALL, calls=(start, done), large=large))
 
-    def _queue(self, plan: QueuePlan, t: Tensor, handle: Handle[Tensor], done: Done) -> None:
-        """Have the device's queue take it now; how it ends counts when the ranks are known to agree."""
-        gate, then = self.gate, done
-        if gate is not None:
-            entry = Entry(handle.seq, plan.what.word ^ handle.seq, When.NOW)
-            then = partial(through_gate, self, entry, lambda _, error: done(error), None)
-        try:
-            handle.fence, call = plan.queue(t, then)
-        except RuntimeError as raised:
-            call = partial(then, device_error(raised))
-        self.progress.start(call)
-        if gate is not None:
-            self.progress.start(partial(gate.enter, entry))
-
     def barrier(self, timeout: float | None, kind: str = "barrier") -> Handle[None]:
         """Issue a barrier: an operation that moves nothing, and so is over when the ranks are known to agree on it."""
         with self.undisturbed():
@@ -444,21 +453,27 @@ class Dispatcher:
         claims: Sequence[Claim],
         timeout: float | None,
         meets: Peer | Named | None = None,
+        what: Fingerprint | None = None,
     ) -> Handle[Any]:
+        """`what` it is, where it is the next in the order of all ranks."""
         self.check_usable()
+        origin = whence(4)
         handle: Handle[Any]
         if isinstance(meets, Named):
-            handle = NamedHandle(self.progress, op, meets.count, nbytes, whence(4), self.account)
+            handle = NamedHandle(self.progress, op, meets.count, nbytes, origin, self.account)
             handle.name = meets.name
         else:
-            handle = Handle(self.progress, op, self.oplog.seq, nbytes, whence(4), self.account)
+            handle = Handle(self.progress, op, self.oplog.seq, nbytes, origin, self.account)
         if timeout is not None or self.timeout is not None:
             self._set_deadline(handle, timeout)
         in_flight.acquire_all(claims, handle)
         self._pending[handle] = meets or True
         if self._observer is not None:
             handle.observe(self._observer.issued(handle, meets))
-        self._watch.keep_watch()
+        if not self._watch.watching:
+            self._watch.keep_watch()
+        if what is not None:
+            self.oplog.record(what, origin)
         return handle
 
     def set_deadline(self, handle: Handle[Any], timeout: float | None) -> None:
@@ -779,6 +794,10 @@ class Dispatcher:
         self._refusal = why
         if self.issuer is not None:
             self.issuer.open = False
+
+
+def _told(done: Done, _: object, error: BaseException | None) -> None:
+    done(error)
 
 
 def _begin(start: Begin, t: Tensor, seq: int, done: Done) -> None:

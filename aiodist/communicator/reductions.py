@@ -22,7 +22,7 @@ from aiodist.communicator.claims import claims_of, reading, writing
 from aiodist.communicator.dispatcher import QueuePlan, ReductionPlan
 from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of, how
 from aiodist.handles import Handle
-from aiodist.streams import check_not_capturing
+from aiodist.streams import Events
 from aiodist.types import Impl, Op, ReduceOp
 
 Data = TypeVar("Data", Tensor, int, float, list[Tensor])
@@ -64,11 +64,16 @@ class Reductions(Base):
                 if timeout is not None or self._dispatcher.timeout is not None:
                     self._dispatcher.set_deadline(handle, timeout)  # type: ignore[arg-type]
                 return handle  # type: ignore[return-value]
+        direct: Handle[Any] | None = None
+        quick = isinstance(t, Tensor) and name is None and out is None and not across
+        if isinstance(t, Tensor) and quick and t.is_cuda and (queued := self._queue_plan(t, op, impl)) is not None:
+            direct = self._dispatcher.queue(queued, t, timeout)
+            return direct
         terms = Terms(timeout, impl, name)
         if across:
             return self._reduction_across("allreduce", t, op, terms)
-        direct: Handle[Any] | None = self._direct.issue("allreduce", t, out, terms, op=op)
-        if direct is None and isinstance(t, Tensor) and out is None and name is None:
+        direct = self._direct.issue("allreduce", t, out, terms, op=op)
+        if direct is None and isinstance(t, Tensor) and quick:
             direct = self._quickly(t, op, timeout, impl)
         if direct is not None:
             return direct
@@ -202,13 +207,6 @@ class Reductions(Base):
 
     def _quickly(self, t: Tensor, op: str, timeout: float | None, impl: str) -> Handle[Any] | None:
         """Issue an allreduce of one tensor in place that is a single call of a library, where it is one."""
-        if t.is_cuda:
-            queued = self._queue_plan(t, op, impl)
-            if queued is None:
-                return None
-            check_not_capturing(t.get_device())
-            self._dispatcher.check_on_loop("an operation on CUDA tensors")
-            return self._dispatcher.quick(queued, t, timeout)
         if not self._can_be_quick or not t.is_cpu:
             return None
         key = (t.dtype, t.shape, op, impl)
@@ -237,17 +235,18 @@ class Reductions(Base):
 
     def _queue_plan(self, t: Tensor, op: str, impl: str) -> QueuePlan | None:
         """Remember how a device is given the reduction of tensors like `t` in a single call, where that is possible."""
-        kind, numel, device = t.dtype, t.numel(), t.device
-        key = (kind, t.shape, op, impl, device)
+        key = (t.dtype, t.shape, op, impl, t.get_device())
         plan = self._queue_plans.get(key)
         if plan is None:
+            kind, numel = t.dtype, t.numel()
             self._repertoire.check(impl)
             if op not in _OPS or not numel or len(self._queue_plans) > _MOST_PLANS:
                 return None
-            queue = self._queue_of(kind, numel, check_op(op, kind), device, impl) if kind in SUPPORTED else None
+            queue = self._queue_of(kind, numel, check_op(op, kind), t.device, impl) if kind in SUPPORTED else None
             if queue is None:
                 return None
-            plan = QueuePlan(fingerprint_of("allreduce", [t], op, impl=impl), t.nbytes, "nccl", queue)
+            stream = partial(Events.of(self._dispatcher.progress).issuing_stream, t.get_device())
+            plan = QueuePlan(fingerprint_of("allreduce", [t], op, impl=impl), t.nbytes, "nccl", queue, stream)
             self._queue_plans[key] = plan
         return plan if t.layout is torch.strided and t.is_contiguous() else None
 
@@ -256,7 +255,7 @@ class Reductions(Base):
         if accelerator is None or not self._repertoire.on_cuda:
             return None
         if self.size == 1 and impl == "auto":
-            return accelerator.queue_alone(device)
+            return accelerator.queue_alone()
         chosen = self._repertoire.pick(Wanted("allreduce", kind, wire_op(op), numel, "cuda"), impl)
         return accelerator.queue_by_nccl(self.name, device, op) if chosen.name == "nccl" else None
 

@@ -4,21 +4,24 @@ Nothing of it is imported before `load`, so that a machine without it never noti
 in [Note: nccl] of `library`.
 """
 
-from aiodist.backends.nccl.group import Exchange, NcclGroup, NcclGroups
+from aiodist.backends.nccl.group import Exchange, NcclCall, NcclGroup, NcclGroups
 from aiodist.backends.nccl.launch_order import LaunchOrder, LaunchSlot
 from aiodist.backends.nccl.library import Library, load, missing, refuses, version, version_installed
-from aiodist.backends.nccl.native import NcclNative, supports
+from aiodist.backends.nccl.native import NcclNative, as_numbers, native_op, supports
 
 __all__ = [
     "Exchange",
     "LaunchOrder",
     "LaunchSlot",
     "Library",
+    "NcclCall",
     "NcclGroup",
     "NcclGroups",
     "NcclNative",
+    "as_numbers",
     "load",
     "missing",
+    "native_op",
     "refuses",
     "supports",
     "version",

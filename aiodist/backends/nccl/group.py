@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +20,7 @@ from aiodist.backends.nccl.launch_order import LaunchOrder, LaunchSlot
 from aiodist.backends.nccl.library import ID_BYTES, IN_PROGRESS, SUCCESS, Library
 from aiodist.errors import BackendError
 from aiodist.handles import Handle, Progress
-from aiodist.streams import OnStream, Staging, on_device
+from aiodist.streams import OnStream, Staging, is_current
 
 CLOSE_SECONDS = 5.0
 """How long closing waits for the other ranks."""
@@ -38,17 +38,18 @@ _Work = concurrent.futures.Future[Any]
 _Key = tuple[str, tuple[int, ...], int, torch.device]
 
 
-@dataclass(eq=False, slots=True)
-class _Call:
-    stream: torch.cuda.Stream | None
-    """Takes part in the order: what it has queued comes first, what it queues next comes after."""
-    behind: torch.cuda.Event | None
-    """Without a stream: comes first."""
+class NcclCall(NamedTuple):
+    """What a group is given to launch."""
+
     launch: Launch
     what: str
-    after: Callable[[], None] | None
-    """What is queued on the stream behind it."""
     done: Done
+    after: Callable[[], None] | None = None
+    """What is queued on the stream behind it."""
+    stream: torch.cuda.Stream | None = None
+    """Takes part in the order: what it has queued comes first, what it queues next comes after."""
+    behind: torch.cuda.Event | None = None
+    """Without a stream: comes first."""
 
 
 @dataclass(eq=False, slots=True)
@@ -90,16 +91,18 @@ class NcclGroup:
         self.size = len(ranks)
         self.device = device
         self.launch_order = LaunchOrder()
+        self._index: int = device.index
         self.opened = False
         """`open` was called, or there is no need to."""
         self.stream: torch.cuda.Stream | None = None
         """That of its kernels, from the first call on."""
+        self._stream_number = 0
         self._staging = staging
         self._comm: Any = None
         self._error: BaseException | None = None
         self._give_up = threading.Event()
-        self._waiting: deque[_Call] = deque()
-        self._launching: _Call | None = None
+        self._waiting: deque[NcclCall] = deque()
+        self._launching: NcclCall | None = None
         self._pumping = False
         self._threads: list[_Thread] = []
         self._last: _Work | None = None
@@ -161,23 +164,21 @@ class NcclGroup:
         *,
         after: Callable[[], None] | None = None,
         slot: LaunchSlot | None = None,
-        behind: torch.cuda.Event | None = None,
     ) -> None:
         """Have `launch` enqueue its calls as if on the stream that is the device's current one now.
 
         They are made on the group's stream, behind those of earlier calls, with `slot` at its place in the launch
         order. `done(None)` is called when they and what `after` queues are enqueued and the caller's stream is ordered
-        behind them, `done(error)` when they cannot be; `what` names them in errors. With `behind` they come behind
-        that event, the caller's until `done`, and the order of the current stream is left alone.
+        behind them, `done(error)` when they cannot be; `what` names them in errors.
         """
-        stream = torch.cuda.current_stream(self.device) if behind is None else None
-        call = _Call(stream, behind, launch, what, after, done)
+        call = NcclCall(launch, what, done, after, torch.cuda.current_stream(self.device))
         if slot is None:
-            self._submit(call)
+            self.submit(call)
         else:
-            slot.run(partial(self._submit, call))
+            slot.run(partial(self.submit, call))
 
-    def _submit(self, call: _Call) -> None:
+    def submit(self, call: NcclCall) -> None:
+        """Make `call` behind those that were submitted; one without a stream leaves the order of streams alone."""
         if self._error is not None:
             call.done(again(self._error))
             return
@@ -195,25 +196,35 @@ class NcclGroup:
         finally:
             self._pumping = False
 
-    def _begin(self, call: _Call) -> None:
+    def _begin(self, call: NcclCall) -> None:
         self._launching = call
         try:
             if self.stream is None:
                 self.stream = torch.cuda.Stream(device=self.device, priority=_PRIORITY)
+                self._stream_number = self.stream.cuda_stream
             if call.behind is not None:
                 self.stream.wait_event(call.behind)
             if call.stream is not None:
                 self._staging.order(self.stream, call.stream)
-            with on_device(self.device.index):  # NCCL is told the stream
-                call.launch(self._comm, self.stream.cuda_stream)
-            until = monotonic() + (_SPIN_ALONE_SECONDS if self.size == 1 else _SPIN_SECONDS)
-            while (state := self.library.state(self._comm)) == IN_PROGRESS and monotonic() < until:
-                pass
+            if is_current(self._index):
+                call.launch(self._comm, self._stream_number)
+            else:  # NCCL is told the stream, and takes the device that is current
+                with torch.cuda.device(self._index):
+                    call.launch(self._comm, self._stream_number)
+            if (state := self.library.state(self._comm)) == IN_PROGRESS:
+                state = self._spin()
         except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the call
             # The other ranks may have made this call: from here on the calls do not match.
             self._fail(self.library.error(raised, call.what, self._comm))
         else:
             self._look(state)
+
+    def _spin(self) -> int:
+        """Wait a moment until what was called is launched; return the communicator's state."""
+        until = monotonic() + (_SPIN_ALONE_SECONDS if self.size == 1 else _SPIN_SECONDS)
+        while (state := self.library.state(self._comm)) == IN_PROGRESS and monotonic() < until:
+            pass
+        return state
 
     def _look(self, state: int) -> bool:
         """Go on with the call that is being launched, if the communicator's `state` says that it is."""
@@ -226,14 +237,15 @@ class NcclGroup:
             return True
         self._launching = None
         error: BackendError | None = None
-        try:
-            self._end_on_stream(call)
-        except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the call
-            error = self.library.error(raised, call.what, self._comm)
+        if call.stream is not None or call.after is not None:
+            try:
+                self._end_on_stream(call)
+            except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the call
+                error = self.library.error(raised, call.what, self._comm)
         call.done(error)
         return True
 
-    def _end_on_stream(self, call: _Call) -> None:
+    def _end_on_stream(self, call: NcclCall) -> None:
         """Queue what comes behind the call, and order the caller's stream behind all of it."""
         assert self.stream is not None
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 Call = Callable[[], None]
 
@@ -21,7 +20,7 @@ class LaunchOrder:
 
     def __init__(self) -> None:
         self._line: deque[LaunchSlot] = deque()
-        self._late: deque[Call] = deque()
+        self._late: list[Call] = []
         self._moving = False
         self._unordered = False
 
@@ -49,31 +48,36 @@ class LaunchOrder:
         if self._moving:
             return
         self._moving = True
+        line, late = self._line, self._late
         try:
-            while (call := self._due()) is not None:
-                call()
+            while line or late:
+                slot = line[0] if line else None
+                calls = late if slot is None else slot.calls
+                if calls:
+                    calls.pop(0)()
+                elif slot is None or slot.released or self._unordered:
+                    line.popleft()
+                else:
+                    return
         finally:
             self._moving = False
 
-    def _due(self) -> Call | None:
-        while self._line:
-            slot = self._line[0]
-            if slot.calls:
-                return slot.calls.popleft()
-            if not slot.released and not self._unordered:
-                return None
-            self._line.popleft()
-        return self._late.popleft() if self._late else None
 
-
-@dataclass(eq=False, slots=True)
 class LaunchSlot:
     """One operation's place in the order."""
 
-    _order: LaunchOrder
-    calls: deque[Call] = field(default_factory=deque)
-    """Those that wait."""
-    released: bool = False
+    __slots__ = ("_order", "calls", "released")
+
+    def __init__(self, order: LaunchOrder) -> None:
+        self._order = order
+        self.calls: list[Call] = []
+        """Those that wait."""
+        self.released = False
+
+    def run_last(self, call: Call) -> None:
+        """As `run` and then `release`."""
+        self.released = True
+        self._order.add(self, call)
 
     def run(self, call: Call) -> None:
         """Make `call`, which must not raise: now if all earlier slots were given back, else as soon as they are.

@@ -46,6 +46,11 @@ _NATIVE_OPS = {
 """What NCCL calls an operator, given numbers of `as_numbers`; a mean is a sum until it is divided."""
 
 
+def native_op(group: NcclGroup, op: ReduceOp) -> Any:  # noqa: ANN401
+    """Return NCCL's own operator, for numbers of `as_numbers`; a mean is a sum until it is divided."""
+    return group.library.ops[_NATIVE_OPS[op]]
+
+
 def supports(operation: str, kind: dtype, op: ReduceOp | None) -> bool:
     """Return True for what `NcclNative` does as the contract says; see [Note: nccl] for what it leaves out."""
     if operation in _MOVES:
@@ -70,8 +75,6 @@ class NcclNative:
 
     _group: NcclGroup
     _slot: LaunchSlot | None = None
-    _behind: torch.cuda.Event | None = None
-    """The calls come behind it, and no stream is ordered behind them."""
 
     def start(self, o: Operation, done: Done) -> None:
         """Enqueue an operation; see `supports` for which."""
@@ -88,7 +91,7 @@ class NcclNative:
             launch = partial(self._together, [part.launch for part in parts])
             after = partial(_in_turn, [part.after for part in parts if part.after is not None])
         what = ", ".join(dict.fromkeys(o.kind for o in operations))
-        self._group.call(launch, what, done, after=after, slot=self._slot, behind=self._behind)
+        self._group.call(launch, what, done, after=after, slot=self._slot)
 
     def _together(self, launches: Sequence[Launch], comm: Any, stream: int) -> None:  # noqa: ANN401
         with self._group.library.group():
@@ -96,7 +99,7 @@ class NcclNative:
                 launch(comm, stream)
 
     def _allreduce(self, o: Operation) -> _Part:
-        numbers = _as_numbers(o.t)
+        numbers = as_numbers(o.t)
         return _Part(_call("allreduce", numbers, numbers, self._op(o.op)), self._division(o))
 
     def _broadcast(self, o: Operation) -> _Part:
@@ -104,7 +107,7 @@ class NcclNative:
         return _Part(_call("broadcast", data, data, o.root))
 
     def _reduce(self, o: Operation) -> _Part:
-        numbers = _as_numbers(o.t)
+        numbers = as_numbers(o.t)
         launch = _call("reduce", numbers, numbers, self._op(o.op), o.root)
         return _Part(launch, self._division(o) if self._group.rank == o.root else None)
 
@@ -119,7 +122,7 @@ class NcclNative:
 
     def _reduce_scatter(self, o: Operation) -> _Part:
         """NcclReduceScatter where the counts are equal, else one ncclReduce for each rank, launched together."""
-        numbers, mine, native = _as_numbers(o.t), _as_numbers(o.out), self._op(o.op)
+        numbers, mine, native = as_numbers(o.t), as_numbers(o.out), self._op(o.op)
         if len(set(o.counts)) == 1:
             return _Part(_call("reduce_scatter", numbers, mine, native), self._division(o))
         parts = 2 if o.t.is_complex() else 1
@@ -138,7 +141,7 @@ class NcclNative:
         return _Part(partial(self._together, calls))
 
     def _op(self, op: ReduceOp) -> Any:  # noqa: ANN401
-        return self._group.library.ops[_NATIVE_OPS[op]]
+        return native_op(self._group, op)
 
     def _division(self, o: Operation) -> Callable[[], None] | None:
         if o.op is not ReduceOp.MEAN or self._group.size == 1:
@@ -161,7 +164,7 @@ def _call(name: str, *args: object) -> Launch:
     return lambda comm, stream: getattr(comm, name)(*args, stream=stream)
 
 
-def _as_numbers(t: Tensor) -> Tensor:
+def as_numbers(t: Tensor) -> Tensor:
     """Return what is reduced for `t`: a flat view, bool as bytes and complex numbers as pairs."""
     numbers = numbers_of(t)
     return flat(torch.view_as_real(numbers)) if numbers.is_complex() else numbers

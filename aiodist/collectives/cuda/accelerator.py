@@ -17,7 +17,7 @@ from aiodist.collectives.cuda.ipc import CudaIpc
 from aiodist.collectives.cuda.nccl import Nccl as NcclCollectives
 from aiodist.collectives.cuda.nccl import Slots
 from aiodist.collectives.cuda.on_device import DeviceWork
-from aiodist.collectives.cuda.queued import Queue, alone, by_nccl
+from aiodist.collectives.cuda.queued import Alone, ByNccl, NcclReductions, Queue, Queued
 from aiodist.collectives.cuda.staging import Staged
 from aiodist.collectives.hierarchical import Hierarchical
 from aiodist.collectives.implementations import Kit, Repertoire
@@ -26,7 +26,7 @@ from aiodist.collectives.program import Endpoint, Implementation
 from aiodist.env import Environment, variables
 from aiodist.errors import AiodistError, BackendUnavailable
 from aiodist.handles import Progress
-from aiodist.streams import Events, Fence, Staging
+from aiodist.streams import Events, Staging
 from aiodist.topology import Means, Topology
 from aiodist.types import ReduceOp
 
@@ -185,23 +185,24 @@ class Accelerator:
 
     # --- reductions that only queue -----------------------------------------------------------------------------
 
-    def queue_alone(self, device: torch.device) -> Queue:
-        """Return how the only rank of a communicator does it."""
-        return alone(self._progress, device)
-
     def queue_by_nccl(self, name: str, device: torch.device, op: ReduceOp) -> Queue | None:
         """Return how the communicator called `name` does it by one call of NCCL; None before its first operation."""
         slots = self._slots.get(name)
         group = None if slots is None else slots.first_group(device)
         if group is None or not group.opened:
             return None
-        queue = by_nccl(self._progress, group, op)
+        kind = NcclReductions(self._progress, group, op)
 
-        def looked_after(t: Tensor, done: Done) -> tuple[Fence, Callable[[], None]]:
-            self._keep_looking()
-            return queue(t, done)
+        def queue(t: Tensor, stream: torch.cuda.Stream, done: Done) -> Queued:
+            if not self._looking:
+                self._keep_looking()
+            return ByNccl(kind, t, stream, done)
 
-        return looked_after
+        return queue
+
+    def queue_alone(self) -> Queue:
+        """Return how the only rank of a communicator does it."""
+        return lambda _, stream, done: Alone(self._progress, stream, done)
 
     # --- failures and the end -------------------------------------------------------------------------------
 

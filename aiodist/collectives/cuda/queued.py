@@ -4,75 +4,119 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done, Operation, guarded
-from aiodist.backends.nccl import NcclGroup, NcclNative
+from aiodist.backends.base import Done, ours
+from aiodist.backends.inplace import divide
+from aiodist.backends.nccl import NcclCall, NcclGroup, as_numbers, native_op
 from aiodist.handles import Progress
 from aiodist.streams import Events, Fence
-from aiodist.streams.events import device_error
+from aiodist.streams.events import device_error, idle
 from aiodist.types import ReduceOp
 
-Queue = Callable[[Tensor, Done], tuple[Fence, Callable[[], None]]]
-"""(t, done): what is to be called with the transport lock held, and where it will end on the device.
 
-Made on the thread that issues, on which it takes note of what the current stream has queued. `done` is called when the
-device is done, or with what it failed with.
+class Queued(Fence):
+    """A reduction that a device takes, and where it ends there; made on the thread that issues."""
+
+    __slots__ = ("_done",)
+
+    def __init__(self, progress: Progress, device: torch.device, done: Done) -> None:
+        super().__init__(progress, device)
+        self._done = done
+
+    def start(self) -> None:
+        """Queue it; with the transport lock held."""
+        raise NotImplementedError
+
+    def _over(self, error: BaseException | None) -> None:
+        self.reached(None)  # its event is somebody else's from now on
+        self._done(error)
+
+
+Queue = Callable[[Tensor, torch.cuda.Stream, Done], Queued]
+"""(t, stream, done): a reduction of `t` behind what the caller's `stream` has queued; it may raise RuntimeError.
+
+`done` is called when the device is done, or with what it failed with.
 """
 
 
-def alone(progress: Progress, device: torch.device) -> Queue:
-    """Return how the only rank of a communicator reduces: it waits for what the current stream has queued."""
-    events = Events.of(progress)
+class Alone(Queued):
+    """How the only rank of a communicator reduces: it waits for what the caller's stream has queued."""
 
-    def queue(t: Tensor, done: Done) -> tuple[Fence, Callable[[], None]]:
-        fence = Fence(progress, device)
+    __slots__ = ("_stream",)
 
-        def over(error: BaseException | None) -> None:
-            fence.reached(None)  # its event is somebody else's from now on
-            done(error)
+    def __init__(self, progress: Progress, stream: torch.cuda.Stream, done: Done) -> None:
+        super().__init__(progress, stream.device, done)
+        self._stream = stream
+        self.reached(None if idle(stream) else Events.of(progress).record(stream))
 
-        stream = torch.cuda.current_stream(device.index)
-        event = events.record(stream)
-        fence.reached(event)
-        return fence, partial(guarded, partial(events.add, stream, event), over)
+    def start(self) -> None:
+        """See `Queued`."""
+        if self._event is None:
+            self._done(None)
+        else:
+            Events.of(self._progress).add(self._stream, self._event, self._over)
 
-    return queue
+
+class NcclReductions:
+    """How tensors are reduced in place by one call of `group`, which is open, in launch order."""
+
+    def __init__(self, progress: Progress, group: NcclGroup, op: ReduceOp) -> None:
+        self.progress = progress
+        self.group = group
+        self.events = Events.of(progress)
+        self.op = native_op(group, op)
+        self.divides = op is ReduceOp.MEAN and group.size > 1
 
 
-def by_nccl(progress: Progress, group: NcclGroup, op: ReduceOp) -> Queue:
-    """Return how tensors are reduced in place by one call of `group`, which is open, in launch order."""
-    events = Events.of(progress)
-    index: int = group.device.index
+class ByNccl(Queued):
+    """One of them."""
 
-    def queue(t: Tensor, done: Done) -> tuple[Fence, Callable[[], None]]:
-        fence = Fence(progress, group.device)
-        behind = events.record(torch.cuda.current_stream(index))  # a number is looked up sooner than a device
-        slot = group.launch_order.take()
+    __slots__ = ("_behind", "_failed", "_kind", "_numbers", "_slot", "_t")
 
-        def over(failed: BaseException | None, error: BaseException | None) -> None:
-            fence.reached(None)
-            done(failed or error)
+    def __init__(self, kind: NcclReductions, t: Tensor, stream: torch.cuda.Stream, done: Done) -> None:
+        super().__init__(kind.progress, kind.group.device, done)
+        self._kind = kind
+        self._t = t
+        self._failed: BaseException | None = None
+        self._behind = None if idle(stream) else kind.events.record(stream)
+        self._slot = kind.group.launch_order.take()
 
-        def queued(failed: BaseException | None) -> None:
-            events.release(index, behind)
-            slot.release()
-            # Where the call failed too: what it has launched uses the tensor until it is over.
-            stream = group.stream
-            if stream is None:
-                over(failed, None)
-                return
-            try:
-                event = events.record(stream)
-            except RuntimeError as raised:
-                over(failed, device_error(raised))
-                return
-            fence.reached(event)
-            events.add(stream, event, partial(over, failed))
+    def start(self) -> None:
+        """See `Queued`."""
+        try:
+            self._numbers = as_numbers(self._t)
+        except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
+            self._slot.release()
+            self._launched(ours(raised))
+        else:
+            self._slot.run_last(self._submit)
 
-        start = partial(NcclNative(group, slot, behind).start, Operation("allreduce", t, op=op))
-        return fence, partial(guarded, start, queued)
+    def _submit(self) -> None:
+        kind = self._kind
+        after = partial(divide, self._t, kind.group.size) if kind.divides else None
+        kind.group.submit(NcclCall(self._launch, "allreduce", self._launched, after, behind=self._behind))
 
-    return queue
+    def _launch(self, comm: Any, stream: int) -> None:  # noqa: ANN401
+        comm.allreduce(self._numbers, self._numbers, self._kind.op, stream=stream)
+
+    def _launched(self, error: BaseException | None) -> None:
+        """It is queued, or not: what a call that failed has launched uses the tensor too, until it is over."""
+        kind = self._kind
+        stream = kind.group.stream
+        if self._behind is not None:
+            kind.events.release(kind.group.device.index, self._behind)
+        if stream is None or (kind.group.size == 1 and error is None and idle(stream)):
+            self._over(error)
+            return
+        self._failed = error
+        try:
+            self.reached(kind.events.watch(stream, self._ended))
+        except RuntimeError as raised:
+            self._over(error or device_error(raised))
+
+    def _ended(self, error: BaseException | None) -> None:
+        self._over(self._failed or error)
