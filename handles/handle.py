@@ -35,6 +35,9 @@ class Fence(Protocol):
     def order(self, stream: Any, handle: Handle[Any], /) -> None:  # noqa: ANN401
         """Let what is queued on `stream` from now on begin after `handle` is done; None is the current stream."""
 
+    def look(self) -> bool:
+        """Where the device is done with it, tell that and return True; with the transport lock held."""
+
 
 class Waiter(Protocol):
     """What waits for a handle on the loop: a future, a gather, a scope."""
@@ -402,7 +405,8 @@ class Handle(_core.Handle, Generic[T]):
         if tracing.to is not None and self._observer is not None:
             observer, self._observer = self._observer, None
             observer(self)
-        self._told()
+        if self._waiters or self._callbacks or self._event is not None:
+            self._told()
 
     def _told(self) -> None:
         if self._event is not None:

@@ -492,6 +492,8 @@ class Progress(_core.Pacer, Quiet):
             return
         self._inside = True
         try:
+            if handle.fence is not None and handle.fence.look() and handle.done():
+                return
             until = self.look_until(perf_counter())
             while True:
                 self.poll(0.0 if self.crowded else until)

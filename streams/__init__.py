@@ -1,7 +1,7 @@
 """Ordered work beside the event loop: `HostStream` and `CudaStream`, and torch's modes, which travel with it."""
 
 from aiodist.streams.cuda import CudaStream, event_handle, lend
-from aiodist.streams.current import OnStream, check_not_capturing, is_current, on_device
+from aiodist.streams.current import OnStream, check_not_capturing, on_device
 from aiodist.streams.events import Events, Fence
 from aiodist.streams.host import HostStream
 from aiodist.streams.modes import Modes
@@ -17,7 +17,6 @@ __all__ = [
     "Staging",
     "check_not_capturing",
     "event_handle",
-    "is_current",
     "lend",
     "on_device",
 ]

@@ -34,11 +34,6 @@ class OnStream:
         self._device.__exit__(None, None, None)
 
 
-def is_current(device: int) -> bool:
-    """Return whether that CUDA device is the calling thread's current one, where torch has opened one."""
-    return bool(torch._C._cuda_getDevice() == device)
-
-
 def on_device(device: int) -> AbstractContextManager[object]:
     """Return a block in which that CUDA device is the calling thread's current one."""
     return _HERE if device == torch.cuda.current_device() else torch.cuda.device(device)
@@ -49,16 +44,16 @@ def check_not_capturing(*devices: int) -> None:
 
     None named is the current device. Nothing in a graph can be waited for.
     """
-    if torch.cuda.is_initialized() and any(map(_captures, devices or (torch.cuda.current_device(),))):
+    if torch.cuda.is_initialized() and any(map(captures, devices or (torch.cuda.current_device(),))):
         raise RuntimeError(
             "the current stream captures a CUDA graph: a graph holds no communication and no handle; issue it outside "
             "of the capture"
         )
 
 
-def _captures(device: int) -> bool:
+def captures(device: int) -> bool:
     """Return True where the current stream of `device` captures; torch asks the current device alone."""
-    if is_current(device):
+    if torch._C._cuda_getDevice() == device:  # as below, without torch's looks at whether it has opened a device
         return bool(torch._C._cuda_isCurrentStreamCapturing())
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()

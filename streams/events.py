@@ -13,7 +13,7 @@ import torch
 
 from aiodist.errors import BackendError
 from aiodist.handles import Handle, Progress
-from aiodist.streams.current import check_not_capturing
+from aiodist.streams.current import captures, check_not_capturing
 from aiodist.streams.host import HostStream
 
 Then = Callable[[BaseException | None], None]
@@ -65,7 +65,8 @@ class Events:
 
         Raises RuntimeError while it captures a CUDA graph.
         """
-        check_not_capturing(device)
+        if captures(device):
+            check_not_capturing(device)
         key = torch._C._cuda_getCurrentStream(device)
         found = self._streams.get(key)  # torch makes an object each time
         if found is None:
@@ -121,6 +122,10 @@ class Events:
         if now - self._looked < (_COMPUTING_PAUSE_SECONDS if self._progress.computing else _PAUSE_SECONDS):
             return False
         self._looked = now
+        return self.look()
+
+    def look(self) -> bool:
+        """Make one pass now; with the transport lock held."""
         ended = self._ended() if self._count else []
         self._count -= len(ended)
         self._progress.offloaded -= len(ended)
@@ -169,6 +174,14 @@ class Fence:
         self._queued = True
         if self._waiter is not None:
             self._waiter.set()
+
+    def look(self) -> bool:
+        """See `aiodist.handles.Fence`."""
+        event = self._event
+        try:
+            return event is not None and event.query() and Events.of(self._progress).look()
+        except RuntimeError:  # the device failed, and each pass tells of that
+            return False
 
     def order(self, stream: Any, handle: Handle[Any], /) -> None:  # noqa: ANN401
         """See `aiodist.handles.Fence`."""

@@ -167,7 +167,7 @@ def _call(name: str, *args: object) -> Launch:
 def as_numbers(t: Tensor) -> Tensor:
     """Return what is reduced for `t`: a flat view, bool as bytes and complex numbers as pairs."""
     numbers = numbers_of(t)
-    return flat(torch.view_as_real(numbers)) if numbers.is_complex() else numbers
+    return flat(torch.view_as_real(numbers)) if t.dtype.is_complex else numbers
 
 
 def _is_empty(o: Operation) -> bool:

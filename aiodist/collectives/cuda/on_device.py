@@ -193,3 +193,6 @@ class _Fences:
     def order(self, stream: Any, handle: Handle[Any], /) -> None:  # noqa: ANN401
         for fence in self._fences:
             fence.order(stream, handle)
+
+    def look(self) -> bool:
+        return any(map(Fence.look, self._fences))

@@ -22,10 +22,7 @@ class Queued(Fence):
     """A reduction that a device takes, and where it ends there; made on the thread that issues."""
 
     __slots__ = ("_done",)
-
-    def __init__(self, progress: Progress, device: torch.device, done: Done) -> None:
-        super().__init__(progress, device)
-        self._done = done
+    _done: Done
 
     def start(self) -> None:
         """Queue it; with the transport lock held."""
@@ -49,8 +46,8 @@ class Alone(Queued):
     __slots__ = ("_stream",)
 
     def __init__(self, progress: Progress, stream: torch.cuda.Stream, done: Done) -> None:
-        super().__init__(progress, stream.device, done)
-        self._stream = stream
+        super().__init__(progress, stream.device)
+        self._stream, self._done = stream, done
         self.reached(None if idle(stream) else Events.of(progress).record(stream))
 
     def start(self) -> None:
@@ -78,27 +75,24 @@ class ByNccl(Queued):
     __slots__ = ("_behind", "_failed", "_kind", "_numbers", "_slot", "_t")
 
     def __init__(self, kind: NcclReductions, t: Tensor, stream: torch.cuda.Stream, done: Done) -> None:
-        super().__init__(kind.progress, kind.group.device, done)
-        self._kind = kind
-        self._t = t
+        super().__init__(kind.progress, kind.group.device)
+        self._kind, self._t, self._done = kind, t, done
         self._failed: BaseException | None = None
         self._behind = None if idle(stream) else kind.events.record(stream)
         self._slot = kind.group.launch_order.take()
 
     def start(self) -> None:
         """See `Queued`."""
+        group, t = self._kind.group, self._t
         try:
-            self._numbers = as_numbers(self._t)
+            self._numbers = as_numbers(t)
         except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
             self._slot.release()
             self._launched(ours(raised))
         else:
-            self._slot.run_last(self._submit)
-
-    def _submit(self) -> None:
-        kind = self._kind
-        after = partial(divide, self._t, kind.group.size) if kind.divides else None
-        kind.group.submit(NcclCall(self._launch, "allreduce", self._launched, after, behind=self._behind))
+            after = partial(divide, t, group.size) if self._kind.divides else None
+            call = NcclCall(self._launch, "allreduce", self._launched, after, None, self._behind)
+            self._slot.run_last(partial(group.submit, call))
 
     def _launch(self, comm: Any, stream: int) -> None:  # noqa: ANN401
         comm.allreduce(self._numbers, self._numbers, self._kind.op, stream=stream)
