@@ -43,19 +43,20 @@ Queue = Callable[[Tensor, torch.cuda.Stream, Done], Queued]
 class Alone(Queued):
     """How the only rank of a communicator reduces: it waits for what the caller's stream has queued."""
 
-    __slots__ = ("_stream",)
+    __slots__ = ("_end", "_events", "_stream")
 
     def __init__(self, progress: Progress, stream: torch.cuda.Stream, done: Done) -> None:
         super().__init__(progress, stream.device)
-        self._stream, self._done = stream, done
-        self.reached(None if idle(stream) else Events.of(progress).record(stream))
+        self._stream, self._done, self._events = stream, done, Events.of(progress)
+        self._end = None if idle(stream) else self._events.record(stream)
+        self.reached(self._end)
 
     def start(self) -> None:
         """See `Queued`."""
-        if self._event is None:
+        if self._end is None:
             self._done(None)
         else:
-            Events.of(self._progress).add(self._stream, self._event, self._over)
+            self._events.add(self._stream, self._end, self._over)
 
 
 class NcclReductions:
