@@ -129,7 +129,7 @@ def run(  # noqa: PLR0913 - one for each option
     """Run SCRIPT on N ranks of this host, or of several; exit with the first non-zero code, 128 + n for signal n."""
     from aiodist.launch import job
     from aiodist.launch.commands import Job, elastic_range
-    from aiodist.launch.program import command_of
+    from aiodist.launch.discover import command_of
     from aiodist.watch.merging import prepare
 
     count, where = _placed(ranks, hosts, hostfile, servers)

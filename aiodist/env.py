@@ -109,17 +109,19 @@ class Environment:
         environ = variables() if environ is None else environ
         starter, names = _starter(environ)
         rank, size = _place(environ, *names) if names else (0, 1)
+        devices = environ["CUDA_VISIBLE_DEVICES"].split(",") if "CUDA_VISIBLE_DEVICES" in environ else None
+        meeting = "env://" if starter in (Starter.TORCHRUN, Starter.SLURM) else None
         return cls(
             starter=starter,
             rank=rank,
             size=size,
             mpi=any(rank in environ for starter, rank, _ in _PLACES if starter is Starter.MPI),
-            rendezvous=_rendezvous(environ, starter),
+            rendezvous=environ.get("AIODIST_RENDEZVOUS") or meeting,
             token=environ.get("AIODIST_TOKEN", ""),
             backend=environ.get("AIODIST_BACKEND") or None,
             shared_memory=_flag(environ, "AIODIST_SHM", default=True),
             pin=_flag(environ, "AIODIST_PIN") if environ.get("AIODIST_PIN") else None,
-            visible_devices=_visible_devices(environ),
+            visible_devices=None if devices is None else tuple([name for name in map(str.strip, devices) if name]),
             many_ranks_a_device=environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
             job=_integer(environ, "AIODIST_JOB") if environ.get("AIODIST_JOB") else os.getpid(),
             selector=environ.get("AIODIST_SELECTOR") or None,
@@ -149,11 +151,6 @@ def _place(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[
     return rank, size
 
 
-def _visible_devices(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    names = environ.get("CUDA_VISIBLE_DEVICES")
-    return None if names is None else tuple([name.strip() for name in names.split(",") if name.strip()])
-
-
 def _elastic(environ: Mapping[str, str]) -> tuple[int, int] | None:
     if not (said := environ.get("AIODIST_ELASTIC")):
         return None
@@ -167,12 +164,6 @@ def _elastic(environ: Mapping[str, str]) -> tuple[int, int] | None:
 def _previous(environ: Mapping[str, str], size: int) -> tuple[int | None, ...]:
     said = environ.get("AIODIST_PREVIOUS", "," * (size - 1))
     return tuple([int(before) if before else None for before in said.split(",")])
-
-
-def _rendezvous(environ: Mapping[str, str], starter: Starter) -> str | None:
-    if address := environ.get("AIODIST_RENDEZVOUS"):
-        return address
-    return "env://" if starter in (Starter.TORCHRUN, Starter.SLURM) else None
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

@@ -22,9 +22,9 @@ from aiodist.doctor import probe
 from aiodist.doctor.here import ASK_MPI, ask_ranks
 from aiodist.doctor.report import Finding, State, show_findings, show_verdict
 from aiodist.env import variables
-from aiodist.launch import discover, network
+from aiodist.launch import discover
 from aiodist.launch.commands import Flavour, Mpi
-from aiodist.launch.hosts import Host
+from aiodist.launch.hosts import Host, is_this_host, meeting_address
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,7 +98,7 @@ async def examine_hosts(question: Question) -> HostsReport:
     """
     mpi = await asyncio.to_thread(discover.find_mpi, question.mpi, variables().get("PATH", os.defpath))
     names = [host.name for host in question.hosts]
-    here = await asyncio.to_thread(network.meeting_address, names, question.iface)
+    here = await asyncio.to_thread(meeting_address, names, question.iface)
     async with AsyncExitStack() as stack:
         server = await asyncio.start_server(lambda _, writer: writer.close(), here, 0)
         stack.callback(server.close)
@@ -129,7 +129,7 @@ async def _look(
     async with turn:
         try:
             async with asyncio.timeout(_ANSWER):
-                local = await asyncio.to_thread(network.is_this_host, host.name)
+                local = await asyncio.to_thread(is_this_host, host.name)
                 agent = [] if local else [*(shlex.split(question.rsh) or _SSH), host.name]
                 command = _shell_command(mpi)
                 host.process = await asyncio.create_subprocess_exec(

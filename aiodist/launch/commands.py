@@ -5,6 +5,7 @@ Beside each variable and option stands the trap that it removes; the user never 
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -14,8 +15,7 @@ from pathlib import Path
 
 from aiodist.control.generations import Generation
 from aiodist.errors import BackendUnavailable, ConfigError
-from aiodist.launch.hosts import Host
-from aiodist.launch.network import interface
+from aiodist.launch.hosts import Host, interface
 
 
 class Flavour(StrEnum):
@@ -135,11 +135,8 @@ def flavour(version_text: str) -> tuple[Flavour, str]:
     if "Open MPI" in first or "OpenRTE" in first:
         return Flavour.OPENMPI, first.rpartition(" ")[2]
     if first.startswith("HYDRA"):
-        for line in version_text.splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "Version":
-                return Flavour.MPICH, value.strip()
-        return Flavour.MPICH, ""
+        found = re.search(r"^\s*Version:(.*)", version_text, re.MULTILINE)
+        return Flavour.MPICH, found[1].strip() if found else ""
     return Flavour.OTHER, first
 
 
@@ -151,19 +148,6 @@ def networks(version_text: str) -> tuple[str, ...]:
     """
     _, found, rest = version_text.partition("--with-device=ch4:")
     return tuple(rest.split()[0].strip("'\"").split(",")) if found and rest.strip() else ()
-
-
-def library_names(kind: Flavour) -> tuple[str, ...]:
-    """Return the names under which the flavour installs its library, best first.
-
-    >>> library_names(Flavour.OPENMPI)
-    ('libmpi.so.40', 'libmpi.so')
-    """
-    return {
-        Flavour.OPENMPI: ("libmpi.so.40", "libmpi.so"),
-        Flavour.MPICH: ("libmpi.so.12", "libmpich.so.12", "libmpich.so", "libmpi.so"),
-        Flavour.OTHER: ("libmpi.so",),
-    }[kind]
 
 
 _STALE = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "PRTE_LAUNCHED", "MPI_LOCAL", "HYDI_", "HYDRA_PROXY")

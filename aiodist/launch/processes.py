@@ -10,6 +10,7 @@ import signal
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from aiodist.errors import LaunchError
@@ -68,7 +69,23 @@ class Processes:
 
     async def start(self, command: Command) -> None:
         """Run one command, as those that were given at first; raise `LaunchError` where it cannot be started."""
-        process = await _start(command)
+        mpirun = command.rank is None
+        output = PIPE if mpirun else None
+        # The kernel kills an mpirun when we die (a guard sees that by itself: its connection ends). It is looked up
+        # before the fork: the child must not import.
+        dies_with_us = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command.argv,
+                env=command.environ,
+                stdin=None if command.rank == 0 else DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=dies_with_us if mpirun else None,
+            )
+        except OSError as error:
+            raise LaunchError(f"cannot start {Path(command.argv[0]).name}: {error}") from error
         self._processes.append(process)
         self._tasks.append(asyncio.create_task(self._watch(command.rank, process)))
 
@@ -104,30 +121,3 @@ class Processes:
     async def _relay(self, pipe: asyncio.StreamReader) -> None:
         while data := await pipe.read(1 << 16):
             await self._sink(data)
-
-
-async def _start(command: Command) -> Process:
-    mpirun = command.rank is None
-    output = PIPE if mpirun else None
-    try:
-        return await asyncio.create_subprocess_exec(
-            *command.argv,
-            env=command.environ,
-            stdin=None if command.rank == 0 else DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            preexec_fn=_dies_with_us() if mpirun else None,
-        )
-    except OSError as error:
-        raise LaunchError(f"cannot start {Path(command.argv[0]).name}: {error}") from error
-
-
-def _dies_with_us() -> Callable[[], None]:
-    """Return what has the kernel kill a child when we die (a guard sees that by itself: its connection ends)."""
-    prctl = ctypes.CDLL(None).prctl  # looked up before the fork: the child must not import
-
-    def before_exec() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-    return before_exec

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
 import os
 import signal
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from aiodist.errors import LaunchError
 from aiodist.launch import wire
-from aiodist.launch.network import LOOPBACK
+from aiodist.launch.hosts import LOOPBACK
 from aiodist.launch.output import Streams, read_input
 from aiodist.launch.verdict import Ending
-from aiodist.launch.wire import Exited, GuardHello, Kind, Start, Started
+from aiodist.launch.wire import Kind, Start
 from aiodist.machine import process_table
 
 _HELLO_TIMEOUT = 10.0
@@ -61,7 +62,7 @@ class Ranks:
         self.address = ""
 
     async def __aenter__(self) -> Ranks:
-        self._server = await asyncio.start_server(self._accept, self._host, 0)
+        self._server = await asyncio.start_server(lambda *link: self._spawn(self._meet(*link)), self._host, 0)
         host, port = self._server.sockets[0].getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         return self
@@ -104,9 +105,6 @@ class Ranks:
     async def _feed(self, writer: asyncio.StreamWriter) -> None:
         writer.write(wire.pack(Kind.INPUT, await read_input()))
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._spawn(self._meet(reader, writer))
-
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             rank = await self._greet(reader)
@@ -115,7 +113,7 @@ class Ranks:
             return
         wire.keep_alive(writer.get_extra_info("socket"))
         self._writers[rank] = writer
-        writer.write(wire.pack(Kind.START, self._starts[rank].encode()))
+        writer.write(wire.pack(Kind.START, asdict(self._starts[rank])))
         for signum in self._told:
             writer.write(wire.pack(Kind.SIGNAL, bytes([signum])))
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, LaunchError):
@@ -130,11 +128,11 @@ class Ranks:
             kind, length = wire.header(await reader.readexactly(wire.HEADER.size))
             if kind is not Kind.HELLO or length > _LONGEST_HELLO:
                 raise LaunchError("expected a guard's hello")
-            hello = GuardHello.decode(await reader.readexactly(length))
-        known = hmac.compare_digest(hello.token.encode(), self._token.encode())
-        if not known or hello.rank >= len(self._starts) or hello.rank in self._writers:
-            raise LaunchError(f"rank {hello.rank} of {hello.size} is not awaited here")
-        return hello.rank
+            rank, size, token = json.loads(await reader.readexactly(length))
+        known = hmac.compare_digest(str(token).encode(), self._token.encode())
+        if not known or not 0 <= rank < len(self._starts) or rank in self._writers:
+            raise LaunchError(f"rank {rank} of {size} is not awaited here")
+        return int(rank)
 
     async def _listen(self, rank: int, reader: asyncio.StreamReader) -> None:
         while True:
@@ -146,13 +144,12 @@ class Ranks:
                 case Kind.WANT:
                     self._spawn(self._feed(self._writers[rank]))
                 case Kind.STARTED:
-                    started = Started.decode(payload)
-                    if started.process_table == process_table():
-                        self._pids[rank] = started.pid
+                    pid, table = json.loads(payload)
+                    if table == process_table():
+                        self._pids[rank] = pid
                 case Kind.EXIT:
                     self._ended.add(rank)
-                    exited = Exited.decode(payload)
-                    self._notify(Ending(rank, exited.code, exited.told))
+                    self._notify(Ending(rank, *json.loads(payload)))
                 case Kind.DONE:
                     self._pids.pop(rank, None)
                     self._done.add(rank)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, Self
+from typing import Literal
 
 from aiodist.errors import LaunchError
 
@@ -31,11 +31,15 @@ class Kind(IntEnum):
     """What a frame says."""
 
     HELLO = 1
+    """[rank, size, token]."""
     START = 2
+    """The fields of `Start`."""
     STARTED = 3
+    """[id of the process and of its session, where that id means it: see `aiodist.machine`]."""
     OUT = 4
     ERR = 5
     EXIT = 6
+    """[exit code or minus the signal, whether something asked it to stop before]."""
     DONE = 7
     SIGNAL = 8
     WANT = 9
@@ -47,30 +51,7 @@ Stdin = Literal["null", "same", "sent"]
 
 
 @dataclass(frozen=True)
-class _JsonMessage:
-    """A frame whose payload is a JSON object."""
-
-    def encode(self) -> bytes:
-        """Return the payload."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, payload: bytes) -> Self:
-        """Return what the payload says; raise `ValueError` or `TypeError` when it is not of this kind."""
-        return cls(**json.loads(payload))
-
-
-@dataclass(frozen=True)
-class GuardHello(_JsonMessage):
-    """The guard of `rank` is here."""
-
-    rank: int
-    size: int
-    token: str = field(repr=False)
-
-
-@dataclass(frozen=True)
-class Start(_JsonMessage):
+class Start:
     """What the rank runs: its argument vector, and the variables it has beside those it inherits."""
 
     argv: list[str]
@@ -80,26 +61,10 @@ class Start(_JsonMessage):
     """Its working directory; None: that of its guard."""
 
 
-@dataclass(frozen=True)
-class Started(_JsonMessage):
-    """The rank runs, in a session of its own whose id is `pid`."""
-
-    pid: int
-    process_table: str
-    """Where that id means it, see `aiodist.machine`."""
-
-
-@dataclass(frozen=True)
-class Exited(_JsonMessage):
-    """How the rank ended: its exit code, or minus the signal; `told`: something asked it to stop before."""
-
-    code: int
-    told: bool
-
-
-def pack(kind: Kind, payload: bytes = b"") -> bytes:
-    """Return the frame."""
-    return HEADER.pack(kind, len(payload)) + payload
+def pack(kind: Kind, payload: object = b"") -> bytes:
+    """Return the frame; a payload that is no bytes travels as JSON."""
+    body = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
+    return HEADER.pack(kind, len(body)) + body
 
 
 def header(data: bytes | bytearray) -> tuple[Kind, int]:

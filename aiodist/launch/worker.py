@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import select
 import signal
@@ -22,7 +23,7 @@ from pathlib import Path
 from aiodist.env import Environment, replace_variables
 from aiodist.errors import LaunchError
 from aiodist.launch import wire
-from aiodist.launch.wire import Exited, GuardHello, Kind, Start, Started
+from aiodist.launch.wire import Kind, Start
 from aiodist.machine import process_table
 
 _CHUNK = 1 << 16
@@ -42,18 +43,14 @@ def main() -> int:
     with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         wire.keep_alive(sock)
-        sock.sendall(wire.pack(Kind.HELLO, GuardHello(here.rank, here.size, here.token).encode()))
-        start = _receive_start(sock)
-        if start is None:
+        sock.sendall(wire.pack(Kind.HELLO, [here.rank, here.size, here.token]))
+        kind, length = wire.header(_exactly(sock, wire.HEADER.size) or wire.pack(Kind.DONE))
+        if kind is not Kind.START:
             return 1
+        start = Start(**json.loads(_exactly(sock, length)))
         sock.setblocking(False)
         _RankGuard(sock, start).run()
     return 0
-
-
-def _receive_start(sock: socket.socket) -> Start | None:
-    kind, length = wire.header(_exactly(sock, wire.HEADER.size) or wire.pack(Kind.DONE))
-    return Start.decode(_exactly(sock, length)) if kind is Kind.START else None
 
 
 def _exactly(sock: socket.socket, count: int) -> bytes:
@@ -84,10 +81,10 @@ class _RankGuard:
         os.set_blocking(self._wakeup, False)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         for signum in (*_SIGNALS, signal.SIGCHLD):
-            signal.signal(signum, _noted)
+            signal.signal(signum, lambda *_: None)  # the number is in the wake-up pipe
         self._pid, self._stdin, out, err = _spawn(start)
         self._pipes = {out: Kind.OUT, err: Kind.ERR}
-        self._send(Kind.STARTED, Started(self._pid, process_table()).encode())
+        self._send(Kind.STARTED, [self._pid, process_table()])
         if self._stdin is not None:
             self._send(Kind.WANT)
 
@@ -148,7 +145,7 @@ class _RankGuard:
                 if not self._read(pipe):
                     break
 
-    def _send(self, kind: Kind, payload: bytes = b"") -> None:
+    def _send(self, kind: Kind, payload: object = b"") -> None:
         self._outbox += wire.pack(kind, payload)
         self._flush()
 
@@ -225,7 +222,7 @@ class _RankGuard:
         self._ended = True
         self._drain()
         code = gone.si_status if gone.si_code == os.CLD_EXITED else -gone.si_status
-        self._send(Kind.EXIT, Exited(code, self._told).encode())
+        self._send(Kind.EXIT, [code, self._told])
         self._deadline = time.monotonic() + (0.0 if self._killed else _LEFTOVERS)
 
     def _leave(self) -> None:
@@ -242,16 +239,16 @@ class _RankGuard:
         self._send(Kind.DONE)
 
 
-def _noted(_signum: int, _frame: object) -> None:
-    """Do nothing: the number is in the wake-up pipe."""
-
-
 def _spawn(start: Start) -> tuple[int, int | None, int, int]:
     """Start the rank; return its process id, where its input is written, and where its output is read."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     (out, its_out), (err, its_err) = os.pipe(), os.pipe()
-    its_in, stdin = _input_for(start)
+    its_in, stdin = 0, None
+    if start.stdin == "sent":
+        its_in, stdin = os.pipe()
+    elif start.stdin == "null":
+        its_in = os.open(os.devnull, os.O_RDONLY)
     guard = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a signal meets the rank or its default action
     pid = os.fork()
@@ -290,13 +287,6 @@ def _enter(folder: str | None) -> None:
     except OSError as error:
         os.write(2, f"aiodist: {socket.gethostname()} has no folder {folder}: {error.strerror}\n".encode())
         exit_at_once(127)
-
-
-def _input_for(start: Start) -> tuple[int, int | None]:
-    """Return what the rank reads from, and where we write for it."""
-    if start.stdin == "same":
-        return 0, None
-    return os.pipe() if start.stdin == "sent" else (os.open(os.devnull, os.O_RDONLY), None)
 
 
 def _orphans(rank: int) -> list[int]:

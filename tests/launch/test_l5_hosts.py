@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiodist.errors import BackendUnavailable, ConfigError
-from aiodist.launch import commands, network
+from aiodist.launch import commands, hosts
 from aiodist.launch.commands import Flavour, Job, Mpi
 from aiodist.launch.hosts import Host, host_of, parse_hosts, placed, read_hostfile
 
@@ -213,25 +213,25 @@ def test_l5_options_for_hosts_need_hosts() -> None:
 
 
 def test_l5_an_unknown_host_is_named() -> None:
-    network.check_known(["localhost", "127.0.0.1"], "")
-    network.check_known(["nobody.invalid"], "/opt/agent")
+    hosts.check_known(["localhost", "127.0.0.1"], "")
+    hosts.check_known(["nobody.invalid"], "/opt/agent")
     with pytest.raises(ConfigError, match=r"host nobody\.invalid is not known here"):
-        network.check_known(["localhost", "nobody.invalid"], "")
+        hosts.check_known(["localhost", "nobody.invalid"], "")
 
 
 def test_l5_an_unknown_interface_lists_those_there_are() -> None:
-    assert network.interface("lo") == ("lo", "127.0.0.1")
-    assert network.interface("127.0.0.0/8") == ("lo", "127.0.0.1")
+    assert hosts.interface("lo") == ("lo", "127.0.0.1")
+    assert hosts.interface("127.0.0.0/8") == ("lo", "127.0.0.1")
     with pytest.raises(ConfigError, match=r"--iface eth99: expected an interface .*lo 127\.0\.0\.1"):
-        network.interface("eth99")
+        hosts.interface("eth99")
 
 
 def test_l5_the_launcher_is_met_where_the_others_reach_it() -> None:
-    assert network.meeting_address(["localhost"], "") == network.LOOPBACK
-    assert network.meeting_address(["localhost"], "lo") == "127.0.0.1"
-    assert network.is_this_host("localhost")
-    assert not network.is_this_host("192.0.2.77")
-    outward = network.meeting_address(["nobody.invalid"], "")
+    assert hosts.meeting_address(["localhost"], "") == hosts.LOOPBACK
+    assert hosts.meeting_address(["localhost"], "lo") == "127.0.0.1"
+    assert hosts.is_this_host("localhost")
+    assert not hosts.is_this_host("192.0.2.77")
+    outward = hosts.meeting_address(["nobody.invalid"], "")
     socket.create_server((outward, 0), family=socket.AF_INET6 if ":" in outward else socket.AF_INET).close()
 
 
