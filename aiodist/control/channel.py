@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from aiodist.control import forks
 from aiodist.control.roster import Exit
+from aiodist.control.thread import Owner
 from aiodist.control.wire import EVERYBODY, pack, unpack
 from aiodist.errors import OperationTimeout
 
@@ -47,7 +47,7 @@ class Channel(ABC):
         """`post(fn, *args)` calls on the thread that delivers, which runs `loop`."""
         self.rank = rank
         self.size = size
-        self._owner = forks.Owner()
+        self._owner = Owner()
         self._post = post
         self._loop = loop
         self._subscribers: dict[str, Callable[[int, Any], None]] = {}

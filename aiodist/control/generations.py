@@ -10,7 +10,7 @@ way to the next from it. What comes from a session that is over, or was given up
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -201,22 +201,14 @@ class Sessions(Protocol):
         """End a session that will never begin, and those who were to join it."""
 
 
-@dataclass(eq=False)
 class Generations:
     """Does what the machine says: for one job, in the process of its hub."""
 
-    size: int
-    sessions: Sessions
-    machine: Regrouping = field(init=False)
-    _replies: dict[int, Reply] = field(default_factory=dict)
-    _places: dict[int, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.machine = Regrouping(self.size)
-
-    def members(self, number: int = 0) -> Members:
-        """Return what the hub of a generation tells of its ranks."""
-        return Members(self, number)
+    def __init__(self, size: int, sessions: Sessions) -> None:
+        self.machine = Regrouping(size)
+        self._sessions = sessions
+        self._replies: dict[int, Reply] = {}
+        self._places: dict[int, Any] = {}
 
     def ask(self, number: int, rank: int, joiners: int, reply: Reply) -> None:
         """See `Regrouping`; `reply` is given the place, or why there is none."""
@@ -231,8 +223,8 @@ class Generations:
         for instruction in instructions:
             match instruction:
                 case Form(generation):
-                    members = self.members(generation.number)
-                    self._places = {generation.number: self.sessions.form(generation, members)}
+                    where = self._sessions.form(generation, Members(self, generation.number))
+                    self._places = {generation.number: where}
                 case Admit(generation):
                     where = self._places[generation.number]
                     for rank, before in enumerate(generation.previous):
@@ -242,14 +234,14 @@ class Generations:
                     for rank in ranks:
                         self._replies.pop(rank)({"refused": kind, "why": why}, None)
                 case Cancel(generation, why):
-                    self.sessions.cancel(generation, why)
+                    self._sessions.cancel(generation, why)
 
 
 class Members(NamedTuple):
     """What one session tells of its ranks, as its hub does it."""
 
     generations: Generations
-    number: int
+    number: int = 0
 
     def ask(self, rank: int, joiners: int, reply: Reply) -> None:
         """A rank asks for the next generation."""

@@ -17,8 +17,7 @@ from aiodist.control.generations import Members
 from aiodist.control.handshake import Authenticator, Hello
 from aiodist.control.link import Link, Listener, Pulse
 from aiodist.control.places import listen, outward_host, tcp_address
-from aiodist.control.roster import Exit, Refused, Roster
-from aiodist.control.store import Store
+from aiodist.control.roster import Exit, Refused, Roster, Store
 from aiodist.control.wire import EVERYBODY, Frame, Kind, WireError, frame, pack, unpack
 
 _FAREWELL_TIMEOUT = 1.0

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import Final, cast
 
-from aiodist.control import forks
+from aiodist.control.thread import forget, guard
 from aiodist.control.wire import MAX_FRAME, Frame, FrameReader, Kind, WireError, frame
 
 MAX_BACKLOG: Final = 16 * MAX_FRAME
@@ -76,7 +76,7 @@ class Link(asyncio.Protocol):
         """Start; called by the loop."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
         self._fd = transport.get_extra_info("socket").fileno()
-        forks.guard(self._fd)
+        guard(self._fd)
         self.heard = self._loop.time()
         self.write(self._greeting)
 
@@ -93,7 +93,7 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """Tell `on_closed`; called by the loop, before it closes the socket."""
-        forks.forget(self._fd)
+        forget(self._fd)
         self._transport = None
         self.closed.set()
         self.on_closed(self._cause or ("the connection was closed" if error is None else str(error)))
@@ -113,7 +113,7 @@ class Listener:
         self._accepted: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
         sock.setblocking(False)
-        forks.guard(sock.fileno())
+        guard(sock.fileno())
         self._listen()
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class Listener:
         if self._pause is not None:
             self._pause.cancel()
         self._loop.remove_reader(self._sock)
-        forks.forget(self._sock.fileno())
+        forget(self._sock.fileno())
         self._sock.close()
 
     async def wait_closed(self) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 
 from aiodist.control.channel import Channel
 from aiodist.control.generations import Members
-from aiodist.control.roster import Exit
-from aiodist.control.store import Store
+from aiodist.control.roster import Exit, Store
 from aiodist.control.thread import settle
 from aiodist.control.wire import EVERYBODY, Kind, frame, pack
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import json
+import os
 import secrets
-from dataclasses import dataclass
+import socket
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from aiodist.control.client import SocketChannel
 from aiodist.control.handshake import Hello, dial
 from aiodist.control.hub import Hub, HubOptions
-from aiodist.control.notice import Notice
-from aiodist.control.places import FilePlace, Place, TcpPlace, is_loopback, parse, tcp_address
+from aiodist.control.places import FilePlace, Place, TcpPlace, is_loopback, outward_host, parse, tcp_address
 from aiodist.control.roster import HUB, Refused, name_ranks
 from aiodist.control.thread import LoopThread
 from aiodist.errors import ConfigError, OperationTimeout, PeerLost
+from aiodist.machine import boot_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from aiodist.control.channel import Channel
 
@@ -76,7 +81,7 @@ async def _open_hub(thread: LoopThread, hub: Hub) -> None:
     thread.stack.push_async_callback(hub.linger)
 
 
-async def connect(  # noqa: PLR0913 - two of them for few callers
+async def connect(
     address: str,
     *,
     rank: int,
@@ -84,7 +89,6 @@ async def connect(  # noqa: PLR0913 - two of them for few callers
     token: str = "",
     timeout: float | None = 60.0,
     environ: Mapping[str, str] | None = None,
-    options: HubOptions | None = None,
     hub: HostedHub | None = None,
     there: bool = False,
 ) -> Channel:
@@ -99,8 +103,7 @@ async def connect(  # noqa: PLR0913 - two of them for few callers
 
     `hub` is what `host` returned, on the rank that runs the hub and on no other; it is closed with the channel, or
     here when this call fails. With `there` the hub was there when this rank was told of it: where nobody listens any
-    more, the call raises `PeerLost` at once. `options` are those of a hub that this call opens. Cancelling leaves no
-    thread, no socket and no file.
+    more, the call raises `PeerLost` at once. Cancelling leaves no thread, no socket and no file.
 
     Raises `ConfigError` for an address that makes no sense, where this process has joined there already, and when the
     hub refuses this rank: a wrong token, another size, a rank that has joined already; `PeerLost` when the hub or the
@@ -118,13 +121,60 @@ async def connect(  # noqa: PLR0913 - two of them for few callers
         hub.thread.owner.check()
     thread = LoopThread(_THREAD_NAME) if hub is None else hub.thread
     channel = SocketChannel(rank, size, thread, place)
-    meeting = _Meeting(address, place, token, timeout, options, channel, thread, hub.hub if hub else None, there)
+    meeting = _Meeting(address, place, token, timeout, channel, thread, hub.hub if hub else None, there)
     try:
         await thread.run(meeting.join())
     except BaseException:
         await thread.aclose()
         raise
     return channel
+
+
+@dataclass(frozen=True)
+class _Notice:
+    """What the file says by which rank 0 tells the others where its hub is.
+
+    An earlier job may have left one, and its port may be another program's by now. So the hub's token includes the
+    `nonce`: a rank that follows an old file, or one of another job, is not let in by anybody, and reads it again.
+    """
+
+    boot_id: str
+    hosts: tuple[str, ...]
+    port: int
+    nonce: str
+
+    @classmethod
+    def read(cls, path: Path) -> _Notice:
+        """Return what the file says; raise `OSError` or `ValueError` when that is nothing for us."""
+        try:
+            found = json.loads(path.read_bytes())
+            return cls(**{**found, "hosts": tuple(found["hosts"])})
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{path} is not there yet") from None
+        except (ValueError, TypeError, LookupError) as error:
+            raise ValueError(f"{path} is no notice of rank 0: {error}") from None
+
+    def write(self, path: Path) -> None:
+        """Put the notice there at once as a whole, for the eyes of this user only: it holds the nonce."""
+        beside = path.with_name(f".{path.name}.{self.nonce}")
+        try:
+            with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                json.dump(asdict(self), file)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def remove(self, path: Path) -> None:
+        """Remove the file, unless a later job has written its own."""
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            if json.loads(path.read_bytes())["nonce"] == self.nonce:
+                path.unlink()
+
+    def reachable(self) -> tuple[str, ...]:
+        """Return where to try, the likeliest first."""
+        return ("127.0.0.1", *self.hosts) if self.boot_id == boot_id() else self.hosts
 
 
 @dataclass(frozen=True)
@@ -144,7 +194,6 @@ class _Meeting:
     place: Place
     token: str
     timeout: float | None
-    options: HubOptions | None
     channel: SocketChannel
     thread: LoopThread
     hub: Hub | None
@@ -173,7 +222,7 @@ class _Meeting:
                 nonce = secrets.token_hex(16)
                 await self._open("", 0, f"{self.token}\n{nonce}")
                 assert self.hub is not None
-                notice = Notice.of(self.hub, nonce)
+                notice = _Notice(boot_id(), (outward_host(), socket.gethostname()), self.hub.port, nonce)
                 notice.write(place.path)
                 self.thread.stack.callback(notice.remove, place.path)
 
@@ -189,7 +238,7 @@ class _Meeting:
 
     async def _open(self, host: str, port: int, token: str) -> None:
         size, rank = self.channel.size, self.channel.rank
-        hub = Hub(size, host=host, port=port, token=token, options=self.options, host_rank=rank)
+        hub = Hub(size, host=host, port=port, token=token, host_rank=rank)
         await _open_hub(self.thread, hub)
         self.hub = hub
         self.own_hub = _HubAddress(host or "127.0.0.1", hub.port, token)
@@ -238,7 +287,7 @@ class _Meeting:
                 return [_HubAddress(host, port, self.token + secret) for port in ports]
             case FilePlace(path=path):
                 try:
-                    notice = Notice.read(path)
+                    notice = _Notice.read(path)
                 except (OSError, ValueError) as error:
                     self.last_seen = str(error)
                     return []

@@ -53,7 +53,7 @@ class ElasticSessions:
         self.starts: Starts | None = None
         self._host = host
         self._token = token
-        hub = Hub(size, host=host, token=token, members=self.generations.members())
+        hub = Hub(size, host=host, token=token, members=Members(self.generations))
         self._sessions = {0: ElasticSession(hub, tuple(range(size)))}
         self._tasks: set[asyncio.Task[None]] = set()
 

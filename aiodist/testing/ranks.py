@@ -197,7 +197,7 @@ class _RanksJob(Generic[T]):
         limit = None if timeout is None else loop.call_later(timeout, TimeLimit(self._late, timeout))
         first = Generation(0, (None,) * self.size)
         if self.elastic is not None:
-            self.form(first, self._generations.members())
+            self.form(first, Members(self._generations))
         else:
             for rank in range(self.size):
                 self._start(first, rank)

@@ -18,7 +18,7 @@ from typing import Any
 
 from aiodist.communicator.watchdog import Watch
 from aiodist.control import Channel
-from aiodist.control.forks import forget, guard
+from aiodist.control.thread import forget, guard
 from aiodist.handles.stacks import stack_of_task, stack_of_thread
 from aiodist.watch import jobs
 

@@ -17,8 +17,8 @@ from aiodist.communicator.registry import Registry
 from aiodist.communicator.report import REPORT_SECONDS, check_report
 from aiodist.communicator.threaded import ThreadedCommunicator
 from aiodist.communicator.watchdog import Watch
-from aiodist.control.forks import guard_polling
 from aiodist.control.generations import Generation
+from aiodist.control.thread import guard_polling
 from aiodist.env import Environment, Starter
 from aiodist.errors import AiodistError
 from aiodist.handles import Progress

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiodist.control.generations import Admit, Cancel, Form, Generations, Refusal, Refuse, Regrouping
+from aiodist.control.generations import Admit, Cancel, Form, Generations, Members, Refusal, Refuse, Regrouping
 
 
 class Model:
@@ -216,7 +216,7 @@ def test_w3_a_stale_question_does_not_take_the_place_of_one_that_counts() -> Non
     def reply(name: str) -> Any:
         return lambda value, error: told.append((name, value))
 
-    first, again = generations.members(0), generations.members(1)
+    first, again = Members(generations), Members(generations, 1)
     for members in (first, again):
         for rank in range(2):
             members.joined(rank)
