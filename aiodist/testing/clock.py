@@ -82,11 +82,12 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
         """As always, and the clock does not jump meanwhile."""
         future = super().run_in_executor(executor, func, *args)
         self._executing += 1
-        future.add_done_callback(self._executed)
-        return future
 
-    def _executed(self, _: asyncio.Future[Any]) -> None:
-        self._executing -= 1
+        def executed(_: asyncio.Future[Any]) -> None:
+            self._executing -= 1
+
+        future.add_done_callback(executed)
+        return future
 
     @property
     def selector(self) -> selectors.BaseSelector:
@@ -138,14 +139,6 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
         self._on_deadlock()
 
 
-def _signature(loop: asyncio.AbstractEventLoop) -> tuple[int, int]:
-    """Return something that changes when any rank gets further."""
-    dispatchers = Dispatcher.of_loop(loop)
-    return sum(dispatcher.oplog.seq for dispatcher in dispatchers), sum(
-        len(dispatcher.pending()) for dispatcher in dispatchers
-    )
-
-
 class _JumpingSelector(selectors.DefaultSelector):
     """Where a loop would sleep, its clock jumps."""
 
@@ -166,13 +159,12 @@ class _JumpingSelector(selectors.DefaultSelector):
         if events or loop.ready:
             return events
         # A thread may have begun to compute meanwhile.
-        return self._in_real_time(timeout) if loop.executing else self._jump(timeout)
-
-    def _in_real_time(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        if not loop.executing:
+            return self._jump(timeout)
         began = monotonic()
         events = self._wait(timeout)
         passed = monotonic() - began
-        self._loop.now += passed if timeout is None else min(passed, timeout)
+        loop.now += passed if timeout is None else min(passed, timeout)
         return events
 
     def _grace(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
@@ -208,8 +200,9 @@ class _JumpingSelector(selectors.DefaultSelector):
             if events or loop.ready or loop.executing:
                 return events
         if timeout is not None and (due is None or loop.now + timeout < due):
-            seen = _signature(loop)
-            if seen != self._seen:
+            known = [(dispatcher.oplog.seq, len(dispatcher.pending())) for dispatcher in Dispatcher.of_loop(loop)]
+            seen = sum(issued for issued, _ in known), sum(pending for _, pending in known)
+            if seen != self._seen:  # some rank has got further
                 self._seen, self._quiet_since = seen, loop.now
             if loop.now - self._quiet_since < _QUIET_SECONDS:
                 loop.now += timeout

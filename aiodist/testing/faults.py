@@ -166,21 +166,18 @@ class Faults:
     def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def counted(*args: Any, **options: Any) -> Any:  # noqa: ANN401
-            self._at_call()
+            place: Any = current_place.get()
+            rank: int = Environment.read().rank if place is None else place.number
+            if place is None:
+                self.check(local=False)
+            number = self._calls[rank]
+            self._calls[rank] += 1
+            for fault in self.faults:
+                if fault.rank == rank and (fault.at == number or (fault.kind == FaultKind.SLOW and fault.at <= number)):
+                    _strike(fault, place)
             return call(*args, **options)
 
         return counted
-
-    def _at_call(self) -> None:
-        place: Any = current_place.get()
-        rank: int = Environment.read().rank if place is None else place.number
-        if place is None:
-            self.check(local=False)
-        number = self._calls[rank]
-        self._calls[rank] += 1
-        for fault in self.faults:
-            if fault.rank == rank and (fault.at == number or (fault.kind == FaultKind.SLOW and fault.at <= number)):
-                _strike(fault, place)
 
 
 def _strike(fault: Fault, place: Any) -> None:  # noqa: ANN401
@@ -219,8 +216,6 @@ def _block(seconds: float) -> None:
 
 @dataclass(eq=False)
 class _HeldMessage:
-    """A message on its way."""
-
     message: LocalMessage
     due: float
     overtakable: bool
@@ -257,7 +252,13 @@ class FaultyHub(LocalHub):
             return
         due = max([self._now() + late, *[one.due for one in ahead]])
         held.append(_HeldMessage(message, due, overtakable))
-        self._at(due, partial(self._release_until, to, message.src, due))
+
+        def release() -> None:
+            for one in [one for one in held if one.due <= due]:
+                held.remove(one)
+                super(FaultyHub, self).send(to, one.message)
+
+        self._at(due, release)
 
     def _now(self) -> float:
         assert self.loop is not None
@@ -267,9 +268,3 @@ class FaultyHub(LocalHub):
         """Have the loop make a call at that time, with the transport lock held; a little early, as timers are."""
         assert self.loop is not None
         self.loop.call_soon_threadsafe(self.loop.call_at, due, lambda: Progress.current().start(call))
-
-    def _release_until(self, to: Address, src: int, due: float) -> None:
-        held = self._held[to, src]
-        for one in [one for one in held if one.due <= due]:
-            held.remove(one)
-            super().send(to, one.message)

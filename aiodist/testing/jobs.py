@@ -1,4 +1,7 @@
-"""Jobs of processes in which marked tests run: started for many tests at once, asked for the result of each."""
+"""Jobs of processes in which marked tests run: started for many tests at once, asked for the result of each.
+
+Each rank of a job runs `python -m aiodist.testing.jobs FOLDER`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -61,6 +64,58 @@ class RanksFunction(pytest.Function):
     def job(self) -> tuple[str, int]:
         """What the tests of one job of processes have in common."""
         return carrier(self.spec.backend), self.spec.size
+
+    @classmethod
+    def like(cls, item: pytest.Function) -> RanksFunction:
+        """Return it in place of pytest's item."""
+        return cls.from_parent(
+            item.parent,
+            name=item.name,
+            callspec=item.callspec,
+            fixtureinfo=item._fixtureinfo,
+            keywords={item.callspec.id: True},
+            originalname=item.originalname,
+        )
+
+    def _getobj(self) -> object:
+        return one_per_rank(super()._getobj(), self)  # type: ignore[no-untyped-call]
+
+    def setup(self) -> None:
+        """Set fixtures up, where the test runs."""
+        if not self.on_processes:
+            super().setup()
+
+    def runtest(self) -> None:
+        """Run it, or have it run."""
+        if self.on_processes:
+            Jobs.of(self.session).run(self)
+        else:
+            super().runtest()
+
+
+def one_per_rank(function: Callable[..., Any], item: RanksFunction | None) -> Callable[..., None]:
+    """Return a plain function that runs the coroutine function on all ranks, or on this one in a job."""
+
+    @wraps(function)
+    def run(*args: Any, coll: Spec, **fixtures: Any) -> None:  # noqa: ANN401
+        import aiodist
+
+        async def main() -> BaseException | None:
+            async with aiodist.init() as world:
+                try:
+                    await function(*args, coll=world, **fixtures)
+                except pytest.skip.Exception as skipped:
+                    return skipped  # no failure of this rank: the world is closed as always
+            return None
+
+        if item is not None and coll.backend == "local":
+            ends = aiodist.testing.run_ranks(coll.size, main, item.config.getoption("--aiodist-seed"))
+        else:
+            ends = [aiodist.run(main)]
+        for skipped in filter(None, ends):
+            raise skipped
+
+    return run
 
 
 class Jobs:
@@ -148,7 +203,7 @@ class _ProcessJob:
         paths = [str(config.rootpath / nodeid) for nodeid in self.left]
         (folder / "arguments").write_text(json.dumps([*_pytest_arguments(config, folder), *paths]))
         launcher = [sys.executable, "-m", "aiodist.cli", "run", "-n", str(spec.size), "--mpi", choice]
-        worker = ["--kill-after", "2", "-m", "aiodist.testing.worker", str(folder)]
+        worker = ["--kill-after", "2", "-m", "aiodist.testing.jobs", str(folder)]
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         with (folder / "output").open("wb") as output:
@@ -323,3 +378,19 @@ def _mpi_name() -> str:
         return ""
     version = module.library_version()
     return next((name for name in ("Open MPI", "MPICH") if name in version), version)
+
+
+def main() -> int:
+    """Be one rank of a job: run pytest as the folder says; results go to a file there. A failed test fails no job."""
+    # When one rank fails, the launcher ends the others: first they shall write down how it went for them.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    folder = Path(sys.argv[1])
+    arguments = json.loads((folder / "arguments").read_text())
+    # Where all share one, each removes what earlier runs left there, and stumbles over the others.
+    code = pytest.main([*arguments, f"--basetemp={folder / f'tmp-{Environment.read().rank}'}"])
+    fine = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED)
+    return 0 if code in fine else int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

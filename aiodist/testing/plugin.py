@@ -25,16 +25,14 @@ The plugin is loaded in every run of pytest where aiodist is installed: it impor
 from __future__ import annotations
 
 import argparse
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 
 from aiodist.testing import jobs
-from aiodist.testing.jobs import RanksFunction, Spec
+from aiodist.testing.jobs import RanksFunction, Spec, one_per_rank
 
 _BACKENDS = ("local", "mpi", "openmpi", "mpich", "gloo", "shm")
 
@@ -124,14 +122,14 @@ def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str
     function = inspect.unwrap(obj.__func__ if isinstance(obj, staticmethod) else obj)  # type: ignore[arg-type]
     if not inspect.isfunction(function) or not collector.istestfunction(obj, name):
         return None
-    definition = pytest.Function.from_parent(collector, name=name, callobj=_one_per_rank(function, None))
+    definition = pytest.Function.from_parent(collector, name=name, callobj=one_per_rank(function, None))
     if definition.get_closest_marker("ranks") is None:
         return None
     if wrong := _misuse(function, definition):
         return [pytest.Function.from_parent(collector, name=name, callobj=partial(pytest.fail, wrong, pytrace=False))]
     # What generates the tests sees a plain function.
-    generated = collector._genfunctions(name, _one_per_rank(function, None))
-    return [_RanksFunction.like(item) for item in generated]
+    generated = collector._genfunctions(name, one_per_rank(function, None))
+    return [RanksFunction.like(item) for item in generated]
 
 
 def _misuse(function: Callable[..., object], definition: pytest.Function) -> str:
@@ -149,62 +147,9 @@ def _misuse(function: Callable[..., object], definition: pytest.Function) -> str
     return ""
 
 
-class _RanksFunction(RanksFunction):
-    """As it is collected and run."""
-
-    @classmethod
-    def like(cls, item: pytest.Function) -> _RanksFunction:
-        return cls.from_parent(
-            item.parent,
-            name=item.name,
-            callspec=item.callspec,
-            fixtureinfo=item._fixtureinfo,
-            keywords={item.callspec.id: True},
-            originalname=item.originalname,
-        )
-
-    def _getobj(self) -> object:
-        return _one_per_rank(super()._getobj(), self)  # type: ignore[no-untyped-call]
-
-    def setup(self) -> None:
-        if not self.on_processes:
-            super().setup()
-
-    def runtest(self) -> None:
-        if self.on_processes:
-            jobs.Jobs.of(self.session).run(self)
-        else:
-            super().runtest()
-
-
-def _one_per_rank(function: Callable[..., Any], item: _RanksFunction | None) -> Callable[..., None]:
-    """Return a plain function that runs the coroutine function on all ranks, or on this one in a job."""
-
-    @functools.wraps(function)
-    def run(*args: Any, coll: Spec, **fixtures: Any) -> None:  # noqa: ANN401
-        import aiodist
-
-        async def main() -> BaseException | None:
-            async with aiodist.init() as world:
-                try:
-                    await function(*args, coll=world, **fixtures)
-                except pytest.skip.Exception as skipped:
-                    return skipped  # no failure of this rank: the world is closed as always
-            return None
-
-        if item is not None and coll.backend == "local":
-            ends = aiodist.testing.run_ranks(coll.size, main, item.config.getoption("--aiodist-seed"))
-        else:
-            ends = [aiodist.run(main)]
-        for skipped in filter(None, ends):
-            raise skipped
-
-    return run
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put tests that share a job of processes side by side, behind the others."""
-    items.sort(key=lambda item: item.job if isinstance(item, _RanksFunction) and item.on_processes else ("", 0))
+    items.sort(key=lambda item: item.job if isinstance(item, RanksFunction) and item.on_processes else ("", 0))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -7,6 +7,7 @@ import contextvars
 import inspect
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from aiodist.backends.local import LocalHub, LocalTransport
@@ -72,10 +73,7 @@ def run_ranks(
         faults.check(local=True)
         hub, story = FaultyHub(seed, faults), f"{story}, {faults}"
     job: _RanksJob[T] = _RanksJob(n, main, hub, story=story, elastic=elastic)
-
-    def make_loop() -> FakeClockLoop:
-        return FakeClockLoop(seed=seed, group_of=_rank_of, on_deadlock=job.deadlocked)
-
+    make_loop = partial(FakeClockLoop, seed=seed, group_of=_rank_of, on_deadlock=job.deadlocked)
     with faults or nullcontext(), asyncio.Runner(loop_factory=make_loop) as runner:
         isolate(runner.get_loop())
         return runner.run(job.run(timeout))
@@ -103,7 +101,7 @@ def kill_rank(number: int | None = None) -> None:
 
 
 class _Seat:
-    """A rank's place, good for any number of `init` in a row: each takes its transport, then its channel."""
+    """A rank's place, good for any number of `init` in a row."""
 
     def __init__(self, job: _RanksJob[Any], number: int, generation: Generation, rank: int) -> None:
         self.job = job
@@ -115,16 +113,11 @@ class _Seat:
         self.started_as = rank
         self._opened = 0
 
-    @property
-    def transport(self) -> LocalTransport:
-        """The transport of the rank's next `init`."""
-        self._opened += 1
-        return LocalTransport(self.job.hub, self.started_as, self.job.size, f"world.{self._opened - 1}")
-
-    @property
-    def channel(self) -> Channel:
-        """The channel that goes with the transport that was taken last."""
-        return self.job.channels(self._opened - 1)[self.started_as]
+    def take(self) -> RankPlace:
+        """Return the place of the rank's next `init`."""
+        number, self._opened = self._opened, self._opened + 1
+        transport = LocalTransport(self.job.hub, self.started_as, self.job.size, f"world.{number}")
+        return RankPlace(transport, self.job.channels(number)[self.started_as], self.hosts)
 
     @property
     def hosts(self) -> tuple[int, ...]:

@@ -79,19 +79,10 @@ class Introduction:
 
 
 class RankSeat(Protocol):
-    """The place of a rank that is a task of one process; each `init` in a row has its own transport and channel."""
+    """The seat of a rank that is a task of one process; each `init` in a row has its own transport and channel."""
 
-    @property
-    def transport(self) -> Transport:
-        """That of the rank's next `init`."""
-
-    @property
-    def channel(self) -> Channel:
-        """The one that goes with the transport that was taken last."""
-
-    @property
-    def hosts(self) -> tuple[int, ...]:
-        """For each rank the first of its host."""
+    def take(self) -> RankPlace:
+        """Return the place of the rank's next `init`."""
 
     @property
     def elastic(self) -> tuple[int, int] | None:

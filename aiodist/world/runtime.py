@@ -23,7 +23,7 @@ from aiodist.streams import CudaStream, event_handle
 from aiodist.world.generation import RankWorld, WorldOptions
 from aiodist.world.isolation import isolate
 from aiodist.world.leaving import Kept, abort, leave_in_time, the_end
-from aiodist.world.opening import Introduction, Limits, RankPlace, RankSeat, current_place, find_place
+from aiodist.world.opening import Introduction, Limits, RankSeat, current_place, find_place
 from aiodist.world.recovery import Recovery
 from aiodist.world.tracebacks import fold_tracebacks
 
@@ -164,7 +164,7 @@ async def _life_of(
         if elastic:
             return await Recovery.of(options, backend, given)
         if given is not None:
-            place = RankPlace(given.transport, given.channel, given.hosts)
+            place = given.take()
         else:
             place = await find_place(options.environment, backend, options.limits, meeting)
         return await RankWorld.of(options, place)
