@@ -273,9 +273,10 @@ def inspect_(
 @app.command(context_settings=_Everything, add_help_option=False)
 def bench(context: typer.Context) -> None:
     """Measure operations, beside plain library calls in the same processes."""
-    from aiodist.bench import cli as bench_cli
+    from aiodist.bench.cli import app as bench_app
+    from aiodist.bench.cli import called
 
-    raise typer.Exit(bench_cli.main(context.args))
+    raise typer.Exit(called(bench_app, context.args, "aiodist bench"))
 
 
 @app.command()

@@ -23,11 +23,6 @@ from aiodist.launch.discover import find_mpi
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def main(args: list[str]) -> int:
-    """Run the command with `args`; return the exit code, 2 for arguments that make no sense."""
-    return called(app, args, "aiodist bench")
-
-
 def called(command: typer.Typer, args: list[str], name: str) -> int:
     """Run `command`, of that name; return the exit code, 2 for arguments that make no sense."""
     try:

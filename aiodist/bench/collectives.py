@@ -51,10 +51,12 @@ def contenders(session: Session, op: str, nbytes: int) -> list[Contender]:
     found = []
     for impl in session.impls:
         if impl == "auto" or op not in _WITHOUT_IMPL:
-            made = buffers(session, op, nbytes)
-            on = _in_arena(session.coll, made) if impl == "arena" else made
-            call = ours(session.coll, op, on, session.keywords(impl))
-            found.append(Contender(f"aiodist:{impl}", call, awaited=True, overwrite=overwriting(on)))
+            made, empty = buffers(session, op, nbytes), session.coll.empty
+            if impl == "arena":  # such tensors in memory that the ranks of a host share
+                out = None if made.out is None else empty(made.out.shape, made.out.dtype).zero_()
+                made = replace(made, t=empty(made.t.shape, made.t.dtype).zero_(), out=out)
+            call = ours(session.coll, op, made, session.keywords(impl))
+            found.append(Contender(f"aiodist:{impl}", call, awaited=True, overwrite=overwriting(made)))
     for peer in session.peers:
         for i in range(len(peer.contenders(op, buffers(session, op, nbytes)))):
             made = buffers(session, op, nbytes)
@@ -72,12 +74,6 @@ def overwriting(made: Buffers) -> Callable[[], Any] | None:
     Ones, since a processor may leave out the writing of zeros over zeros.
     """
     return partial(made.t.fill_, 1) if made.t.nbytes >= OVERWRITTEN_BYTES else None
-
-
-def _in_arena(coll: Communicator, made: Buffers) -> Buffers:
-    """Return such tensors in memory that the ranks of a host share."""
-    t = coll.empty(made.t.shape, made.t.dtype).zero_()
-    return replace(made, t=t, out=None if made.out is None else coll.empty(made.out.shape, made.out.dtype).zero_())
 
 
 def buffers(session: Session, op: str, nbytes: int) -> Buffers:

@@ -112,18 +112,17 @@ def parse_sizes(text: str, itemsize: int) -> tuple[int, ...]:
     >>> parse_sizes("64, 1KiB,2kB,1.5MiB", 4)
     (64, 1024, 2000, 1572864)
     """
-    return tuple([_parse_size(part.strip(), itemsize) for part in text.split(",")])
-
-
-def _parse_size(text: str, itemsize: int) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text)
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
-        raise ConfigError(f"--sizes {text!r}: expected bytes such as 1024, 64KiB, 64MiB or 1GB")
-    nbytes = float(match[1]) * unit
-    if nbytes < itemsize or nbytes % itemsize:
-        raise ConfigError(f"--sizes {text}: expected a multiple of {itemsize} bytes, one element, and at least one")
-    return int(nbytes)
+    sizes = []
+    for part in map(str.strip, text.split(",")):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", part)
+        unit = _UNITS.get(match[2].lower()) if match else None
+        if match is None or unit is None:
+            raise ConfigError(f"--sizes {part!r}: expected bytes such as 1024, 64KiB, 64MiB or 1GB")
+        nbytes = float(match[1]) * unit
+        if nbytes < itemsize or nbytes % itemsize:
+            raise ConfigError(f"--sizes {part}: expected a multiple of {itemsize} bytes, one element, and at least one")
+        sizes.append(int(nbytes))
+    return tuple(sizes)
 
 
 def parse_names(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:

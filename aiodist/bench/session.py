@@ -76,32 +76,20 @@ class Session:
         everything = await self.coll.gather_object((dict(samples), facts()))
         if everything is None:
             return []
-        return [self._timed(op, name, nbytes, everything) for name in samples]
-
-    def _timed(self, op: str, name: str, nbytes: int | None, everything: list[Any]) -> Record:
-        by_rank = [samples[name] for samples, _ in everything]
-        longest = slowest_of_each(by_rank)
-        median = statistics.median(longest)
-        algorithm, bus = bandwidths(op, nbytes or 0, median, self.coll.size)
-        measured = {"seconds": median, "mean": statistics.fmean(longest), "p50": median, "p99": percentile(longest, 99)}
-        known = everything[slowest(by_rank)][1]
-        return self._record(op, name, nbytes, known, **measured, algbw_gbps=algorithm, busbw_gbps=bus)
-
-    def _record(self, op: str, impl: str, nbytes: int | None, known: RankFacts, **measured: Any) -> Record:  # noqa: ANN401
-        return Record(
-            op,
-            impl,
-            self.coll.size,
-            nbytes,
-            affinity=known.affinity,
-            torch_threads=known.torch_threads,
-            **measured,
-        )
+        records, size = [], self.coll.size
+        for name in samples:
+            by_rank = [told[name] for told, _ in everything]
+            longest = slowest_of_each(by_rank)
+            median = statistics.median(longest)
+            algorithm, bus = bandwidths(op, nbytes or 0, median, size)
+            measured = median, statistics.fmean(longest), median, percentile(longest, 99), algorithm, bus
+            records.append(Record(op, name, size, nbytes, *measured, *everything[slowest(by_rank)][1]))
+        return records
 
     async def valued(self, op: str, impl: str, value: float | None, nbytes: int | None = None) -> list[Record]:
         """Return on rank 0 a record with the largest `value` of all ranks that have one, elsewhere nothing."""
         everything = await self.coll.gather_object((value, facts()))
         if everything is None:
             return []
-        largest, known = max(((v, f) for v, f in everything if v is not None), key=lambda pair: pair[0])
-        return [self._record(op, impl, nbytes, known, value=largest)]
+        largest, (cores, threads) = max(((v, f) for v, f in everything if v is not None), key=lambda pair: pair[0])
+        return [Record(op, impl, self.coll.size, nbytes, affinity=cores, torch_threads=threads, value=largest)]

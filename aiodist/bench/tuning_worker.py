@@ -43,7 +43,9 @@ async def main(todo: Tuning) -> None:
                 seen, seconds = await _measured(coll, operation, nbytes, todo.repeat)
                 figures[seen] = seconds
                 if coll.rank == 0:
-                    print(_line(operation, nbytes, seconds), flush=True)  # noqa: T201
+                    ranked = sorted(seconds.items(), key=lambda item: item[1])
+                    told = ", ".join(f"{name} {1e6 * time:.4g} us" for name, time in ranked)
+                    print(f"{operation} {bytes_text(nbytes)}: {told}", flush=True)  # noqa: T201
             edits += edits_from(operation, coll.parts.repertoire.hosts, figures)
         if coll.rank == 0:
             _report(todo, coll, edits)
@@ -123,12 +125,6 @@ def edits_from(operation: str, hosts: str, figures: Figures) -> list[RangeEdit]:
         RangeEdit("cpu", hosts, operation, start, end, name)
         for (start, name), end in zip(steps, [*ends, None], strict=True)
     ]
-
-
-def _line(operation: str, nbytes: int, seconds: Mapping[str, float]) -> str:
-    ranked = sorted(seconds.items(), key=lambda item: item[1])
-    figures = ", ".join(f"{name} {1e6 * time:.4g} us" for name, time in ranked)
-    return f"{operation} {bytes_text(nbytes)}: {figures}"
 
 
 def _report(todo: Tuning, coll: Communicator, edits: Sequence[RangeEdit]) -> None:

@@ -24,12 +24,8 @@ from aiodist.communicator import Communicator
 from aiodist.handles.progress import Progress
 
 
-def main(plan: Plan) -> None:
+async def main(plan: Plan) -> None:
     """Measure what `plan` says, with the other ranks of this job."""
-    aiodist.run(_measure, plan)
-
-
-async def _measure(plan: Plan) -> None:
     measure = importlib.import_module(plan.module).measure
     found: list[Record] = []
     notes: list[str] = []
@@ -47,7 +43,12 @@ async def _measure(plan: Plan) -> None:
             only_fence = ["mpi4py"] if coll.backend == "mpi" and not {"mpi4py", "mpi"} & set(beside) else []
             async with peers.opened(beside, coll) as opened, peers.opened(only_fence, coll) as fences:
                 if first:
-                    notes.append(_title(plan, coll))
+                    known, loop = facts(), type(asyncio.get_running_loop()).__module__.partition(".")[0]
+                    over = f"{coll.size} ranks over {coll.backend} on {coll.nodes} host(s)"
+                    cores = f"cores {','.join(map(str, known.affinity))}, with {known.torch_threads} torch threads"
+                    notes.append(f"{plan.op}: {over}, {plan.dtype}, {loop}")
+                    versions = f"aiodist {metadata.version('aiodist')}, torch {torch.__version__}"
+                    notes.append(f"rank {rank} on {cores}; {versions}")
                 notes += [peer.described for peer in opened]
                 fence = _fence(coll, [*fences, *opened])
                 found += await measure(Session(plan, coll, here, opened, fence, first=first, notes=notes))
@@ -75,16 +76,6 @@ def _fence(coll: Communicator, opened: Sequence[peers.Peer]) -> Fence:
     return fence
 
 
-def _title(plan: Plan, coll: Communicator) -> str:
-    known = facts()
-    loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
-    return (
-        f"{plan.op}: {coll.size} ranks over {coll.backend} on {coll.nodes} host(s), {plan.dtype}, {loop}\n"
-        f"rank {coll.rank} on cores {','.join(map(str, known.affinity))}, with {known.torch_threads} torch threads; "
-        f"aiodist {metadata.version('aiodist')}, torch {torch.__version__}"
-    )
-
-
 def _report(plan: Plan, found: list[Record], title: str) -> None:
     """Write the files first: what was measured is not lost when printing it fails."""
     if plan.json is not None:
@@ -98,4 +89,4 @@ def _report(plan: Plan, found: list[Record], title: str) -> None:
 
 
 if __name__ == "__main__":
-    carry_out(lambda text: main(Plan.from_json(text)))
+    carry_out(lambda text: aiodist.run(main, Plan.from_json(text)))

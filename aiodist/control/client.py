@@ -201,19 +201,17 @@ class SocketChannel(Channel):
             case Kind.READY:
                 settle(self.ready, None, None)
             case Kind.CLOSING:
-                self._hub_closes(unpack(received.body))
+                notice = unpack(received.body)
+                if not self.ready.done() and notice["late"]:
+                    late = dict(notice["late"])
+                    message = f"{notice['cause']}, before {name_ranks(late)} had come"
+                    self.ready.set_exception(OperationTimeout(message, late=late, rank=self.rank, op="connect"))
+                rank = HUB if notice["clean"] else self._host_rank
+                self._lose(Exit(rank, clean=notice["clean"], cause=notice["cause"]))
             case Kind.PING:
                 pass
             case kind:
                 raise WireError(f"a frame of kind {kind} from the hub")
-
-    def _hub_closes(self, notice: dict[str, Any]) -> None:
-        if not self.ready.done() and notice["late"]:
-            late = dict(notice["late"])
-            message = f"{notice['cause']}, before {name_ranks(late)} had come"
-            self.ready.set_exception(OperationTimeout(message, late=late, rank=self.rank, op="connect"))
-        rank = HUB if notice["clean"] else self._host_rank
-        self._lose(Exit(rank, clean=notice["clean"], cause=notice["cause"]))
 
     def _hub_gone(self, cause: str) -> None:
         where = "" if self._host_rank == HUB else f", which rank {self._host_rank} hosted,"

@@ -139,7 +139,11 @@ class Hub:
     def _serve(self, rank: int, received: Frame) -> None:
         match received.kind:
             case Kind.MESSAGE:
-                self._route(rank, received)
+                data = frame(Kind.MESSAGE, rank, received.body)
+                if received.number == EVERYBODY:
+                    self._write_all(data, but=rank)
+                elif link := self._links.get(received.number):
+                    link.write(data)
             case Kind.REQUEST:
                 self._answer(rank, received.number, unpack(received.body))
             case Kind.CANCEL:
@@ -148,13 +152,6 @@ class Hub:
                 pass
             case kind:
                 raise WireError(f"a frame of kind {kind} from a rank")
-
-    def _route(self, src: int, message: Frame) -> None:
-        data = frame(Kind.MESSAGE, src, message.body)
-        if message.number == EVERYBODY:
-            self._write_all(data, but=src)
-        elif link := self._links.get(message.number):
-            link.write(data)
 
     def _write_all(self, data: bytes, but: int | None = None) -> None:
         for rank, link in tuple(self._links.items()):

@@ -49,9 +49,14 @@ def parse(address: str, environ: Mapping[str, str] | None = None) -> Place:
     scheme, separator, rest = address.partition("://")
     match scheme if separator else "":
         case "tcp":
-            return TcpPlace(*_host_and_port(address))
+            return _tcp_place(address)
         case "file":
-            return FilePlace(_path(address, rest))
+            path = Path(unquote(rest))
+            if not path.is_absolute():
+                raise ConfigError(f"rendezvous {address!r}: expected file:///path, with three slashes")
+            if path.is_dir():
+                raise ConfigError(f"rendezvous {address!r}: {path} is a directory, expected a file in it")
+            return FilePlace(path)
         case "env":
             if environ is None:
                 raise ConfigError("env://: the variables were not given, pass environ=")
@@ -118,7 +123,7 @@ def outward_host() -> str:
     return "127.0.0.1"
 
 
-def _host_and_port(address: str) -> tuple[str, tuple[int]]:
+def _tcp_place(address: str) -> TcpPlace:
     expected = "expected tcp://host:port, or tcp://[address]:port for IPv6"
     try:
         parts = urlsplit(address)
@@ -127,16 +132,7 @@ def _host_and_port(address: str) -> tuple[str, tuple[int]]:
         raise ConfigError(f"rendezvous {address!r}: {error}; {expected}") from None
     if not host or not port or parts.path or parts.query or parts.username is not None:
         raise ConfigError(f"rendezvous {address!r}: {expected}")
-    return host, (port,)
-
-
-def _path(address: str, rest: str) -> Path:
-    path = Path(unquote(rest))
-    if not path.is_absolute():
-        raise ConfigError(f"rendezvous {address!r}: expected file:///path, with three slashes")
-    if path.is_dir():
-        raise ConfigError(f"rendezvous {address!r}: {path} is a directory, expected a file in it")
-    return path
+    return TcpPlace(host, (port,))
 
 
 def _from_environment(environ: Mapping[str, str]) -> TcpPlace:

@@ -172,18 +172,9 @@ class _Notice:
             if json.loads(path.read_bytes())["nonce"] == self.nonce:
                 path.unlink()
 
-    def reachable(self) -> tuple[str, ...]:
-        """Return where to try, the likeliest first."""
-        return ("127.0.0.1", *self.hosts) if self.boot_id == boot_id() else self.hosts
 
-
-@dataclass(frozen=True)
-class _HubAddress:
-    """Where a hub may listen, and the token to join it with."""
-
-    host: str
-    port: int
-    token: str
+_HubAddress = tuple[str, int, str]
+"""Where a hub may listen, host and port, and the token to join it with."""
 
 
 @dataclass
@@ -217,7 +208,15 @@ class _Meeting:
     async def _host(self) -> None:
         match self.place:
             case TcpPlace(hosted=True) as place:
-                await self._host_at(place)
+                # A host name may mean a loopback address here and a real one elsewhere: listen at all of them.
+                listen_at = place.host if is_loopback(place.host) else ""
+                for port in place.ports:
+                    try:
+                        return await self._open(listen_at, port, self.token + place.secret)
+                    except OSError as error:
+                        if error.errno != errno.EADDRINUSE or port == place.ports[-1]:
+                            why = f"rank 0 cannot listen at port {port}: {error}"
+                            raise ConfigError(f"{self.address}: {why}") from error
             case FilePlace() as place:
                 nonce = secrets.token_hex(16)
                 await self._open("", 0, f"{self.token}\n{nonce}")
@@ -226,22 +225,12 @@ class _Meeting:
                 notice.write(place.path)
                 self.thread.stack.callback(notice.remove, place.path)
 
-    async def _host_at(self, place: TcpPlace) -> None:
-        for port in place.ports:
-            try:
-                # A host name may mean a loopback address here and a real one elsewhere: listen at all of them.
-                listen_at = place.host if is_loopback(place.host) else ""
-                return await self._open(listen_at, port, self.token + place.secret)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE or port == place.ports[-1]:
-                    raise ConfigError(f"{self.address}: rank 0 cannot listen at port {port}: {error}") from error
-
     async def _open(self, host: str, port: int, token: str) -> None:
         size, rank = self.channel.size, self.channel.rank
         hub = Hub(size, host=host, port=port, token=token, host_rank=rank)
         await _open_hub(self.thread, hub)
         self.hub = hub
-        self.own_hub = _HubAddress(host or "127.0.0.1", hub.port, token)
+        self.own_hub = host or "127.0.0.1", hub.port, token
 
     async def _enter(self) -> None:
         """Ask until some hub lets this rank in."""
@@ -254,9 +243,10 @@ class _Meeting:
             pause = min(_LONGEST_PAUSE, pause * 1.5)
 
     async def _ask(self, where: _HubAddress) -> bool:
-        hello = Hello(self.channel.rank, self.channel.size, where.token)
+        host, port, token = where
+        hello = Hello(self.channel.rank, self.channel.size, token)
         try:
-            await dial(where.host, where.port, hello, self.channel.welcomed)
+            await dial(host, port, hello, self.channel.welcomed)
         except Refused as refusal:
             if not self._may_change(refusal.code):
                 message = f"{self.address}: {refusal}"
@@ -264,7 +254,7 @@ class _Meeting:
             self.last_seen = str(refusal)
         except OSError as error:
             why = "nobody listens there" if isinstance(error, ConnectionRefusedError) else str(error) or "no answer"
-            self.last_seen = f"{tcp_address(where.host, where.port)}: {why}"
+            self.last_seen = f"{tcp_address(host, port)}: {why}"
             if self.there:
                 raise PeerLost(f"the hub is gone: {self.last_seen}", lost=HUB) from error
         else:
@@ -284,14 +274,17 @@ class _Meeting:
             return [self.own_hub]
         match self.place:
             case TcpPlace(host=host, ports=ports, secret=secret):
-                return [_HubAddress(host, port, self.token + secret) for port in ports]
+                return [(host, port, self.token + secret) for port in ports]
             case FilePlace(path=path):
                 try:
                     notice = _Notice.read(path)
                 except (OSError, ValueError) as error:
                     self.last_seen = str(error)
                     return []
-                return [_HubAddress(host, notice.port, f"{self.token}\n{notice.nonce}") for host in notice.reachable()]
+                hosts = (
+                    ("127.0.0.1", *notice.hosts) if notice.boot_id == boot_id() else notice.hosts
+                )  # the likeliest first
+                return [(host, notice.port, f"{self.token}\n{notice.nonce}") for host in hosts]
 
     async def _too_late(self) -> OperationTimeout:
         """Return the error that names those who never came, as far as anybody here knows."""

@@ -119,7 +119,13 @@ def show(report: Report, console: Console) -> None:
     """Print the report, its verdict last."""
     show_findings(f"Found on {report.host}", report.findings, console)
     show_findings("Backends", report.backends, console)
-    _show_tables(report.collectives, console)
+    if (told := report.collectives.said) is None:
+        trouble = f"Two ranks did not work together: {report.collectives.trouble}"
+        console.print(trouble, style="yellow", soft_wrap=True, markup=False)
+    else:
+        for title, name in (("Implementations for two ranks", "availability"), ("What runs them", "selector")):
+            console.print(f"[italic]{title} over {told['backend']}")
+            console.print(told[name], markup=False, highlight=False, soft_wrap=True)
     show_verdict(report.verdict, console, good=report.usable)
 
 
@@ -140,15 +146,3 @@ def show_findings(title: str, findings: Sequence[Finding], console: Console) -> 
 def show_verdict(text: str, console: Console, *, good: bool) -> None:
     """Print the last line."""
     console.print(text, style="bold green" if good else "bold red", soft_wrap=True, highlight=False, markup=False)
-
-
-def _show_tables(answer: Answer, console: Console) -> None:
-    """Print what two ranks here can run their collectives with, and what runs which size."""
-    if answer.said is None:
-        console.print(
-            f"Two ranks did not work together: {answer.trouble}", style="yellow", soft_wrap=True, markup=False
-        )
-        return
-    for title, name in (("Implementations for two ranks over", "availability"), ("What runs them over", "selector")):
-        console.print(f"[italic]{title} {answer.said['backend']}")
-        console.print(answer.said[name], markup=False, highlight=False, soft_wrap=True)

@@ -37,7 +37,8 @@ def inspected(watch: Watch, channel: Channel, job: int | None) -> Iterator[None]
     finally:
         if server is not None:
             server.close()
-        inspector.close()
+        with suppress(RuntimeError):  # the channel is closed
+            channel.unsubscribe(_TOPIC)
 
 
 class Inspector:
@@ -50,11 +51,6 @@ class Inspector:
         self._answers: dict[int, dict[str, Any]] = {}
         self._news = threading.Event()
         channel.subscribe(_TOPIC, self._heard)
-
-    def close(self) -> None:
-        """Answer no more."""
-        with suppress(RuntimeError):  # the channel is closed
-            self._channel.unsubscribe(_TOPIC)
 
     def ask(self) -> list[dict[str, Any]]:
         """Return what each rank says of itself; on a thread of its own."""

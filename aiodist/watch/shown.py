@@ -18,7 +18,6 @@ from aiodist.watch import jobs
 
 _LAST = 3
 _LIVE_SECONDS = 1.0
-_VERSION = "2.5"
 _NAMES = {name: name for name in ("reduce_scatter", "broadcast", "reduce", "gather", "scatter", "barrier")} | {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -113,16 +112,13 @@ def write_flight(ranks: Sequence[Mapping[str, Any]], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for answer in ranks:
         if "communicators" in answer:
-            (folder / f"rank_{answer['rank']}").write_bytes(pickle.dumps(_dump(answer)))
-
-
-def _dump(answer: Mapping[str, Any]) -> dict[str, Any]:
-    groups = sorted(answer["communicators"].items())
-    entries = [_entry(name, op) for name, comm in groups for op in comm["operations"] if op["kind"] in _NAMES]
-    for number, entry in enumerate(entries):
-        entry["record_id"] = number
-    config = {name: {"name": name, "desc": _desc(name), "ranks": str(comm["ranks"])} for name, comm in groups}
-    return {"version": _VERSION, "pg_config": config, "entries": entries}
+            groups = sorted(answer["communicators"].items())
+            entries = [_entry(name, op) for name, comm in groups for op in comm["operations"] if op["kind"] in _NAMES]
+            for number, entry in enumerate(entries):
+                entry["record_id"] = number
+            config = {name: {"name": name, "desc": _desc(name), "ranks": str(comm["ranks"])} for name, comm in groups}
+            dump = {"version": "2.5", "pg_config": config, "entries": entries}
+            (folder / f"rank_{answer['rank']}").write_bytes(pickle.dumps(dump))
 
 
 def _desc(name: str) -> str:

@@ -159,8 +159,13 @@ async def _meet(environment: Environment, mpi: MpiTransport | None, limits: Limi
     """Return the control channel to the other ranks, once all of them have come."""
     if (environment.size if mpi is None else mpi.size) == 1:
         return in_process(1)[0]
-    if mpi is not None:
-        return await _meet_over_mpi(mpi, limits)
+    if mpi is not None:  # plain mpirun
+        primitives = Primitives(Endpoint(mpi, 0), Repertoire(mpi))
+
+        async def exchange(said: bytes) -> list[bytes]:
+            return [as_bytes(one) for one in await _run(allgather(primitives, as_tensor(said), None))]
+
+        return await _meet_over(Introduction(mpi.rank, mpi.size, exchange), limits)
     if environment.rendezvous is None:
         how = "start them with aiodist run, torchrun or mpirun"
         raise ConfigError(f"{environment.size} ranks and no rendezvous: {how}")
@@ -243,16 +248,6 @@ async def unless_lost(channel: Channel, work: Coroutine[Any, Any, T]) -> T:
         lost.cancel()
         if task.cancel():
             await asyncio.wait((task,))
-
-
-async def _meet_over_mpi(mpi: MpiTransport, limits: Limits) -> Channel:
-    """Plain mpirun: rank 0 runs the hub and tells the others over MPI where it is."""
-    primitives = Primitives(Endpoint(mpi, 0), Repertoire(mpi))
-
-    async def exchange(said: bytes) -> list[bytes]:
-        return [as_bytes(one) for one in await _run(allgather(primitives, as_tensor(said), None))]
-
-    return await _meet_over(Introduction(mpi.rank, mpi.size, exchange), limits)
 
 
 async def _meet_over(meeting: Introduction, limits: Limits) -> Channel:

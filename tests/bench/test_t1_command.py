@@ -137,7 +137,7 @@ def test_t1_bench_await_beside_busy_cores(outside: None, tmp_path: Path, mpi: st
 def test_t1_bad_arguments_are_one_clear_error(
     outside: None, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
 ) -> None:
-    assert cli.main(arguments) == 2
+    assert cli.called(cli.app, arguments, "aiodist bench") == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert expected in said.err
@@ -147,10 +147,10 @@ def test_t1_plot_without_matplotlib_is_refused_before_measuring(
     outside: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main(["allreduce", "--plot", str(tmp_path / "out.png")]) == 2
+    assert cli.called(cli.app, ["allreduce", "--plot", str(tmp_path / "out.png")], "aiodist bench") == 2
     assert "aiodist[plot]" in capsys.readouterr().err
 
 
 def test_t1_help(outside: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--help"]) == 0
+    assert cli.called(cli.app, ["--help"], "aiodist bench") == 0
     assert "--against" in capsys.readouterr().out

@@ -7,8 +7,7 @@ announced by a frame, received when its size is known and a receive was matched,
 done here, so receives from any source work, and a message of another size than its receive is an error.
 """
 
-from aiodist.backends.gloo.native import GlooNative
+from aiodist.backends.gloo.native import GlooNative, work_handle
 from aiodist.backends.gloo.transport import GlooTransport, open_world
-from aiodist.backends.gloo.works import work_handle
 
 __all__ = ["GlooNative", "GlooTransport", "open_world", "work_handle"]

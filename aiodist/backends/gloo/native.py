@@ -1,4 +1,4 @@
-"""gloo's own collectives, for one communicator."""
+"""gloo's own collectives, for one communicator; and the user's own works, as handles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Begin, Done, Operation, Wanted, again
+from aiodist.backends.base import Begin, Done, Operation, Wanted, again, started
 from aiodist.backends.gloo.library import (
     CLOSE_SECONDS,
     FOREVER,
@@ -26,7 +26,7 @@ from aiodist.backends.gloo.library import (
 from aiodist.backends.gloo.wire import GlooPeer
 from aiodist.backends.inplace import flat
 from aiodist.errors import BackendError
-from aiodist.handles import join
+from aiodist.handles import Handle, Origin, from_future, from_source, join
 from aiodist.handles.progress import transport_lock
 from aiodist.types import ReduceOp
 
@@ -104,7 +104,11 @@ class GlooNative:
             over(error)
 
         def ended(future: torch.futures.Future[Any]) -> None:
-            error = _future_error(future)
+            error = None
+            try:
+                future.value()
+            except Exception as raised:  # noqa: BLE001  - torch chooses the class
+                error = backend_error(raised)
             if starting == threading.get_ident():  # it was over before it could be watched: we hold the lock
                 finish(error)
             else:
@@ -146,14 +150,6 @@ def _keep(_group: ProcessGroup) -> None:
     threading.Event().wait()
 
 
-def _future_error(future: torch.futures.Future[Any]) -> BackendError | None:
-    try:
-        future.value()
-    except Exception as error:  # noqa: BLE001  - torch chooses the class
-        return backend_error(error)
-    return None
-
-
 def _begin(o: Operation, t: Tensor, group: ProcessGroup) -> Work:
     options = c10d.AllreduceOptions() if o.kind == "allreduce" else c10d.ReduceOptions()
     options.reduceOp = _OPS[o.op]
@@ -162,3 +158,32 @@ def _begin(o: Operation, t: Tensor, group: ProcessGroup) -> Work:
         return group.allreduce([t], options)
     options.rootRank = o.root
     return group.reduce([t], options)
+
+
+class _WorkSource:
+    """A torch Work that can be asked: gloo's collectives, and NCCL's works, whose futures are done too early."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def poll(self) -> bool:
+        return self._work.is_completed()
+
+    def result(self) -> None:
+        self._work.wait()
+
+
+def work_handle(work: Work) -> Handle[None]:
+    """Return a handle that is done when the user's own `work` is.
+
+    gloo's sends and receives can only be waited for: each takes a thread until it is over.
+    """
+
+    def wait() -> None:
+        work.wait()
+
+    try:
+        work.get_future()
+    except RuntimeError:
+        return from_future(started(wait), "work")
+    return from_source(_WorkSource(work), "work", origin=Origin.here())

@@ -252,14 +252,11 @@ class GlooPeer:
                 self.send(TAKEN, number=number)
             done(error)
 
-        self._collecting()
-        self._payloads.put((works, over))
-
-    def _collecting(self) -> None:
         if len(self._threads) == 1:
             name = f"aiodist-gloo-{self.rank}-data"
             self._threads.append(threading.Thread(target=self._collect, name=name, daemon=True))
             self._threads[1].start()
+        self._payloads.put((works, over))
 
     # Receiving: on threads of its own, which take the lock to tell what came.
 
