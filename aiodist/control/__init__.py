@@ -5,7 +5,7 @@ Sockets and asyncio only; neither torch nor MPI. See `channel` for what a rank s
 
 from aiodist.control.channel import Channel, exchange
 from aiodist.control.hosts import find_hosts
-from aiodist.control.hub import Hub, HubOptions
+from aiodist.control.hub import Hub
 from aiodist.control.local import in_process
 from aiodist.control.rendezvous import HostedHub, connect, host
 from aiodist.control.roster import HUB, Exit, name_ranks
@@ -18,7 +18,6 @@ __all__ = [
     "Exit",
     "HostedHub",
     "Hub",
-    "HubOptions",
     "connect",
     "exchange",
     "find_hosts",

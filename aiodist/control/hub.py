@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
+import os
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from aiodist.control.generations import Members
-from aiodist.control.handshake import Authenticator, Hello
-from aiodist.control.link import Link, Listener, Pulse
+from aiodist.control.link import HANDSHAKE_TIMEOUT, PROTOCOL, Hello, Link, Listener, Pulse
 from aiodist.control.places import listen, outward_host, tcp_address
 from aiodist.control.roster import Exit, Refused, Roster, Store
 from aiodist.control.wire import EVERYBODY, Frame, Kind, WireError, frame, pack, unpack
@@ -23,23 +24,15 @@ from aiodist.control.wire import EVERYBODY, Frame, Kind, WireError, frame, pack,
 _FAREWELL_TIMEOUT = 1.0
 
 
-@dataclass(frozen=True)
-class HubOptions:
-    """How patient a hub is."""
-
-    heartbeat: float = 30.0
-    """Seconds of silence after which a rank is lost; each side sends a heartbeat six times as often."""
-    linger: float = 5.0
-    """Seconds for which the rank that hosts the hub waits at its close for the others to leave."""
-
-
 class Hub:
     """A hub on the running loop; use it as `async with Hub(size) as hub`, then connect ranks to `hub.address`.
 
     `host` is a name or an IPv4 or IPv6 address to listen at, `""` for all there are; port 0 takes any free one.
     `host_rank` is the rank in whose process this is, None in a launcher. `members` is told of the ranks of an elastic
-    job, of which this is the session of one generation. Entering raises `OSError` where it cannot listen there. On a
-    hub that all may reach, give a token: anybody who knows it may join.
+    job, of which this is the session of one generation. After `heartbeat` seconds of silence a rank is lost; each side
+    sends a heartbeat six times as often. `linger` is for how many seconds the rank that hosts the hub waits at its
+    close for the others to leave. Entering raises `OSError` where it cannot listen there. On a hub that all may reach,
+    give a token: anybody who knows it may join.
     """
 
     def __init__(
@@ -49,19 +42,23 @@ class Hub:
         host: str = "127.0.0.1",
         port: int = 0,
         token: str = "",
-        options: HubOptions | None = None,
+        heartbeat: float = 30.0,
+        linger: float = 5.0,
         host_rank: int | None = None,
         members: Members | None = None,
     ) -> None:
         self._host = host
         self.port = port
         self._host_rank = host_rank
-        self._options = options or HubOptions()
+        self._heartbeat = heartbeat
+        self._linger = linger
         self._members = members
         self.roster = Roster(size)
         self.store = Store()
         """What the ranks share."""
-        self._authenticator = Authenticator(token, self._admit)
+        self._token = token
+        self._strangers: set[Link] = set()
+        """Who has connected, and has not been let in."""
         self._links: dict[int, Link] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -80,14 +77,14 @@ class Hub:
     def listen_at(self, sock: socket.socket) -> None:
         """Begin, at a socket that listens."""
         self.port = sock.getsockname()[1]
-        self._listener = Listener(sock, self._authenticator.greet)
-        self._pulse = Pulse(self._options.heartbeat, self._links.values, _given_up)
+        self._listener = Listener(sock, self.greet)
+        self._pulse = Pulse(self._heartbeat, self._links.values, _given_up)
 
     async def __aexit__(self, *raised: object) -> None:
         await self.aclose()
 
     async def linger(self) -> None:
-        """Let nobody in any more, and wait until all ranks have left, at most `HubOptions.linger` seconds.
+        """Let nobody in any more, and wait until all ranks have left, at most `linger` seconds.
 
         Where they have not even met there is nothing to wait for.
         """
@@ -95,7 +92,7 @@ class Hub:
             return
         self._stop_listening()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._options.linger):
+            async with asyncio.timeout(self._linger):
                 await self._idle.wait()
 
     async def aclose(self, cause: str = "the hub was closed") -> None:
@@ -105,7 +102,9 @@ class Hub:
             self._pulse.cancel()
         if self._listener is not None:
             await self._listener.wait_closed()
-        await self._authenticator.aclose()
+        for stranger in tuple(self._strangers):  # nobody can connect any more
+            stranger.abort("the hub was closed")
+            await stranger.wait_closed(_FAREWELL_TIMEOUT)
         links = tuple(self._links.values())
         late = [] if self.roster.ready else list(self.roster.missing().items())
         closing = frame(Kind.CLOSING, body=pack({"cause": cause, "clean": True, "late": late}))
@@ -119,6 +118,39 @@ class Hub:
         if self._listener is not None:
             self._listener.close()
 
+    def greet(self) -> Link:
+        """Return the protocol for a new connection, which lets in a rank that knows the token."""
+        challenge = os.urandom(16)
+
+        def closed(cause: str) -> None:
+            timer.cancel()
+            self._strangers.discard(link)
+
+        def hear(received: Frame) -> None:
+            if received.kind != Kind.HELLO:
+                raise WireError("expected a hello first")
+            timer.cancel()
+            match unpack(received.body):
+                case [int(rank), int(size), bytes(proof), bytes(counter_challenge)]:
+                    self._judge(link, Hello(rank, size, self._token), proof, challenge, counter_challenge)
+                case _:
+                    raise WireError("a hello that cannot be read")
+
+        link = Link(hear, closed, frame(Kind.GREETING, body=pack([PROTOCOL, challenge])))
+        timer = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT, link.abort, "it did not say who it is")
+        self._strangers.add(link)
+        return link
+
+    def _judge(self, link: Link, hello: Hello, proof: bytes, challenge: bytes, counter_challenge: bytes) -> None:
+        try:
+            if not hmac.compare_digest(proof, hello.prove(b"rank", challenge, counter_challenge)):
+                raise Refused("token", "wrong token: this hub belongs to another job")
+            self._admit(link, hello, hello.prove(b"hub", challenge, counter_challenge))
+            self._strangers.discard(link)
+        except Refused as refusal:
+            link.write(frame(Kind.REFUSED, body=pack([refusal.code, str(refusal)])))
+            link.close(str(refusal))
+
     def _admit(self, link: Link, hello: Hello, proof: bytes) -> None:
         rank = hello.rank
         if self._members is not None and rank in self.roster.exits:
@@ -129,7 +161,7 @@ class Hub:
         link.on_closed = partial(self._gone, rank, link)
         self._links[rank] = link
         self._idle.clear()
-        settings = {"heartbeat": self._options.heartbeat, "host_rank": self._host_rank}
+        settings = {"heartbeat": self._heartbeat, "host_rank": self._host_rank}
         link.write(frame(Kind.WELCOME, body=pack([proof, settings])))
         if self.roster.ready:
             self._write_all(frame(Kind.READY))

@@ -1,17 +1,30 @@
-"""Control connections: accepting them, frames in, frames out, why they ended, and heartbeats to watch over them."""
+"""Control connections: frames in and out, who is at the other end, why they ended, and heartbeats to watch over them.
+
+Before anything else is said a rank and a hub make sure of each other. The hub greets with a challenge; the rank says
+who it is and proves that it knows the token; the hub proves the same in its welcome. The token itself never travels, so
+a rank that an outdated address led to a stranger gives nothing away, and each side knows whether the other belongs to
+its job. (What follows is neither encrypted nor signed: who can change packets on the network is not kept out.)
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+import os
 import socket
 from collections.abc import Callable, Iterable
-from typing import Final, cast
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
 
-from aiodist.control.thread import forget, guard
-from aiodist.control.wire import MAX_FRAME, Frame, FrameReader, Kind, WireError, frame
+from aiodist.control.roster import Refused
+from aiodist.control.thread import forget, guard, settle
+from aiodist.control.wire import MAX_FRAME, Frame, FrameReader, Kind, WireError, frame, pack, unpack
 
 MAX_BACKLOG: Final = 16 * MAX_FRAME
 """How many bytes may wait for a peer that does not read before it is given up."""
+
+HANDSHAKE_TIMEOUT: Final = 10.0
+PROTOCOL: Final = "aiodist control 2"
 
 _PAUSE: Final = 0.2
 _PING: Final = frame(Kind.PING)
@@ -190,3 +203,64 @@ class Pulse:
                 link.write(_PING)
         self._due = now + self._interval
         self._timer = self._loop.call_at(self._due, self._beat)
+
+
+# --- the handshake ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a rank says of itself to join."""
+
+    rank: int
+    size: int
+    token: str = field(repr=False)
+
+    def prove(self, role: bytes, challenge: bytes, counter_challenge: bytes) -> bytes:
+        """Return what only somebody who knows the token can say about this conversation."""
+        said = b"|".join((role, challenge, counter_challenge, f"{self.rank}/{self.size}".encode()))
+        return hmac.digest(self.token.encode(), said, "sha256")
+
+
+async def dial(host: str, port: int, hello: Hello, welcomed: Callable[[Link, dict[str, Any]], None]) -> None:
+    """Connect to a hub and introduce this rank; `welcomed(link, settings)` runs before any later frame is read.
+
+    Raises `OSError` where nobody listens, and also where what listens is no hub of this protocol
+    (`ConnectionError`) or does not answer in time (`TimeoutError`); `Refused` when the hub, or the rank, does not
+    accept the other.
+    """
+    outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    challenge, counter_challenge = b"", os.urandom(16)
+
+    def hear(received: Frame) -> None:
+        nonlocal challenge
+        match received.kind, unpack(received.body):
+            case Kind.GREETING, [str(protocol), bytes(challenge)]:
+                if protocol != PROTOCOL:
+                    raise WireError(f"it speaks {protocol!r}, this is {PROTOCOL!r}")
+                proof = hello.prove(b"rank", challenge, counter_challenge)
+                link.write(frame(Kind.HELLO, body=pack([hello.rank, hello.size, proof, counter_challenge])))
+            case Kind.REFUSED, [str(code), str(message)]:
+                settle(outcome, None, Refused(code, message))
+            case Kind.WELCOME, [bytes(answer), dict(settings)]:
+                if hmac.compare_digest(answer, hello.prove(b"hub", challenge, counter_challenge)):
+                    link.trust()
+                    welcomed(link, settings)
+                    settle(outcome, None, None)
+                else:
+                    settle(outcome, None, Refused("token", "the hub does not know this job's token"))
+            case _:
+                raise WireError("no handshake of a hub")
+
+    def closed(cause: str) -> None:
+        settle(outcome, None, ConnectionError(f"no hub of aiodist, or a closing one: {cause}"))
+
+    link = Link(hear, closed)
+    try:
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT):
+            await asyncio.get_running_loop().create_connection(lambda: link, host, port)
+            await outcome
+    except BaseException:
+        link.abort("the handshake failed")
+        outcome.cancel()
+        raise

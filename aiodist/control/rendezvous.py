@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from aiodist.control.client import SocketChannel
-from aiodist.control.handshake import Hello, dial
-from aiodist.control.hub import Hub, HubOptions
+from aiodist.control.hub import Hub
+from aiodist.control.link import Hello, dial
 from aiodist.control.places import FilePlace, Place, TcpPlace, is_loopback, outward_host, parse, tcp_address
 from aiodist.control.roster import HUB, Refused, name_ranks
 from aiodist.control.thread import LoopThread
@@ -46,7 +46,7 @@ class HostedHub:
         return self.hub.address
 
     async def aclose(self) -> None:
-        """Close the hub after the other ranks have left (see `HubOptions.linger`), and end the thread."""
+        """Close the hub after the other ranks have left (for `linger` seconds at most), and end the thread."""
         self.thread.owner.check()
         await self.thread.aclose()
 
@@ -58,7 +58,7 @@ async def host(
     port: int = 0,
     token: str = "",
     rank: int = 0,
-    options: HubOptions | None = None,
+    linger: float = 5.0,
 ) -> HostedHub:
     """Return a hub for `size` ranks on a thread of this process, which is rank `rank`.
 
@@ -66,7 +66,7 @@ async def host(
     cannot listen at `host` and `port`. Cancelling leaves nothing.
     """
     thread = LoopThread(_THREAD_NAME)
-    hub = Hub(size, host=host, port=port, token=token, options=options, host_rank=rank)
+    hub = Hub(size, host=host, port=port, token=token, linger=linger, host_rank=rank)
     try:
         await thread.run(_open_hub(thread, hub))
     except BaseException:

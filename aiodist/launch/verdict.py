@@ -23,12 +23,15 @@ The rules:
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
-from aiodist.control.roster import Exit, name_ranks
+from aiodist.control.roster import name_ranks
+
+if TYPE_CHECKING:
+    from aiodist.control.roster import Roster
+    from aiodist.launch.elastic import ElasticSessions
 
 HOLD = 1.5
 _GOODBYE_TRAVELS = 0.5
@@ -44,16 +47,8 @@ class Left(Enum):
     """It joined and has not said goodbye."""
 
 
-class Known(Protocol):
-    """What the hub knows of ranks: a `Roster`, or what an elastic job has in its place."""
-
-    @property
-    def joined(self) -> Set[int]:
-        """Those that came, those that left again too."""
-
-    @property
-    def exits(self) -> Mapping[int, Exit]:
-        """How each left."""
+Known: TypeAlias = "Roster | ElasticSessions"
+"""What the hub knows of ranks: those that came, and how each left."""
 
 
 def how_left(roster: Known, rank: int) -> Left:

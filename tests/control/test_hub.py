@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from aiodist.control import HUB, Hub, HubOptions, connect, host
-from aiodist.control.handshake import Hello, dial
-from aiodist.control.link import Link, Pulse
+from aiodist.control import HUB, Hub, connect, host
+from aiodist.control.link import Hello, Link, Pulse, dial
 from aiodist.control.roster import Refused
 from aiodist.control.wire import Kind, frame, pack
 from aiodist.errors import ConfigError, OperationTimeout, PeerLost
@@ -150,7 +149,7 @@ async def test_a_broken_connection_is_a_loss() -> None:
 
 @limited
 async def test_a_rank_without_heartbeats_is_lost_and_told_so() -> None:
-    async with Hub(2, options=HubOptions(heartbeat=0.3)) as hub:
+    async with Hub(2, heartbeat=0.3) as hub:
         a, b = await join(hub, 2)
         lost, told = News(), News()
         a.on_lost(lost)
@@ -240,7 +239,7 @@ async def test_the_hosting_rank_stays_until_the_others_have_left() -> None:
 
 @limited
 async def test_the_hosting_rank_does_not_stay_for_ever() -> None:
-    hub = await host(2, options=HubOptions(linger=0.05))
+    hub = await host(2, linger=0.05)
     a, b = await asyncio.gather(connect(hub.address, rank=0, size=2, hub=hub), connect(hub.address, rank=1, size=2))
     await a.aclose()
     with pytest.raises(PeerLost, match="the hub was closed"):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import aiodist
-from aiodist.control import HUB, Hub, HubOptions, connect
+from aiodist.control import HUB, Hub, connect
 from aiodist.control.client import SocketChannel
 from aiodist.errors import PeerLost
 from tests.support.environ import python_path
@@ -111,7 +111,7 @@ async def test_a_killed_rank_is_lost_at_once() -> None:
 
 @limited
 async def test_a_stopped_rank_is_lost_when_its_heartbeats_stop() -> None:
-    async with Hub(2, options=HubOptions(heartbeat=0.5)) as hub, child(STAY, hub.address, 1, 2) as other:
+    async with Hub(2, heartbeat=0.5) as hub, child(STAY, hub.address, 1, 2) as other:
         channel = await connect(hub.address, rank=0, size=2)
         assert await other.line() == "in"
         lost = News()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from aiodist.control import Channel, Hub, HubOptions, connect, host
+from aiodist.control import Channel, Hub, connect, host
 from aiodist.control.places import FilePlace, TcpPlace, parse
 from aiodist.errors import ConfigError, OperationTimeout, PeerLost
 from aiodist.machine import boot_id
@@ -365,7 +365,7 @@ def test_l9_under_uvloop(tmp_path: Path) -> None:
     async def main() -> None:
         async with asyncio.timeout(20):
             await talk_and_part(await meet((tmp_path / "meet").as_uri(), 2))
-            async with Hub(2, options=HubOptions(heartbeat=5)) as hub:
+            async with Hub(2, heartbeat=5) as hub:
                 await talk_and_part(await meet(hub.address, 2))
             async with Hub(1) as hub:
                 (alone,) = await meet(hub.address, 1)

@@ -35,15 +35,7 @@ DTYPES = {
     torch.complex64: MPI.C_FLOAT_COMPLEX,
     torch.complex128: MPI.C_DOUBLE_COMPLEX,
 }
-OPS = {
-    ReduceOp.SUM: MPI.SUM,
-    ReduceOp.PROD: MPI.PROD,
-    ReduceOp.MIN: MPI.MIN,
-    ReduceOp.MAX: MPI.MAX,
-    ReduceOp.BAND: MPI.BAND,
-    ReduceOp.BOR: MPI.BOR,
-    ReduceOp.BXOR: MPI.BXOR,
-}
+OPS: dict[ReduceOp, MPI.Op] = {op: getattr(MPI, op.name) for op in ReduceOp if op is not ReduceOp.MEAN}
 NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
 SATURATES = "Open MPI" in MPI.Get_library_version()
 """Open MPI adds vectors of 8 and 16 bits with instructions that stop at the largest value: others do it, and wrap."""
