@@ -15,7 +15,7 @@ from ctypes import memmove
 from functools import partial
 from queue import SimpleQueue
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
@@ -37,9 +37,6 @@ from aiodist.backends.inplace import bytes_of
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.handles.progress import transport_lock
-
-if TYPE_CHECKING:
-    from aiodist.backends.gloo.transport import GlooTransport
 
 MESSAGE, OFFER, TAKEN, CREDITS = range(4)
 
@@ -86,6 +83,16 @@ class Frame(NamedTuple):
         return frame
 
 
+class Member(Protocol):
+    """A communicator, as frames see it; called with the transport lock held, with ranks of the world."""
+
+    def came(self, src: int, frame: Frame) -> None:
+        """Take a frame from `src`."""
+
+    def lost(self, world_rank: int, error: BackendError) -> None:
+        """Hear that `world_rank` cannot be reached."""
+
+
 class Wire:
     """Frames between the ranks of the world, for all communicators; with the transport lock held."""
 
@@ -94,7 +101,7 @@ class Wire:
         self.progress = progress
         self.capacity = max(4096, (1 << 20) // size)
         """The longest data that travels in a frame, in bytes."""
-        self._open: dict[int, GlooTransport] = {}
+        self._open: dict[int, Member] = {}
         self._closed: set[int] = set()
         self._early: dict[int, list[tuple[int, Frame]]] = {}
         """Frames for communicators that this rank has not made yet."""
@@ -107,7 +114,7 @@ class Wire:
         atexit.register(self._at_exit)
         self.peers = {other: GlooPeer(self, other) for other in range(size) if other != rank}
 
-    def join(self, comm: int, member: GlooTransport) -> None:
+    def join(self, comm: int, member: Member) -> None:
         """Deliver the frames of `comm` to `member`."""
         self._open[comm] = member
         for src, frame in self._early.pop(comm, ()):
