@@ -21,7 +21,7 @@ from tests.support.simulated_cuda.device import SimulatedCuda
 from tests.support.simulated_mapper import SimulatedMapper
 
 CPU = torch.device("cpu")
-Said = tuple[bytes, bytes | None]  # what is announced and described
+Said = bytearray  # the frame of an announcement
 
 
 class Pair:
@@ -34,16 +34,19 @@ class Pair:
 
     def say(self, t: Tensor) -> tuple[Loan, Said]:
         loan = Loan(self.lender, t)
-        return loan, (loan.announce(1), loan.describe(1))
+        return loan, loan.announce(1)
 
     def hear(self, said: Said, like: Tensor) -> tuple[Loan, Tensor]:
         loan = Loan(self.borrower, torch.empty(0, dtype=like.dtype))
-        loan.hear(0, said[0], like.numel())
-        assert loan.knows(0) == (said[1] is None)
-        loan.borrow(0, said[1])
+        loan.hear(0, said, like.numel())
         seen = loan.tensor(0)
         loan.release()
         return loan, seen
+
+    def look(self) -> None:
+        """Find what died, and tell rank 1, as is done now and then."""
+        for numbers in self.lender.collect_dead().values():
+            self.borrower.release(0, numbers)
 
     def lend(self, t: Tensor) -> Tensor:
         """Return a copy of what rank 1 sees of `t`, after a whole loan."""
@@ -107,7 +110,7 @@ def test_s4_a_storage_that_is_resized_while_a_loan_uses_it_goes_with_the_loan() 
     assert len(pair.borrower._borrowed) == len(pair.mapper.opened) == 1
 
 
-def test_s4_what_died_is_let_go_of_at_the_next_announcement() -> None:
+def test_s4_what_died_is_let_go_of_when_another_storage_is_lent() -> None:
     pair = Pair()
     kept, dying = torch.ones(3), torch.ones(4)
     pair.lend(kept)
@@ -115,10 +118,25 @@ def test_s4_what_died_is_let_go_of_at_the_next_announcement() -> None:
     assert len(pair.mapper.opened) == 2
     del dying
     gc.collect()
-    assert len(pair.mapper.opened) == 2  # nobody has been told yet
     pair.lend(kept)
-    assert len(pair.mapper.opened) == 1
-    assert len(pair.lender._lent) == 1
+    assert len(pair.mapper.opened) == 2  # nobody has been told: what is known is lent without a look at the others
+    pair.lend(torch.ones(5))
+    assert len(pair.mapper.opened) == len(pair.lender._lent) == 2
+    pair.look()
+    assert len(pair.mapper.opened) == len(pair.lender._lent) == 1
+
+
+def test_s4_an_announcement_tells_of_as_much_that_died_as_it_has_room_for() -> None:
+    pair = Pair()
+    dying = [torch.ones(3 + i) for i in range(20)]
+    for t in dying:
+        pair.lend(t)
+    del dying, t
+    kept, left = [torch.ones(30 + i) for i in range(3)], []
+    for t in kept:
+        pair.lend(t)
+        left.append(len(pair.mapper.opened))
+    assert left == [20 - 8 + 1, 20 - 16 + 2, 3]
 
 
 def test_s4_memory_that_a_living_storage_gave_up_is_let_go_of() -> None:
@@ -128,7 +146,7 @@ def test_s4_memory_that_a_living_storage_gave_up_is_let_go_of() -> None:
         pair.lend(t)
     given_up.untyped_storage().resize_(0)
     grown.untyped_storage().resize_(4000)
-    pair.lend(kept)
+    pair.look()
     assert len(pair.mapper.opened) == 1
     given_up.untyped_storage().resize_(16)
     assert torch.equal(pair.lend(given_up.fill_(2)), given_up)
@@ -143,8 +161,7 @@ def test_s4_among_many_all_that_died_are_found_in_the_end() -> None:
         pair.lend(one)
         pair.lend(other)
     del dying, other
-    for _ in range(30):
-        pair.lend(kept[0])
+    pair.look()
     assert len(pair.lender._lent) == len(pair.mapper.opened) == 100
 
 
@@ -170,8 +187,7 @@ def test_s4_what_lives_is_described_once_however_much_there_is() -> None:
             pair.lend(t)
         assert pair.mapper.exported == len(pair.mapper.opened) == len(ts)
     del ts[1:], t
-    for _ in range(2000):
-        pair.lend(ts[0])
+    pair.look()
     assert len(pair.lender._lent) == len(pair.mapper.opened) == 1
 
 
@@ -188,7 +204,8 @@ def test_s4_two_loans_in_flight_are_understood_in_either_order() -> None:
     for each in (one, other, loan, late):
         each.end()
     _, short = pair.say(t)
-    assert short[1] is None, "the description travels though it is known"
+    assert first[0] == second[0] == 1
+    assert short[0] == 0, "the description travels though it is known"
 
 
 def test_s4_a_failed_loan_keeps_what_it_used() -> None:
@@ -210,8 +227,7 @@ def test_s4_disagreement_is_told_and_leaves_the_mapping_in_order() -> None:
     for like in (torch.ones(4), torch.ones(3).double()):
         hearing = Loan(pair.borrower, like)
         with pytest.raises(MismatchError, match="rank 0 brings 3 float32, expected were"):
-            hearing.hear(0, said[0], like.numel())
-        hearing.borrow(0, said[1])
+            hearing.hear(0, said, like.numel())
         hearing.end()
     loan.end()
     assert torch.equal(pair.lend(t), t)
@@ -222,8 +238,7 @@ def test_s4_what_was_announced_but_never_opened_is_discarded() -> None:
     t = torch.ones(3)
     loan, said = pair.say(t)
     hearing = Loan(pair.borrower, t)
-    hearing.hear(0, said[0], 3)
-    hearing.borrow(0, said[1])
+    hearing.hear(0, said, 3)
     hearing.end()
     loan.end()
     description = pair.lender.lend(t).descriptions[1]

@@ -104,11 +104,12 @@ class Ranks:
             MortalTransport(hub, rank, size) if seed is None else LateTransport(hub, rank, size, seed)
             for rank in range(size)
         ]
-        self.mappers = [SimulatedMapper("" if shared else f"GPU {rank}") for rank in range(size)]
+        self.mappers = [SimulatedMapper() for _ in range(size)]
+        places = [f"GPU {rank % devices if shared else rank}" for rank in range(size)]
         self.mappings = [Mappings(mapper) for mapper in self.mappers]
         # Named as in a world of which these are every third.
         self.names = [3 * rank + 1 for rank in range(size)]
-        self.impls = [CudaIpc(mappings, self.names, events, SMALL_PIECES) for mappings in self.mappings]
+        self.impls = [CudaIpc(mappings, self.names, places, events, SMALL_PIECES) for mappings in self.mappings]
         self.streams = [torch.cuda.Stream(rank % devices) for rank in range(size)]
         self._seq = 0
 

@@ -545,17 +545,3 @@ async def test_s4_mappings_go_when_tensors_die(ranks_of: type[Ranks]) -> None:
         assert all(torch.equal(t.cpu(), torch.stack(parts).sum(0)) for t in ts)
     assert all(len(mappings._borrowed) <= 2 and len(mappings._lent) <= 2 for mappings in ranks.mappings)
     await ranks.close()
-
-
-@one_loop
-async def test_s4_descriptions_longer_than_a_frame(ranks_of: type[Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such are those of expandable segments; dead numbers travel with them."""
-    plain = SimulatedMapper.export
-    monkeypatch.setattr(SimulatedMapper, "export", lambda self, t: plain(self, t) + bytes(3000))
-    ranks = ranks_of(3)
-    for n in (4, 5, 6):
-        parts = ranks_of.brought(3, n)
-        ts = ranks_of.on_device(parts)
-        await ranks.perform(ranks_of.summing(ts))
-        assert all(torch.equal(t.cpu(), torch.stack(parts).sum(0)) for t in ts)
-    await ranks.close()

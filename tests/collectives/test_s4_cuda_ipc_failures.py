@@ -20,6 +20,7 @@ from aiodist.collectives.scheduled import SubEndpoint
 from aiodist.errors import BackendError, BackendUnavailable, MismatchError
 from aiodist.types import ReduceOp
 from tests.support.simulated_cuda.device import SimulatedCuda
+from tests.support.simulated_mapper import SimulatedMapper
 
 if TYPE_CHECKING:
     from tests.collectives.conftest import Make, Ranks
@@ -51,6 +52,34 @@ async def test_s4_ranks_that_disagree_are_told_and_go_on(ranks_of: type[Ranks], 
     assert [type(error) for error in errors] == [MismatchError] * 3
     assert "rank 7 brings" in str(errors[0])  # its number in the world
     assert torch.equal(ts[0].cpu(), torch.ones(10)), "somebody worked though the ranks disagree"
+    await usable(ranks)
+
+
+@one_loop
+@pytest.mark.parametrize("other", [torch.ones(11), torch.ones(10).double()])
+async def test_s4_the_rank_that_works_tells_all_that_they_disagree(ranks_of: type[Ranks], other: Tensor) -> None:
+    """On a shared device the others hear of nobody but it, and one of them brings what it should not."""
+    ranks = ranks_of(3, shared=True)
+    ts = ranks_of.on_device([torch.ones(10), torch.ones(10), other])
+    errors = await failures(ranks, ranks_of.summing(ts))
+    assert [type(error) for error in errors] == [MismatchError] * 3
+    assert all("rank 7 brings" in str(error) for error in errors)
+    assert torch.equal(ts[0].cpu(), torch.ones(10)), "somebody worked though the ranks disagree"
+    await usable(ranks)
+
+
+@one_loop
+async def test_s4_a_description_that_fits_in_no_frame_is_an_error_everywhere(
+    ranks_of: type[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such are those of expandable segments, and of an allocator that nobody knows yet."""
+    plain = SimulatedMapper.export
+    ranks = ranks_of(3)
+    ts = ranks_of.on_device(ranks_of.brought(3, 10))
+    with monkeypatch.context() as patched:
+        patched.setattr(SimulatedMapper, "export", lambda self, t: plain(self, t) + bytes(3000))
+        errors = await failures(ranks, ranks_of.summing(ts))
+    assert all(isinstance(error, BackendError) and "a description of 30" in str(error) for error in errors), errors
     await usable(ranks)
 
 

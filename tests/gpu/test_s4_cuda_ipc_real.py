@@ -12,6 +12,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +21,9 @@ import torch
 from torch import Tensor
 
 from aiodist import Communicator
+from aiodist.collectives.cuda import fused
+from aiodist.collectives.cuda.ipc import _reduce
+from aiodist.types import ReduceOp
 
 pytestmark = [
     pytest.mark.gpu,
@@ -191,6 +195,58 @@ async def test_s4_lists_and_groups(coll: Communicator) -> None:
     t = torch.full((1000,), float(coll.rank), device=device)
     await half.allreduce(t, impl=IPC if half.size > 1 else "auto")
     assert torch.equal(t, torch.full_like(t, sum(r for r in range(coll.size) if r % 2 == coll.rank % 2)))
+
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+SINGLE = [
+    *((op, kind) for op in ReduceOp for kind in TOLERANCE if op not in BITWISE),
+    *((op, kind) for op in ReduceOp for kind in INTEGERS if op is not ReduceOp.MEAN),
+]
+
+
+def same(t: Tensor, other: Tensor) -> bool:
+    """Return whether they are equal, NaN where the other is."""
+    if not t.is_floating_point():
+        return torch.equal(t, other)
+    return torch.equal(t.isnan(), other.isnan()) and torch.equal(t.nan_to_num(7), other.nan_to_num(7))
+
+
+@pytest.mark.parametrize(("op", "kind"), SINGLE, ids=str)
+def test_s4_the_kernel_does_what_torch_does(op: ReduceOp, kind: torch.dtype) -> None:
+    """Without other ranks: each operator and dtype, odd sizes and places, equal to the bit to torch's own way."""
+    device = torch.device("cuda")
+    for count in (2, 3, 4):
+        for numel, starts in product((1, 7, 100_003, 3_000_001), ((0, 0, 0, 0), (3, 3, 3, 3), (0, 1, 2, 5))):
+            made = torch.Generator().manual_seed(numel + count)
+            ts, rooms = [], []
+            for i in range(count):
+                room = torch.zeros(numel + 64, dtype=kind, device=device)
+                t = room[starts[i] : starts[i] + numel]
+                if kind.is_floating_point:
+                    t.copy_(torch.randn(numel, generator=made))
+                    t[i::1001], t[i + 5 :: 1001] = math.nan, -math.inf
+                else:
+                    info = torch.iinfo(kind)
+                    t.copy_(torch.randint(info.min // 2, info.max // 2, (numel,), generator=made, dtype=kind))
+                ts.append(t)
+                rooms.append(room)
+            expected, wide = ts[0].clone(), torch.stack(ts).cpu().double()
+            _reduce(expected, [expected, *ts[1:]], op)
+            out = torch.zeros(numel, dtype=kind, device=device)
+            assert fused.reduce([out], ts, op), "there is no kernel"
+            assert fused.reduce(ts, ts, op)
+            for t, room, start in zip(ts, rooms, starts, strict=False):
+                assert same(t, expected), (op, kind, count, numel, starts)
+                assert same(t, out)
+                assert not room[:start].any(), "it has written before the beginning"
+                assert not room[start + numel :].any(), "it has written behind the end"
+            if kind.is_floating_point and op in (ReduceOp.SUM, ReduceOp.MEAN):
+                exact = wide.sum(0) / (count if op is ReduceOp.MEAN else 1)
+                finite = exact.isfinite()
+                found = out.cpu().double()[finite]
+                bound = TOLERANCE[kind] * wide.abs().sum(0)[finite] + 1e-30
+                assert bool(((found - exact[finite]).abs() <= bound).all())
 
 
 PROGRAM = """

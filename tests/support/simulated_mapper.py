@@ -23,14 +23,12 @@ class SimulatedMapper(Mapper):
     the tensor dies, so that code that uses it later reads poison.
     """
 
-    def __init__(self, place: str = "") -> None:
-        """`place` names the device: ranks whose mappers say the same share one. Empty: as many as are simulated."""
+    def __init__(self) -> None:
         super().__init__()
         self.exported = 0
         self.opened: set[bytes] = set()
         """Descriptions that are opened now."""
         self._used: set[bytes] = set()
-        self._name = place
 
     def export(self, t: Tensor) -> bytes:
         """See `Mapper`."""
@@ -48,10 +46,6 @@ class SimulatedMapper(Mapper):
     def discard(self, description: bytes) -> None:
         """See `Mapper`."""
         self._use(description)
-
-    def place(self, device: torch.device) -> str:
-        """See `Mapper`."""
-        return self._name or str(device)
 
     def _use(self, description: bytes) -> None:
         assert description not in self._used, "a description is opened or discarded once"

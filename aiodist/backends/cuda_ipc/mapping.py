@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from aiodist.errors import BackendError
 from aiodist.streams import OnStream
 
-_REMEDY = 'take impl="staged" for it, or memory of torch\'s native allocator'
+REMEDY = 'take impl="staged" for it, or memory of torch\'s native allocator'
 
 
 class Mapper:
@@ -35,7 +35,6 @@ class Mapper:
 
     def __init__(self) -> None:
         self._idle: dict[torch.device, torch.cuda.Stream] = {}
-        self._places: dict[torch.device, str] = {}
         self._allocations: WeakValueDictionary[bytes, _Allocation] = WeakValueDictionary()
         """Those of others in which something is mapped, by handle."""
 
@@ -47,9 +46,9 @@ class Mapper:
         storage = t.untyped_storage()
         try:
             device, *shared, _waits = storage._share_cuda_()
-            uuid = self.place(torch.device("cuda", device))
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
         except RuntimeError as error:
-            raise BackendError(f"memory of {t.device} cannot be lent to other processes: {error}; {_REMEDY}") from error
+            raise BackendError(f"memory of {t.device} cannot be lent to other processes: {error}; {REMEDY}") from error
         return pickle.dumps((_process(), address_of(storage), uuid, *shared))
 
     def open(self, description: bytes, device: torch.device) -> Mapped:
@@ -70,7 +69,7 @@ class Mapper:
                 device.index, handle, nbytes, offset, counter, slot, event, False
             )
         except RuntimeError as error:
-            raise BackendError(f"memory of the GPU {uuid} cannot be mapped on {device}: {error}; {_REMEDY}") from error
+            raise BackendError(f"memory of the GPU {uuid} cannot be mapped on {device}: {error}; {REMEDY}") from error
         if device not in self._idle:
             self._idle[device] = torch.cuda.Stream(device=device)
         return Mapped(flat(storage, device), self._idle[device], allocation)
@@ -79,18 +78,6 @@ class Mapper:
         """Say that what another rank's `export` describes is never opened."""
         *_, counter, slot, _event = pickle.loads(description)
         torch.UntypedStorage._release_ipc_counter(counter, slot)
-
-    def place(self, device: torch.device) -> str:
-        """Return a name of the physical device that no other one of the host has, the same in all processes.
-
-        Empty where the device is lost: the others wait to be told so.
-        """
-        if device not in self._places:
-            try:
-                self._places[device] = str(torch.cuda.get_device_properties(device.index).uuid)
-            except RuntimeError:
-                return ""
-        return self._places[device]
 
 
 class _Allocation:

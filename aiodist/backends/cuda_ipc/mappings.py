@@ -1,15 +1,14 @@
 """What one rank lends the others of its host, and what it has of theirs.
 
-A rank *lends* a storage under a number of its own, which it never uses again. It sends the ranks that work in it a
-description of the storage until each of them has said that the description arrived; from then on it sends the number
-alone. Beside other processes the driver takes up to a tenth of a second for a description (an H100 in a virtual
-machine), so a rank that only hears of the storage gets none. The rank knows a storage by torch's own object, to which
-it keeps a weak reference, and not by its address, which another storage may have later. When a storage dies, or is
-resized, the next announcement names its number to the ranks that had it. They then close their mapping, and until then
-torch keeps the memory: see [Note: kept memory].
+A rank *lends* a storage under a number of its own, which it never uses again. It announces it to the ranks that work in
+it, with a description until each of them has said that it has that; from then on with the number alone. The driver may
+take up to a tenth of a second for a description (an H100 in a virtual machine), so no other rank gets one. The rank
+knows a storage by torch's own object, to which it keeps a weak reference, and not by its address, which another storage
+may have later. When a storage dies, or is resized, an announcement soon names its number to the ranks that had it. They
+then close their mapping, and until then torch keeps the memory: see [Note: kept memory].
 
-[Note: loans] One operation is one *loan*: it announces a tensor to some ranks, describes it to those who work in it,
-and hears of theirs. It ends when those have said that they have finished with it, so each of them knows the number by
+[Note: loans] One operation is one *loan*: it announces a tensor to the ranks that work in it, and hears of theirs. It
+ends when those have said that they have finished with it, so each of them knows the number by
 then. A rank declares a number dead only when no loan uses it. So messages of several operations may arrive in any
 order, and no rank hears of a number after it was declared dead. A loan that failed never ends: what it used stays
 mapped when all is closed, since kernels that use it may still be queued.
@@ -20,10 +19,10 @@ Everything here runs with the transport lock held.
 from __future__ import annotations
 
 import itertools
-import pickle
+import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,8 +30,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from aiodist.backends.base import dtype_name
-from aiodist.backends.cuda_ipc.mapping import Mapped, Mapper, address_of, living
+from aiodist.backends.base import DTYPES, dtype_code, dtype_name
+from aiodist.backends.cuda_ipc.mapping import REMEDY, Mapped, Mapper, address_of, living
 from aiodist.errors import BackendError, MismatchError
 from aiodist.handles import Progress
 from aiodist.handles.progress import transport_lock
@@ -40,6 +39,15 @@ from aiodist.handles.timers import Quiet
 
 if TYPE_CHECKING:
     from aiodist.control import Channel
+
+_HEAD = struct.Struct("<BBHIqqq")
+"""What a frame is, the dtype, the bytes of text, how many numbers are dead; then number, offset, elements."""
+
+_KNOWN, _DESCRIBED, _REFUSED = range(3)
+_MOST_DEAD = 8  # that one frame tells of; the rest goes with the next one
+_DESCRIPTION_BYTES = 400  # torch's have 300
+FRAME_BYTES = 512
+"""Of an announcement: numbers of storages that died, and a description or why there is none."""
 
 _TOPIC = "cuda_ipc"
 _LOOK_SECONDS = 1.0
@@ -51,16 +59,9 @@ class _Announcement(NamedTuple):
     number: int
     offset: int
     """Of the tensor in its storage, in bytes."""
-    kind: str
     numel: int
     dead: Sequence[int]
     """Numbers of storages to let go of."""
-    known: bool
-    """The rank that hears of it has its description already."""
-    place: str
-    """The physical device that it lies on."""
-    refusal: str | None = None
-    """What failed before it came to that."""
 
 
 class _Lent:
@@ -70,7 +71,7 @@ class _Lent:
         storage = t.untyped_storage()
         self.number = number
         self.start = storage.data_ptr()
-        self._nbytes = storage.nbytes()
+        self.nbytes = storage.nbytes()
         self._storage = StorageWeakRef(storage)
         self.descriptions: dict[int, bytes] = {}
         """Of each rank that works in it."""
@@ -84,7 +85,11 @@ class _Lent:
     def dead(self) -> bool:
         """Whether its memory is given up: the storage died, or was resized."""
         storage = living(self._storage.cdata)
-        return storage is None or (storage.data_ptr(), storage.nbytes()) != (self.start, self._nbytes)
+        return storage is None or not self.is_all_of(storage)
+
+    def is_all_of(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether `storage`, which this is, has the size that it had."""
+        return (storage.data_ptr(), storage.nbytes()) == (self.start, self.nbytes)
 
 
 @dataclass(eq=False)
@@ -145,13 +150,13 @@ class Mappings:
         """Return what the storage of `t` is lent as, in use until `release_loan`."""
         if self._closed:
             raise BackendError("memory is shared with ranks whose communicator is closed")
-        key = address_of(t.untyped_storage())
-        self._forget_dead()
-        lent = self._lent.get(key)
-        if lent is not None and lent.dead:  # it was resized while another loan uses what it was
-            self._forget(key)
-            lent = None
-        if lent is None:
+        storage = t.untyped_storage()
+        key = address_of(storage)
+        lent = self._lent.get(key)  # living: a weak reference keeps another storage from having the key
+        if lent is None or not lent.is_all_of(storage):
+            self._forget_dead()
+            if key in self._lent:  # it was resized while another loan uses what it was
+                self._forget(key)
             # Once it is described to others torch's allocator takes no more notes of who reads it.
             if t.is_cuda:
                 t.record_stream(torch.cuda.default_stream(t.device))
@@ -172,12 +177,11 @@ class Mappings:
         return lent.descriptions[rank]
 
     def take_dead(self, rank: int) -> Sequence[int]:
-        """Return what `rank` is to hear of, once."""
-        return self._dead.pop(rank, ())
-
-    def place(self, device: torch.device) -> str:
-        """Return a name of the physical device, the same on all ranks."""
-        return self._mapper.place(device)
+        """Return what `rank` is to hear of, once; of much, a part."""
+        dead = self._dead.pop(rank, ())
+        if len(dead) > _MOST_DEAD:
+            self._dead[rank] = list(dead[_MOST_DEAD:])
+        return dead[:_MOST_DEAD]
 
     def collect_dead(self) -> Mapping[int, Sequence[int]]:
         """Forget all that died, and return what each rank is to `release`, unless it has heard of it already."""
@@ -233,86 +237,63 @@ class Mappings:
             borrowed.close()
 
 
-@dataclass(eq=False)
 class Loan:
     """What one operation lends and borrows; see [Note: loans]."""
 
-    _mappings: Mappings
-    _t: Tensor
-    """What it lends, or a tensor of the kind and on the device that it borrows for."""
-    _lent: _Lent | None = None
-    _failure: Exception | None = None
-    """Why it cannot be lent."""
-    _known: set[int] = field(default_factory=set)
-    """The ranks that were told that they have the description."""
-    _told: list[int] = field(default_factory=list)
-    """Those that it was described to."""
-    _heard: dict[int, _Announcement] = field(default_factory=dict)
-    _borrowed: dict[int, _Borrowed] = field(default_factory=dict)
+    def __init__(self, mappings: Mappings, t: Tensor) -> None:
+        """`t` is what it lends, or a tensor of the kind and on the device that it borrows for."""
+        self._mappings = mappings
+        self._t = t
+        self._lent: _Lent | None = None
+        self._told: list[int] = []
+        """The ranks that it was described to."""
+        self._heard: dict[int, _Announcement] = {}
+        self._borrowed: dict[int, _Borrowed] = {}
 
-    def announce(self, rank: int, failure: Exception | None = None) -> bytes:
-        """Return what to tell `rank` of my tensor, or that I failed."""
-        failure = failure or self._lend()
-        number = offset = 0
-        dead: Sequence[int] = ()
-        if failure is None and self._lent is not None:
-            number, offset = self._lent.number, self._t.data_ptr() - self._lent.start
-            dead = self._mappings.take_dead(rank)
-            if rank in self._lent.known:
-                self._known.add(rank)
-        kind, place = dtype_name(self._t.dtype), self._mappings.place(self._t.device)
-        refusal = None if failure is None else str(failure)
-        return pickle.dumps(
-            _Announcement(number, offset, kind, self._t.numel(), dead, rank in self._known, place, refusal)
-        )
-
-    def _lend(self) -> Exception | None:
-        if self._lent is None and self._failure is None:
+    def announce(self, rank: int, failure: Exception | None = None) -> bytearray:
+        """Return the frame that tells `rank` of my tensor, or that I failed."""
+        t = self._t
+        if failure is None:
             try:
-                self._lent = self._mappings.lend(self._t)
-            except BackendError as error:
-                self._failure = error
-        return self._failure
-
-    def describe(self, rank: int, failure: Exception | None = None) -> bytes | None:
-        """Return what `rank` is to map my tensor by, or why it cannot; None where I said that it has that already."""
-        if rank in self._known:
-            return None
-        failure = failure or self._lend()
-        if failure is None and self._lent is not None:
-            try:
-                described = self._mappings.describe(self._lent, self._t, rank)
+                lent, description = self._describe(rank)
             except BackendError as error:
                 failure = error
             else:
-                self._told.append(rank)
-                return pickle.dumps(described)
-        return pickle.dumps(str(failure))
+                state = _KNOWN if description is None else _DESCRIBED
+                offset, dead = t.data_ptr() - lent.start, self._mappings.take_dead(rank)
+                return _frame(state, t.dtype, (lent.number, offset, t.numel()), dead, description or b"")
+        return _frame(_REFUSED, t.dtype, (0, 0, 0), (), str(failure).encode()[: FRAME_BYTES - _HEAD.size])
 
-    def hear(self, rank: int, said: bytes, numel: int) -> None:
-        """Take what `rank` announces, which is to be `numel` elements.
+    def _describe(self, rank: int) -> tuple[_Lent, bytes | None]:
+        """Return what I lend, and what `rank` maps it by unless it is known to have that."""
+        if self._lent is None:
+            self._lent = self._mappings.lend(self._t)
+        if rank in self._lent.known:
+            return self._lent, None
+        description = self._mappings.describe(self._lent, self._t, rank)
+        if len(description) > _DESCRIPTION_BYTES:
+            raise BackendError(f"memory of {self._t.device} has a description of {len(description)} bytes: {REMEDY}")
+        self._told.append(rank)
+        return self._lent, description
+
+    def hear(self, rank: int, frame: bytearray, numel: int) -> None:
+        """Take what `rank` announces, which is to be `numel` elements, and borrow it.
 
         Raises BackendError where it failed, MismatchError where it brings something else.
         """
-        self._heard[rank] = announced = _Announcement(*pickle.loads(said))
-        if announced.refusal is not None:
-            raise BackendError(f"rank {rank}: {announced.refusal}")
-        if (announced.kind, announced.numel) != (dtype_name(self._t.dtype), numel):
+        state, kind, length, dead, number, offset, brought = _HEAD.unpack_from(frame)
+        start = _HEAD.size + 8 * dead
+        text = bytes(frame[start : start + length])
+        if state == _REFUSED:
+            raise BackendError(f"rank {rank}: {text.decode(errors='replace')}")
+        numbers = struct.unpack_from(f"<{dead}q", frame, _HEAD.size) if dead else ()
+        self._heard[rank] = _Announcement(number, offset, brought, numbers)
+        self._borrowed[rank] = self._mappings.borrow(rank, number, text if state == _DESCRIBED else None)
+        if (kind, brought) != (dtype_code(self._t.dtype), numel):
             raise MismatchError(
-                f"ranks disagree on an operation by CUDA IPC: rank {rank} brings {announced.numel} {announced.kind}, "
+                f"ranks disagree on an operation by CUDA IPC: rank {rank} brings {brought} {dtype_name(DTYPES[kind])}, "
                 f"expected were {numel} {dtype_name(self._t.dtype)}"
             )
-
-    def knows(self, rank: int) -> bool:
-        """Return whether what `rank` announced was described before."""
-        return self._heard[rank].known
-
-    def borrow(self, rank: int, described: bytes | None) -> None:
-        """Take what `rank` describes, None where it was before; raise BackendError where it cannot be mapped."""
-        description = None if described is None else pickle.loads(described)
-        if isinstance(description, str):
-            raise BackendError(f"rank {rank}: {description}")
-        self._borrowed[rank] = self._mappings.borrow(rank, self._heard[rank].number, description)
 
     def tensor(self, rank: int) -> Tensor:
         """Return what `rank` has lent, flat; raise BackendError where it cannot be mapped."""
@@ -321,10 +302,6 @@ class Loan:
         size = announced.numel * self._t.dtype.itemsize
         return memory[announced.offset : announced.offset + size].view(self._t.dtype)
 
-    def place(self, rank: int) -> str:
-        """Return a name of the physical device that what `rank` announced lies on."""
-        return self._heard[rank].place
-
     def release(self) -> None:
         """Drop what was declared dead to me, which waits for the device.
 
@@ -332,7 +309,8 @@ class Loan:
         some storage in it is.
         """
         for rank, announced in self._heard.items():
-            self._mappings.release(rank, announced.dead)
+            if announced.dead:
+                self._mappings.release(rank, announced.dead)
 
     def end(self) -> None:
         """Say that it is over for all: nobody uses what was lent, and nothing that is queued what was borrowed."""
@@ -341,6 +319,18 @@ class Loan:
         if self._lent is not None:
             self._lent.known.update(self._told)
             self._mappings.release_loan(self._lent)
+
+
+def _frame(state: int, kind: torch.dtype, where: tuple[int, int, int], dead: Sequence[int], text: bytes) -> bytearray:
+    frame = bytearray(FRAME_BYTES)
+    _HEAD.pack_into(frame, 0, state, dtype_code(kind), len(text), len(dead), *where)
+    start = _HEAD.size
+    if dead:
+        struct.pack_into(f"<{len(dead)}q", frame, start, *dead)
+        start += 8 * len(dead)
+    if text:
+        frame[start : start + len(text)] = text
+    return frame
 
 
 class ReleaseNotices(Quiet):

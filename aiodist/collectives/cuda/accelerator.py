@@ -158,6 +158,7 @@ class Accelerator:
         """`slots` are those of NCCL, or why there are none."""
         no_ipc = _told(topology, lambda means: means.no_ipc)
         hosts = [topology.ranks_on(host) for host in topology.hosts]
+        places = [device.physical for device in topology.devices if device is not None]
         limits = repertoire.table.limits
         exchanger = NcclCollectives(slots, repertoire) if isinstance(slots, Slots) else None
 
@@ -165,7 +166,7 @@ class Accelerator:
             return Primitives(ep, repertoire, together=together, later=True)
 
         def implementations(of: Mapping[str, int], together: bool) -> list[Implementation]:
-            within = None if no_ipc else CudaIpc(self._mappings, ranks, Events.of(self._progress), of)
+            within = None if no_ipc else CudaIpc(self._mappings, ranks, places, Events.of(self._progress), of)
             made: list[Implementation] = [] if self._direct else [Staged(self._staging, host, of, together)]
             if len(hosts) > 1:
                 made += Hierarchical.forms(hosts, topology.rank, within, of)

@@ -1,15 +1,15 @@
 """Collectives in memory of CUDA devices that the ranks of a host lend one another.
 
-Each operation goes like this: a rank waits until its stream is ready for it, announces its tensor, describes it to
-those who work in it, queues its own part of the work, in its own memory and in that of the others, waits until the
-device has done that, and says so. When all have said so it is over. All waiting is on the host. A kernel that spins
-would keep the GPU from the very process that it waits for, since those that share a GPU take turns on it; and an event
-of a process that was killed would never come.
+Each operation goes like this: a rank waits until its stream is ready for it, announces its tensor to those who work in
+it, queues its own part of the work, in its own memory and in that of the others, waits until the device has done that,
+and says so to those in whose memory it worked. When all have heard what they wait for it is over. All waiting is on the
+host. A kernel that spins would keep the GPU from the very process that it waits for, since those that share a GPU take
+turns on it; and an event of a process that was killed would never come.
 
 Ranks that share a device take turns on it, and each turn costs a switch between their contexts. So the first rank of
 each device does what is to be reduced elementwise for all on it: it has one share of the tensors, reads it of every
-rank, and writes the result wherever it belongs. No two ranks touch the same bytes, nothing is copied on the way, and
-all have the same bits. n bytes per rank, p ranks:
+rank, and writes the result wherever it belongs. The others send one message and wait for one. No two ranks touch the
+same bytes, nothing is copied on the way, and all have the same bits. n bytes per rank, p ranks:
 
     allreduce       all together read and write pn, as if each rank copied its tensor once
     reduce          all together read pn, write n
@@ -18,6 +18,7 @@ all have the same bits. n bytes per rank, p ranks:
     allgather       each rank reads and writes what all bring
     broadcast       each rank reads and writes n, root nothing
 
+So much where one kernel does it (see `fused`): all but scan. Without one, in pieces that stay in the device's cache.
 16-bit floats are added up in float32 and rounded once. On a stream that has nothing queued no event is waited for:
 it would be over only at the next turn.
 
@@ -28,34 +29,41 @@ before its last mapping is gone (see [Note: kept memory] in `backends/cuda_ipc/m
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, dtype
 
 from aiodist.backends.base import Done, Operation, Wanted
-from aiodist.backends.cuda_ipc import Loan, Mappings
+from aiodist.backends.cuda_ipc import FRAME_BYTES, Loan, Mappings
 from aiodist.backends.inplace import FUNCTIONS, combine, copy, divide, writable
 from aiodist.collectives.arithmetic import wire_op
-from aiodist.collectives.metadata import as_bytes, as_tensor
-from aiodist.collectives.program import Call, Endpoint, Implementation, Program
+from aiodist.collectives.cuda import fused
+from aiodist.collectives.cuda.on_device import OnHost
+from aiodist.collectives.program import Endpoint, Implementation, Program
 from aiodist.collectives.scheduled import SubEndpoint
-from aiodist.errors import BackendError
-from aiodist.streams import Events
+from aiodist.errors import BackendError, MismatchError
+from aiodist.streams import Events, OnStream
 from aiodist.streams.events import device_error, idle
 from aiodist.types import OPERATIONS, ReduceOp
 
-_LENGTH = struct.Struct("<I")
-_FRAME_BYTES = 512  # of an announcement; what is longer follows
-_VERDICT_BYTES = 256
 _ALIGNED_BYTES = 512  # shares begin at multiples of it, so that kernels read whole words
+_FAILED, _DISAGREES = 1, 2  # what a verdict begins with; 0: all is well
 
 Parts = Sequence[Tensor]  # of all ranks, flat, mine included; of those who lend nothing, nothing
-Places = Sequence[str]  # the physical devices that they lie on, by name
-Work = Callable[[Parts, Places], None]
+Work = Callable[[Parts], None]
+
+
+class _Group(NamedTuple):
+    """The ranks of an endpoint."""
+
+    numbers: Sequence[int]
+    """In the world."""
+    workers: Sequence[int]
+    """The first rank of each device."""
 
 
 class CudaIpc(Implementation):
@@ -69,13 +77,25 @@ class CudaIpc(Implementation):
     finishes = True
     compares = True  # the device is not held up
 
-    def __init__(self, mappings: Mappings, ranks: Sequence[int], events: Events, limits: Mapping[str, int]) -> None:
-        """`ranks` are the numbers in the world of the communicator's ranks; see `LIMITS`."""
+    def __init__(
+        self,
+        mappings: Mappings,
+        ranks: Sequence[int],
+        places: Sequence[str],
+        events: Events,
+        limits: Mapping[str, int],
+    ) -> None:
+        """`ranks` are the numbers in the world of the communicator's ranks, `places` names of their devices.
+
+        Those say who works for whom, also where a tensor lies on another device than its rank's. See `LIMITS`.
+        """
         self._mappings = mappings
         self._ranks = ranks
+        self._places = places
         self._events = events
         self._limits = limits
-        self._well = torch.zeros(_VERDICT_BYTES, dtype=torch.uint8, device="cpu")
+        self._groups: dict[Sequence[int], _Group] = {}
+        self._well = _frame(b"")
 
     def lacks(self, wanted: Wanted) -> str | None:
         if wanted.operation not in OPERATIONS:
@@ -91,36 +111,34 @@ class CudaIpc(Implementation):
             return self._allgather(ep, o.t, o.out, o.counts)
         if o.kind == "reduce_scatter":
             return self._reduce_scatter(ep, o)
-        work: Work = {
-            "allreduce": partial(self._allreduced, ep.rank, o.op),
-            "reduce": partial(self._reduced, ep.rank, o.op, o.root),
-            "scan": partial(self._scanned, ep.rank, o.op),
+        work: Callable[..., None] = {
+            "allreduce": self._allreduced,
+            "reduce": self._reduced,
+            "scan": self._scanned,
         }[o.kind]
-        return self._with_all(ep, o.t, work, shared=True)
+        return self._with_all(ep, o.t, partial(work, ep, o), shared=True)
 
-    def _allreduced(self, me: int, op: ReduceOp, parts: Parts, places: Places) -> None:
-        for mine, *others in self._share(me, parts, places):
-            _reduce(mine, [mine, *others], op)
-            for other in others:
-                copy(other, mine)
+    def _allreduced(self, ep: Endpoint, o: Operation, parts: Parts) -> None:
+        mine = self._share(ep, parts)
+        self._write(mine, mine, o.op)
 
-    def _reduced(self, me: int, op: ReduceOp, root: int, parts: Parts, places: Places) -> None:
-        for pieces in self._share(me, parts, places):
-            into = pieces[root - me]  # they begin with mine
-            _reduce(into, [*(piece for piece in pieces if piece is not into), into] if root != me else pieces, op)
+    def _reduced(self, ep: Endpoint, o: Operation, parts: Parts) -> None:
+        mine = self._share(ep, parts)
+        into = mine[o.root - ep.rank]  # they begin with this rank's
+        self._write([into], mine if o.root == ep.rank else [*(t for t in mine if t is not into), into], o.op)
 
-    def _scanned(self, me: int, op: ReduceOp, parts: Parts, places: Places) -> None:
-        for pieces in self._share(me, parts, places):
-            in_order = [pieces[rank - me] for rank in range(len(parts))]
-            total = in_order[0]
-            if widened := _is_widened(total.dtype, op, len(parts)):
+    def _scanned(self, ep: Endpoint, o: Operation, parts: Parts) -> None:
+        mine = self._share(ep, parts)
+        for pieces in self._pieces([mine[rank - ep.rank] for rank in range(ep.size)]):
+            total = pieces[0]
+            if widened := _is_widened(total.dtype, o.op, ep.size):
                 total = total.float()
-            for piece in in_order[1:]:
+            for piece in pieces[1:]:
                 if widened:
-                    combine(total, piece, op)
+                    combine(total, piece, o.op)
                     copy(piece, total)
                 else:
-                    combine(piece, total, op)
+                    combine(piece, total, o.op)
                     total = piece
 
     def _reduce_scatter(self, ep: Endpoint, o: Operation) -> Program[None]:
@@ -130,14 +148,11 @@ class CudaIpc(Implementation):
             copy(o.out, o.t)
         yield from self._with_all(ep, o.t, partial(self._block_reduced, ep.rank, o.op, _plain(o.out), block))
 
-    def _block_reduced(self, me: int, op: ReduceOp, out: Tensor, block: slice, parts: Parts, places: Places) -> None:
-        if out.numel():
-            in_place = out.data_ptr() == parts[me][block].data_ptr()
-            for into, *pieces in self._pieces([out, *(parts[rank][block] for rank in _around(me, len(parts)))]):
-                _reduce(into, [into, *pieces[1:]] if in_place else pieces, op)
+    def _block_reduced(self, me: int, op: ReduceOp, out: Tensor, block: slice, parts: Parts) -> None:
+        self._write([out], [parts[rank][block] for rank in _around(me, len(parts))], op)
 
     def _broadcast(self, ep: Endpoint, t: Tensor, root: int) -> Program[None]:
-        def work(parts: Parts, places: Places) -> None:
+        def work(parts: Parts) -> None:
             if ep.rank != root:
                 copy(parts[ep.rank], parts[root])
 
@@ -149,18 +164,33 @@ class CudaIpc(Implementation):
         if blocks[ep.rank].data_ptr() != t.data_ptr():
             copy(blocks[ep.rank], _plain(t))
 
-        def work(parts: Parts, places: Places) -> None:
+        def work(parts: Parts) -> None:
             for rank in _around(ep.rank, ep.size)[1:]:
                 copy(blocks[rank], parts[rank])
 
         yield from self._with_lenders(ep, t, dict(enumerate(counts)), work)
 
-    # --- pieces -----------------------------------------------------------------------------------------------
+    # --- what a rank reduces ------------------------------------------------------------------------------------------
 
-    def _share(self, me: int, parts: Parts, places: Places) -> Iterator[Sequence[Tensor]]:
-        """Yield piece after piece of my share: mine, and those of the ranks behind me, around to the one before."""
-        share = _share(me, places, parts[me].numel(), parts[me].dtype.itemsize)
-        return self._pieces([parts[rank][share] for rank in _around(me, len(parts))])
+    def _share(self, ep: Endpoint, parts: Parts) -> Sequence[Tensor]:
+        """Return my share of each tensor: of mine, and of those of the ranks behind me, around to the one before."""
+        t, workers = parts[ep.rank], self._group(ep).workers
+        share = _share(workers.index(ep.rank), len(workers), t.numel(), t.dtype.itemsize)
+        return [parts[rank][share] for rank in _around(ep.rank, ep.size)]
+
+    def _write(self, into: Sequence[Tensor], ts: Sequence[Tensor], op: ReduceOp) -> None:
+        """Write what `ts` come to into each of `into`: some of them too, of which the first is the first or the last.
+
+        Or no memory of theirs.
+        """
+        if not into[0].numel() or fused.reduce(into, ts, op):
+            return
+        for pieces in self._pieces([*ts, *into]):
+            terms, (target, *others) = pieces[: len(ts)], pieces[len(ts) :]
+            at = target.data_ptr()
+            _reduce(next((t for t in terms if t.data_ptr() == at), target), terms, op)
+            for other in others:
+                copy(other, target)
 
     def _pieces(self, ts: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
         """Yield piece after piece of tensors of one size, counted as they are added up."""
@@ -173,6 +203,16 @@ class CudaIpc(Implementation):
 
     # --- memory that is lent ------------------------------------------------------------------------------------------
 
+    def _group(self, ep: Endpoint) -> _Group:
+        """Return what is known of the ranks of `ep`."""
+        ranks: Sequence[int] = tuple(ep.ranks) if isinstance(ep, SubEndpoint) else range(ep.size)
+        group = self._groups.get(ranks)
+        if group is None:
+            places = [self._places[rank] for rank in ranks]
+            workers = [places.index(place) for place in dict.fromkeys(places)]
+            group = self._groups[ranks] = _Group([self._ranks[rank] for rank in ranks], workers)
+        return group
+
     def _with_all(self, ep: Endpoint, t: Tensor, work: Work, *, shared: bool = False) -> Program[None]:
         return self._with_lenders(ep, t, dict.fromkeys(range(ep.size), t.numel()), work, shared=shared)
 
@@ -182,64 +222,60 @@ class CudaIpc(Implementation):
         """Have `work` queue what this rank does in the tensors of those who lend theirs, and wait for all.
 
         `lent` are their numbers of elements. `shared`: all do, and the first rank of each device works for all on it.
-        On all ranks it takes the same number of steps, as lockstep wants it.
         """
+        numbers, workers = self._group(ep)
         others = _around(ep.rank, ep.size)[1:]
         lenders = [rank for rank in others if lent.get(rank)]
         hearers = others if lent.get(ep.rank) else []
+        if shared and lenders:
+            hearers = [rank for rank in workers if rank != ep.rank]
+            lenders = lenders if ep.rank in workers else []
         if not lenders and not hearers:
             return
         t = _plain(t)
         loan = Loan(self._mappings, t)
-        known_as = {rank: self._known_as(ep, rank) for rank in others}
-        failure = yield from self._settle(t)
-        heard = yield from _exchanged(ep, {rank: loan.announce(known_as[rank], failure) for rank in hearers}, lenders)
-        places = [""] * ep.size
-        places[ep.rank] = self._mappings.place(t.device)
-        for rank in lenders:
-            failure = _failure(failure, loan.hear, known_as[rank], heard[rank], lent[rank])
-            places[rank] = loan.place(known_as[rank])
-        if shared:
-            hearers = [rank for rank in _workers(places) if rank != ep.rank]
-            lenders = lenders if ep.rank in _workers(places) else []
-        said = {rank: loan.describe(known_as[rank], failure) for rank in hearers}
-        new = [rank for rank in lenders if not loan.knows(known_as[rank])]
-        heard = yield from _exchanged(ep, {rank: words for rank, words in said.items() if words is not None}, new)
-        for rank in lenders:
-            failure = _failure(failure, loan.borrow, known_as[rank], heard.get(rank))
-        if lenders and failure is None:
-            failure = _failure(None, self._queue, ep, loan, t, {rank: known_as[rank] for rank in lenders}, places, work)
-        failure = (yield from self._settle(t)) or failure
+        stream = torch.cuda.current_stream(t.device)
+        failure = yield from self._settle(ep, stream)
+        frames = {rank: bytearray(FRAME_BYTES) for rank in lenders}
+        yield OnHost(
+            [
+                *[ep.recv(_tensor(frame), rank) for rank, frame in frames.items()],
+                *[ep.send(_tensor(loan.announce(numbers[rank], failure)), rank) for rank in hearers],
+            ]
+        )
+        for rank, frame in frames.items():
+            failure = _failure(failure, loan.hear, numbers[rank], frame, lent[rank])
+        if frames and failure is None:
+            with OnStream(stream):
+                failure = _failure(None, self._queue, ep, loan, t, {rank: numbers[rank] for rank in lenders}, work)
+        failure = (yield from self._settle(ep, stream)) or failure
         loan.release()
         failure = yield from self._agree(ep, lenders, hearers, failure)
         loan.end()
         if failure is not None:
             raise failure
 
-    def _queue(
-        self, ep: Endpoint, loan: Loan, t: Tensor, known_as: Mapping[int, int], places: Places, work: Work
-    ) -> None:
-        """Have `work` queue kernels in what was lent by the ranks of `known_as`."""
+    def _queue(self, ep: Endpoint, loan: Loan, t: Tensor, numbers: Mapping[int, int], work: Work) -> None:
+        """Have `work` queue kernels in what was lent by the ranks that have `numbers`."""
         parts = [t[:0]] * ep.size
         parts[ep.rank] = t
-        for rank, number in known_as.items():
+        for rank, number in numbers.items():
             parts[rank] = loan.tensor(number)
-        work(parts, places)
+        work(parts)
 
-    def _known_as(self, ep: Endpoint, rank: int) -> int:
-        """Return the number in the world of a rank of `ep`."""
-        return self._ranks[ep.ranks[rank] if isinstance(ep, SubEndpoint) else rank]
+    def _settle(self, ep: Endpoint, stream: torch.cuda.Stream) -> Program[Exception | None]:
+        """Wait until all that is queued is done; return what the device failed with.
 
-    def _settle(self, t: Tensor) -> Program[Exception | None]:
-        """Wait until all that is queued is done; return what the device failed with."""
-        try:
-            yield [partial(self._settled, t.device)]
-        except BackendError as error:
-            return error
+        Programs that share an endpoint take the same number of steps on all ranks, or their messages would be mixed up.
+        """
+        if ep.shared or not idle(stream):
+            try:
+                yield OnHost([partial(self._settled, stream)])
+            except BackendError as error:
+                return error
         return None
 
-    def _settled(self, device: torch.device, done: Done) -> None:
-        stream = torch.cuda.current_stream(device)
+    def _settled(self, stream: torch.cuda.Stream, done: Done) -> None:
         if idle(stream):
             done(None)
             return
@@ -257,17 +293,21 @@ class CudaIpc(Implementation):
         """
         verdict = self._well
         if failure is not None:
-            text = (str(failure) or repr(failure)).encode()[:_VERDICT_BYTES]
-            verdict = as_tensor(text.ljust(_VERDICT_BYTES, b"\0"))
-        verdicts = torch.empty((len(hearers), _VERDICT_BYTES), dtype=torch.uint8, device="cpu")
-        yield [
-            *(ep.recv(verdicts[i], rank) for i, rank in enumerate(hearers)),
-            *(ep.send(verdict, rank) for rank in lenders),
-        ]
-        for rank, words in zip(hearers, verdicts, strict=True):
-            if words[0] and failure is None:
-                told = as_bytes(words).rstrip(b"\0").decode(errors="replace")
-                failure = BackendError(f"rank {self._known_as(ep, rank)} failed in an operation by CUDA IPC: {told}")
+            kind = _DISAGREES if isinstance(failure, MismatchError) else _FAILED
+            verdict = _frame(bytes([kind]) + (str(failure) or repr(failure)).encode())
+        heard = [bytearray(FRAME_BYTES) for _ in hearers]
+        yield OnHost(
+            [
+                *[ep.recv(_tensor(frame), rank) for rank, frame in zip(hearers, heard, strict=True)],
+                *[ep.send(verdict, rank) for rank in lenders],
+            ]
+        )
+        for rank, frame in zip(hearers, heard, strict=True):
+            if frame[0] and failure is None:
+                told = frame[1:].rstrip(b"\0").decode(errors="replace")
+                failure = (MismatchError if frame[0] == _DISAGREES else BackendError)(
+                    f"rank {self._group(ep).numbers[rank]} failed in an operation by CUDA IPC: {told}"
+                )
         return failure
 
 
@@ -280,26 +320,13 @@ def _failure(before: Exception | None, call: Callable[..., None], *args: object)
     return before
 
 
-def _exchanged(ep: Endpoint, said: Mapping[int, bytes], lenders: Sequence[int]) -> Program[Mapping[int, bytes]]:
-    """Send what is to be said to each rank, and return what each of `lenders` says."""
-    packed = {rank: _LENGTH.pack(len(words)) + words for rank, words in said.items()}
-    frames = {rank: torch.empty(_FRAME_BYTES, dtype=torch.uint8, device="cpu") for rank in lenders}
-    calls: list[Call] = [ep.recv(frame, rank) for rank, frame in frames.items()]
-    calls += [ep.send(as_tensor(data[:_FRAME_BYTES].ljust(_FRAME_BYTES, b"\0")), rank) for rank, data in packed.items()]
-    yield calls
-    heard = {rank: as_bytes(frame) for rank, frame in frames.items()}
-    lengths = {rank: _LENGTH.size + _LENGTH.unpack_from(frame)[0] for rank, frame in heard.items()}
-    rests = {
-        rank: torch.empty(length - _FRAME_BYTES, dtype=torch.uint8, device="cpu")
-        for rank, length in lengths.items()
-        if length > _FRAME_BYTES
-    }
-    calls = [ep.recv(rest, rank) for rank, rest in rests.items()]
-    calls += [ep.send(as_tensor(data[_FRAME_BYTES:]), rank) for rank, data in packed.items() if data[_FRAME_BYTES:]]
-    yield calls
-    for rank, rest in rests.items():
-        heard[rank] += as_bytes(rest)
-    return {rank: data[_LENGTH.size : lengths[rank]] for rank, data in heard.items()}
+def _frame(words: bytes) -> Tensor:
+    """Return a message that begins with as much of `words` as it has room for."""
+    return _tensor(bytearray(words[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0")))
+
+
+def _tensor(frame: bytearray) -> Tensor:
+    return torch.frombuffer(frame, dtype=torch.uint8)
 
 
 def _plain(t: Tensor) -> Tensor:
@@ -313,19 +340,11 @@ def _around(me: int, size: int) -> list[int]:
     return [*range(me, size), *range(me)]
 
 
-def _workers(places: Places) -> list[int]:
-    """Return the first rank of each device."""
-    return [places.index(place) for place in dict.fromkeys(places)]
-
-
-def _share(me: int, places: Places, numel: int, itemsize: int) -> slice:
-    """Return which of so many elements are mine to reduce, the first rank of my device."""
-    workers = _workers(places)
-    mine = workers.index(me)
+def _share(worker: int, workers: int, numel: int, itemsize: int) -> slice:
+    """Return which of so many elements are the worker's, of so many workers."""
     unit = max(_ALIGNED_BYTES // itemsize, 1)
     units = -(-numel // unit)
-    start, stop = (min(units * i // len(workers) * unit, numel) for i in (mine, mine + 1))
-    return slice(start, stop)
+    return slice(*(min(units * i // workers * unit, numel) for i in (worker, worker + 1)))
 
 
 def _is_widened(kind: dtype, op: ReduceOp, terms: int) -> bool:

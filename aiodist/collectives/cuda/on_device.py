@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,6 +16,14 @@ from aiodist.streams import Events, Fence, OnStream, lend
 from aiodist.streams.events import device_error, idle
 
 T = TypeVar("T")
+_AS_IT_IS = nullcontext()
+
+
+class OnHost(list[Call]):
+    """Calls of a step that queue nothing on a device; nor does what follows it: it enters a stream where it does.
+
+    A stream is entered for nothing else, which costs as much as sending a message.
+    """
 
 
 class DeviceWork:
@@ -124,8 +132,7 @@ def _on_device(program: Program[T], work: DeviceWork) -> Program[T]:
     error: BaseException | None = None
     work.hurry(1)
     try:
-        with work.current():
-            work.begin()
+        work.begin()
         result = yield from _with_stream(program, work)
     except GeneratorExit:
         raise
@@ -144,15 +151,17 @@ def _on_device(program: Program[T], work: DeviceWork) -> Program[T]:
 def _with_stream(program: Program[T], work: DeviceWork) -> Program[T]:
     """Run `program` with the stream of `work` as the current one, in its steps, its calls and the programs in those."""
     error: BaseException | None = None
+    on_host = False
     while True:
-        with work.current():
+        with _AS_IT_IS if on_host else work.current():
             try:
                 calls = program.send(None) if error is None else program.throw(error)
             except StopIteration as stop:
                 return stop.value  # type: ignore[no-any-return]
         error = None
+        on_host = isinstance(calls, OnHost)
         try:
-            yield [_call_with_stream(call, work) for call in calls]
+            yield calls if on_host else [_call_with_stream(call, work) for call in calls]
         except GeneratorExit:
             program.close()
             raise
