@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import operator
+import pickle
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+import aiodist
 from aiodist import Communicator
 from aiodist.backends.base import Done, Operation
 from aiodist.backends.cuda_ipc import Mapped
@@ -24,6 +26,7 @@ from aiodist.collectives.cuda import ipc as cuda_ipc
 from aiodist.collectives.cuda.ipc import CudaIpc
 from aiodist.collectives.program import Endpoint, Program, lockstep
 from aiodist.collectives.scheduled import SubEndpoint
+from aiodist.testing import run_ranks
 from aiodist.types import ReduceOp
 from tests.support.simulated_cuda.device import SimulatedCuda
 from tests.support.simulated_mapper import SimulatedMapper
@@ -520,6 +523,43 @@ async def test_s4_memory_goes_back_where_no_other_operation_follows(coll: Commun
             await asyncio.sleep(1e-3)
     await coll.allreduce(kept, impl="cuda_ipc")
     assert torch.equal(kept.cpu(), torch.full((300,), float(coll.size**2)))
+
+
+class Collecting(SimulatedMapper):
+    """Looks, where a rank has torch give memory back, who still has some of its mapped."""
+
+    everybody: ClassVar[list[SimulatedMapper]] = []
+    mapped: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.everybody.append(self)
+
+    def collect(self) -> None:
+        opened = [pickle.loads(description) for mapper in self.everybody for description in mapper.opened]
+        self.mapped.append(sum(lender == id(self) for _, lender, _ in opened))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_s4_a_rank_gives_memory_back_when_the_others_have_let_go_of_it(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch would at the end of the process, where CUDA may be gone."""
+    monkeypatch.setattr(mappings_module, "Mapper", Collecting)
+    monkeypatch.setattr(Collecting, "everybody", [])
+    monkeypatch.setattr(Collecting, "mapped", [])
+
+    async def program() -> None:
+        async with aiodist.init() as coll:
+            for n in (100, 300):
+                t = torch.full((n,), 1.0, device=coll.device)
+                await coll.allreduce(t, impl="cuda_ipc")
+                assert torch.equal(t.cpu(), torch.full((n,), 4.0))
+            assert any(mapper.opened for mapper in Collecting.everybody)
+
+    run_ranks(4, program, seed=seed)
+    assert Collecting.mapped == [0] * 4
+    assert not any(mapper.opened for mapper in Collecting.everybody)
 
 
 # --- mappings ------------------------------------------------------------------------------------------------------

@@ -79,6 +79,10 @@ class Mapper:
         *_, counter, slot, _event = pickle.loads(description)
         torch.UntypedStorage._release_ipc_counter(counter, slot)
 
+    def collect(self) -> None:
+        """Give back the memory of storages that died since, where all that was described has been let go of."""
+        torch.cuda.ipc_collect()
+
 
 class _Allocation:
     """What storages of other processes lie in."""

@@ -18,6 +18,7 @@ Everything here runs with the transport lock held.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import struct
 from collections.abc import Mapping, Sequence
@@ -51,6 +52,7 @@ FRAME_BYTES = 512
 
 _TOPIC = "cuda_ipc"
 _LOOK_SECONDS = 1.0
+_PART_SECONDS, _PART_LOOK_SECONDS = 2.0, 1e-3
 
 
 class _Announcement(NamedTuple):
@@ -132,6 +134,10 @@ class Mappings:
         self._dead: dict[int, list[int]] = {}  # what each rank is still to hear of
         self._borrowed: dict[tuple[int, int], _Borrowed] = {}  # by rank and its number
         self._closed = False
+        self.borrowers: set[int] = set()
+        """The ranks that anything was ever described to."""
+        self.lenders: set[int] = set()
+        """Those that have described anything to this one."""
 
     async def aclose(self) -> None:
         """Let go of everything but what a loan still uses; all operations are over, or given up."""
@@ -143,6 +149,11 @@ class Mappings:
                     del self._borrowed[key]
             self._lent = {key: lent for key, lent in self._lent.items() if lent.users}
             self._dead.clear()
+
+    def collect(self) -> None:
+        """Give back the memory that died and that all others have let go of."""
+        if self.borrowers:
+            self._mapper.collect()
 
     # --- lending ----------------------------------------------------------------------------------------------
 
@@ -174,6 +185,7 @@ class Mappings:
         """Return what `rank` maps the storage of `t` by, made at first use; BackendError where it cannot be mapped."""
         if rank not in lent.descriptions:
             lent.descriptions[rank] = self._mapper.export(t)
+            self.borrowers.add(rank)
         return lent.descriptions[rank]
 
     def take_dead(self, rank: int) -> Sequence[int]:
@@ -213,6 +225,7 @@ class Mappings:
             if description is None or self._closed:
                 raise BackendError(f"rank {rank} has lent storage {number} as known, which is not mapped here")
             borrowed = self._borrowed[rank, number] = _Borrowed(self._mapper, description)
+            self.lenders.add(rank)
         borrowed.users += 1
         return borrowed
 
@@ -344,6 +357,7 @@ class ReleaseNotices(Quiet):
         self._mappings = mappings
         self._progress = progress
         self._channel = channel
+        self._parted: set[int] = set()
         channel.subscribe(_TOPIC, self._told)
         self._next = progress.loop.call_later(_LOOK_SECONDS, self._look)
 
@@ -355,12 +369,28 @@ class ReleaseNotices(Quiet):
         for rank, numbers in self._mappings.collect_dead().items():
             self._channel.send(rank, _TOPIC, numbers)
 
-    def _told(self, rank: int, numbers: Sequence[int]) -> None:
-        """Let go of what `rank` has declared dead; called on the channel's thread."""
-        self._progress.post(partial(self._progress.start, partial(self._mappings.release, rank, numbers)))
+    def _told(self, rank: int, numbers: Sequence[int] | None) -> None:
+        """Let go of what `rank` has declared dead; None says that it has let go of all; on the channel's thread."""
+        if numbers is None:
+            self._parted.add(rank)
+        else:
+            self._progress.post(partial(self._progress.start, partial(self._mappings.release, rank, numbers)))
 
-    def close(self) -> None:
-        """Look no more; on the loop."""
+    async def aclose(self) -> None:
+        """Look no more, and let go of everything, the borrowers first.
+
+        What dies while others have it mapped torch gives back at the end of the process if need be. Then it is too late
+        for CUDA, which ends the process with SIGABRT where several streams have used that memory.
+        """
         self._next.cancel()
-        with suppress(RuntimeError):  # it is closed already, where all was given up
+        await self._mappings.aclose()
+        with suppress(RuntimeError):  # the channel is closed already, where all was given up
+            for rank in self._mappings.lenders:
+                self._channel.send(rank, _TOPIC, None)
+            until = self._progress.loop.time() + _PART_SECONDS
+            while self._mappings.borrowers - self._parted - set(self._channel.exits()):
+                if self._progress.loop.time() > until:
+                    break
+                await asyncio.sleep(_PART_LOOK_SECONDS)
             self._channel.unsubscribe(_TOPIC)
+        self._mappings.collect()

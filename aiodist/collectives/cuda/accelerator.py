@@ -246,8 +246,7 @@ class Accelerator:
         """Let go of the neighbours' memory and of NCCL, once every communicator is closed or given up."""
         if self._groups is not None:
             await self._groups.aclose(drained=False)
-        self._release_notices.close()
-        await self._mappings.aclose()
+        await self._release_notices.aclose()
 
 
 class _Stream(NamedTuple):

@@ -42,7 +42,7 @@ from aiodist.backends.cuda_ipc import FRAME_BYTES, Loan, Mappings
 from aiodist.backends.inplace import FUNCTIONS, combine, copy, divide, writable
 from aiodist.collectives.arithmetic import wire_op
 from aiodist.collectives.cuda import fused
-from aiodist.collectives.cuda.on_device import OnHost
+from aiodist.collectives.cuda.on_device import OnHost, StaysOnHost
 from aiodist.collectives.program import Endpoint, Implementation, Program
 from aiodist.collectives.scheduled import SubEndpoint
 from aiodist.errors import BackendError, MismatchError
@@ -237,7 +237,7 @@ class CudaIpc(Implementation):
         stream = torch.cuda.current_stream(t.device)
         failure = yield from self._settle(ep, stream)
         frames = {rank: bytearray(FRAME_BYTES) for rank in lenders}
-        yield OnHost(
+        yield StaysOnHost(
             [
                 *[ep.recv(_tensor(frame), rank) for rank, frame in frames.items()],
                 *[ep.send(_tensor(loan.announce(numbers[rank], failure)), rank) for rank in hearers],
@@ -270,7 +270,7 @@ class CudaIpc(Implementation):
         """
         if ep.shared or not idle(stream):
             try:
-                yield OnHost([partial(self._settled, stream)])
+                yield StaysOnHost([partial(self._settled, stream)])
             except BackendError as error:
                 return error
         return None

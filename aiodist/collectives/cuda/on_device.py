@@ -20,10 +20,11 @@ _AS_IT_IS = nullcontext()
 
 
 class OnHost(list[Call]):
-    """Calls of a step that queue nothing on a device; nor does what follows it: it enters a stream where it does.
+    """Calls of a step that queue nothing on a device: no stream is entered for them, which costs as much as they do."""
 
-    A stream is entered for nothing else, which costs as much as sending a message.
-    """
+
+class StaysOnHost(OnHost):
+    """Nor does what follows it in the program, unless it enters a stream; what follows an error may."""
 
 
 class DeviceWork:
@@ -151,17 +152,17 @@ def _on_device(program: Program[T], work: DeviceWork) -> Program[T]:
 def _with_stream(program: Program[T], work: DeviceWork) -> Program[T]:
     """Run `program` with the stream of `work` as the current one, in its steps, its calls and the programs in those."""
     error: BaseException | None = None
-    on_host = False
+    stays = False
     while True:
-        with _AS_IT_IS if on_host else work.current():
+        with _AS_IT_IS if stays and error is None else work.current():
             try:
                 calls = program.send(None) if error is None else program.throw(error)
             except StopIteration as stop:
                 return stop.value  # type: ignore[no-any-return]
         error = None
-        on_host = isinstance(calls, OnHost)
+        stays = isinstance(calls, StaysOnHost)
         try:
-            yield calls if on_host else [_call_with_stream(call, work) for call in calls]
+            yield calls if isinstance(calls, OnHost) else [_call_with_stream(call, work) for call in calls]
         except GeneratorExit:
             program.close()
             raise

@@ -105,6 +105,7 @@ def _cuda(world: SimulatedCuda) -> dict[str, object]:
         "init": nothing,
         "_lazy_init": nothing,
         "empty_cache": nothing,
+        "ipc_collect": nothing,
         "manual_seed": nothing,
         "manual_seed_all": nothing,
         "device_count": lambda: world.count,
