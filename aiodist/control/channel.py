@@ -43,6 +43,9 @@ class Channel(ABC):
     entry, which is atomic, and have `post` run the rest on that thread; so there is no lock.
     """
 
+    source = ""
+    """The address of this host from which it reaches the hub; empty in one process."""
+
     def __init__(self, rank: int, size: int, post: Callable[..., object], loop: asyncio.AbstractEventLoop) -> None:
         """`post(fn, *args)` calls on the thread that delivers, which runs `loop`."""
         self.rank = rank

@@ -162,7 +162,7 @@ class SocketChannel(Channel):
 
     def welcomed(self, link: Link, settings: Mapping[str, Any]) -> None:
         """Take over the connection: the hub has let this rank in. On the thread."""
-        self._link = link
+        self._link, self.source = link, link.source
         self._host_rank = HUB if settings["host_rank"] is None else settings["host_rank"]
         link.on_frame = self._hear
         link.on_closed = self._hub_gone

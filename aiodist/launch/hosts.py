@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import shlex
 import socket
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -85,6 +86,20 @@ def placed(hosts: Sequence[Host], ranks: int | None, servers: int = 0) -> tuple[
     return counted
 
 
+def ranks_beside(hosts: Sequence[Host], rank: int) -> range:
+    """Return the ranks on the host of `rank`, which is among them.
+
+    >>> ranks_beside([Host("a", 1), Host("b", 2)], 2)
+    range(1, 3)
+    """
+    start = 0
+    for host in hosts:
+        if rank < start + (host.ranks or 0):
+            break
+        start += host.ranks or 0
+    return range(start, start + (host.ranks or 0))
+
+
 def host_of(hosts: Sequence[Host], rank: int) -> str:
     """Return the name of the host that has `rank`: ranks fill one host after the other.
 
@@ -137,6 +152,18 @@ def _unique(found: Iterable[tuple[Host, str]]) -> tuple[Host, ...]:
             raise ConfigError(f"{where}: host {host.name} is given twice")
         hosts[host.name] = host
     return tuple(hosts.values())
+
+
+# --- reaching them ----------------------------------------------------------------------------------------------------
+
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+
+
+def shell_on(name: str, rsh: str, script: str) -> list[str]:
+    """Return the command that has a shell on a host run `script`: by the remote shell `rsh`, else ssh, if not here."""
+    if is_this_host(name):
+        return ["sh", "-c", script]
+    return [*(shlex.split(rsh) or _SSH), name, f"sh -c {shlex.quote(script)}"]
 
 
 # --- addresses ---------------------------------------------------------------------------------------------------

@@ -8,14 +8,15 @@ import os
 import secrets
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from aiodist.control import Hub
 from aiodist.env import variables
 from aiodist.launch import commands, discover, hosts
-from aiodist.launch.commands import Job, Mpi
+from aiodist.launch.commands import Job
 from aiodist.launch.elastic import ElasticSessions, Starts
 from aiodist.launch.output import Streams
 from aiodist.launch.processes import Command, Processes
@@ -53,8 +54,8 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
         if job.hosts:
             common = {**commands.GUARD_NEEDS, **common}
             exports = {**commands.travelling(common), **commands.network_variables(mpi, job.iface, environ), **exports}
-        # An mpirun may give rank 0 our standard input or may not, so it is sent; a guard of ours simply has it.
-        first: Stdin = "same" if mpi is None else "sent"
+        # An mpirun may give rank 0 our standard input or may not, so it is sent; a guard of ours here simply has it.
+        first: Stdin = "same" if mpi is None and not job.hosts else "sent"
         starts = [
             Start([job.program, *job.command], exports, "null" if rank else first, commands.folder(job, Path.cwd()))
             for rank in range(job.ranks)
@@ -67,10 +68,13 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
                 await output.overheard(data)
 
         stack.enter_context(_signals(lambda signum: events.put_nowait(Signalled(signum))))
-        session = ""
-        if mpi is not None:
+        guard = commands.guard_command(ranks.address, Path.cwd())
+        if mpi is None:
+            guards = await asyncio.to_thread(_Guards, job, guard, common)
+            todo = [guards.first(rank) for rank in range(job.ranks)]
+        else:
             session = stack.enter_context(tempfile.TemporaryDirectory(prefix="aiodist-", ignore_cleanup_errors=True))
-        todo = _commands(job, mpi, commands.guard_command(ranks.address, Path.cwd()), common, session)
+            todo = [Command(commands.mpirun_command(job, mpi, guard, session), common)]
         processes = await stack.enter_async_context(Processes(todo, sink=overheard, notify=events.put_nowait))
         if elastic is not None:
 
@@ -79,7 +83,7 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
                 output.add(number)
                 supervisor.started(number)
 
-            elastic.starts = Starts(starts[-1], todo[-1], begin, processes.start, ranks.kill)
+            elastic.starts = Starts(starts[-1], guards.another, begin, processes.start, ranks.kill)
         try:
             code = await supervisor.watch(events)
         finally:
@@ -97,13 +101,34 @@ def _meeting_address(job: Job) -> str:
     return hosts.meeting_address(names, job.iface)
 
 
-def _commands(job: Job, mpi: Mpi | None, guard: list[str], environ: Mapping[str, str], session: str) -> list[Command]:
-    """Return what to start here: one guard a rank, or one mpirun."""
-    if mpi is None:
-        return [
-            Command(guard, {**environ, **commands.place_variables(rank, job.ranks)}, rank) for rank in range(job.ranks)
-        ]
-    return [Command(commands.mpirun_command(job, mpi, guard, session), environ)]
+class _Guards:
+    """Starts guards where no MPI does, here or by a remote shell; processes are counted in the order of their start."""
+
+    def __init__(self, job: Job, guard: list[str], environ: Mapping[str, str]) -> None:
+        self._job = job
+        self._guard = guard
+        self._environ = environ
+        script = commands.guard_script(guard, Path.cwd())
+        self._shells = {host.name: hosts.shell_on(host.name, job.rsh, script) for host in job.hosts}
+        self._on = [hosts.host_of(job.hosts, rank) for rank in range(job.ranks)] if job.hosts else []
+        """By process: the name of its host."""
+
+    def first(self, rank: int) -> Command:
+        """Return what starts the guard of one of the first ranks."""
+        return self._command(rank, commands.place_variables(rank, self._job.ranks, self._job.hosts))
+
+    def another(self, process: int, living: Sequence[int]) -> Command:
+        """Return what starts the guard of one more, on the host that lacks most of those it had."""
+        if self._job.hosts:
+            there = Counter(self._on[other] for other in living)
+            self._on.append(min(self._job.hosts, key=lambda host: there[host.name] - (host.ranks or 0)).name)
+        return self._command(process, {"AIODIST_RANK": str(process), "AIODIST_SIZE": str(process + 1)})
+
+    def _command(self, process: int, place: Mapping[str, str]) -> Command:
+        if not self._job.hosts:
+            return Command(self._guard, {**self._environ, **place}, process)
+        needed = {name: self._environ[name] for name in commands.GUARD_NEEDS}
+        return Command(self._shells[self._on[process]], self._environ, process, told={**needed, **place})
 
 
 @contextlib.contextmanager

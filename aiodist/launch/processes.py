@@ -25,6 +25,8 @@ class Command:
     argv: Sequence[str]
     environ: Mapping[str, str] = field(repr=False)
     rank: int | None = None
+    told: Mapping[str, str] | None = field(default=None, repr=False)
+    """The variables that it reads on its standard input, of a shell on another host; None: it has all."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,9 @@ class ProcessEnded:
 class Processes:
     """Runs the commands, each in a session of its own, so that Ctrl-C reaches them through us alone.
 
-    The guard of rank 0 has our standard input. What an mpirun itself writes goes to `sink`; a guard writes nothing
-    but its own last words, which go where ours go. Leaving the context waits `patience` seconds for all to end, then
-    ends them by force. Entering it raises `LaunchError` when one cannot be started.
+    The guard of rank 0 has our standard input. What an mpirun or a remote shell itself writes goes to `sink`; a guard
+    writes nothing but its own last words, which go where ours go. Leaving the context waits `patience` seconds for all
+    to end, then ends them by force. Entering it raises `LaunchError` when one cannot be started.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Processes:
     async def start(self, command: Command) -> None:
         """Run one command, as those that were given at first; raise `LaunchError` where it cannot be started."""
         mpirun = command.rank is None
-        output = PIPE if mpirun else None
+        output = PIPE if mpirun or command.told is not None else None
         # The kernel kills an mpirun when we die (a guard sees that by itself: its connection ends). It is looked up
         # before the fork: the child must not import.
         dies_with_us = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -78,7 +80,7 @@ class Processes:
             process = await asyncio.create_subprocess_exec(
                 *command.argv,
                 env=command.environ,
-                stdin=None if command.rank == 0 else DEVNULL,
+                stdin=PIPE if command.told is not None else None if command.rank == 0 else DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -86,6 +88,9 @@ class Processes:
             )
         except OSError as error:
             raise LaunchError(f"cannot start {Path(command.argv[0]).name}: {error}") from error
+        if process.stdin is not None and command.told is not None:
+            process.stdin.write("".join(f"{name}={value}\n" for name, value in command.told.items()).encode() + b"\n")
+            process.stdin.close()
         self._processes.append(process)
         self._tasks.append(asyncio.create_task(self._watch(command.rank, process)))
 

@@ -106,6 +106,8 @@ class Supervisor:
                 self._mpirun_ended(code)
             case ProcessEnded(int(rank), code):
                 if rank not in self._ranks.came:  # its guard never got as far as to connect
+                    if self._job.hosts and not self.stopping:
+                        raise LaunchError(f"rank {rank} was not started{self._where({rank})}: {describe(code)}")
                     self._ended(Ending(rank, code or 1))
                     self._left.discard(rank)
             case Signalled(signum):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 LIMIT = 60.0
 ROOT = Path(aiodist.__file__).parents[1]
-NAMES = {"openmpi": "Open MPI", "mpich": "MPICH"}
+NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "none": "no MPI"}
 NETWORK = "10.77.0.0/24"
 
 _HOLD = """
@@ -258,15 +258,16 @@ def any_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
         yield hosts
 
 
-@pytest.fixture(params=["openmpi", "mpich"])
+@pytest.fixture(params=["openmpi", "mpich", "none"])
 def hosts(
     request: pytest.FixtureRequest,
     any_hosts: TwoHosts,
     record_property: Callable[[str, object], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[TwoHosts]:
-    """Two hosts, for each MPI that is installed; nothing may be left running there."""
-    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    """Two hosts, for each MPI that is installed and without; nothing may be left running there."""
+    if request.param != "none":
+        pytest.importorskip("mpi4py", reason="mpi4py is not installed")
     monkeypatch.setattr(any_hosts, "mpi", _find(request.param))
     record_property("mpi", NAMES[request.param])
     yield any_hosts
@@ -277,6 +278,8 @@ def _find(mpi: str) -> str:
     """Return what `--mpi` is given for this MPI; skip the test where there is none."""
     if mpi == "mpich" and (prefix := os.environ.get("AIODIST_TEST_MPICH")):
         return str(Path(prefix) / "bin" / "mpirun")
+    if mpi == "none":
+        return mpi
     try:
         find_mpi(mpi, os.environ.get("PATH", os.defpath))
     except BackendUnavailable as error:

@@ -80,25 +80,28 @@ def test_l5_hosts_have_as_many_ranks_as_was_said(hosts: TwoHosts) -> None:
 def test_l5_hosts_all_end_when_a_rank_on_another_dies(hosts: TwoHosts) -> None:
     script = hosts.script("""
         import os, pathlib, signal, time
-        from mpi4py import MPI
+        import aiodist
 
-        MPI.COMM_WORLD.Barrier()
-        past = [pathlib.Path(f"past-{rank}") for rank in range(4)]
-        past[MPI.COMM_WORLD.rank].touch()
-        if MPI.COMM_WORLD.rank == 3:
-            while not all(path.exists() for path in past):  # who is still in the barrier would fail there
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(600)
+        async def main():
+            async with aiodist.init() as coll:
+                await coll.barrier()
+                past = [pathlib.Path(f"past-{rank}") for rank in range(4)]
+                past[coll.rank].touch()
+                if coll.rank == 3:
+                    while not all(path.exists() for path in past):  # who is still in the barrier would fail there
+                        time.sleep(0.01)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(600)
+
+        aiodist.run(main())
     """)
     done = hosts.run(script)
     assert (done.returncode, causes(done.stderr)) == (128 + signal.SIGKILL, ["rank 3: signal SIGKILL"])
     assert hosts.left_after(3) == []
 
 
-def test_l5_hosts_hear_of_an_error_on_another(any_hosts: TwoHosts) -> None:
-    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
-    script = any_hosts.script("""
+def test_l5_hosts_hear_of_an_error_on_another(hosts: TwoHosts) -> None:
+    script = hosts.script("""
         import asyncio, sys
         import aiodist
 
@@ -115,11 +118,11 @@ def test_l5_hosts_hear_of_an_error_on_another(any_hosts: TwoHosts) -> None:
 
         aiodist.run(main())
     """)
-    done = any_hosts.run(script)
+    done = hosts.run(script)
     assert done.returncode == 7, done.stdout + done.stderr
     assert causes(done.stderr)[0] == "rank 3: exit code 7"
     assert {f"[{rank}] heard of 3" for rank in range(3)} == set(done.stdout.splitlines())
-    assert any_hosts.left_after(3) == []
+    assert hosts.left_after(3) == []
 
 
 def test_l5_hosts_pass_signals_on(hosts: TwoHosts) -> None:
@@ -163,15 +166,14 @@ def test_l5_hosts_with_a_slow_link_still_work(any_hosts: TwoHosts) -> None:
     assert sent > 4 * (16 << 20)
 
 
-def test_l5_hosts_that_are_wrong_are_named(any_hosts: TwoHosts) -> None:
-    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
-    any_hosts.script("print('never')", "never.py")
-    done = any_hosts.run("never.py", hosts="alpha:1,gamma:1")
+def test_l5_hosts_that_are_wrong_are_named(hosts: TwoHosts) -> None:
+    hosts.script("print('never')", "never.py")
+    done = hosts.run("never.py", hosts="alpha:1,gamma:1")
     assert done.returncode == 2
     assert "rsh: no host gamma" in done.stderr
     assert "aiodist doctor --hosts alpha:1,gamma:1" in done.stderr
     assert "never" not in done.stdout
-    assert any_hosts.left_after(5) == []
+    assert hosts.left_after(5) == []
 
 
 def causes(stderr: str) -> list[str]:

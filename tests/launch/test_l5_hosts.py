@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiodist.errors import BackendUnavailable, ConfigError
+from aiodist.errors import ConfigError
 from aiodist.launch import commands, hosts
 from aiodist.launch.commands import Flavour, Job, Mpi
 from aiodist.launch.hosts import Host, host_of, parse_hosts, placed, read_hostfile
+from tests.launch.conftest import MARK
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Launcher
@@ -186,15 +187,61 @@ def test_l5_ranks_go_to_the_same_folder_unless_mpirun_is_told_another() -> None:
     assert commands.folder(replace(JOB, hosts=()), Path("/work")) is None
 
 
+# Without MPI
+
+
+_RSH = """#!/bin/sh
+echo "$@" >> {folder}/asked
+case $1 in
+away) shift; exec env -i PATH="$PATH" {mark}="${mark}" sh -c "$*";;
+esac
+echo "rsh: no host $1" >&2
+exit 255
+"""
+
+
+def rsh(plain: Launcher) -> str:
+    """Return a remote shell that knows the host `away`, which is this one, and notes what it is asked."""
+    agent = plain.folder / "rsh"
+    agent.write_text(_RSH.format(folder=plain.folder, mark=MARK))
+    agent.chmod(0o755)
+    return str(agent)
+
+
+def test_l5_a_remote_shell_starts_ranks_where_there_is_no_mpi(plain: Launcher) -> None:
+    script = plain.script("""
+        place = [os.environ[f"AIODIST_{name}"] for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+        say(*place, os.getcwd(), os.environ.get("GIVEN"), sys.stdin.read().strip() or None)
+    """)
+    options = ("--hosts", "localhost:1,away:2", "--rsh", rsh(plain), "-x", "GIVEN=a b")
+    done = plain.run(*options, script, n=3, stdin=None, input="a word")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [
+        f"[0] 0 3 0 1 {plain.folder} a b a word",
+        f"[1] 1 3 0 2 {plain.folder} a b None",
+        f"[2] 2 3 1 2 {plain.folder} a b None",
+    ]
+    asked = (plain.folder / "asked").read_text()
+    assert len(asked.splitlines()) == 2
+    assert "AIODIST_" not in asked, "command lines show no secret, nor any value"
+    assert plain.left_after(3) == []
+
+
+def test_l5_a_host_that_starts_nothing_is_named(plain: Launcher) -> None:
+    done = plain.run("--hosts", "localhost:1,gone:1", "--rsh", rsh(plain), plain.script("time.sleep(600)"))
+    assert done.returncode == 2
+    assert "rsh: no host gone" in done.stderr
+    assert "rank 1 was not started on gone; aiodist doctor --hosts localhost:1,gone:1" in done.stderr
+    assert plain.left_after(3) == []
+
+
 # What is refused
 
 
-def test_l5_several_hosts_need_an_mpi_that_is_known() -> None:
+def test_l5_an_mpi_for_several_hosts_is_one_that_is_known() -> None:
     commands.check_mpi(JOB, OPENMPI)
-    with pytest.raises(BackendUnavailable, match=r"--mpi none starts processes on this host alone: pip install"):
-        commands.check_mpi(replace(JOB, mpi="none"), None)
-    with pytest.raises(BackendUnavailable, match="no MPI was found here: pip install"):
-        commands.check_mpi(JOB, None)
+    commands.check_mpi(replace(JOB, mpi="none"), None)
+    commands.check_mpi(JOB, None)
     with pytest.raises(ConfigError, match="with --mpi-arg"):
         commands.check_mpi(JOB, OTHER)
     with pytest.raises(ConfigError, match="put them into a script"):
@@ -240,7 +287,7 @@ def test_l5_the_launcher_is_met_where_the_others_reach_it() -> None:
     [
         (("--hosts", "a:1", "--hostfile", "f"), "give one of them"),
         (("--hosts", "a:1,b:1", "-n", "3"), "-n 3: the hosts have 2 ranks"),
-        (("--hosts", "a:1,b:1", "--mpi", "none"), "several hosts need an mpirun"),
+        (("--hosts", "nobody.invalid:1", "--mpi", "none"), "host nobody.invalid is not known here"),
         (("--rsh", "ssh", "--mpi", "none"), "--rsh is for several hosts"),
     ],
 )

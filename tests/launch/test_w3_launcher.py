@@ -12,7 +12,6 @@ from aiodist.env import Environment
 from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.launch import commands
 from aiodist.launch.commands import Flavour, Job, Mpi, elastic_range
-from aiodist.launch.hosts import Host
 from aiodist.launch.verdict import Ending, JobVerdict
 
 OPENMPI = Mpi("/opt/ompi/bin/mpirun", Flavour.OPENMPI, "5.0.11", None)
@@ -26,7 +25,6 @@ OPENMPI = Mpi("/opt/ompi/bin/mpirun", Flavour.OPENMPI, "5.0.11", None)
         ({"elastic": (1, 1)}, "ranks <= MAX"),
         ({"keep_going": True}, "--keep-going with --elastic 1:2, whose ranks go on when one fails"),
         ({"ranks": 3, "elastic": (1, 3), "servers": 1}, "--servers with --elastic 1:3: ranks get new numbers"),
-        ({"hosts": (Host("a", 2),)}, "--hosts with --elastic 1:2: its ranks are of this host"),
     ],
 )
 def test_w3_what_does_not_go_with_elastic_is_refused_with_the_reason(changed: dict[str, Any], why: str) -> None:

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import in_thread
+from aiodist.control.places import is_loopback, outward_host
+from aiodist.env import variables
 from aiodist.errors import AiodistError, BackendError, BackendUnavailable
 
 if TYPE_CHECKING:
@@ -127,7 +129,7 @@ class GlooRendezvous:
     async def group(self, name: str, rank: int, size: int) -> ProcessGroup:
         """Return the process group `name`, which all its ranks make at the same time."""
         if not self.devices:
-            self.devices = [await in_thread(partial(_device, self._one_host))]
+            self.devices = [await in_thread(partial(_device, self._one_host, self._channel.source))]
         store = _ChannelStore(self._channel, asyncio.get_running_loop())
         try:
             return await in_thread(partial(self._connect, PrefixStore(name, store), rank, size))
@@ -155,7 +157,14 @@ class GlooRendezvous:
             await self._channel.get("gloo/parted", timeout=CLOSE_SECONDS)
 
 
-def _device(one_host: bool) -> Any:  # noqa: ANN401
+def _device(one_host: bool, source: str) -> Any:  # noqa: ANN401
+    """Return what gloo connects by: the address from which this host reaches the hub, or an interface that was named.
+
+    By itself gloo takes what the host's name stands for, which on many hosts is 127.0.1.1.
+    """
     if one_host:
         return c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-    return c10d.ProcessGroupGloo.create_default_device()
+    if "GLOO_SOCKET_IFNAME" in variables():
+        return c10d.ProcessGroupGloo.create_default_device()
+    known = source and not is_loopback(source)  # the rank that hosts the hub may reach it so
+    return c10d.ProcessGroupGloo.create_device(hostname=source if known else outward_host())
