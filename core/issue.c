@@ -93,6 +93,13 @@ typedef struct {
     Plan *plan;
 } Known;
 
+// Whose file was looked at last.
+enum { SEEN = 32 };
+typedef struct {
+    PyObject *code;
+    bool ours;
+} Seen;
+
 struct Issuer {
     PyObject_HEAD
     Lane *lane;
@@ -105,6 +112,7 @@ struct Issuer {
     const dl_exchange *exchange;  // of `tensor`
     char open, threads;
     Known known[KNOWN];
+    Seen seen[SEEN];
 };
 
 static PyTypeObject *issuer_type;
@@ -148,6 +156,19 @@ static Plan *plan_for(Issuer *self, const dl_tensor *t, PyObject *op, PyObject *
     return alike && same(known->op, op) && same(known->impl, impl) ? known->plan : NULL;
 }
 
+// Returns whether nobody asks about `code`, since its file is one of ours.
+static bool is_ours(Issuer *self, PyObject *code) {
+    Seen *seen = &self->seen[((uintptr_t)code >> 5) % SEEN], before = *seen;
+    if (before.code == code) return before.ours;
+    PyObject *filename = PyObject_GetAttr(code, s_filename);
+    PyObject *ours = filename == NULL ? NULL : PyObject_GetItem(self->ours, filename);
+    if (ours == NULL) PyErr_Clear();
+    *seen = (Seen){code, ours == Py_True};
+    Py_INCREF(code);  // nothing else is at its address meanwhile
+    Py_XDECREF(before.code), Py_XDECREF(filename), Py_XDECREF(ours);
+    return ours == Py_True;
+}
+
 // Returns the innermost place outside aiodist, with a new reference to its code; NULL with an exception set.
 static origin origin_of(Issuer *self) {
     PyObject *frame = (PyObject *)PyEval_GetFrame();
@@ -165,12 +186,7 @@ static origin origin_of(Issuer *self) {
         frame = back;
         Py_XDECREF(code);
         code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
-        PyObject *filename = PyObject_GetAttr(code, s_filename);
-        PyObject *ours = filename == NULL ? NULL : PyObject_GetItem(self->ours, filename);
-        Py_XDECREF(filename);
-        Py_XDECREF(ours);
-        if (ours == NULL) PyErr_Clear();
-        if (ours != Py_True) break;
+        if (!is_ours(self, code)) break;
     }
     if (code == NULL) code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
     PyObject *lasti = PyObject_GetAttr(frame, s_lasti);
@@ -493,6 +509,7 @@ static void issuer_dealloc(Issuer *self) {
     PyObject *forgotten = issuer_forget(self, NULL);
     Py_XDECREF(forgotten);
     issuer_clear(self);
+    for (size_t i = 0; i < SEEN; i++) Py_XDECREF(self->seen[i].code);
     Py_XDECREF((PyObject *)self->lane), Py_XDECREF((PyObject *)self->claims), Py_XDECREF((PyObject *)self->log);
     Py_XDECREF((PyObject *)self->pacer), Py_XDECREF((PyObject *)self->handle), Py_XDECREF((PyObject *)self->tensor);
     Py_XDECREF((PyObject *)self->parameter), Py_XDECREF((PyObject *)self->segments);

@@ -496,10 +496,10 @@ class Progress(_core.Pacer, Quiet):
                 return
             until = self.look_until(perf_counter())
             while True:
-                self.poll(0.0 if self.crowded else until)
+                moved = self.poll(0.0 if self.crowded else until)
                 if handle.done():
                     return
-                if perf_counter() >= until or not self.pending():
+                if perf_counter() >= until or not (moved or self.pending()):
                     self.looked_in_vain = perf_counter()
                     return
                 if self.crowded:

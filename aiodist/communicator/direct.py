@@ -103,7 +103,8 @@ class Direct:
         self._device = device
         self._rank, self._size = dispatcher.transport.rank, dispatcher.transport.size
         self._repertoire = dispatcher.repertoire
-        self._plans: dict[_Call, _core.Plan] = {}
+        self._plans: dict[_Call, _core.Plan | None] = {}
+        """None where such calls do not go this way."""
         barrier = Fingerprint("barrier")
         self._barrier = _core.Plan(
             barrier, barrier.kind, None, barrier.word, *_Form(Kind.BARRIER, dtype_code(torch.uint8))
@@ -132,7 +133,10 @@ class Direct:
             return None
         assert isinstance(t, Tensor)
         call = _Call(kind, t.dtype, t.shape, op, root, terms.impl)
-        plan = self._plans.get(call) or self._plan(call, t)
+        try:
+            plan = self._plans[call]
+        except KeyError:
+            plan = self._plan(call, t)
         if plan is None or not _dense(t):
             return None
         if kind == "broadcast":
@@ -199,11 +203,12 @@ class Direct:
         kind = KINDS[call.kind.removesuffix("_single")]
         known = None if call.op is None else check_op(call.op, call.dtype)
         cut = kind in (Kind.REDUCE_SCATTER, Kind.ALLTOALL)
-        if (
-            (cut and not call.shape)
-            or (kind is Kind.ALLTOALL and call.shape[0] % ranks)
-            or not self._chosen(call, known)
-        ):
+        if (cut and not call.shape) or (kind is Kind.ALLTOALL and call.shape[0] % ranks):
+            return None
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        if not self._chosen(call, known):
+            self._plans[call] = None
             return None
         sent: Sequence[int] = ()
         if kind is Kind.REDUCE_SCATTER:
@@ -213,8 +218,6 @@ class Direct:
         elif kind is Kind.ALLTOALL:
             sent = [numel // ranks] * ranks
         what = fingerprint_of(call.kind, [t], call.op, call.root, call.impl)
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
         form = _Form(
             kind,
             dtype_code(call.dtype),

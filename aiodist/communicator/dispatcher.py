@@ -416,7 +416,7 @@ class Dispatcher:
         """Return the call that takes the operation to the gate."""
         assert self.gate is not None
         start: Callable[[], None] = partial(_begin, plan.start, t, seq, done)
-        if (failure := self.disputes.refuse(seq)) is not None:
+        if self.disputes.to_fail and (failure := self.disputes.refuse(seq)) is not None:
             start = partial(done, failure)
         return partial(self.gate.enter, Entry(seq, plan.what.word ^ seq, When.ALL, calls=(start, done), large=large))
 

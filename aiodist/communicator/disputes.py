@@ -145,8 +145,6 @@ class Disputes:
 
     def refuse(self, seq: int) -> AiodistError | None:
         """Return why operation `seq`, which is about to enter, failed on another rank already; None if it did not."""
-        if not self.to_fail:
-            return None
         error = self.to_fail.pop(seq, None)
         if error is not None:
             self._progress.post(partial(self._refuse, seq, str(error.args[0]), None))
