@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import torch
+from torch import _C
 
 _HERE: Final = nullcontext()
 
@@ -15,7 +16,8 @@ class OnStream:
 
     `torch.cuda.stream` alone would, in a thread that has been on no device yet, end with `cudaSetDevice(0)`. That
     opens a context there: hundreds of megabytes on the first device for each process that computes on another one.
-    It also costs twice as much where the device is the current one already (15 and 8 us beside an H100).
+    It also costs twice as much where the device is the current one already (15 and 8 us beside an H100), as do torch's
+    own functions for the current stream, which make an object of each.
     """
 
     __slots__ = ("_before", "_device", "_stream")
@@ -24,19 +26,20 @@ class OnStream:
         self._stream = stream
 
     def __enter__(self) -> None:
-        self._device = on_device(self._stream.device_index)
+        stream = self._stream
+        self._device = on_device(stream.device_index)
         self._device.__enter__()
-        self._before = torch.cuda.current_stream(self._stream.device_index)
-        torch.cuda.set_stream(self._stream)
+        self._before = _C._cuda_getCurrentStream(stream.device_index)
+        _C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
 
     def __exit__(self, *raised: object) -> None:
-        torch.cuda.set_stream(self._before)
+        _C._cuda_setStream(*self._before)
         self._device.__exit__(None, None, None)
 
 
 def on_device(device: int) -> AbstractContextManager[object]:
     """Return a block in which that CUDA device is the calling thread's current one."""
-    return _HERE if device == torch.cuda.current_device() else torch.cuda.device(device)
+    return _HERE if device == _C._cuda_getDevice() else torch.cuda.device(device)
 
 
 def check_not_capturing(*devices: int) -> None:

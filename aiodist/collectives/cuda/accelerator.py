@@ -123,11 +123,15 @@ class Accelerator:
     def _take_stream(self, device: torch.device) -> _Stream:
         """Return a stream that no operation has just now; past `_MOST_STREAMS` one that few have."""
         streams = self._streams.setdefault(device, [])
-        least = min(streams, key=lambda one: len(one.users), default=None)
-        if least is None or (least.users and len(streams) < _MOST_STREAMS):
-            streams.append(least := _Stream(torch.cuda.Stream(device=device), []))
-        least.users.append(None)
-        return least
+        for taken in streams:
+            if not taken.users:
+                break
+        else:
+            if len(streams) < _MOST_STREAMS:
+                streams.append(_Stream(torch.cuda.Stream(device=device), []))
+            taken = min(reversed(streams), key=lambda one: len(one.users))
+        taken.users.append(None)
+        return taken
 
     def places(self, name: str, ts: Sequence[Tensor]) -> str:
         """Return, where there is NCCL, which of the devices that this communicator has used `ts` lie on, as words.

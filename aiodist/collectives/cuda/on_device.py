@@ -41,7 +41,7 @@ class DeviceWork:
         self.fence = Fence(progress, stream.device)
         self._progress = progress
         self._on_queued = on_queued
-        self._caller = torch.cuda.current_stream(stream.device)
+        self._caller = torch.cuda.current_stream(stream.device_index)
         self._events = Events.of(progress)
         self.keep: object = None
         """What must stay alive until its end."""
