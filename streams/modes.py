@@ -49,7 +49,7 @@ def _place() -> Place | None:
     if not torch.cuda.is_initialized():
         return None
     device, count = _C._cuda_getDevice(), range(torch.cuda.device_count())
-    if not device and not any([_C._cuda_getCurrentStream(index)[0] for index in count]):
+    if not device and not any(_C._cuda_getCurrentStream(index)[0] for index in count):
         return None  # asked so, it costs a tenth of what objects for the streams do
     return device, tuple(map(torch.cuda.current_stream, count))
 
