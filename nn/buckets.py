@@ -176,6 +176,14 @@ class Bucket:
         slot.parameter.grad = None
         return True
 
+    def keep(self) -> None:
+        """Leave the gradients as they are: there is no other rank. Raises as `fill`."""
+        strided, dtype = torch.strided, self.dtype
+        for slot in self.slots:
+            grad = slot.parameter.grad
+            if grad is not None and (grad.layout is not strided or grad.dtype is not dtype):
+                _check_dense(slot, grad)
+
     def blank(self) -> None:
         """Have zeros reduced: this rank has nothing to bring."""
         self.unused = list(self.slots)

@@ -74,6 +74,8 @@ class Compute:
 
     def block(self, handle: Handle[Any]) -> None:
         """Block the thread until `handle` is over, however it ends; give up when the loop is gone."""
+        if handle.done():
+            return
         progress = self.reducer.progress
         with span("wait", what=handle.called), progress.waiting():
             while not handle.block(_LOOK_SECONDS):
@@ -108,6 +110,8 @@ class Compute:
 
         Raises what it failed with, as far as that is known; what comes later is raised by the next step.
         """
+        if reduction.single:
+            return
         self.wait(reduction.usable)
         if self.reducer.devices:
             self._check_trusted()
@@ -142,11 +146,16 @@ class Compute:
 
     @called("net.gradients")
     def reduce(
-        self, forward: Callable[[], Tensor], *, on_arrival: Callable[[Bucket], None] | None = None, **how: Any
+        self,
+        forward: Callable[[], Tensor],
+        *,
+        on_arrival: Callable[[Bucket], None] | None = None,
+        whole: bool = False,
+        **how: Any,
     ) -> tuple[Tensor, Reduction]:
         """Run forward and backward; return the loss, and the pass, whose reductions go on.
 
-        If anything goes wrong, this rank still sends what the others wait for.
+        If anything goes wrong, this rank still sends what the others wait for. See `Reducer.begin` for `whole`.
         """
         losses: list[Tensor] = []
 
@@ -159,7 +168,7 @@ class Compute:
             with span("backward"):
                 losses[0].backward(**how)
 
-        reduction = self._make_pass(prepare, backward)
+        reduction = self._make_pass(prepare, backward, whole=whole)
         return losses[0].detach(), reduction
 
     def average(self, tensors: Sequence[Tensor]) -> Handle[PassStatus]:
@@ -178,13 +187,15 @@ class Compute:
         self._check_same(verdict, StatusKind.AVERAGE, opinion=True)
         return self.reducer.data.size
 
-    def _make_pass(self, prepare: Callable[[], None], backward: Callable[[Reduction], None]) -> Reduction:
+    def _make_pass(
+        self, prepare: Callable[[], None], backward: Callable[[Reduction], None], *, whole: bool
+    ) -> Reduction:
         """Return a pass that begins behind `prepare` and has what `backward` brings, unless the ranks disagree."""
         reduction: Reduction | None = None
         try:
             self._check_trusted()
             prepare()
-            reduction = self._begin(differs=self.reducer.differs())
+            reduction = self._begin(differs=self.reducer.differs(), whole=whole)
             if reduction.terms.refused is None:
                 backward(reduction)
         except BaseException as error:
@@ -195,7 +206,9 @@ class Compute:
             self.wait(reduction.finished)
         return reduction
 
-    def _begin(self, *, active: bool = True, opinion: bool = True, differs: bool = False) -> Reduction:
+    def _begin(
+        self, *, active: bool = True, opinion: bool = True, differs: bool = False, whole: bool = False
+    ) -> Reduction:
         """Return a new pass; ask the others first which parameters are trained, where this rank cannot know.
 
         It `differs` where it trains others than before; without an `opinion` it has failed, or has no data left.
@@ -209,7 +222,7 @@ class Compute:
             verdict = None
             if differs or (joining and not opinion):
                 verdict = self._ask(StatusKind.JOIN if joining else StatusKind.ASK, opinion=opinion)
-            return self.reducer.begin(verdict, active=active, opinion=opinion)
+            return self.reducer.begin(verdict, active=active, opinion=opinion, whole=whole)
         except Exception as error:  # a device is lost: what the others wait for will not come
             self.reducer.refuse(error)
             raise
@@ -234,7 +247,7 @@ class Compute:
     @called("net.backward")
     def reduce_all(self, forward: Callable[[], Tensor], **how: Any) -> None:
         """As `reduce`, to the end."""
-        _, reduction = self.reduce(forward, **how)
+        _, reduction = self.reduce(forward, whole=True, **how)
         self.use(reduction)
 
     @called("net.backward")
@@ -346,7 +359,7 @@ def plain_step(forward: Forward, opt: Optimizer, compute: Compute) -> Tensor:
         opt.zero_grad()
         return forward()
 
-    _, reduction = compute.reduce(prepare)
+    _, reduction = compute.reduce(prepare, whole=True)
     compute.use(reduction)
     with steps.making(), span("optimizer"):
         made = forward.settings.update(opt.param_groups, opt.step)

@@ -201,15 +201,19 @@ class Sentries:
 
     A hook costs 1 to 2 us each time it fires, so that a module of many parameters has `_GUARDED` on trained ones: it
     is watched until all of these are frozen, and again when they are placed anew. All that are frozen have one, which
-    does not fire before they are thawed. Any thread may place them.
+    does not fire before they are thawed. Any thread may place them. A rank that is alone has those `_GUARDED` on the
+    whole module, and none that tells before `tell`.
     """
 
-    def __init__(self, came: Callable[[int, bool, Tensor], None], module: nn.Module, slots: Sequence[Slot]) -> None:
+    def __init__(
+        self, came: Callable[[int, bool, Tensor], None], module: nn.Module, slots: Sequence[Slot], *, alone: bool
+    ) -> None:
         """`came(index, told, parameter)`: a gradient was accumulated in this thread; `told` where the deal watches."""
         self._came = came
         self._slots = slots
+        self._tells = not alone
         index_of = {id(slot.parameter): slot.index for slot in slots}
-        owned = (list(m.parameters(recurse=False)) for m in module.modules())
+        owned = (list(m.parameters(recurse=alone)) for m in ([module] if alone else module.modules()))
         self._owned = [[index_of[id(p)] for p in mine] for mine in owned if mine]
         self._deal: Deal | None = None
         self._trained: list[bool] = []
@@ -223,6 +227,12 @@ class Sentries:
         with self._lock:
             self._deal = deal
             self._place(deal)
+
+    def tell(self) -> None:
+        """From now on those that a deal watches tell."""
+        if not self._tells and self._deal is not None:
+            self._tells = True
+            self.place(self._deal)
 
     def keep(self) -> None:
         """Move those on parameters that were frozen in the meantime."""
@@ -247,7 +257,8 @@ class Sentries:
         """Those that have a hook, and whether it tells of every gradient."""
         for mine in self._owned:
             wanted.update(dict.fromkeys([index for index in mine if trained[index]][:_GUARDED], False))
-        wanted.update(dict.fromkeys((index for index in deal.watched() if trained[index]), True))
+        if self._tells:
+            wanted.update(dict.fromkeys((index for index in deal.watched() if trained[index]), True))
         for index in [index for index, (tells, _) in self._hooks.items() if wanted.get(index) is not tells]:
             self._hooks.pop(index)[1].remove()
         for index, tells in wanted.items():

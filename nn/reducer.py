@@ -20,7 +20,7 @@ from aiodist.communicator import Communicator
 from aiodist.errors import AiodistError, OperationTimeout
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.nn.blocks import block_numbers
-from aiodist.nn.buckets import Bucket, CommHook, Slot, row_parameters
+from aiodist.nn.buckets import Allreduce, Bucket, CommHook, Slot, row_parameters
 from aiodist.nn.deals import Deal, Dealer, MakeBucket, Sentries, Sizes
 from aiodist.nn.devices import Devices
 from aiodist.nn.pass_machine import Terms
@@ -144,7 +144,7 @@ class Reducer:
         self.thread: int | None = None
         """The one that runs a backward of the net; None while none is under way."""
         self._loop_thread = get_ident()
-        self._sentries = Sentries(self._gradient_came, module, self.slots)
+        self._sentries = Sentries(self._gradient_came, module, self.slots, alone=data.size == 1)
         self._take(self._deal.trained, self._deal.trained)
 
     # --- parameters and buckets -------------------------------------------------------------------------------
@@ -263,10 +263,13 @@ class Reducer:
         unpack = partial(PassStatus.unpack, status, self.data.size)
         return self.issue("comparison of what is trained", partial(self.status.allreduce, status), unpack)
 
-    def begin(self, verdict: PassStatus | None = None, *, active: bool = True, opinion: bool = True) -> Reduction:
+    def begin(
+        self, verdict: PassStatus | None = None, *, active: bool = True, opinion: bool = True, whole: bool = False
+    ) -> Reduction:
         """Return a new pass; the last one must be `over`, or `used` and the order learnt. What comes now is its.
 
-        `verdict` is what the ranks said that were asked. Where they disagree the pass is `refused`.
+        `verdict` is what the ranks said that were asked. Where they disagree the pass is `refused`. `whole`: nobody
+        looks at a gradient before all are there.
         """
         refused = verdict is not None and not self._accept(verdict)
         self.stopped_before = self.stopped
@@ -279,8 +282,11 @@ class Reducer:
         header = None
         if self.joining and verdict is None:
             header = self.packed_status(StatusKind.JOIN, opinion=opinion, known=True)
-        for bucket in self._deal.buckets:
-            bucket.open()
+        single = whole and active and self._is_single and not self.joining and verdict is None
+        if not single:
+            self._sentries.tell()
+            for bucket in self._deal.buckets:
+                bucket.open()
         terms = Terms(
             members=self._deal.columns,
             active=active,
@@ -289,9 +295,18 @@ class Reducer:
             refused=verdict if refused else None,
         )
         behind = self.last if self.devices else None
-        self.last = Reduction(self, self._deal.buckets, terms, header=header, behind=behind)
-        self._current, self.thread = self.last, get_ident()
+        self.last = Reduction(self, self._deal.buckets, terms, header=header, behind=behind, single=single)
+        self._current, self.thread = None if single else self.last, get_ident()
         return self.last
+
+    @property
+    def _is_single(self) -> bool:
+        """There is no other rank, and nothing to be done with a gradient; all works."""
+        if self.data.size > 1 or not isinstance(self.hook, Allreduce):
+            return False
+        works = all(comm.parts.dispatcher.refusal is None for comm in (self.data, self.status))
+        over = self.last is None or self.last.over.done()
+        return works and over and all(type(bucket) is Bucket for bucket in self._deal.buckets)
 
     @property
     def stopped(self) -> bool:
@@ -341,7 +356,7 @@ class Reducer:
         """Backward is over, and raised `error` if that is given. Raises what only its end shows to be wrong."""
         self._current = self.thread = None
         trouble = None
-        if error is None and reduction.terms.active and not reduction.terms.refused:
+        if error is None and reduction.terms.active and not (reduction.terms.refused or reduction.single):
             trouble = self._surplus(reduction)
             if trouble is None:
                 self._study(reduction)
@@ -493,7 +508,7 @@ class Reducer:
         if status is not None and StatusKind.CLOSE in status.kinds and reduction.error is not None:
             self.parted = True
             self.refuse(reduction.error)
-        if self._deal.learnt or status is None or not status.active or not status.sound:
+        if reduction.single or self._deal.learnt or status is None or not status.active or not status.sound:
             over()
         else:
             self._learn(self._deal, over)

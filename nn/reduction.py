@@ -25,8 +25,8 @@ from aiodist.handles.combinators import EndWaiter
 from aiodist.handles.tracing import tracing
 from aiodist.nn.buckets import Bucket, CommHook, RowBucket
 from aiodist.nn.devices import Devices
-from aiodist.nn.pass_machine import PassMachine, Terms
-from aiodist.nn.pass_status import PassAccount, PassStatus
+from aiodist.nn.pass_machine import PassMachine, Phase, Terms
+from aiodist.nn.pass_status import PassAccount, PassStatus, StatusKind
 from aiodist.nn.steps import Steps
 from aiodist.streams import Fence
 from aiodist.world.tracebacks import folded
@@ -118,8 +118,13 @@ class Reduction(PassMachine[Bucket]):
         *,
         header: Tensor | None = None,
         behind: Reduction | None = None,
+        single: bool = False,
     ) -> None:
-        """`header` is the status that this rank tells before all else, where `terms` say that there is one."""
+        """`header` is the status that this rank tells before all else, where `terms` say that there is one.
+
+        `single`: there is no other rank, and nobody looks at a bucket. Gradients stay where they are, and a pass that
+        does not fail is over when `end_backward` returns, without the loop.
+        """
         waits = behind is not None and not behind.over.done()
         window = host.window if host.urgent else None
         super().__init__(buckets, terms, rank=host.data.rank, window=window, waits=waits)
@@ -128,6 +133,7 @@ class Reduction(PassMachine[Bucket]):
         self.spans = Spans()
         self.on_arrival: Callable[[Bucket], None] | None = None
         """Called on the loop when a bucket is reduced."""
+        self.single = single
         self.finished: Handle[None] = self._handle("reduction of the gradients")
         self.usable = self._handle("gradients") if host.devices else self.finished
         self.over: Handle[None] = self._handle("end of the reduction")
@@ -192,13 +198,27 @@ class Reduction(PassMachine[Bucket]):
         """Backward is over: send what has not gone yet; with `error` only to keep the others from waiting."""
         try:
             if error is None and self.terms.active and self.terms.refused is None:
-                for index in range(len(self.buckets)):
-                    self._fill(index)
+                for index, bucket in enumerate(self.buckets):
+                    bucket.keep() if self.single else self._fill(index)
         except BaseException as raised:
             error = raised
             raise
         finally:
-            self._end_backward_with(error)
+            if error is None and self.single:
+                self._end_single()
+            else:
+                self._end_backward_with(error)
+
+    def _end_single(self) -> None:
+        host, buckets = self._host, self.buckets
+        for index, bucket in enumerate(buckets):
+            self._hook.nbytes += bucket.nbytes
+            self.spans.issued(index)
+            self.spans.end(index)
+        self.phase = Phase.OVER
+        made, stops = (host.steps.made,), int(host.asks_stop())
+        self.status = PassStatus(self.terms.members, (), 1, len(buckets), made, (StatusKind.END,), stops)
+        self._end()
 
     def _end_backward_with(self, error: BaseException | None) -> None:
         unsendable: Exception | None = None
@@ -228,7 +248,7 @@ class Reduction(PassMachine[Bucket]):
         goes wrong is told by `error`, now or later.
         """
         bucket = self.buckets[index]
-        if bucket.on_device:
+        if bucket.on_device and not self.single:
             handle, fence = self._fences[index]
             stream = torch.cuda.current_stream(bucket.device)
             if fence is not None:  # the handle has none any more when it is over

@@ -56,7 +56,7 @@ async def close(net: DataParallel, match: str) -> None:
         assert match in str(error)  # noqa: PT017
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("failing", [{0}, {0, 1, 2}], ids=str)
 async def test_n3_cuda_no_memory_for_gradients(
     coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], failing: set[int]

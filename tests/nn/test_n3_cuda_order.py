@@ -37,9 +37,7 @@ def loss_of(module: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def communication(net: DataParallel) -> list[torch.cuda.Stream]:
-    """Return the streams on which the gradients of `net` are reduced: NCCL's; a rank that is alone only waits."""
-    if net._coll.size == 1:
-        return list(net.reducer.devices._issuing.values())
+    """Return the streams on which the gradients of `net` are reduced: NCCL's."""
     accelerator: Any = net._coll._registry.accelerator
     (group,) = accelerator._of(net._coll.name)
     return [group.stream]
@@ -76,7 +74,7 @@ async def test_n3_cuda_a_step_synchronises_nothing(
     await net.aclose()
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("limit", [256 << 20, 1])
 async def test_n3_cuda_a_step_returns_while_its_reductions_are_held(
     coll: Communicator, fake_nccl: NcclOnDevices, trial: type[Trial], limit: int
@@ -104,7 +102,7 @@ async def test_n3_cuda_a_step_returns_while_its_reductions_are_held(
     assert net.statistics().passes == 4
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 async def test_n3_cuda_the_next_forward_is_queued_while_reductions_are_held(
     coll: Communicator, fake_nccl: NcclOnDevices, trial: type[Trial]
 ) -> None:
@@ -142,7 +140,7 @@ async def test_n3_cuda_the_next_forward_is_queued_while_reductions_are_held(
 # --- what the device waits for ------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 async def test_n3_cuda_a_reduction_waits_for_its_own_gradients_alone(
     coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
 ) -> None:
@@ -432,7 +430,7 @@ async def test_n3_cuda_an_error_here_is_told_there(
     await net.aclose()
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(2)
 async def test_n3_cuda_what_fails_after_the_step_is_raised_by_the_next(
     coll: Communicator, fake_nccl: NcclOnDevices, trial: type[Trial]
 ) -> None:

@@ -64,7 +64,7 @@ def names_of(net: DataParallel) -> list[list[str]]:
     return [[slot.name for slot in bucket.slots] for bucket in net.reducer.buckets]
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(3)
 async def test_n4_the_order_of_the_first_backward_is_that_of_rank_0(coll: Communicator, trial: type[Trial]) -> None:
     layers = nn.ModuleDict({str(i): nn.Linear(6, 6, bias=False).double() for i in range(6)})
     net = await DataParallel.create(layers, coll, **SMALL)

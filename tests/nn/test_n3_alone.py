@@ -1,0 +1,149 @@
+"""N3 on one rank: its gradients are the mean already, so nothing is hooked, packed, issued or waited for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from aiodist import AiodistError, Communicator
+from aiodist.nn import DataParallel
+from tests.support.simulated_cuda.device import SimulatedCuda
+
+if TYPE_CHECKING:
+    from tests.nn.conftest import Trial
+
+pytestmark = pytest.mark.ranks(1)
+STEPS = 4
+
+
+def issued(net: DataParallel) -> list[int]:
+    """Return the numbers of the next operations on the net's communicators."""
+    return [comm.allreduce(torch.zeros(1)).detach().seq for comm in (net.reducer.data, net.reducer.status)]
+
+
+async def test_n3_a_rank_alone_issues_nothing(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, **trial.FEW)
+    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+    before = issued(net)
+    made: dict[nn.Parameter, int] = {}
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: made.update({p: p.grad.data_ptr()}))
+    for step in range(STEPS):
+        await net.step(trial.loss, opt, net, 0, step)
+        assert net.reducer.last is not None
+        assert net.reducer.last.over.done()
+    assert issued(net) == [number + 1 for number in before]
+    assert made == {p: p.grad.data_ptr() for p in net.parameters() if p.grad is not None}
+    for ours, theirs in zip(net.parameters(), trial.alone(1, STEPS, optimizer="momentum").parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    known, nbytes = net.statistics(), STEPS * sum(p.nbytes for p in net.parameters())
+    assert (known.passes, known.buckets) == (STEPS, STEPS * len(net.reducer.buckets))
+    assert known.nbytes == known.sent_nbytes == nbytes
+    assert net.steps == STEPS
+
+
+async def test_n3_a_rank_alone_has_few_hooks(coll: Communicator, trial: type[Trial]) -> None:
+    """Before it asks for gradients as they come, which needs one for each bucket and those of each module."""
+    net = await DataParallel.create(trial.Mlp(), coll, **trial.SMALL)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    for step in range(3):
+        await net.step(trial.loss, opt, net, 0, step)
+        assert sum(bool(p._post_accumulate_grad_hooks) for p in net.parameters()) == 4
+    with pytest.raises(RuntimeError, match=r"got a gradient outside of net\.step and net\.backward"):
+        trial.loss(net, 0, 0).backward()
+    net.zero_grad()
+    expected = trial.Mlp()
+    expected.load_state_dict(net.state_dict())
+    for step in range(3):
+        expected.zero_grad()
+        trial.loss(expected, 0, step).backward()
+        net.zero_grad()
+        came = [p async for p, _ in net.gradients(await net.run(trial.loss, net, 0, step))]
+        assert len(came) == 6
+        trial.assert_same_gradients(net.module, expected)
+        net.zero_grad()
+        await net.backward(await net.run(trial.loss, net, 0, step))
+        trial.assert_same_gradients(net.module, expected)
+
+
+async def test_n3_a_rank_alone_adds_up(coll: Communicator, trial: type[Trial]) -> None:
+    """To what was there before, made under `no_sync` or not; what is not used keeps its own."""
+    net, expected = await DataParallel.create(trial.Mlp(), coll, op="sum"), trial.Mlp()
+    module: Any = net.module
+    module[2].bias.grad, expected[2].bias.grad = (torch.ones_like(module[2].bias) for _ in range(2))
+    for step in range(4):
+        through(expected, trial.batch(0, step)).backward()
+        loss = await net.run(through, module, trial.batch(0, step))
+        if step % 2:
+            with net.no_sync():
+                await net.backward(loss)
+        else:
+            await net.backward(loss)
+    trial.assert_same_gradients(net.module, expected)
+
+
+def through(module: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return a loss that does not depend on one bias."""
+    x, y = batch
+    return mse_loss(module[4](torch.tanh(nn.functional.linear(module[0](x), module[2].weight))), y)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "sparse"])
+async def test_n3_what_a_rank_alone_raises(coll: Communicator, trial: type[Trial], where: str) -> None:
+    table = nn.Embedding(5, 6).double()
+    net = await DataParallel.create(nn.Sequential(trial.Mlp(), table), coll)
+    module: Any = net.module
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+
+    def failing(step: int) -> Tensor:
+        table.sparse = where == "sparse"
+        loss: Tensor = trial.loss(module[0], 0, step) + table(torch.tensor([1])).sum()
+        if where == "forward":
+            raise LookupError("wrong")
+        if where == "backward":
+            loss.register_hook(lambda _: 1 / 0)
+        return loss
+
+    await net.step(lambda: trial.loss(module[0], 0, 0), opt)
+    before = [p.detach().clone() for p in net.parameters()]
+    error, text = {"forward": (LookupError, "wrong"), "backward": (ZeroDivisionError, "division")}.get(
+        where, (TypeError, "'1.weight' has a gradient of layout torch.sparse_coo: expected a dense one")
+    )
+    with pytest.raises(error, match=text):
+        await net.step(failing, opt, 1)
+    assert all(map(torch.equal, before, net.parameters()))
+    assert net.steps == 1
+    table.sparse = False
+    await net.step(lambda: trial.loss(module[0], 0, 1), opt)
+    for ours, theirs in zip(module[0].parameters(), trial.alone(1, 2, optimizer="sgd").parameters(), strict=True):
+        torch.testing.assert_close(ours.detach(), theirs.detach())
+
+
+async def test_n3_a_rank_alone_whose_communicator_is_given_up(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    await net.step(trial.loss, opt, net, 0, 0)
+    net._coll.abort("the cable was pulled")
+    with pytest.raises(AiodistError, match="the cable was pulled"):
+        await net.step(trial.loss, opt, net, 0, 1)
+
+
+async def test_n3_cuda_a_rank_alone_queues_nothing_of_its_own(
+    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
+) -> None:
+    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.FEW)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    events: Any = net.reducer.devices._events
+    for step in range(STEPS):
+        x, y = (t.to(coll.device) for t in trial.batch(0, step))
+        await net.step(lambda x, y: mse_loss(net(x), y), opt, x, y)
+        assert not len(events)
+        assert not net.reducer.last._fences  # type: ignore[union-attr]
+    await net.run(net.compute.finish)
+    for ours, theirs in zip(net.parameters(), trial.alone(1, STEPS).parameters(), strict=True):
+        torch.testing.assert_close(ours.detach().cpu(), theirs.detach())
+    await net.aclose()
