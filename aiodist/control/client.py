@@ -10,13 +10,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
 from aiodist.control.channel import Channel
 from aiodist.control.link import Link, Pulse
 from aiodist.control.roster import HUB, Exit, name_ranks
-from aiodist.control.thread import settle
+from aiodist.control.thread import settle, settle_soon
 from aiodist.control.wire import Frame, Kind, WireError, frame, pack, unpack
 from aiodist.errors import OperationTimeout
 
@@ -88,14 +89,8 @@ class SocketChannel(Channel):
 
     def request(self, *question: Any) -> asyncio.Future[Any]:  # noqa: ANN401
         self._check_open()
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Any] = loop.create_future()
-
-        def resolve(value: Any, error: Exception | None) -> None:  # noqa: ANN401
-            with contextlib.suppress(RuntimeError):  # the loop that asked was closed meanwhile
-                loop.call_soon_threadsafe(settle, answer, value, error)
-
-        number = self._ask(pack(list(question)), resolve)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        number = self._ask(pack(list(question)), partial(settle_soon, answer))
         answer.add_done_callback(lambda done: self._cancel(number) if done.cancelled() else None)
         return answer
 

@@ -57,16 +57,15 @@ async def host(
     host: str = "127.0.0.1",
     port: int = 0,
     token: str = "",
-    rank: int = 0,
     linger: float = 5.0,
 ) -> HostedHub:
-    """Return a hub for `size` ranks on a thread of this process, which is rank `rank`.
+    """Return a hub for `size` ranks on a thread of this process, which is rank 0.
 
     For when the ranks can tell each other its address in some other way, MPI for one. Raises `OSError` where it
     cannot listen at `host` and `port`. Cancelling leaves nothing.
     """
     thread = LoopThread(_THREAD_NAME)
-    hub = Hub(size, host=host, port=port, token=token, linger=linger, host_rank=rank)
+    hub = Hub(size, host=host, port=port, token=token, linger=linger, host_rank=0)
     try:
         await thread.run(_open_hub(thread, hub))
     except BaseException:
@@ -226,8 +225,7 @@ class _Meeting:
                 self.thread.stack.callback(notice.remove, place.path)
 
     async def _open(self, host: str, port: int, token: str) -> None:
-        size, rank = self.channel.size, self.channel.rank
-        hub = Hub(size, host=host, port=port, token=token, host_rank=rank)
+        hub = Hub(self.channel.size, host=host, port=port, token=token, host_rank=0)
         await _open_hub(self.thread, hub)
         self.hub = hub
         self.own_hub = host or "127.0.0.1", hub.port, token

@@ -200,6 +200,12 @@ def settle(future: asyncio.Future[Any], value: Any, error: Exception | None) -> 
         future.set_exception(error)
 
 
+def settle_soon(future: asyncio.Future[Any], value: Any = None, error: Exception | None = None) -> None:  # noqa: ANN401
+    """Do so on the loop of the future, from any thread; a loop that was closed meanwhile has nobody who waits."""
+    with contextlib.suppress(RuntimeError):
+        future.get_loop().call_soon_threadsafe(settle, future, value, error)
+
+
 @atexit.register
 def _park_all() -> None:
     """Called last, as what is registered first is: worlds may be closed until then."""

@@ -23,6 +23,8 @@ _LIBRARIES = {
 }
 """The names under which each flavour installs its library, best first."""
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_THIS = ("python", f"python{sys.version_info[0]}", "python{}.{}".format(*sys.version_info))
+"""The names of this interpreter, as one types them."""
 _INTERPRETER = re.compile(r"(python|pypy)(3(\.\d+)?)?")
 
 
@@ -134,7 +136,7 @@ def command_of(words: Sequence[str], *, module: bool, search: str) -> tuple[str,
         return (sys.executable, "-m", *words)
     name = os.path.basename(first)
     if _INTERPRETER.fullmatch(name):
-        if first == name and _is_this(name):
+        if first == name and name in _THIS:
             return (sys.executable, *_something(first, rest))
         return (_found(first, search), *_something(first, rest))
     path = Path(first)
@@ -150,15 +152,6 @@ def _something(interpreter: str, rest: list[str]) -> list[str]:
     if not rest:
         raise ConfigError(f"{interpreter}: expected a script behind it")
     return rest
-
-
-def _is_this(name: str) -> bool:
-    """Whether the name of an interpreter, as one types it, is this one's too.
-
-    >>> _is_this("python"), _is_this("python3"), _is_this("python2.7"), _is_this("pypy3")
-    (True, True, False, False)
-    """
-    return name in ("python", f"python{sys.version_info[0]}", "python{}.{}".format(*sys.version_info))
 
 
 def _is_program(path: Path) -> bool:

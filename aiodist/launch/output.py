@@ -44,7 +44,10 @@ class Lines:
         if newline and b"\r" in whole:
             lines = [_last_state(line) for line in lines]
         if b"\r" in rest:
-            rest, drawn = _redrawn(rest)
+            # A final return may belong to a line end.
+            tail = b"\r" if rest.endswith(b"\r") else b""
+            before, _, state = rest[: len(rest) - len(tail)].rpartition(b"\r")
+            rest, drawn = state + tail, _last_state(before)
             if drawn and now >= self._drawn + _REDRAW:
                 self._drawn = now
                 lines.append(drawn)
@@ -99,13 +102,6 @@ class Notices:
 
 def _last_state(line: bytes) -> bytes:
     return line.rstrip(b"\r").rpartition(b"\r")[2]
-
-
-def _redrawn(rest: bytes) -> tuple[bytes, bytes]:
-    """Return the state being drawn and the one complete before it; a final return may belong to a line end."""
-    tail = b"\r" if rest.endswith(b"\r") else b""
-    before, _, state = rest[: len(rest) - len(tail)].rpartition(b"\r")
-    return state + tail, _last_state(before)
 
 
 class Console:

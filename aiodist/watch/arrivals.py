@@ -24,7 +24,7 @@ from aiodist.communicator.base import CAUSE, WaitingCall
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.oplog import OpLog, Record
 from aiodist.communicator.watchdog import Watch
-from aiodist.control.thread import settle
+from aiodist.control.thread import settle_soon
 from aiodist.handles import Progress
 from aiodist.watch.clock import Clock, Offset
 
@@ -193,8 +193,7 @@ class ArrivalTimes:
         elif content == self._round:
             self._answers[src] = more[0]
             if len(self._answers) == len(self._ranks) - 1 and self._all_told is not None:
-                with suppress(RuntimeError):  # its loop was closed
-                    self._all_told.get_loop().call_soon_threadsafe(settle, self._all_told, None, None)
+                settle_soon(self._all_told)
 
     def _tell(self) -> list[Any]:
         """Return, of each communicator, its ranks and when this one came to what was issued since the last time."""

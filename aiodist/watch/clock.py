@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from aiodist.control import Channel
-from aiodist.control.thread import settle
+from aiodist.control.thread import settle_soon
 
 _ROUND_TRIPS = 16
 _PATIENCE = 2.0  # seconds for a rank that is stopped
@@ -88,5 +88,4 @@ class Clock:
         if self._left[src] > 0:
             self._ask(src)
         elif self._told is not None and not any(left > 0 for left in self._left.values()):
-            with suppress(RuntimeError):  # its loop was closed
-                self._told.get_loop().call_soon_threadsafe(settle, self._told, None, None)
+            settle_soon(self._told)

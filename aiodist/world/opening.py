@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +24,7 @@ from aiodist.collectives.program import Endpoint, Program
 from aiodist.collectives.program import run as run_program
 from aiodist.communicator.registry import DRAIN_SECONDS
 from aiodist.control import Channel, Exit, connect, exchange, find_hosts, host, in_process
+from aiodist.control.thread import settle_soon
 from aiodist.env import Environment
 from aiodist.errors import BackendUnavailable, ConfigError, OperationTimeout
 from aiodist.handles import Handle, Progress
@@ -228,16 +228,7 @@ async def unless_lost(channel: Channel, work: Coroutine[Any, Any, T]) -> T:
     """Return what `work` returns; raise as soon as it is known that another rank has left."""
     loop = asyncio.get_running_loop()
     lost: asyncio.Future[Exit] = loop.create_future()
-
-    def tell(exit: Exit) -> None:
-        if not lost.done():
-            lost.set_result(exit)
-
-    def note(exit: Exit) -> None:
-        with suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(tell, exit)
-
-    channel.on_lost(note)
+    channel.on_lost(partial(settle_soon, lost))
     task = loop.create_task(work)
     try:
         await asyncio.wait((task, lost), return_when=asyncio.FIRST_COMPLETED)

@@ -149,8 +149,14 @@ class Messages:
         return None if rank is None else self.peers[rank].lost()
 
     def _deliver(self, message: Envelope, receive: Receive) -> None:
-        if message.own is not None:
-            self._to_myself(message.own, receive)
+        if (own := message.own) is not None:
+            error = too_long(own.t.nbytes, receive)
+
+            def finish() -> None:
+                self.over(own, None)
+                self.over(receive, error)
+
+            self.copy(receive, receive.t, own.t, 0 if error else own.t.nbytes, finish)
             return
         peer = self.peers[message.src]
         if message.data is None:
@@ -161,15 +167,6 @@ class Messages:
         if error is None:
             memmove(receive.t.data_ptr(), message.data, message.nbytes)
         self.over(receive, error)
-
-    def _to_myself(self, send: Send, receive: Receive) -> None:
-        error = too_long(send.t.nbytes, receive)
-
-        def finish() -> None:
-            self.over(send, None)
-            self.over(receive, error)
-
-        self.copy(receive, receive.t, send.t, 0 if error else send.t.nbytes, finish)
 
     def over(self, operation: Send | Receive, error: BaseException | None) -> None:
         """Tell the `done` of `operation`, once."""
