@@ -32,10 +32,8 @@ class _Contact(NamedTuple):
     """What a rank tells all others of itself."""
 
     network: str
-    address: str
-    """Of the socket that takes segments; empty where there is none."""
-    proof: str
-    """What is in its segment."""
+    address: str  # of the socket that takes segments; empty where there is none
+    proof: str  # what is in its segment
 
 
 async def find_hosts(channel: Channel, seconds: float = 60.0) -> tuple[int, ...]:

@@ -57,8 +57,7 @@ class Hub:
         self.store = Store()
         """What the ranks share."""
         self._token = token
-        self._strangers: set[Link] = set()
-        """Who has connected, and has not been let in."""
+        self._strangers: set[Link] = set()  # who has connected, and has not been let in
         self._links: dict[int, Link] = {}
         self._idle = asyncio.Event()
         self._idle.set()

@@ -172,8 +172,7 @@ class _Notice:
                 path.unlink()
 
 
-_HubAddress = tuple[str, int, str]
-"""Where a hub may listen, host and port, and the token to join it with."""
+_HubAddress = tuple[str, int, str]  # where a hub may listen, host and port, and the token to join it with
 
 
 @dataclass

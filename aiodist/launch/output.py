@@ -72,8 +72,7 @@ class Notices:
 
     def __init__(self) -> None:
         self._rest = b""
-        self._notice: list[bytes] | None = None
-        """The lines since a rule, until the next."""
+        self._notice: list[bytes] | None = None  # the lines since a rule, until the next
 
     def feed(self, data: bytes) -> bytes:
         """Return the lines that `data` completes, but for those."""

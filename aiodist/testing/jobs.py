@@ -25,14 +25,12 @@ from aiodist.env import Environment
 from aiodist.errors import BackendUnavailable
 from aiodist.launch.discover import find_mpi
 
-_End = dict[str, Any]
-"""How one test ended on one rank: nodeid, mpi, skipped, failures."""
+_End = dict[str, Any]  # how one test ended on one rank: nodeid, mpi, skipped, failures
 
 _POLL_SECONDS = 0.01
 _OTHERS_SECONDS = 5.0  # how long ranks may take to fail too, once one has
 _LEAVE_SECONDS = 15.0  # how long a job may take to end once its tests are over
-_MPICH = "AIODIST_TEST_MPICH"
-"""The prefix of an MPICH that is not on the path."""
+_MPICH = "AIODIST_TEST_MPICH"  # the prefix of an MPICH that is not on the path
 
 
 class Spec(NamedTuple):

@@ -105,10 +105,8 @@ class _Seat:
 
     def __init__(self, job: _RanksJob[Any], number: int, generation: Generation, rank: int) -> None:
         self.job = job
-        self.number = number
-        """Of its task."""
-        self.channels: list[Channel] = []
-        """Of an elastic rank: those that it has taken, one for each generation."""
+        self.number = number  # of its task
+        self.channels: list[Channel] = []  # of an elastic rank: those that it has taken, one for each generation
         self.started_for = generation
         self.started_as = rank
         self._opened = 0

@@ -44,10 +44,8 @@ class _Followed:
     """One communicator of this rank, and what is known of it."""
 
     dispatcher: Dispatcher
-    over: bool = False
-    """It was closed when the first rank was told of it last."""
-    told: int = 0
-    """How many of its operations the first rank was told of."""
+    over: bool = False  # it was closed when the first rank was told of it last
+    told: int = 0  # how many of its operations the first rank was told of
     seconds: list[float] = field(default_factory=list)
     by_operation: dict[str, list[float]] = field(default_factory=dict)
     compared: int = 0

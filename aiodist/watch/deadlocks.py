@@ -37,8 +37,7 @@ class _Round(NamedTuple):
     asked: float
     lock: Lock
     told: Mapping[int, Facts]
-    answers: dict[int, list[list[str]]]
-    """The stacks of those that have told the same again."""
+    answers: dict[int, list[list[str]]]  # the stacks of those that have told the same again
 
 
 class Deadlocks(Quiet):
@@ -50,12 +49,9 @@ class Deadlocks(Quiet):
         self._progress = watch.progress
         # On the loop's thread.
         self._issued = -1
-        self._seen: Facts | None = None
-        """What this rank waited in at the last look, where it stood still."""
-        self._told: tuple[int, Facts] | None = None
-        """What it has told, and whom."""
-        self._asked = (0, 0)
-        """By whom, in which round."""
+        self._seen: Facts | None = None  # what this rank waited in at the last look, where it stood still
+        self._told: tuple[int, Facts] | None = None  # what it has told, and whom
+        self._asked = (0, 0)  # by whom, in which round
         self._outbox: list[tuple[int, list[Any]]] = []
         # On the thread that listens.
         self._known: dict[int, Facts] = {}

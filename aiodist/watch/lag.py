@@ -46,8 +46,7 @@ class _LoopWatcher(Quiet):
         self._rank = rank
         self._seconds = seconds
         self._told = -inf
-        self._untold = 0
-        """How often the loop was blocked since then."""
+        self._untold = 0  # how often the loop was blocked since then
         self._beaten = 0.0
         self._came = threading.Event()
         self._closing = False

@@ -71,8 +71,7 @@ class Recovery:
         self._task: asyncio.Task[None] | None = None
         self._under_way: Handle[Communicator] | None = None
         self._uncollected = 0
-        self._world: RankWorld
-        """That of the newest generation that was opened here."""
+        self._world: RankWorld  # that of the newest generation that was opened here
         self.channel: Channel
         """That of the newest one that has begun."""
 

@@ -62,8 +62,7 @@ class GlooNative:
     _group: ProcessGroup | None
     _rank: int
     _peers: Collection[GlooPeer]
-    _tell: Callable[[Callable[[], None]], None]
-    """Calls what completes operations from a thread of gloo's: see `Wire`."""
+    _tell: Callable[[Callable[[], None]], None]  # calls what completes operations from a thread of gloo's: see `Wire`
     _running: int = 0
     _aborter: threading.Thread | None = None
 

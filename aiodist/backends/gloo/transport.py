@@ -50,8 +50,7 @@ class Receiving:
     def __init__(self, peers: Mapping[int, GlooPeer]) -> None:
         self._peers = peers
         self._matching: Matching[Receive, ArrivedMessage] = Matching()
-        self._untold: BackendError | None = None
-        """A loss that no receive from any source has been told of."""
+        self._untold: BackendError | None = None  # a loss that no receive from any source has been told of
         self._over: BackendError | None = None
 
     def receive(self, wanted: Receive) -> None:

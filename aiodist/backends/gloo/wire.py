@@ -103,8 +103,7 @@ class Wire:
         """The longest data that travels in a frame, in bytes."""
         self._open: dict[int, Member] = {}
         self._closed: set[int] = set()
-        self._early: dict[int, list[tuple[int, Frame]]] = {}
-        """Frames for communicators that this rank has not made yet."""
+        self._early: dict[int, list[tuple[int, Frame]]] = {}  # frames for communicators that this rank has not made yet
         self._closing = False
         self.at_close: set[Callable[[], None]] = set()
         """What closes gloo's own collectives."""
@@ -185,8 +184,7 @@ class GlooPeer:
         self.rank = rank
         self.error: BackendError | None = None
         """Why it can no longer be reached."""
-        self._sent: deque[Work] = deque()
-        """Frames that must stay alive until the peer says that they came."""
+        self._sent: deque[Work] = deque()  # frames that must stay alive until the peer says that they came
         self._offers: dict[int, tuple[list[Work], Done]] = {}
         self._next_payload = PAYLOADS
         self._received = self._told = self._acknowledged = 0

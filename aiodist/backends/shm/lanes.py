@@ -110,8 +110,7 @@ class Lane:
         place = near.locate(self._memory)
         assert place is not None
         memory = memory_of(self._memory)
-        self._why: list[BaseException] = []
-        """Why it was given up."""
+        self._why: list[BaseException] = []  # why it was given up
         self.core = _core.Lane(
             lanes.completions,
             near.engine,

@@ -177,8 +177,7 @@ class _Segment:
         self.number = number
         self.nbytes = nbytes
         self.mapped_bytes = nbytes + _SKEW_BYTES
-        self.kept = kept
-        """Its pages are there from the beginning, and stay, whether blocks are in them or not."""
+        self.kept = kept  # its pages are there from the beginning, and stay, whether blocks are in them or not
         self.fd = segment_fd(f"aiodist-{number}", self.mapped_bytes)
         try:
             self.map = mmap.mmap(self.fd, self.mapped_bytes)

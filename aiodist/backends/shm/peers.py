@@ -69,8 +69,7 @@ class Peer:
         self._offered: dict[int, Send] = {}
         """Long messages that the neighbour may still look at, also those that were given up here."""
         self._staged: deque[Send] = deque()
-        self._brought: dict[int, Receive] = {}
-        """Receives that the neighbour fills, also those that were given up here."""
+        self._brought: dict[int, Receive] = {}  # receives that the neighbour fills, also those that were given up here
         self._fetched: dict[int, Receive] = {}
         self._number = 0
         self._given = 0
