@@ -49,14 +49,7 @@ class Supervisor:
         self._ranks = ranks
         self._roster = roster
         self._say = say
-        self._verdict = JobVerdict(
-            job.ranks,
-            job.finish_within,
-            roster,
-            servers=job.servers,
-            keep_going=job.keep_going,
-            least=None if job.elastic is None else job.elastic[0],
-        )
+        self._verdict = JobVerdict(job, roster)
         self._loop = asyncio.get_running_loop()
         self._left = set(range(job.ranks))
         self._times = {"start": self._loop.time() + _START_TIMEOUT}

@@ -31,6 +31,7 @@ from aiodist.control.roster import name_ranks
 
 if TYPE_CHECKING:
     from aiodist.control.roster import Roster
+    from aiodist.launch.commands import Job
     from aiodist.launch.elastic import ElasticSessions
 
 HOLD = 1.5
@@ -90,28 +91,14 @@ def describe(code: int) -> str:
 class JobVerdict:
     """Hears how ranks end, and says in lines who failed; `code` is None as long as nobody did."""
 
-    def __init__(
-        self,
-        size: int,
-        finish_within: float,
-        roster: Known,
-        *,
-        servers: int = 0,
-        keep_going: bool = False,
-        least: int | None = None,
-    ) -> None:
-        """`servers`: how many of the last ranks are; `keep_going`: a failure is not the end of the job.
-
-        `least`: how many ranks must not have failed; None: the job is not elastic.
-        """
+    def __init__(self, job: Job, roster: Known) -> None:
         self.code: int | None = None
-        self.working = set(range(size))
-        self._servers = range(size - servers, size)
-        self._keep_going = keep_going
-        self._finish_within = finish_within
+        self.working = set(range(job.ranks))
+        self._job = job
         self._roster = roster
-        self._least = least
-        self._size = size
+        self._servers = range(job.ranks - job.servers, job.ranks)
+        self._least = None if job.elastic is None else job.elastic[0]  # how many ranks must not have failed
+        self._size = job.ranks
         self._without: dict[int, Ending] = {}
         self._named: set[int] = set()
         self._suspects: dict[int, tuple[float, Ending]] = {}
@@ -124,7 +111,7 @@ class JobVerdict:
     @property
     def _over(self) -> bool:
         """What comes now is the end of the job."""
-        return self.code is not None and not self._keep_going
+        return self.code is not None and not self._job.keep_going
 
     def started(self, rank: int) -> None:
         """There is one more rank."""
@@ -146,7 +133,7 @@ class JobVerdict:
             self._named.add(ending.rank)
             self._without[ending.rank] = ending
             return [self._line(ending), *self._too_few()]
-        if self._keep_going:
+        if self._job.keep_going:
             if not self.working:
                 self._suspects.clear()  # nobody is left who still worked
             return self._name(ending)
@@ -220,7 +207,7 @@ class JobVerdict:
             return []
         left = how_left(self._roster, ending.rank)
         if left is not Left.CLEAN:
-            patience = self._finish_within if left is Left.NEVER_JOINED else _GOODBYE_TRAVELS
+            patience = self._job.finish_within if left is Left.NEVER_JOINED else _GOODBYE_TRAVELS
             self._suspects[ending.rank] = (now + patience, ending)
         return []
 

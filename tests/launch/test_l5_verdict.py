@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from aiodist.control.roster import Exit, Roster
+from aiodist.launch.commands import Job
 from aiodist.launch.verdict import HOLD, Ending, JobVerdict, Left, describe
 
 
@@ -19,7 +20,8 @@ def verdict(
     servers: int = 0,
     keep_going: bool = False,
 ) -> JobVerdict:
-    return JobVerdict(size, within, roster(size, left or {}, first), servers=servers, keep_going=keep_going)
+    job = Job(("train.py",), size, finish_within=within, servers=servers, keep_going=keep_going)
+    return JobVerdict(job, roster(size, left or {}, first))
 
 
 def roster(size: int, left: Mapping[int, Left], first: tuple[int, int] | None = None) -> Roster:
@@ -89,7 +91,7 @@ def test_l5_after_a_goodbye_there_is_no_hurry() -> None:
 
 def test_l5_a_goodbye_may_arrive_after_the_end() -> None:
     known = roster(2, {1: Left.OPEN})
-    v = JobVerdict(2, 5.0, known)
+    v = JobVerdict(Job(("train.py",), 2), known)
     v.ended(Ending(1, 0), 0)
     assert v.due is not None
     assert v.due < 1

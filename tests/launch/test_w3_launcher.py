@@ -60,7 +60,7 @@ def elastic(size: int, least: int) -> JobVerdict:
     known = Roster(size)
     known.ready = True
     known.joined |= set(range(size))
-    return JobVerdict(size, 5.0, known, least=least)
+    return JobVerdict(Job(("train.py",), size, elastic=(least, size)), known)
 
 
 def test_w3_the_job_goes_on_while_enough_have_not_failed() -> None:
