@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from time import monotonic
 from typing import Any
 
@@ -31,12 +31,10 @@ _STACKS = 16
 def inspected(watch: Watch, channel: Channel, job: int | None) -> Iterator[None]:
     """Within, `aiodist inspect` finds this job by the number `job`, that of its launcher's process; None: nowhere."""
     inspector = Inspector(watch, channel)
-    server = None if job is None or channel.rank else _Server(inspector, job)
     try:
-        yield
+        with nullcontext() if job is None or channel.rank else _served(inspector, job):
+            yield
     finally:
-        if server is not None:
-            server.close()
         with suppress(RuntimeError):  # the channel is closed
             channel.unsubscribe(_TOPIC)
 
@@ -102,42 +100,39 @@ class Inspector:
         return {"tasks": [[name, stack] for name, stack in stacks if stack][:_STACKS]}
 
 
-class _Server:
-    """The socket of a job, and its thread."""
-
-    def __init__(self, inspector: Inspector, job: int) -> None:
-        self._inspector = inspector
-        self._path = jobs.path_of(job)
-        self._socket = socket.socket(socket.AF_UNIX)
+@contextmanager
+def _served(inspector: Inspector, job: int) -> Iterator[None]:
+    """Within, a thread tells what the ranks say to who connects to the socket of the job."""
+    with socket.socket(socket.AF_UNIX) as server:
+        path = None
+        with suppress(OSError):  # there is no such folder, or another job of this name is open
+            claimed = jobs.claim(job)
+            server.bind(str(claimed))
+            server.listen()
+            path = claimed
+        if path is None:  # nobody can look at this one
+            yield
+            return
+        guard(server.fileno())
+        thread = threading.Thread(target=_serve, args=(server, inspector, job), name="aiodist-inspect", daemon=True)
+        thread.start()
         try:
-            self._path = jobs.claim(job)
-            self._socket.bind(str(self._path))
-            self._socket.listen()
-        except OSError:  # there is no such folder, or another job of this name is open: nobody can look at this one
-            self._socket.close()
-            return
-        guard(self._socket.fileno())
-        self._thread = threading.Thread(target=self._serve, name="aiodist-inspect", daemon=True)
-        self._thread.start()
+            yield
+        finally:
+            forget(server.fileno())
+            with suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)
+            thread.join(2 * _ANSWER_SECONDS)
+    path.unlink(missing_ok=True)
 
-    def close(self) -> None:
-        """End the thread, and take the socket away."""
-        if self._socket.fileno() < 0:
-            return
-        forget(self._socket.fileno())
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join(2 * _ANSWER_SECONDS)
-        self._socket.close()
-        self._path.unlink(missing_ok=True)
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            with connection, suppress(OSError):
-                connection.settimeout(_ANSWER_SECONDS)
-                told = {"job": int(self._path.stem), "program": sys.argv[:1], "ranks": self._inspector.ask()}
-                connection.sendall(json.dumps(told).encode())
+def _serve(server: socket.socket, inspector: Inspector, job: int) -> None:
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            return
+        with connection, suppress(OSError):
+            connection.settimeout(_ANSWER_SECONDS)
+            told = {"job": job, "program": sys.argv[:1], "ranks": inspector.ask()}
+            connection.sendall(json.dumps(told).encode())
