@@ -65,7 +65,7 @@ class RankWorld:
         self.comm: Communicator
         """Over all of its ranks, once it is open."""
         self._options = options
-        self._hosts = place.hosts
+        self._place = place
         self._held = ExitStack()
         self._signals = ExitStack()
         self._watching: list[ArrivalTimes | Recording] = []
@@ -74,9 +74,7 @@ class RankWorld:
     async def of(cls, options: WorldOptions, place: RankPlace, generation: Generation | None = None) -> RankWorld:
         """Return the world of the ranks at `place`, for `open` to be called."""
         limits = options.limits
-        near, alone, sharing = await find_neighbours(
-            place.channel, place.hosts, place.transport, options.environment, limits
-        )
+        near, alone, sharing = await find_neighbours(place, options.environment, limits)
         registry = Registry(
             place.channel,
             _communicator,
@@ -93,7 +91,7 @@ class RankWorld:
         """Return the communicator over all ranks, with all that belongs to it."""
         options, channel = self._options, self.channel
         limits, environment = options.limits, options.environment
-        topology = await unless_lost(channel, find_topology(channel, self._hosts, environment, limits))
+        topology = await unless_lost(channel, find_topology(self._place, environment, limits))
         world = self.registry.world(self.transport, topology, thread=options.thread)
         watch = Watch.of(Progress.current(), channel)
         watch.report.after = options.report

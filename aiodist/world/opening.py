@@ -269,13 +269,13 @@ async def _run(program: Program[T]) -> T:
     return await handle
 
 
-async def find_topology(channel: Channel, hosts: Sequence[int], environment: Environment, limits: Limits) -> Topology:
+async def find_topology(place: RankPlace, environment: Environment, limits: Limits) -> Topology:
     """Have the ranks tell one another which host they are on, and which CUDA devices they see there."""
     devices = visible_devices(environment)
     means = means_here(nccl_shares=environment.many_ranks_a_device) if devices else ()
     mine = [socket.gethostname(), devices, means, peers_here()]
-    places = await exchange(channel, "place", mine, limits.rendezvous)
-    topology = Topology(named([name for name, *_ in places], hosts), channel.rank)
+    places = await exchange(place.channel, "place", mine, limits.rendezvous)
+    topology = Topology(named([name for name, *_ in places], place.hosts), place.channel.rank)
     bindings = [
         bound(topology.ranks_on(topology.host_of[rank]).index(rank), physical, Means(*means), peers)
         for rank, (_, physical, means, peers) in enumerate(places)
@@ -283,14 +283,12 @@ async def find_topology(channel: Channel, hosts: Sequence[int], environment: Env
     return replace(topology, devices=tuple(bindings) if any(bindings) else ())
 
 
-async def find_neighbours(
-    channel: Channel, hosts: Sequence[int], transport: Transport, environment: Environment, limits: Limits
-) -> Met:
+async def find_neighbours(place: RankPlace, environment: Environment, limits: Limits) -> Met:
     """Return the ranks of this host that share memory with this one, or why there are none."""
+    channel, transport = place.channel, place.transport
     if transport.name == "local" or channel.size == 1:
         return Met(None, "all ranks are in one process")
     if isinstance(transport, ShmTransport):
         return Met(transport.near, "", (transport.near.members,))
-    return await unless_lost(
-        channel, meet(channel, hosts, allowed=environment.shared_memory, seconds=limits.rendezvous)
-    )
+    meeting = meet(channel, place.hosts, allowed=environment.shared_memory, seconds=limits.rendezvous)
+    return await unless_lost(channel, meeting)

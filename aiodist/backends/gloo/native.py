@@ -142,11 +142,7 @@ class GlooNative:
         while self._running and monotonic() < until:
             pause.wait(2e-3)
         if self._running:  # destroying it would wait for what runs, for ever: a thread keeps it instead
-            threading.Thread(target=_keep, args=(group,), daemon=True).start()
-
-
-def _keep(_group: ProcessGroup) -> None:
-    threading.Event().wait()
+            threading.Thread(target=lambda _: threading.Event().wait(), args=(group,), daemon=True).start()
 
 
 def _begin(o: Operation, t: Tensor, group: ProcessGroup) -> Work:

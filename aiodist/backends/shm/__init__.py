@@ -1,7 +1,6 @@
 """Shared memory among the ranks of a host: an arena for tensors, collectives that work in it, and messages."""
 
-from aiodist.backends.shm.lanes import Lane, Lanes
-from aiodist.backends.shm.native import ShmNative
+from aiodist.backends.shm.lanes import Lane, Lanes, ShmNative
 from aiodist.backends.shm.neighbours import Met, Neighbourhood, meet
 from aiodist.backends.shm.transport import ShmTransport, open_world
 

@@ -125,13 +125,8 @@ class Neighbour:
 
     def mapped(self, number: int) -> Tensor:
         """Return a segment of its memory, mapped on first use; raise BackendError for one it never told of."""
-        segment = self._segments.get(number)
-        if segment is None:
-            segment = self._segments[number] = self._map(number)
-            self.core.map(number, memory_of(segment))
-        return segment
-
-    def _map(self, number: int) -> Tensor:
+        if (segment := self._segments.get(number)) is not None:
+            return segment
         if number not in self._descriptors:
             self.listen()
         if number not in self._descriptors:
@@ -140,12 +135,15 @@ class Neighbour:
         try:
             check_segment(fd, nbytes)
             with torch.inference_mode(False):  # the first to need it may be in that mode
-                return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+                segment = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
         except (OSError, ValueError) as error:
             what = f"segment {number} of rank {self.rank}'s memory, {nbytes} bytes as it says,"
             raise BackendError(f"{what} cannot be mapped: {error}") from error
         finally:
             os.close(fd)
+        self._segments[number] = segment
+        self.core.map(number, memory_of(segment))
+        return segment
 
     @property
     def bell(self) -> _core.Bell:
