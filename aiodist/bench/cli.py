@@ -50,8 +50,7 @@ class Options(NamedTuple):
     dtype: str = "float32"
     repeat: int | None = None
     mpi: str = "auto"
-    own: Mapping[str, Any] = {}
-    """Options that only some benchmarks have."""
+    own: Mapping[str, Any] = {}  # options that only some benchmarks have
 
 
 Ranks = Annotated[int | None, typer.Option("--ranks", metavar="N", min=1, help="How many ranks (2).")]

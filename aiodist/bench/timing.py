@@ -73,8 +73,7 @@ def slowest(samples_by_rank: Sequence[Sequence[float]]) -> int:
     return medians.index(max(medians))
 
 
-Fence = Callable[[], Awaitable[None]]
-"""A barrier of all ranks."""
+Fence = Callable[[], Awaitable[None]]  # a barrier of all ranks
 
 
 async def interleaved(contenders: Sequence[Contender], fence: Fence, pace: Pace) -> Mapping[str, list[float]]:

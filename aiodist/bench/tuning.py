@@ -29,14 +29,10 @@ class Tuning(Errand):
     """What is to be measured."""
 
     operations: tuple[str, ...]
-    sizes: tuple[int, ...]
-    """Bytes of one rank's input, in ascending order."""
-    repeat: int
-    """Samples of each figure."""
-    output: str | None = None
-    """None: the cache."""
-    dry: bool = False
-    """Write nothing."""
+    sizes: tuple[int, ...]  # bytes of one rank's input, in ascending order
+    repeat: int  # samples of each figure
+    output: str | None = None  # None: the cache
+    dry: bool = False  # write nothing
 
 
 def tuning(operations: str | None, sizes: str | None, output: Path | None, *, quick: bool, dry: bool) -> Tuning:

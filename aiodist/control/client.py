@@ -42,8 +42,7 @@ class SocketChannel(Channel):
     _of_process: ClassVar[WeakSet[SocketChannel]] = WeakSet()
 
     def __init__(self, rank: int, size: int, thread: LoopThread, place: Place | None = None) -> None:
-        self.place = place
-        """Where it met the others."""
+        self.place = place  # where it met the others
         super().__init__(rank, size, thread.call, thread.loop)
         self._of_process.add(self)
         self._thread = thread

@@ -45,13 +45,10 @@ class Generation:
 class Refusal(StrEnum):
     """Why ranks are not told of a next generation."""
 
-    OUTSIDE = "outside"
-    """The others have gone on without this rank."""
+    OUTSIDE = "outside"  # the others have gone on without this rank
     DISAGREE = "disagree"
-    LEFT = "left"
-    """A rank of the current generation has left; it can only shrink."""
-    CANCELLED = "cancelled"
-    """One that was to join never came."""
+    LEFT = "left"  # a rank of the current generation has left; it can only shrink
+    CANCELLED = "cancelled"  # one that was to join never came
 
 
 class Form(NamedTuple):
@@ -91,8 +88,7 @@ class Regrouping:
         self.current = Generation(0, (None,) * size)
         self.begun = False
         """All ranks of the first have come; until then one that leaves may come again."""
-        self.present = set(range(size))
-        """The ranks of the current generation that have not left."""
+        self.present = set(range(size))  # the ranks of the current generation that have not left
         self.asked: dict[int, int] = {}
         """Those that wait for an answer, and how many each wants to join."""
         self.forming: Generation | None = None

@@ -54,8 +54,7 @@ class Hub:
         self._linger = linger
         self._members = members
         self.roster = Roster(size)
-        self.store = Store()
-        """What the ranks share."""
+        self.store = Store()  # what the ranks share
         self._token = token
         self._strangers: set[Link] = set()  # who has connected, and has not been let in
         self._links: dict[int, Link] = {}

@@ -30,8 +30,7 @@ class TcpPlace:
     host: str
     ports: tuple[int, ...]
     hosted: bool = False
-    secret: str = ""
-    """What to add to the token, so that hubs of other jobs at these ports are told apart."""
+    secret: str = ""  # what to add to the token, so that hubs of other jobs at these ports are told apart
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import Final
 
 from aiodist.errors import PeerLost, RemoteError
 
-HUB: Final = -1
-"""Stands for the hub where a rank is expected, when the hub lives in no rank's process."""
+HUB: Final = -1  # stands for the hub where a rank is expected, when the hub lives in no rank's process
 _MOST_NAMED: Final = 16
 
 
@@ -18,13 +17,10 @@ class Exit:
     """What is known of a rank (or of the hub, `rank == HUB`) that left."""
 
     rank: int
-    clean: bool
-    """It said goodbye; all else is a failure."""
+    clean: bool  # it said goodbye; all else is a failure
     cause: str
-    traceback: str = ""
-    """The text of its traceback, when it reported one before it went."""
-    exitcode: int | None = None
-    """None: it did not say, as when it was killed."""
+    traceback: str = ""  # the text of its traceback, when it reported one before it went
+    exitcode: int | None = None  # None: it did not say, as when it was killed
 
     def error(self) -> PeerLost | RemoteError:
         """Return the exception that tells a caller about this exit: `RemoteError` when a traceback is known."""
@@ -73,12 +69,10 @@ class Roster:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.ready = False
-        """All ranks have joined this session."""
+        self.ready = False  # all ranks have joined this session
         self.joined: set[int] = set()
         """The ranks that came to this session, those that left again after it began too."""
-        self.exits: dict[int, Exit] = {}
-        """How each rank left last, until it joins again."""
+        self.exits: dict[int, Exit] = {}  # how each rank left last, until it joins again
         self._left: set[int] = set()
         self._gave_up: dict[int, Exit] = {}
 
@@ -137,8 +131,7 @@ class Roster:
         }
 
 
-Waiter = tuple[int, int]
-"""Who asks: a rank, and the number of its request."""
+Waiter = tuple[int, int]  # who asks: a rank, and the number of its request
 Reply = Callable[[object, Exception | None], object]
 
 

@@ -18,8 +18,7 @@ MAX_FRAME: Final = 64 << 20
 """The largest body of a frame in bytes: the channel is for control, not for data."""
 STRANGER_FRAME: Final = 64 << 10
 """The largest body before the other side has shown that it belongs here."""
-EVERYBODY: Final = -1
-"""The `number` of a message to all other ranks."""
+EVERYBODY: Final = -1  # the `number` of a message to all other ranks
 
 _HEADER: Final = struct.Struct(">IBi")
 _BYTES: Final = "\0bytes"

@@ -16,13 +16,10 @@ class State(StrEnum):
     """What a check found."""
 
     AVAILABLE = "available"
-    LIMITED = "limited"
-    """It works, and may disappoint."""
+    LIMITED = "limited"  # it works, and may disappoint
     MISSING = "not installed"
-    ABSENT = "none"
-    """There is none here, and nothing is to be done."""
-    UNUSABLE = "unusable"
-    """It is installed, or cannot be on this host, and does not work."""
+    ABSENT = "none"  # there is none here, and nothing is to be done
+    UNUSABLE = "unusable"  # it is installed, or cannot be on this host, and does not work
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,8 @@ class Mpi:
     mpirun: str
     flavour: Flavour
     version: str
-    library: str | None
-    """The file that mpi4py must load to be part of the job; None: not found beside mpirun."""
-    networks: tuple[str, ...] = ()
-    """The network modules of an MPICH, best first in its own opinion."""
+    library: str | None  # the file that mpi4py must load to be part of the job; None: not found beside mpirun
+    networks: tuple[str, ...] = ()  # the network modules of an MPICH, best first in its own opinion
 
 
 ENDS_ALL = "MPI ends every rank when one dies; say --mpi none"

@@ -46,10 +46,8 @@ class ElasticSessions:
 
     def __init__(self, size: int, host: str, token: str) -> None:
         self.generations = Generations(size, self)
-        self.count = size
-        """How many processes there were."""
-        self.dismissed: set[int] = set()
-        """Those that were to join a generation that never began."""
+        self.count = size  # how many processes there were
+        self.dismissed: set[int] = set()  # those that were to join a generation that never began
         self.starts: Starts | None = None
         self._host = host
         self._token = token

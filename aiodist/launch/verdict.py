@@ -44,8 +44,7 @@ class Left(Enum):
 
     NEVER_JOINED = 1
     CLEAN = 2
-    OPEN = 3
-    """It joined and has not said goodbye."""
+    OPEN = 3  # it joined and has not said goodbye
 
 
 Known: TypeAlias = "Roster | ElasticSessions"

@@ -30,16 +30,12 @@ _SILENCE = (
 class Kind(IntEnum):
     """What a frame says."""
 
-    HELLO = 1
-    """[rank, size, token]."""
-    START = 2
-    """The fields of `Start`."""
-    STARTED = 3
-    """[id of the process and of its session, where that id means it: see `aiodist.machine`]."""
+    HELLO = 1  # [rank, size, token]
+    START = 2  # the fields of `Start`
+    STARTED = 3  # [id of the process and of its session, where that id means it: see `aiodist.machine`]
     OUT = 4
     ERR = 5
-    EXIT = 6
-    """[exit code or minus the signal, whether something asked it to stop before]."""
+    EXIT = 6  # [exit code or minus the signal, whether something asked it to stop before]
     DONE = 7
     SIGNAL = 8
     WANT = 9
@@ -57,8 +53,7 @@ class Start:
     argv: list[str]
     environ: dict[str, str]
     stdin: Stdin = "null"
-    folder: str | None = None
-    """Its working directory; None: that of its guard."""
+    folder: str | None = None  # its working directory; None: that of its guard
 
 
 def pack(kind: Kind, payload: object = b"") -> bytes:

@@ -35,8 +35,7 @@ _ROUND_TRIPS = 4  # of clocks, each time
 _SHOWN = 8
 _MOST_LEFT = 1 << 14  # operations of a rank that others may still come to
 
-Times = NDArray[np.int64]
-"""(operations, 2): their numbers, and nanoseconds."""
+Times = NDArray[np.int64]  # (operations, 2): their numbers, and nanoseconds
 
 
 @dataclass(eq=False)

@@ -23,10 +23,8 @@ _PATIENCE = 2.0  # seconds for a rank that is stopped
 class Offset(NamedTuple):
     """How far a rank's clock is from the first rank's."""
 
-    seconds: float = 0.0
-    """To be added to its time."""
-    error: float = inf
-    """At most so many seconds wrong."""
+    seconds: float = 0.0  # to be added to its time
+    error: float = inf  # at most so many seconds wrong
 
 
 class Clock:

@@ -27,10 +27,8 @@ class Blocked(NamedTuple):
 class Lock(NamedTuple):
     """Ranks of which none can go on."""
 
-    waits: dict[int, list[Blocked]]
-    """What each of them waits in."""
-    cycle: list[int]
-    """Ranks of it of which each waits for the next, and the last for the first."""
+    waits: dict[int, list[Blocked]]  # what each of them waits in
+    cycle: list[int]  # ranks of it of which each waits for the next, and the last for the first
 
 
 def locked(told: Mapping[int, Facts]) -> Lock | None:

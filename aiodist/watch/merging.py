@@ -58,10 +58,8 @@ class Merged(NamedTuple):
 
     file: Path
     ranks: list[int]
-    size: int
-    """How many ranks there were."""
-    error: float
-    """Seconds by which the clocks may differ; inf where one was not measured."""
+    size: int  # how many ranks there were
+    error: float  # seconds by which the clocks may differ; inf where one was not measured
 
     def __str__(self) -> str:
         missing = sorted({*range(self.size)} - {*self.ranks})

@@ -39,8 +39,7 @@ class WorldOptions:
 
     limits: Limits
     environment: Environment
-    alone: bool
-    """This rank has its process to itself."""
+    alone: bool  # this rank has its process to itself
     timeout: float | None = None
     report: float | None = REPORT_SECONDS
     levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None
@@ -62,8 +61,7 @@ class RankWorld:
         self.transport = place.transport
         self.channel = place.channel
         self.registry = registry
-        self.comm: Communicator
-        """Over all of its ranks, once it is open."""
+        self.comm: Communicator  # over all of its ranks, once it is open
         self._options = options
         self._place = place
         self._held = ExitStack()

@@ -46,16 +46,11 @@ _BACKENDS = ("mpi", "gloo", "shm", "local")
 class Limits:
     """How patient `init` is, in seconds."""
 
-    rendezvous: float = 60.0
-    """Until every rank has come."""
-    drain: float = DRAIN_SECONDS
-    """Until what is in flight at the end of the block is over."""
-    abort: float = 1.5
-    """For giving everything up after the block raised."""
-    forgotten: float = 5.0
-    """For closing what `open` opened and nobody closed, when the program ends."""
-    leave: float = 2.5
-    """For the process to end after that, even if its other threads still run."""
+    rendezvous: float = 60.0  # until every rank has come
+    drain: float = DRAIN_SECONDS  # until what is in flight at the end of the block is over
+    abort: float = 1.5  # for giving everything up after the block raised
+    forgotten: float = 5.0  # for closing what `open` opened and nobody closed, when the program ends
+    leave: float = 2.5  # for the process to end after that, even if its other threads still run
 
 
 @dataclass(frozen=True)
@@ -64,8 +59,7 @@ class RankPlace:
 
     transport: Transport
     channel: Channel
-    hosts: tuple[int, ...]
-    """For each rank the first of its host."""
+    hosts: tuple[int, ...]  # for each rank the first of its host
 
 
 @dataclass(frozen=True)

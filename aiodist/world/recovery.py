@@ -72,8 +72,7 @@ class Recovery:
         self._under_way: Handle[Communicator] | None = None
         self._uncollected = 0
         self._world: RankWorld  # that of the newest generation that was opened here
-        self.channel: Channel
-        """That of the newest one that has begun."""
+        self.channel: Channel  # that of the newest one that has begun
 
     @property
     def registry(self) -> Registry[Communicator]:

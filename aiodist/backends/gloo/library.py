@@ -42,8 +42,7 @@ except ImportError as error:
 
 __all__ = ["ProcessGroup", "Work", "c10d"]
 
-FOREVER: Final = timedelta(days=3000)
-"""Deadlines are the handles' business."""
+FOREVER: Final = timedelta(days=3000)  # deadlines are the handles' business
 CLOSE_SECONDS: Final = 5.0
 
 _PIECE_BYTES = 1 << 30

@@ -40,8 +40,7 @@ class ArrivedMessage(NamedTuple):
     tag: int
     nbytes: int
     data: Tensor
-    offer: int
-    """Its number where the data is still to be fetched, else 0."""
+    offer: int  # its number where the data is still to be fetched, else 0
 
 
 class Receiving:

@@ -105,8 +105,7 @@ class Wire:
         self._closed: set[int] = set()
         self._early: dict[int, list[tuple[int, Frame]]] = {}  # frames for communicators that this rank has not made yet
         self._closing = False
-        self.at_close: set[Callable[[], None]] = set()
-        """What closes gloo's own collectives."""
+        self.at_close: set[Callable[[], None]] = set()  # what closes gloo's own collectives
         self._close_lock = threading.Lock()
         self._closed_all = False
         self._pid = os.getpid()
@@ -182,8 +181,7 @@ class GlooPeer:
     def __init__(self, wire: Wire, rank: int) -> None:
         self._wire = wire
         self.rank = rank
-        self.error: BackendError | None = None
-        """Why it can no longer be reached."""
+        self.error: BackendError | None = None  # why it can no longer be reached
         self._sent: deque[Work] = deque()  # frames that must stay alive until the peer says that they came
         self._offers: dict[int, tuple[list[Work], Done]] = {}
         self._next_payload = PAYLOADS

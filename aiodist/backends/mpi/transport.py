@@ -117,8 +117,7 @@ class World:
     """MPI is initialised once per process, by us or by the user, and finalised by the same side."""
 
     pid: int | None = None
-    doomed = False
-    """Transfers were given up: MPI_Finalize could wait for them for ever."""
+    doomed = False  # transfers were given up: MPI_Finalize could wait for them for ever
 
     @classmethod
     def initialize(cls) -> None:

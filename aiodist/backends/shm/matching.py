@@ -23,8 +23,7 @@ class Record(NamedTuple):
     nbytes: int = 0
     segment: int = -1
     offset: int = 0
-    size: int = 0
-    """How many bytes follow it."""
+    size: int = 0  # how many bytes follow it
 
     @property
     def place(self) -> Place | None:
@@ -39,12 +38,9 @@ class Send:
     comm: int
     tag: int
     done: Done
-    number: int = 0
-    """Among the long messages to that rank."""
-    moved: int = 0
-    """Bytes that were copied."""
-    over: bool = False
-    """`done` was called."""
+    number: int = 0  # among the long messages to that rank
+    moved: int = 0  # bytes that were copied
+    over: bool = False  # `done` was called
 
 
 @dataclass(eq=False, slots=True)
@@ -56,8 +52,7 @@ class Receive:
     src: int
     tag: int
     done: Done
-    nbytes: int = 0
-    """Of the message, once there is one."""
+    nbytes: int = 0  # of the message, once there is one
     moved: int = 0
     over: bool = False
 
@@ -71,16 +66,13 @@ class Envelope:
     tag: int
     nbytes: int
     data: bytes | None = field(default=None, repr=False)
-    cost: int = 0
-    """What its sender is given back for it."""
+    cost: int = 0  # what its sender is given back for it
     number: int = 0
     place: Place | None = None
-    own: Send | None = None
-    """It is this rank's own."""
+    own: Send | None = None  # it is this rank's own
 
 
-Box = Matching[Receive, Envelope]
-"""The receives and messages of one communicator that have not met."""
+Box = Matching[Receive, Envelope]  # the receives and messages of one communicator that have not met
 
 
 def too_long(nbytes: int, receive: Receive) -> BackendError | None:

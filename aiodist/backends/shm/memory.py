@@ -50,8 +50,7 @@ def _memmove() -> Callable[[int, int, int], None]:
     return function  # type: ignore[no-any-return]
 
 
-move_bytes = _memmove()
-"""(to, from, count): copy many bytes; the GIL is free meanwhile."""
+move_bytes = _memmove()  # (to, from, count): copy many bytes; the GIL is free meanwhile
 
 
 class Place(NamedTuple):
@@ -67,8 +66,7 @@ class Arena:
     def __init__(self) -> None:
         self.segments: list[_Segment] = []
         """In order of their numbers; none ever goes, since others have mapped it."""
-        self.addresses = _core.Segments()
-        """Where they lie, and how many of them the others know."""
+        self.addresses = _core.Segments()  # where they lie, and how many of them the others know
         self._lock = threading.Lock()
         self._freed: deque[tuple[_Segment, int, int]] = deque()
         self._process = os.getpid()

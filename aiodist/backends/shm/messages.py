@@ -26,8 +26,7 @@ from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import Progress
 from aiodist.types import ANY
 
-PASS_BYTES = 1 << 20
-"""How much one pass over everything copies, about."""
+PASS_BYTES = 1 << 20  # how much one pass over everything copies, about
 
 _LOOK_PASSES = 64  # after how many passes the sockets are looked at, once nothing moves
 _BUSY_PASSES = 1024  # after how many at the latest
@@ -57,8 +56,7 @@ class Messages:
         self.rank = near.rank
         self.boxes: dict[int, Box] = {}
         """By communicator: what waits to be received, and receives that wait."""
-        self.budget = 0
-        """How many bytes this pass may still copy."""
+        self.budget = 0  # how many bytes this pass may still copy
         numbers = near.place(NUMBERS, NUMBERS_BYTES * len(near.members), tuple(near.neighbours))
         self.peers = {rank: Peer(self, neighbour, numbers) for rank, neighbour in near.neighbours.items()}
         self._poll_only(self.peers.values())

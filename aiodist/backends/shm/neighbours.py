@@ -45,18 +45,14 @@ class Neighbour:
 
     def __init__(self, rank: int, link: socket.socket) -> None:
         link.setblocking(False)
-        self.rank = rank
-        """In the world."""
-        self.places: dict[str, Place] = {}
-        """Where things lie in its memory, by the names it gave them."""
-        self.left: set[str] = set()
-        """The names of groups that it is no longer in."""
+        self.rank = rank  # in the world
+        self.places: dict[str, Place] = {}  # where things lie in its memory, by the names it gave them
+        self.left: set[str] = set()  # the names of groups that it is no longer in
         self._link = link
         self._unsent: deque[tuple[bytes, int | None]] = deque()
         self._descriptors: dict[int, tuple[int, int]] = {}
         self._segments: dict[int, Tensor] = {}
-        self.core = _core.Memory()
-        """What is mapped of its memory, for the compiled core."""
+        self.core = _core.Memory()  # what is mapped of its memory, for the compiled core
         self._bell: _core.Bell | None = None
 
     def tell(self, message: dict[str, Any], fd: int | None = None) -> None:

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 NUMBERS = "messages"
 """The name of the memory where a rank counts what it has written to each ring and taken from the other (`core/ring.h`).
 """
-CREDIT_BYTES = 1 << 22
-"""How much of short messages the receiver keeps that nobody there has asked for."""
+CREDIT_BYTES = 1 << 22  # how much of short messages the receiver keeps that nobody there has asked for
 
 _PIECES = 4  # of a stage
 _RECORD_BYTES = 64  # what a message costs beside its bytes
@@ -76,8 +75,7 @@ class Peer:
         self._filled = 0
         self._stage: Tensor | None = None
         self._cut_at: float | None = None
-        self.gone = False
-        """Its process has ended."""
+        self.gone = False  # its process has ended
 
     @property
     def idle(self) -> bool:
