@@ -132,15 +132,15 @@ async def _look(
                 host.process = await asyncio.create_subprocess_exec(
                     *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, limit=1 << 20
                 )
-                while (line := await _line(host)) is not None:
+                while (line := await _line(host.process)) is not None:
                     if line == "aiodist: reached":
                         host.reached = True
                     elif line.startswith("aiodist: daemon "):
                         host.daemon = line.removeprefix("aiodist: daemon ")
                     elif line == "aiodist: python":
-                        host.said = await _exchange(host, wanted)
+                        host.said = await _exchange(host.process, wanted)
                         return
-                host.trouble = await _last_words(host)
+                host.trouble = await _last_words(host.process)
         except TimeoutError:
             host.trouble = f"no answer within {_ANSWER:g} s"
         except (OSError, ValueError) as error:
@@ -165,12 +165,12 @@ def _shell_command(mpi: Mpi | None) -> str:
 
 async def _connect(host: _HostInquiry, addresses: Mapping[str, tuple[str | None, int | None]]) -> None:
     """Have the host connect to each of the others, and connect to it from here."""
-    if host.said is None or host.said["address"] is None:
+    if host.process is None or host.said is None or host.said["address"] is None:
         return
     try:
         async with asyncio.timeout(_ANSWER):
             others = {name: where for name, where in addresses.items() if name != host.name and where[0] is not None}
-            host.ports = await _exchange(host, others)
+            host.ports = await _exchange(host.process, others)
             address, port = addresses[host.name]
             _, writer = await asyncio.open_connection(address, port)
             writer.close()
@@ -180,31 +180,28 @@ async def _connect(host: _HostInquiry, addresses: Mapping[str, tuple[str | None,
         host.ports["this host"] = str(error)
 
 
-async def _exchange(host: _HostInquiry, question: object) -> dict[str, Any]:
-    assert host.process is not None
-    assert host.process.stdin is not None
-    host.process.stdin.write(json.dumps(question).encode() + b"\n")
-    await host.process.stdin.drain()
-    line = await _line(host)
+async def _exchange(process: Process, question: object) -> dict[str, Any]:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(question).encode() + b"\n")
+    await process.stdin.drain()
+    line = await _line(process)
     if line is None:
-        raise ValueError(await _last_words(host))
+        raise ValueError(await _last_words(process))
     said: dict[str, Any] = json.loads(line)
     return said
 
 
-async def _line(host: _HostInquiry) -> str | None:
-    assert host.process is not None
-    assert host.process.stdout is not None
-    line = await host.process.stdout.readline()
+async def _line(process: Process) -> str | None:
+    assert process.stdout is not None
+    line = await process.stdout.readline()
     return line.decode(errors="replace").rstrip("\n") if line else None
 
 
-async def _last_words(host: _HostInquiry) -> str:
+async def _last_words(process: Process) -> str:
     """Return why the remote shell ended."""
-    assert host.process is not None
-    assert host.process.stderr is not None
-    words = (await host.process.stderr.read()).decode(errors="replace").strip().splitlines()
-    return words[-1].strip() if words else f"exit code {await host.process.wait()}"
+    assert process.stderr is not None
+    words = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
+    return words[-1].strip() if words else f"exit code {await process.wait()}"
 
 
 async def _end(asked: Sequence[_HostInquiry]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from aiodist.control import Hub
@@ -17,8 +16,6 @@ from aiodist.control.places import listen_now
 from aiodist.control.roster import Exit
 from aiodist.errors import LaunchError
 from aiodist.launch.commands import joiner_variables
-from aiodist.launch.processes import Command
-from aiodist.launch.wire import Start
 
 
 class ElasticSession(NamedTuple):
@@ -28,19 +25,6 @@ class ElasticSession(NamedTuple):
     processes: tuple[int, ...]
 
 
-class Starts(NamedTuple):
-    """How one more process is started."""
-
-    start: Start
-    """What each rank runs."""
-    guard: Callable[[int, Sequence[int]], Command]
-    """Returns what starts the guard of a process, by its number, beside those that live."""
-    begin: Callable[[int, Start], None]
-    """Told of each process, by its number, and what it is to run, before its guard is started."""
-    run: Callable[[Command], Coroutine[Any, Any, None]]
-    kill: Callable[[int], None]
-
-
 class ElasticSessions:
     """The sessions of one job, as `Generations` has them opened and ended."""
 
@@ -48,7 +32,9 @@ class ElasticSessions:
         self.generations = Generations(size, self)
         self.count = size  # how many processes there were
         self.dismissed: set[int] = set()  # those that were to join a generation that never began
-        self.starts: Starts | None = None
+        self.start: Callable[[int, dict[str, str], Sequence[int]], Coroutine[Any, Any, None]]
+        """Starts one more process, by its number and the variables that say its place, beside those that live."""
+        self.kill: Callable[[int], None]
         self._host = host
         self._token = token
         hub = Hub(size, host=host, token=token, members=Members(self.generations))
@@ -101,8 +87,9 @@ class ElasticSessions:
         self.count += len(new)
         survivors = [before[rank] for rank in generation.survivors]
         self._sessions[generation.number] = ElasticSession(hub, (*survivors, *new))
-        for rank, process in zip(generation.joiners, new, strict=True):
-            self._start(generation, rank, process, hub.address)
+        for i, (rank, process) in enumerate(zip(generation.joiners, new, strict=True)):
+            place = joiner_variables(generation, rank, hub.address)
+            self._spawn(self._run(self.start(process, place, [*survivors, *new[:i]]), process))
         return hub.address
 
     def cancel(self, generation: Generation, why: str) -> None:
@@ -111,8 +98,7 @@ class ElasticSessions:
         self._spawn(session.hub.aclose(why))
         for rank in generation.joiners:
             self.dismissed.add(session.processes[rank])
-            if self.starts is not None:
-                self.starts.kill(session.processes[rank])
+            self.kill(session.processes[rank])
 
     def ended(self, process: int, why: str) -> None:
         """A process is over: one that has not joined yet never will."""
@@ -123,18 +109,9 @@ class ElasticSessions:
                 rank = processes.index(process)
                 self.generations.do(machine.left(forming.number, rank, f"its process ended: {why}"))
 
-    def _start(self, generation: Generation, rank: int, process: int, address: str) -> None:
-        if self.starts is None:
-            return
-        start, place = self.starts.start, joiner_variables(generation, rank, address)
-        self.starts.begin(process, replace(start, environ={**start.environ, **place}, stdin="null"))
-        processes = self._sessions[generation.number].processes
-        self._spawn(self._run(self.starts.guard(process, [other for other in processes if other < process]), process))
-
-    async def _run(self, command: Command, process: int) -> None:
-        assert self.starts is not None
+    async def _run(self, work: Coroutine[Any, Any, None], process: int) -> None:
         try:
-            await self.starts.run(command)
+            await work
         except LaunchError as error:
             self.ended(process, str(error))
 

@@ -9,15 +9,17 @@ import secrets
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from aiodist.control import Hub
 from aiodist.env import variables
 from aiodist.launch import commands, discover, hosts
 from aiodist.launch.commands import Job
-from aiodist.launch.elastic import ElasticSessions, Starts
+from aiodist.launch.elastic import ElasticSessions
 from aiodist.launch.output import Streams
 from aiodist.launch.processes import Command, Processes
 from aiodist.launch.ranks import Ranks
@@ -75,15 +77,18 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
         else:
             session = stack.enter_context(tempfile.TemporaryDirectory(prefix="aiodist-", ignore_cleanup_errors=True))
             todo = [Command(commands.mpirun_command(job, mpi, guard, session), common)]
-        processes = await stack.enter_async_context(Processes(todo, sink=overheard, notify=events.put_nowait))
+        processes = Processes(todo, sink=overheard, notify=events.put_nowait)
+        usual = starts[-1]
+
+        def start(number: int, place: dict[str, str], living: Sequence[int]) -> Coroutine[Any, Any, None]:
+            starts.append(replace(usual, environ={**exports, **place}, stdin="null"))
+            output.add(number)
+            supervisor.started(number)
+            return processes.start(guards.another(number, living))
+
         if elastic is not None:
-
-            def begin(number: int, start: Start) -> None:
-                starts.append(start)
-                output.add(number)
-                supervisor.started(number)
-
-            elastic.starts = Starts(starts[-1], guards.another, begin, processes.start, ranks.kill)
+            elastic.start, elastic.kill = start, ranks.kill
+        await stack.enter_async_context(processes)
         try:
             code = await supervisor.watch(events)
         finally:
