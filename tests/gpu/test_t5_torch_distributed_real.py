@@ -41,6 +41,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 def test_t5_on_a_device_as_on_the_cpu(found: Found, way: str) -> None:
     for rank in (0, 1):
         ours, theirs = found["cuda", rank][way], found["cpu", rank][way]
+        if not isinstance(theirs, list):
+            pytest.skip(f"torch {torch.__version__} cannot do it by gloo")
         assert isinstance(ours, list), ours  # else a traceback
         same(ours, theirs, 3e-2 if any(word in way for word in ROUGH) else 1e-3)
 

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tests.support.environ import python_path
@@ -20,7 +21,10 @@ def free_port() -> int:
 
 
 def started(program: Path, *args: object, size: int = 2, seconds: float = 110) -> list[tuple[int, str]]:
-    """Run `size` ranks of a program by torch's variables; return each one's exit code and output."""
+    """Run `size` ranks of a program by torch's variables; return each one's exit code and output.
+
+    What still runs after so many seconds is killed.
+    """
     place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environ = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **place}
     ranks = [
@@ -33,9 +37,15 @@ def started(program: Path, *args: object, size: int = 2, seconds: float = 110) -
         )
         for rank in range(size)
     ]
-    try:
-        outputs = [rank.communicate(timeout=seconds)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
+    end = time.monotonic() + seconds
+    found = []
+    for rank in ranks:
+        try:
+            output, _ = rank.communicate(timeout=max(end - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            for other in ranks:
+                other.kill()
+            output, _ = rank.communicate()
+            output += f"killed after {seconds:g} s"
+        found.append((rank.returncode, output))
+    return found

@@ -5,6 +5,7 @@
 On the CPU, or on device argv[3]; weights and data come from the CPU's generator on either.
 """
 
+import faulthandler
 import json
 import sys
 import traceback
@@ -32,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import aiodist.c10d  # noqa: F401
 
 warnings.simplefilter("ignore")
+faulthandler.dump_traceback_later(50)
 backend, folder = sys.argv[1], Path(sys.argv[2])
 device = torch.device(sys.argv[3] if len(sys.argv) > 3 else "cpu")
 dist.init_process_group(backend)
@@ -41,6 +43,7 @@ torch.set_default_device(device)
 
 
 def case(function):
+    print(function.__name__, flush=True)
     try:
         results[function.__name__] = function()
     except Exception:  # noqa: BLE001  - the test shows it
