@@ -39,13 +39,16 @@ def started(program: Path, *args: object, size: int = 2, seconds: float = 110) -
     ]
     end = time.monotonic() + seconds
     found = []
-    for rank in ranks:
-        try:
-            output, _ = rank.communicate(timeout=max(end - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
-            for other in ranks:
-                other.kill()
-            output, _ = rank.communicate()
-            output += f"killed after {seconds:g} s"
-        found.append((rank.returncode, output))
+    try:
+        for rank in ranks:
+            try:
+                output, _ = rank.communicate(timeout=max(end - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                for other in ranks:
+                    other.kill()
+                output = f"{rank.communicate()[0]}killed after {seconds:g} s"
+            found.append((rank.returncode, output))
+    finally:
+        for rank in ranks:
+            rank.kill()
     return found
