@@ -45,7 +45,7 @@ async def test_a6_rows_for_devices(coll: Communicator, simulated_cuda: Simulated
             chosen = selector.choose(operation, nbytes, "cuda")
             assert chosen in NAMES[operation]
             assert coll.availability().of(operation, chosen, "cuda").state is State.AVAILABLE
-    assert "# cuda_ipc here" in selector.show(operation="allreduce", device="cuda", hosts="one")
+    assert "# staged, then cuda_ipc here" in selector.show(operation="allreduce", device="cuda", hosts="one")
     with pytest.raises(ValueError, match="device 'tpu': expected one of cpu, cuda"):
         selector.choose("allreduce", 1, "tpu")
 
@@ -56,11 +56,11 @@ async def test_a6_an_edit_is_seen_by_operations_on_devices_alone(
 ) -> None:
     sub = await coll.dup()
     before = [coll.selector.choose("allreduce", nbytes) for nbytes in (0, 4096)]
-    await coll.selector.set("allreduce", "staged", above=1000, below=2000, device="cuda")
+    await coll.selector.set("allreduce", "doubling", above=1000, below=2000, device="cuda")
     await coll.selector.set("allreduce", "ring", above=2000, device="cuda")
     assert [coll.selector.choose("allreduce", nbytes) for nbytes in (0, 4096)] == before
     for comm in (coll, sub, await coll.dup()):
-        for numel, expected in ((10, "cuda_ipc"), (300, "staged"), (600, "ring")):
+        for numel, expected in ((10, "staged"), (300, "doubling"), (600, "ring")):
             assert comm.selector.choose("allreduce", 4 * numel, "cuda") == expected
             await coll.barrier()
             ran.clear()
@@ -68,7 +68,7 @@ async def test_a6_an_edit_is_seen_by_operations_on_devices_alone(
             assert (await comm.allreduce(torch.ones(numel).to(coll.device))).tolist() == [2.0] * numel
             await coll.barrier()
             assert ran == [expected] * 2
-    assert "cuda one allreduce 1000 2000 staged" in " ".join(coll.selector.show(device="cuda").split())
+    assert "cuda one allreduce 1000 2000 doubling" in " ".join(coll.selector.show(device="cuda").split())
 
 
 @pytest.mark.ranks(2)
@@ -111,7 +111,7 @@ def test_a6_a_file_with_rows_for_devices(tmp_path: Path) -> None:
 
     async def main() -> list[str]:
         async with init(selector=path) as coll:
-            chosen = [coll.selector.choose("allreduce", nbytes, "cuda") for nbytes in (0, 1024)]
+            chosen = [coll.selector.choose("allreduce", nbytes, "cuda") for nbytes in (0, 1 << 20)]
             assert coll.selector.choose("allreduce", 0) == "direct"
             assert coll.selector.limits["staged.pieces"] == 2
             return chosen

@@ -252,10 +252,10 @@ async def _refusals(coll: Communicator) -> None:
     assert "share device" in offer.reason
     x = torch.ones(3).to(coll.device)
     assert (await coll.allreduce(x)).tolist() == [coll.size] * 3
-    assert coll.selector.choose("allreduce", 12, "cuda") == "cuda_ipc"
+    assert [coll.selector.choose("allreduce", nbytes, "cuda") for nbytes in (12, 1 << 20)] == ["staged", "cuda_ipc"]
 
 
-def test_s3_ranks_that_share_a_device_go_by_cuda_ipc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_ranks_that_share_a_device_go_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeNccl()
     monkeypatch.setattr(nccl, "missing", lambda: None)
     monkeypatch.setattr(nccl, "load", partial(nccl.Library, library))

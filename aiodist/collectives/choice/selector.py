@@ -19,6 +19,7 @@ from aiodist.handles import Handle
 from aiodist.types import OPERATIONS
 
 _FRAME_BYTES = 192  # of an edit as text
+_LARGEST = 1 << 62
 
 
 class Selector:
@@ -80,8 +81,10 @@ class Selector:
         return text
 
     def _instead(self, edit: RangeEdit) -> str:
-        chosen = self.repertoire.choice(edit.operation, edit.above, edit.device)
-        return "" if edit.hosts != self.repertoire.hosts or edit.impl == chosen else f"# {chosen} here"
+        ends = (edit.above, _LARGEST if edit.below is None else edit.below - 1)
+        chosen = dict.fromkeys(self.repertoire.choice(edit.operation, nbytes, edit.device) for nbytes in ends)
+        here = edit.hosts == self.repertoire.hosts and [*chosen] != [edit.impl]
+        return f"# {', then '.join(chosen)} here" if here else ""
 
     def __str__(self) -> str:
         return self.show()

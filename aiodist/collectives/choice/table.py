@@ -47,6 +47,8 @@ IMPLEMENTATIONS: tuple[Impl, ...] = get_args(Impl)[1:]
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _SHORT_BYTES = 64 << 10
+_LENT_BYTES = 1 << 20
+"""From here on memory of devices is lent: what others are told of it, once for each tensor, takes up to 0.1 s."""
 COMPARED_BYTES = ROOM_BYTES
 """From here on hosts compare what they issued before any data move between them; what is shorter moves meanwhile."""
 
@@ -273,7 +275,9 @@ def last_resorts(operation: str, nbytes: int, device: str = "cpu", *, shares: bo
     short, long = _SCHEDULE[operation]
     of_messages = short if nbytes < _SHORT_BYTES else long
     if device == "cuda":
-        return "nccl", "cuda_ipc", "hierarchical", "leaders", "staged", of_messages, "direct"
+        lent = "cuda_ipc", "hierarchical", "leaders"
+        first, then = (("staged",), lent) if nbytes < _LENT_BYTES else (lent, ("staged",))
+        return "nccl", *first, *then, of_messages, "direct"
     # Ireduce of 1 MiB and more waits for polls again and again: 2 s for 16 MiB.
     first = (not shares and nbytes < COMPARED_BYTES) or (operation == "reduce" and nbytes >= _SHORT_BYTES)
     flat = (of_messages, *_LIBRARIES) if first else (*_LIBRARIES, of_messages)
