@@ -276,8 +276,8 @@ def last_resorts(operation: str, nbytes: int, device: str = "cpu", *, shares: bo
     of_messages = short if nbytes < _SHORT_BYTES else long
     if device == "cuda":
         lent = "cuda_ipc", "hierarchical", "leaders"
-        first, then = (("staged",), lent) if nbytes < _LENT_BYTES else (lent, ("staged",))
-        return "nccl", *first, *then, of_messages, "direct"
+        ways = ("staged", *lent) if nbytes < _LENT_BYTES else (*lent, "staged")
+        return "nccl", *ways, of_messages, "direct"
     # Ireduce of 1 MiB and more waits for polls again and again: 2 s for 16 MiB.
     first = (not shares and nbytes < COMPARED_BYTES) or (operation == "reduce" and nbytes >= _SHORT_BYTES)
     flat = (of_messages, *_LIBRARIES) if first else (*_LIBRARIES, of_messages)
