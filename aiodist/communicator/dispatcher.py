@@ -655,6 +655,11 @@ class Dispatcher:
 
     # --- the end -------------------------------------------------------------------------------------------
 
+    @property
+    def pending_more(self) -> bool:
+        """Whether several operations are not over."""
+        return len(self._pending) > 1
+
     def pending(self) -> list[Handle[Any]]:
         """Return what is not over, in order of issue."""
         return [handle for handle in list(self._pending) if handle.is_pending]

@@ -41,6 +41,7 @@ class _Job(NamedTuple):
     run: Callable[[], object]
     first: Callable[[], object] | None  # what is seen of it before it runs
     works: bool  # no marker: it is delayed, and an error of the device skips it
+    then: Callable[[], object] | None  # called when `idle` does not see it any more
 
 
 class World:
@@ -113,11 +114,18 @@ class Lane:
         """Whether all that was queued has been done."""
         return not self._jobs
 
-    def put(self, run: Callable[[], object], first: Callable[[], object] | None = None, *, works: bool = True) -> None:
+    def put(
+        self,
+        run: Callable[[], object],
+        first: Callable[[], object] | None = None,
+        *,
+        works: bool = True,
+        then: Callable[[], object] | None = None,
+    ) -> None:
         """Queue `run`; `first` is called when all before it is done, and before what holds or delays `run`."""
         if self.world.closed:
             raise RuntimeError(f"{self}: the simulated device is closed")
-        self._jobs.append(_Job(run, first, works))
+        self._jobs.append(_Job(run, first, works, then))
         self._tokens.put(True)
         if self._thread is None:
             self._start()
@@ -125,7 +133,7 @@ class Lane:
     def mark(self) -> Marker:
         """Return a marker that is reached when all that is queued now has been done."""
         marker = Marker()
-        self.put(marker.reach, works=False)
+        self.put(lambda: None, works=False, then=marker.reach)
         return marker
 
     def wait_for(self, marker: Marker) -> None:
@@ -150,8 +158,11 @@ class Lane:
     def _work(self) -> None:
         with torch.inference_mode():
             while self._tokens.get():
-                self._do(self._jobs[0])
+                job = self._jobs[0]
+                self._do(job)
                 self._jobs.popleft()  # not before: `idle` says that it is done
+                if job.then is not None:
+                    job.then()
 
     def _do(self, job: _Job) -> None:
         world = self.world
