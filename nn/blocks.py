@@ -98,7 +98,7 @@ def _run_block(layers: Sequence[nn.Module], x: Any) -> Any:
     if not torch.is_grad_enabled() or not (trained or moving) or torch.compiler.is_compiling():
         return run(*inputs)
     # The empty one needs a gradient, so that backward comes to a block of which no input does.
-    return _Block.apply(run, torch.empty(0, requires_grad=True), *inputs)  # type: ignore[no-untyped-call]
+    return _Block.apply(run, torch.empty(0, requires_grad=True, device="cpu"), *inputs)  # type: ignore[no-untyped-call]
 
 
 class _Block(torch.autograd.Function):

@@ -322,7 +322,9 @@ class RowBucket(Bucket):
     def blank(self) -> None:
         self.unused = list(self.slots)
         parameter = self.slots[0].parameter
-        self._bring(torch.empty(0, dtype=torch.int64), parameter.detach().new_empty(0, *parameter.shape[1:]))
+        self._bring(
+            torch.empty(0, dtype=torch.int64, device="cpu"), parameter.detach().new_empty(0, *parameter.shape[1:])
+        )
 
     def _bring(self, numbers: Tensor, rows: Tensor) -> None:
         self._brought = [numbers, rows]
@@ -344,7 +346,9 @@ class RowBucket(Bucket):
             with torch.inference_mode(False), torch.no_grad():
                 numbers, rows = (torch.cat(parts) for parts in gathered.result())
                 shape = slot.parameter.shape
-                total = torch.sparse_coo_tensor(numbers[None], rows, shape, check_invariants=True).coalesce()
+                total = torch.sparse_coo_tensor(
+                    numbers[None], rows, shape, check_invariants=True, device=rows.device
+                ).coalesce()
                 total.values().mul_(self.factor * self._share)
             slot.result, self.factor = total, 1.0
 

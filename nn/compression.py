@@ -230,7 +230,7 @@ class Compressor(CommHook):
         if not self._feedback:
             return data[part].to(wide(data.dtype))
         if bucket not in self._totals:
-            self._totals[bucket] = torch.empty(data.numel(), dtype=wide(data.dtype)), None
+            self._totals[bucket] = torch.empty(data.numel(), dtype=wide(data.dtype), device="cpu"), None
         total, _ = self._totals[bucket]
         begin = 0
         for slot in bucket.slots:
@@ -356,7 +356,7 @@ def narrow_sum(request: NarrowSum, rank: int, ranks: int) -> Generator[Gather | 
     t, out, factor = request
     if ranks <= 2:
         codes = (yield Gather(t)) if ranks == 2 else [t]
-        room = torch.empty(min(STRETCH, out.numel()), dtype=out.dtype)
+        room = torch.empty(min(STRETCH, out.numel()), dtype=out.dtype, device="cpu")
         for to, first, *others in zip(*(part.split(STRETCH) for part in (out, *codes)), strict=True):
             to.copy_(first)
             for other in others:
@@ -365,7 +365,7 @@ def narrow_sum(request: NarrowSum, rank: int, ranks: int) -> Generator[Gather | 
                 to.mul_(factor)
         return RoundingLoss(0, out[:0])
     part = -(-t.numel() // ranks)
-    padded = torch.zeros(ranks * part, dtype=t.dtype)
+    padded = torch.zeros(ranks * part, dtype=t.dtype, device="cpu")
     padded[: t.numel()].copy_(t)
     theirs = yield Swap(padded)
     summed = theirs.view(ranks, part).sum(0, dtype=torch.float32)

@@ -177,7 +177,7 @@ def _issue(
     collectives have the order in which these were issued. Autograd runs later nodes first, so backward issues in
     exactly the reverse order, on every rank.
     """
-    every_rank = torch.empty(0, requires_grad=True)  # has each rank take part in backward
+    every_rank = torch.empty(0, requires_grad=True, device="cpu")  # has each rank take part in backward
     out: Tensor = _Dual.apply(every_rank, t, coll, shape, dual)  # type: ignore[no-untyped-call]
     if out.requires_grad:
         check_threaded(coll)

@@ -176,7 +176,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         self._finish()
         settings = self._net.settings()
         if settings.scaler is not None:
-            settings.scaler.scale(torch.zeros(()))  # the first time it makes what it counts with
+            settings.scaler.scale(torch.zeros((), device="cpu"))  # the first time it makes what it counts with
         self._update(reduction, settings)
         self._tell()
 

@@ -60,7 +60,7 @@ class BucketShard:
                 view.copy_(slot.parameter)
                 slot.parameter.data = view
             self.own = self.flat[self.first : self.first + self.block]
-            self.gradient = torch.empty(0 if self.alone else self.block, dtype=self.own.dtype)
+            self.gradient = torch.empty(0 if self.alone else self.block, dtype=self.own.dtype, device="cpu")
             """Of what this rank owns; in each step it is written anew."""
             self.sections: dict[int, Section] = {}
             for slot in slots:
@@ -332,7 +332,9 @@ class ShardState:
         Only so is known what other ranks keep of what this one has no section of.
         """
         kinds = [list(dict.fromkeys(slot.dtype for slot in group.slots)) for group in self._groups]
-        tensors = [[nn.Parameter(torch.zeros(_SAMPLE, dtype=dtype)) for dtype in dtypes] for dtypes in kinds]
+        tensors = [
+            [nn.Parameter(torch.zeros(_SAMPLE, dtype=dtype, device="cpu")) for dtype in dtypes] for dtypes in kinds
+        ]
         new = self._make(
             [{**group.options, "params": of_group} for group, of_group in zip(self._groups, tensors, strict=True)]
         )
@@ -357,7 +359,7 @@ def _piece(slot: Slot, section: Section | None, value: Any, like: Any) -> Piece:
     """Return what this rank has of a `value` that is kept of a parameter, and that is `like` that of a new tensor."""
     number = not isinstance(like, Tensor)
     if number:
-        like = torch.tensor(like, dtype=torch.float64 if isinstance(like, float) else None)
+        like = torch.tensor(like, dtype=torch.float64 if isinstance(like, float) else None, device="cpu")
         value = None if value is None else like.new_tensor(value)
     long, dims = like.shape == (_SAMPLE,), None
     shape = tuple(like.shape)

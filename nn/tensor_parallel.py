@@ -60,7 +60,7 @@ class SplitLayer(nn.Module):
         found = {}
         for name, dim in self.splits:
             if (shape := self._wholes.get(name)) is not None:
-                mine = _block(torch.arange(shape[dim]), self.coll, 0)
+                mine = _block(torch.arange(shape[dim], device="cpu"), self.coll, 0)
                 bounds = [(0, length) for length in shape]
                 bounds[dim] = int(mine[0]), int(mine[-1]) + 1
                 found[name] = tuple(shape), tuple(bounds)
@@ -138,7 +138,7 @@ class VocabEmbedding(SplitLayer, nn.Embedding):
     ) -> None:  # fmt: skip
         super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
         self._divide(coll)
-        first = int(_block(torch.arange(num_embeddings), coll, 0)[0])
+        first = int(_block(torch.arange(num_embeddings, device="cpu"), coll, 0)[0])
         self._rows = range(first, first + len(self.weight))
 
     def forward(self, input: Tensor) -> Tensor:

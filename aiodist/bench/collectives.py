@@ -93,8 +93,10 @@ def buffers(session: Session, op: str, nbytes: int) -> Buffers:
         "sendrecv": numel,
     }.get(op)
     # Written to, so that there is memory behind it; zero stays zero however often it is summed.
-    t = torch.full((numel,), 0, dtype=session.dtype)
-    return Buffers(rank, ranks, t, None if filled is None else torch.full((filled,), 0, dtype=session.dtype))
+    t = torch.full((numel,), 0, dtype=session.dtype, device="cpu")
+    return Buffers(
+        rank, ranks, t, None if filled is None else torch.full((filled,), 0, dtype=session.dtype, device="cpu")
+    )
 
 
 def ours(coll: Communicator, op: str, b: Buffers, keywords: dict[str, str]) -> Callable[[], Any]:

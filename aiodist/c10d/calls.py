@@ -308,7 +308,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
 
         def finish() -> None:
             entries = torch.cat(works[0].result()).t(), torch.cat(works[1].result())
-            total = torch.sparse_coo_tensor(*entries, t.shape).coalesce()
+            total = torch.sparse_coo_tensor(*entries, t.shape, device=t.device).coalesce()
             tensors[0].copy_(total)
 
         return self._work(issue, tensors, finish)

@@ -91,7 +91,7 @@ class Reader:
             raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from error
         if nbytes != facts.nbytes:
             raise CheckpointDamaged(f"{path} has {nbytes} bytes: expected {facts.nbytes}")
-        header = torch.empty(facts.header, dtype=torch.uint8)
+        header = torch.empty(facts.header, dtype=torch.uint8, device="cpu")
         if self._filled(rank, 0, header) != facts.crc:
             raise CheckpointDamaged(f"{path}, bytes 0 to {facts.header}: the header is not as it was written")
 
@@ -107,14 +107,14 @@ class Reader:
     def part(self, name: str, start: int, numel: int) -> Tensor:
         """Return elements `start` … `start + numel` of the tensor, made flat."""
         pieces = self.pieces(name)
-        out = torch.empty(numel, dtype=DTYPES[pieces[0].dtype])
+        out = torch.empty(numel, dtype=DTYPES[pieces[0].dtype], device="cpu")
         for piece in pieces:
             begins, ends = piece.start, piece.start + piece.numel
             first, last = max(start, begins), min(start + numel, ends)
             if (first, last) == (begins, ends):
                 self._read_piece(piece, out[begins - start : ends - start])
             elif first < last:
-                read = torch.empty(piece.numel, dtype=out.dtype)
+                read = torch.empty(piece.numel, dtype=out.dtype, device="cpu")
                 self._read_piece(piece, read)
                 out[first - start : last - start] = read[first - begins : last - begins]
         return out
@@ -124,7 +124,7 @@ class Reader:
         for pieces in self.manifest.tensors.values():
             for piece in pieces:
                 if piece.file % size == rank and (piece.file, piece.offset) not in self._read:
-                    self._read_piece(piece, torch.empty(piece.numel, dtype=DTYPES[piece.dtype]))
+                    self._read_piece(piece, torch.empty(piece.numel, dtype=DTYPES[piece.dtype], device="cpu"))
 
     def _read_piece(self, entry: TensorEntry, into: Tensor) -> None:
         if not entry.numel:

@@ -200,7 +200,7 @@ class BufferPool:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._free: SimpleQueue[Tensor] = SimpleQueue()
-        self._free.put(torch.empty(0, dtype=torch.uint8))
+        self._free.put(torch.empty(0, dtype=torch.uint8, device="cpu"))
         self.given_up = False
         """Nothing is written any more: a thread that waits for memory need not."""
 
@@ -230,6 +230,6 @@ class BufferPool:
 
 
 def _pages(nbytes: int) -> Tensor:
-    memory = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8)
+    memory = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8, device="cpu")
     begin = -memory.data_ptr() % mmap.PAGESIZE
     return memory[begin : begin + nbytes]

@@ -48,7 +48,9 @@ class Lossless:
             raise ValueError("a code by Lossless that zlib cannot read") from error
         if len(data) != nbytes or not unpack.eof or unpack.unused_data:
             raise ValueError(f"a code by Lossless of {len(data)} bytes or more, or damaged: expected {nbytes}")
-        planes = torch.frombuffer(data, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+        planes = (
+            torch.frombuffer(data, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         return planes.view(dtype.itemsize, numel).T.contiguous().view(-1).view(dtype)
 
 

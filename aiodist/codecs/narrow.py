@@ -63,7 +63,7 @@ class Half(FloatCodec):
     def exchange(self, gradients: Gradients, kept: dict[str, Tensor]) -> Exchange:
         """See `GradientCodec`: the ranks agree on an exponent with which their sum does not overflow, and add up."""
         total, room = gradients.total, (gradients.size - 1).bit_length()
-        scale = torch.tensor([-_exponent(total) if bool(total.any()) else -_LARGEST], dtype=torch.int32)
+        scale = torch.tensor([-_exponent(total) if bool(total.any()) else -_LARGEST], dtype=torch.int32, device="cpu")
         yield Sum(scale, "max")
         exponent = -int(scale) - room
         narrow = torch.empty(total.numel(), dtype=torch.float16, device="cpu")

@@ -39,7 +39,7 @@ _DATA_AT = _META_AT + META_BYTES
 _FRAME_BYTES = 1024
 _INLINE_BYTES = _FRAME_BYTES - _DATA_AT
 _HEADER_TAG = 0
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _PAYLOAD_TAGS = 1 << 20
 
 
@@ -190,7 +190,7 @@ class Mailbox:
     def _frame(self, dst: int, kind: int, form: int, tag: int, t: Tensor, number: int, room: int = 0) -> Tensor:
         """Return the header of message `number`, of `t`, to rank `dst`, with so much room behind it."""
         head = _HEADER.pack(kind, form, self._transport.rank, tag, number) + pack_meta(t)
-        frame = torch.empty(self._frame_bytes or (_DATA_AT + room), dtype=torch.uint8)
+        frame = torch.empty(self._frame_bytes or (_DATA_AT + room), dtype=torch.uint8, device="cpu")
         frame[:_DATA_AT] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         self.sent[dst] += 1
         return frame
@@ -237,7 +237,7 @@ class Mailbox:
         if self._listening or self._transport.size == 1:
             return
         self._listening = True
-        frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
+        frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
         guarded(partial(self._transport.irecv, frame, ANY, _HEADER_TAG), partial(self._heard, frame))
 
     def _heard(self, frame: Tensor, error: BaseException | None) -> None:
@@ -340,7 +340,7 @@ class Mailbox:
                 wanted.work = wanted.work_later()
             if not on_device or wanted.work is None:
                 if into is None:
-                    into = torch.empty(meta.shape, dtype=meta.dtype)
+                    into = torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
                 self._take(message, bytes_of(into)[: meta.nbytes], told)
                 return
             with wanted.work.current():
@@ -390,7 +390,7 @@ class Mailbox:
         elif message.data is not None:
             on_host(message.data, None)
         else:
-            host = torch.empty(flat.numel(), dtype=torch.uint8)
+            host = torch.empty(flat.numel(), dtype=torch.uint8, device="cpu")
             guarded(partial(self._take, message, host), partial(on_host, host))
 
 

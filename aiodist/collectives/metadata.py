@@ -51,7 +51,11 @@ def unpack_meta(data: bytes | bytearray | memoryview, offset: int = 0) -> Meta:
 
 def as_tensor(data: bytes) -> Tensor:
     """Return the bytes as a tensor of their own."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def as_bytes(t: Tensor) -> bytes:

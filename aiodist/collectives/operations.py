@@ -105,7 +105,7 @@ def broadcast(p: Primitives, t: Tensor, root: int) -> Program[Tensor]:
 def allgather(p: Primitives, t: Tensor, out: Tensor | None) -> Program[list[Tensor] | Tensor]:
     """Return every rank's tensor as a list, or concatenated along dim 0 in `out`; sizes may differ."""
     record = as_tensor(pack_meta(t))
-    records = torch.empty(META_BYTES * p.ep.size, dtype=torch.uint8)
+    records = torch.empty(META_BYTES * p.ep.size, dtype=torch.uint8, device="cpu")
     yield from p.run(Operation("allgather", record, records, counts=[META_BYTES] * p.ep.size))
     yield from p.ep.known()
     metas = [unpack_meta(as_bytes(records), META_BYTES * rank) for rank in range(p.ep.size)]
@@ -129,7 +129,7 @@ def allgather(p: Primitives, t: Tensor, out: Tensor | None) -> Program[list[Tens
 
 def _introduced(ep: Endpoint, to: Mapping[int, Tensor], by: Sequence[int]) -> Program[dict[int, Meta]]:
     """Tell each rank the dtype and shape of the tensor that it will get; return what the ranks `by` tell."""
-    records = {rank: torch.empty(META_BYTES, dtype=torch.uint8) for rank in by}
+    records = {rank: torch.empty(META_BYTES, dtype=torch.uint8, device="cpu") for rank in by}
     receives = [ep.recv(record, rank) for rank, record in records.items()]
     yield [*receives, *(ep.send(as_tensor(pack_meta(t)), rank) for rank, t in to.items())]
     if by:
@@ -180,14 +180,14 @@ def scatter(
             yield heads
         kept = [into(one[root], out) for one in lists]
         return kept if nested else kept[0]
-    record = torch.empty(_COUNT.size + META_BYTES, dtype=torch.uint8)
+    record = torch.empty(_COUNT.size + META_BYTES, dtype=torch.uint8, device="cpu")
     yield [ep.recv(record, root)]
     yield from ep.known()
     head = as_bytes(record)
     (count,) = _COUNT.unpack_from(head)
     metas = [unpack_meta(head, _COUNT.size)] if count else []
     if count > 1:
-        rest = torch.empty((count - 1) * META_BYTES, dtype=torch.uint8)
+        rest = torch.empty((count - 1) * META_BYTES, dtype=torch.uint8, device="cpu")
         yield [ep.recv(rest, root)]
         packed = as_bytes(rest)
         metas += [unpack_meta(packed, i * META_BYTES) for i in range(count - 1)]
@@ -218,7 +218,7 @@ def alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) 
     if out is not None:  # in place: what goes out to a rank must not be overwritten by what comes from it
         ts = [t.clone() if rank in others and overlaps(t, out[rank]) else t for rank, t in enumerate(ts)]
     metas = yield from _introduced(ep, {rank: ts[rank] for rank in others}, others)
-    result = [torch.empty(0)] * ep.size
+    result = [torch.empty(0, device="cpu")] * ep.size
     for rank, meta in metas.items():
         _agree_on_place({ep.rank: not ts[ep.rank].is_cpu, rank: meta.on_device})
         result[rank] = _room(meta, out[rank] if out is not None else None, ts[ep.rank].device)
@@ -245,9 +245,9 @@ def alltoall_single(p: Primitives, t: Tensor, out: Tensor | None, sizes: Sequenc
     if sizes is None:
         sizes = coming = [t.shape[0] // ranks] * ranks
     else:
-        arriving = torch.empty(ranks, dtype=torch.int64)
+        arriving = torch.empty(ranks, dtype=torch.int64, device="cpu")
         one = [1] * ranks
-        yield from p.run(Operation("alltoall", torch.tensor(sizes), arriving, counts=one, received=one))
+        yield from p.run(Operation("alltoall", torch.tensor(sizes, device="cpu"), arriving, counts=one, received=one))
         yield from p.ep.known()
         coming, data = arriving.tolist(), p.afterwards()
     shape = (sum(coming), *t.shape[1:])
@@ -276,7 +276,7 @@ def reduce_scatter(
 
 def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Program[Tensor]:
     """Return root's bytes everywhere: one broadcast of a frame that says how many, a second for what is longer."""
-    frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+    frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
     room = _FRAME_BYTES - _COUNT.size
     if packed is not None:
         frame[: _COUNT.size] = as_tensor(_COUNT.pack(packed.numel()))
@@ -285,7 +285,9 @@ def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Program[
     yield from p.ep.known()
     (length,) = _COUNT.unpack(as_bytes(frame[: _COUNT.size]))
     if packed is None:
-        packed = frame[_COUNT.size :][:length] if length <= room else torch.empty(length, dtype=torch.uint8)
+        packed = (
+            frame[_COUNT.size :][:length] if length <= room else torch.empty(length, dtype=torch.uint8, device="cpu")
+        )
     if length > room:
         yield from p.afterwards().run(Operation("broadcast", packed, root=root))
     return packed

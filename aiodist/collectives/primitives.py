@@ -76,9 +76,9 @@ class Primitives:
 
     def _all_say(self, mine: bool) -> Program[bool]:
         """Return True on all ranks where each of them says so."""
-        said = torch.empty(self.ep.size, dtype=torch.bool)
+        said = torch.empty(self.ep.size, dtype=torch.bool, device="cpu")
         host = Primitives(self.ep, self._repertoire, "doubling", together=True, later=True)
-        yield from host.run(Operation("allgather", torch.tensor([mine]), said, counts=[1] * self.ep.size))
+        yield from host.run(Operation("allgather", torch.tensor([mine], device="cpu"), said, counts=[1] * self.ep.size))
         yield from self.ep.known()
         return bool(said.all())
 

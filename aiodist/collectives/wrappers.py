@@ -88,8 +88,8 @@ def alike_lists(p: Primitives, ts: Sequence[Tensor], then: Callable[[Primitives]
     """
     if p.ep.size == 1:
         return (yield from then(p))
-    given = torch.tensor([len(ts), not ts[0].is_cpu])
-    of_all = torch.empty(2 * p.ep.size, dtype=given.dtype)
+    given = torch.tensor([len(ts), not ts[0].is_cpu], device="cpu")
+    of_all = torch.empty(2 * p.ep.size, dtype=given.dtype, device="cpu")
     yield from p.run(Operation("allgather", given, of_all, counts=[2] * p.ep.size))
     yield from p.ep.known()
     lists = [f"{count} on {'cuda' if on_cuda else 'cpu'}" for count, on_cuda in of_all.view(-1, 2).tolist()]

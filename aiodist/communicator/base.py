@@ -456,7 +456,7 @@ def lift(t: Any, op: str | None) -> tuple[Any, Callable[[Any], Any]]:  # noqa: A
     if not is_number(t):
         return t, lambda result: result
     whole = isinstance(t, int) and op != "mean"
-    lifted = torch.tensor([t], dtype=torch.int64 if whole else torch.float64)
+    lifted = torch.tensor([t], dtype=torch.int64 if whole else torch.float64, device="cpu")
     return lifted, _number
 
 

@@ -204,7 +204,7 @@ class Gate:
             told = partial(self._between_hosts, entry)
             self._between.compare(tag_of(entry.seq), word, differs=differs, told=told)
         elif self._verdicts is not None:
-            self._tell_verdict(torch.zeros(1, dtype=torch.bool), self._verdict_told)
+            self._tell_verdict(torch.zeros(1, dtype=torch.bool, device="cpu"), self._verdict_told)
 
     def _between_hosts(self, entry: Entry, differs: bool) -> None:
         """As a leader: the hosts have been compared, on operations that may overtake one another."""
@@ -214,7 +214,7 @@ class Gate:
         while self._undecided and (verdict := self._undecided[0].verdict) is not None:
             first = self._undecided.popleft()
             if self._verdicts is not None:
-                self._tell_verdict(torch.tensor([verdict]), lambda _, __: None)
+                self._tell_verdict(torch.tensor([verdict], device="cpu"), lambda _, __: None)
             self._settle(first, verdict)
 
     def _tell_verdict(self, verdict: torch.Tensor, then: Callable[[torch.Tensor, BaseException | None], None]) -> None:

@@ -26,7 +26,7 @@ def pack(obj: object) -> Tensor:
     head = pickle.dumps(obj, protocol=5, buffer_callback=buffers.append)
     parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
     lengths = b"".join(_LENGTH.pack(n) for n in (len(parts), *(part.nbytes for part in parts)))
-    packed = torch.empty(len(lengths) + sum(part.nbytes for part in parts), dtype=torch.uint8)
+    packed = torch.empty(len(lengths) + sum(part.nbytes for part in parts), dtype=torch.uint8, device="cpu")
     view = packed.numpy().data
     view[: len(lengths)] = lengths
     at = len(lengths)

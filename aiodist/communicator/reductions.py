@@ -197,7 +197,7 @@ class Reductions(Base):
 
         Collective. Cost: an allreduce of one byte.
         """
-        terms, said = Terms(timeout, "auto", None), torch.tensor([self._registry.stop_requested])
+        terms, said = Terms(timeout, "auto", None), torch.tensor([self._registry.stop_requested], device="cpu")
         program = operations.allreduce(self._primitives(terms), said, said, ReduceOp.MAX)
         return self._issue(
             fingerprint_of("stopping", [said], None), mapped(program, bool), writing(said), [said], terms

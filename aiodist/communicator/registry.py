@@ -323,7 +323,7 @@ class Registry(Generic[C]):
 
         `thread`: other threads may issue on it too, here; the other ranks may want it otherwise.
         """
-        agreed = parent.allgather(torch.tensor([kind == "dup", *ranks]))
+        agreed = parent.allgather(torch.tensor([kind == "dup", *ranks], device="cpu"))
         name = self.next_name(parent, kind)
 
         def join(table: list[torch.Tensor]) -> Coroutine[Any, Any, C]:
@@ -339,7 +339,7 @@ class Registry(Generic[C]):
 
     def split(self, parent: C, color: int | None, key: int) -> Handle[C]:
         """Return the handle of the communicator of `parent`'s ranks that gave the same `color`."""
-        agreed = parent.allgather(torch.tensor([color is None, color or 0, key]))
+        agreed = parent.allgather(torch.tensor([color is None, color or 0, key], device="cpu"))
         name = self.next_name(parent, "split")
 
         def join(table: list[torch.Tensor]) -> Coroutine[Any, Any, C]:

@@ -234,13 +234,13 @@ def _plain(x: Any) -> int | Sequence[int] | None:
 
 def _memory(data: Any, written: bool) -> Buffer:
     if data is None:
-        return Buffer(torch.empty(0, dtype=torch.uint8), np.dtype("B"))
+        return Buffer(torch.empty(0, dtype=torch.uint8, device="cpu"), np.dtype("B"))
     if isinstance(data, Tensor):
         if not data.is_cpu or not data.is_contiguous():
             raise TypeError(f"a tensor on {data.device}, strides {data.stride()}: expected a contiguous one on the CPU")
         memory = data.detach().reshape(-1).view(torch.uint8)
         try:
-            return Buffer(memory, torch.empty(0, dtype=data.dtype).numpy().dtype)
+            return Buffer(memory, torch.empty(0, dtype=data.dtype, device="cpu").numpy().dtype)
         except TypeError:  # bfloat16 and others
             return Buffer(memory, np.dtype(f"V{data.itemsize}"), data.dtype)
     array = data if isinstance(data, np.ndarray) else _array(data)

@@ -129,7 +129,7 @@ class Coalescer:
         """The most data that an entry carries."""
         self._longest = self._room_bytes - _FRAME.size - _ENTRY.size
         assert self._longest % 8 == 0
-        self._room = torch.empty(self._room_bytes, dtype=torch.uint8)
+        self._room = torch.empty(self._room_bytes, dtype=torch.uint8, device="cpu")
         self._came = self._room.numpy().data
         self._outgoing = [_Outgoing() for _ in range(transport.size)]
         self._to_flush: set[int] = set()

@@ -95,7 +95,7 @@ class Pool:
         with self._lock:
             if nbytes in self._free:
                 return self._taken(nbytes)
-        return self._make(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+        return self._make(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take_room(self, nbytes: int) -> Tensor:
         """Return a buffer of at least `nbytes`, at most an eighth more: for what has another size each time."""

@@ -293,5 +293,5 @@ def check_settings(entry: NameEntry, settings: Mapping[str, float]) -> None:
         check_row_settings(entry.table, settings, entry.name)
         return
     with torch.inference_mode(False):
-        trial = entry.rule.state(torch.zeros(1, dtype=entry.dtype))
+        trial = entry.rule.state(torch.zeros(1, dtype=entry.dtype, device="cpu"))
     entry.rule.configure(trial, **settings)

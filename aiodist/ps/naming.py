@@ -156,7 +156,7 @@ class Naming:
         return self._session.run("embedding", self._making(entry), timeout)
 
     def _making(self, entry: NameEntry) -> Program[Table]:
-        yield from self._opening(entry, torch.empty(0))
+        yield from self._opening(entry, torch.empty(0, device="cpu"))
         return Table(self._session, self._names, entry, self._read_mode)
 
     def _opening(self, entry: NameEntry, value: Tensor) -> Program[None]:

@@ -53,7 +53,7 @@ class OptimizerRule(Rule):
         self._how = {} if _HOW & settings.keys() else _fastest(kind, settings)
         known = signature(kind).parameters
         with torch.inference_mode(False):
-            trial = self._make(torch.nn.Parameter(torch.zeros(1)))
+            trial = self._make(torch.nn.Parameter(torch.zeros(1, device="cpu")))
             _step(trial)
         anything = any(one.kind is one.VAR_KEYWORD for one in known.values())
         self._known = {  # what `configure` can change, and the values with which a shard starts
@@ -126,8 +126,8 @@ class OptimizerRule(Rule):
     def _try(self, now: dict[str, Any], changes: dict[str, Any]) -> None:
         """Raise unless the class takes the settings, and a shard that was updated before goes on with them."""
         with torch.inference_mode(False):
-            self._make(torch.nn.Parameter(torch.zeros(1)), **(now | changes))
-            trial = self._make(torch.nn.Parameter(torch.zeros(1)), **now)
+            self._make(torch.nn.Parameter(torch.zeros(1, device="cpu")), **(now | changes))
+            trial = self._make(torch.nn.Parameter(torch.zeros(1, device="cpu")), **now)
             _step(trial)
             trial.param_groups[0].update(changes)
             try:

@@ -269,7 +269,9 @@ class Codes:
         kind = next((block.dtype for block, _ in blocks if block is not None), None)
         if kind is None:
             return None
-        return torch.cat([torch.zeros(numel, dtype=kind) if block is None else block for block, numel in blocks])
+        return torch.cat(
+            [torch.zeros(numel, dtype=kind, device="cpu") if block is None else block for block, numel in blocks]
+        )
 
     def take(self, key: int, spans: Iterable[tuple[int, int, int]], whole: Tensor) -> None:
         """Have that be left out of a tensor, cut for its servers."""

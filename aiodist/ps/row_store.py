@@ -16,7 +16,7 @@ from aiodist.ps.rows import TableSpec, mix
 _EMPTY = -1
 _LEAST_CELLS = 64
 _LEAST_ROWS = 64
-_WINDOWS = torch.arange(1, 5), torch.arange(1, 9)
+_WINDOWS = torch.arange(1, 5, device="cpu"), torch.arange(1, 9, device="cpu")
 _MANY = 1 << 10
 
 
@@ -30,7 +30,7 @@ class RowIndex:
 
     def __init__(self) -> None:
         self._count = 0
-        self._ids = torch.empty(0, dtype=torch.int64)  # by slot, with room
+        self._ids = torch.empty(0, dtype=torch.int64, device="cpu")  # by slot, with room
         self._make(_LEAST_CELLS)
 
     def __len__(self) -> int:
@@ -62,17 +62,17 @@ class RowIndex:
         """Give slots to `ids`, none of which has one and none of which is there twice; return them: the next ones."""
         first, count = self._count, self._count + ids.numel()
         if count > self._ids.numel():
-            grown = torch.empty(max(count, 2 * self._ids.numel()), dtype=torch.int64)
+            grown = torch.empty(max(count, 2 * self._ids.numel()), dtype=torch.int64, device="cpu")
             grown[:first] = self.ids
             self._ids = grown
         self._ids[first:count] = ids
         self._count = count
         if 2 * count > self._mask + 1:
             self._make(1 << (2 * count - 1).bit_length())
-            self._enter(self.ids, torch.arange(count))
+            self._enter(self.ids, torch.arange(count, device="cpu"))
         else:
-            self._enter(ids, torch.arange(first, count))
-        return torch.arange(first, count)
+            self._enter(ids, torch.arange(first, count, device="cpu"))
+        return torch.arange(first, count, device="cpu")
 
     def _cells(self, ids: Tensor) -> Tensor:
         """Return where the search for each begins. Low bits: the ids of one server share what the high bits give."""
@@ -80,8 +80,8 @@ class RowIndex:
 
     def _make(self, size: int) -> None:
         self._mask = size - 1
-        self._keys = torch.full((size,), _EMPTY)
-        self._slots = torch.full((size,), _EMPTY)
+        self._keys = torch.full((size,), _EMPTY, device="cpu")
+        self._slots = torch.full((size,), _EMPTY, device="cpu")
 
     def _enter(self, ids: Tensor, slots: Tensor) -> None:
         """Write each id into the first cell that is free: of several that want one, one gets it, the others go on."""
@@ -118,7 +118,7 @@ class RowOptimizer:
         _check_neutral(rule.name, rule.settings)
         self._rule = rule
         with torch.inference_mode(False):
-            self._nothing = torch.empty(0, dtype=dtype)
+            self._nothing = torch.empty(0, dtype=dtype, device="cpu")
             self._state = rule.state(self._nothing)
 
     @property
@@ -153,7 +153,7 @@ class RowOptimizer:
         if "betas" in settings:  # SparseAdam does not divide it, as Adam divides the root that it is added to
             settings["eps"] = eps / math.sqrt(1 - settings["betas"][1] ** steps)
         parameter.data = rows
-        made.state[parameter] = {"step": torch.tensor(float(steps - 1)), **columns}
+        made.state[parameter] = {"step": torch.tensor(float(steps - 1), device="cpu"), **columns}
         try:
             self._rule.apply(rows, gradient, 1.0, self._state)
         finally:
@@ -257,7 +257,7 @@ class RowStore:
         return slots
 
     def _new(self, rows: int) -> Tensor:
-        return torch.empty(rows, self._spec.dim, dtype=self._spec.dtype)
+        return torch.empty(rows, self._spec.dim, dtype=self._spec.dtype, device="cpu")
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies: "ids" `(n,)`, "rows" and what the optimizer keeps, `(n, dim)` each; "steps" and "settings"."""

@@ -126,7 +126,10 @@ class TableSpec:
 
     def first_rows(self, ids: Tensor, into: Tensor) -> None:
         """Write the first values of `ids` into the rows of `into`, `(len(ids), dim)`, some at a time."""
-        seed, columns = mix(torch.tensor(self.seed)), torch.arange(1, self.dim + 1) * _GOLDEN
+        seed, columns = (
+            mix(torch.tensor(self.seed, device="cpu")),
+            torch.arange(1, self.dim + 1, device="cpu") * _GOLDEN,
+        )
         some = max(1, _AT_A_TIME // self.dim)
         for rows, chosen in zip(into.split(some), ids.split(some), strict=True):
             bits = shifted(mix(mix(chosen ^ seed)[:, None] + columns), 11)
@@ -207,7 +210,7 @@ class GroupedIds(NamedTuple):
 
     def last(self, values: Tensor) -> Tensor:
         """Return the last row of each id; else as `summed`."""
-        order = torch.arange(self.places.numel())
+        order = torch.arange(self.places.numel(), device="cpu")
         return values.index_select(0, torch.zeros_like(self.ids).scatter_reduce_(0, self.places, order, "amax"))
 
 
@@ -228,7 +231,7 @@ def grouped(ids: object, spec: TableSpec, servers: int) -> GroupedIds:
             return GroupedIds(unique, places, [unique.numel()], ids.shape)
         owner = owners(unique, servers)
         order = owner.argsort(stable=True)
-        moved = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
+        moved = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device="cpu"))
         return GroupedIds(unique[order], moved[places], torch.bincount(owner, minlength=servers).tolist(), ids.shape)
 
 
@@ -236,7 +239,7 @@ def packed_rows(ids: Tensor, rows: Tensor, room: Callable[[int], Tensor] | None 
     """Return ids and rows as they travel, flat uint8, in new memory or in `room(nbytes)`."""
     start = COUNT_BYTES + ids.nbytes
     nbytes = start + rows.nbytes
-    packed = torch.empty(nbytes, dtype=torch.uint8) if room is None else room(nbytes)[:nbytes]
+    packed = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if room is None else room(nbytes)[:nbytes]
     packed[:COUNT_BYTES].view(torch.int64)[0] = ids.numel()
     packed[COUNT_BYTES:start].view(torch.int64).copy_(ids)
     packed[start:].view(rows.dtype).view_as(rows).copy_(rows)

@@ -219,7 +219,7 @@ def apply_step(shard: Tensor, pieces: Sequence[Piece], state_of: Callable[[Rule]
 
 def _sum(pieces: Sequence[Piece]) -> Tensor:
     kind = pieces[0].value.dtype
-    total = torch.zeros(pieces[0].value.numel(), dtype=_SUMMED_IN.get(kind, kind))
+    total = torch.zeros(pieces[0].value.numel(), dtype=_SUMMED_IN.get(kind, kind), device="cpu")
     for piece in pieces:
         factor = piece.weight * piece.alpha
         total.add_(piece.value, alpha=int(factor) if factor == int(factor) else factor)

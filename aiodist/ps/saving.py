@@ -301,7 +301,7 @@ def _written(call: _Said, captured: Sequence[Captured], computing: set[int]) -> 
     """Write this rank's file; return what the manifest says of it. In the thread for files."""
     written = sorted((each for one in captured for each in one.written), key=lambda each: -each.entry.itemsize)
     layout = lay_out([each.entry for each in written])
-    buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+    buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
     copy_into(buffer, layout, [each.elements for each in written])
     for one in captured:
         one.written.clear()

@@ -281,7 +281,7 @@ class Server:
                     return
                 pull.rows = self.context.memory(client, ids.segment, ids.offset, ids.nbytes)
             elif ids.way == Way.MESSAGE:
-                pull.rows = torch.empty(ids.nbytes, dtype=torch.uint8)
+                pull.rows = torch.empty(ids.nbytes, dtype=torch.uint8, device="cpu")
                 pull.ready = False
                 self.context.coalescer.receive(pull.rows, client, head.number, partial(self._received, pull))
             else:  # what waits must not keep a frame alive

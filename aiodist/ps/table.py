@@ -99,7 +99,7 @@ class Table:
         self._check()
         chosen = self.group(ids)
         with torch.inference_mode(False):
-            given = torch.empty(*chosen.shape, self.dim, dtype=self.dtype) if out is None else out
+            given = torch.empty(*chosen.shape, self.dim, dtype=self.dtype, device="cpu") if out is None else out
         into = flat(self._checked(given, "out", chosen)).detach().view(-1, self.dim)
 
         def spread(rows: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class Table:
         room[: chosen.ids.nbytes].view(torch.int64).copy_(chosen.ids)
         with torch.inference_mode(False):
             # What does not stay is of the pool: fresh memory costs as much as all the copying.
-            came = torch.empty(nbytes, dtype=torch.uint8) if spread is None else pool.take_room(nbytes)
+            came = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if spread is None else pool.take_room(nbytes)
             rows = came[:nbytes].view(self.dtype).view(-1, self.dim)
         blocks = dict(zip((span.rank for span in self._entry.spans), chosen.blocks(), strict=True))
         ids = {rank: room[block.start * ID_BYTES : block.stop * ID_BYTES] for rank, block in blocks.items()}

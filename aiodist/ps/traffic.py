@@ -325,7 +325,7 @@ class Pulls:
         if decode is None and part.place is not None:
             self._context.coalescer.receive(part.place(src).view(torch.uint8), src, data.number, over)
             return
-        room = torch.empty(data.nbytes, dtype=torch.uint8)
+        room = torch.empty(data.nbytes, dtype=torch.uint8, device="cpu")
 
         def received(error: BaseException | None) -> None:
             if decode is not None:

@@ -175,7 +175,7 @@ class Order(NamedTuple):
 
 
 _ALIGNED_BYTES = 8
-_NONE = torch.empty(0, dtype=torch.uint8)
+_NONE = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def as_bytes(t: Tensor) -> bytes:
@@ -191,7 +191,7 @@ def bytes_in(body: memoryview, start: int, nbytes: int) -> Tensor:
 def values_in(body: memoryview, start: int, nbytes: int, dtype: torch.dtype) -> Tensor:
     """Return `nbytes` of `body` from `start` on as a flat tensor of `dtype`, without a copy where that can be had."""
     if not nbytes:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     if dtype.itemsize > _ALIGNED_BYTES:  # torch's kernels for complex128 fault on what is not aligned to 16 bytes
         return bytes_in(body, start, nbytes).clone().view(dtype)
     return torch.frombuffer(body, dtype=dtype, offset=start, count=nbytes // dtype.itemsize)

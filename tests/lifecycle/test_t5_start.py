@@ -89,3 +89,10 @@ def test_t5_without_start_there_is_no_portal(jobs: Jobs) -> None:
     ended = jobs.alone("started.py", "no_portal")
     assert (ended.code, ended.errors) == (0, ""), ended
     assert "only a world of aiodist.start() has one" in ended.text
+
+
+@pytest.mark.parametrize("how", ["script", "loop"])
+def test_t5_the_default_device_of_a_program_is_its_own(run: Run, how: str) -> None:
+    ended = run("default_device.py", how, "meta")
+    assert (ended.code, ended.errors) == (0, ""), ended
+    assert [ended.said(rank) for rank in range(2)] == [["all alike [2, 1]"]] * 2

@@ -76,7 +76,7 @@ class Arena:
         """Return an uninitialised tensor; raise MemoryError where its pages cannot be had."""
         numel = prod(shape)
         if numel <= 0:  # which says what is wrong with sizes below zero
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         nbytes = numel * dtype.itemsize
         segment, start, stop = self._allocate(_in_pages(nbytes))
         memory = memoryview(segment.map)[start:stop]

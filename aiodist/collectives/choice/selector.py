@@ -130,10 +130,10 @@ class Selector:
 
 def compared(p: Primitives, edit: Edit, differ: Callable[[MismatchError], None]) -> Program[None]:
     """Return once all ranks have made the same edit; else call `differ` with what shows two sides, and raise it."""
-    frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+    frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
     packed = as_tensor(str(edit).encode())
     frame[: packed.numel()] = packed
-    everything = torch.empty(_FRAME_BYTES * p.ep.size, dtype=torch.uint8)
+    everything = torch.empty(_FRAME_BYTES * p.ep.size, dtype=torch.uint8, device="cpu")
     yield from p.run(Operation("allgather", frame, everything, counts=[_FRAME_BYTES] * p.ep.size))
     texts = [as_bytes(part).rstrip(b"\0").decode() for part in everything.split(_FRAME_BYTES)]
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), 0)
