@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 
 from aiodist.errors import LaunchError
 from aiodist.launch import wire
-from aiodist.launch.hosts import LOOPBACK
 from aiodist.launch.output import Streams, read_input
 from aiodist.launch.verdict import Ending
 from aiodist.launch.wire import Kind, Start
@@ -45,7 +44,7 @@ class Ranks:
         starts: list[Start],
         streams: Streams,
         notify: Callable[[Ending | Finished], None],
-        host: str = LOOPBACK,
+        host: str,
     ) -> None:
         self._token = token
         self._starts = starts

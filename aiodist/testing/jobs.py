@@ -361,21 +361,15 @@ class Reporter:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         """Write it down."""
-        record = {"nodeid": nodeid, "mpi": _mpi_name(), "skipped": self._skipped, "failures": self._failures}
+        library = sys.modules.get("aiodist.backends.mpi")
+        version = "" if library is None else library.library_version()  # of the MPI that this process runs under
+        mpi = next((name for name in ("Open MPI", "MPICH") if name in version), version)
+        record = {"nodeid": nodeid, "mpi": mpi, "skipped": self._skipped, "failures": self._failures}
         with self._file.open("a") as file:
             file.write(json.dumps(record) + "\n")
         if self._failures and self._session is not None:
             self._session.shouldstop = "a test failed: the others run in a new job"
         self._failures, self._skipped = [], ""
-
-
-def _mpi_name() -> str:
-    """Return the MPI that this process runs under, if any."""
-    module = sys.modules.get("aiodist.backends.mpi")
-    if module is None:
-        return ""
-    version = module.library_version()
-    return next((name for name in ("Open MPI", "MPICH") if name in version), version)
 
 
 def main() -> int:

@@ -88,9 +88,8 @@ async def gather_ranks(n: int, main: Main[T], *, elastic: tuple[int, int] | None
 
 
 def kill_rank(number: int | None = None) -> None:
-    """Kill a rank of `run_ranks`: the others see what they see of a process that is killed.
+    """Kill a rank of `run_ranks`, whose task is cancelled: the others see what they see of a process that is killed.
 
-    Its task is cancelled here.
     `number` is that of the task, from 0 in the order in which they were started; None is the one that calls, which ends
     at its next `await`. Raises RuntimeError outside.
     """

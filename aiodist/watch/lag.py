@@ -19,12 +19,6 @@ _AGAIN_SECONDS = 60.0
 _log = logging.getLogger("aiodist")
 
 
-def check_lag(seconds: float | None) -> None:
-    """Raise ValueError unless `init(lag=)` was given a number of seconds, or None."""
-    if seconds is not None and not seconds > 0:
-        raise ValueError(f"lag={seconds}: expected seconds, more than 0, or None")
-
-
 @contextmanager
 def watched_loop(progress: Progress, rank: int, seconds: float | None) -> Iterator[None]:
     """Within, warn where the loop runs nothing for `seconds`; None: never, and no thread looks."""

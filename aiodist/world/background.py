@@ -69,7 +69,13 @@ def in_thread(block: AbstractAsyncContextManager[Communicator]) -> Iterator[Thre
 
     Python ends a program that has not left it with the thread stopped, where nobody could wait for it any more.
     """
-    with start_blocking_portal("asyncio", {"loop_factory": _isolated_loop}, name="aiodist-loop") as portal:
+
+    def isolated_loop() -> asyncio.AbstractEventLoop:
+        loop = (best_loop() or asyncio.new_event_loop)()
+        isolate(loop)
+        return loop
+
+    with start_blocking_portal("asyncio", {"loop_factory": isolated_loop}, name="aiodist-loop") as portal:
         coll = portal.call(block.__aenter__)
         assert isinstance(coll, ThreadedCommunicator)
         coll.parts.registry.portal = portal
@@ -96,12 +102,6 @@ def in_thread(block: AbstractAsyncContextManager[Communicator]) -> Iterator[Thre
             atexit.unregister(at_exit)
         if (raised := portal.call(_leave, block, None)) is not None:
             raise raised
-
-
-def _isolated_loop() -> asyncio.AbstractEventLoop:
-    loop = (best_loop() or asyncio.new_event_loop)()
-    isolate(loop)
-    return loop
 
 
 async def _leave_late(block: AbstractAsyncContextManager[object], coll: Communicator) -> None:

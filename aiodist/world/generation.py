@@ -26,7 +26,7 @@ from aiodist.topology import Topology
 from aiodist.watch.arrivals import ArrivalTimes
 from aiodist.watch.deadlocks import Deadlocks
 from aiodist.watch.inspector import inspected
-from aiodist.watch.lag import check_lag, watched_loop
+from aiodist.watch.lag import watched_loop
 from aiodist.watch.trace import Recording
 from aiodist.world.leaving import stopping_by_signals
 from aiodist.world.opening import Limits, RankPlace, find_neighbours, find_topology, unless_lost
@@ -51,7 +51,8 @@ class WorldOptions:
 
     def __post_init__(self) -> None:
         check_report(self.report)
-        check_lag(self.lag)
+        if self.lag is not None and not self.lag > 0:
+            raise ValueError(f"lag={self.lag}: expected seconds, more than 0, or None")
 
 
 class RankWorld:
