@@ -97,14 +97,19 @@ class Supervisor:
                 self._left.discard(rank)
             case ProcessEnded(None, code):
                 self._mpirun_ended(code)
-            case ProcessEnded(int(rank), code):
-                if rank not in self._ranks.came:  # its guard never got as far as to connect
-                    if self._job.hosts and not self.stopping:
-                        raise LaunchError(f"rank {rank} was not started{self._where({rank})}: {describe(code)}")
-                    self._ended(Ending(rank, code or 1))
-                    self._left.discard(rank)
+            case ProcessEnded(int(rank), code) if rank not in self._ranks.came:  # it never got as far as to connect
+                if self._job.hosts and not self.stopping:
+                    raise LaunchError(f"rank {rank} was not started{self._where({rank})}: {describe(code)}")
+                self._ended(Ending(rank, code or 1))
+                self._left.discard(rank)
+            case Signalled(signum) if signum in _PASSED_ON:
+                self._ranks.signal(signum)
+            case Signalled() if self.stopping:  # asked a second time: no more patience
+                if "give up" not in self._times:
+                    self._times["kill"] = self._loop.time()
             case Signalled(signum):
-                self._signalled(signum)
+                self.code = 128 + signum
+                self._stop(signal.SIGTERM if signum == signal.SIGPIPE else signum)
 
     def _tick(self) -> None:
         now = self._loop.time()
@@ -165,17 +170,6 @@ class Supervisor:
             return ""
         names = dict.fromkeys(host_of(self._job.hosts, rank) for rank in sorted(ranks))
         return f" on {', '.join(names)}; aiodist doctor {self._hosts()} looks for the cause"
-
-    def _signalled(self, signum: int) -> None:
-        if signum in _PASSED_ON:
-            self._ranks.signal(signum)
-            return
-        if self.stopping:  # asked a second time: no more patience
-            if "give up" not in self._times:
-                self._times["kill"] = self._loop.time()
-            return
-        self.code = 128 + signum
-        self._stop(signal.SIGTERM if signum == signal.SIGPIPE else signum)
 
     def _stop(self, signum: int, patience: float = 0.0) -> None:
         if not self.stopping:
