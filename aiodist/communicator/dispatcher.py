@@ -456,7 +456,8 @@ class Dispatcher:
         what: Fingerprint | None = None,
     ) -> Handle[Any]:
         """`what` it is, where it is the next in the order of all ranks."""
-        self.check_usable()
+        if self._refusal is not None or _get_running_loop() is not self.progress.loop:
+            self.check_usable()
         origin = whence(4)
         handle: Handle[Any]
         if isinstance(meets, Named):

@@ -38,8 +38,9 @@ class LaunchOrder:
         self._unordered = True
         self.move()
 
-    def add(self, slot: LaunchSlot, call: Call) -> None:
-        """See `LaunchSlot.run`."""
+    def add(self, slot: LaunchSlot, call: Call, *, last: bool = False) -> None:
+        """See `LaunchSlot.run`; with `last` the slot is given back."""
+        slot.released = slot.released or last
         (self._late if self._unordered else slot.calls).append(call)
         self.move()
 
@@ -73,11 +74,6 @@ class LaunchSlot:
         self.calls: list[Call] = []
         """Those that wait."""
         self.released = False
-
-    def run_last(self, call: Call) -> None:
-        """As `run` and then `release`."""
-        self.released = True
-        self._order.add(self, call)
 
     def run(self, call: Call) -> None:
         """Make `call`, which must not raise: now if all earlier slots were given back, else as soon as they are.

@@ -166,8 +166,11 @@ def _call(name: str, *args: object) -> Launch:
 
 def as_numbers(t: Tensor) -> Tensor:
     """Return what is reduced for `t`: a flat view, bool as bytes and complex numbers as pairs."""
+    kind = t.dtype
+    if kind.is_floating_point and t.dim() == 1 and t.numel() > 1 and not t.requires_grad:
+        return t
     numbers = numbers_of(t)
-    return flat(torch.view_as_real(numbers)) if t.dtype.is_complex else numbers
+    return flat(torch.view_as_real(numbers)) if kind.is_complex else numbers
 
 
 def _is_empty(o: Operation) -> bool:

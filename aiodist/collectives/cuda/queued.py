@@ -93,7 +93,7 @@ class ByNccl(Queued):
         else:
             after = partial(divide, t, group.size) if self._kind.divides else None
             call = NcclCall(self._launch, "allreduce", self._launched, after, None, self._behind)
-            self._slot.run_last(partial(group.submit, call))
+            group.launch_order.add(self._slot, partial(group.submit, call), last=True)
 
     def _launch(self, comm: Any, stream: int) -> None:  # noqa: ANN401
         comm.allreduce(self._numbers, self._numbers, self._kind.op, stream=stream)
