@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -24,23 +25,25 @@ from aiodist.handles import Handle
 from aiodist.types import ANY, Op
 
 _Op = dist.ReduceOp.RedOpType
-_OPS: Mapping[dist.ReduceOp.RedOpType, Op] = MappingProxyType(
+_OPS: Mapping[int, Op] = MappingProxyType(
     {
-        _Op.SUM: "sum",
-        _Op.AVG: "mean",
-        _Op.PRODUCT: "prod",
-        _Op.MIN: "min",
-        _Op.MAX: "max",
-        _Op.BAND: "band",
-        _Op.BOR: "bor",
-        _Op.BXOR: "bxor",
-        _Op.PREMUL_SUM: "sum",
+        _Op.SUM.value: "sum",
+        _Op.AVG.value: "mean",
+        _Op.PRODUCT.value: "prod",
+        _Op.MIN.value: "min",
+        _Op.MAX.value: "max",
+        _Op.BAND.value: "band",
+        _Op.BOR.value: "bor",
+        _Op.BXOR.value: "bxor",
+        _Op.PREMUL_SUM.value: "sum",
     }
 )
-
+"""By the numbers of torch's operators, which it compares in Python."""
 
 _WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _BACKWARD = graph._engine_run_backward.__code__
+_PREMULTIPLIED: int = _Op.PREMUL_SUM.value
+_ON_DEVICE = attrgetter("is_cuda")
 _SHORT_BYTES = 1 << 15  # what travels with its entry is copied anyway
 _REDUCED = dist.AllreduceOptions()
 _SCATTERED = dist.ReduceScatterOptions()
@@ -72,11 +75,10 @@ class AiodistProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = _REDUCED) -> HandleWork:
         if tensors[0].is_sparse:
             return self._allreduce_sparse(tensors, opts)
-        frame = inspect.currentframe()
-        caller = None if frame is None else frame.f_back
+        caller = sys._getframe().f_back
         if caller is not None and caller.f_code is _BACKWARD:  # no Python in between: torch's reducer
             self.adopt(tensors[0])
-        divide = _division(tensors, opts, self.coll.size)
+        divide = _division(tensors, opts, self.coll)
         return self._work(lambda: [self.coll.allreduce(*_summand(t, opts)) for t in tensors], tensors, divide)
 
     allreduce_coalesced = allreduce
@@ -91,7 +93,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
                 self.coll.share_(bucket)
 
     def reduce(self, tensors: Tensors, opts: Any) -> HandleWork:
-        divide = _division(tensors if self.coll.rank == opts.rootRank else [], opts, self.coll.size)
+        divide = _division(tensors if self.coll.rank == opts.rootRank else [], opts, self.coll)
         issue: Handles = lambda: [self.coll.reduce(*_summand(t, opts), opts.rootRank) for t in tensors]  # noqa: E731
         return self._work(issue, tensors, divide)
 
@@ -99,14 +101,14 @@ class AiodistProcessGroup(dist.ProcessGroup):
         def issue() -> list[Handle[Any]]:
             return [self._scatter_reduced(out, _joined(ts), opts, ts) for out, ts in zip(outputs, inputs, strict=True)]
 
-        return self._work(issue, outputs, _division(outputs, opts, self.coll.size))
+        return self._work(issue, outputs, _division(outputs, opts, self.coll))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _SCATTERED) -> HandleWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _SCATTERED) -> HandleWork:
         pairs = list(zip(outputs, inputs, strict=True))
-        divide = _division(outputs, opts, self.coll.size)
+        divide = _division(outputs, opts, self.coll)
         return self._work(lambda: [self._scatter_reduced(out, t, opts) for out, t in pairs], outputs, divide)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -270,10 +272,9 @@ class AiodistProcessGroup(dist.ProcessGroup):
     def _work(
         self, issue: Handles, tensors: Tensors, finish: Callable[[], object] | None = None, seconds: float | None = None
     ) -> HandleWork:
-        on_device = any(t.is_cuda for t in tensors)
         try:
             with self._turn:
-                handles = self._on_loop(issue) if on_device else issue()
+                handles = self._on_loop(issue) if any(map(_ON_DEVICE, tensors)) else issue()
         except AiodistError as error:
             raise dist.DistBackendError(str(error)) from error
         work = HandleWork(handles, tensors, self._timeout if seconds is None else seconds, finish)
@@ -317,17 +318,18 @@ class AiodistProcessGroup(dist.ProcessGroup):
 def _summand(t: Tensor, opts: Any) -> tuple[Tensor, Op]:
     """Return `t` flat and the operator, as a communicator takes them."""
     op = opts.reduceOp
-    line, name = _flat(t), _OPS[op.op]
-    if op.op == _Op.PREMUL_SUM:
+    number = op.op.value
+    line, name = _flat(t), _OPS[number]
+    if number == _PREMULTIPLIED:
         line.mul_(op.__getstate__()[1])
     return line, "sum" if name == "mean" and t.dtype in _WHOLE else name
 
 
-def _division(sums: Tensors, opts: Any, ranks: int) -> Callable[[], object] | None:
+def _division(sums: Tensors, opts: Any, coll: Communicator) -> Callable[[], object] | None:
     """Return what makes `sums` the means that NCCL has for integers, without the rest; None where none was asked."""
     if not sums or sums[0].dtype not in _WHOLE or opts.reduceOp.op != _Op.AVG:
         return None
-    return lambda: [t.div_(ranks, rounding_mode="trunc") for t in sums]
+    return lambda: [t.div_(coll.size, rounding_mode="trunc") for t in sums]
 
 
 def _rooms(outputs: list[Tensors]) -> tuple[list[Tensor], Callable[[], object] | None]:

@@ -19,7 +19,7 @@ def _issues(call: Call) -> Call:
 
     @wraps(call)
     def issue(self: Communicator, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        issuing = self.parts.dispatcher.issuing
+        issuing = self._dispatcher.issuing
         if issuing is None:  # in a forked child, where the call is refused
             return call(self, *args, **kwargs)
         issuing.begin()
