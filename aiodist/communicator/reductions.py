@@ -238,6 +238,8 @@ class Reductions(Base):
         key = (t.dtype, t.shape, op, impl, t.get_device())
         plan = self._queue_plans.get(key)
         if plan is None:
+            if impl not in ("auto", "nccl"):
+                return None
             kind, numel = t.dtype, t.numel()
             self._repertoire.check(impl)
             if op not in _OPS or not numel or len(self._queue_plans) > _MOST_PLANS:
