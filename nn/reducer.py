@@ -124,7 +124,7 @@ class Reducer:
         """Awaits of a step, to be told of reductions that are late."""
         named = list(module.named_parameters())
         self.steps = Steps(parameter for _, parameter in named)
-        self.devices = Devices(self.progress, [parameter for _, parameter in named])
+        self.devices = Devices(self.progress, (parameter for _, parameter in named))
         self._lock = threading.Lock()
         """Held for what hooks note, and while nothing is waited for."""
         self.lane = Scheduler.current().lane(f"gradients of {data.name}", _PRIORITY)
@@ -133,6 +133,7 @@ class Reducer:
         blocks, rows = block_numbers(module), row_parameters(module)
         self.slots = [Slot(i, name, p, blocks.get(p), by_rows=p in rows) for i, (name, p) in enumerate(named)]
         """All parameters, frozen or not."""
+        self._parameters = [parameter for _, parameter in named]
         self._dealer = Dealer(self.slots, self._trained(), sizes, data.empty)
         self._current: Reduction | None = None
         self._fired: dict[int, int] = {}
@@ -150,7 +151,7 @@ class Reducer:
     # --- parameters and buckets -------------------------------------------------------------------------------
 
     def _trained(self) -> list[bool]:
-        return [slot.parameter.requires_grad for slot in self.slots]
+        return [parameter.requires_grad for parameter in self._parameters]
 
     @classmethod
     def check_free(cls, named: Iterable[tuple[str, Tensor]]) -> None:
