@@ -217,7 +217,7 @@ def test_s4_the_kernel_does_what_torch_does(op: ReduceOp, kind: torch.dtype) -> 
     """Without other ranks: each operator and dtype, odd sizes and places, equal to the bit to torch's own way."""
     device = torch.device("cuda")
     for count in (2, 3, 4):
-        for numel, starts in product((1, 7, 100_003, 3_000_001), ((0, 0, 0, 0), (3, 3, 3, 3), (0, 1, 2, 5))):
+        for numel, starts in product((1, 7, 300_001), ((0, 0, 0, 0), (3, 3, 3, 3), (0, 1, 2, 5))):
             made = torch.Generator().manual_seed(numel + count)
             ts, rooms = [], []
             for i in range(count):
