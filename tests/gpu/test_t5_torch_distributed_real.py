@@ -47,6 +47,12 @@ def test_t5_on_a_device_as_on_the_cpu(found: Found, way: str) -> None:
         same(ours, theirs, 3e-2 if any(word in way for word in ROUGH) else 1e-3)
 
 
+def test_t5_a_killed_rank_is_named_on_a_device_too() -> None:
+    (code, output), _ = started(PROGRAMS / "other_ways.py", "killed", "cuda", seconds=40)
+    assert code == 0, output
+    assert "the loss was told" in output
+
+
 def same(ours: object, theirs: object, off: float) -> None:
     """Assert that both are alike, numbers up to `off`."""
     if isinstance(ours, list) and isinstance(theirs, list):

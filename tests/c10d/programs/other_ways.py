@@ -70,14 +70,15 @@ def nested(depth):
 
 
 def killed():
-    net = DDP(nn.Linear(4, 4))
-    net(torch.ones(1, 4)).sum().backward()
+    device = sys.argv[2] if len(sys.argv) > 2 else "cpu"
+    net, x = DDP(nn.Linear(4, 4).to(device)), torch.ones(1, 4, device=device)
+    net(x).sum().backward()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     try:
         for _ in range(1000):
-            net(torch.ones(1, 4)).sum().backward()
+            net(x).sum().backward()
     except RuntimeError as error:
         assert "rank 1" in str(error), error  # noqa: PT017  - no test of pytest's
         took = time.monotonic() - began
