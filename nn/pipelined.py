@@ -84,21 +84,23 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the state of each, with the numbers of its parameters in the module's order.
+        """Return the state of each, as torch's but with the numbers of its parameters in the module's order.
 
         Raises `RuntimeError` while updates are pending: `await flush()` first.
         """
         if self._left:
             raise RuntimeError("updates are pending: `await opt.flush()` first")
-        return [{"parameters": part.numbers, **part.optimizer.state_dict()} for part in self._parts]
+        return [part.state_dict() for part in self._parts]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]], /) -> None:
-        """Take what `state_dict` gave; raise ValueError unless it is of the same buckets."""
-        seen, mine = [list(one["parameters"]) for one in state], [part.numbers for part in self._parts]
-        if seen != mine:
-            raise ValueError(f"state of buckets with parameters {seen}: expected {mine}")
-        for optimizer, one in zip(self.optimizers, state, strict=True):
-            optimizer.load_state_dict(dict(one))
+        """Take what `state_dict` gave, of other buckets too; raise ValueError unless it is of the same parameters."""
+        settings = {n: group for one in state for group in one["param_groups"] for n in group["params"]}
+        mine = {n for part in self._parts for n in part.numbers}
+        if settings.keys() != mine:
+            raise ValueError(f"state of {len(settings)} parameters: expected the {len(mine)} that are trained here")
+        values = {n: value for one in state for n, value in one["state"].items()}
+        for part in self._parts:
+            part.load(values, settings)
 
     def close(self) -> None:
         """Take the hooks off the modules; the parameters stay as they are. `flush` first."""
@@ -235,11 +237,30 @@ class _BucketOptimizer:
         self._twin.__dict__.update(self.optimizer.__dict__)
         self._twin.__dict__.pop("step", None)  # a scheduler's, which calls that of the optimizer
         self._settings: list[dict[str, Any]] = []
-
-    @property
-    def numbers(self) -> list[int]:
+        self.numbers = [slot.index for slot in slots]
         """Those of the parameters, in the module's order."""
-        return [slot.index for slot in self.slots]
+
+    def _packed(self) -> list[int]:
+        """Return the numbers of the parameters as torch's states count them: group after group."""
+        number = {slot.parameter: slot.index for slot in self.slots}
+        return [number[p] for group in self.optimizer.param_groups for p in group["params"]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's, with those numbers in place of its own."""
+        state, packed = self.optimizer.state_dict(), self._packed()
+        groups = [{**group, "params": [packed[i] for i in group["params"]]} for group in state["param_groups"]]
+        values = {packed[i]: value for i, value in state["state"].items()}
+        return {"parameters": self.numbers, "state": values, "param_groups": groups}
+
+    def load(self, values: Mapping[int, Any], settings: Mapping[int, Mapping[str, Any]]) -> None:
+        """Take the state of each parameter, and the settings of its group, by its number."""
+        packed = self._packed()
+        groups = [
+            {**group, **(settings[packed[group["params"][0]]] if group["params"] else {}), "params": group["params"]}
+            for group in self.optimizer.state_dict()["param_groups"]
+        ]
+        kept = {i: values[number] for i, number in enumerate(packed) if number in values}
+        self.optimizer.load_state_dict({"state": kept, "param_groups": groups})
 
     def keep_settings(self) -> None:
         """Remember learning rate and the like: the update that is due is made with those of now."""

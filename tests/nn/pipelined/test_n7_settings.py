@@ -116,18 +116,28 @@ async def test_n7_an_optimizer_that_changes_its_own_settings(
     assert {group["lr"] for group in opt.param_groups} == {0.05 / (1 + course.STEPS)}
 
 
+def two_rates(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return Adam with the matrices behind the biases, which learn faster."""
+    biases, matrices = ([p for p in params if p.dim() == dim] for dim in (1, 2))
+    return torch.optim.Adam([{"params": biases, "lr": 0.03}, {"params": matrices, "lr": 0.01}])
+
+
 @pytest.mark.ranks(2)
-async def test_n7_going_on_from_a_state(coll: Communicator, course: type[Course]) -> None:
+@pytest.mark.parametrize("make", ["one", "two"])
+@pytest.mark.parametrize("bucket_bytes", [100, 1 << 20])
+async def test_n7_going_on_from_a_state(coll: Communicator, course: type[Course], bucket_bytes: int, make: str) -> None:
+    """The state of small buckets, in buckets of this size."""
+    adam = course.adam if make == "one" else two_rates
     net = await course.split(course.mlp(), coll, 100)
-    opt = PipelinedOptimizer(net, course.adam)
+    opt = PipelinedOptimizer(net, adam)
     await course.train(net, opt, coll, range(2))
     weights, state = copy.deepcopy(net.state_dict()), pickle.loads(pickle.dumps(opt.state_dict()))
     await course.train(net, opt, coll, range(2, 4))
     opt.close()
     await net.aclose()
 
-    other = await course.split(course.mlp(), coll, 100)
-    again = PipelinedOptimizer(other, course.adam)
+    other = await course.split(course.mlp(), coll, bucket_bytes)
+    again = PipelinedOptimizer(other, adam)
     with pytest.raises(ValueError, match="expected"):
         again.load_state_dict(state[:-1])
     other.load_state_dict(weights)
