@@ -53,7 +53,8 @@ LARGE_BYTES = 1 << 22
 _POLL_SECONDS = 300e-6  # how long the loop polls after the last completion before it parks
 _PATIENCE_SECONDS = 50e-6  # how long the loop waits for the lock, whose holder needs the GIL that a spinning loop takes
 _TICK_SECONDS = 1e-3  # how often the thread looks whether the loop still polls
-_LINGER_SECONDS = 0.2  # how long the thread ticks with nothing to do, unless streams compute; to wake it costs 20 us
+_LINGER_SECONDS = 0.2  # how long the thread keeps ticking with nothing to do; waking it from sleep costs 20 us
+_COMPUTING_LINGER_SECONDS = 2e-3  # the same while a stream computes
 _MIN_PAUSE, _MAX_PAUSE = 20e-6, 1e-3
 _EAGER_SECONDS = 3e-3  # how long the thread polls a large transfer without a pause while nothing moves
 _SWITCH_SECONDS = 2e-4
@@ -721,8 +722,8 @@ class _ProgressThread:
             if crowded:
                 os.sched_yield()
             return 0.0, True
-        computing = not pending and any(p.computing for p in self._alive())  # a tick takes the GIL from who computes
-        if computing or now - self._idle_since > _LINGER_SECONDS:
+        computing = any(p.computing for p in self._alive())  # a tick takes the GIL from it
+        if now - self._idle_since > (_COMPUTING_LINGER_SECONDS if computing else _LINGER_SECONDS):
             return None, False
         return min(max(vain / 8, _MIN_PAUSE), _MAX_PAUSE) if driven and not rung else _TICK_SECONDS, left_to_us
 

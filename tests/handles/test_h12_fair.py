@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from aiodist.handles import Handle, Progress, from_future
+from aiodist.handles import progress as module
+from aiodist.streams import HostStream
 
 pytestmark = pytest.mark.timeout(30)
 ENOUGH = 15  # 80 to 100 on a machine with nothing else to do; a starved ticker gets 2 to 5
@@ -117,3 +120,29 @@ async def test_h12_completions_reach_the_loop_in_batches(transport: Any) -> None
     await asyncio.to_thread(settle)
     assert await asyncio.gather(*waiting) == [1] * 500
     assert wakes < 100
+
+
+@pytest.fixture
+def wakeful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that ticks for ever where nothing computes; it knows of no other test's loop."""
+    monkeypatch.setattr(module, "_thread", module._ProgressThread())
+    monkeypatch.setattr(module, "_LINGER_SECONDS", float("inf"))
+
+
+async def test_h12_the_progress_thread_leaves_a_stream_that_computes_alone(wakeful: None, transport: Any) -> None:
+    """A tick takes the GIL; what is issued meanwhile wakes the thread."""
+    ended = threading.Event()
+
+    def compute() -> bool:
+        until = time.monotonic() + 20
+        while not module._thread.asleep and time.monotonic() < until:
+            time.sleep(1e-4)
+        return module._thread.asleep and ended.wait(20)
+
+    await transport.issue(after=2).handle
+    async with HostStream() as stream:
+        computed = stream.submit(compute)
+        await asyncio.sleep(0.05)
+        await transport.issue(after=2).handle
+        ended.set()
+        assert await computed
