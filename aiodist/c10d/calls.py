@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from operator import attrgetter
+from sys import _getframe
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _storage_Use_Count
 from torch.autograd import graph
 
 from aiodist.c10d.home import Home
@@ -75,7 +76,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = _REDUCED) -> HandleWork:
         if tensors[0].is_sparse:
             return self._allreduce_sparse(tensors, opts)
-        caller = sys._getframe().f_back
+        caller = _getframe().f_back
         if caller is not None and caller.f_code is _BACKWARD:  # no Python in between: torch's reducer
             self.adopt(tensors[0])
         divide = _division(tensors, opts, self.coll)
@@ -88,7 +89,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
 
         What has no views is none, but made for one call.
         """
-        if bucket.nbytes > _SHORT_BYTES and torch._C._storage_Use_Count(bucket.untyped_storage()._cdata) > 2:
+        if bucket.nbytes > _SHORT_BYTES and _storage_Use_Count(bucket.untyped_storage()._cdata) > 2:
             with suppress(ValueError, BackendUnavailable, MemoryError):
                 self.coll.share_(bucket)
 

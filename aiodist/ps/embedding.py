@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._C import _current_graph_task_id
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -257,7 +258,7 @@ class Embedding(nn.Module):
         """Backward has the gradient of these rows; what it has of others comes before it ends."""
         gradient, rows.grad = rows.grad, None
         assert gradient is not None
-        backward = torch._C._current_graph_task_id()
+        backward = _current_graph_task_id()
         if backward != self._backward:  # what another has left, it left when it raised
             self._backward, self._gradients = backward, []
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
