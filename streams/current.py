@@ -11,6 +11,20 @@ from torch import _C
 _HERE: Final = nullcontext()
 
 
+def device_index() -> int:
+    """Return the number of the calling thread's current CUDA device; torch's own asks first whether one was opened."""
+    return int(_C._cuda_getDevice())
+
+
+def stream_key(device: int) -> tuple[int, int, int]:
+    """Return what torch knows the calling thread's current stream of a device by: 0 first for the default one."""
+    return _C._cuda_getCurrentStream(device)
+
+
+def _set_stream(number: int, device: int, kind: int) -> None:
+    _C._cuda_setStream(number, device, kind)
+
+
 class OnStream:
     """A block in which `stream` is the calling thread's current one, and its device the current one.
 
@@ -29,17 +43,17 @@ class OnStream:
         stream = self._stream
         self._device = on_device(stream.device_index)
         self._device.__enter__()
-        self._before = _C._cuda_getCurrentStream(stream.device_index)
-        _C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
+        self._before = stream_key(stream.device_index)
+        _set_stream(stream.stream_id, stream.device_index, stream.device_type)
 
     def __exit__(self, *raised: object) -> None:
-        _C._cuda_setStream(*self._before)
+        _set_stream(*self._before)
         self._device.__exit__(None, None, None)
 
 
 def on_device(device: int) -> AbstractContextManager[object]:
     """Return a block in which that CUDA device is the calling thread's current one."""
-    return _HERE if device == _C._cuda_getDevice() else torch.cuda.device(device)
+    return _HERE if device == device_index() else torch.cuda.device(device)
 
 
 def check_not_capturing(*devices: int) -> None:
@@ -56,7 +70,7 @@ def check_not_capturing(*devices: int) -> None:
 
 def captures(device: int) -> bool:
     """Return True where the current stream of `device` captures; torch asks the current device alone."""
-    if torch._C._cuda_getDevice() == device:  # as below, without torch's looks at whether it has opened a device
-        return bool(torch._C._cuda_isCurrentStreamCapturing())
+    if device_index() == device:  # as below, without torch's looks at whether it has opened a device
+        return bool(_C._cuda_isCurrentStreamCapturing())
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()

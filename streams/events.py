@@ -13,7 +13,7 @@ import torch
 
 from aiodist.errors import BackendError
 from aiodist.handles import Handle, Progress
-from aiodist.streams.current import captures, check_not_capturing
+from aiodist.streams.current import captures, check_not_capturing, stream_key
 from aiodist.streams.host import HostStream
 
 Then = Callable[[BaseException | None], None]
@@ -67,7 +67,7 @@ class Events:
         """
         if captures(device):
             check_not_capturing(device)
-        key = torch._C._cuda_getCurrentStream(device)
+        key = stream_key(device)
         found = self._streams.get(key)  # torch makes an object each time
         if found is None:
             if len(self._streams) >= _MOST_STREAMS:

@@ -21,7 +21,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import _C
 from torch import _GLOBAL_DEVICE_CONTEXT as _default_device
 from torch._C import _get_function_stack_at as _function_at
 from torch._C import _InferenceMode, _set_grad_enabled
@@ -30,6 +29,8 @@ from torch._C import _len_torch_function_stack as _functions
 from torch._C import _pop_torch_function_stack as _pop_function
 from torch._C import _push_on_torch_function_stack as _push_function
 from torch.utils import _device
+
+from aiodist.streams.current import device_index, stream_key
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -48,8 +49,8 @@ def _place() -> Place | None:
     """Return where this thread's CUDA work goes, None where that is where torch starts: nothing is set, or no CUDA."""
     if not torch.cuda.is_initialized():
         return None
-    device, count = _C._cuda_getDevice(), range(torch.cuda.device_count())
-    if not device and not any(_C._cuda_getCurrentStream(index)[0] for index in count):
+    device, count = device_index(), range(torch.cuda.device_count())
+    if not device and not any(stream_key(index)[0] for index in count):
         return None  # asked so, it costs a tenth of what objects for the streams do
     return device, tuple(map(torch.cuda.current_stream, count))
 

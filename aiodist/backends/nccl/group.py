@@ -21,6 +21,7 @@ from aiodist.backends.nccl.library import ID_BYTES, IN_PROGRESS, SUCCESS, Librar
 from aiodist.errors import BackendError
 from aiodist.handles import Handle, Progress
 from aiodist.streams import OnStream, Staging
+from aiodist.streams.current import device_index
 
 CLOSE_SECONDS = 5.0
 """How long closing waits for the other ranks."""
@@ -206,7 +207,7 @@ class NcclGroup:
                 self.stream.wait_event(call.behind)
             if call.stream is not None:
                 self._staging.order(self.stream, call.stream)
-            if torch._C._cuda_getDevice() == self._index:
+            if device_index() == self._index:
                 call.launch(self._comm, self._stream_number)
             else:  # NCCL is told the stream, and takes the device that is current
                 with torch.cuda.device(self._index):
