@@ -158,15 +158,17 @@ static Plan *plan_for(Issuer *self, const dl_tensor *t, PyObject *op, PyObject *
 
 // Returns whether nobody asks about `code`, since its file is one of ours.
 static bool is_ours(Issuer *self, PyObject *code) {
-    Seen *seen = &self->seen[((uintptr_t)code >> 5) % SEEN], before = *seen;
-    if (before.code == code) return before.ours;
+    Seen *seen = &self->seen[((uintptr_t)code >> 5) % SEEN];
+    if (seen->code == code) return seen->ours;
     PyObject *filename = PyObject_GetAttr(code, s_filename);
     PyObject *ours = filename == NULL ? NULL : PyObject_GetItem(self->ours, filename);
     if (ours == NULL) PyErr_Clear();
-    *seen = (Seen){code, ours == Py_True};
+    bool found = ours == Py_True;
+    PyObject *before = seen->code;  // read now: to ask may have run Python, and this
+    *seen = (Seen){code, found};
     Py_INCREF(code);  // nothing else is at its address meanwhile
-    Py_XDECREF(before.code), Py_XDECREF(filename), Py_XDECREF(ours);
-    return ours == Py_True;
+    Py_XDECREF(before), Py_XDECREF(filename), Py_XDECREF(ours);
+    return found;
 }
 
 // Returns the innermost place outside aiodist, with a new reference to its code; NULL with an exception set.

@@ -171,6 +171,9 @@ class DataParallel(ModuleLike):
         net = cls.__new__(cls)
         net._module, net._op, net._sizes, net._compression, net._settings = module, op, sizes, compression, known
         net._passes = set()
+        for each in state:
+            if isinstance(each, type) and not (hasattr(each, "retreat") and hasattr(each, "resume")):
+                raise TypeError(f"create(…, {each.__name__}): only PipelinedOptimizer stands for one that is made next")
         stands = [_Expected(each) if isinstance(each, type) else each for each in state]
         net._expected = tuple(each for each in stands if isinstance(each, _Expected))
         await net._bind(coll, stands, 0)
@@ -194,7 +197,8 @@ class DataParallel(ModuleLike):
         whose updates were all made. Where it raises `PeerError` nothing else has changed: shrink, and call it again.
 
         Raises at the call `TypeError` for a `ShardedOptimizer` and `LocalSGD`, `ValueError` where the optimizer of the
-        last step is missing, `RuntimeError` for a module with divided layers; `MismatchError` on all
+        last step, or one for which buckets are kept, is missing, `RuntimeError` while updates are pending outside of
+        elastic worlds, `RuntimeError` for a module with divided layers; `MismatchError` on all
         ranks as `create`, and `RuntimeError` where each rank's optimizer has raised in the midst of its step.
         Cost: that of `create`, a broadcast of `state`, and memory for what comes until all of it is there.
         """
@@ -226,8 +230,9 @@ class DataParallel(ModuleLike):
                     f"rebind with {type(each).__name__}, whose state differs from rank to rank: close() it, make net "
                     "and optimizer anew, and load the last checkpoint"
                 )
-        if self._optimizer is not None and all(each is not self._optimizer for each in state):
-            raise ValueError(f"rebind without {type(self._optimizer).__name__}, which made the last step: expected it")
+        for needed, why in ((self._optimizer, "made the last step"), (self.reducer.kept_by, "keeps the buckets")):
+            if needed is not None and all(each is not needed for each in state):
+                raise ValueError(f"rebind without {type(needed).__name__}, which {why}: expected it")
 
     async def _bind(self, coll: Communicator, state: Sequence[Stateful], made: int | None) -> None:
         """Make what the net has on `coll`; this rank has `made` so many steps, None where it is in the midst of one."""

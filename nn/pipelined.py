@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any, cast
@@ -17,6 +18,7 @@ from aiodist.handles.tracing import span
 from aiodist.nn.buckets import Slot
 from aiodist.nn.compute import Forward, called
 from aiodist.nn.data_parallel import DataParallel, check_one_pass
+from aiodist.nn.devices import cuda_devices
 from aiodist.nn.next_forward import UpdatedAhead
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.steps import StepSettings, count_as_stepped
@@ -54,7 +56,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         self._settings = StepSettings()
         """Those of the step whose updates are left."""
         self._parts = [
-            _BucketOptimizer(slots, make_optimizer) for slots in net.reducer.keep_buckets(groups, urgent=True)
+            _BucketOptimizer(slots, make_optimizer) for slots in net.reducer.keep_buckets(groups, urgent=True, by=self)
         ]
         self._part_of = {slot.index: part for part in self._parts for slot in part.slots}
         self._places: dict[_BucketOptimizer, int] = {}
@@ -63,7 +65,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         """The reductions of the last step."""
         self._complete = True
         """No update of the last step has failed."""
-        self._undo: list[Callable[[], None]] | None = None if net.coll.parts.registry.elastic is None else []
+        self._undo: list[_Undo] | None = None if net.coll.parts.registry.elastic is None else []
         """In an elastic world: what takes back each update of a step that is not made whole."""
         self._mishap: Exception | None = None
         """What was raised in the midst of the last of them."""
@@ -94,10 +96,12 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]], /) -> None:
         """Take what `state_dict` gave, of other buckets too; raise ValueError unless it is of the same parameters."""
+        if not all("parameters" in one for one in state):
+            raise ValueError("a state without the numbers of its parameters: expected what `state_dict` gives")
         settings = {n: group for one in state for group in one["param_groups"] for n in group["params"]}
-        mine = {n for part in self._parts for n in part.numbers}
+        mine = {n for part in self._parts for n in part.packed()}
         if settings.keys() != mine:
-            raise ValueError(f"state of {len(settings)} parameters: expected the {len(mine)} that are trained here")
+            raise ValueError(f"state of {len(settings)} parameters: expected the {len(mine)} that are updated here")
         values = {n: value for one in state for n, value in one["state"].items()}
         for part in self._parts:
             part.load(values, settings)
@@ -105,22 +109,30 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
     def close(self) -> None:
         """Take the hooks off the modules; the parameters stay as they are. `flush` first."""
         self._guards.remove()
+        self._net.reducer.let_go(self)
 
     # --- on another communicator: see `net.rebind` --------------------------------------------------------------
 
     def retreat(self) -> None:
         """Take back what was updated of a step that was not made whole, and forget the rest of it."""
-        while self._undo:
-            self._undo.pop()()
-            if (steps := self._net.reducer.steps).mishap is self._mishap:
-                steps.mishap = None
+        for device in cuda_devices(self._net.module.parameters()):
+            torch.cuda.synchronize(device)  # the compute thread had a stream of its own
+        steps = self._net.reducer.steps
+        if self._undo and all(undo.holds() for undo in self._undo):  # else other parameters were loaded since
+            for undo in reversed(self._undo):
+                undo.make()
+            steps.mishap = None if steps.mishap is self._mishap else steps.mishap
+        if self._undo is not None:
+            self._undo.clear()
         self._left.clear()
         self._unasked.clear()
         self._newest = self._failed = None
 
     def resume(self) -> None:
         """Have the net's new buckets be those that the optimizers are of."""
-        self._net.reducer.keep_buckets([part.numbers for part in self._parts], urgent=True)
+        kept = self._net.reducer.keep_buckets([part.numbers for part in self._parts], urgent=True, by=self)
+        for part, slots in zip(self._parts, kept, strict=True):
+            part.slots = slots
 
     # --- on the compute thread ----------------------------------------------------------------------------------
 
@@ -160,10 +172,8 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         error = self._left.pop(part).outcome_error()
         if error is None:
             try:
-                if self._undo is not None:
-                    self._undo.append(part.undoing())
                 self._order(part)
-                with span("optimizer"), self._net.reducer.steps.aside():
+                with span("optimizer"), self._net.reducer.steps.aside(), self._undoable(part):
                     part.step()
             except Exception as raised:  # noqa: BLE001  - told by the next step or flush
                 error = self._mishap = self._net.reducer.steps.mishap = raised
@@ -179,6 +189,17 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
                 error = raised
         if self._failed is None:
             self._failed = error
+
+    @contextmanager
+    def _undoable(self, part: _BucketOptimizer) -> Iterator[None]:
+        """In this block `part` is updated; in an elastic world note what it was before, and that it is what it is."""
+        undo = None if self._undo is None else _Undo(part)
+        try:
+            yield
+        finally:
+            if self._undo is not None and undo is not None:
+                undo.seal()
+                self._undo.append(undo)
 
     def _order(self, part: _BucketOptimizer) -> None:
         """Let the device wait for the gradients of `part`."""
@@ -201,12 +222,26 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
             return
         for handle in self._left.values():
             self._net.compute.block(handle)
-        if any(handle.outcome_error() is not None for handle in self._left.values()) or not self._order_all():
+        errors = [error for handle in self._left.values() if (error := handle.outcome_error()) is not None]
+        if errors:  # what has come cannot be clipped, nor unscaled
+            self._failed = self._failed or errors[0]
+            self._complete = False
+            self._drop()
+        elif not self._order_all():
             make()
-        elif not self._settings.update([{"params": [s.parameter for part in self._left for s in part.slots]}], make):
-            for part in self._left:
-                part.zero_grad()
-            self._left.clear()
+        else:
+            scaler = self._settings.scaler
+            before = None if self._undo is None or scaler is None else deepcopy(scaler.state_dict())
+            if not self._settings.update([{"params": [s.parameter for part in self._left for s in part.slots]}], make):
+                self._drop()
+            elif before is not None and scaler is not None and self._undo:
+                self._undo[0].also = partial(scaler.load_state_dict, before)
+
+    def _drop(self) -> None:
+        """Make none of the updates that are left."""
+        for part in self._left:
+            part.zero_grad()
+        self._left.clear()
 
     def _catch_up(self, finished: Handle[None]) -> None:
         """On the loop: all has come, and if nothing else is to be done the updates can be made now."""
@@ -240,21 +275,21 @@ class _BucketOptimizer:
         self.numbers = [slot.index for slot in slots]
         """Those of the parameters, in the module's order."""
 
-    def _packed(self) -> list[int]:
+    def packed(self) -> list[int]:
         """Return the numbers of the parameters as torch's states count them: group after group."""
         number = {slot.parameter: slot.index for slot in self.slots}
         return [number[p] for group in self.optimizer.param_groups for p in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's, with those numbers in place of its own."""
-        state, packed = self.optimizer.state_dict(), self._packed()
+        state, packed = self.optimizer.state_dict(), self.packed()
         groups = [{**group, "params": [packed[i] for i in group["params"]]} for group in state["param_groups"]]
         values = {packed[i]: value for i, value in state["state"].items()}
         return {"parameters": self.numbers, "state": values, "param_groups": groups}
 
     def load(self, values: Mapping[int, Any], settings: Mapping[int, Mapping[str, Any]]) -> None:
         """Take the state of each parameter, and the settings of its group, by its number."""
-        packed = self._packed()
+        packed = self.packed()
         groups = [
             {**group, **(settings[packed[group["params"][0]]] if group["params"] else {}), "params": group["params"]}
             for group in self.optimizer.state_dict()["param_groups"]
@@ -278,19 +313,41 @@ class _BucketOptimizer:
         for group, kept, now in zip(self.optimizer.param_groups, self._settings, self._twin.param_groups, strict=True):
             group.update({name: value for name, value in now.items() if value is not kept.get(name)})
 
-    def undoing(self) -> Callable[[], None]:
-        """Return what gives parameters and optimizer back what they have now."""
-        values = [slot.parameter.detach().clone() for slot in self.slots]
-        state = deepcopy(self.optimizer.state_dict())
-
-        def undo() -> None:
-            with torch.no_grad():
-                for slot, value in zip(self.slots, values, strict=True):
-                    slot.parameter.copy_(value)
-            self.optimizer.load_state_dict(state)
-
-        return undo
-
     def zero_grad(self) -> None:
         for slot in self.slots:
             slot.parameter.grad = None
+
+
+class _Undo:
+    """What an update has changed: parameters, and the state and settings of their optimizer, as they were before."""
+
+    def __init__(self, part: _BucketOptimizer) -> None:
+        self._optimizer = part.optimizer
+        self._values = [(slot.parameter, slot.parameter.detach().clone()) for slot in part.slots]
+        self._state = {p: deepcopy(part.optimizer.state[p]) for p, _ in self._values if p in part.optimizer.state}
+        self._groups = [
+            {name: deepcopy(value) for name, value in group.items() if name != "params"}
+            for group in part.optimizer.param_groups
+        ]
+        self._versions: list[int] = []
+        self.also: Callable[[], object] = int
+        """Takes back what else was changed."""
+
+    def seal(self) -> None:
+        """The update was made."""
+        self._versions = [p._version for p, _ in self._values]
+
+    def holds(self) -> bool:
+        """Return whether nobody has written to the parameters since."""
+        return self._versions == [p._version for p, _ in self._values]
+
+    def make(self) -> None:
+        for parameter, value in self._values:
+            with torch.no_grad():
+                parameter.copy_(value)
+            self._optimizer.state.pop(parameter, None)
+            if parameter in self._state:
+                self._optimizer.state[parameter] = self._state[parameter]
+        for group, kept in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(kept)
+        self.also()

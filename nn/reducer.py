@@ -104,6 +104,8 @@ class Reducer:
         """The newest pass."""
         self.local = 0
         """How many `no_sync` blocks are open: hooks stand aside."""
+        self.kept_by: object = None
+        """The optimizer for which buckets are kept."""
         self.owner: Owner | None = None
         """What alone may have gradients reduced."""
         self.joining = 0
@@ -191,17 +193,25 @@ class Reducer:
     def _deal(self) -> Deal:
         return self._dealer.deal
 
-    def keep_buckets(self, groups: list[list[int]] | None = None, *, urgent: bool) -> list[list[Slot]]:
+    def keep_buckets(self, groups: list[list[int]] | None = None, *, urgent: bool, by: object) -> list[list[Slot]]:
         """Deal no more, and return which parameters share a bucket: from now on only the order is learnt.
 
+        It is for `by`, until that is let go.
         `groups` says it by their numbers. Else those that are frozen now have buckets of their own. With `urgent` what
         is left when backward ends goes in the order of the next forward. Raises `RuntimeError` where the gradients have
         an owner.
         """
         if self.owner is not None:
             raise RuntimeError(f"the net has {self.owner!r}: close() that first")
-        self.urgent = urgent
-        return self._dealer.keep(groups)
+        self.urgent, self.kept_by = urgent, by
+        kept = self._dealer.keep(groups)
+        self._sentries.place(self._deal)
+        return kept
+
+    def let_go(self, keeper: object) -> None:
+        """`keeper`, for which buckets are kept, is closed."""
+        if self.kept_by is keeper:
+            self.kept_by = None
 
     def hand_to(self, owner: Owner | None, hook: CommHook, make: MakeBucket | None) -> CommHook:
         """Return the hook so far: from now on `hook` reduces buckets that `make` makes, for `owner` alone.

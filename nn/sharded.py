@@ -71,7 +71,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         _check_net(net)
         given = _given_groups(net, params)
         data = net.reducer.data
-        self._shards = [BucketShard(slots, data) for slots in net.reducer.keep_buckets(urgent=False)]
+        self._shards = [BucketShard(slots, data) for slots in net.reducer.keep_buckets(urgent=False, by=self)]
         self._shard_of = {slot.index: shard for shard in self._shards for slot in shard.slots}
         sections = {index: section for shard in self._shards for index, section in shard.sections.items()}
         groups = [
@@ -117,6 +117,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         if self.pending:
             raise RuntimeError("parameters are still being gathered: `await opt.flush()` first")
         self._guards.remove()
+        self._net.reducer.let_go(self)
         if self._net.reducer.owner is self:
             self._net.reducer.hand_to(None, self._hook, None)
 

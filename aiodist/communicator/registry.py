@@ -263,12 +263,14 @@ class Registry(Generic[C]):
         if self._broken not in self._progress.on_broken:  # it was done
             return
         self._progress.on_broken.remove(self._broken)
-        if self.accelerator is not None:
-            await self.accelerator.aclose()
-        if self.near is not None and self._lanes is not None:
-            with transport_lock:  # no poll is on its way
-                self._lanes.close()
-                self.near.close()
+        try:
+            if self.accelerator is not None:
+                await self.accelerator.aclose()
+        finally:
+            if self.near is not None and self._lanes is not None:
+                with transport_lock:  # no poll is on its way
+                    self._lanes.close()
+                    self.near.close()
 
     def _device_failed(self, name: str, error: AiodistError) -> None:
         """Give the communicator up on all ranks: the others may wait for this one on the device."""

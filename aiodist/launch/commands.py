@@ -92,6 +92,10 @@ class Job:
             self._check_elastic(*self.elastic)
         if self.keep_going and self.mpi not in ("auto", "none"):
             raise ConfigError(f"--keep-going with --mpi {self.mpi}: {ENDS_ALL}")
+        try:
+            shlex.split(self.rsh)
+        except ValueError as error:
+            raise ConfigError(f"--rsh {self.rsh!r}: {error}") from error
         if not self.hosts and (self.rsh or self.iface):
             raise ConfigError(f"{'--rsh' if self.rsh else '--iface'} is for several hosts: say --hosts or --hostfile")
 

@@ -32,6 +32,7 @@ class ElasticSessions:
         self.generations = Generations(size, self)
         self.count = size  # how many processes there were
         self.dismissed: set[int] = set()  # those that were to join a generation that never began
+        self.over: set[int] = set()  # those that ended, and those
         self.start: Callable[[int, dict[str, str], Sequence[int]], Coroutine[Any, Any, None]]
         """Starts one more process, by its number and the variables that say its place, beside those that live."""
         self.kill: Callable[[int], None]
@@ -98,10 +99,12 @@ class ElasticSessions:
         self._spawn(session.hub.aclose(why))
         for rank in generation.joiners:
             self.dismissed.add(session.processes[rank])
+            self.over.add(session.processes[rank])
             self.kill(session.processes[rank])
 
     def ended(self, process: int, why: str) -> None:
         """A process is over: one that has not joined yet never will."""
+        self.over.add(process)
         machine = self.generations.machine
         if (forming := machine.forming) is not None:
             processes = self._sessions[forming.number].processes

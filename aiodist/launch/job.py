@@ -9,21 +9,22 @@ import secrets
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from aiodist.control import Hub
 from aiodist.env import variables
+from aiodist.errors import ConfigError, LaunchError
 from aiodist.launch import commands, discover, hosts
 from aiodist.launch.commands import Job
 from aiodist.launch.elastic import ElasticSessions
 from aiodist.launch.output import Streams
-from aiodist.launch.processes import Command, Processes
+from aiodist.launch.processes import Command, ProcessEnded, Processes
 from aiodist.launch.ranks import Ranks
-from aiodist.launch.supervisor import Event, Signalled, Supervisor
+from aiodist.launch.supervisor import START_TIMEOUT, Event, Signalled, Supervisor
 from aiodist.launch.wire import Start, Stdin
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
@@ -44,7 +45,8 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
     events: asyncio.Queue[Event] = asyncio.Queue()
     token = secrets.token_hex(16)
     async with AsyncExitStack() as stack:
-        output = Streams(job, broken=lambda: events.put_nowait(Signalled(signal.SIGPIPE)))
+        beside = "rsh" if mpi is None else "mpirun"
+        output = Streams(job, broken=lambda: events.put_nowait(Signalled(signal.SIGPIPE)), beside=beside)
         stack.push_async_callback(output.aclose)
         elastic = None if job.elastic is None else ElasticSessions(job.ranks, here, token)
         sessions = elastic or Hub(job.ranks, host=here, token=token)
@@ -78,16 +80,9 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
             session = stack.enter_context(tempfile.TemporaryDirectory(prefix="aiodist-", ignore_cleanup_errors=True))
             todo = [Command(commands.mpirun_command(job, mpi, guard, session), common)]
         processes = Processes(todo, sink=overheard, notify=events.put_nowait)
-        usual = starts[-1]
-
-        def start(number: int, place: dict[str, str], living: Sequence[int]) -> Coroutine[Any, Any, None]:
-            starts.append(replace(usual, environ={**exports, **place}, stdin="null"))
-            output.add(number)
-            supervisor.started(number)
-            return processes.start(guards.another(number, living))
-
         if elastic is not None:
-            elastic.start, elastic.kill = start, ranks.kill
+            growth = _Growth(elastic, guards, starts, output, supervisor, ranks, processes, events.put_nowait)
+            elastic.start, elastic.kill = growth.start, growth.kill
         await stack.enter_async_context(processes)
         try:
             code = await supervisor.watch(events)
@@ -122,18 +117,64 @@ class _Guards:
         """Return what starts the guard of one of the first ranks."""
         return self._command(rank, commands.place_variables(rank, self._job.ranks, self._job.hosts))
 
-    def another(self, process: int, living: Sequence[int]) -> Command:
-        """Return what starts the guard of one more, on the host that lacks most of those it had."""
+    def another(self, process: int, living: Iterable[int], missed: Iterable[int]) -> Command:
+        """Return what starts the guard of one more, on the host that lacks most of those it had.
+
+        `missed` were not started: hosts where that was so come last.
+        """
         if self._job.hosts:
-            there = Counter(self._on[other] for other in living)
-            self._on.append(min(self._job.hosts, key=lambda host: there[host.name] - (host.ranks or 0)).name)
+            there, never = (Counter(self._on[other] for other in others) for others in (living, missed))
+            places = [(never[host.name], there[host.name] - (host.ranks or 0)) for host in self._job.hosts]
+            self._on.append(self._job.hosts[places.index(min(places))].name)
         return self._command(process, {"AIODIST_RANK": str(process), "AIODIST_SIZE": str(process + 1)})
 
     def _command(self, process: int, place: Mapping[str, str]) -> Command:
         if not self._job.hosts:
             return Command(self._guard, {**self._environ, **place}, process)
         needed = {name: self._environ[name] for name in commands.GUARD_NEEDS}
-        return Command(self._shells[self._on[process]], self._environ, process, told={**needed, **place})
+        for name in (name for name, value in needed.items() if "\n" in value):
+            raise ConfigError(f"{name} has a line break: it cannot be given to another host")
+        environ = {name: value for name, value in self._environ.items() if name != "AIODIST_TOKEN"}
+        return Command(self._shells[self._on[process]], environ, process, told={**place, **needed})
+
+
+@dataclass(frozen=True)
+class _Growth:
+    """Starts more processes of an elastic job, and gives up those that do not come."""
+
+    elastic: ElasticSessions
+    guards: _Guards
+    starts: list[Start]
+    output: Streams
+    supervisor: Supervisor
+    ranks: Ranks
+    processes: Processes
+    notify: Callable[[Event], None]
+
+    def start(self, number: int, place: dict[str, str], living: Sequence[int]) -> Coroutine[Any, Any, None]:
+        """See `ElasticSessions.start`."""
+        usual = self.starts[0]
+        self.starts.append(replace(usual, environ={**usual.environ, **place}, stdin="null"))
+        self.output.add(number)
+        self.supervisor.started(number)
+        asyncio.get_running_loop().call_later(START_TIMEOUT, self._give_up, number)
+        return self._started(self.guards.another(number, living, self.elastic.over - self.ranks.came))
+
+    async def _started(self, command: Command) -> None:
+        try:
+            await self.processes.start(command)
+        except LaunchError:
+            self.notify(ProcessEnded(command.rank, 127))
+            raise
+
+    def kill(self, number: int) -> None:
+        """See `ElasticSessions.kill`; what starts its guard may hang."""
+        self.ranks.kill(number)
+        self._give_up(number)
+
+    def _give_up(self, number: int) -> None:
+        if number not in self.ranks.came:
+            self.processes.kill(number)
 
 
 @contextlib.contextmanager

@@ -208,14 +208,15 @@ class Logs:
 class Streams:
     """Where the output of all ranks, and the launcher's own words, go, and where rank 0's input comes from."""
 
-    def __init__(self, job: Job, broken: Callable[[], None]) -> None:
+    def __init__(self, job: Job, broken: Callable[[], None], beside: str = "mpirun") -> None:
+        """`beside` names what starts the ranks, and has words of its own."""
         self._console = Console(broken)
         self._logs = Logs(job.log_dir, job.ranks)
         self._prefix = job.prefix
         self._lines: dict[tuple[int, Kind], Lines] = {}
         for rank in range(job.ranks):
             self._add_lines(rank)
-        self._mpirun = Lines(b"[mpirun] ")
+        self._mpirun = Lines(f"[{beside}] ".encode())
         self._notices = Notices()
         self._words: set[asyncio.Task[None]] = set()
 

@@ -57,6 +57,7 @@ class Processes:
         self._sink = sink
         self._notify = notify
         self._processes: list[Process] = []
+        self._by_rank: dict[int | None, Process] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Processes:
@@ -73,8 +74,8 @@ class Processes:
         """Run one command, as those that were given at first; raise `LaunchError` where it cannot be started."""
         mpirun = command.rank is None
         output = PIPE if mpirun or command.told is not None else None
-        # The kernel kills an mpirun when we die (a guard sees that by itself: its connection ends). It is looked up
-        # before the fork: the child must not import.
+        # The kernel kills an mpirun or a remote shell when we die (a guard sees that by itself, once it is connected).
+        # It is looked up before the fork: the child must not import.
         dies_with_us = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -84,15 +85,25 @@ class Processes:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=dies_with_us if mpirun else None,
+                preexec_fn=dies_with_us if output is not None else None,
             )
         except OSError as error:
             raise LaunchError(f"cannot start {Path(command.argv[0]).name}: {error}") from error
         if process.stdin is not None and command.told is not None:
-            process.stdin.write("".join(f"{name}={value}\n" for name, value in command.told.items()).encode() + b"\n")
+            process.stdin.write(
+                os.fsencode("".join(f"{name}={value}\n" for name, value in command.told.items()) + "\n")
+            )
             process.stdin.close()
         self._processes.append(process)
+        self._by_rank[command.rank] = process
         self._tasks.append(asyncio.create_task(self._watch(command.rank, process)))
+
+    def kill(self, rank: int) -> None:
+        """Kill what starts the guard of a rank, which has not come."""
+        process = self._by_rank.get(rank)
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     async def __aexit__(self, *raised: object) -> None:
         try:

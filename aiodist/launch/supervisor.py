@@ -19,7 +19,7 @@ from aiodist.launch.verdict import Ending, JobVerdict, Known, Left, describe, ho
 if TYPE_CHECKING:
     from aiodist.launch.commands import Job
 
-_START_TIMEOUT = 60.0
+START_TIMEOUT = 60.0
 _AFTER_KILL = 1.5  # seconds for what was killed to be gone and for its last output to be printed
 _TOLD = 2.5  # seconds that ranks have to end by themselves, when the control channel told them who failed
 _MPIRUN_GRACE = 0.5  # seconds for the ends of its ranks to become known after its own
@@ -52,7 +52,7 @@ class Supervisor:
         self._verdict = JobVerdict(job, roster)
         self._loop = asyncio.get_running_loop()
         self._left = set(range(job.ranks))
-        self._times = {"start": self._loop.time() + _START_TIMEOUT}
+        self._times = {"start": self._loop.time() + START_TIMEOUT}
         """When which of "start", "finish", "mpirun", "stop", "kill" and "give up" is due."""
         if job.timeout is not None:
             self._times["finish"] = self._loop.time() + job.timeout
@@ -98,7 +98,7 @@ class Supervisor:
             case ProcessEnded(None, code):
                 self._mpirun_ended(code)
             case ProcessEnded(int(rank), code) if rank not in self._ranks.came:  # it never got as far as to connect
-                if self._job.hosts and not self.stopping:
+                if self._job.hosts and not self.stopping and not (self._elastic and self._elastic.begun):
                     raise LaunchError(f"rank {rank} was not started{self._where({rank})}: {describe(code)}")
                 self._ended(Ending(rank, code or 1))
                 self._left.discard(rank)
@@ -122,7 +122,7 @@ class Supervisor:
             self._judge(self._verdict.tick(now))
         if self._is_due("start", now) and not self.stopping:
             never = set(range(self._job.ranks)) - self._ranks.came
-            raise LaunchError(f"{name_ranks(never)} did not start within {_START_TIMEOUT:g} s{self._where(never)}")
+            raise LaunchError(f"{name_ranks(never)} did not start within {START_TIMEOUT:g} s{self._where(never)}")
         if self._is_due("finish", now) and not self.stopping:
             working = name_ranks(self._verdict.working)
             self._say(f"aiodist run: not finished within {self._job.timeout:g} s: {working}")

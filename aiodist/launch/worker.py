@@ -46,7 +46,8 @@ def main() -> int:
         sock.sendall(wire.pack(Kind.HELLO, [here.rank, here.size, here.token]))
         kind, length = wire.header(_exactly(sock, wire.HEADER.size) or wire.pack(Kind.DONE))
         if kind is not Kind.START:
-            return 1
+            why = "does the remote shell pass standard input on?" if not here.token else "it is of another job"
+            sys.exit(f"aiodist: the launcher at {sys.argv[1]} refused the guard of rank {here.rank}: {why}")
         start = Start(**json.loads(_exactly(sock, length)))
         sock.setblocking(False)
         _RankGuard(sock, start).run()

@@ -173,6 +173,7 @@ async def abort(registry: Registry[Any], channel: Channel, end: End, seconds: fl
             await registry.abort(CommunicatorAborted(f"this rank failed: {end.cause}"))
             while patient and len(channel.exits()) < channel.size - 1:  # noqa: ASYNC110  - news of it come on a thread
                 await asyncio.sleep(0.02)
+            await registry.close_memory()  # others hear of it
             await channel.aclose()
 
 

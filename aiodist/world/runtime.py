@@ -185,7 +185,7 @@ async def _fail(life: Recovery | RankWorld, options: WorldOptions, error: BaseEx
     await life.cancel()
     patient = options.environment.starter is Starter.MPI
     await abort(life.registry, life.channel, end, limits.abort, patient=patient)
-    await life.registry.close_memory()
+    await life.registry.close_memory()  # if there was no time
 
 
 def _called_as(other: Callable[P, object]) -> Callable[[Callable[..., T]], Callable[P, T]]:

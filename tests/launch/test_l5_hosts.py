@@ -6,6 +6,7 @@ import itertools
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -233,6 +234,111 @@ def test_l5_a_host_that_starts_nothing_is_named(plain: Launcher) -> None:
     assert "rsh: no host gone" in done.stderr
     assert "rank 1 was not started on gone; aiodist doctor --hosts localhost:1,gone:1" in done.stderr
     assert plain.left_after(3) == []
+
+
+GROWS = """
+    import asyncio, os, signal, time
+    import aiodist
+
+    async def main():
+        async with aiodist.init(elastic=True, timeout=20) as coll:
+            if coll.generation == 0:
+                try:
+                    await coll.barrier()
+                    if coll.rank == 1:
+                        open("gone", "w").close()
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    await coll.barrier()
+                except aiodist.PeerError:
+                    coll = await coll.shrink()
+                for _ in range(2):
+                    try:
+                        coll = await coll.grow(1)
+                        break
+                    except aiodist.LaunchError:
+                        say("none came")
+            say("ends with", coll.size)
+
+    aiodist.run(main())
+"""
+
+
+_IMPATIENT = """
+import sys
+from aiodist.launch import job
+job.START_TIMEOUT = 1.0
+from aiodist.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("how", ["exit 255", "exec sleep 600"], ids=["the host is gone", "the remote shell hangs"])
+def test_w3_a_host_from_which_no_rank_comes_ends_no_job(plain: Launcher, how: str) -> None:
+    agent = plain.folder / "rsh"
+    agent.write_text(f'#!/bin/sh\n[ -e {plain.folder}/gone ] && {how}\nshift; exec env -i PATH="$PATH" sh -c "$*"\n')
+    agent.chmod(0o755)
+    hosts = ("--mpi", "none", "--hosts", "localhost:1,away:1", "--rsh", str(agent), "--elastic", "1:2")
+    command = [sys.executable, "-c", _IMPATIENT, "run", *hosts, plain.script(GROWS)]
+    done = subprocess.run(command, cwd=plain.folder, env=plain.environ, capture_output=True, text=True, timeout=40)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[:1] == ["[0] none came"]
+    assert plain.left_after(3) == []
+
+
+def test_w3_a_rank_comes_to_another_host_where_one_is_gone(plain: Launcher) -> None:
+    agent = plain.folder / "rsh"
+    agent.write_text(
+        f'#!/bin/sh\n[ -e {plain.folder}/gone ] && [ "$1" = away ] && exit 255\n'
+        f'shift; exec env -i PATH="$PATH" sh -c "$*"\n'
+    )
+    agent.chmod(0o755)
+    hosts = ("--hosts", "localhost:1,away:1,spare:1", "-n", "3", "--rsh", str(agent), "--elastic", "1:3")
+    done = plain.run(*hosts, plain.script(GROWS), n=3, timeout=40)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[0] ends with 3" in done.stdout.splitlines(), "it came here in its place"
+    assert plain.left_after(3) == []
+
+
+def test_w3_a_remote_shell_that_cannot_be_run_any_more_ends_no_job(plain: Launcher) -> None:
+    agent = plain.folder / "rsh"
+    agent.write_text('#!/bin/sh\nshift; exec env -i PATH="$PATH" sh -c "$*"\n')
+    agent.chmod(0o755)
+    script = plain.script(GROWS.replace('open("gone", "w").close()', f'os.unlink("{agent}")'))
+    hosts = ("--hosts", "localhost:1,away:1", "--rsh", str(agent), "--elastic", "1:2")
+    done = plain.run(*hosts, script, timeout=40)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[0] none came" in done.stdout
+    assert plain.left_after(3) == []
+
+
+def test_l5_a_remote_shell_that_hangs_ends_with_a_launcher_that_is_killed(plain: Launcher) -> None:
+    agent = plain.folder / "rsh"
+    agent.write_text(f"#!/bin/sh\n{MARK}=${MARK} exec sleep 600\n")
+    agent.chmod(0o755)
+    with plain.started(
+        "--hosts", "localhost:1,away:1", "--rsh", str(agent), plain.script("time.sleep(600)")
+    ) as process:
+        end = time.monotonic() + 20
+        while not any("sleep" in each.name() for each in plain.processes()):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        process.kill()
+        assert plain.left_after(5) == []
+
+
+@pytest.mark.parametrize(
+    ("agent", "variable", "why"),
+    [
+        ("ssh '", "", '--rsh "ssh \'": No closing quotation'),
+        ("ssh", "a\n\nb", "LD_LIBRARY_PATH has a line break"),
+    ],
+)
+def test_l5_what_no_remote_shell_can_be_given_is_refused(plain: Launcher, agent: str, variable: str, why: str) -> None:
+    options = ("--hosts", "localhost:1,away:1", "--rsh", agent, plain.script("say('never')"))
+    done = plain.run(*options, env=plain.environ | ({"LD_LIBRARY_PATH": variable} if variable else {}))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert why in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 # What is refused

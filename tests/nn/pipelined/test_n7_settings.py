@@ -144,3 +144,14 @@ async def test_n7_going_on_from_a_state(coll: Communicator, course: type[Course]
     again.load_state_dict(state)
     await course.train(other, again, coll, range(2, 4))
     course.same(other.module, net.module)
+
+
+@pytest.mark.ranks(1)
+async def test_n7_a_state_of_what_is_updated(coll: Communicator, course: type[Course]) -> None:
+    """An optimizer may leave parameters out; a state that does not say of which ones it is is refused."""
+    net = await course.split(course.mlp(), coll)
+    opt = PipelinedOptimizer(net, lambda params: torch.optim.SGD(params[1:] or params, lr=0.1, momentum=0.9))
+    await course.train(net, opt, coll, range(2))
+    opt.load_state_dict(opt.state_dict())
+    with pytest.raises(ValueError, match="without the numbers of its parameters"):
+        opt.load_state_dict([each.state_dict() for each in opt.optimizers])
