@@ -109,7 +109,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
     def close(self) -> None:
         """Take the hooks off the modules; the parameters stay as they are. `flush` first."""
         self._guards.remove()
-        self._net.reducer.let_go(self)
+        self._net.reducer.release_buckets(self)
 
     # --- on another communicator: see `net.rebind` --------------------------------------------------------------
 

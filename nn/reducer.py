@@ -208,7 +208,7 @@ class Reducer:
         self._sentries.place(self._deal)
         return kept
 
-    def let_go(self, keeper: object) -> None:
+    def release_buckets(self, keeper: object) -> None:
         """`keeper`, for which buckets are kept, is closed."""
         if self.kept_by is keeper:
             self.kept_by = None

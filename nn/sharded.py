@@ -117,7 +117,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         if self.pending:
             raise RuntimeError("parameters are still being gathered: `await opt.flush()` first")
         self._guards.remove()
-        self._net.reducer.let_go(self)
+        self._net.reducer.release_buckets(self)
         if self._net.reducer.owner is self:
             self._net.reducer.hand_to(None, self._hook, None)
 
