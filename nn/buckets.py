@@ -107,8 +107,6 @@ class Bucket:
         """Held while it is filled: a thread of autograd may still be at it when another finds that backward failed."""
         self.factor = 1.0
         """By which it is still to be multiplied, once it is reduced."""
-        self._checked = False
-        """The gradients are of a kind that can be reduced; looking at 100 takes 50 us."""
         self._flat: Tensor | None = None
         self._views: Sequence[Tensor | None] = [None] * len(slots)
 
@@ -179,12 +177,12 @@ class Bucket:
         return True
 
     def keep(self) -> None:
-        """Leave the gradients as they are: there is no other rank. Raises as `fill`, the first time."""
-        if not self._checked:
-            for slot in self.slots:
-                if slot.parameter.grad is not None:
-                    _check_dense(slot, slot.parameter.grad)
-            self._checked = True
+        """Leave the gradients as they are: there is no other rank. Raises as `fill`."""
+        strided = torch.strided
+        for slot in self.slots:
+            grad = slot.parameter.grad
+            if grad is not None and grad.layout is not strided:
+                _check_dense(slot, grad)
 
     def blank(self) -> None:
         """Have zeros reduced: this rank has nothing to bring."""

@@ -226,18 +226,18 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         if errors:  # what has come cannot be clipped, nor unscaled
             self._failed = self._failed or errors[0]
             self._complete = False
-            self._drop()
+            self._leave_out()
         elif not self._order_all():
             make()
         else:
             scaler = self._settings.scaler
             before = None if self._undo is None or scaler is None else deepcopy(scaler.state_dict())
             if not self._settings.update([{"params": [s.parameter for part in self._left for s in part.slots]}], make):
-                self._drop()
+                self._leave_out()
             elif before is not None and scaler is not None and self._undo:
                 self._undo[0].also = partial(scaler.load_state_dict, before)
 
-    def _drop(self) -> None:
+    def _leave_out(self) -> None:
         """Make none of the updates that are left."""
         for part in self._left:
             part.zero_grad()

@@ -157,7 +157,7 @@ class _Growth:
         self.starts.append(replace(usual, environ={**usual.environ, **place}, stdin="null"))
         self.output.add(number)
         self.supervisor.started(number)
-        asyncio.get_running_loop().call_later(START_TIMEOUT, self._give_up, number)
+        asyncio.get_running_loop().call_later(START_TIMEOUT, self._kill_late, number)
         return self._started(self.guards.another(number, living, self.elastic.over - self.ranks.came))
 
     async def _started(self, command: Command) -> None:
@@ -170,9 +170,9 @@ class _Growth:
     def kill(self, number: int) -> None:
         """See `ElasticSessions.kill`; what starts its guard may hang."""
         self.ranks.kill(number)
-        self._give_up(number)
+        self._kill_late(number)
 
-    def _give_up(self, number: int) -> None:
+    def _kill_late(self, number: int) -> None:
         if number not in self.ranks.came:
             self.processes.kill(number)
 
