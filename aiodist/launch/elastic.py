@@ -32,7 +32,7 @@ class ElasticSessions:
         self.generations = Generations(size, self)
         self.count = size  # how many processes there were
         self.dismissed: set[int] = set()  # those that were to join a generation that never began
-        self.over: set[int] = set()  # those that ended, and those
+        self.over: set[int] = set()  # those that ended, and those that were dismissed
         self.start: Callable[[int, dict[str, str], Sequence[int]], Coroutine[Any, Any, None]]
         """Starts one more process, by its number and the variables that say its place, beside those that live."""
         self.kill: Callable[[int], None]

@@ -1,4 +1,4 @@
-"""The processes on this host: a guard for each rank, or one mpirun that starts them."""
+"""The processes on this host: for each rank its guard, or the remote shell that starts it; or one mpirun for all."""
 
 from __future__ import annotations
 

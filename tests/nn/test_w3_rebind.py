@@ -361,6 +361,16 @@ def test_w3_a_rank_whose_optimizer_raised_gives_nothing(failing: list[int]) -> N
     assert zero[1:] == ((one[0], 1) if failing == [0] else (bytes_of(build(5)), 0))
 
 
+def noting(made: list[torch.optim.Optimizer], kind: Any) -> Any:
+    """Return what makes optimizers for a pipelined one, and puts them into `made`."""
+
+    def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made.append(kind(params))
+        return made[-1]
+
+    return make
+
+
 class SometimesFails(torch.optim.SGD):
     """Has changed one parameter when it raises, which one of its settings has it do."""
 
@@ -376,12 +386,8 @@ def test_w3_what_a_pipelined_optimizer_made_in_part_is_taken_back(failing: list[
     """One of its optimizers has changed a parameter when it raises, and the others have stepped."""
 
     async def main(number: int) -> Any:
-        made: list[SometimesFails] = []
-
-        def make(params: list[nn.Parameter]) -> SometimesFails:
-            made.append(SometimesFails(params, lr=0.1, momentum=0.9))
-            return made[-1]
-
+        made: list[torch.optim.Optimizer] = []
+        make = noting(made, partial(SometimesFails, lr=0.1, momentum=0.9))
         async with aiodist.init(elastic=True) as coll:
             net = await DataParallel.create(build(number), coll, PipelinedOptimizer, op="sum", first_bucket_bytes=1)
             opt = PipelinedOptimizer(net, make)
@@ -417,12 +423,8 @@ def test_w3_a_state_that_was_loaded_is_not_taken_back() -> None:
     """A pipelined update has failed in part; the program loads other parameters, and goes on elsewhere."""
 
     async def main(number: int) -> Any:
-        made: list[SometimesFails] = []
-
-        def make(params: list[nn.Parameter]) -> SometimesFails:
-            made.append(SometimesFails(params, lr=0.1))
-            return made[-1]
-
+        made: list[torch.optim.Optimizer] = []
+        make = noting(made, partial(SometimesFails, lr=0.1))
         async with aiodist.init(elastic=True) as coll:
             net = await DataParallel.create(build(number), coll, PipelinedOptimizer, op="sum", first_bucket_bytes=1)
             opt = PipelinedOptimizer(net, make)
@@ -450,12 +452,8 @@ def test_w3_what_an_update_has_changed_is_taken_back_to_the_bit() -> None:
             return None
 
     async def main(number: int) -> Any:
-        made: list[Wide] = []
-
-        def make(params: list[nn.Parameter]) -> Wide:
-            made.append(Wide(params, lr=0.1))
-            return made[-1]
-
+        made: list[torch.optim.Optimizer] = []
+        make = noting(made, partial(Wide, lr=0.1))
         async with aiodist.init(elastic=True) as coll:
             scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
             x = torch.ones(4, 5, dtype=torch.bfloat16)
