@@ -124,8 +124,8 @@ class Compute:
         if not self.reducer.devices:
             return
         self._order(reduction, indices)
-        if reduction.finished.done():
-            reduction.finished.wait()
+        if reduction.finished.done() or reduction.broken:
+            self.wait(reduction.finished)
         if reduction.used:
             self._trusted = reduction
             self.reducer.summed()

@@ -151,6 +151,8 @@ class Reduction(PassMachine[Bucket]):
         self._fences: dict[int, tuple[Handle[Any], Fence | None]] = {}
         """By bucket on a CUDA device: its reduction, which is issued, and where that ends there."""
         self._ordered: set[int] = set()
+        self.broken = False
+        """A reduction that streams were to be ordered behind has failed: `finished` is about to say so."""
         self._late: OperationTimeout | None = None
         """What was told of deadlines: once, as of any; the next await waits on."""
         if behind is not None and waits:
@@ -253,6 +255,7 @@ class Reduction(PassMachine[Bucket]):
             stream = torch.cuda.current_stream(bucket.device)
             if fence is not None:  # the handle has none any more when it is over
                 fence.order(stream, handle)
+                self.broken = self.broken or (handle.done() and handle.outcome_error() is not None)
             bucket.data.record_stream(stream)  # code that forgets a gradient need not know where it came from
             bucket.scale()
         self._ordered.add(index)
@@ -409,6 +412,7 @@ class Reduction(PassMachine[Bucket]):
         """Its reduction has failed, and will not be queued: a thread that would wait for that goes on."""
         _, fence = self._fences.get(index, (None, None))
         if fence is not None:
+            self.broken = True
             fence.reached(None)
 
 

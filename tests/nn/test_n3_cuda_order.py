@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -17,6 +18,7 @@ from torch.nn.functional import mse_loss
 from aiodist import AiodistError, Communicator
 from aiodist.handles import Scheduler
 from aiodist.nn import DataParallel, PipelinedOptimizer
+from aiodist.streams import Fence
 from tests.support.simulated_cuda.device import SimulatedCuda
 
 if TYPE_CHECKING:
@@ -458,10 +460,26 @@ async def test_n3_cuda_what_fails_after_the_step_is_raised_by_the_next(
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("seconds", [0, 0.1])
 async def test_n3_cuda_given_up_while_the_host_waits_for_its_part(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
+    coll: Communicator,
+    simulated_cuda: SimulatedCuda,
+    trial: type[Trial],
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
 ) -> None:
-    """Tensors that go by way of the host: the compute thread waits until all is queued, and no longer than for ever."""
+    """Tensors that go by way of the host: the compute thread waits until all is queued, and no longer than for ever.
+
+    It goes on before the loop, which takes `seconds` longer, has told the pass.
+    """
+    reached = Fence.reached
+
+    def slow(fence: Fence, event: torch.cuda.Event | None) -> None:
+        reached(fence, event)
+        if event is None:
+            time.sleep(seconds)
+
+    monkeypatch.setattr(Fence, "reached", slow)
     net = await DataParallel.create(trial.Mlp().to(coll.device), coll)
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
     data = batches(trial, coll)
