@@ -8,6 +8,7 @@ they do not, up to 40 in flight, some of which the ranks disagree on; and has a 
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,21 @@ TESTS = build.ROOT / "core" / "tests"
 pytestmark = pytest.mark.skipif(not build.compiler(), reason="there is no C compiler that compiles the core")
 
 
-def built(folder: Path, *flags: str, name: str = "test_core") -> Path:
-    program = folder / name
-    command = [*build.compiler(), *build.FLAGS, *build.WARNINGS, "-Werror", "-g", *flags]
-    command += [*map(str, build.LIBRARY), str(TESTS / f"{name}.c"), "-o", str(program), "-lm"]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+Build = Callable[..., Path]
+
+
+@pytest.fixture
+def built(tmp_path: Path, kernels: Callable[..., str]) -> Build:
+    """Return the program that comes of one file, of the core, and of flags for the compiler; others may be its own."""
+
+    def program(*flags: str, name: str = "test_core", own: tuple[str, ...] = ()) -> Path:
+        file = tmp_path / name
+        command = [*build.compiler(), *build.FLAGS, *build.WARNINGS, "-Werror", "-g", *flags]
+        sources = [str(path) for path in (*build.LIBRARY, TESTS / f"{name}.c") if path.name != "kernels.c"]
+        whole = [*command, *own, *sources, kernels(*command), "-o", str(file), "-lm"]
+        subprocess.run(whole, check=True, capture_output=True, text=True)
+        return file
+
     return program
 
 
@@ -33,18 +44,18 @@ def run(program: Path, **numbers: int) -> str:
     return done.stdout
 
 
-def test_c2_core_what_is_drawn_is_right(tmp_path: Path) -> None:
-    said = run(built(tmp_path, "-O2"), seed=2, operations=60)
+def test_c2_core_what_is_drawn_is_right(built: Build) -> None:
+    said = run(built("-O2"), seed=2, operations=60)
     assert [line.split()[0] for line in said.splitlines()] == ["1", "2", "3", "5", "8", "16", "32"]
 
 
-def test_c2_core_stores_past_the_caches_are_right(tmp_path: Path) -> None:
-    always = ["-DCORE_PAST_BYTES=4096", "-DCORE_NEAR_BYTES_PER_US=4000000000u"]
-    run(built(tmp_path, "-O2", *always), seed=4, operations=60)
+def test_c2_core_stores_past_the_caches_are_right(built: Build) -> None:
+    always = ("-DCORE_PAST_BYTES=4096", "-DCORE_NEAR_BYTES_PER_US=4000000000u")
+    run(built("-O2", own=always), seed=4, operations=60)
 
 
-def test_c1_core_records_arrive_whole_and_in_order(tmp_path: Path) -> None:
-    assert run(built(tmp_path, "-O2", name="test_rings"), records=50_000) == "50000 records each way\n"
+def test_c1_core_records_arrive_whole_and_in_order(built: Build) -> None:
+    assert run(built("-O2", name="test_rings"), records=50_000) == "50000 records each way\n"
 
 
 @pytest.mark.thorough
@@ -52,7 +63,7 @@ def test_c1_core_records_arrive_whole_and_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flags", [("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"), ("-fsanitize=thread",)]
 )
-def test_c2_core_under_a_sanitizer(flags: tuple[str, ...], tmp_path: Path) -> None:
-    program = built(tmp_path, "-O1", *flags)
+def test_c2_core_under_a_sanitizer(flags: tuple[str, ...], built: Build) -> None:
+    program = built("-O1", *flags)
     run(program, seed=3, operations=60)
-    assert run(built(tmp_path, "-O1", *flags, name="test_rings"), records=50_000)
+    assert run(built("-O1", *flags, name="test_rings"), records=50_000)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,12 @@ SCENARIOS = range(8)
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
 
 
-def checker(folder: Path, core: Path = CORE) -> Path:
+Kernels = Callable[..., str]
+
+
+def checker(kernels: Kernels, folder: Path, core: Path = CORE) -> Path:
     program = folder / "test_engine_model"
-    sources = [str(core / "kernels.c"), str(core / "tests" / "test_engine_model.c")]
+    sources = [kernels(str(COMPILER), *FLAGS, "-O0"), str(core / "tests" / "test_engine_model.c")]
     command = [str(COMPILER), *FLAGS, *SIZES, *sources, "-o", str(program)]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return program
@@ -35,8 +39,8 @@ def run(program: Path, scenario: int, preemptions: int) -> subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True, timeout=500)
 
 
-def test_c2_engine_loses_no_wake_up_in_any_order(tmp_path: Path) -> None:
-    program = checker(tmp_path)
+def test_c2_engine_loses_no_wake_up_in_any_order(kernels: Kernels, tmp_path: Path) -> None:
+    program = checker(kernels, tmp_path)
     for scenario in SCENARIOS:
         for preemptions in (0, 1):
             done = run(program, scenario, preemptions)
@@ -47,8 +51,8 @@ def test_c2_engine_loses_no_wake_up_in_any_order(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("scenario", [0, 1, 5])
-def test_c2_engine_loses_no_wake_up_with_two_preemptions(scenario: int, tmp_path: Path) -> None:
-    done = run(checker(tmp_path), scenario, 2)
+def test_c2_engine_loses_no_wake_up_with_two_preemptions(scenario: int, kernels: Kernels, tmp_path: Path) -> None:
+    done = run(checker(kernels, tmp_path), scenario, 2)
     assert done.returncode == 0, done.stderr
 
 
@@ -88,11 +92,11 @@ def test_c2_engine_loses_no_wake_up_with_two_preemptions(scenario: int, tmp_path
     ],
 )
 def test_c2_engine_model_sees_what_is_wrong(
-    file: str, line: str, wrong: str, scenario: int, preemptions: int, tmp_path: Path
+    file: str, line: str, wrong: str, scenario: int, preemptions: int, kernels: Kernels, tmp_path: Path
 ) -> None:
     copied = tmp_path / "core"
     shutil.copytree(CORE, copied)
     text = (copied / file).read_text()
     assert text.count(line) == 1
     (copied / file).write_text(text.replace(line, wrong))
-    assert run(checker(tmp_path, copied), scenario, preemptions).returncode == 1
+    assert run(checker(kernels, tmp_path, copied), scenario, preemptions).returncode == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,23 @@ SANITIZED = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undef
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
 
 
-def built(folder: Path, *flags: str, core: Path = CORE) -> Path:
-    program = folder / "test_faults"
-    sources = [*(core / path.name for path in build.LIBRARY), core / "tests" / "test_faults.c"]
-    command = [str(COMPILER), *FLAGS, *flags, *map(str, sources), "-o", str(program), "-lm", "-lpthread"]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+Build = Callable[..., Path]
+
+
+@pytest.fixture
+def built(tmp_path: Path, kernels: Callable[..., str]) -> Build:
+    """Return the program that comes of flags for the compiler, and of the core or a changed copy."""
+
+    def program(*flags: str, core: Path = CORE) -> Path:
+        file = tmp_path / "test_faults"
+        names = [path.name for path in build.LIBRARY if path.name != "kernels.c"]
+        sources = [*(core / name for name in names), core / "tests" / "test_faults.c"]
+        command = [str(COMPILER), *FLAGS, *flags]
+        unoptimised = kernels(*command, "-O0")
+        whole = [*command, *map(str, sources), unoptimised, "-o", str(file), "-lm", "-lpthread"]
+        subprocess.run(whole, check=True, capture_output=True, text=True)
+        return file
+
     return program
 
 
@@ -31,8 +44,8 @@ def run(program: Path, *words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *map(str, words)], capture_output=True, text=True, timeout=500)
 
 
-def test_c2_faults_random_words_of_peers_do_no_harm(tmp_path: Path) -> None:
-    done = run(built(tmp_path, *SANITIZED), "fuzz", 1, 500)
+def test_c2_faults_random_words_of_peers_do_no_harm(built: Build) -> None:
+    done = run(built(*SANITIZED), "fuzz", 1, 500)
     assert done.returncode == 0, done.stderr
     counts = [int(part.split()[0]) for part in done.stdout.split(", ")]
     assert len(counts) == 4  # done, different, abandoned, broken
@@ -53,19 +66,19 @@ def test_c2_faults_random_words_of_peers_do_no_harm(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_c2_faults_each_bound_is_needed(file: str, line: str, wrong: str, tmp_path: Path) -> None:
+def test_c2_faults_each_bound_is_needed(file: str, line: str, wrong: str, built: Build, tmp_path: Path) -> None:
     core = tmp_path / "core"
     shutil.copytree(CORE, core)
     text = (core / file).read_text()
     assert text.count(line) == 1
     (core / file).write_text(text.replace(line, wrong))
-    assert run(built(tmp_path, *SANITIZED, core=core), "fuzz", 1, 4000).returncode != 0
+    assert run(built(*SANITIZED, core=core), "fuzz", 1, 4000).returncode != 0
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_c2_faults_a_rank_stops_or_dies_at_every_place(ranks: int, tmp_path: Path) -> None:
+def test_c2_faults_a_rank_stops_or_dies_at_every_place(ranks: int, built: Build) -> None:
     """The others go on with one that goes on; of one that dies they are told, and then every operation ends."""
-    done = run(built(tmp_path, "-O2"), "stops", ranks)
+    done = run(built("-O2"), "stops", ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     seen = [int(line.split()[0]) for line in done.stdout.splitlines()]
     halves = {5, 6} if ranks == 2 else set()  # two ranks do not reduce in halves
@@ -74,6 +87,6 @@ def test_c2_faults_a_rank_stops_or_dies_at_every_place(ranks: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize("operations", [100_000, pytest.param(1_000_000, marks=pytest.mark.thorough)])
-def test_c2_faults_memory_stays_flat(operations: int, tmp_path: Path) -> None:
-    done = run(built(tmp_path, "-O2"), "soak", operations)
+def test_c2_faults_memory_stays_flat(operations: int, built: Build) -> None:
+    done = run(built("-O2"), "soak", operations)
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,13 @@ FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-ffp-contr
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
 
 
-def checker(folder: Path, places: int, portion: int, core: Path = CORE) -> Path:
+Kernels = Callable[..., str]
+
+
+def checker(kernels: Kernels, folder: Path, places: int, portion: int, core: Path = CORE) -> Path:
     program = folder / "test_model"
     sizes = [f"-DCORE_PLACES={places}", f"-DCORE_PORTION_BYTES={portion}", "-DCORE_WHOLE_BYTES=512"]
-    sources = [str(core / "kernels.c"), str(core / "tests" / "test_model.c")]
+    sources = [kernels(str(COMPILER), *FLAGS, "-O0"), str(core / "tests" / "test_model.c")]
     command = [str(COMPILER), *FLAGS, *sizes, "-DCORE_LEAST_STAGE_BYTES=64", *sources, "-o", str(program)]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return program
@@ -45,8 +49,10 @@ def run(program: Path, ranks: int, sequences: int) -> subprocess.CompletedProces
         pytest.param(3, 4, 512, 200, marks=[pytest.mark.thorough, pytest.mark.timeout(600)]),
     ],
 )
-def test_c2_model_holds_in_every_order(ranks: int, places: int, portion: int, sequences: int, tmp_path: Path) -> None:
-    done = run(checker(tmp_path, places, portion), ranks, sequences)
+def test_c2_model_holds_in_every_order(
+    ranks: int, places: int, portion: int, sequences: int, kernels: Kernels, tmp_path: Path
+) -> None:
+    done = run(checker(kernels, tmp_path, places, portion), ranks, sequences)
     assert done.returncode == 0, done.stderr
     assert f"{ranks} ranks: {sequences} sequences" in done.stdout
 
@@ -65,10 +71,10 @@ def test_c2_model_holds_in_every_order(ranks: int, places: int, portion: int, se
         ("ways.c", "op->filled < to_fill ? op->filled : op->rounds", "op->rounds"),
     ],
 )
-def test_c2_model_sees_what_is_wrong(file: str, line: str, wrong: str, tmp_path: Path) -> None:
+def test_c2_model_sees_what_is_wrong(file: str, line: str, wrong: str, kernels: Kernels, tmp_path: Path) -> None:
     copied = tmp_path / "core"
     shutil.copytree(CORE, copied)
     text = (copied / file).read_text()
     assert text.count(line) == 1
     (copied / file).write_text(text.replace(line, wrong))
-    assert run(checker(tmp_path, 1, 256, copied), 2, 8).returncode == 1
+    assert run(checker(kernels, tmp_path, 1, 256, copied), 2, 8).returncode == 1
