@@ -3,8 +3,8 @@
 Every async test runs under asyncio's own loop and under uvloop. One that is slow, or about one of the two, says so:
 `@pytest.mark.asyncio(loop_factories=["asyncio"])`.
 
-`make test` leaves tests marked `thorough` to `make test-all`, and so it does one of the two loops, and all combinations
-of a test marked `drawn(n)` but n of them.
+`make test` leaves tests marked `thorough` to `make test-all`, and so it does combinations of a test's parameters: it
+has as few as show every two values together, with one of the two loops, and n where a test is marked `drawn(n)`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pytest
 from hypothesis import settings
 
 from aiodist.handles import Progress
-from tests.support.drawing import draw
+from tests.support.drawing import draw, pairs
 from tests.support.simulated_cuda.fixture import simulated_cuda as simulated_cuda
 from tests.support.startup import sitecustomize
 
@@ -93,13 +93,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if getattr(item, "on_processes", False):
             item.add_marker("processes")
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("soak"):
-            combinations[_drawn_with(item)].append(item)
+            combinations[_name(item)].append(item)
     usual = {_name(item) for item in items if _in_usual_job(item)}
     for name, tests in combinations.items():
         mark = tests[0].get_closest_marker("drawn")
-        count = 1 if mark is None else mark.args[0]
-        among = [test for test in tests if _in_usual_job(test) or _name(test) not in usual]
-        chosen = draw(name, [(test, test.callspec.indices.items()) for test in among], count)
+        among = [test for test in tests if _in_usual_job(test) or name not in usual]
+        if mark is None:
+            chosen = draw(name, [(test, _pairs(test)) for test in among])
+        else:
+            chosen = draw(name, [(test, _values(test).items()) for test in among], mark.args[0])
         for test in tests:
             if test not in chosen:
                 test.add_marker("thorough")
@@ -113,12 +115,15 @@ def _name(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
 
 
-def _drawn_with(test: pytest.Function) -> str:
-    """Return what all combinations have in common of which some are drawn: mostly all but the loop."""
-    if test.get_closest_marker("drawn"):
-        return _name(test)
-    others = sorted((key, at) for key, at in test.callspec.indices.items() if key != "_asyncio_loop_factory")
-    return f"{_name(test)} {others}"
+def _values(test: pytest.Function) -> dict[str, int]:
+    """Return which value each parameter has; what pytest calls its index is another one in each combination."""
+    return {name: id(value) for name, value in test.callspec.params.items()}
+
+
+def _pairs(test: pytest.Function) -> list[object]:
+    """Return what a combination shows: every two values together, on either loop, and the test at all."""
+    values = {name: value for name, value in _values(test).items() if name != "_asyncio_loop_factory"}
+    return [*pairs(sorted(values.items())), None]
 
 
 @pytest.fixture(autouse=True)

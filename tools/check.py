@@ -2,11 +2,11 @@
 
 With `--thorough` the tests that this leaves out are run, and no checks: `make test-all` calls both.
 
-Many tests wait for processes, so there are several runs of pytest, two at a time; what the first prints is seen at
-once, what the others print in the end. Where a few tests failed, these run once more when nothing else does: many have
-a limit of time, and machines are shared. One that passes then is no failure; the summary names it. Other arguments are
-handed to pytest, which then runs once. The summary counts the tests that ran under each MPI: those that recorded a
-property `mpi` (pytest's `record_property("mpi", "Open MPI")`), or whose id names one.
+Many tests wait for processes, so there are several runs of pytest, one more at a time than there are cores; what the
+first prints is seen at once, what the others print in the end. Where a few tests failed, these run once more when
+nothing else does: many have a limit of time, and machines are shared. One that passes then is no failure; the summary
+names it. Other arguments are handed to pytest, which then runs once. The summary counts the tests that ran under each
+MPI: those that recorded a property `mpi` (pytest's `record_property("mpi", "Open MPI")`), or whose id names one.
 """
 
 from __future__ import annotations
@@ -25,20 +25,14 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
-_STARTING = (
-    "tests/bench",
-    "tests/control",
-    "tests/docs",
-    "tests/examples",
-    "tests/hosts",
-    "tests/integration",
-    "tests/launch",
-    "tests/lifecycle",
-    "tests/packaging",
-    "tests/testing",
+_FOLDERS = (
+    ("nn",),
+    ("lifecycle",),
+    ("compat", "docs", "examples", "hosts", "integration", "launch"),
+    ("bench", "control", "engine", "packaging", "ps", "testing"),
 )
-"""What mostly starts processes of its own."""
-_AT_A_TIME = 2
+"""The folders of tests that have a run of pytest to themselves, the longest first; the rest has one too."""
+_AT_A_TIME = 1 + (os.cpu_count() or 1)
 _FEW = 5
 """So many failed tests run once more; where more have failed, something is broken."""
 _SOME_FAILED = 1
@@ -89,16 +83,19 @@ def steps() -> list[Step]:
 
 
 def tests(pytest_args: list[str], *, thorough: bool) -> list[Step]:
-    """Return what runs the tests: four parts, the longest first, or one run with the arguments that were given."""
+    """Return what runs the tests: several parts, or one run with the arguments that were given."""
     name, ours = ("thorough", "thorough and not soak") if thorough else ("pytest", "not soak and not thorough")
     if pytest_args:
         return [_pytest(name, ["-m", ours, *pytest_args], shown=True)]
-    left = [f"--ignore={folder}" for folder in (*_STARTING, "tests/nn")]
+    parts = [[f"tests/{folder}" for folder in folders] for folders in _FOLDERS]
+    rest = [f"--ignore={folder}" for folders in parts for folder in folders]
     return [
-        _pytest(f"{name} 1", ["-m", f"{ours} and not processes", *left], shown=True),
-        _pytest(f"{name} 2", ["-m", f"{ours} and not processes", *_STARTING]),
-        _pytest(f"{name} 3", ["-m", f"{ours} and processes", "tests"]),  # the ranks of one job serve many of these
-        _pytest(f"{name} 4", ["-m", f"{ours} and not processes", "tests/nn"]),
+        _pytest(f"{name} 1", ["-m", f"{ours} and not processes", *rest], shown=True),
+        _pytest(f"{name} 2", ["-m", f"{ours} and processes", "tests"]),  # the ranks of one job serve many of these
+        *(
+            _pytest(f"{name} {number}", ["-m", f"{ours} and not processes", *folders])
+            for number, folders in enumerate(parts, 3)
+        ),
     ]
 
 

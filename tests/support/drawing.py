@@ -1,34 +1,45 @@
-"""Which combinations of a test's parameters `make test` runs, where the test says that a few will do."""
+"""Which combinations of a test's parameters `make test` runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import combinations
 from random import Random
 from typing import TypeVar
 from zlib import crc32
 
-__all__ = ["draw"]
+__all__ = ["draw", "pairs"]
 
 T = TypeVar("T")
 
 
-def draw(name: str, combinations: Sequence[tuple[T, Iterable[object]]], count: int) -> list[T]:
-    """Return `count` of the items, each given with its parameters, which show as many different ones as they can.
+def draw(name: str, items: Sequence[tuple[T, Iterable[object]]], count: int | None = None) -> list[T]:
+    """Return `count` of the items, each given with what it shows, which show as many different things as they can.
 
-    The same for the same `name` at all times: a test that fails in one place fails in another.
+    As few as show all where `count` is None. The same for the same `name` at all times: a test that fails in one place
+    fails in another.
 
-    >>> pairs = [(x + y, (x, y)) for x in "abc" for y in "AB"]
-    >>> chosen = draw("test_sum", pairs, 3)
+    >>> both = [(x + y, (x, y)) for x in "abc" for y in "AB"]
+    >>> chosen = draw("test_sum", both, 3)
     >>> sorted({letter for pair in chosen for letter in pair})
     ['A', 'B', 'a', 'b', 'c']
+    >>> len(draw("test_sum", [(x + y + z, pairs((x, y, z))) for x in "abc" for y in "AB" for z in "01"]))
+    6
     """
-    left = [(item, set(parameters)) for item, parameters in combinations]
+    left = [(item, set(shown)) for item, shown in items]
+    missing = set().union(*(shown for _, shown in left))
     Random(crc32(name.encode())).shuffle(left)
     seen: set[object] = set()
     chosen: list[T] = []
-    while left and len(chosen) < count:
+    while missing - seen if count is None else left and len(chosen) < count:
         best = max(left, key=lambda one: len(one[1] - seen))
         left.remove(best)
         seen |= best[1]
         chosen.append(best[0])
     return chosen
+
+
+def pairs(values: Iterable[object]) -> list[object]:
+    """Return the values, and every two of them."""
+    values = list(values)
+    return [*values, *combinations(values, 2)]
