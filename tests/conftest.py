@@ -26,6 +26,7 @@ from hypothesis import settings
 
 from aiodist.handles import Progress
 from tests.support.drawing import draw, pairs
+from tests.support.nursed import nursery as nursery
 from tests.support.simulated_cuda.fixture import simulated_cuda as simulated_cuda
 from tests.support.startup import sitecustomize
 

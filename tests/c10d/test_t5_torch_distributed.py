@@ -16,6 +16,7 @@ from aiodist.errors import BackendUnavailable
 from aiodist.launch.commands import mpirun_environment
 from aiodist.launch.discover import find_mpi
 from tests.support.environ import python_path
+from tests.support.nursed import stub
 from tests.support.torch_ranks import started
 
 Found = dict[tuple[str, int], dict[str, Any]]
@@ -32,11 +33,11 @@ WAYS = (
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Return what came of every way, by backend and rank."""
     folder = tmp_path_factory.mktemp("ways")
     for backend in ("gloo", "aiodist"):
-        for code, output in started(PROGRAMS / "every_way.py", backend, folder):
+        for code, output in started(PROGRAMS / "every_way.py", backend, folder, nursery=nursery):
             assert code == 0, output
     return {(b, r): json.loads((folder / f"{b}-{r}.json").read_text()) for b in ("gloo", "aiodist") for r in (0, 1)}
 
@@ -68,29 +69,29 @@ def test_t5_every_way_is_compared(found: Found) -> None:
         ("late", "the late rank was named"),
     ],
 )
-def test_t5_beyond_gloo(way: str, said: str) -> None:
-    for rank, (code, output) in enumerate(started(PROGRAMS / "other_ways.py", way)):
+def test_t5_beyond_gloo(nursery: str, way: str, said: str) -> None:
+    for rank, (code, output) in enumerate(started(PROGRAMS / "other_ways.py", way, nursery=nursery)):
         assert code == 0, output
         assert said in output or (way, rank) == ("late", 1)
 
 
 @pytest.mark.processes
-def test_t5_a_program_that_raises_ends() -> None:
-    for code, output in started(PROGRAMS / "other_ways.py", "raised", seconds=30):
+def test_t5_a_program_that_raises_ends(nursery: str) -> None:
+    for code, output in started(PROGRAMS / "other_ways.py", "raised", seconds=30, nursery=nursery):
         assert code == 1
         assert "has had enough" in output
 
 
 @pytest.mark.processes
-def test_t5_an_end_that_raises_leaves_no_group() -> None:
-    ends = started(PROGRAMS / "other_ways.py", "unequal")
+def test_t5_an_end_that_raises_leaves_no_group(nursery: str) -> None:
+    ends = started(PROGRAMS / "other_ways.py", "unequal", nursery=nursery)
     assert [code for code, _ in ends] == [0, 0], ends
     assert any("the end was told: MismatchError" in output for _, output in ends)
 
 
 @pytest.mark.processes
-def test_t5_a_killed_rank_is_named_within_a_second() -> None:
-    (code, output), _ = started(PROGRAMS / "other_ways.py", "killed")
+def test_t5_a_killed_rank_is_named_within_a_second(nursery: str) -> None:
+    (code, output), _ = started(PROGRAMS / "other_ways.py", "killed", nursery=nursery)
     assert code == 0, output
     assert "the loss was told" in output
 
@@ -120,10 +121,10 @@ def command(starter: str) -> tuple[list[str], dict[str, str]]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("starter", ["aiodist none", "aiodist openmpi", "torchrun", "mpirun openmpi", "mpirun mpich"])
-def test_t5_starters(starter: str) -> None:
+def test_t5_starters(nursery: str, starter: str) -> None:
     start, variables = command(starter)
     done = subprocess.run(
-        [*start, str(PROGRAMS / "other_ways.py"), "start"],
+        [*start, *stub(nursery, PROGRAMS / "other_ways.py", "start")],
         env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
@@ -135,8 +136,8 @@ def test_t5_starters(starter: str) -> None:
 
 
 @pytest.mark.processes
-def test_t5_wrap_in_an_asyncio_program() -> None:
-    for code, output in started(PROGRAMS / "wrapped.py"):
+def test_t5_wrap_in_an_asyncio_program(nursery: str) -> None:
+    for code, output in started(PROGRAMS / "wrapped.py", nursery=nursery):
         assert code == 0, output
         assert "side by side" in output
 

@@ -13,6 +13,7 @@ import pytest
 from aiodist.errors import BackendUnavailable
 from aiodist.launch.discover import find_mpi
 from tests.support.environ import python_path
+from tests.support.nursed import stub
 
 HERE = Path(__file__).parent
 PROGRAMS = HERE / "programs"
@@ -31,13 +32,13 @@ def run(ranks: int, *command: object, mpi: str = "none", seconds: float = 120) -
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_t6_the_tutorial_prints_what_it_prints_with_mpi4py(ranks: int) -> None:
+def test_t6_the_tutorial_prints_what_it_prints_with_mpi4py(nursery: str, ranks: int) -> None:
     try:
         find_mpi("openmpi", os.environ.get("PATH", os.defpath))
     except BackendUnavailable as error:
         pytest.skip(str(error))
-    theirs = run(ranks, PROGRAMS / "tutorial.py", "mpi4py.MPI", mpi="openmpi")
-    ours = run(ranks, PROGRAMS / "tutorial.py", "aiodist.compat.mpi")
+    theirs = run(ranks, *stub(nursery, PROGRAMS / "tutorial.py", "mpi4py.MPI"), mpi="openmpi")
+    ours = run(ranks, *stub(nursery, PROGRAMS / "tutorial.py", "aiodist.compat.mpi"))
     assert (theirs.returncode, ours.returncode, ours.stderr) == (0, 0, ""), (theirs, ours)
     assert "pi 3.141593" in ours.stdout
     assert ours.stdout == theirs.stdout
@@ -46,22 +47,22 @@ def test_t6_the_tutorial_prints_what_it_prints_with_mpi4py(ranks: int) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks"), [("reductions", 3), ("tensors", 3), ("awaited", 2), ("mistakes", 2), ("synchronous", 2)]
 )
-def test_t6_over_processes(name: str, ranks: int) -> None:
-    done = run(ranks, PROGRAMS / "compat.py", name)
+def test_t6_over_processes(nursery: str, name: str, ranks: int) -> None:
+    done = run(ranks, *stub(nursery, PROGRAMS / "compat.py", name))
     assert (done.returncode, done.stderr) == (0, ""), done
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {name}" for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("name", ["reductions", "tensors", "synchronous", "mistakes"])
-def test_t6_alone(name: str) -> None:
-    command = [sys.executable, str(PROGRAMS / "compat.py"), name]
+def test_t6_alone(nursery: str, name: str) -> None:
+    command = [sys.executable, *stub(nursery, PROGRAMS / "compat.py", name)]
     environ = {**os.environ, "PYTHONPATH": python_path()}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", f"{name}\n"), done
 
 
-def test_t6_the_others_hear_of_what_ends_one_rank() -> None:
-    done = run(2, PROGRAMS / "compat.py", "raised", seconds=30)
+def test_t6_the_others_hear_of_what_ends_one_rank(nursery: str) -> None:
+    done = run(2, *stub(nursery, PROGRAMS / "compat.py", "raised"), seconds=30)
     assert done.returncode == 1
     assert "rank 1 failed: ValueError: rank 1 has had enough" in done.stderr
 

@@ -180,6 +180,7 @@ async def test_n14_after_a_failure_training_goes_on(coll: Communicator, job: typ
 # --- stops ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize(
     ("event", "at", "last"),

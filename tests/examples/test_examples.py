@@ -292,6 +292,7 @@ def test_t3_ps_synchronous_steps_are_those_of_one_process(
     check_versions(capsys.readouterr().out.splitlines(), expected, last=22)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.usefixtures("threads_restored")
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("name", ["ps_downpour", "ps_easgd", "ps_data_parallel", "ps_data_model_parallel"])

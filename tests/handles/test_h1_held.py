@@ -91,9 +91,9 @@ def test_h1_a_loop_that_is_closed_keeps_the_buffers_of_what_goes_on(stop: str) -
         return found
 
     over, buffer, progress = run(main)
-    for _ in range(20):
+    for _ in range(5):
         gc.collect()
-        time.sleep(1e-3)
+        time.sleep(4e-3)
     assert buffer() is not None
     over.set()
     until(lambda: buffer() is None)

@@ -23,7 +23,7 @@ import pytest
 import aiodist
 from aiodist.errors import BackendUnavailable
 from aiodist.launch.discover import find_mpi
-from tests.support.environ import python_path
+from tests.support.nursed import stub
 
 HERE = Path(__file__).parent
 ROOT = Path(aiodist.__file__).parents[1]
@@ -35,6 +35,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "run" in metafunc.fixturenames and metafunc.config.getoption("markexpr") == "soak":
         rounds = [pytest.param(i, marks=pytest.mark.soak, id=f"round{i}") for i in range(1, ROUNDS + 1)]
         metafunc.parametrize("repeat", rounds)
+
+
+@pytest.fixture(autouse=True)
+def _ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How programs end is seen whole where tests are about that."""
+    if not request.path.name.startswith(("test_h10", "test_l", "test_t5")):
+        monkeypatch.setenv("NURSERY_ENDS", "soon")
 
 
 @pytest.fixture
@@ -90,8 +97,8 @@ class Jobs:
 
     def stub(self, program: str, *arguments: str) -> list[str]:
         """Return what stands for `PROGRAM ARGUMENTS` behind a Python interpreter."""
-        path = program if program.startswith("-") else str(HERE / "programs" / program)
-        return [str(HERE / "stub.py"), self.socket, path, *arguments]
+        path = program if program.startswith("-") else HERE / "programs" / program
+        return stub(self.socket, path, *arguments)
 
     @contextlib.contextmanager
     def started(self, command: list[str], **environ: str) -> Iterator[subprocess.Popen[str]]:
@@ -152,27 +159,6 @@ class Run(Jobs):
         """Run a job to its end."""
         with self.started(self.command(program, *arguments, n=n, options=options)) as process:
             return self.finish(process)
-
-
-@pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a running nursery."""
-    with nursed(tmp_path_factory.mktemp("nursery")) as address:
-        yield address
-
-
-@contextlib.contextmanager
-def nursed(folder: Path, **environ: str) -> Iterator[str]:
-    """The address of a nursery that runs meanwhile."""
-    with subprocess.Popen(
-        [sys.executable, str(HERE / "nursery.py"), str(folder / "socket")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": python_path(), **environ},
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        yield str(folder / "socket")
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from build_backend import aiodist_build as build
-from tests.lifecycle.conftest import Run, nursed, slowness
+from tests.lifecycle.conftest import Run, slowness
+from tests.support.nursed import nursed
 
 RANKS, PLACES = 3, 11
 HEARD = 1.0  # seconds from a death until the others are told

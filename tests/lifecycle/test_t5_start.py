@@ -12,6 +12,7 @@ import aiodist
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Jobs, Run
 
+pytestmark = pytest.mark.drawn(1)
 GLOO = pytest.mark.parametrize("run", ["gloo"], indirect=True)
 
 
@@ -91,6 +92,7 @@ def test_t5_without_start_there_is_no_portal(jobs: Jobs) -> None:
     assert "only a world of aiodist.start() has one" in ended.text
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("how", ["script", "loop"])
 def test_t5_the_default_device_of_a_program_is_its_own(run: Run, how: str) -> None:
     ended = run("default_device.py", how, "meta")

@@ -103,6 +103,7 @@ async def test_n12_training_is_what_it_is_by_hand(
     trial.assert_same(net, reference(own, trial.Mlp, trial.loss, coll.size, 5, feedback))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 async def test_n12_codecs_that_keep_all_train_as_plain_ones(coll: Communicator, trial: type[Trial], op: Any) -> None:
@@ -334,6 +335,7 @@ async def test_n12_embeddings_by_rows_go_as_they_are(coll: Communicator) -> None
     assert seen.sent_nbytes == 2 * 8 + 2 * 16 + 16 + 10 * 8
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.ranks(4, 5)
 @pytest.mark.parametrize("codec", [PowerSGD(1), TopK(0.3), SVD(1), Sign()], ids=str)
 async def test_n12_hosts_add_up_in_full_and_exchange_codes(

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from tests.support.environ import python_path
+from tests.support.nursed import stub
 
 __all__ = ["free_port", "started"]
 
@@ -20,16 +21,19 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def started(program: Path, *args: object, size: int = 2, seconds: float = 110) -> list[tuple[int, str]]:
-    """Run `size` ranks of a program by torch's variables; return each one's exit code and output.
+def started(
+    program: Path, *args: object, size: int = 2, seconds: float = 110, nursery: str = ""
+) -> list[tuple[int, str]]:
+    """Run `size` ranks of a program by torch's variables, of a nursery; return each one's exit code and output.
 
     What still runs after so many seconds is killed.
     """
+    command = stub(nursery, program, *args) if nursery else [str(program), *map(str, args)]
     place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environ = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **place}
+    environ = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "NURSERY_ENDS": "soon", **place}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(program), *map(str, args)],
+            [sys.executable, *command],
             env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

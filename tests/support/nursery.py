@@ -3,12 +3,14 @@
 `nursery.py SOCKET` listens there. Each program is a process of its own, which ends as any does. `stub.py` stands in for
 it where somebody expects to be its parent: it hands over its place (arguments, environment, folder, open files), passes
 signals on, and ends as the program did. A program is killed when its stub dies. The nursery ends with its standard
-input.
+input. Where NURSERY_ENDS says "soon", the libraries of a program are not taken apart behind its interpreter: torch's
+take a tenth of a second.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -23,7 +25,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401  - what takes so long
+import torch
 
 if core := os.environ.get("LIFECYCLE_CORE"):  # in place of the one that is installed
     spec = spec_from_file_location("aiodist._core", core)
@@ -137,6 +139,11 @@ def become(request: dict[str, Any]) -> list[str]:
     os.chdir(request["cwd"])
     for signum in SIGNALS:
         signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    if os.environ.get("NURSERY_ENDS") == "soon":
+        libc = ctypes.CDLL(None)
+        libc.on_exit(libc._exit, None)  # with the status, in front of what was registered when torch was loaded
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
     arguments: list[str] = request["argv"]
     return arguments
 
