@@ -14,6 +14,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -58,6 +59,16 @@ def pytest_configure(config: pytest.Config) -> None:
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(signum) == signal.SIG_IGN:
             signal.signal(signum, lambda *_: None)  # which is as good here, and not inherited
+    if not config.getoption("--aiodist-worker"):
+        _take_away_what_is_left(config)
+
+
+def _take_away_what_is_left(config: pytest.Config) -> None:
+    """Have temporary files in one folder that goes with this run: launchers and MPIs that are killed leave theirs."""
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest keeps its own of some runs
+    folder = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder.name
 
 
 def pytest_collection_finish() -> None:

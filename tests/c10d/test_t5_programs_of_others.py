@@ -52,10 +52,10 @@ class Outcome(NamedTuple):
     why: str
 
 
-def outcomes(folder: Path, size: int, names: Sequence[str], seconds: float) -> dict[str, Outcome]:
+def outcomes(nursery: str, folder: Path, size: int, names: Sequence[str], seconds: float) -> dict[str, Outcome]:
     """Return how torch's own tests ended, or those of `names`, in a world of `size` ranks."""
     folder.mkdir(exist_ok=True)
-    ended = started(PROGRAMS / "torch_tests.py", folder, *names, size=size, seconds=seconds)
+    ended = started(PROGRAMS / "torch_tests.py", folder, *names, size=size, seconds=seconds, nursery=nursery)
     assert [code for code, _ in ended] == [0] * size, ended
     found: dict[str, Outcome] = {}
     for rank in range(size):
@@ -72,21 +72,21 @@ def failures(found: Mapping[str, Outcome]) -> dict[str, str]:
 
 
 @pytest.mark.processes
-def test_t5_some_of_torchs_own_tests(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, 3, DRAWN, 110)
+def test_t5_some_of_torchs_own_tests(nursery: str, tmp_path: Path) -> None:
+    found = outcomes(nursery, tmp_path, 3, DRAWN, 110)
     assert {name: found[name].end for name in DRAWN} == dict.fromkeys(DRAWN, "passed"), failures(found)
 
 
 @pytest.mark.thorough
 @pytest.mark.processes
 @pytest.mark.timeout(1500)
-def test_t5_torchs_own_tests(tmp_path: Path) -> None:
+def test_t5_torchs_own_tests(nursery: str, tmp_path: Path) -> None:
     """All of them in a world of three, and those that want more ranks in the worlds that they want."""
-    found = outcomes(tmp_path / "3", 3, (), 600)
+    found = outcomes(nursery, tmp_path / "3", 3, (), 600)
     for size, wanted in ((4, "exact world size of 4"), (8, "small world size")):
         names = [name for name, outcome in found.items() if wanted in outcome.why]
         assert names, f"none wants a world of {size}"
-        found |= outcomes(tmp_path / str(size), size, names, 400)
+        found |= outcomes(nursery, tmp_path / str(size), size, names, 400)
     assert failures(found).keys() == set(" ".join(FAIL).split()), "\n".join(failures(found).values())
     skipped = {outcome.why for outcome in found.values() if outcome.end == "skipped"}
     assert {why for why in skipped if not any(known in why for known in SKIPPED)} == set()

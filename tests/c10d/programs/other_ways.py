@@ -109,7 +109,7 @@ def opposite():
 
 def shared():
     """Two threads use both groups, in orders that differ from rank to rank: a result is right, or the error is told."""
-    for turn in range(100):
+    for turn in range(40):
         groups = [dist.new_group([0, 1]) for _ in range(2)]
         ends = []
 
