@@ -131,7 +131,7 @@ CASES = [
 ]
 
 
-@pytest.mark.drawn(20)
+@pytest.mark.drawn(12)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("op", "kind"), CASES, ids=str)
 def test_s4_the_kernel_does_what_torch_does(op: ReduceOp, kind: torch.dtype) -> None:

@@ -51,7 +51,7 @@ async def test_n18_averages_of_one_step_are_reduced_gradients(coll: Communicator
 # --- against the formulas --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.drawn(32)
+@pytest.mark.drawn(16)
 @pytest.mark.ranks(1, 2, 3, 4)
 @each_rule
 @each_overlap

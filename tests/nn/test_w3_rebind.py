@@ -107,6 +107,7 @@ async def train(number: int, kind: str, steps: int, grows_at: int) -> Any:
         return coll.size, net.steps, bytes_of(module, opt, scheduler), module
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_w3_killed_at_any_moment_and_joined_it_trains_as_one_process_does(kind: str, seed: int) -> None:
@@ -155,6 +156,7 @@ async def train_pipelined(number: int, steps: int, grows_at: int) -> Any:
                 coll = await coll.shrink()
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("seed", range(16))
 def test_w3_a_pipelined_optimizer_goes_back_to_its_last_whole_step(seed: int) -> None:
     """Of four ranks two are killed at any moment, then others join; each step is made once all the same."""
