@@ -141,12 +141,14 @@ class Regrouping:
             done.append(self._refuse(growing, Refusal.LEFT, f"rank {rank} left: {why}"))
         return done + self._form()
 
-    def missing(self, rank: int) -> dict[int, str]:
-        """Return for whom `rank`, which has asked, waits."""
+    def missing(self, number: int, rank: int) -> dict[int, str]:
+        """Return for whom `rank` of a generation waits; the answer to what it asked may be on its way."""
+        if number != self.current.number:
+            return {}
         if self.forming is not None:
             late = set(self.forming.joiners) - self.came
             return {self.current.size + i: "it was started, and has not joined yet" for i, _ in enumerate(late)}
-        return dict.fromkeys(self.present - self.asked.keys(), "it has not asked to regroup")
+        return dict.fromkeys(self.present - self.asked.keys() - {rank}, "it has not asked to regroup")
 
     def _form(self) -> list[Instruction]:
         """Form the next generation if all have asked."""
@@ -245,7 +247,7 @@ class Members(NamedTuple):
 
     def missing(self, rank: int) -> dict[int, str]:
         """Return for whom it waits."""
-        return self.generations.machine.missing(rank)
+        return self.generations.machine.missing(self.number, rank)
 
     def joined(self, rank: int) -> None:
         """A rank has come."""

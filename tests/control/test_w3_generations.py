@@ -231,3 +231,21 @@ def test_w3_a_stale_question_does_not_take_the_place_of_one_that_counts() -> Non
     assert [(name, value.get("where", value.get("refused"))) for name, value in told] == [
         ("stale 1", "outside"), ("new 0", "at 2"), ("new 1", "at 2"),
     ]  # fmt: skip
+
+
+def test_w3_those_who_are_waited_for_are_others_and_of_this_generation() -> None:
+    """An answer may be on its way when a rank asks who is late: it would name itself."""
+    machine = Regrouping(3)
+    for rank in range(3):
+        machine.joined(0, rank)
+    machine.ask(0, 0)
+    late = "it has not asked to regroup"
+    assert machine.missing(0, 0) == {1: late, 2: late}
+    assert machine.missing(0, 1) == {2: late}
+    machine.ask(1, 0)
+    machine.ask(2, 0)
+    assert machine.missing(0, 2) == {}
+    for rank in range(3):
+        machine.joined(1, rank)
+    assert machine.missing(0, 1) == {}
+    assert machine.missing(1, 1) == {0: late, 2: late}
