@@ -94,6 +94,7 @@ typedef struct {
     // for a caller who gave `out`, and `result` is to be returned; NULL: `tensor`, and nothing for `out`.
     Issuer *issuer;
     PyObject *plan, *tensor, *target, *result, *out;
+    PyObject *memory[2];  // the storages of `tensor` and `target`, once it is known not to be over at once
     core_op native;
 } Handle;
 

@@ -92,7 +92,7 @@ static int handle_init(Handle *self, PyObject *args, PyObject *named) {
         &self->progress, &self->op, &self->called.code, &self->account, &self->status, &self->value, &self->traceback,     \
             &self->waiters, &self->callbacks, &self->event, &self->canceller, &self->expires, &self->late, &self->finisher,\
             &self->keep, &self->fence, &self->source, &self->tag, &self->version, &self->observer, &self->plan,       \
-            &self->tensor, &self->target, &self->result, &self->out                                                        \
+            &self->tensor, &self->target, &self->result, &self->out, &self->memory[0], &self->memory[1]                    \
     }
 
 static int handle_traverse(Handle *self, visitproc visit, void *arg) {

@@ -116,7 +116,7 @@ struct Issuer {
 };
 
 static PyTypeObject *issuer_type;
-static PyObject *s_back, *s_lasti, *s_filename, *s_watching, *s_keep_watch, *s_told, *s_way;
+static PyObject *s_back, *s_lasti, *s_filename, *s_watching, *s_keep_watch, *s_told, *s_way, *s_untyped_storage;
 
 Lane *issuer_lane(Issuer *self) { return self->lane; }
 
@@ -266,6 +266,17 @@ static bool acquire(Issuer *self, Handle *h) {
     return true;
 }
 
+// Keeps the memory of an operation that is not over at once: the program may give its tensors other memory meanwhile, by
+// `t.data = ...` or `module.half()`, and what they had would be somebody else's.
+static void keep_memory(Handle *h) {
+    PyObject *const tensors[2] = {h->tensor, h->target};
+    for (int i = 0; i < 2; i++) {
+        if (!is_set(tensors[i]) || h->memory[i] != NULL) continue;
+        h->memory[i] = PyObject_CallMethodObjArgs(tensors[i], s_untyped_storage, NULL);
+        if (h->memory[i] == NULL) PyErr_WriteUnraisable((PyObject *)h);
+    }
+}
+
 // What is to be done with which tensors: (t, target, result, out), of which t lies at `in` and target at `out`.
 typedef struct {
     Plan *plan;
@@ -345,7 +356,10 @@ static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
     if (!heavy) core_lane_advance(lane->lane, SLICE);
     if (self->log->timed) log_came(self->log, core_lane_busy(lane->lane) && !heavy ? core_lane_driven_at(lane->lane) : core_now());
     drive_end(completions);
-    if (h->status == status_pending) core_engine_notice(lane->engine->engine, lane->lane, heavy);
+    if (h->status == status_pending) {
+        keep_memory(h);
+        core_engine_notice(lane->engine->engine, lane->lane, heavy);
+    }
     return (PyObject *)h;
 }
 
@@ -379,10 +393,11 @@ static PyObject *issuer_issue(Issuer *self, PyObject *const *args, Py_ssize_t co
 // The ranks agree on it, but not all brought what a lane can do together: it goes on in another way, with what it owns.
 static PyObject *go_on(Handle *h, const claim *claims, unsigned count) {
     PyObject *owned = PyList_New(0);
+    keep_memory(h);
     for (unsigned i = 0; owned != NULL && i < count; i++) {
-        PyObject *memory = h->target != NULL && claims[i].writes ? h->target : h->tensor;
+        PyObject *memory = h->memory[h->target != NULL && claims[i].writes];
         PyObject *one = Py_BuildValue("(KKOO)", (unsigned long long)claims[i].start, (unsigned long long)claims[i].nbytes,
-                                      claims[i].writes ? Py_True : Py_False, memory);
+                                      claims[i].writes ? Py_True : Py_False, is_set(memory) ? memory : Py_None);
         if (one == NULL || PyList_Append(owned, one) < 0) Py_CLEAR(owned);
         Py_XDECREF(one);
     }
@@ -425,7 +440,7 @@ void issuer_settle(Handle *h) {
     }
     if (PyErr_Occurred()) PyErr_WriteUnraisable((PyObject *)h);
     Py_XDECREF(told);
-    PyObject **const held[] = {&h->plan, &h->tensor, &h->target, &h->result, &h->out};
+    PyObject **const held[] = {&h->plan, &h->tensor, &h->target, &h->result, &h->out, &h->memory[0], &h->memory[1]};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_CLEAR(*held[i]);
     DECREF(h);
     DECREF(self);
@@ -547,7 +562,7 @@ static PyType_Spec issuer_spec = {
 int issue_add(PyObject *module) {
     static const struct { PyObject **at; const char *text; } names[] = {
         {&s_back, "f_back"}, {&s_lasti, "f_lasti"}, {&s_filename, "co_filename"},
-        {&s_watching, "watching"}, {&s_keep_watch, "keep_watch"}, {&s_told, "_told"}, {&s_way, "shm"},
+        {&s_watching, "watching"}, {&s_keep_watch, "keep_watch"}, {&s_told, "_told"}, {&s_way, "shm"}, {&s_untyped_storage, "untyped_storage"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if ((*names[i].at = PyUnicode_InternFromString(names[i].text)) == NULL) return -1;

@@ -418,9 +418,13 @@ class Base:
     def _each(
         self, make: Callable[[Primitives, Tensor], Program[Any]], ts: Sequence[Tensor], given: object, terms: Terms
     ) -> Program[Any]:
-        """Return the program of a call that was given one tensor, else those of all `ts` side by side."""
+        """Return the program of a call that was given one tensor, else those of all `ts` side by side.
+
+        They work on what the tensors are now, though the program gives them other memory meanwhile, by `t.data = ...`
+        or `module.half()`.
+        """
         p = self._primitives(terms, together=len(ts) > 1)
-        programs = [make(p, t) for t in ts]
+        programs = [make(p, t.detach()) for t in ts]
         return programs[0] if isinstance(given, Tensor) else side_by_side(programs, ts)
 
     def _primitives(self, terms: Terms, *, together: bool = False) -> Primitives:

@@ -264,9 +264,19 @@ class Direct:
         def make() -> Program[Any]:
             ep = Endpoint(dispatcher.transport, tag_of(seq), traffic=dispatcher.traffic(seq), key=key_of(seq))
             p = Primitives(ep, repertoire, call.impl, device=self._device)
-            return _PROGRAMS[call.kind](p, t, out, call)
+            return _PROGRAMS[call.kind](p, _as_claimed(t, call, owned), out, call)
 
         dispatcher.go_on(handle, make, owned)
+
+
+def _as_claimed(t: Tensor, call: _Call, owned: Sequence[Claim]) -> Tensor:
+    """Return `t` as it was at the call: the program may have given it other memory since."""
+    start, _, _, memory = next((claim for claim in owned if not claim[2]), owned[0] if owned else (0, 0, False, None))
+    inside = any(begin <= t.data_ptr() < begin + nbytes for begin, nbytes, *_ in owned)
+    if memory is None or (inside and t.dtype is call.dtype and t.shape == call.shape):
+        return t
+    offset = (start - memory.data_ptr()) // call.dtype.itemsize
+    return torch.empty(0, dtype=call.dtype, device="cpu").set_(memory, offset, call.shape)
 
 
 def _dense(t: Tensor) -> bool:

@@ -335,7 +335,7 @@ class Dispatcher:
     def quick(self, plan: ReductionPlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
         """Issue one native call that works on `t` in place: `collective` without what it does not need."""
         handle, over = self._quick_handle(plan, t, timeout)
-        done = once(over)
+        done, t = once(over), t.detach()  # as it is now: it may be given other memory before the call
         if plan.nbytes >= self.large_bytes:
             then = self.progress.counted(done) if plan.nbytes < LARGE_BYTES else done
             self.progress.start_in_thread(self._quickly(plan, t, handle.seq, then, large=True))

@@ -68,7 +68,7 @@ class Movement(Base):
         lifted, convert = lift(t, None)
         ts = tensors_of(lifted)
         program = self._each(lambda p, x: operations.broadcast(p, x, root), ts, lifted, terms)
-        if isinstance(t, list):
+        if isinstance(t, (list, Tensor)):
             program = returning(program, t)
         claims = reading(*ts) if self.rank == root else writing(*ts)
         what = fingerprint_of("broadcast", ts, None, root, impl, given=t)
