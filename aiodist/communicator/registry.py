@@ -481,9 +481,11 @@ class Registry(Generic[C]):
         self._shared = {key: made for key, made in self._shared.items() if made is not communicator}
         dispatcher = communicator.parts.dispatcher
         drained = False
+        guests = self._guests.pop(communicator, [])
         try:
-            for guest in reversed(self._guests.pop(communicator, [])):
-                await self._close_guest(guest, communicator, until)
+            while guests:
+                await self._close_guest(guests[-1], communicator, until)
+                guests.pop()
             dispatcher.cancel_receives()
             if dispatcher.refusal is None:
                 await dispatcher.drain(self._left(until))
@@ -493,6 +495,8 @@ class Registry(Generic[C]):
                 if mismatch is not None:
                     raise mismatch
         except BaseException as error:
+            for guest in reversed(guests):
+                guest.abort()
             failure = CommunicatorAborted(f"closing communicator {communicator.name!r} failed: {error!r}")
             dispatcher.abort(error if isinstance(error, AiodistError) else failure)
             raise
@@ -522,7 +526,6 @@ class Registry(Generic[C]):
             async with asyncio.timeout_at(until):
                 await guest.close()
         except TimeoutError:
-            guest.abort()
             raise OperationTimeout(f"{guest} was not over in time", comm=communicator.name, op="aclose") from None
 
     def _left(self, until: float) -> float:

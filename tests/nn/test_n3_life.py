@@ -268,3 +268,24 @@ async def test_n3_leave_that_another_task_gives(coll: Communicator, trial: type[
     await net.aclose()
     await coll.barrier()
     assert scheduler.in_flight == 0
+
+
+@pytest.mark.ranks(2)
+async def test_n3_a_close_that_is_cancelled_gives_the_net_up(coll: Communicator) -> None:
+    """Its thread ends, and its parameters belong to none."""
+    module = nn.Linear(2, 2)
+    net = await DataParallel.create(module, coll)
+    held = threading.Event()
+    net.compute.submit(held.wait, 20).detach()
+    try:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await net.aclose()
+    finally:
+        held.set()
+    await net.compute.stream.aclose()
+    with pytest.raises(RuntimeError, match="was given up"):
+        await net.step(lambda: net(torch.ones(1, 2)).sum(), torch.optim.SGD(net.parameters()))
+    await coll.barrier()
+    async with await DataParallel.create(module, coll):
+        pass
