@@ -65,8 +65,8 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         """The reductions of the last step."""
         self._complete = True
         """No update of the last step has failed."""
-        self._undo: list[_Undo] | None = None if net.coll.parts.registry.elastic is None else []
-        """In an elastic world: what takes back each update of a step that is not made whole."""
+        self._undo: dict[_BucketOptimizer, _Undo] | None = None if net.coll.parts.registry.elastic is None else {}
+        """In an elastic world: what takes back the updates of steps that were not made whole."""
         self._mishap: Exception | None = None
         """What was raised in the midst of the last of them."""
         self._guard(self._parts)
@@ -95,7 +95,11 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         return [part.state_dict() for part in self._parts]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]], /) -> None:
-        """Take what `state_dict` gave, of other buckets too; raise ValueError unless it is of the same parameters."""
+        """Take what `state_dict` gave, of other buckets too.
+
+        Raises ValueError unless it is of the same parameters, and gives those of each group here the same settings;
+        nothing is changed then.
+        """
         if not all("parameters" in one for one in state):
             raise ValueError("a state without the numbers of its parameters: expected what `state_dict` gives")
         settings = {n: group for one in state for group in one["param_groups"] for n in group["params"]}
@@ -103,8 +107,8 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         if settings.keys() != mine:
             raise ValueError(f"state of {len(settings)} parameters: expected the {len(mine)} that are updated here")
         values = {n: value for one in state for n, value in one["state"].items()}
-        for part in self._parts:
-            part.load(values, settings)
+        for load in [part.loader(values, settings) for part in self._parts]:
+            load()
 
     def close(self) -> None:
         """Take the hooks off the modules; the parameters stay as they are. `flush` first."""
@@ -118,8 +122,8 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         for device in cuda_devices(self._net.module.parameters()):
             torch.cuda.synchronize(device)  # the compute thread had a stream of its own
         steps = self._net.reducer.steps
-        if self._undo and all(undo.holds() for undo in self._undo):  # else other parameters were loaded since
-            for undo in reversed(self._undo):
+        if self._undo and all(undo.holds() for undo in self._undo.values()):  # else parameters were loaded since
+            for undo in self._undo.values():
                 undo.make()
             steps.mishap = None if steps.mishap is self._mishap else steps.mishap
         if self._undo is not None:
@@ -147,6 +151,8 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
             return self._run(forward, whole=self._settings.whole)
 
         reduction = self._reduce(prepare)
+        if self._undo and not all(undo.holds() for undo in self._undo.values()):
+            self._undo.clear()  # the step begins with parameters that were loaded behind one that failed
         self._places = {self._part_of[bucket.slots[0].index]: i for i, bucket in enumerate(reduction.buckets)}
         self._left = {part: reduction.settled[self._places[part]] for part in self._parts if part in self._places}
         self._complete = True
@@ -192,14 +198,16 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
     @contextmanager
     def _undoable(self, part: _BucketOptimizer) -> Iterator[None]:
-        """In this block `part` is updated; in an elastic world note what it was before, and that it is what it is."""
-        undo = None if self._undo is None else _Undo(part)
+        """In this block `part` is updated; in an elastic world note what it was behind the last whole step."""
+        if self._undo is None:
+            yield
+            return
+        if part not in self._undo:
+            self._undo[part] = _Undo(part)
         try:
             yield
         finally:
-            if self._undo is not None and undo is not None:
-                undo.seal()
-                self._undo.append(undo)
+            self._undo[part].seal()
 
     def _order(self, part: _BucketOptimizer) -> None:
         """Let the device wait for the gradients of `part`."""
@@ -235,7 +243,8 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
             if not self._settings.update([{"params": [s.parameter for part in self._left for s in part.slots]}], make):
                 self._leave_out()
             elif before is not None and scaler is not None and self._undo:
-                self._undo[0].also = partial(scaler.load_state_dict, before)
+                first = next(iter(self._undo.values()))
+                first.also = first.also or partial(scaler.load_state_dict, before)
 
     def _leave_out(self) -> None:
         """Make none of the updates that are left."""
@@ -287,15 +296,20 @@ class _BucketOptimizer:
         values = {packed[i]: value for i, value in state["state"].items()}
         return {"parameters": self.numbers, "state": values, "param_groups": groups}
 
-    def load(self, values: Mapping[int, Any], settings: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take the state of each parameter, and the settings of its group, by its number."""
-        packed = self.packed()
-        groups = [
-            {**group, **(settings[packed[group["params"][0]]] if group["params"] else {}), "params": group["params"]}
-            for group in self.optimizer.state_dict()["param_groups"]
-        ]
+    def loader(self, values: Mapping[int, Any], settings: Mapping[int, Mapping[str, Any]]) -> Callable[[], None]:
+        """Return what takes the state of each parameter, and the settings of its group, by its number."""
+        packed, groups = self.packed(), []
+        for group in self.optimizer.state_dict()["param_groups"]:
+            found = [{**settings[packed[i]], "params": group["params"]} for i in group["params"]]
+            names = {name for each in found for name in each if not _equal(each[name], found[0].get(name))}
+            if names:
+                raise ValueError(
+                    f"the state has parameters with different {', '.join(sorted(names))} in one group here: expected "
+                    "that make_optimizer sorts them into groups as it did for the state"
+                )
+            groups.append({**group, **(found[0] if found else {})})
         kept = {i: values[number] for i, number in enumerate(packed) if number in values}
-        self.optimizer.load_state_dict({"state": kept, "param_groups": groups})
+        return partial(self.optimizer.load_state_dict, {"state": kept, "param_groups": groups})
 
     def keep_settings(self) -> None:
         """Remember learning rate and the like: the update that is due is made with those of now."""
@@ -318,8 +332,12 @@ class _BucketOptimizer:
             slot.parameter.grad = None
 
 
+def _equal(a: object, b: object) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+
+
 class _Undo:
-    """What an update has changed: parameters, and the state and settings of their optimizer, as they were before."""
+    """What updates have changed: parameters, and the state and settings of their optimizer, as they were before."""
 
     def __init__(self, part: _BucketOptimizer) -> None:
         self._optimizer = part.optimizer
@@ -330,11 +348,11 @@ class _Undo:
             for group in part.optimizer.param_groups
         ]
         self._versions: list[int] = []
-        self.also: Callable[[], object] = int
+        self.also: Callable[[], object] | None = None
         """Takes back what else was changed."""
 
     def seal(self) -> None:
-        """The update was made."""
+        """An update was made."""
         self._versions = [p._version for p, _ in self._values]
 
     def holds(self) -> bool:
@@ -350,4 +368,5 @@ class _Undo:
                 self._optimizer.state[parameter] = self._state[parameter]
         for group, kept in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update(kept)
-        self.also()
+        if self.also is not None:
+            self.also()

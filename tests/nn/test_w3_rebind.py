@@ -416,6 +416,70 @@ def test_w3_what_a_pipelined_optimizer_made_in_part_is_taken_back(failing: list[
         torch.testing.assert_close(module.get_parameter(name), p, rtol=1e-9, atol=1e-11)
 
 
+def test_w3_several_steps_that_were_made_in_part_are_all_taken_back() -> None:
+    """On each rank two steps in a row fail in part, the second in another bucket; then they are made as if anew."""
+
+    async def main(number: int) -> Any:
+        made: list[torch.optim.Optimizer] = []
+        make = noting(made, partial(SometimesFails, lr=0.1, momentum=0.9))
+        async with aiodist.init(elastic=True) as coll:
+            net = await DataParallel.create(build(number), coll, PipelinedOptimizer, op="sum", first_bucket_bytes=1)
+            opt = PipelinedOptimizer(net, make)
+            await whole_step(net, opt, partial(share, net, 0, coll.rank, coll.size))
+            for failing in (0, 1):
+                made[failing].param_groups[0]["fails"] = True
+                with pytest.raises(ArithmeticError):
+                    await whole_step(net, opt, partial(share, net, 1, coll.rank, coll.size))
+                made[failing].param_groups[0]["fails"] = False
+            await net.rebind(coll := await coll.shrink(), opt)
+            assert net.steps == 1
+            for step in range(1, 5):
+                made[0].param_groups[0]["fails"] = made[1].param_groups[0]["fails"] = False
+                await whole_step(net, opt, partial(share, net, step, coll.rank, coll.size))
+            return bytes_of(net.module), net.module
+
+    (zero, module), (one, _) = run_ranks(2, main, elastic=(1, 2))
+    assert zero == one
+    for name, p in alone("sgd", 5).named_parameters():
+        torch.testing.assert_close(module.get_parameter(name), p, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("turns", range(0, 24, 2))
+def test_w3_a_step_behind_a_load_is_taken_back_to_what_was_loaded(turns: int) -> None:
+    """A step had failed in part before; rank 2 dies in the one behind the load."""
+
+    async def main(number: int) -> Any:
+        made: list[torch.optim.Optimizer] = []
+        make = noting(made, partial(SometimesFails, lr=0.1))
+        async with aiodist.init(elastic=True) as coll:
+            net = await DataParallel.create(
+                build(number), coll, PipelinedOptimizer, op="sum", first_bucket_bytes=1, bucket_bytes=1
+            )
+            opt = PipelinedOptimizer(net, make)
+            made[1].param_groups[0]["fails"] = True
+            with pytest.raises(ArithmeticError):
+                await whole_step(net, opt, partial(share, net, 0, coll.rank, coll.size))
+            made[1].param_groups[0]["fails"] = False
+            net.load_state_dict(build(5).state_dict())
+            step = whole_step(net, opt, partial(share, net, 0, coll.rank, coll.size))
+            with suppress(PeerError):
+                await (killed_after(turns, step) if number == 2 else step)
+                await coll.barrier()
+            await net.rebind(coll := await coll.shrink(), opt)
+            return net.steps, net.module
+
+    one, two, _ = run_ranks(3, main, elastic=(1, 3))
+    expected = build(5)
+    if one[0]:
+        opt = torch.optim.SGD(expected.parameters(), lr=0.1)
+        share(expected, 0, 0, 1).backward()
+        opt.step()
+    for steps, module in (one, two):
+        assert steps == one[0]
+        for name, p in expected.named_parameters():
+            torch.testing.assert_close(module.get_parameter(name), p, rtol=1e-9, atol=1e-11)
+
+
 async def whole_step(net: DataParallel, opt: PipelinedOptimizer, forward: Any) -> None:
     await net.step(forward, opt)
     await opt.flush()

@@ -146,6 +146,36 @@ async def test_n7_going_on_from_a_state(coll: Communicator, course: type[Course]
     course.same(other.module, net.module)
 
 
+@pytest.mark.ranks(2)
+async def test_n7_settings_of_a_state_go_to_their_parameters_or_nowhere(
+    coll: Communicator, course: type[Course]
+) -> None:
+    """Two rates go from a bucket each into one, and back, with the same groups; into one group they do not fit."""
+
+    def rates(opt: PipelinedOptimizer) -> dict[tuple[int, ...], float]:
+        return {tuple(p.shape): group["lr"] for group in opt.param_groups for p in group["params"]}
+
+    small = await course.split(course.mlp(), coll, 1)
+    opt = PipelinedOptimizer(small, two_rates)
+    assert len(opt.optimizers) > 2
+    for group in opt.param_groups:
+        group["lr"] *= 3
+    large = await course.split(course.mlp(), coll, 1 << 20)
+    other = PipelinedOptimizer(large, two_rates)
+    other.load_state_dict(opt.state_dict())
+    wanted = {tuple(p.shape): pytest.approx(0.09 if p.dim() == 1 else 0.03) for p in small.parameters()}
+    assert rates(other) == wanted
+    opt.param_groups[0]["lr"] = opt.param_groups[1]["lr"] = 7.0
+    opt.load_state_dict(other.state_dict())
+    assert rates(opt) == wanted
+    other.close()
+    plain = PipelinedOptimizer(large, course.adam)
+    before = copy.deepcopy(plain.state_dict())
+    with pytest.raises(ValueError, match="parameters with different lr in one group here"):
+        plain.load_state_dict(opt.state_dict())
+    assert plain.state_dict() == before
+
+
 @pytest.mark.ranks(1)
 async def test_n7_a_state_of_what_is_updated(coll: Communicator, course: type[Course]) -> None:
     """An optimizer may leave parameters out; a state that does not say of which ones it is is refused."""
