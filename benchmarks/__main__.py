@@ -13,11 +13,11 @@ from benchmarks.suite import BENCHMARKS
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-_OWN_OPTIONS = {"scale": "scale", "ps-convergence": "ps_convergence", "gpu": "gpu", "faults": "faults"}
+_OWN_OPTIONS = {name: name.replace("-", "_") for name in ("scale", "ps-convergence", "gpu", "faults", "recovery")}
 _NAME_HELP = (
     f"What to measure: {', '.join(BENCHMARKS)}; scale simulates, ps-convergence trains, faults has ranks die and "
-    "counts how the others end, gpu measures all that is to be reached on a CUDA device: each has options of its own "
-    "(python -m benchmarks scale --help)."
+    "counts how the others end, recovery kills ranks and starts others, gpu measures all that is to be reached on a "
+    "CUDA device: each has options of its own (python -m benchmarks scale --help)."
 )
 _TRAIN = BENCHMARKS["train"]
 

@@ -1,123 +1,38 @@
-"""How long it takes to go on: ranks of an elastic job are killed, and others started in their place, again and again.
-
-aiodist run -n 4 --elastic 2:4 -m benchmarks.recovery
-
-Each line is the median and the largest of all rounds, of the slowest rank of each: from SIGKILL to the error, to the
-new communicator, and to the end of the first step on it; and from the call of `grow` to the end of the first step
-of all ranks, without the seconds in which the new process imported torch.
-"""
+"""`python -m benchmarks recovery`: how long ranks take to go on where one is killed, and to grow; loads no torch."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
-from collections.abc import Sequence
-from statistics import median
-from time import monotonic
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
 
-_BEGAN = monotonic()
-import torch  # noqa: E402  - what that takes is measured
+import typer
 
-_IMPORTED = monotonic() - _BEGAN
+__all__ = ["app"]
 
-import aiodist  # noqa: E402
-from aiodist import Communicator  # noqa: E402
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-_ROUNDS = 8
-_AHEAD = 0.2
-"""Seconds before it is killed in which a rank says when that will be."""
-_STEPS = 5
-"""Before each death."""
-_NAMES = ("SIGKILL to PeerLost", "to the new communicator", "to the next step", "grow to the first step")
-_ASKED = (0.1, 0.3, 1.0, 1.0)
+_WORKER = ("--elastic", "2:4", "-m", "benchmarks.recovery_worker")
 
 
-class Training:
-    """Some steps of a small net, with gradients summed by hand."""
+@app.command()
+def recovery(
+    *,
+    two_hosts: Annotated[
+        bool, typer.Option("--two-hosts", help="Two ranks each on two hosts: network namespaces of this machine.")
+    ] = False,
+) -> None:
+    """Kill one of four ranks and start another in its place, eight times."""
+    with ExitStack() as stack:
+        command = [sys.executable, "-m", "aiodist.cli", "run", "-n", "4", *_WORKER]
+        if two_hosts:
+            from tests.hosts.conftest import two_hosts as made  # it has pytest, and no program needs it
 
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self._net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
-        self._x = torch.randn(32, 64)
-
-    async def step(self, coll: Communicator) -> None:
-        """Do one step with all ranks."""
-        self._net.zero_grad()
-        self._net(self._x).square().mean().backward()
-        await coll.allreduce([p.grad for p in self._net.parameters() if p.grad is not None], op="mean")
-        with torch.no_grad():
-            for p in self._net.parameters():
-                assert p.grad is not None
-                p.sub_(p.grad, alpha=1e-3)
-
-    async def synchronize(self, coll: Communicator) -> None:
-        """Give the parameters of rank 0 to all."""
-        await coll.broadcast([p.detach() for p in self._net.parameters()])
-
-
-async def main() -> None:
-    """Measure on the ranks of this job; rank 0 of the last world prints."""
-    torch.set_num_threads(1)
-    training = Training()
-    async with aiodist.init(elastic=True) as coll:
-        full = coll.size
-        times: list[list[float]] = []
-        if coll.generation:
-            times = await _began(coll, training, 0.0, [])
-        while len(times) < _ROUNDS:
-            for _ in range(_STEPS):
-                await training.step(coll)
-            coll, took = await _lose_one(coll, training, len(times))
-            called = monotonic()
-            coll = await coll.grow(full - coll.size)
-            times = await _began(coll, training, called, [*times, took])
-        if coll.rank == 0:
-            _show(coll.size, times)
-
-
-async def _lose_one(coll: Communicator, training: Training, number: int) -> tuple[Communicator, list[float]]:
-    """Have one rank killed; return the world without it, and how long it took until what."""
-    victim = (number * 3 + 1) % coll.size
-    killed = 0.0
-    try:
-        if coll.rank == victim:
-            then = monotonic() + _AHEAD
-            for rank in range(coll.size):
-                if rank != victim:
-                    await coll.send_object(then, rank)
-            await asyncio.sleep(then - monotonic())
-            os.kill(os.getpid(), signal.SIGKILL)
-        killed = await coll.recv_object(src=victim)
-        while True:
-            await training.step(coll)
-    except aiodist.PeerLost:
-        lost = monotonic()
-    coll = await coll.shrink()
-    made = monotonic()
-    await training.synchronize(coll)
-    await training.step(coll)
-    return coll, [lost - killed, made - killed, monotonic() - killed]
-
-
-async def _began(coll: Communicator, training: Training, called: float, times: list[list[float]]) -> list[list[float]]:
-    """Do the first step of a world that grew; return the times of all rounds, of the slowest rank of each."""
-    await training.synchronize(coll)
-    await training.step(coll)
-    ended = monotonic()
-    told = await coll.allgather_object((times, called, ended, _IMPORTED if not called else 0.0))
-    others = [each for each, *_ in told if each]
-    slowest = [[max(some) for some in zip(*of_ranks, strict=True)] for of_ranks in zip(*others, strict=True)]
-    first, last = min(called for _, called, *_ in told if called), max(ended for _, _, ended, _ in told)
-    slowest[-1].append(last - first - max(imported for *_, imported in told))
-    return slowest
-
-
-def _show(ranks: int, times: Sequence[Sequence[float]]) -> None:
-    print(f"{ranks} ranks, {len(times)} rounds")  # noqa: T201
-    for name, asked, values in zip(_NAMES, _ASKED, zip(*times, strict=True), strict=True):
-        print(f"{name:26} {median(values):7.3f} s  most {max(values):7.3f} s  (at most {asked:g} s)")  # noqa: T201
-
-
-if __name__ == "__main__":
-    aiodist.run(main)
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="aiodist-hosts-"))
+            hosts = stack.enter_context(made(Path(folder)))
+            hosts.mpi = "none"
+            command = hosts.command(*_WORKER)
+        raise typer.Exit(subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode)

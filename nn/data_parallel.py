@@ -9,12 +9,13 @@ from functools import partial
 from inspect import signature
 from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar, Unpack, cast, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from aiodist.codecs import Codec
 from aiodist.communicator import Communicator
-from aiodist.errors import CommunicatorError, PeerError
+from aiodist.errors import CommunicatorError, MismatchError, PeerError
 from aiodist.handles import Handle
 from aiodist.handles.handle import FutureWaiter
 from aiodist.nn.buckets import Allreduce, Bucket, CommHook, Slot, row_parameters
@@ -67,8 +68,11 @@ class Driver(Stateful, Protocol):
 class Recovering(Driver, Protocol):
     """A driver with which a net may go on on another communicator."""
 
-    def retreat(self) -> None:
-        """Go back to the last step whose updates were all made; the compute thread has ended."""
+    def retreat(self) -> Stateful:
+        """Go back to the last step whose updates were all made, and return what ranks give one another of the state.
+
+        The compute thread has ended. It may be called again before `resume`.
+        """
 
     def resume(self) -> None:
         """Go on with what the net has now."""
@@ -76,6 +80,9 @@ class Recovering(Driver, Protocol):
 
 class _Expected:
     """Stands for a driver that is made once the net is, and keeps the state that the other ranks have for it."""
+
+    load: Callable[[Any], None]
+    """Gives it to the driver, which is made now."""
 
     def __init__(self, kind: type[Recovering]) -> None:
         self.kind = kind
@@ -86,6 +93,49 @@ class _Expected:
 
     def load_state_dict(self, state: Any) -> None:
         self.state = state
+
+
+class _Settings:
+    """The scaler and the schedulers of a net, which go on in an elastic world."""
+
+    def __init__(self, net: DataParallel) -> None:
+        self._net = net
+        self._awaited: list[tuple[str, Any]] = []
+        """What the other ranks have, where this one has not been told its settings yet."""
+        self._driver: _Expected | None = None
+
+    @property
+    def kinds(self) -> list[str]:
+        return [type(each).__name__ for each in self._net.settings().stateful]
+
+    def state_dict(self) -> list[tuple[str, Any]]:
+        return list(zip(self.kinds, [each.state_dict() for each in self._net.settings().stateful], strict=True))
+
+    def load_state_dict(self, state: list[tuple[str, Any]]) -> None:
+        self._awaited = state
+        self.take()
+
+    def expect(self, driver: _Expected) -> None:
+        """Its schedulers may come later: to make them changes its settings, so these are to be loaded once more."""
+        self._driver = driver if self._awaited else None
+
+    def take(self) -> None:
+        """Load what has come, once the settings are as the other ranks'."""
+        if self._awaited and self.kinds == [kind for kind, _ in self._awaited]:
+            for each, (_, state) in zip(self._net.settings().stateful, self._awaited, strict=True):
+                each.load_state_dict(state)
+            if self._driver is not None:
+                self._driver.load(self._driver.state)
+            self._awaited, self._driver = [], None
+
+    def check(self) -> None:
+        """Raise where the other ranks have settings that this one still lacks."""
+        if self._awaited:
+            theirs = ", ".join(kind for kind, _ in self._awaited)
+            raise RuntimeError(
+                f"the settings of this net have {', '.join(self.kinds) or 'nothing'} with a state, those of the ranks "
+                f"that it has joined {theirs}: expected `net.settings(…)` as they have, before the first step"
+            )
 
 
 class DataParallel(ModuleLike):
@@ -115,7 +165,10 @@ class DataParallel(ModuleLike):
     _settings: StepSettings
     _optimizer: Optimizer | Driver | None = None
     _passes: set[asyncio.Future[None]]
+    joined: bool = False
+    """`create` was given a class for a driver, and other ranks had made theirs before."""
     _expected: tuple[_Expected, ...] = ()
+    _stateful: _Settings
     _refuses: str | None = "is on no communicator"
     reducer: Reducer
     """It and `compute` are for what drives a step: a `Driver`."""
@@ -147,8 +200,8 @@ class DataParallel(ModuleLike):
         With `compress`, a codec of `aiodist.codecs` or a `Compression`, gradients travel as codes, made on the host;
         what these leave out is sent later (`compressor`). Sparse gradients go as they are.
         All ranks get rank 0's `state` too, such as the optimizer's. In an elastic world a rank that joins calls this
-        where the others call `rebind`, with as much `state`, and gets what they have. `PipelinedOptimizer`, the class,
-        stands for one that you make on this net next.
+        where the others call `rebind`, with as much `state`, and gets what they have. `PipelinedOptimizer`, `LocalSGD`
+        or `ShardedOptimizer`, the class, stands for one that you make on this net next; `settings` may come behind it.
 
         Raises `ValueError` for another `op`, sizes below 1 or a module with nothing to train, `TypeError` for
         parameters that `compress` does not take, `RuntimeError` when a parameter belongs to a `DataParallel` already.
@@ -173,17 +226,23 @@ class DataParallel(ModuleLike):
         net._passes = set()
         for each in state:
             if isinstance(each, type) and not (hasattr(each, "retreat") and hasattr(each, "resume")):
-                raise TypeError(f"create(…, {each.__name__}): only PipelinedOptimizer stands for one that is made next")
+                known_kinds = "only drivers, such as PipelinedOptimizer, stand for one that is made next"
+                raise TypeError(f"create(…, {each.__name__}): {known_kinds}")
         stands = [_Expected(each) if isinstance(each, type) else each for each in state]
         net._expected = tuple(each for each in stands if isinstance(each, _Expected))
-        await net._bind(coll, stands, 0)
+        net._stateful = _Settings(net)
+        await net._bind(coll, stands, stands, 0)
         return net
 
-    def expected_state(self, driver: Recovering) -> Any:
-        """Return the state that `create` was given for such a driver, once; None where there is none."""
+    def expected_state(self, driver: Recovering, load: Callable[[Any], None]) -> Any:
+        """Return the state that `create` was given for such a driver, once, to be given to `load`; None for none."""
         found = next((each for each in self._expected if isinstance(driver, each.kind)), None)
         self._expected = tuple(each for each in self._expected if each is not found)
-        return None if found is None else found.state
+        if found is None or found.state is None:
+            return None
+        found.load = load
+        self._stateful.expect(found)
+        return found.state
 
     async def rebind(self, coll: Communicator, *state: Stateful) -> None:
         """Go on on another communicator, such as the world that `shrink` or `grow` has returned.
@@ -196,7 +255,9 @@ class DataParallel(ModuleLike):
         for later. Buckets are dealt anew, but for those of a `PipelinedOptimizer`, which goes back to the last step
         whose updates were all made. Where it raises `PeerError` nothing else has changed: shrink, and call it again.
 
-        Raises at the call `TypeError` for a `ShardedOptimizer` and `LocalSGD`, `ValueError` where the optimizer of the
+        A `ShardedOptimizer` has to be given a state then: see its `lost`.
+
+        Raises at the call `TypeError` for a driver that cannot do that, `ValueError` where the optimizer of the
         last step, or one for which buckets are kept, is missing, `RuntimeError` while updates are pending outside of
         elastic worlds, `RuntimeError` for a module with divided layers; `MismatchError` on all
         ranks as `create`, and `RuntimeError` where each rank's optimizer has raised in the midst of its step.
@@ -211,11 +272,12 @@ class DataParallel(ModuleLike):
             await self.aclose()
         await self.compute.stream.aclose()  # what was asked for may still run
         recovering = [each for each in state if isinstance(each, Recovering)]
-        for each in recovering:
-            each.retreat()
+        for device in cuda_devices(self._module.parameters()):
+            torch.cuda.synchronize(device)  # the compute thread had a stream of its own
+        shared = [each.retreat() if isinstance(each, Recovering) else each for each in state]
         for parameter in self._module.parameters():
             parameter.grad = None
-        await self._bind(coll, state, self.reducer.steps.whole)
+        await self._bind(coll, state, shared, self.reducer.steps.whole)
         for each in recovering:
             each.resume()
 
@@ -227,18 +289,23 @@ class DataParallel(ModuleLike):
         for each in (*state, self._optimizer):
             if isinstance(each, Driver) and not isinstance(each, Recovering | Optimizer):
                 raise TypeError(
-                    f"rebind with {type(each).__name__}, whose state differs from rank to rank: close() it, make net "
-                    "and optimizer anew, and load the last checkpoint"
+                    f"rebind with {type(each).__name__}, which does not know how to go on (`retreat`, `resume`): make "
+                    "net and optimizer anew, and load the last checkpoint"
                 )
         for needed, why in ((self._optimizer, "made the last step"), (self.reducer.kept_by, "keeps the buckets")):
             if needed is not None and all(each is not needed for each in state):
                 raise ValueError(f"rebind without {type(needed).__name__}, which {why}: expected it")
 
-    async def _bind(self, coll: Communicator, state: Sequence[Stateful], made: int | None) -> None:
-        """Make what the net has on `coll`; this rank has `made` so many steps, None where it is in the midst of one."""
+    async def _bind(
+        self, coll: Communicator, owners: Sequence[Stateful], state: Sequence[Stateful], made: int | None
+    ) -> None:
+        """Make what the net has on `coll`; ranks give one another `state`, which is the `owners`'.
+
+        This rank has `made` so many steps, None where it is in the midst of one.
+        """
         module, op, sizes = self._module, self._op, self._sizes
         if coll.parts.registry.elastic is not None:
-            state = (*state, *self._settings.stateful)
+            state = (*state, self._stateful)
         own = await coll.dup()
         own.leave_to_thread(_BACKGROUND_BYTES)
         hook: CommHook = Allreduce(own, op)
@@ -249,7 +316,7 @@ class DataParallel(ModuleLike):
             named = named_state(module)
             rows = row_parameters(module)
             sparse = ", ".join(name for name, p in module.named_parameters() if p in rows)
-            kinds = ", ".join((each.kind if isinstance(each, _Expected) else type(each)).__name__ for each in state)
+            kinds = ", ".join((each.kind if isinstance(each, _Expected) else type(each)).__name__ for each in owners)
             also = (
                 placement(named),
                 f"op={op!r}, compress={self._compression!r} and buckets of {sizes.bucket} and {sizes.first} bytes",
@@ -260,7 +327,12 @@ class DataParallel(ModuleLike):
             if self._compression is not None:
                 hook = Compressor(self._compression, own, op, module.named_parameters())
                 await hook.open()
-            made = await share_furthest(own, module, state, made)  # from where it writes to `admit` nothing suspends
+            told = await own.allgather_object((made, None if self._expected else self._stateful.kinds))
+            self.joined = bool(self._expected) and any(kinds is not None for _, kinds in told)
+            if self._stateful in state:
+                _check_kinds([kinds for _, kinds in told])
+            # From where it writes to `admit` nothing suspends.
+            made = await share_furthest(own, module, state, [steps for steps, _ in told])
             reducer = Reducer(own, status, module, op=op, sizes=sizes, hook=hook)
         except BaseException:
             await hook.aclose()
@@ -313,7 +385,9 @@ class DataParallel(ModuleLike):
         which forward runs, on the compute thread. Every rank must give the same. Raises ValueError and TypeError for
         what these do not take.
         """
-        self._settings = self._settings.changed(self._module, changes)
+        if changes:
+            self._settings = self._settings.changed(self._module, changes)
+            self._stateful.take()
         return self._settings
 
     async def step(
@@ -362,6 +436,7 @@ class DataParallel(ModuleLike):
         self._check_owner(opt)
         if opt is not self._optimizer:
             self.check_updated()
+            self._stateful.check()
             if isinstance(opt, Optimizer):
                 check_one_pass(opt)
             self._optimizer = opt
@@ -619,6 +694,14 @@ class _Guest:
         net.compute.stream.abort()
         net.reducer.hook.abort()
         net.reducer.release()
+
+
+def _check_kinds(told: Sequence[list[str] | None]) -> None:
+    """Raise where the ranks that know their settings differ in what of these has a state."""
+    known = {rank: kinds for rank, kinds in enumerate(told) if kinds is not None}
+    if len({tuple(kinds) for kinds in known.values()}) > 1:
+        theirs = "; ".join(f"rank {rank}: {', '.join(kinds) or 'nothing'}" for rank, kinds in known.items())
+        raise MismatchError(f"ranks disagree on the settings of the net that have a state ({theirs})")
 
 
 def check_one_pass(opt: Optimizer) -> None:

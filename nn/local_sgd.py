@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from torch import _foreach_copy_ as copy_each
 from torch import _foreach_sub as difference
 from torch.optim import Optimizer
 
+from aiodist.checkpoints.saving import keep_dtypes
 from aiodist.handles import Handle
 from aiodist.handles.tracing import span
 from aiodist.nn.compute import Forward, called, plain_step
@@ -20,6 +22,7 @@ from aiodist.nn.data_parallel import DataParallel, check_one_pass
 from aiodist.nn.layout import Parcel
 from aiodist.nn.pass_status import PassStatus
 from aiodist.nn.steps import count_as_stepped
+from aiodist.types import Stateful
 
 MakeOuter = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -95,7 +98,8 @@ class LocalSGD:
 
     Raises ValueError for an `every` below 1, TypeError for what is no such net, optimizer or outer. A step raises
     RuntimeError inside `net.join`. Cost: memory for one copy of the parameters, while an average is on its way for two,
-    with `overlap` or `Elastic` for three; one allreduce of them, and a small one before, in each period.
+    with `overlap` or `Elastic` for three; one allreduce of them, and a small one before, in each period. In an elastic
+    world each period begins with a copy of the optimizer's state, to which `net.rebind` may go back.
     """
 
     def __init__(
@@ -121,13 +125,18 @@ class LocalSGD:
         self.outer: Optimizer | None = None
         """The optimizer of the centre, if there is one; its learning rates may be changed between two steps."""
         self._net = net
-        self._compute = net.compute
         self._every = every
         self._start = start
         self._overlap = overlap
         self._plain = every == 1 and outer is None and not overlap
         """Averages would come to the same as reduced gradients, if only for plain SGD: so these are reduced."""
         self._steps = 0
+        self._common = 0
+        """Of how many steps the centre is, or, where all steps are ordinary ones, the parameters are."""
+        self._kept: dict[int, list[tuple[Stateful, Any]]] | None = None
+        """In an elastic world: what this rank had of its own behind so many steps, and what shares a step with that."""
+        if net.coll.parts.registry.elastic is not None:
+            self._kept = {}
         self._elastic = outer if isinstance(outer, Elastic) else None
         self._since = 0
         """Local steps since an average was sent."""
@@ -140,10 +149,17 @@ class LocalSGD:
         """By parameter, frozen ones too: they may be thawed."""
         self._rates: list[float] = []
         """The learning rates with which the period began, where slow momentum needs them."""
-        self._sent: tuple[list[Tensor], list[Tensor], Parcel, Handle[PassStatus]] | None = None
-        """An average on its way: centre minus parameters of this rank, what becomes of that over all ranks, as what."""
+        self._sent: tuple[list[Tensor], list[Tensor], Parcel, Handle[PassStatus], int] | None = None
+        """An average on its way: centre minus parameters of this rank, what becomes of that over all ranks, as what.
+
+        The last is the number of steps behind which it was sent.
+        """
         if outer is not None and self._elastic is None:
             self.outer = _made_outer(outer, cast(list[nn.Parameter], list(self._centre.values())))
+        others = _Common(self, intact=False)
+        come = net.expected_state(self, others.load_state_dict)
+        if come is not None:
+            others.load_state_dict(come)
 
     # --- for the user -------------------------------------------------------------------------------------------
 
@@ -151,6 +167,11 @@ class LocalSGD:
     def param_groups(self) -> list[dict[str, Any]]:
         """Those of the optimizer of the local steps."""
         return self.optimizer.param_groups
+
+    @property
+    def steps(self) -> int:
+        """How many steps were made, with those that failed; behind `net.rebind` those that the last average has."""
+        return self._steps
 
     @property
     def pending(self) -> bool:
@@ -187,7 +208,7 @@ class LocalSGD:
             self.outer.load_state_dict(state["outer"])
         if self._sent is not None:
             raise RuntimeError("an average is on its way: `await local.flush()` first")
-        self._steps, self._since, self._alike = state["steps"], 0, True
+        self.begin_again(state["steps"])
         self._net.reducer.steps.alike()
 
     def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -203,6 +224,42 @@ class LocalSGD:
         """Take what `states` gave, with parameters that were loaded before; without `own` the optimizer begins anew."""
         self.load_state_dict({**alike, "optimizer": {**alike["optimizer"], **(own or {})}})
 
+    # --- on another communicator: see `net.rebind` --------------------------------------------------------------
+
+    def retreat(self) -> Stateful:
+        """Go back to the last average, and to what this rank had when it was sent; return what others are given."""
+        intact = self._net.reducer.steps.mishap is None
+        self._sent = None
+        if not self._alike:
+            self._use_centre()
+            self.restore(self._common)
+        self.begin_again(self._common)
+        return _Common(self, intact=intact)
+
+    def resume(self) -> None:
+        """Go on with what the net has now."""
+
+    def restore(self, steps: int) -> bool:
+        """Have what this rank had of its own behind so many steps; return whether that is known."""
+        kept = (self._kept or {}).get(steps, [])
+        for owner, state in kept:
+            owner.load_state_dict(state)
+            if owner is self.optimizer:
+                keep_dtypes(self.optimizer, state)
+        return bool(kept)
+
+    def begin_again(self, steps: int) -> None:
+        """All ranks have the same parameters, behind so many steps."""
+        self._steps = self._common = steps
+        self._since, self._alike = 0, True
+
+    def _keep(self, steps: int) -> None:
+        """Note what this rank has of its own, behind so many steps."""
+        if self._kept is not None:
+            owners: list[Stateful] = [self.optimizer, *self._net.settings().stateful]
+            self._kept = {made: kept for made, kept in self._kept.items() if made >= self._common}
+            self._kept[steps] = [(owner, deepcopy(owner.state_dict())) for owner in owners]
+
     def __repr__(self) -> str:
         return f"<LocalSGD of {type(self.optimizer).__name__}, every {self._every} steps, on {self._net!r}>"
 
@@ -213,7 +270,8 @@ class LocalSGD:
         """Do one step, and the average that is due behind it; `net.step` calls it."""
         self._steps += 1
         if self._plain or self._steps <= self._start:
-            plain_step(forward, self.optimizer, self._compute)
+            plain_step(forward, self.optimizer, self._net.compute)
+            self._common = self._steps
             return
         if self._net.reducer.joining:
             raise RuntimeError("LocalSGD inside net.join(), where averages cannot be made: expected as many steps")
@@ -221,7 +279,7 @@ class LocalSGD:
         try:
             self._begin()
             self.optimizer.zero_grad()
-            self._compute.accumulate(forward(), {})
+            self._net.compute.accumulate(forward(), {})
             with span("optimizer"), self._net.reducer.steps.aside():
                 forward.settings.update(self.optimizer.param_groups, self.optimizer.step)
         finally:  # also when forward raises: the other ranks do not hear of it
@@ -235,6 +293,8 @@ class LocalSGD:
         if self._alike:
             with torch.inference_mode(False), torch.no_grad():  # they may have been loaded since
                 copy_each(list(self._centre.values()), list(self._centre))
+            self._common = self._steps - 1
+            self._keep(self._common)
         if self._since == 1 and isinstance(self.outer, _SlowMomentum):
             self._rates = _rates_of(self.optimizer, list(self._centre))
         self._alike = False
@@ -245,9 +305,12 @@ class LocalSGD:
         if self._alike:
             return
         self._exchange(wait=True)
+        self._use_centre()
+        self._alike = True
+
+    def _use_centre(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             copy_each(list(self._centre), list(self._centre.values()))
-        self._alike = True
 
     def _exchange(self, *, wait: bool) -> None:
         """End a period: apply the average that is on its way, and send the next; with `wait` apply that too.
@@ -271,7 +334,8 @@ class LocalSGD:
         own = list(difference(list(self._centre.values()), params))
         means = [t.clone() for t in own] if self._overlap or self._elastic else own
         parcel = Parcel.of(means, params)
-        self._sent, self._since = (own, means, parcel, self._compute.average(parcel.flat)), 0
+        self._keep(self._steps)
+        self._sent, self._since = (own, means, parcel, self._net.compute.average(parcel.flat), self._steps), 0
         if isinstance(self.outer, _SlowMomentum):
             self.outer.param_groups[0]["rates"] = list(self._rates)
 
@@ -280,9 +344,9 @@ class LocalSGD:
         sent, self._sent = self._sent, None
         if sent is None:
             return
-        own, means, parcel, handle = sent
+        own, means, parcel, handle, steps = sent
         params, centre = list(self._centre), list(self._centre.values())
-        ranks = self._compute.averaged(handle)
+        ranks = self._net.compute.averaged(handle)
         parcel.unpack()
         if self._elastic is not None:
             add_each(centre, means, alpha=-self._elastic.alpha * ranks)
@@ -297,6 +361,7 @@ class LocalSGD:
             self._move(centre, means)
             copy_each(params, centre)
             add_each(params, own)
+        self._common = steps
         self._net.reducer.steps.note(self)
 
     def _move(self, centre: list[Tensor], means: list[Tensor]) -> None:
@@ -314,6 +379,27 @@ class LocalSGD:
                 self.outer.step()
         finally:
             self.outer.zero_grad()
+
+
+class _Common:
+    """What ranks tell one another of a `LocalSGD` when they go on on another communicator, behind the same average."""
+
+    def __init__(self, local: LocalSGD, *, intact: bool) -> None:
+        self._local = local
+        self._intact = intact
+        """This rank has the state of the optimizer that belongs to its number of steps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._local.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the others' number of steps and outer state, and their optimizer's where this rank has none for that."""
+        local, steps = self._local, state["steps"]
+        if not (self._intact and steps == local.steps) and not local.restore(steps):
+            local.optimizer.load_state_dict(state["optimizer"])
+        if local.outer is not None:
+            local.outer.load_state_dict(state["outer"])
+        local.begin_again(steps)
 
 
 class _SlowMomentum(Optimizer):

@@ -18,10 +18,10 @@ from aiodist.handles.tracing import span
 from aiodist.nn.buckets import Slot
 from aiodist.nn.compute import Forward, called
 from aiodist.nn.data_parallel import DataParallel, check_one_pass
-from aiodist.nn.devices import cuda_devices
 from aiodist.nn.next_forward import UpdatedAhead
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.steps import StepSettings, count_as_stepped
+from aiodist.types import Stateful
 
 
 class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
@@ -51,7 +51,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
     def __init__(self, net: DataParallel, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
         super().__init__(net, make_optimizer)
-        come = net.expected_state(self)
+        come = net.expected_state(self, self.load_state_dict)
         groups = None if come is None else [part["parameters"] for part in come]
         self._settings = StepSettings()
         """Those of the step whose updates are left."""
@@ -117,10 +117,8 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
     # --- on another communicator: see `net.rebind` --------------------------------------------------------------
 
-    def retreat(self) -> None:
+    def retreat(self) -> Stateful:
         """Take back what was updated of a step that was not made whole, and forget the rest of it."""
-        for device in cuda_devices(self._net.module.parameters()):
-            torch.cuda.synchronize(device)  # the compute thread had a stream of its own
         steps = self._net.reducer.steps
         if self._undo and all(undo.holds() for undo in self._undo.values()):  # else parameters were loaded since
             for undo in self._undo.values():
@@ -131,6 +129,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         self._left.clear()
         self._unasked.clear()
         self._newest = self._failed = None
+        return self
 
     def resume(self) -> None:
         """Have the net's new buckets be those that the optimizers are of."""

@@ -20,6 +20,7 @@ from aiodist.nn.reduction import Reduction
 from aiodist.nn.shards import BucketMemory, BucketShard, ReduceScatter, ShardBucket, ShardGroup, ShardState
 from aiodist.nn.steps import StepSettings
 from aiodist.streams.memory import dtype_name
+from aiodist.types import Stateful
 
 MakeOptimizer = Callable[[Any], Optimizer]
 """Takes a list of parameter groups."""
@@ -57,6 +58,9 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
     not the net's, or are given twice, and for a net that compresses; RuntimeError while updates are pending, or where
     the net has another such optimizer.
 
+    With other ranks, `net.rebind`, shards that are gone are not there any more: the state is that of the last
+    checkpoint then (`lost`).
+
     Cost of a step: n bytes of parameters reduced and gathered, n (p-1)/p sent and received each, which is what an
     allreduce takes; with clip_norm or a scaler a sum of one number each. Memory on each rank, beside the parameters:
     state and gradients of n/p, the gradients of the buckets that are full and not reduced yet, and one more; the first
@@ -69,26 +73,34 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
     def __init__(self, net: DataParallel, make_optimizer: MakeOptimizer, params: Iterable[Any] | None = None) -> None:
         super().__init__(net, make_optimizer)
         _check_net(net)
-        given = _given_groups(net, params)
-        data = net.reducer.data
-        self._shards = [BucketShard(slots, data) for slots in net.reducer.keep_buckets(urgent=False, by=self)]
-        self._shard_of = {slot.index: shard for shard in self._shards for slot in shard.slots}
-        sections = {index: section for shard in self._shards for index, section in shard.sections.items()}
-        groups = [
-            ShardGroup(slots, {slot.index: sections[slot.index] for slot in slots if slot.index in sections}, options)
-            for slots, options in given
-        ]
-        self.optimizer = make_optimizer(
-            [{**group.options, "params": [mine.parameter for mine in group.sections.values()]} for group in groups]
-        )
+        self._make = make_optimizer
+        self._given = _given_groups(net, params)
+        groups = self._divide()
+        self.optimizer = make_optimizer(_own_groups(groups))
         """The one that `make_optimizer` made: schedulers are made of it."""
         _check_optimizer(self.optimizer, groups)
         self._state = ShardState(self.optimizer, make_optimizer, groups)
+        net.expected_state(self, self.load_state_dict)
+        self._lost = net.joined
+
+    def _divide(self) -> list[ShardGroup]:
+        """Cut the parameters in blocks, and return the groups of what this rank owns; the net's gradients go there."""
+        net = self._net
+        data = net.reducer.data
+        slot_of = {slot.parameter: slot for slot in net.reducer.slots}
+        self._shards = [BucketShard(slots, data) for slots in net.reducer.keep_buckets(urgent=False, by=self)]
+        self._shard_of = {slot.index: shard for shard in self._shards for slot in shard.slots}
         self._memory = BucketMemory(data.empty)
         self._guard(self._shards)
         self._gathering = ReduceScatter(data, net.reducer.op)
         self._hook = net.reducer.hand_to(self, self._gathering, self._bucket)
         """That of the net, which is put back at the end."""
+        sections = {index: section for shard in self._shards for index, section in shard.sections.items()}
+        given = [([slot_of[p] for p in parameters], options) for parameters, options in self._given]
+        return [
+            ShardGroup(slots, {slot.index: sections[slot.index] for slot in slots if slot.index in sections}, options)
+            for slots, options in given
+        ]
 
     def _bucket(self, slots: Sequence[Slot]) -> Bucket:
         return ShardBucket(self._shard_of[slots[0].index], slots, self._memory)
@@ -107,6 +119,14 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
     def pending(self) -> bool:
         """Parameters are still being gathered: `await flush()` before you look at them."""
         return not all(handle.done() for handle in list(self._left.values()))
+
+    @property
+    def lost(self) -> bool:
+        """The net has other ranks, by `net.rebind` or on one that joins, and this rank's shard of the state is empty.
+
+        Steps raise RuntimeError until `aiodist.load` or `load_state_dict` has given it one.
+        """
+        return self._lost
 
     def close(self) -> None:
         """Give the net back, on all ranks between the same steps: other optimizers may step it, gradients are whole.
@@ -131,6 +151,28 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Take what `state_dict` gave; raise ValueError where that is of other shards, from other ranks or buckets."""
         self._state.load_state_dict(state)
+        self._lost = False
+
+    # --- on another communicator: see `net.rebind` --------------------------------------------------------------
+
+    def retreat(self) -> Stateful:
+        """Have the parameters be what they are, complete or not; the state has nothing that other ranks lack."""
+        self._left.clear()
+        self._unasked.clear()
+        self._failed = self._net.reducer.steps.mishap = None  # all of it is to be loaded
+        return _Nothing()
+
+    def resume(self) -> None:
+        """Cut the parameters anew for the ranks that there are, with a state that is new, and to be loaded."""
+        self._guards.remove()
+        groups = self._divide()
+        new = self._make(_own_groups(groups))
+        for mine, fresh in zip(self.optimizer.param_groups, new.param_groups, strict=True):
+            mine["params"] = fresh["params"]
+        self.optimizer.state.clear()
+        self.optimizer.state.update(new.state)
+        self._state = ShardState(self.optimizer, self._make, groups)
+        self._lost = True
 
     # --- for checkpoints, see `InPieces` ------------------------------------------------------------------------
 
@@ -157,6 +199,11 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
     def train(self, forward: Forward) -> None:
         """Do one step, and leave the gathering of parameters under way; `net.step` calls it."""
         compute = self._net.compute
+        if self._lost:
+            raise RuntimeError(
+                "the net has other ranks, with which shards of the optimizer's state have gone: expected "
+                "`await aiodist.load(folder, net, opt)` first, the last checkpoint, with the parameters of then"
+            )
         if forward.settings.scaler is not None and any(s.dtype is torch.float16 for s in self._net.reducer.slots):
             raise ValueError("a scaler unscales no gradients of float16: expected parameters of float32, and autocast")
 
@@ -247,13 +294,28 @@ def _check_net(net: DataParallel) -> None:
             raise TypeError(f"parameter {slot.name!r} has sparse gradients, rows, not blocks: expected sparse=False")
 
 
-def _given_groups(net: DataParallel, params: Iterable[Any] | None) -> list[tuple[list[Slot], dict[str, Any]]]:
-    """Return the slots of each group's parameters, and its options; one group of all where none are given."""
+class _Nothing:
+    """What ranks give one another of shards, each of which one rank has alone."""
+
+    def state_dict(self) -> None:
+        return None
+
+    def load_state_dict(self, state: None) -> None:
+        """Nothing comes."""
+
+
+def _own_groups(groups: Sequence[ShardGroup]) -> list[dict[str, Any]]:
+    """Return what `make_optimizer` gets."""
+    return [{**group.options, "params": [mine.parameter for mine in group.sections.values()]} for group in groups]
+
+
+def _given_groups(net: DataParallel, params: Iterable[Any] | None) -> list[tuple[list[Tensor], dict[str, Any]]]:
+    """Return each group's parameters, and its options; one group of all where none are given."""
     given = list(net.parameters() if params is None else params)
     if not given or not isinstance(given[0], Mapping):
         given = [{"params": given}]
     groups = []
-    known = {slot.parameter: slot for slot in net.reducer.slots}
+    known = {slot.parameter for slot in net.reducer.slots}
     seen: set[Tensor] = set()
     for group in given:
         members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
@@ -265,7 +327,7 @@ def _given_groups(net: DataParallel, params: Iterable[Any] | None) -> list[tuple
                 raise ValueError(f"params has {_described(member)} twice: expected each once")
             seen.add(member)
         options = {key: value for key, value in group.items() if key != "params"}
-        groups.append(([known[member] for member in members], options))
+        groups.append((members, options))
     return groups
 
 

@@ -336,13 +336,15 @@ async def share_longest(
     return steps
 
 
-async def share_furthest(coll: Communicator, module: nn.Module, states: Sequence[Stateful], made: int | None) -> int:
-    """Give all ranks parameters, buffers and `states` of the first rank that has `made` most steps; return how many.
+async def share_furthest(
+    coll: Communicator, module: nn.Module, states: Sequence[Stateful], told: Sequence[int | None]
+) -> int:
+    """Give all ranks parameters, buffers and `states` of the first rank that has made most steps; return how many.
 
-    None: a rank is in the midst of one, and gives nothing. Raises RuntimeError on all where all are. In an elastic
-    world what comes is written only once all of it is here, since `root` may die meanwhile; then nothing suspends.
+    `told` says how many each has made; None: a rank is in the midst of one, and gives nothing. Raises RuntimeError on
+    all where all are. In an elastic world what comes is written only once all of it is here, since `root` may die
+    meanwhile; then nothing suspends.
     """
-    told: list[int | None] = await coll.allgather_object(made)
     most = max((count for count in told if count is not None), default=None)
     if most is None:
         raise RuntimeError("each rank's optimizer has raised in the midst of a step: load the last checkpoint first")

@@ -80,6 +80,10 @@ class ElasticJob(Protocol):
     def regroup(self, comm: Any, joiners: int, timeout: float | None) -> Handle[Any]:  # noqa: ANN401
         """See `Communicator.shrink` and `grow`."""
 
+    @property
+    def current(self) -> Any:  # noqa: ANN401
+        """The newest world."""
+
 
 class _Making(Handle[T]):
     """Of what is being made; it keeps the operation in which all ranks say what they want, and knows who is late."""

@@ -31,19 +31,29 @@ def _issues(call: Call) -> Call:
     return cast(Call, issue)
 
 
-def _makes(call: Call) -> Call:
-    """Return `call`, which makes communicators by a task of the loop: on the loop's thread, or by way of the portal."""
+def _by_portal(call: Call) -> Call:
+    """Return `call`, made by a task of the loop: on the loop's thread, or by way of the portal."""
 
     @wraps(call)
     def make(self: Communicator, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        _, _, registry, _ = self.parts
-        if registry.portal is not None and not self.parts.dispatcher.progress.owns_thread():
-            return registry.portal.call(_returned, partial(make, self, *args, **kwargs))
+        portal = self.parts.registry.portal
+        if portal is not None and not self.parts.dispatcher.progress.owns_thread():
+            return portal.call(_returned, partial(make, self, *args, **kwargs))
+        return call(self, *args, **kwargs)
+
+    return cast(Call, make)
+
+
+def _makes(call: Call) -> Call:
+    """Return `call`, which makes communicators, on the loop's thread."""
+    issue = _issues(call)
+
+    @wraps(call)
+    def make(self: Communicator, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         self.parts.dispatcher.check_on_loop(f"{call.__name__}()")
         return issue(self, *args, **kwargs)
 
-    issue = _issues(call)
-    return cast(Call, make)
+    return _by_portal(cast(Call, make))
 
 
 async def _returned(call: Callable[[], Any]) -> Any:  # noqa: ANN401
@@ -96,8 +106,8 @@ class ThreadedCommunicator(Communicator):
     group = _makes(Communicator.group)
     split = _makes(Communicator.split)
     hierarchy = _makes(Communicator.hierarchy)
-    shrink = _makes(Communicator.shrink)
     grow = _makes(Communicator.grow)
+    shrink = _by_portal(Communicator.shrink)  # where nothing can be issued any more
 
     def abort(self, reason: str = "abort() was called") -> None:
         """As of `Communicator`; in another thread, as soon as the loop runs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, Unpack, overload
 
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from aiodist.engine.training import Assembly, EngineOptions, Training, evaluate
 from aiodist.nn import DataParallel
 from aiodist.nn.data_parallel import Driver
 from aiodist.ps.training import TrainingClient
+from aiodist.types import Stateful
 
 H = TypeVar("H", bound=Hook)
 
@@ -95,6 +97,8 @@ class Engine:
         self._model = model_of(net, module, criterion, checked_metrics(metrics), split)
         self._assembly = Assembly(self._stepper.base if coll is None else coll)
         self._position = Position()
+        self._bound_to: Communicator | None = None
+        """Where the last `rebind` was."""
         self._training: Training | None = None
         self._state = self._new_state(training=True)
 
@@ -175,6 +179,36 @@ class Engine:
         """
         state = self._new_state(training=False)
         return await evaluate(self._model, self._stepper, self._assembly, self._hooks, state, loader)
+
+    # --- with other ranks -------------------------------------------------------------------------------------------
+
+    async def rebind(self, coll: Communicator, *state: Stateful) -> None:
+        """Go on on another communicator, such as the world that `shrink` or `grow` has returned: `train` does so then.
+
+        All ranks call it before `train`, one that joins too, which has just made net and engine. It calls
+        `net.rebind(coll, optimizer, *state)`, see there, and has all ranks know how far training is. Where the engine
+        is on `coll` already nothing happens. An epoch that was interrupted goes on behind the last step that was made;
+        its figures are those of what is left of it. The k-th batch of a loader stands for one that all ranks share, so
+        give one that divides it among the ranks of `coll`; or a `ShardQueue`, of which no record is lost or used twice,
+        with `await queue.rebind(coll, net.steps)` behind this.
+
+        Raises what `net.rebind` raises; at the call TypeError for an engine with a client of a parameter server, and
+        RuntimeError while training is under way, or with both a scaler and a `PipelinedOptimizer`. Cost: that of
+        `net.rebind`, and one allgather of small objects.
+        """
+        if not isinstance(self._stepper, PassStepper):
+            raise TypeError("rebind of an engine with a client of a parameter server: make both anew on the new one")
+        if self._training is not None:
+            raise RuntimeError("engine.rebind in a training: expected it before")
+        if coll is self._bound_to:
+            return
+        await self._stepper.rebind(coll, state)
+        position = self._position.behind(self._stepper.in_net)
+        told = await self._stepper.base.allgather_object(replace(position, random=None))
+        self._position = position.furthest(told)
+        self._stepper.note(self._position.step)
+        self._assembly, self._bound_to = Assembly(self._stepper.base), coll
+        self._state.rank, self._state.size = coll.rank, coll.size
 
     # --- going on later ---------------------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -81,6 +81,23 @@ class Position:
     """The state of torch's generator when this epoch began: it gives the order of its data."""
     random: dict[str, Any] | None = None
     """The states of torch's generators to go on with; None where training goes on with those that there are."""
+
+    def follow(self, made: int) -> None:
+        """So many steps more are in the parameters, or fewer where it is below 0: they are of this epoch."""
+        self.step += made
+        self.batch += made
+        self.random = torch_state() if self.batch else None
+
+    def behind(self, step: int) -> Position:
+        """Return the place behind step number `step` of this epoch, with the generators of now."""
+        batch = self.batch + step - self.step
+        return Position(self.epoch, step, batch, self.order, torch_state() if batch else None)
+
+    def furthest(self, others: Sequence[Position]) -> Position:
+        """Return the place of the one that is furthest, with this one's generators where they are of the same epoch."""
+        most = max([self, *others], key=lambda each: (each.epoch, each.step, each.batch))
+        same = (most.epoch, bool(most.batch)) == (self.epoch, bool(self.batch))
+        return replace(most, order=self.order if same else most.order, random=self.random if same else None)
 
     def begin_epoch(self) -> None:
         """Have torch's generators as they were when this epoch began, if it has begun before."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from aiodist.nn import DataParallel
 from aiodist.nn.data_parallel import Driver, check_one_pass
 from aiodist.ps.training import TrainingClient
 from aiodist.streams import HostStream
+from aiodist.types import Stateful
 
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ class PassStepper:
     """No rank makes a step without the others."""
 
     def __init__(self, net: DataParallel, optimizer: Optimizer | Driver) -> None:
-        self.base: Communicator | None = net.coll
+        self.base: Communicator = net.coll
         self._net = net
         self._optimizer = optimizer
         if isinstance(optimizer, Optimizer):
@@ -38,6 +39,8 @@ class PassStepper:
             )
         self._lag: int = getattr(optimizer, "pass_lag", 0)
         self._made = 0
+        self._known = (net.steps, 0)
+        """How many steps the net counted when all were made that had been asked for, and how many training did."""
         self.midway = isinstance(optimizer, Optimizer)
         """It tells when gradients are reduced, before the update."""
 
@@ -55,6 +58,31 @@ class PassStepper:
             return await self._net.step(work, self._optimizer)
         finally:
             told.remove()
+
+    def note(self, step: int) -> None:
+        """Step number `step` of training was asked for, and no other since."""
+        if not (isinstance(self._optimizer, Driver) and self._optimizer.pending):
+            self._known = self._net.steps, step
+
+    def counted(self, step: int) -> int:
+        """Return how many steps the net counts behind step number `step`, which is not much later than the last."""
+        counted, known = self._known
+        return counted + step - known
+
+    @property
+    def in_net(self) -> int:
+        """The number of the last step that is in the parameters."""
+        counted, known = self._known
+        return known + self._net.steps - counted
+
+    async def rebind(self, coll: Communicator, state: Sequence[Stateful]) -> None:
+        """Have the net go on on another communicator."""
+        if self._lag and self._net.settings().scaler is not None:
+            raise RuntimeError(
+                "rebind with a scaler, and updates that are made later: it is not known which it left out"
+            )
+        await self._net.rebind(coll, self._optimizer, *state)
+        self.base = self._net.coll
 
     def stopping(self) -> bool:
         """Return whether all ranks stop behind the step that was just made, since one of them has asked."""
@@ -124,6 +152,9 @@ class ClientStepper:
 
     def stopping(self) -> bool:
         return self._stop()
+
+    def note(self, step: int) -> None:
+        """Nothing goes on from it."""
 
     def by_all(self) -> bool:
         """Each makes its own."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -20,7 +21,7 @@ from aiodist.engine import checks
 from aiodist.engine.batch import Batch, Loader, Meter, Model, Sums, length_of, prefetched, set_epoch, source_of
 from aiodist.engine.display import Display, Profiling
 from aiodist.engine.state import Event, Hooks, Position, State
-from aiodist.engine.steppers import Stepper
+from aiodist.engine.steppers import PassStepper, Stepper
 from aiodist.handles import Progress
 from aiodist.nn import DataParallel
 
@@ -51,6 +52,10 @@ class Assembly:
     def stop_requested(self) -> bool:
         """Whether this rank was asked to stop, see `Communicator.stopping`."""
         return self._base is not None and self._base.parts.registry.stop_requested
+
+    @property
+    def elastic(self) -> bool:
+        return self._base is not None and self._base.parts.registry.elastic is not None
 
     async def open(self) -> None:
         """Collective at the first call: all ranks get a duplicate of the communicator, which is the engine's own."""
@@ -180,7 +185,9 @@ class Training:
         self._meter = Meter(self._model.metrics)
         self._interrupted = False
         try:
-            async with self._stepper.epoch():
+            async with self._others(), self._stepper.epoch():
+                await self._stepper.flush()
+                self._stepper.note(self._position.step)
                 if isinstance(self._state.net, DataParallel):
                     checks.check_reduced(self._state.net)
                 set_epoch(self._loader, self._position.epoch)
@@ -189,6 +196,7 @@ class Training:
                     self._display.start(length_of(self._loader))
                 async with prefetched(self._loader) as batches:
                     await self._steps(batches)
+                self._over.set()
             await self._stepper.flush()
         except Exception as error:  # noqa: BLE001  - raised after the others have been told
             return error
@@ -219,20 +227,49 @@ class Training:
         position, state = self._position, self._state
         if not isinstance(source_of(self._loader), ShardQueue):  # which gives no batch again
             for _ in range(position.batch):
-                await anext(batches)
+                await anext(batches, None)  # another rank may have had more
         position.go_on()
         batch = Batch(self._model, state, self._hooks, self._meter, self._progress)
         async for sample in batches:
+            await self._agree(position.step)
             state.step, state.batch = position.step + 1, position.batch + 1
             await batch.take(sample)
             state.loss = await self._stepper.step(batch, self._reduced)
             if not self._stepper.midway:
                 await self._hooks.call("backward", state)
             position.step, position.batch = state.step, state.batch
+            self._stepper.note(position.step)
             await self._hooks.call("update", state)
             if self._stepper.stopping():
                 self._interrupted = state.stop = True
                 break
+
+    async def _agree(self, step: int) -> int:
+        """Have the ranks tell what they use of a queue in the step behind `step`, in an elastic world; see `rebind`."""
+        queue = source_of(self._loader)
+        if not (isinstance(queue, ShardQueue) and isinstance(self._stepper, PassStepper) and self._assembly.elastic):
+            return 0
+        return await queue.agree(self._stepper.counted(step))
+
+    @asynccontextmanager
+    async def _others(self) -> AsyncIterator[None]:
+        """While this rank, whose data have ended, waits for the others: agree with them on what they use."""
+        self._over = asyncio.Event()
+
+        async def agree() -> None:
+            await self._over.wait()
+            step = self._position.step
+            while await self._agree(step):
+                step += 1
+
+        agreeing = asyncio.create_task(agree())
+        try:
+            yield
+            await agreeing
+        finally:
+            agreeing.cancel()
+            await asyncio.wait([agreeing])
+            agreeing.cancelled() or agreeing.exception()  # it is that of the epoch
 
     def _reduced(self) -> None:
         """The gradients of a step are there; on the thread that computes."""

@@ -226,7 +226,8 @@ def place_variables(rank: int, size: int, hosts: Sequence[Host] = ()) -> dict[st
 def joiner_variables(generation: Generation, rank: int, address: str) -> dict[str, str]:
     """Return the variables that tell a new rank of an elastic job its place in a generation, which meets there."""
     return {
-        **place_variables(rank, generation.size),
+        "AIODIST_RANK": str(rank),
+        "AIODIST_SIZE": str(generation.size),
         "AIODIST_RENDEZVOUS": address,
         "AIODIST_GENERATION": str(generation.number),
         "AIODIST_PREVIOUS": ",".join("" if before is None else str(before) for before in generation.previous),

@@ -7,7 +7,7 @@ before a line of output and in what it says. The ranks of a generation are other
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from aiodist.control import Hub
@@ -33,8 +33,8 @@ class ElasticSessions:
         self.count = size  # how many processes there were
         self.dismissed: set[int] = set()  # those that were to join a generation that never began
         self.over: set[int] = set()  # those that ended, and those that were dismissed
-        self.start: Callable[[int, dict[str, str], Sequence[int]], Coroutine[Any, Any, None]]
-        """Starts one more process, by its number and the variables that say its place, beside those that live."""
+        self.start: Callable[[Mapping[int, dict[str, str]], Sequence[int]], Mapping[int, Coroutine[Any, Any, None]]]
+        """Starts processes, by their numbers and the variables that say their places, beside those that live."""
         self.kill: Callable[[int], None]
         self._host = host
         self._token = token
@@ -88,9 +88,9 @@ class ElasticSessions:
         self.count += len(new)
         survivors = [before[rank] for rank in generation.survivors]
         self._sessions[generation.number] = ElasticSession(hub, (*survivors, *new))
-        for i, (rank, process) in enumerate(zip(generation.joiners, new, strict=True)):
-            place = joiner_variables(generation, rank, hub.address)
-            self._spawn(self._run(self.start(process, place, [*survivors, *new[:i]]), process))
+        places = [joiner_variables(generation, rank, hub.address) for rank in generation.joiners]
+        for process, work in self.start(dict(zip(new, places, strict=True)), survivors).items():
+            self._spawn(self._run(work, process))
         return hub.address
 
     def cancel(self, generation: Generation, why: str) -> None:

@@ -110,22 +110,29 @@ class _Guards:
         self._environ = environ
         script = commands.guard_script(guard, Path.cwd())
         self._shells = {host.name: hosts.shell_on(host.name, job.rsh, script) for host in job.hosts}
-        self._on = [hosts.host_of(job.hosts, rank) for rank in range(job.ranks)] if job.hosts else []
-        """By process: the name of its host."""
+        self._on = [hosts.host_of(job.hosts, rank) if job.hosts else "" for rank in range(job.ranks)]
+        """By process: the name of its host, "" where all are here."""
 
     def first(self, rank: int) -> Command:
         """Return what starts the guard of one of the first ranks."""
         return self._command(rank, commands.place_variables(rank, self._job.ranks, self._job.hosts))
 
-    def another(self, process: int, living: Iterable[int], missed: Iterable[int]) -> Command:
-        """Return what starts the guard of one more, on the host that lacks most of those it had.
+    def choose(self, living: Iterable[int], missed: Iterable[int]) -> None:
+        """Choose the host of one process more: the one that lacks most of those it had.
 
         `missed` were not started: hosts where that was so come last.
         """
-        if self._job.hosts:
-            there, never = (Counter(self._on[other] for other in others) for others in (living, missed))
-            places = [(never[host.name], there[host.name] - (host.ranks or 0)) for host in self._job.hosts]
-            self._on.append(self._job.hosts[places.index(min(places))].name)
+        there, never = (Counter(self._on[other] for other in others) for others in (living, missed))
+        places = [(never[host.name], there[host.name] - (host.ranks or 0)) for host in self._job.hosts]
+        self._on.append(self._job.hosts[places.index(min(places))].name if places else "")
+
+    def beside(self, process: int, ranks: Iterable[int]) -> dict[str, str]:
+        """Return the variables that tell it its place on its host, among processes in the order of their ranks."""
+        here = [other for other in ranks if self._on[other] == self._on[process]]
+        return {"AIODIST_LOCAL_RANK": str(here.index(process)), "AIODIST_LOCAL_SIZE": str(len(here))}
+
+    def another(self, process: int) -> Command:
+        """Return what starts the guard of one more, on the host that was chosen."""
         return self._command(process, {"AIODIST_RANK": str(process), "AIODIST_SIZE": str(process + 1)})
 
     def _command(self, process: int, place: Mapping[str, str]) -> Command:
@@ -151,14 +158,20 @@ class _Growth:
     processes: Processes
     notify: Callable[[Event], None]
 
-    def start(self, number: int, place: dict[str, str], living: Sequence[int]) -> Coroutine[Any, Any, None]:
+    def start(
+        self, places: Mapping[int, dict[str, str]], living: Sequence[int]
+    ) -> dict[int, Coroutine[Any, Any, None]]:
         """See `ElasticSessions.start`."""
+        for i, number in enumerate(places):
+            self.output.add(number)
+            self.supervisor.started(number)
+            self.guards.choose([*living, *list(places)[:i]], self.elastic.over - self.ranks.came)
+            asyncio.get_running_loop().call_later(START_TIMEOUT, self._kill_late, number)
         usual = self.starts[0]
-        self.starts.append(replace(usual, environ={**usual.environ, **place}, stdin="null"))
-        self.output.add(number)
-        self.supervisor.started(number)
-        asyncio.get_running_loop().call_later(START_TIMEOUT, self._kill_late, number)
-        return self._started(self.guards.another(number, living, self.elastic.over - self.ranks.came))
+        for number, place in places.items():
+            environ = {**usual.environ, **place, **self.guards.beside(number, [*living, *places])}
+            self.starts.append(replace(usual, environ=environ, stdin="null"))
+        return {number: self._started(self.guards.another(number)) for number in places}
 
     async def _started(self, command: Command) -> None:
         try:

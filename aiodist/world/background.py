@@ -22,7 +22,7 @@ from aiodist.world.runtime import best_loop, init
 
 
 @contextmanager
-def start(
+def start(  # noqa: PLR0913 - one for each option
     *,
     backend: str | None = None,
     timeout: float | None = None,
@@ -30,18 +30,19 @@ def start(
     levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None,
     selector: str | os.PathLike[str] | None = None,
     stop_on_signal: bool = False,
+    elastic: bool = False,
     stragglers: bool = False,
     lag: float | None = None,
 ) -> Iterator[ThreadedCommunicator]:
     """Open the world for a script without asyncio: `with aiodist.start() as coll: coll.allreduce(t).wait()`.
 
-    Takes the keywords of `init`, not `elastic`, and raises what it raises. Its calls return the same handles: `wait()`
-    blocks this thread until the result is there and returns it, `result()` returns it if it is. The calling thread
-    issues by itself, so ranks see the order of the calls; threads take turns, as on a `dup(thread=True)`. The loop
-    runs in a thread named "aiodist-loop": `coll.portal.call(fn, *args)` calls `fn` there and returns its result,
-    awaited where it is awaitable, such as `coll.portal.call(nn.DataParallel.create, model, coll)`. What makes or
-    closes communicators is called there by itself. Works in notebooks and at a prompt too, whether or not a loop runs
-    in their thread.
+    Takes the keywords of `init`, and raises what it raises. Its calls return the same handles: `wait()` blocks this
+    thread until the result is there and returns it, `result()` returns it if it is. The calling thread issues by
+    itself, so ranks see the order of the calls; threads take turns, as on a `dup(thread=True)`. The loop runs in a
+    thread named "aiodist-loop": `coll.portal.call(fn, *args)` calls `fn` there and returns its result, awaited where it
+    is awaitable, such as `coll.portal.call(nn.DataParallel.create, model, coll)`. What makes or closes communicators is
+    called there by itself, such as `coll = coll.shrink().wait()`. Works in notebooks and at a prompt too, whether or
+    not a loop runs in their thread.
 
     Leaving the block does what leaving that of `init` does; an exception in it, Ctrl-C too, is told to the other ranks.
     A program that ends inside, such as a notebook, leaves it then; the others have 5 s to leave theirs.
@@ -54,12 +55,13 @@ def start(
         levels=levels,
         selector=selector,
         thread=True,
+        elastic=elastic,
         stragglers=stragglers,
         lag=lag,
     )
     with ExitStack() as signals, in_thread(block) as coll:  # they are heard until the block is left
         if stop_on_signal:
-            signals.enter_context(stopping_by_signals(coll))
+            signals.enter_context(stopping_by_signals(lambda: _current(coll)))
         yield coll
 
 
@@ -104,12 +106,19 @@ def in_thread(block: AbstractAsyncContextManager[Communicator]) -> Iterator[Thre
             raise raised
 
 
+def _current(coll: Communicator) -> Communicator:
+    """Return the world that `coll` has become, where it is elastic."""
+    life = coll.parts.registry.elastic
+    return coll if life is None else life.current
+
+
 async def _leave_late(block: AbstractAsyncContextManager[object], coll: Communicator) -> None:
     """Leave `block` as the program ends: with the exception that ended it, if one did, else as the others do."""
     error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None:
         try:
-            await asyncio.wait_for(coll.parts.registry.close(coll), Limits().forgotten)
+            world = _current(coll)
+            await asyncio.wait_for(world.parts.registry.close(world), Limits().forgotten)
         except Exception as late:  # noqa: BLE001  - it is told to the others
             error = late
     await _leave(block, error)

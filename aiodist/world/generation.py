@@ -105,7 +105,7 @@ class RankWorld:
         if options.alone:  # ranks that are tasks of one process share its cores as they are
             self._held.enter_context(await unless_lost(channel, pinned(channel, world.topology, environment)))
             if options.stop_on_signal:
-                self._signals.enter_context(stopping_by_signals(world))
+                self._signals.enter_context(stopping_by_signals(lambda: world))
         self._held.enter_context(guard_polling(_epoll_of(asyncio.get_running_loop())))
         self._held.enter_context(watched_loop(Progress.current(), channel.rank, options.lag))
         self._held.enter_context(inspected(watch, channel, environment.job if options.alone else None))

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from functools import partial
 from os import _exit as exit_at_once
@@ -31,8 +31,10 @@ _watchers: list[threading.Thread] = []
 
 
 @contextmanager
-def stopping_by_signals(world: Communicator) -> Iterator[None]:
-    """In this block the first SIGTERM or SIGINT of this process is `world.request_stop()`; a second does as without it.
+def stopping_by_signals(current: Callable[[], Communicator]) -> Iterator[None]:
+    """In this block the first SIGTERM or SIGINT of this process is `request_stop()` of the `current` world.
+
+    A second does as without it.
 
     Raises `ConfigError` in another thread than the main one, which hears no signals.
     """
@@ -47,6 +49,7 @@ def stopping_by_signals(world: Communicator) -> Iterator[None]:
 
     def heard(signum: int, _frame: Any) -> None:  # noqa: ANN401
         restore()
+        world = current()
         world.request_stop()
         told = f"rank {world.rank} was asked to stop by {signal.Signals(signum).name}, and asks all: at their next look"
         # Not here: what was interrupted may hold the lock of a handler of logging.

@@ -79,6 +79,11 @@ class Recovery:
         """That of the newest world that was opened here."""
         return self._world.registry
 
+    @property
+    def current(self) -> Communicator:
+        """The newest world that was opened here."""
+        return self._world.comm
+
     @classmethod
     async def of(cls, options: WorldOptions, backend: str | None, given: RankSeat | None) -> Recovery:
         """Return one whose first world is open; as long as ranks leave meanwhile, it is one among those who live."""
@@ -94,7 +99,7 @@ class Recovery:
 
     async def open(self) -> Communicator:
         """Return the first world."""
-        return self._world.comm
+        return self.current
 
     async def close(self) -> None:
         """Close the current world with all other ranks; where one is lost meanwhile, without them: no work is left."""

@@ -285,6 +285,41 @@ def test_w3_a_host_from_which_no_rank_comes_ends_no_job(plain: Launcher, how: st
     assert plain.left_after(3) == []
 
 
+PLACES = """
+    import asyncio, os, signal
+    import aiodist
+
+    async def main():
+        async with aiodist.init(elastic=True, timeout=20) as coll:
+            if coll.generation == 0:
+                try:
+                    await coll.barrier()
+                    if coll.rank in (1, 3):
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    while True:
+                        await coll.barrier()
+                except aiodist.PeerError:
+                    while coll.size > 2:
+                        coll = await coll.shrink()
+                coll = await coll.grow(3)
+            else:
+                told = [int(os.environ[f"AIODIST_LOCAL_{name}"]) for name in ("RANK", "SIZE")]
+                say(coll.rank, *told, told == [coll.local_rank, coll.local_size], len(coll.topology.hosts))
+            await coll.barrier()
+
+    aiodist.run(main())
+"""
+
+
+def test_w3_ranks_that_join_on_hosts_are_told_their_place_there(plain: Launcher) -> None:
+    """Both hosts are this one to the ranks, but not to the launcher, which tells the places that it has chosen."""
+    hosts = ("--hosts", "localhost:2,away:2", "--rsh", rsh(plain), "--elastic", "1:5")
+    done = plain.run(*hosts, plain.script(PLACES), n=4, timeout=40)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = sorted(line.split()[1:4] for line in done.stdout.splitlines() if " True" in line or " False" in line)
+    assert said == [["2", "1", "3"], ["3", "1", "2"], ["4", "2", "3"]], done.stdout
+
+
 def test_w3_a_rank_comes_to_another_host_where_one_is_gone(plain: Launcher) -> None:
     agent = plain.folder / "rsh"
     agent.write_text(

@@ -27,6 +27,17 @@ def test_w3_two_are_killed_two_join_and_the_weights_are_as_if_nothing_had_happen
         assert ended.said(process) == [*lost, f"equal: True {rank} of 4"]
 
 
+def test_w3_a_script_without_asyncio_loses_two_and_gets_two(run: Run) -> None:
+    """A signal behind all that is heard in the world of then."""
+    ended = run("elastic.py", "script", n=4, options=("--elastic", "2:4"))
+    assert ended.code == 0, ended
+    assert causes(ended) == ["rank 0: signal SIGKILL", "rank 2: signal SIGKILL"], ended
+    for process, rank in ((1, 0), (3, 1), (4, 2), (5, 3)):
+        lost = ["lost: 0 of 4", "lost: 1 of 3"] if process < 4 else []
+        said = [line for line in ended.said(process) if "asked to stop" not in line]
+        assert said == [*lost, f"equal: True {rank} of 4"]
+
+
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_w3_a_net_and_its_queue_go_on_and_each_record_is_trained_on_once(run: Run, backend: str) -> None:
     run.environ["AIODIST_BACKEND"] = backend

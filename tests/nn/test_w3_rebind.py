@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import aiodist
 from aiodist import Communicator, CommunicatorAborted, MismatchError, PeerError
 from aiodist.codecs import TopK
-from aiodist.nn import DataParallel, LocalSGD, PipelinedOptimizer, ShardedOptimizer
+from aiodist.nn import DataParallel, PipelinedOptimizer
 from aiodist.nn.synchronize import share as share_tensors
 from aiodist.testing import kill_rank, run_ranks
 
@@ -131,7 +131,12 @@ def test_w3_killed_at_any_moment_and_joined_it_trains_as_one_process_does(kind: 
             torch.testing.assert_close(modules[0].get_parameter(name), p, rtol=1e-9, atol=1e-11)
 
 
-async def train_pipelined(number: int, steps: int, grows_at: int) -> Any:
+def warming(opt: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """Return a scheduler that sets the rate where it is made."""
+    return torch.optim.lr_scheduler.LambdaLR(opt, lambda step: min(1.0, (step + 1) / 8) * 0.9 ** (step // 7))
+
+
+async def train_pipelined(number: int, steps: int, grows_at: int, *, scheduled: bool) -> Any:
     module = build(number)
     net: DataParallel | None = None
     async with aiodist.init(elastic=True) as coll:
@@ -142,6 +147,8 @@ async def train_pipelined(number: int, steps: int, grows_at: int) -> Any:
                         module, coll, PipelinedOptimizer, op="sum", first_bucket_bytes=1, bucket_bytes=1
                     )
                     opt = PipelinedOptimizer(net, partial(torch.optim.Adam, lr=0.03))
+                    if scheduled:
+                        net.settings(scheduler=[warming(each) for each in opt.optimizers])
                 await net.rebind(coll, opt)
                 for step in range(net.steps, steps):
                     if step >= grows_at and coll.size < 4:
@@ -159,13 +166,16 @@ async def train_pipelined(number: int, steps: int, grows_at: int) -> Any:
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("seed", range(16))
 def test_w3_a_pipelined_optimizer_goes_back_to_its_last_whole_step(seed: int) -> None:
-    """Of four ranks two are killed at any moment, then others join; each step is made once all the same."""
+    """Of four ranks two are killed at any moment, then others join; each step is made once all the same.
+
+    With odd seeds a scheduler for each bucket is a setting of the net; one that joins gets the states of the others'.
+    """
     draws = random.Random(seed)
     turns = {number: draws.randrange(4000) for number in draws.sample(range(4), 2)}
     steps = 40
 
     async def main(number: int) -> Any:
-        work = train_pipelined(number, steps, 30)
+        work = train_pipelined(number, steps, 30, scheduled=seed % 2 == 1)
         return await (killed_after(turns[number], work) if number in turns else work)
 
     said = [each for each in run_ranks(4, main, seed, elastic=(1, 4)) if each is not None]
@@ -176,10 +186,13 @@ def test_w3_a_pipelined_optimizer_goes_back_to_its_last_whole_step(seed: int) ->
     if float(modules[0].seen) == 0:  # rank 0 lived until all had its parameters
         expected = build(0)
         opt = torch.optim.Adam(expected.parameters(), lr=0.03)
+        scheduler = warming(opt) if seed % 2 else None
         for step in range(steps):
             opt.zero_grad()
             share(expected, step, 0, 1).backward()
             opt.step()
+            if scheduler is not None:
+                scheduler.step()
         for name, p in expected.named_parameters():
             torch.testing.assert_close(modules[0].get_parameter(name), p, rtol=1e-9, atol=1e-11)
 
@@ -298,24 +311,31 @@ def test_w3_gradients_that_are_compressed_and_a_scaler_go_on_too() -> None:
     assert first[1] == 32.0  # from 8, twice doubled in 5 steps
 
 
+class Unable:
+    """A driver that cannot go on."""
+
+    pending = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Nothing."""
+
+    def train(self, forward: Any) -> None:
+        """No step."""
+
+    async def flush(self) -> None:
+        """Nothing is left."""
+
+
 def test_w3_what_cannot_go_on_says_what_to_do_instead() -> None:
     async def main(number: int) -> None:
         async with aiodist.init(elastic=True) as coll:
             net = await DataParallel.create(build(number), coll)
             sgd, _ = optimizers("sgd", net.module)
-            for make in (
-                lambda: LocalSGD(net, sgd, every=4),
-                lambda: ShardedOptimizer(net, lambda groups: torch.optim.SGD(groups, lr=0.1)),
-            ):
-                opt = make()
-                with pytest.raises(TypeError, match="make net and optimizer anew, and load the last checkpoint"):
-                    await net.rebind(coll, opt)
-                await net.step(partial(share, net, 0, coll.rank, coll.size), opt)
-                await opt.flush()
-                with pytest.raises(TypeError, match=f"rebind with {type(opt).__name__}"):
-                    await net.rebind(coll)
-                if not isinstance(opt, LocalSGD):
-                    opt.close()
+            with pytest.raises(TypeError, match=r"rebind with Unable.*load the last checkpoint"):
+                await net.rebind(coll, Unable())
             await net.step(partial(share, net, 1, coll.rank, coll.size), sgd)
             with pytest.raises(ValueError, match="rebind without SGD, which made the last step"):
                 await net.rebind(coll)
@@ -323,8 +343,30 @@ def test_w3_what_cannot_go_on_says_what_to_do_instead() -> None:
                 await net.rebind(await coll.dup(), sgd, *([sgd] if number else []))
             await net.rebind(coll, sgd)
             await net.step(partial(share, net, 1, coll.rank, coll.size), sgd)
+            net.settings(scaler=torch.amp.GradScaler("cpu") if number else None)
+            with pytest.raises(MismatchError, match="rank 0: nothing; rank 1: GradScaler"):
+                await net.rebind(await coll.dup(), sgd)
 
     run_ranks(2, main, elastic=(1, 2))
+
+
+def test_w3_one_that_joins_without_the_settings_of_the_others_makes_no_step() -> None:
+    async def main(number: int) -> None:
+        async with aiodist.init(elastic=True) as coll:
+            net = await DataParallel.create(build(0), coll, PipelinedOptimizer)
+            opt = PipelinedOptimizer(net, partial(torch.optim.SGD, lr=0.1))
+            if coll.generation == 0:
+                net.settings(scheduler=[warming(each) for each in opt.optimizers])
+                await net.rebind(coll := await coll.grow(), opt)
+                with pytest.raises(PeerError):
+                    await net.step(partial(share, net, 0, coll.rank, coll.size), opt)
+                return
+            with pytest.raises(RuntimeError, match=r"has joined LambdaLR.*expected `net\.settings"):
+                await net.step(partial(share, net, 0, coll.rank, coll.size), opt)
+            kill_rank()
+            await asyncio.sleep(0)
+
+    assert run_ranks(1, main, elastic=(1, 2)) == [None, None]
 
 
 class Fails(torch.optim.SGD):
@@ -545,8 +587,8 @@ def test_w3_what_an_update_has_changed_is_taken_back_to_the_bit() -> None:
 def test_w3_an_optimizer_for_which_buckets_are_kept_is_asked_for() -> None:
     async def main(number: int) -> None:
         async with aiodist.init(elastic=True) as coll:
-            for kind in (torch.optim.SGD, ShardedOptimizer, int):
-                with pytest.raises(TypeError, match="only PipelinedOptimizer stands for one"):
+            for kind in (torch.optim.SGD, int):
+                with pytest.raises(TypeError, match="only drivers, such as PipelinedOptimizer, stand for one"):
                     await DataParallel.create(build(0), coll, kind)  # type: ignore[arg-type]
             net = await DataParallel.create(build(0), coll)
             opt = PipelinedOptimizer(net, partial(torch.optim.SGD, lr=0.1))

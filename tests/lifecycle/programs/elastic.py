@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -232,5 +233,35 @@ async def elastic() -> None:
         say("refused:", error)
 
 
+def script() -> None:
+    """`train`, without asyncio."""
+    w, step = torch.zeros(3, dtype=torch.float64), 0
+    coll: Any
+    with aiodist.start(elastic=True, stop_on_signal=True) as coll:
+        number = None if coll.generation else coll.rank
+        fresh = True
+        while step < STEPS:
+            try:
+                if fresh:
+                    step, fresh = coll.portal.call(agree, coll, w, step), False
+                if number is not None and DEATHS.get(number) == step:
+                    die()
+                g = gradient(w, coll.rank, coll.size)
+                coll.allreduce(g).wait()
+                w -= 0.05 * g
+                step += 1
+                if step == GROWS_AT:
+                    coll, fresh = coll.grow(2).wait(), True
+            except aiodist.PeerLost as error:
+                say("lost:", error.lost, "of", coll.size)
+                coll, fresh = coll.shrink().wait(), True
+        if coll.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        while not coll.stopping().wait():
+            pass
+        say(f"equal: {torch.allclose(w, undisturbed(), rtol=0, atol=1e-12)} {coll.rank} of {coll.size}")
+
+
 if __name__ == "__main__":
-    aiodist.run(globals()[sys.argv[1]])
+    chosen = globals()[sys.argv[1]]
+    aiodist.run(chosen) if asyncio.iscoroutinefunction(chosen) else chosen()
