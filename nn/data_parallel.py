@@ -165,8 +165,6 @@ class DataParallel(ModuleLike):
     _settings: StepSettings
     _optimizer: Optimizer | Driver | None = None
     _passes: set[asyncio.Future[None]]
-    joined: bool = False
-    """`create` was given a class for a driver, and other ranks had made theirs before."""
     _expected: tuple[_Expected, ...] = ()
     _stateful: _Settings
     _refuses: str | None = "is on no communicator"
@@ -328,7 +326,6 @@ class DataParallel(ModuleLike):
                 hook = Compressor(self._compression, own, op, module.named_parameters())
                 await hook.open()
             told = await own.allgather_object((made, None if self._expected else self._stateful.kinds))
-            self.joined = bool(self._expected) and any(kinds is not None for _, kinds in told)
             if self._stateful in state:
                 _check_kinds([kinds for _, kinds in told])
             # From where it writes to `admit` nothing suspends.

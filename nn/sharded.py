@@ -79,28 +79,34 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         self.optimizer = make_optimizer(_own_groups(groups))
         """The one that `make_optimizer` made: schedulers are made of it."""
         _check_optimizer(self.optimizer, groups)
-        self._state = ShardState(self.optimizer, make_optimizer, groups)
-        net.expected_state(self, self.load_state_dict)
-        self._lost = net.joined
+        self._take_over(groups)
+        shared = _Used(self)
+        self.used = self._lost = bool(net.expected_state(self, shared.load_state_dict))
+        """Something may differ from a new optimizer on new parameters; the others know where one joins."""
 
     def _divide(self) -> list[ShardGroup]:
-        """Cut the parameters in blocks, and return the groups of what this rank owns; the net's gradients go there."""
+        """Cut the parameters in blocks, and return the groups of what this rank owns."""
         net = self._net
         data = net.reducer.data
         slot_of = {slot.parameter: slot for slot in net.reducer.slots}
         self._shards = [BucketShard(slots, data) for slots in net.reducer.keep_buckets(urgent=False, by=self)]
         self._shard_of = {slot.index: shard for shard in self._shards for slot in shard.slots}
-        self._memory = BucketMemory(data.empty)
-        self._guard(self._shards)
-        self._gathering = ReduceScatter(data, net.reducer.op)
-        self._hook = net.reducer.hand_to(self, self._gathering, self._bucket)
-        """That of the net, which is put back at the end."""
         sections = {index: section for shard in self._shards for index, section in shard.sections.items()}
         given = [([slot_of[p] for p in parameters], options) for parameters, options in self._given]
         return [
             ShardGroup(slots, {slot.index: sections[slot.index] for slot in slots if slot.index in sections}, options)
             for slots, options in given
         ]
+
+    def _take_over(self, groups: Sequence[ShardGroup]) -> None:
+        """Have the net's gradients go to the blocks."""
+        data = self._net.reducer.data
+        self._state = ShardState(self.optimizer, self._make, groups)
+        self._memory = BucketMemory(data.empty)
+        self._guard(self._shards)
+        self._gathering = ReduceScatter(data, self._net.reducer.op)
+        self._hook = self._net.reducer.hand_to(self, self._gathering, self._bucket)
+        """That of the net, which is put back at the end."""
 
     def _bucket(self, slots: Sequence[Slot]) -> Bucket:
         return ShardBucket(self._shard_of[slots[0].index], slots, self._memory)
@@ -122,7 +128,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
 
     @property
     def lost(self) -> bool:
-        """The net has other ranks, by `net.rebind` or on one that joins, and this rank's shard of the state is empty.
+        """The net has other ranks, by `net.rebind` or on one that joins, and the state of before, if any, is gone.
 
         Steps raise RuntimeError until `aiodist.load` or `load_state_dict` has given it one.
         """
@@ -151,7 +157,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Take what `state_dict` gave; raise ValueError where that is of other shards, from other ranks or buckets."""
         self._state.load_state_dict(state)
-        self._lost = False
+        self.used, self._lost = True, False
 
     # --- on another communicator: see `net.rebind` --------------------------------------------------------------
 
@@ -160,7 +166,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         self._left.clear()
         self._unasked.clear()
         self._failed = self._net.reducer.steps.mishap = None  # all of it is to be loaded
-        return _Nothing()
+        return _Used(self)
 
     def resume(self) -> None:
         """Cut the parameters anew for the ranks that there are, with a state that is new, and to be loaded."""
@@ -171,8 +177,8 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
             mine["params"] = fresh["params"]
         self.optimizer.state.clear()
         self.optimizer.state.update(new.state)
-        self._state = ShardState(self.optimizer, self._make, groups)
-        self._lost = True
+        self._take_over(groups)
+        self._lost = self.used
 
     # --- for checkpoints, see `InPieces` ------------------------------------------------------------------------
 
@@ -234,7 +240,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
 
         def step() -> None:
             nonlocal begun
-            begun = True
+            begun = self.used = True
             self.optimizer.step()
 
         try:
@@ -294,14 +300,21 @@ def _check_net(net: DataParallel) -> None:
             raise TypeError(f"parameter {slot.name!r} has sparse gradients, rows, not blocks: expected sparse=False")
 
 
-class _Nothing:
-    """What ranks give one another of shards, each of which one rank has alone."""
+class _Used:
+    """What ranks give one another of shards, each of which one rank has alone: whether there is anything to be lost.
 
-    def state_dict(self) -> None:
-        return None
+    No update is made before all ranks have reduced a gradient. So where a rank that has made most steps made none, and
+    loaded nothing, the state of a new optimizer is the right one.
+    """
 
-    def load_state_dict(self, state: None) -> None:
-        """Nothing comes."""
+    def __init__(self, opt: ShardedOptimizer) -> None:
+        self._opt = opt
+
+    def state_dict(self) -> bool:
+        return self._opt.used
+
+    def load_state_dict(self, state: bool) -> None:
+        self._opt.used = state
 
 
 def _own_groups(groups: Sequence[ShardGroup]) -> list[dict[str, Any]]:

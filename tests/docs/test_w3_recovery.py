@@ -54,6 +54,6 @@ def test_w3_a_program_of_the_page_goes_on(names: dict[str, Any], program: str, t
     assert one is not None
     assert one == two
     assert gone is (three is None)
-    expected = {"main": 2, "train": 2, "train_locally": 30, "train_shards": 30, "train_on_each_once": 1000}
+    expected = {"train_locally": 30, "train_shards": 30, "train_on_each_once": 1000}
     if gone and program in expected:
         assert one == expected[program]

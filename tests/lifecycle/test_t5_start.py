@@ -18,7 +18,7 @@ GLOO = pytest.mark.parametrize("run", ["gloo"], indirect=True)
 
 def test_t5_it_takes_the_keywords_of_init() -> None:
     expected = dict(inspect.signature(aiodist.init).parameters)
-    del expected["thread"], expected["elastic"]  # the new worlds of an elastic job are for loops
+    del expected["thread"]  # it is always so
     assert dict(inspect.signature(aiodist.start).parameters) == expected
 
 

@@ -44,12 +44,7 @@ async def train(number: int, kind: str, folder: Path, clip_norm: float | None) -
                     scheduler = halving(opt.optimizer)
                     net.settings(scheduler=scheduler, clip_norm=clip_norm)
                 await net.rebind(coll, opt)
-                first = 0
-                if opt.lost:
-                    try:
-                        first = (await aiodist.load(folder, net, opt, scheduler)).extra
-                    except FileNotFoundError:  # none was saved before the first step
-                        opt.load_state_dict(opt.state_dict())
+                first = (await aiodist.load(folder, net, opt, scheduler)).extra if opt.lost else 0
                 for step in range(first, STEPS):
                     if step % EVERY == 0:
                         await aiodist.save(folder, net, opt, scheduler, extra=step, keep=2)
