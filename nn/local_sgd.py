@@ -208,6 +208,8 @@ class LocalSGD:
             self.outer.load_state_dict(state["outer"])
         if self._sent is not None:
             raise RuntimeError("an average is on its way: `await local.flush()` first")
+        if self._kept is not None:
+            self._kept = {}
         self.begin_again(state["steps"])
         self._net.reducer.steps.alike()
 

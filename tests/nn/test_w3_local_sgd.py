@@ -42,12 +42,13 @@ class Case:
     inner: Any
     options: dict[str, Any] = field(default_factory=dict)
     grows: bool = False
+    scheduled: bool = False
 
 
 CASES = {
     "plain": Case(momentum),
     "start": Case(adam, {"start": 9}),
-    "overlap": Case(adam, {"overlap": True}),
+    "overlap": Case(adam, {"overlap": True}, scheduled=True),
     "slowmo": Case(momentum, {"outer": SlowMo(0.5)}),
     "elastic": Case(adam, {"outer": Elastic(0.2)}),
     "diloco": Case(adam, {"outer": lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)}),
@@ -61,12 +62,13 @@ Log = dict[int, tuple[int, list[int]]]
 async def train(number: int, case: Case, log: Log) -> Any:
     module = build(0)
     inner = case.inner(module)
+    settings: Any = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(inner, 0.95)} if case.scheduled else {}
     net: DataParallel | None = None
     async with aiodist.init(elastic=True) as coll:
         while True:
             try:
                 if net is None:
-                    net = await DataParallel.create(module, coll, LocalSGD)
+                    net = await DataParallel.create(module, coll, LocalSGD, **settings)
                     local = LocalSGD(net, inner, every=EVERY, **case.options)
                 await net.rebind(coll, local)
                 log[coll.generation] = local.steps, await coll.allgather_object(number)
@@ -90,6 +92,7 @@ class Replay:
     def __init__(self, case: Case) -> None:
         self.options = case.options
         self.inner = case.inner
+        self.scheduled = case.scheduled
         self.centre = [p.detach().clone() for p in build(0).parameters()]
         self.states: dict[int, Any] = {}
         self.slow = [torch.zeros_like(p) for p in self.centre]
@@ -115,6 +118,8 @@ class Replay:
                     for p in group:
                         p.grad = mean.clone()
             for opt in opts:
+                if self.scheduled:
+                    opt.param_groups[0]["lr"] = opt.defaults["lr"] * 0.95**step
                 opt.step()
             if step < self.options.get("start", 0):
                 self.centre = [p.detach().clone() for p in modules[0].parameters()]

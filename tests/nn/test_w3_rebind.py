@@ -359,14 +359,14 @@ def test_w3_one_that_joins_without_the_settings_of_the_others_makes_no_step() ->
                 net.settings(scheduler=[warming(each) for each in opt.optimizers])
                 await net.rebind(coll := await coll.grow(), opt)
                 with pytest.raises(PeerError):
-                    await net.step(partial(share, net, 0, coll.rank, coll.size), opt)
+                    await whole_step(net, opt, partial(share, net, 0, coll.rank, coll.size))
                 return
             with pytest.raises(RuntimeError, match=r"has joined LambdaLR.*expected `net\.settings"):
                 await net.step(partial(share, net, 0, coll.rank, coll.size), opt)
             kill_rank()
             await asyncio.sleep(0)
 
-    assert run_ranks(1, main, elastic=(1, 2)) == [None, None]
+    run_ranks(1, main, elastic=(1, 2))
 
 
 class Fails(torch.optim.SGD):
