@@ -75,9 +75,11 @@ class TrainingClient(ABC):
     async def start(self) -> None:
         """Take the centre's weights; in a group collective.
 
+        Again behind `ps.rebind`: then what was under way before is forgotten, and local steps that were not pushed too.
         Raises what the pull raises, with nothing changed.
         """
         self._check()
+        self._pushing = self._pulling = None
         await self._receive()
         await self._compute(self._begin)
 

@@ -6,18 +6,19 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import aiodist
 from aiodist import Communicator
 from aiodist.codecs import Int8, Json
 from aiodist.errors import CommunicatorError, PeerLost
-from aiodist.ps import SGD, Asynchronous, Bounded, ParameterServer, Policy, Quorum, Synchronous
+from aiodist.ps import EASGD, SGD, Asynchronous, Bounded, Downpour, ParameterServer, Policy, Quorum, Synchronous
 from aiodist.testing import kill_rank, run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -265,3 +266,49 @@ def test_p13_a_joiner_gets_state_and_version_while_the_others_go_on(tmp_path: Pa
     assert found[1][0] == pytest.approx([values[9]])
     assert seen["version"] in (8, 9)
     assert seen["values"] == pytest.approx([values[seen["version"] - 1]])
+
+
+CLIENTS: dict[str, Any] = {
+    "downpour": partial(Downpour, n_push=1, n_pull=2),
+    "easgd": partial(EASGD, tau=2, alpha=0.3, prefetch=1),
+}
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_p12_a_client_goes_on_from_the_centre(tmp_path: Path, kind: str) -> None:
+    """A server dies with pushes and pulls under way: nothing of them is raised once the clients have begun again."""
+
+    async def main(number: int) -> Any:
+        torch.manual_seed(0)
+        module, raised = nn.Linear(3, 1).double(), 0
+        opt = torch.optim.SGD(module.parameters(), lr=0.05)
+        async with (
+            aiodist.init(elastic=True) as coll,
+            ParameterServer(coll, module, checkpoints=True) as ps,
+            CLIENTS[kind](ps, module, opt) as client,
+        ):
+            if number == 0:
+                await ps.save(tmp_path)
+            await ps.barrier()
+            while True:
+                try:
+                    while client.steps < 40:
+                        if number == 2 and client.steps == 7:
+                            kill_rank()
+                        opt.zero_grad()
+                        (module(torch.ones(3, dtype=torch.float64)) - 1).square().sum().backward()
+                        await client.step()
+                    await ps.barrier()
+                    break
+                except LOST:
+                    raised += 1
+                    coll = await coll.shrink()
+                    await ps.rebind(coll)
+                    await client.start()
+            centre = await ps.pull(list(dict(module.named_parameters())))
+            return raised, [t.tolist() for t in centre], float(sum(t.sum() for t in centre))
+
+    *found, dead = run_ranks(3, main, elastic=(1, 3))
+    assert dead is None
+    assert found[0] == found[1]
+    assert (found[0][0], found[0][2]) == (1, pytest.approx(1.0, abs=0.1)), "it was lost once, and trained"
