@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from aiodist.codecs import Codec
 from aiodist.communicator import Communicator
-from aiodist.errors import CommunicatorError, MismatchError, PeerError
+from aiodist.errors import CommunicatorError, PeerError
 from aiodist.handles import Handle
 from aiodist.handles.handle import FutureWaiter
 from aiodist.nn.buckets import Allreduce, Bucket, CommHook, Slot, row_parameters
@@ -23,6 +23,7 @@ from aiodist.nn.compression import Compression, Compressor, checked_compression
 from aiodist.nn.compute import Compute, Forward, plain_step
 from aiodist.nn.deals import Sizes
 from aiodist.nn.devices import cuda_devices, placement
+from aiodist.nn.joiners import Expected, SettingsState, check_kinds
 from aiodist.nn.layout import check_same_structure, named_state
 from aiodist.nn.module_like import ModuleLike
 from aiodist.nn.reducer import DataParallelStatistics, Reducer
@@ -78,66 +79,6 @@ class Recovering(Driver, Protocol):
         """Go on with what the net has now."""
 
 
-class _Expected:
-    """Stands for a driver that is made once the net is, and keeps the state that the other ranks have for it."""
-
-    load: Callable[[Any], None]
-    """Gives it to the driver, which is made now."""
-
-    def __init__(self, kind: type[Recovering]) -> None:
-        self.kind = kind
-        self.state: Any = None
-
-    def state_dict(self) -> None:
-        return None
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
-class _Settings:
-    """The scaler and the schedulers of a net, which go on in an elastic world."""
-
-    def __init__(self, net: DataParallel) -> None:
-        self._net = net
-        self._awaited: list[tuple[str, Any]] = []
-        """What the other ranks have, where this one has not been told its settings yet."""
-        self._driver: _Expected | None = None
-
-    @property
-    def kinds(self) -> list[str]:
-        return [type(each).__name__ for each in self._net.settings().stateful]
-
-    def state_dict(self) -> list[tuple[str, Any]]:
-        return list(zip(self.kinds, [each.state_dict() for each in self._net.settings().stateful], strict=True))
-
-    def load_state_dict(self, state: list[tuple[str, Any]]) -> None:
-        self._awaited = state
-        self.take()
-
-    def expect(self, driver: _Expected) -> None:
-        """Its schedulers may come later: to make them changes its settings, so these are to be loaded once more."""
-        self._driver = driver if self._awaited else None
-
-    def take(self) -> None:
-        """Load what has come, once the settings are as the other ranks'."""
-        if self._awaited and self.kinds == [kind for kind, _ in self._awaited]:
-            for each, (_, state) in zip(self._net.settings().stateful, self._awaited, strict=True):
-                each.load_state_dict(state)
-            if self._driver is not None:
-                self._driver.load(self._driver.state)
-            self._awaited, self._driver = [], None
-
-    def check(self) -> None:
-        """Raise where the other ranks have settings that this one still lacks."""
-        if self._awaited:
-            theirs = ", ".join(kind for kind, _ in self._awaited)
-            raise RuntimeError(
-                f"the settings of this net have {', '.join(self.kinds) or 'nothing'} with a state, those of the ranks "
-                f"that it has joined {theirs}: expected `net.settings(…)` as they have, before the first step"
-            )
-
-
 class DataParallel(ModuleLike):
     """A module that every rank trains on data of its own, with the gradients averaged over all of them.
 
@@ -165,8 +106,8 @@ class DataParallel(ModuleLike):
     _settings: StepSettings
     _optimizer: Optimizer | Driver | None = None
     _passes: set[asyncio.Future[None]]
-    _expected: tuple[_Expected, ...] = ()
-    _stateful: _Settings
+    _expected: tuple[Expected, ...] = ()
+    _stateful: SettingsState
     _refuses: str | None = "is on no communicator"
     reducer: Reducer
     """It and `compute` are for what drives a step: a `Driver`."""
@@ -226,9 +167,9 @@ class DataParallel(ModuleLike):
             if isinstance(each, type) and not (hasattr(each, "retreat") and hasattr(each, "resume")):
                 known_kinds = "only drivers, such as PipelinedOptimizer, stand for one that is made next"
                 raise TypeError(f"create(…, {each.__name__}): {known_kinds}")
-        stands = [_Expected(each) if isinstance(each, type) else each for each in state]
-        net._expected = tuple(each for each in stands if isinstance(each, _Expected))
-        net._stateful = _Settings(net)
+        stands = [Expected(each) if isinstance(each, type) else each for each in state]
+        net._expected = tuple(each for each in stands if isinstance(each, Expected))
+        net._stateful = SettingsState(known.stateful)
         await net._bind(coll, stands, stands, 0)
         return net
 
@@ -314,7 +255,7 @@ class DataParallel(ModuleLike):
             named = named_state(module)
             rows = row_parameters(module)
             sparse = ", ".join(name for name, p in module.named_parameters() if p in rows)
-            kinds = ", ".join((each.kind if isinstance(each, _Expected) else type(each)).__name__ for each in owners)
+            kinds = ", ".join((each.kind if isinstance(each, Expected) else type(each)).__name__ for each in owners)
             also = (
                 placement(named),
                 f"op={op!r}, compress={self._compression!r} and buckets of {sizes.bucket} and {sizes.first} bytes",
@@ -327,7 +268,7 @@ class DataParallel(ModuleLike):
                 await hook.open()
             told = await own.allgather_object((made, None if self._expected else self._stateful.kinds))
             if self._stateful in state:
-                _check_kinds([kinds for _, kinds in told])
+                check_kinds([kinds for _, kinds in told])
             # From where it writes to `admit` nothing suspends.
             made = await share_furthest(own, module, state, [steps for steps, _ in told])
             reducer = Reducer(own, status, module, op=op, sizes=sizes, hook=hook)
@@ -384,7 +325,7 @@ class DataParallel(ModuleLike):
         """
         if changes:
             self._settings = self._settings.changed(self._module, changes)
-            self._stateful.take()
+            self._stateful.change(self._settings.stateful)
         return self._settings
 
     async def step(
@@ -691,14 +632,6 @@ class _Guest:
         net.compute.stream.abort()
         net.reducer.hook.abort()
         net.reducer.release()
-
-
-def _check_kinds(told: Sequence[list[str] | None]) -> None:
-    """Raise where the ranks that know their settings differ in what of these has a state."""
-    known = {rank: kinds for rank, kinds in enumerate(told) if kinds is not None}
-    if len({tuple(kinds) for kinds in known.values()}) > 1:
-        theirs = "; ".join(f"rank {rank}: {', '.join(kinds) or 'nothing'}" for rank, kinds in known.items())
-        raise MismatchError(f"ranks disagree on the settings of the net that have a state ({theirs})")
 
 
 def check_one_pass(opt: Optimizer) -> None:
