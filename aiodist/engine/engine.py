@@ -203,10 +203,10 @@ class Engine:
         if coll is self._bound_to:
             return
         await self._stepper.rebind(coll, state)
-        position = self._position.behind(self._stepper.in_net)
+        position = self._position.behind(self._stepper.in_net(self._position.step))
         told = await self._stepper.base.allgather_object(replace(position, random=None))
         self._position = position.furthest(told)
-        self._stepper.note(self._position.step)
+        self._stepper.note(None)
         self._assembly, self._bound_to = Assembly(self._stepper.base), coll
         self._state.rank, self._state.size = coll.rank, coll.size
 
@@ -233,6 +233,7 @@ class Engine:
         if state.keys() != vars(self._position).keys():
             raise ValueError(f"state with {', '.join(sorted(map(str, state)))}: expected {', '.join(vars(Position()))}")
         self._position = Position(**state)
+        self._stepper.note(None)
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Have `train` go on from the states of another number of ranks: with the first epoch that they did not end.
@@ -241,3 +242,4 @@ class Engine:
         """
         epoch = min(state["epoch"] for state in states)
         self._position = Position(epoch, max(state["step"] for state in states))
+        self._stepper.note(None)

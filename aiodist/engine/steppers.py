@@ -39,8 +39,8 @@ class PassStepper:
             )
         self._lag: int = getattr(optimizer, "pass_lag", 0)
         self._made = 0
-        self._known = (net.steps, 0)
-        """How many steps the net counted when all were made that had been asked for, and how many training did."""
+        self._known: tuple[int, int] | None = None
+        """In an epoch: how many steps the net counted when all were made that had been asked for, and training did."""
         self.midway = isinstance(optimizer, Optimizer)
         """It tells when gradients are reduced, before the update."""
 
@@ -59,19 +59,23 @@ class PassStepper:
         finally:
             told.remove()
 
-    def note(self, step: int) -> None:
-        """Step number `step` of training was asked for, and no other since."""
-        if not (isinstance(self._optimizer, Driver) and self._optimizer.pending):
+    def note(self, step: int | None) -> None:
+        """Step number `step` of training was asked for, and no other since; None: no epoch is under way."""
+        if step is None:
+            self._known = None
+        elif not (isinstance(self._optimizer, Driver) and self._optimizer.pending):
             self._known = self._net.steps, step
 
     def counted(self, step: int) -> int:
-        """Return how many steps the net counts behind step number `step`, which is not much later than the last."""
+        """Return how many steps the net counts behind step number `step`, in an epoch."""
+        assert self._known is not None
         counted, known = self._known
         return counted + step - known
 
-    @property
-    def in_net(self) -> int:
-        """The number of the last step that is in the parameters."""
+    def in_net(self, step: int) -> int:
+        """Return the number of the last step that is in the parameters, which is `step` outside of epochs."""
+        if self._known is None:
+            return step
         counted, known = self._known
         return known + self._net.steps - counted
 
@@ -153,7 +157,7 @@ class ClientStepper:
     def stopping(self) -> bool:
         return self._stop()
 
-    def note(self, step: int) -> None:
+    def note(self, step: int | None) -> None:
         """Nothing goes on from it."""
 
     def by_all(self) -> bool:

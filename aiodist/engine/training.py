@@ -218,6 +218,7 @@ class Training:
             self._position.random = torch_state()
             return None
         self._position.epoch, self._position.batch = self._position.epoch + 1, 0
+        self._stepper.note(None)
         self._state.metrics = self._meter.means([word.sums for word in words])
         return await self._call("epoch")
 
@@ -231,6 +232,7 @@ class Training:
         position.go_on()
         batch = Batch(self._model, state, self._hooks, self._meter, self._progress)
         async for sample in batches:
+            self._stepper.note(position.step)  # once more: hooks may have loaded other parameters
             await self._agree(position.step)
             state.step, state.batch = position.step + 1, position.batch + 1
             await batch.take(sample)
