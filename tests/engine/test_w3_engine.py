@@ -82,6 +82,7 @@ async def train(number: int, kind: str) -> Any:
                 coll = await coll.shrink()
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("kind", ["adam", "pipelined"])
 def test_w3_an_engine_makes_each_step_once_whichever_ranks_die(kind: str, seed: int) -> None:
@@ -160,6 +161,7 @@ async def count(number: int, module: Tally, kind: str) -> int:
                 coll = await coll.shrink()
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("kind", ["plain", "pipelined"])
 def test_w3_an_engine_trains_once_on_each_record_of_a_queue(kind: str, seed: int) -> None:

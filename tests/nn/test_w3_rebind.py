@@ -486,6 +486,7 @@ def test_w3_several_steps_that_were_made_in_part_are_all_taken_back() -> None:
         torch.testing.assert_close(module.get_parameter(name), p, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("turns", range(0, 24, 2))
 def test_w3_a_step_behind_a_load_is_taken_back_to_what_was_loaded(turns: int) -> None:
     """A step had failed in part before; rank 2 dies in the one behind the load."""

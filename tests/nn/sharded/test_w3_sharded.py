@@ -60,7 +60,8 @@ async def train(number: int, kind: str, folder: Path, clip_norm: float | None) -
                 coll = await coll.shrink()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize(("kind", "clip_norm"), [("adam", None), ("adagrad", 0.3)])
 def test_w3_shards_go_on_from_the_last_checkpoint(
