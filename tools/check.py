@@ -28,6 +28,7 @@ BUILD = ROOT / "build"
 _FOLDERS = (
     ("nn",),
     ("lifecycle",),
+    ("backends", "collectives", "communicator"),
     ("compat", "docs", "examples", "hosts", "integration", "launch"),
     ("bench", "control", "engine", "packaging", "ps", "testing"),
 )
