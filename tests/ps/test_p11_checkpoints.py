@@ -109,6 +109,7 @@ def kept(path: Path, keep: int | None = None, ranks: int = 5, layout: str = "3",
     return run_ranks(ranks, main)[0]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("rule", ["add", "adam"])
 @pytest.mark.parametrize("layout", SERVERS)
 def test_p11_another_number_of_servers_has_every_bit_and_goes_on(tmp_path: Path, layout: str, rule: str) -> None:

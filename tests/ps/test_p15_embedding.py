@@ -92,7 +92,7 @@ async def check_same(coll: Communicator, net: Net, table: Table, expected: Net, 
         torch.testing.assert_close(ours, theirs, rtol=0, atol=within)
 
 
-@pytest.mark.drawn(24)
+@pytest.mark.drawn(12)
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("servers", [None, (0,), (0, 1), (2, 0, 1)], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
