@@ -7,6 +7,7 @@ PyObject *status_pending, *status_returned;
 
 static PyObject *s_spin, *s_suspended, *s_yielding, *s_failed, *s_dropped;
 
+enum { LOOK = 20000 };            // nanoseconds that a thread looks before it gives the GIL back
 static const double FAIR = 1e-3;  // seconds after which an await yields to the loop once
 
 // --- an iterator that has its result at once ---------------------------------------------------------------------
@@ -216,6 +217,29 @@ static PyObject *handle_in_lane(Handle *self, void *closure) {
     return PyBool_FromLong(self->issuer != NULL);
 }
 
+// Drives the lane for a few microseconds with the GIL, after which most small operations have ended: to give the GIL back
+// and to take it again costs more. Returns whether this one has.
+static PyObject *handle_look(Handle *self, PyObject *none) {
+    (void)none;
+    const Pacer *pacer = (const Pacer *)self->progress;
+    if (!pending(self)) Py_RETURN_TRUE;
+    Issuer *issuer = self->issuer;
+    if (issuer == NULL || pacer->crowded) Py_RETURN_FALSE;
+    Lane *lane = issuer_lane(issuer);
+    if (lane->closed || lane->engine->engine == NULL) Py_RETURN_FALSE;  // see drive_alone
+    uint64_t until = core_now() + LOOK, heavy = heavy_bytes(pacer);
+    INCREF(issuer);  // settling gives the handle's back, and the lane with it
+    drive_begin(lane->completions);
+    while (core_op_state(&self->native) == CORE_PENDING && core_lane_load(lane->lane) < heavy) {
+        if (core_lane_advance(lane->lane, SLICE)) continue;
+        if (core_now() >= until) break;
+        core_relax();
+    }
+    drive_end(lane->completions);
+    DECREF(issuer);
+    return PyBool_FromLong(self->status != status_pending);
+}
+
 // Drives the lane for as long as an await would, without the GIL; true when the operation has ended.
 static bool drive_alone(const Handle *self, Lane *lane) {
     const Pacer *pacer = (const Pacer *)self->progress;
@@ -279,6 +303,7 @@ static PyMethodDef handle_methods[] = {
     {"done", (PyCFunction)handle_done, METH_NOARGS,
      "Return True when it is over, however it ended; from any thread.\n\n"
      "Who asks now and again waits for it too: reports tell of a message that takes long, unless it is detached."},
+    {"_look", (PyCFunction)handle_look, METH_NOARGS, "Look for some microseconds, with the GIL, whether a lane does it; return whether it is over."},
     {"_sleep", (PyCFunction)handle_sleep, METH_O, "Block this thread until a lane has done it; return whether it is over."},
     {"_rest", (PyCFunction)handle_rest, METH_O, "As _sleep, and leave the core to others at once."},
     {0},

@@ -232,7 +232,7 @@ class Handle(_core.Handle, Generic[T]):
         self._consumed = True
         if self._progress.owns_thread():
             raise RuntimeError(f"wait() would block the event loop: await {self} instead")
-        if self.is_pending:
+        if not self._look():
             self._progress.check_not_forked(self)
             self._block(timeout)
         return self._outcome()

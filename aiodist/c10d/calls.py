@@ -74,24 +74,29 @@ class AiodistProcessGroup(dist.ProcessGroup):
     # --- reductions -------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Tensors, opts: Any = _REDUCED) -> HandleWork:
-        if tensors[0].is_sparse:
+        t = tensors[0]
+        if t.is_sparse:
             return self._allreduce_sparse(tensors, opts)
-        caller = _getframe().f_back
-        if caller is not None and caller.f_code is _BACKWARD:  # no Python in between: torch's reducer
-            self.adopt(tensors[0])
-        divide = _division(tensors, opts, self.coll)
-        return self._work(lambda: [self.coll.allreduce(*_summand(t, opts)) for t in tensors], tensors, divide)
+        short = t.nbytes <= _SHORT_BYTES and t.dtype is not torch.float16
+        compressed = not short and _called_by_reducer() and self.adopt(t)
+        divide = _division(tensors, opts, self.coll) if t.dtype in _WHOLE else None
+        work = self._work(lambda: [self.coll.allreduce(*_summand(t, opts)) for t in tensors], tensors, divide)
+        work.blocks = compressed
+        return work
 
     allreduce_coalesced = allreduce
 
-    def adopt(self, bucket: Tensor) -> None:
+    def adopt(self, bucket: Tensor) -> bool:
         """Move a bucket of DDP's into the arena, where that can be: the reducer keeps it, and nobody has its address.
 
-        What has no views is none, but made for one call.
+        Return whether it is none, but 16-bit floats that torch's hook in C++ made of one for this call: without views.
         """
-        if bucket.nbytes > _SHORT_BYTES and _storage_Use_Count(bucket.untyped_storage()._cdata) > 2:
+        if _storage_Use_Count(bucket.untyped_storage()._cdata) <= 2:
+            return bucket.dtype is torch.float16
+        if bucket.nbytes > _SHORT_BYTES:
             with suppress(ValueError, BackendUnavailable, MemoryError):
                 self.coll.share_(bucket)
+        return False
 
     def reduce(self, tensors: Tensors, opts: Any) -> HandleWork:
         divide = _division(tensors if self.coll.rank == opts.rootRank else [], opts, self.coll)
@@ -314,6 +319,12 @@ class AiodistProcessGroup(dist.ProcessGroup):
             tensors[0].copy_(total)
 
         return self._work(issue, tensors, finish)
+
+
+def _called_by_reducer() -> bool:
+    """Return whether torch's reducer calls the process group: no Python lies between that and `backward()`."""
+    caller = _getframe(1).f_back
+    return caller is not None and caller.f_code is _BACKWARD
 
 
 def _summand(t: Tensor, opts: Any) -> tuple[Tensor, Op]:

@@ -12,6 +12,7 @@ from time import monotonic
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import fork
 from torch.futures import Future
 
 from aiodist.errors import AiodistError, OperationTimeout
@@ -61,6 +62,7 @@ class HandleWork(dist.Work):
     ) -> None:
         """`finish` is called once when all `handles` are done, by the thread that learns it first."""
         super().__init__()
+        self.blocks = False
         self._handles = handles
         self._tensors = tensors
         self._timeout = timeout
@@ -77,18 +79,19 @@ class HandleWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the results are there; on a CUDA device, when the current stream is behind them."""
         seconds = timeout.total_seconds() if timeout else self._timeout
-        until = None if seconds is None else monotonic() + seconds
+        until = None if seconds is None or len(self._handles) == 1 else monotonic() + seconds
         try:
             for handle in self._handles:
                 if handle.fence is not None:
                     handle.wait_stream()
                 else:
-                    handle.wait(seconds if until is None or len(self._handles) == 1 else max(0.0, until - monotonic()))
+                    handle.wait(seconds if until is None else max(0.0, until - monotonic()))
         except OperationTimeout as error:  # in the words of gloo, which programs look for
             raise dist.DistBackendError(f"{error.op}: Timed out waiting {1e3 * (seconds or 0):g}ms: {error}") from error
         except AiodistError as error:
             raise dist.DistBackendError(str(error)) from error
-        self._finish()
+        if self._finishing is not None:
+            self._finish()
         return True
 
     def synchronize(self) -> None:
@@ -128,8 +131,13 @@ class HandleWork(dist.Work):
     def get_future(self) -> Future[list[Tensor]]:
         """Return a future of the tensors, for DDP's reducer and hooks.
 
-        A worker thread waits and runs the callbacks.
+        A worker thread waits and runs the callbacks. Where it `blocks`, it is one of C++, which Python makes only of what
+        is there: this waits for it.
         """
+        if self.blocks:
+            self.wait()
+            made: Future[list[Tensor]] = fork(self.result)
+            return made
         if self._future is None:
             over: Future[None] = Future()
             self._future = over.then(self._outcome)

@@ -15,6 +15,7 @@ from torch import Tensor
 from aiodist.communicator import Communicator
 from aiodist.communicator.threaded import ThreadedCommunicator
 from aiodist.compat.data import IN_PLACE, OPS, Buffer, Op, blocks_of, buffer_of
+from aiodist.compat.errors import CLASSES, MPIError, telling
 from aiodist.compat.requests import ANY_SOURCE, ANY_TAG, PROC_NULL, UNDEFINED, Request, Status, on_loop
 from aiodist.handles import Handle, gather
 from aiodist.types import ReduceOp
@@ -58,13 +59,14 @@ def _blocking(call: Callable[..., Request]) -> Callable[..., None]:
     return blocking
 
 
+@telling
 class Comm:
     """The calls of mpi4py's communicators over `coll`, which is aiodist's: lower case for objects, upper for buffers.
 
     Names, arguments and results are mpi4py's, and so are the kinds of buffers. Calls whose names begin with `I` or `i`
     return a `Request`, which can be awaited where `coll` belongs to an asyncio program; there the others would block
     its loop, and raise. Sums of 16-bit floats are in float32; a reduction that torch has no arithmetic for (unsigned
-    integers, logical operators, `Op.Create`) gathers all that the ranks have. Raises what aiodist raises.
+    integers, logical operators, `Op.Create`) gathers all that the ranks have. What aiodist raises is raised as an `MPI.Exception`, from the error itself.
     """
 
     def __init__(self, coll: Communicator, alone: Communicator | None = None) -> None:
@@ -439,9 +441,10 @@ def _write(into: Tensor, array: np.ndarray[Any, Any]) -> None:
 
 
 def _fill(blocks: Sequence[Buffer], parts: Sequence[Tensor]) -> None:
-    """Copy what came from each rank into its block; raise ValueError where that is too short."""
+    """Copy what came from each rank into its block; raise `MPIError` where that is too short."""
     for rank, (block, part) in enumerate(zip(blocks, parts, strict=True)):
         if part.numel() > block.octets.numel():
             sent = part.numel() // block.dtype.itemsize
-            raise ValueError(f"rank {rank} sent {sent} elements: expected at most {block.length}")
+            said = f"rank {rank} sent {sent} elements: expected at most {block.length}"
+            raise MPIError(CLASSES["ERR_TRUNCATE"], said)
         block.octets[: part.numel()].copy_(part)

@@ -18,8 +18,8 @@ from typing import Any, Final
 
 from aiodist.compat.comm import Comm, LeftOut, left_out
 from aiodist.compat.data import DATATYPES, IN_PLACE, OPS, Datatype, Op
+from aiodist.compat.errors import CLASSES, Get_error_class, Get_error_string, MPIError, told
 from aiodist.compat.requests import ANY_SOURCE, ANY_TAG, PROC_NULL, UNDEFINED, Request, Status
-from aiodist.errors import AiodistError, CommunicatorClosed
 from aiodist.world.background import start
 
 __all__ = [
@@ -40,13 +40,12 @@ COMM_NULL: Final = None
 DATATYPE_NULL: Final = None
 OP_NULL: Final = None
 REQUEST_NULL: Final = None
-SUCCESS: Final = 0
 BOTTOM: Final = object()
 BSEND_OVERHEAD: Final = 0
 COMM_TYPE_SHARED: Final = 1
 THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
 Intracomm = Comm
-Exception = AiodistError
+Exception = MPIError
 Wtime = perf_counter
 Get_processor_name = socket.gethostname
 
@@ -57,6 +56,8 @@ _LEFT_OUT = {
     "Info Errhandler Session": "the arguments of aiodist.init",
     "Cartcomm Graphcomm Distgraphcomm Topocomm Intercomm": "Comm.Split",
     "Prequest Grequest Message": "Request",
+    "ERR_FILE ERR_WIN ERR_INFO ERR_IO ERR_SPAWN ERR_NO_MEM ERR_SESSION": "the classes that are there: nothing raises these",
+    "Add_error_class Add_error_code Add_error_string": "an exception of your own",
     "Alloc_mem Free_mem Get_address": "ordinary memory",
     "Publish_name Lookup_name Open_port Close_port": "`aiodist run --hosts`",
 }
@@ -74,7 +75,7 @@ class _World:
     def comm(self) -> Comm:
         with self._lock:
             if self.closed:
-                raise CommunicatorClosed("COMM_WORLD after Finalize(): expected a world that is open")
+                raise MPIError(CLASSES["ERR_COMM"], "COMM_WORLD after Finalize(): expected a world that is open")
             if self.opened is None:
                 coll = self._open.enter_context(start())
                 self.opened = Comm(coll, coll.split(coll.rank).wait())
@@ -116,7 +117,8 @@ def Query_thread() -> int:
 def Finalize() -> None:
     """Close the world now, on all ranks."""
     _world.comm()
-    _world.close()
+    with told:
+        _world.close()
 
 
 def Is_initialized() -> bool:
@@ -151,6 +153,7 @@ def Attach_buffer(buf: object = None) -> None:
 Detach_buffer = Attach_buffer
 
 
+globals().update(CLASSES)
 globals().update(DATATYPES)
 globals().update(OPS)
 

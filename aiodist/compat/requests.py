@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from aiodist.compat.data import DATATYPES, Datatype
+from aiodist.compat.errors import told
 from aiodist.handles import Handle
 from aiodist.types import ANY
 
@@ -64,13 +65,15 @@ class Request:
 
     def __await__(self) -> Generator[Any, None, Any]:
         if self.handle is not None and not self._seen:
-            yield from self.handle.__await__()
+            with told:
+                yield from self.handle.__await__()
         return self._see(None)
 
     def wait(self, status: Status | None = None) -> Any:
         """Return the object that came, None of other operations, blocking this thread; raise what went wrong."""
         if self.handle is not None and not self._seen:
-            self.handle.wait()
+            with told:
+                self.handle.wait()
         return self._see(status)
 
     def Wait(self, status: Status | None = None) -> bool:
@@ -108,7 +111,8 @@ class Request:
         if not self._seen:
             self._seen = True
             if handle is None or not handle.cancelled():
-                result = None if handle is None else handle.result()
+                with told:
+                    result = None if handle is None else handle.result()
                 self._result = result if self._finish is None else self._finish(result)
         if status is not None and handle is None:
             status.source, status.tag, status.count = PROC_NULL, ANY_TAG, 0

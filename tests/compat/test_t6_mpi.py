@@ -45,7 +45,8 @@ def test_t6_the_tutorial_prints_what_it_prints_with_mpi4py(nursery: str, ranks: 
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("reductions", 3), ("tensors", 3), ("awaited", 2), ("mistakes", 2), ("synchronous", 2)]
+    ("name", "ranks"),
+    [("reductions", 3), ("tensors", 3), ("awaited", 2), ("mistakes", 2), ("synchronous", 2), ("errors", 1), ("errors", 3)],
 )
 def test_t6_over_processes(nursery: str, name: str, ranks: int) -> None:
     done = run(ranks, *stub(nursery, PROGRAMS / "compat.py", name))
@@ -64,6 +65,7 @@ def test_t6_alone(nursery: str, name: str) -> None:
 def test_t6_the_others_hear_of_what_ends_one_rank(nursery: str) -> None:
     done = run(2, *stub(nursery, PROGRAMS / "compat.py", "raised"), seconds=30)
     assert done.returncode == 1
+    assert "[0] told" in done.stdout
     assert "rank 1 failed: ValueError: rank 1 has had enough" in done.stderr
 
 

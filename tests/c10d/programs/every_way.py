@@ -142,6 +142,16 @@ def ddp_comm_hook():
 
 
 @case
+def ddp_hooks_in_cpp():
+    found = []
+    for hook in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
+        net = DDP(mlp(), bucket_cap_mb=0.0001)  # several buckets
+        net._register_builtin_comm_hook(hook)
+        found.append(train(net, sgd(net)))
+    return found
+
+
+@case
 def ddp_hook_of_its_own():
     def doubled(state, bucket):
         work = dist.all_reduce(bucket.buffer(), async_op=True)

@@ -77,6 +77,8 @@ def run(tests, name, rank, size, folder, store):
         return "skipped", why
     sys.modules["torch.testing._internal.common_utils"].set_rng_seed(1234)
     case = Case(name)
+    os.environ.pop("TORCH_DISTRIBUTED_DEBUG", None)  # torch's tests of debug levels leave theirs
+    dist.set_debug_level_from_env()
     case.rank, case.file_name = rank, str(folder / f"store-{name}")
     meet(store, f"{name} begins", size)
     dist.init_process_group(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -83,6 +84,10 @@ def awaited() -> None:
             t = torch.arange(4.0)
             await comm.Ibcast(t, 0)
             expect(lambda: comm.Allreduce(np.ones(1), np.ones(1)), RuntimeError, "would block the event loop")
+            await comm.Isend(np.ones(8), (coll.rank + 1) % coll.size)
+            with pytest.raises(MPI.Exception) as raised:
+                await comm.Irecv(np.ones(2))
+            assert raised.value == MPI.ERR_TRUNCATE
 
     aiodist.run(main)
 
@@ -104,7 +109,8 @@ def mistakes() -> None:
         (lambda: comm.Allreduce(MPI.IN_PLACE, torch.ones(4).to(torch.float8_e4m3fn)), TypeError, "float8"),
         (lambda: comm.group, NotImplementedError, "Split"),
         (lambda: comm.Set_errhandler(1), NotImplementedError, "except"),
-        (lambda: comm.bcast(1, root=99), ValueError, "root=99"),
+        (lambda: comm.bcast(1, root=99), MPI.Exception, "root=99"),
+        (lambda: MPI.ERR_WIN, NotImplementedError, "classes that are there"),
     ):
         expect(call, kind, text)
     assert not hasattr(comm, "Probe")
@@ -113,7 +119,53 @@ def mistakes() -> None:
     assert MPI.COMM_SELF.allreduce(1) == 1
     MPI.Finalize()
     assert MPI.Is_finalized()
-    expect(lambda: MPI.COMM_WORLD, aiodist.CommunicatorClosed, "Finalize")
+    expect(lambda: MPI.COMM_WORLD, MPI.Exception, "Finalize")
+
+
+def errors() -> None:
+    """Each is an MPI.Exception with the class that a program for mpi4py compares with."""
+    comm = MPI.COMM_WORLD
+    other, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    closed = comm.Dup()
+    closed.Free()
+    taken = np.empty(4)
+    waiting = comm.Irecv(taken, before, 9)
+    going = comm.Isend(np.arange(8.0), other)
+    for call, code, cause in (
+        (lambda: comm.bcast(1, root=99), MPI.ERR_ROOT, ValueError),
+        (lambda: comm.Reduce(np.ones(1), np.ones(1), root=-1), MPI.ERR_ROOT, ValueError),
+        (lambda: comm.send(1, dest=comm.size), MPI.ERR_RANK, ValueError),
+        (lambda: comm.recv(source=-7), MPI.ERR_RANK, ValueError),
+        (lambda: comm.Isend(np.ones(1), other, tag=-5), MPI.ERR_TAG, ValueError),
+        (lambda: comm.Irecv(taken, before, 10), MPI.ERR_BUFFER, aiodist.BufferInFlight),
+        (lambda: comm.Recv(np.empty(2), before), MPI.ERR_TRUNCATE, aiodist.BackendError),
+        (lambda: closed.barrier(), MPI.ERR_COMM, aiodist.CommunicatorClosed),
+    ):
+        with pytest.raises(MPI.Exception) as raised:
+            call()
+        error = raised.value
+        assert (error.Get_error_class(), error.Get_error_code(), int(error)) == (code,) * 3, (code, error)
+        assert isinstance(error.__cause__, cause)
+        assert error.Get_error_string() == str(error.__cause__)
+        assert error == code
+        assert error
+        assert pickle.loads(pickle.dumps(error)).Get_error_class() == code
+    going.Wait()
+    comm.Isend(np.full(4, comm.rank + 1.0), other, 9).Wait()
+    waiting.Wait()  # what could not be has hurt nothing else
+    assert taken.tolist() == [before + 1.0] * 4
+    if comm.size > 1:
+        with pytest.raises(MPI.Exception) as raised:
+            comm.Bcast(np.ones(2 + comm.rank))
+        assert raised.value.Get_error_class() == MPI.ERR_ARG
+        into, counts = np.empty(comm.size), [1] * comm.size
+        with pytest.raises(MPI.Exception) as raised:
+            comm.Allgatherv(np.ones(1 + comm.size), [into, counts])
+        assert raised.value.Get_error_class() == MPI.ERR_TRUNCATE
+    assert MPI.Get_error_class(MPI.ERR_TAG) == MPI.ERR_TAG
+    assert str(MPI.Exception(MPI.ERR_TAG)) == MPI.Get_error_string(MPI.ERR_TAG) == "MPI_ERR_TAG"
+    assert not MPI.Exception(MPI.SUCCESS)
+    expect(lambda: MPI.Get_error_string(-3), MPI.Exception, "error code -3")
 
 
 def expect(call: Callable[[], Any], kind: type[Exception], text: str) -> None:
@@ -149,7 +201,12 @@ def raised() -> None:
     comm.barrier()
     if comm.rank == 1:
         raise ValueError("rank 1 has had enough")
-    comm.recv(source=1)
+    try:
+        comm.recv(source=1)
+    except MPI.Exception as error:
+        assert error.Get_error_class() == MPI.ERR_PROC_FAILED
+        print("told")
+        raise
 
 
 if __name__ == "__main__":

@@ -1,0 +1,131 @@
+"""`MPI.Exception` and MPI's error classes: each error that aiodist raises is raised by the front as one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import isfunction
+from types import MappingProxyType, TracebackType
+from typing import Any, TypeVar
+
+from aiodist.errors import (
+    AiodistError,
+    BackendError,
+    BufferInFlight,
+    CommunicatorAborted,
+    CommunicatorClosed,
+    MismatchError,
+    PeerError,
+)
+
+C = TypeVar("C", bound=type)
+
+CLASSES = MappingProxyType(
+    {
+        name: number
+        for number, name in enumerate(
+            "SUCCESS ERR_BUFFER ERR_COUNT ERR_TYPE ERR_TAG ERR_COMM ERR_RANK ERR_ROOT ERR_GROUP ERR_OP ERR_TOPOLOGY "
+            "ERR_DIMS ERR_ARG ERR_UNKNOWN ERR_TRUNCATE ERR_OTHER ERR_INTERN ERR_IN_STATUS ERR_PENDING ERR_REQUEST "
+            "ERR_PROC_FAILED ERR_REVOKED".split()
+        )
+    }
+)
+"""Numbers by name: those that programs compare with. What a class is for is MPI's."""
+
+_CLASS_OF: tuple[tuple[type[AiodistError], str], ...] = (
+    (BufferInFlight, "ERR_BUFFER"),
+    (MismatchError, "ERR_ARG"),
+    (CommunicatorClosed, "ERR_COMM"),
+    (CommunicatorAborted, "ERR_REVOKED"),
+    (PeerError, "ERR_PROC_FAILED"),
+    (BackendError, "ERR_INTERN"),
+    (AiodistError, "ERR_OTHER"),
+)
+_CLASS_OF_ARGUMENT = MappingProxyType({"root": "ERR_ROOT", "dst": "ERR_RANK", "src": "ERR_RANK", "tag": "ERR_TAG"})
+"""By the word that a message about a wrong argument begins with."""
+
+
+class MPIError(AiodistError, RuntimeError):
+    """What went wrong, with the number of its class; raised from the error of aiodist, or from a ValueError."""
+
+    def __init__(self, ierr: int = CLASSES["SUCCESS"], said: str | None = None) -> None:
+        super().__init__(Get_error_string(ierr) if said is None else said)
+        self.error_class = self.error_code = int(ierr)
+
+    def Get_error_class(self) -> int:
+        """Return the number of its class, such as `MPI.ERR_TRUNCATE`."""
+        return self.error_class
+
+    Get_error_code = __int__ = Get_error_class
+
+    def Get_error_string(self) -> str:
+        """Return what was seen and what was expected."""
+        return str(self)
+
+    error_string = property(Get_error_string)
+
+    def __bool__(self) -> bool:
+        return self.error_class != CLASSES["SUCCESS"]
+
+    def __eq__(self, other: object) -> bool:
+        return int(other) == int(self) if isinstance(other, int | MPIError) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(int(self))
+
+
+def Get_error_class(errorcode: int) -> int:
+    """Return the class of a code, which is the code: there are no others."""
+    Get_error_string(errorcode)
+    return errorcode
+
+
+def Get_error_string(errorcode: int) -> str:
+    """Return the name of a class; raise `MPIError` of ERR_ARG for a number that is none."""
+    for name, number in CLASSES.items():
+        if number == errorcode:
+            return f"MPI_{name}"
+    raise MPIError(CLASSES["ERR_ARG"], f"error code {errorcode}: expected 0 to {len(CLASSES) - 1}")
+
+
+class _Told:
+    """In this block an error of aiodist is raised as the `MPIError` that a program for mpi4py looks for."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, AiodistError) and not isinstance(error, MPIError):
+            raise MPIError(CLASSES[_class_of(error)], str(error)) from error
+
+
+told = _Told()
+
+
+def _class_of(error: AiodistError) -> str:
+    if isinstance(error, BackendError) and error.code is None and (error.op or "").startswith("recv "):
+        return "ERR_TRUNCATE"  # no library failed: the message is longer than its buffer
+    return next(name for kind, name in _CLASS_OF if isinstance(error, kind))
+
+
+def telling(cls: C) -> C:
+    """Have the public calls of a class raise `MPIError`: for a wrong rank, root or tag too."""
+    for name, call in list(vars(cls).items()):
+        if isfunction(call) and not name.startswith("_"):
+            setattr(cls, name, _telling(call))
+    return cls
+
+
+def _telling(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def tell(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with told:
+                return call(self, *args, **kwargs)
+        except ValueError as error:
+            if (what := _CLASS_OF_ARGUMENT.get(str(error).partition("=")[0])) is None:
+                raise
+            raise MPIError(CLASSES[what], str(error)) from error
+
+    return tell
