@@ -201,7 +201,9 @@ class AiodistProcessGroup(dist.ProcessGroup):
         """
         seconds = self._timeout if timeout is None else timeout.total_seconds()
         try:
-            self._work(lambda: [self.coll.barrier()], [], seconds=seconds).wait()
+            self._work(
+                lambda: [self.coll.barrier(timeout=seconds)], [], seconds=seconds
+            ).wait()  # asks in time who is late
         except dist.DistBackendError as error:
             late = sorted(getattr(error.__cause__, "late", ()))
             raise dist.DistBackendError(f"{self._unmet(late, wait_all_ranks)}: {error}") from error.__cause__

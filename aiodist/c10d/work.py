@@ -131,8 +131,8 @@ class HandleWork(dist.Work):
     def get_future(self) -> Future[list[Tensor]]:
         """Return a future of the tensors, for DDP's reducer and hooks.
 
-        A worker thread waits and runs the callbacks. Where it `blocks`, it is one of C++, which Python makes only of what
-        is there: this waits for it.
+        A worker thread waits and runs the callbacks. With `blocks` it is one of C++, which Python makes only of what is
+        there: this waits for that.
         """
         if self.blocks:
             self.wait()

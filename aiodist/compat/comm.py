@@ -66,7 +66,8 @@ class Comm:
     Names, arguments and results are mpi4py's, and so are the kinds of buffers. Calls whose names begin with `I` or `i`
     return a `Request`, which can be awaited where `coll` belongs to an asyncio program; there the others would block
     its loop, and raise. Sums of 16-bit floats are in float32; a reduction that torch has no arithmetic for (unsigned
-    integers, logical operators, `Op.Create`) gathers all that the ranks have. What aiodist raises is raised as an `MPI.Exception`, from the error itself.
+    integers, logical operators, `Op.Create`) gathers all that the ranks have. What aiodist raises is raised as an
+    `MPI.Exception`, from the error itself.
     """
 
     def __init__(self, coll: Communicator, alone: Communicator | None = None) -> None:

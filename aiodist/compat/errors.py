@@ -20,16 +20,12 @@ from aiodist.errors import (
 
 C = TypeVar("C", bound=type)
 
-CLASSES = MappingProxyType(
-    {
-        name: number
-        for number, name in enumerate(
-            "SUCCESS ERR_BUFFER ERR_COUNT ERR_TYPE ERR_TAG ERR_COMM ERR_RANK ERR_ROOT ERR_GROUP ERR_OP ERR_TOPOLOGY "
-            "ERR_DIMS ERR_ARG ERR_UNKNOWN ERR_TRUNCATE ERR_OTHER ERR_INTERN ERR_IN_STATUS ERR_PENDING ERR_REQUEST "
-            "ERR_PROC_FAILED ERR_REVOKED".split()
-        )
-    }
+_NAMES = (
+    *("SUCCESS", "ERR_BUFFER", "ERR_COUNT", "ERR_TYPE", "ERR_TAG", "ERR_COMM", "ERR_RANK", "ERR_ROOT", "ERR_GROUP"),
+    *("ERR_OP", "ERR_TOPOLOGY", "ERR_DIMS", "ERR_ARG", "ERR_UNKNOWN", "ERR_TRUNCATE", "ERR_OTHER", "ERR_INTERN"),
+    *("ERR_IN_STATUS", "ERR_PENDING", "ERR_REQUEST", "ERR_PROC_FAILED", "ERR_REVOKED"),
 )
+CLASSES = MappingProxyType({name: number for number, name in enumerate(_NAMES)})
 """Numbers by name: those that programs compare with. What a class is for is MPI's."""
 
 _CLASS_OF: tuple[tuple[type[AiodistError], str], ...] = (
@@ -49,7 +45,7 @@ class MPIError(AiodistError, RuntimeError):
     """What went wrong, with the number of its class; raised from the error of aiodist, or from a ValueError."""
 
     def __init__(self, ierr: int = CLASSES["SUCCESS"], said: str | None = None) -> None:
-        super().__init__(Get_error_string(ierr) if said is None else said)
+        super().__init__(error_string(ierr) if said is None else said)
         self.error_class = self.error_code = int(ierr)
 
     def Get_error_class(self) -> int:
@@ -74,13 +70,13 @@ class MPIError(AiodistError, RuntimeError):
         return hash(int(self))
 
 
-def Get_error_class(errorcode: int) -> int:
+def error_class(errorcode: int) -> int:
     """Return the class of a code, which is the code: there are no others."""
-    Get_error_string(errorcode)
+    error_string(errorcode)
     return errorcode
 
 
-def Get_error_string(errorcode: int) -> str:
+def error_string(errorcode: int) -> str:
     """Return the name of a class; raise `MPIError` of ERR_ARG for a number that is none."""
     for name, number in CLASSES.items():
         if number == errorcode:

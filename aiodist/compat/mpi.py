@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from aiodist.compat.comm import Comm, LeftOut, left_out
 from aiodist.compat.data import DATATYPES, IN_PLACE, OPS, Datatype, Op
-from aiodist.compat.errors import CLASSES, Get_error_class, Get_error_string, MPIError, told
+from aiodist.compat.errors import CLASSES, MPIError, error_class, error_string, told
 from aiodist.compat.requests import ANY_SOURCE, ANY_TAG, PROC_NULL, UNDEFINED, Request, Status
 from aiodist.world.background import start
 
@@ -46,6 +46,7 @@ COMM_TYPE_SHARED: Final = 1
 THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
 Intracomm = Comm
 Exception = MPIError
+Get_error_class, Get_error_string = error_class, error_string
 Wtime = perf_counter
 Get_processor_name = socket.gethostname
 
@@ -56,7 +57,7 @@ _LEFT_OUT = {
     "Info Errhandler Session": "the arguments of aiodist.init",
     "Cartcomm Graphcomm Distgraphcomm Topocomm Intercomm": "Comm.Split",
     "Prequest Grequest Message": "Request",
-    "ERR_FILE ERR_WIN ERR_INFO ERR_IO ERR_SPAWN ERR_NO_MEM ERR_SESSION": "the classes that are there: nothing raises these",
+    "ERR_FILE ERR_WIN ERR_INFO ERR_IO ERR_SPAWN ERR_NO_MEM ERR_SESSION": "other classes: nothing raises these",
     "Add_error_class Add_error_code Add_error_string": "an exception of your own",
     "Alloc_mem Free_mem Get_address": "ordinary memory",
     "Publish_name Lookup_name Open_port Close_port": "`aiodist run --hosts`",

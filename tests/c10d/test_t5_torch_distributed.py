@@ -23,7 +23,16 @@ Found = dict[tuple[str, int], dict[str, Any]]
 
 PROGRAMS = Path(__file__).parent / "programs"
 WAYS = (
-    *("ddp", "ddp_static_graph", "ddp_comm_hook", "ddp_hooks_in_cpp", "ddp_powersgd", "ddp_no_sync", "ddp_join", "ddp_sparse"),
+    *(
+        "ddp",
+        "ddp_static_graph",
+        "ddp_comm_hook",
+        "ddp_hooks_in_cpp",
+        "ddp_powersgd",
+        "ddp_no_sync",
+        "ddp_join",
+        "ddp_sparse",
+    ),
     *("zero_redundancy_optimizer", "fsdp1", "fsdp2", "dtensor", "device_mesh", "pipeline", "checkpoint"),
     *("functional_collectives", "object_collectives", "groups", "coalescing", "messages", "uneven_alltoall"),
     *("channels_last", "operators", "ddp_hook_of_its_own", "ddp_unused_parameters"),
@@ -67,6 +76,7 @@ def test_t5_every_way_is_compared(found: Found) -> None:
         ("arena", "in the arena"),
         ("differ", "the difference was told"),
         ("late", "the late rank was named"),
+        ("debugged", "the threads were shown"),
     ],
 )
 def test_t5_beyond_gloo(nursery: str, way: str, said: str) -> None:

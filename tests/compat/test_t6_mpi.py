@@ -46,7 +46,15 @@ def test_t6_the_tutorial_prints_what_it_prints_with_mpi4py(nursery: str, ranks: 
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("reductions", 3), ("tensors", 3), ("awaited", 2), ("mistakes", 2), ("synchronous", 2), ("errors", 1), ("errors", 3)],
+    [
+        ("reductions", 3),
+        ("tensors", 3),
+        ("awaited", 2),
+        ("mistakes", 2),
+        ("synchronous", 2),
+        ("errors", 1),
+        ("errors", 3),
+    ],
 )
 def test_t6_over_processes(nursery: str, name: str, ranks: int) -> None:
     done = run(ranks, *stub(nursery, PROGRAMS / "compat.py", name))

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from urllib.request import Request, urlopen
 
 import torch
 import torch.distributed as dist
@@ -190,6 +191,7 @@ def late():
         return
     group = dist.group.WORLD
     for call, said in (
+        (lambda: group.monitored_barrier(timedelta(seconds=0.3)), "Rank 1 failed to pass monitoredBarrier"),
         (lambda: group.barrier().wait(timedelta(seconds=1.2)), " Timed out waiting 1200ms"),
         (lambda: group.monitored_barrier(timedelta(milliseconds=1)), "Rank 1 failed to pass monitoredBarrier"),
         (lambda: group.monitored_barrier(timedelta(0), wait_all_ranks=True), "Rank 0 timed out in monitoredBarrier"),
@@ -200,6 +202,20 @@ def late():
             assert said in str(error), error  # noqa: PT017  - no test of pytest's
             assert "rank 1 (" in str(error), error  # noqa: PT017
     print("the late rank was named")
+
+
+def debugged():
+    """torch's debug server has a server of each rank's, which shows where its threads are."""
+    from torch._C._distributed_c10d import _WorkerServer
+
+    server = _WorkerServer("127.0.0.1", 0)
+    request = Request(f"http://127.0.0.1:{server.port}/handler/dump_traceback", method="POST")
+    with urlopen(request, timeout=30) as answer:
+        said = answer.read().decode()
+    server.shutdown()
+    assert "in debugged" in said, said  # this thread
+    assert "start_blocking_portal" in said or "from_thread.py" in said, said  # the loop's
+    print("the threads were shown")
 
 
 def raised():

@@ -110,7 +110,7 @@ def mistakes() -> None:
         (lambda: comm.group, NotImplementedError, "Split"),
         (lambda: comm.Set_errhandler(1), NotImplementedError, "except"),
         (lambda: comm.bcast(1, root=99), MPI.Exception, "root=99"),
-        (lambda: MPI.ERR_WIN, NotImplementedError, "classes that are there"),
+        (lambda: MPI.ERR_WIN, NotImplementedError, "other classes"),
     ):
         expect(call, kind, text)
     assert not hasattr(comm, "Probe")
@@ -204,8 +204,8 @@ def raised() -> None:
     try:
         comm.recv(source=1)
     except MPI.Exception as error:
-        assert error.Get_error_class() == MPI.ERR_PROC_FAILED
-        print("told")
+        if error.Get_error_class() == MPI.ERR_PROC_FAILED:
+            print("told")
         raise
 
 
