@@ -41,9 +41,9 @@ def environ(folder: Path, rank: int, size: int) -> dict[str, str]:
     return {**base, **place, "AIODIST_RENDEZVOUS": f"file://{folder}/meet"}
 
 
-def prompts(folder: Path, size: int, text: str) -> list[subprocess.CompletedProcess[str]]:
-    """Type `text` at a prompt of each rank."""
-    command = [sys.executable, "-m", "asyncio"]
+def prompts(folder: Path, size: int, text: str, *program: str) -> list[subprocess.CompletedProcess[str]]:
+    """Type `text` at a prompt of each rank, that of asyncio or of a program."""
+    command = [sys.executable, *(program or ("-m", "asyncio"))]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     started = [
         subprocess.Popen(command, text=True, env={**os.environ, **environ(folder, rank, size)}, cwd=folder, **pipes)
@@ -111,14 +111,57 @@ def test_l10_a_prompt_where_something_raises_goes_on(tmp_path: Path) -> None:
 @pytest.mark.timeout(90)
 def test_l10_in_the_cells_of_notebooks(tmp_path: Path, size: int) -> None:
     cells = [*TYPED.splitlines(keepends=True), *CLOSED.splitlines(keepends=True)]
-    program = tmp_path / "notebook.py"
+    for text in notebooks(tmp_path, size, cells):
+        assert text.splitlines() == [f"sum {size}", "mean 1048576.0", f"again {size}"]
+
+
+@RANKS
+@pytest.mark.timeout(90)
+def test_t5_start_in_the_cells_of_notebooks(tmp_path: Path, size: int) -> None:
+    """A block in one cell, and one that is entered in a cell and left in another."""
+    cells = [
+        "import aiodist, torch",
+        "with aiodist.start() as coll:\n    print('sum', coll.allreduce(1).wait())",
+        "block = aiodist.start(); coll = block.__enter__(); handle = coll.allreduce(torch.ones(1 << 18))",
+        "print('then', handle.wait().sum().item())",
+        "print('closed', block.__exit__(None, None, None))",
+    ]
+    for text in notebooks(tmp_path, size, cells):
+        assert text.splitlines() == [f"sum {size}", f"then {size * float(1 << 18)}", "closed False"]
+
+
+@RANKS
+@pytest.mark.timeout(60)
+def test_t5_start_in_the_debugger(tmp_path: Path, size: int) -> None:
+    """pdb stops inside the block: what is typed there communicates, and the program goes on."""
+    program = tmp_path / "debugged.py"
+    program.write_text(DEBUGGED)
+    for done in prompts(tmp_path, size, "p t.tolist()\np coll.allreduce(2.0).wait()\nn\nc\n", str(program)):
+        assert (done.returncode, done.stderr) == (0, ""), done
+        assert f"[{size}.0, {size}.0]" in done.stdout, done
+        assert f"(Pdb) {2.0 * size}\n" in done.stdout, done
+        assert f"after {3.0 * size}\n" in done.stdout, done
+
+
+DEBUGGED = """
+import aiodist, torch
+with aiodist.start() as coll:
+    t = coll.allreduce(torch.ones(2)).wait()
+    breakpoint()
+    value = coll.allreduce(3.0).wait()
+    print("after", value)
+"""
+
+
+def notebooks(folder: Path, size: int, cells: list[str]) -> list[str]:
+    """Run `cells` in a notebook of each rank; return what each printed."""
+    program = folder / "notebook.py"
     program.write_text(NOTEBOOK)
-    command = [sys.executable, str(program), *cells]
     started = [
         subprocess.Popen(
-            command,
-            env={**os.environ, **environ(tmp_path, rank, size)},
-            cwd=tmp_path,
+            [sys.executable, str(program), *cells],
+            env={**os.environ, **environ(folder, rank, size)},
+            cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -126,9 +169,8 @@ def test_l10_in_the_cells_of_notebooks(tmp_path: Path, size: int) -> None:
         for rank in range(size)
     ]
     ended = _all_ended(started, 80)
-    for process, (text, _) in zip(started, ended, strict=True):
-        assert process.returncode == 0, ended
-        assert text.splitlines() == [f"sum {size}", "mean 1048576.0", f"again {size}"], ended
+    assert [process.returncode for process in started] == [0] * size, ended
+    return [text for text, _ in ended]
 
 
 NOTEBOOK = """

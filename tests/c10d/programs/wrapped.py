@@ -13,6 +13,7 @@ from torchmetrics import MeanMetric
 
 import aiodist
 import aiodist.c10d
+import aiodist.data
 
 
 def others():
@@ -28,31 +29,49 @@ def others():
     return metric.compute().item()
 
 
-def train():
-    torch.manual_seed(0)
-    net = fully_shard(nn.Linear(8, 8))
-    opt = torch.optim.SGD(net.parameters(), 0.01)
-    for _ in range(5):
-        opt.zero_grad()
-        net(torch.ones(2, 8)).pow(2).sum().backward()
-        opt.step()
-    return net(torch.ones(2, 8)).pow(2).sum().item()
+class Training:
+    """FSDP2, a step at a time."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.net = fully_shard(nn.Linear(8, 8))
+        self.opt = torch.optim.SGD(self.net.parameters(), 0.01)
+
+    def step(self, x):
+        self.opt.zero_grad()
+        loss = self.net(x).pow(2).sum()
+        loss.backward()
+        self.opt.step()
+        return loss.item()
+
+
+async def beside(coll, done):
+    """Sum on the loop while a thread trains; ranks make as many sums."""
+    rounds = 0
+    while not done.is_set() or rounds < 20:
+        if rounds < 20:
+            assert (await coll.allreduce(torch.ones(4))).tolist() == [2.0] * 4
+        else:
+            await asyncio.sleep(0.01)
+        rounds += 1
 
 
 async def main():
     async with aiodist.init() as coll:
         await aiodist.c10d.wrap(coll)
         assert dist.is_initialized()
-        training = asyncio.create_task(asyncio.to_thread(train))
-        rounds = 0
-        while not training.done():
-            await coll.allreduce(torch.ones(4)) if rounds < 20 else await asyncio.sleep(0.01)
-            rounds += 1
-        for _ in range(rounds, 20):
-            await coll.allreduce(torch.ones(4))
-        losses = await coll.allgather(await training)
+        done = asyncio.Event()
+        summing = asyncio.create_task(beside(coll, done))
+        training = await asyncio.to_thread(Training)
+        batches = (torch.full((2, 8), 1.0 + number + coll.rank) for number in range(10))
+        async with aiodist.data.prefetch(batches) as ahead:  # prepared by a thread, handed on by the loop
+            losses = [await asyncio.to_thread(training.step, x) async for x in ahead]
+        done.set()
+        await summing
+        assert len(losses) == 10
+        lasts = await coll.allgather(await asyncio.to_thread(training.step, torch.ones(2, 8)))
+        assert lasts[0] == lasts[1], lasts  # the ranks' weights are one
         assert await asyncio.to_thread(others) == 21 / 8
-        assert losses[0] == losses[1], losses
         await asyncio.to_thread(dist.destroy_process_group)
     print("side by side")
 
