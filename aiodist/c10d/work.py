@@ -167,3 +167,13 @@ class HandleWork(dist.Work):
     def __del__(self) -> None:
         for handle in self._handles:  # torch's programs may drop what they do not wait for; errors are told
             handle.detach()
+        if self._finisher is not None:  # the results get where they belong all the same
+            _workers.run(partial(_finish_dropped, self._handles, self._finisher))
+
+
+def _finish_dropped(handles: Sequence[Handle[object]], finish: Callable[[], object]) -> None:
+    for handle in handles:
+        handle.block(looks=False)
+    if all(handle.outcome_error() is None for handle in handles):
+        with torch.no_grad():
+            finish()

@@ -43,6 +43,12 @@ def own():
     assert work.wait()
     assert [work.is_completed(), work.is_success(), work.exception()] == [True, True, None]
     assert work.get_future().wait()[0].tolist() == [2.0] * 3
+    outs = [torch.zeros(3) for _ in range(size)]
+    dist.all_gather(outs, torch.full((3,), rank + 1.0), async_op=True)  # dropped at once
+    until = time.monotonic() + 30
+    while torch.cat(outs).tolist() != [1.0] * 3 + [2.0] * 3:
+        assert time.monotonic() < until, outs
+        time.sleep(0.01)
     assert nested(4) == 8.0
     sizes = [1, 2]
     outs = [torch.empty(sizes[rank]) for _ in range(size)]
