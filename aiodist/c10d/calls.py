@@ -200,10 +200,9 @@ class AiodistProcessGroup(dist.ProcessGroup):
         late, or with `wait_all_ranks` all. What follows names all of them, on every rank.
         """
         seconds = self._timeout if timeout is None else timeout.total_seconds()
+        issue: Handles = lambda: [self.coll.barrier(timeout=seconds)]  # noqa: E731  - it asks in time who is late
         try:
-            self._work(
-                lambda: [self.coll.barrier(timeout=seconds)], [], seconds=seconds
-            ).wait()  # asks in time who is late
+            self._work(issue, [], seconds=seconds).wait()
         except dist.DistBackendError as error:
             late = sorted(getattr(error.__cause__, "late", ()))
             raise dist.DistBackendError(f"{self._unmet(late, wait_all_ranks)}: {error}") from error.__cause__

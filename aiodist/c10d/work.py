@@ -167,7 +167,7 @@ class HandleWork(dist.Work):
     def __del__(self) -> None:
         for handle in self._handles:  # torch's programs may drop what they do not wait for; errors are told
             handle.detach()
-        if self._finisher is not None:  # the results get where they belong all the same
+        if self._finisher is not None and not self.is_completed():  # the results get where they belong all the same
             _workers.run(partial(_finish_dropped, self._handles, self._finisher))
 
 
