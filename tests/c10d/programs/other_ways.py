@@ -197,7 +197,7 @@ def late():
         return
     group = dist.group.WORLD
     for call, said in (
-        (lambda: group.monitored_barrier(timedelta(seconds=0.3)), "Rank 1 failed to pass monitoredBarrier"),
+        (lambda: group.monitored_barrier(timedelta(seconds=0.8)), "Rank 1 failed to pass monitoredBarrier"),
         (lambda: group.barrier().wait(timedelta(seconds=1.2)), " Timed out waiting 1200ms"),
         (lambda: group.monitored_barrier(timedelta(milliseconds=1)), "Rank 1 failed to pass monitoredBarrier"),
         (lambda: group.monitored_barrier(timedelta(0), wait_all_ranks=True), "Rank 0 timed out in monitoredBarrier"),
