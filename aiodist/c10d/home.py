@@ -71,7 +71,7 @@ class Home:
 
 
 async def _close(communicator: Communicator) -> None:
-    with suppress(AiodistError):
+    with suppress(AiodistError, RuntimeError):  # the second: the world, and its channel, was closed meanwhile
         await communicator.aclose()
 
 
