@@ -40,7 +40,7 @@ FAIL: Mapping[str, str] = MappingProxyType(
 
 SKIPPED = (
     *("CUDA", "Nccl", "NCCL", "torchvision"),  # not here: LACKING in the program
-    *("https://github.com/pytorch/pytorch/", "flakiness"),  # torch skips them itself
+    "https://github.com/pytorch/pytorch/",  # torch skips them itself
 )
 """Why tests are skipped, over any backend on the CPU."""
 
@@ -91,7 +91,7 @@ def test_t5_torchs_own_tests(nursery: str, tmp_path: Path) -> None:
     skipped = {outcome.why for outcome in found.values() if outcome.end == "skipped"}
     assert {why for why in skipped if not any(known in why for known in SKIPPED)} == set()
     assert {known for known in SKIPPED if not any(known in why for why in skipped)} == set()  # each still holds
-    assert sum(outcome.end == "passed" for outcome in found.values()) >= 130
+    assert sum(outcome.end == "passed" for outcome in found.values()) >= 120
 
 
 @pytest.mark.thorough
