@@ -1,8 +1,9 @@
-"""Words that every layer shares."""
+"""Words that every layer shares, and what a time in seconds may be."""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from numbers import Real
 from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 ANY: Final = -1
@@ -50,6 +51,18 @@ Impl: TypeAlias = Literal[
     "staged",
 ]
 """What `impl=` takes: "auto", which lets the selector choose, or the name of an implementation."""
+
+
+def check_timeout(timeout: object, *, least: float = 0.0) -> float | None:
+    """Return `timeout` where it is seconds, not below `least`, or None; raise TypeError or ValueError."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, Real):
+        raise TypeError(f"timeout is {type(timeout).__name__}: expected seconds, or None")
+    seconds = float(timeout)
+    if not seconds >= least:  # nor is a NaN
+        raise ValueError(f"timeout={timeout}: expected seconds, at least 0, or None")
+    return seconds
 
 
 @runtime_checkable

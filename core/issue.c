@@ -140,10 +140,12 @@ static void known_release(Known *known) {
     Py_XDECREF((PyObject *)known->plan);
 }
 
-// Fills `t` with what `tensor` is, false where that is not one of torch's own tensors, dense and in memory of the host.
+// Fills `t` with what `tensor` is, false where that is not one of torch's own tensors, dense and in memory of the host,
+// which may have been taken away.
 static bool describe(const Issuer *self, PyObject *tensor, dl_tensor *t) {
     if (Py_TYPE(tensor) != self->tensor && Py_TYPE(tensor) != self->parameter) return false;
-    if (self->exchange->describe(tensor, t) == 0 && dl_dense_numel(t) >= 0) return true;
+    int64_t numel = self->exchange->describe(tensor, t) == 0 ? dl_dense_numel(t) : -1;
+    if (numel == 0 || (numel > 0 && t->data != NULL)) return true;
     PyErr_Clear();  // what is wrong with it is said elsewhere
     return false;
 }

@@ -75,6 +75,16 @@ class _Gathering:
             self.outer.resolve([self.late.get(h) or _value(h) for h in self.members])
 
 
+def _progress_of(call: str, members: Sequence[Handle[Any]]) -> Progress:
+    """Return what drives the running loop; raise unless `members` are handles of it."""
+    progress = Progress.current()
+    for member in members:
+        if not isinstance(member, Handle):
+            raise TypeError(f"aiodist.{call} takes handles, got {type(member).__name__}: use asyncio.{call}")
+        member.check_loop(progress)
+    return progress
+
+
 def gather(*handles: Handle[Any], return_exceptions: bool = False) -> Handle[list[Any]]:
     """Return a handle of the list of their results, in the order given.
 
@@ -82,11 +92,7 @@ def gather(*handles: Handle[Any], return_exceptions: bool = False) -> Handle[lis
     Unlike `asyncio.gather` it makes no task per member: 1,000 cost one waiter. Raises `TypeError` for what is
     no handle (`asyncio.gather` takes any awaitable), `RuntimeError` for a handle of another event loop.
     """
-    progress = Progress.current()
-    for member in handles:
-        if not isinstance(member, Handle):
-            raise TypeError(f"aiodist.gather takes handles, got {type(member).__name__}: use asyncio.gather")
-        member.check_loop(progress)
+    progress = _progress_of("gather", handles)
     outer: Together[list[Any]] = Together(
         progress, "gather", nbytes=sum(h.nbytes for h in handles), origin=Origin.here()
     )
@@ -116,11 +122,11 @@ class _Queue:
 async def as_completed(handles: Iterable[Handle[T]]) -> AsyncGenerator[Handle[T], None]:
     """Yield each handle when it is done, in the order in which they finish; awaiting it does not suspend.
 
-    A handle whose own deadline passes raises its `OperationTimeout` here.
+    A handle whose own deadline passes raises its `OperationTimeout` here. Raises as `gather`, when the loop begins.
     """
-    loop = asyncio.get_running_loop()
     queue = _Queue()
     members = list(handles)
+    loop = _progress_of("as_completed", members).loop
     for member in members:
         member.add_waiter(queue)  # also where it is done: who waits for it has awaited it
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextvars import Token
+from math import inf
 from types import TracebackType
 from typing import Any, Protocol, Self
 from weakref import WeakSet
@@ -12,6 +13,7 @@ from aiodist.errors import OperationTimeout
 from aiodist.handles.handle import Handle, Note, current_deadline, plight
 from aiodist.handles.origin import listed
 from aiodist.handles.progress import Progress
+from aiodist.types import check_timeout
 
 SHORT_SECONDS = 0.6
 """A wait that ends sooner cannot be left to those who look ten times a second."""
@@ -47,7 +49,7 @@ class Deadline:
     """`asyncio.timeout` whose error names the operations that were pending inside and the ranks that are late."""
 
     def __init__(self, seconds: float | None) -> None:
-        self._seconds = seconds
+        self._seconds = check_timeout(seconds, least=-inf)  # one that has passed already ends the block at once
         self._timeout = asyncio.timeout(seconds)
         self._token: Token[Note | None] | None = None
         self._outer: Note | None = None

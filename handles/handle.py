@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextvars import Context, ContextVar, copy_context
 from enum import Enum
 from functools import partial
+from math import inf
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
@@ -16,6 +17,7 @@ from aiodist.errors import OperationTimeout
 from aiodist.handles.account import Account
 from aiodist.handles.origin import Origin, described
 from aiodist.handles.tracing import Ended, rank_of_task, tracing
+from aiodist.types import check_timeout
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -239,8 +241,8 @@ class Handle(_core.Handle, Generic[T]):
 
     def _block(self, timeout: float | None) -> None:
         left = None if self._expires is None else max(0.0, self._expires - monotonic())
-        if timeout is not None:
-            left = timeout if left is None else min(left, timeout)
+        if (given := check_timeout(timeout, least=-inf)) is not None:
+            left = given if left is None else min(left, given)
         polled = not self.in_lane
         began = 0.0 if tracing.to is None else perf_counter()
         self._progress.thread_waits(1, polled=polled)
@@ -376,8 +378,7 @@ class Handle(_core.Handle, Generic[T]):
 
     def set_deadline(self, seconds: float, late: Callable[[], dict[int, str]] | None = None) -> None:
         """Raise `OperationTimeout` in every wait `seconds` from now; `late` names the ranks that are late."""
-        if seconds < 0:
-            raise ValueError(f"timeout={seconds}: expected seconds, at least 0, or None")
+        check_timeout(seconds)
         self._expires = monotonic() + seconds
         self._late = late
         self._progress.on_loop(partial(self._progress.timers.add, self._expires, self))

@@ -150,7 +150,7 @@ class Repertoire:
 
     def check(self, impl: str) -> None:
         """Raise BackendUnavailable unless `impl` names something that this communicator has."""
-        if impl != "auto" and impl not in self.all and impl not in self.on_cuda:
+        if impl != "auto" and impl not in (*self.all, *self.on_cuda):
             raise BackendUnavailable(
                 f"impl={impl!r}: this communicator has auto, {', '.join(self.all)}{self._because(impl)}"
             )
@@ -276,7 +276,7 @@ class Repertoire:
 
     def _because(self, impl: str) -> str:
         """Return why `impl` is missing, where it is something that others have."""
-        if impl not in IMPLEMENTATIONS:
+        if impl not in (*IMPLEMENTATIONS,):
             return ""
         device = "cuda" if impl in ON_CUDA and self.on_cuda else "cpu"
         return f" ({impl}: {self._missing(impl, device)[1]})"

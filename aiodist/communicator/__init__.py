@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar, overload
 
-from aiodist.communicator.arguments import check_rank
+from aiodist.communicator.arguments import check_int64, check_rank
 from aiodist.communicator.base import CommunicatorStatistics
 from aiodist.communicator.levels import Asked, Form, Group, Levels, agree, checked_form, checked_key, forms_of, keys_of
 from aiodist.communicator.movement import Movement
@@ -130,12 +130,11 @@ class Communicator(SharedMemory, Reductions, Movement, Objects):
         """Return a communicator of the ranks that gave the same `color`, ordered by `key`, then by rank.
 
         `color=None` gives one of which every call raises. `key` is the rank unless given. Collective; made once for the
-        same ranks, as `group`. Raises TypeError unless both are ints or None.
+        same ranks, as `group`. Raises TypeError unless both are ints or None, and ValueError for one that does not fit
+        into 64 bits.
         Cost: the colors and keys of all ranks to all, then as `dup`.
         """
-        for name, value in (("color", color), ("key", key)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"{name} is {type(value).__name__}: expected an int or None")
+        color, key = check_int64(color, "color"), check_int64(key, "key")
         return self._registry.split(self, color, self.rank if key is None else key)
 
     def hierarchy(self, *keys: str, form: Form | None = None) -> Handle[Hierarchy]:

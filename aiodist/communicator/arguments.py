@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,9 @@ def check_tensor(t: object, name: str = "t") -> Tensor:
             f"{name} is a view that torch {'negates' if t.is_neg() else 'conjugates'} as it reads its memory: expected "
             "plain memory, see .resolve_conj() and .resolve_neg()"
         )
+    there, needed = t.untyped_storage().nbytes(), (t.storage_offset() + t.numel()) * t.itemsize
+    if t.numel() and there < needed:
+        raise ValueError(f"{name} of shape {list(t.shape)} has {there} bytes of memory: expected {needed}")
     return t
 
 
@@ -137,7 +141,10 @@ def check_apart(out: Tensor, ts: Sequence[Tensor], own: Tensor) -> None:
 
 def check_sizes(sizes: Sequence[int], total: int, ranks: int, what: str = "elements") -> list[int]:
     """Return `sizes` if it has a count for each rank and they add up to the `total`."""
-    checked = [int(size) for size in sizes]
+    try:
+        checked = [index(size) for size in sizes]
+    except TypeError:
+        raise TypeError(f"sizes={sizes}: expected {ranks} counts, ints") from None
     if len(checked) != ranks or min(checked, default=0) < 0:
         raise ValueError(f"sizes={checked}: expected {ranks} counts, one for each rank")
     if sum(checked) != total:
@@ -158,6 +165,15 @@ def block_of(shape: torch.Size, rank: int, ranks: int) -> torch.Size:
     """Return the shape of a rank's block of `shape`, cut along dim 0: the first get the remainder, a row each."""
     rows, more = divmod(shape[0], ranks)
     return torch.Size([rows + (rank < more), *shape[1:]])
+
+
+def check_int64(value: object, name: str) -> int | None:
+    """Return `value` if it is None, or an int of 64 bits."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise TypeError(f"{name} is {type(value).__name__}: expected an int or None")
+    if value is not None and value not in _INT64:
+        raise ValueError(f"{name}={value}: expected -2^63 to 2^63 - 1")
+    return value
 
 
 def is_number(x: object) -> bool:

@@ -459,9 +459,12 @@ def lift(t: Any, op: str | None) -> tuple[Any, Callable[[Any], Any]]:  # noqa: A
     """Return a Python number as a tensor with the way back; anything else as it is."""
     if not is_number(t):
         return t, lambda result: result
-    whole = isinstance(t, int) and op != "mean"
-    lifted = torch.tensor([t], dtype=torch.int64 if whole else torch.float64, device="cpu")
-    return lifted, _number
+    if not isinstance(t, int) or op == "mean":
+        return torch.tensor([t], dtype=torch.float64, device="cpu"), _number
+    if op == "sum":  # of two halves, each of which has room for the carry of all ranks
+        return torch.tensor([t >> 32, t & 0xFFFFFFFF], device="cpu"), _joined
+    whole = torch.tensor([t], device="cpu")
+    return ([whole, whole.double()], product) if op == "prod" else (whole, _number)
 
 
 def _number(result: Any) -> Any:  # noqa: ANN401
@@ -469,6 +472,24 @@ def _number(result: Any) -> Any:  # noqa: ANN401
     if isinstance(result, list):
         return [each.item() for each in result]
     return None if result is None else result.item()
+
+
+def _joined(halves: Tensor | None) -> int | None:
+    """Return the sum of ints from those of their halves."""
+    if halves is None:
+        return None
+    high, low = halves.tolist()
+    return int((high << 32) + low)
+
+
+def product(results: list[Tensor | None]) -> int | None:
+    """Return the product of ints; raise OverflowError where it is not near the one in floating point."""
+    whole, near = results
+    if whole is None or near is None:
+        return None
+    if abs(whole.item() - near.item()) >= 1 << 62:  # what wraps is 2^64 away, and what is rounded some 2^11
+        raise OverflowError(f"the product, some {near.item():.3g}, does not fit into 64 bits")
+    return int(whole.item())
 
 
 def check_single(t: object, name: str) -> None:

@@ -31,7 +31,7 @@ from aiodist.communicator.claims import Claim
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of
 from aiodist.handles import Handle
-from aiodist.types import ReduceOp
+from aiodist.types import REDUCTIONS, ReduceOp, check_timeout
 
 _MOST_PLANS = 10_000
 _PLAIN = (Tensor, Parameter)
@@ -129,14 +129,17 @@ class Direct:
     ) -> Handle[Any] | None:
         """Issue a collective of `t`, with the result in `out`, in `t` or in new memory."""
         issuer, timeout = self._dispatcher.issuer, terms.timeout
-        if issuer is None or type(t) not in _PLAIN or terms.name is not None or (timeout is not None and timeout < 0):
+        if issuer is None or type(t) not in _PLAIN or terms.name is not None:
             return None
         assert isinstance(t, Tensor)
+        check_timeout(timeout)
         call = _Call(kind, t.dtype, t.shape, op, root, terms.impl)
         try:
             plan = self._plans[call]
         except KeyError:
             plan = self._plan(call, t)
+        except TypeError:  # what has no hash is no operator and names no implementation
+            return None
         if plan is None or not _dense(t):
             return None
         if kind == "broadcast":
@@ -157,8 +160,9 @@ class Direct:
     def barrier(self, timeout: float | None) -> Handle[None] | None:
         """Issue a barrier."""
         issuer = self._dispatcher.issuer
-        if issuer is None or (timeout is not None and timeout < 0):
+        if issuer is None:
             return None
+        check_timeout(timeout)
         handle: Handle[None] | None = issuer.issue(self._barrier, None, None, None, None)  # type: ignore[assignment]
         if handle is not None:
             self._dispatcher.set_deadline(handle, timeout)
@@ -198,7 +202,7 @@ class Direct:
         """Work out how such calls go, and keep it; None where they do not go this way."""
         self._repertoire.check(call.impl)
         numel, ranks = call.shape.numel(), self._size
-        if not numel or call.dtype not in SUPPORTED or not (call.op is None or call.op in _OPS):
+        if not numel or call.dtype not in SUPPORTED or (call.kind in REDUCTIONS and call.op not in _OPS):
             return None
         kind = KINDS[call.kind.removesuffix("_single")]
         known = None if call.op is None else check_op(call.op, call.dtype)

@@ -17,13 +17,13 @@ from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Program
 from aiodist.collectives.wrappers import copied_to_all, local_first, mapped, returning
 from aiodist.communicator.arguments import Terms, blocks_of, check_list, check_out, check_rank
-from aiodist.communicator.base import Base, check_single, lift, tensors_of
+from aiodist.communicator.base import Base, check_single, lift, product, tensors_of
 from aiodist.communicator.claims import claims_of, reading, writing
 from aiodist.communicator.dispatcher import QueuePlan, ReductionPlan
 from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of, how
 from aiodist.handles import Handle
 from aiodist.streams import Events
-from aiodist.types import Impl, Op, ReduceOp
+from aiodist.types import Impl, Op, ReduceOp, check_timeout
 
 Data = TypeVar("Data", Tensor, int, float, list[Tensor])
 
@@ -50,15 +50,19 @@ class Reductions(Base):
         Every rank gives a tensor of the same shape and dtype. With `out`, of as many elements, the input is left alone
         and `out` is the result. A list of tensors is one operation that reduces each apart; with `across=True` it
         reduces over the list too, and every tensor of it becomes the total: they are alike, and on the CPU or each on a
-        CUDA device of its own. A Python number gives a number. 16-bit floats are summed in float32 and rounded once.
+        CUDA device of its own. A Python number gives a number, and ints their exact sum, of any size. Integer tensors
+        wrap around. 16-bit floats are summed in float32 and rounded once.
 
-        Raises TypeError for `mean` of integers and for operators that the dtype lacks.
+        Raises TypeError for `mean` of integer tensors and for operators that the dtype lacks, OverflowError for an int
+        that does not fit into 64 bits, and on await where a product of ints does not.
         Cost: 2(p-1) messages and 2n(p-1)/p bytes (ring, for long tensors), or log2(p) messages of n bytes (doubling,
         for short ones). Source: Patarasuk, Yuan 2009, DOI 10.1016/j.jpdc.2008.09.002; Thakur, Rabenseifner, Gropp 2005,
         DOI 10.1177/1094342005051521.
         """
         issuer = self._dispatcher.issuer
-        if issuer is not None and name is None and out is None and not across and (timeout is None or timeout >= 0):
+        if timeout is not None:
+            check_timeout(timeout)
+        if issuer is not None and name is None and out is None and not across:
             handle = issuer.allreduce(t, op, impl)
             if handle is not None:
                 if timeout is not None or self._dispatcher.timeout is not None:
@@ -210,8 +214,11 @@ class Reductions(Base):
         if not self._can_be_quick or not t.is_cpu:
             return None
         key = (t.dtype, t.shape, op, impl)
-        plan = self._plans.get(key) or self._plan(key)
-        if plan is None or t.layout is not torch.strided or not t.is_contiguous():
+        try:
+            plan = self._plans.get(key) or self._plan(key)
+        except TypeError:  # what has no hash is no operator and names no implementation
+            return None
+        if plan is None or t.layout is not torch.strided or not t.is_contiguous() or not t.data_ptr():
             return None
         return self._dispatcher.quick(plan, t, timeout)
 
@@ -250,7 +257,7 @@ class Reductions(Base):
             stream = partial(Events.of(self._dispatcher.progress).issuing_stream, t.get_device())
             plan = QueuePlan(fingerprint_of("allreduce", [t], op, impl=impl), t.nbytes, "nccl", queue, stream)
             self._queue_plans[key] = plan
-        return plan if t.layout is torch.strided and t.is_contiguous() else None
+        return plan if t.layout is torch.strided and t.is_contiguous() and t.data_ptr() else None
 
     def _queue_of(self, kind: torch.dtype, numel: int, op: ReduceOp, device: torch.device, impl: str) -> Queue | None:
         accelerator = self._registry.accelerator
@@ -277,7 +284,7 @@ class Reductions(Base):
         ts = tensors_of(lifted)
         known = _op_for(ts, op)
         if out is not None and mine:
-            check_single(lifted, "out")
+            check_single(t, "out")
             check_out(out, ts[0], numel=ts[0].numel())
 
         def one(p: Primitives, x: Tensor) -> Program[Any]:
@@ -288,6 +295,8 @@ class Reductions(Base):
             program = returning(program, t if mine else None)
         claims = (writing(*ts) if out is None else claims_of(ts, out)) if mine else reading(*ts)
         what = fingerprint_of(kind, ts, op, root, terms.impl, given=t)
+        if convert is product:  # which may raise
+            return self._issue(what, program, claims, ts, terms, convert)
         return self._issue(what, mapped(program, convert), claims, ts, terms, outs=(out,))
 
     def _reduction_across(self, kind: str, t: object, op: str, terms: Terms, root: int | None = None) -> Handle[Any]:

@@ -269,16 +269,6 @@ def listed(name: str, given: object) -> list[Any]:
     return list(given)
 
 
-def check_timeout(timeout: object) -> float | None:
-    if timeout is None:
-        return None
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout is {type(timeout).__name__}: expected seconds, or None")
-    if not timeout >= 0:
-        raise ValueError(f"timeout={timeout}: expected seconds, at least 0, or None")
-    return timeout
-
-
 def check_version(at_least: object) -> int:
     if isinstance(at_least, bool) or not isinstance(at_least, int):
         raise TypeError(f"at_least is {type(at_least).__name__}: expected a version, an int")

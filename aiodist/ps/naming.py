@@ -17,7 +17,7 @@ from aiodist.codecs import ObjectCodec
 from aiodist.collectives.program import Program, concurrently
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
-from aiodist.ps.names import NameEntry, Names, check_settings, check_timeout, checked, listed
+from aiodist.ps.names import NameEntry, Names, check_settings, checked, listed
 from aiodist.ps.optimizers import OptimizerRule
 from aiodist.ps.rebinding import Rebinding
 from aiodist.ps.row_store import optimizer_of
@@ -26,6 +26,7 @@ from aiodist.ps.rules import RULES
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import STARTS, ReadMode, Roles, RuleLike, Settings, Span, Start, one_of, place, spread
 from aiodist.ps.table import Table
+from aiodist.types import check_timeout
 
 _MISSING: Any = object()
 _NORMAL = Normal()

@@ -33,10 +33,10 @@ from aiodist.handles.progress import transport_lock
 from aiodist.ps.client import Client
 from aiodist.ps.coalescer import RESENDS, Coalescer
 from aiodist.ps.context import Context, Log, Pool, Service
-from aiodist.ps.names import check_timeout
 from aiodist.ps.server import Server
 from aiodist.ps.settings import Roles, ServerMember, Settings, roles_among
 from aiodist.ps.wire import Kind
+from aiodist.types import check_timeout
 
 _DRAIN_SECONDS = 1e-3
 _RESEND_SECONDS = 0.5  # of two looks at what has not come
@@ -329,8 +329,7 @@ class ParameterServerSession:
 
     def handle(self, op: str, nbytes: int, timeout: float | None, depth: int = 3) -> Handle[Any]:
         """Return the handle of a call that the caller of our caller makes, or one that is so many frames up."""
-        if timeout is not None:
-            check_timeout(timeout)
+        check_timeout(timeout)
         handle: Handle[Any] = Handle(self.progress, op, self._seq, nbytes, whence(depth), self.account)
         self._seq += 1
         seconds = self.timeout if timeout is None else timeout

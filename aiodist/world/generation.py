@@ -23,6 +23,7 @@ from aiodist.env import Environment, Starter
 from aiodist.errors import AiodistError
 from aiodist.handles import Progress
 from aiodist.topology import Topology
+from aiodist.types import check_timeout
 from aiodist.watch.arrivals import ArrivalTimes
 from aiodist.watch.deadlocks import Deadlocks
 from aiodist.watch.inspector import inspected
@@ -50,6 +51,7 @@ class WorldOptions:
     lag: float | None = None
 
     def __post_init__(self) -> None:
+        check_timeout(self.timeout)
         check_report(self.report)
         if self.lag is not None and not self.lag > 0:
             raise ValueError(f"lag={self.lag}: expected seconds, more than 0, or None")

@@ -110,7 +110,13 @@ async def test_c4_a_number_in_a_number_out(coll: Communicator) -> None:
         (rank, "mean", (n - 1) / 2),
         ((1 << 62) + rank, "max", (1 << 62) + n - 1),
         (-(1 << 63), "min", -(1 << 63)),
+        ((1 << 63) - 1 - rank, "sum", n * ((1 << 63) - 1) - n * (n - 1) // 2),  # beyond 64 bits
+        (-(1 << 63) + rank, "sum", -n * (1 << 63) + n * (n - 1) // 2),
+        (-(1 << 32) if rank else 1 << 30, "prod", (1 << 30) * (-(1 << 32)) ** (n - 1) if n < 3 else None),
+        ((1 << 62) * (rank > 0), "prod", 0),
     ):
+        if expected is None:
+            continue
         seen = await coll.allreduce(given, op)
         assert seen == expected
         assert type(seen) is type(expected)
@@ -122,8 +128,29 @@ async def test_c4_a_number_in_a_number_out(coll: Communicator) -> None:
         for seen in (await coll.allgather(rank + add), await coll.gather(rank + add, root=n - 1)):
             assert seen == gathered or (seen is None and rank != n - 1)
             assert all(type(number) is kind for number in seen or ())
-    with pytest.raises(ValueError, match="out= goes with one tensor"):
-        coll.allgather(1.0, out=torch.empty(n))
+    large = (1 << 63) - 1 - rank
+    assert await coll.scan(large) == sum((1 << 63) - 1 - r for r in range(rank + 1))
+    total = n * ((1 << 63) - 1) - n * (n - 1) // 2
+    assert await coll.reduce(large, root=n - 1) == (total if rank == n - 1 else None)
+    assert await coll.exscan(large) == (sum((1 << 63) - 1 - r for r in range(rank)) if rank else large)
+    for call in (coll.allgather, coll.allreduce, coll.scan):
+        with pytest.raises(ValueError, match="out= goes with one tensor"):
+            call(1.0, out=torch.empty(n))
+
+
+@every
+@processes
+async def test_c4_a_product_that_does_not_fit_is_an_error_of_all_ranks(coll: Communicator) -> None:
+    fits = coll.size == 1
+    for call in (coll.allreduce, coll.scan, coll.reduce):
+        given = (1 << 40) if coll.rank == 0 else -(1 << 40)
+        told = call == coll.allreduce or (coll.rank == 0 if call == coll.reduce else coll.rank > 0)
+        if fits or not told:
+            assert await call(given, "prod") in (given, None)
+        else:
+            with pytest.raises(OverflowError, match=r"product, some .*e\+.*, does not fit into 64 bits"):
+                await call(given, "prod")
+    assert await coll.allreduce(2, "prod") == 1 << coll.size
 
 
 @every

@@ -1,6 +1,7 @@
 """C9: a mistake is an error at the call, which says what was seen and what was expected; then all goes on."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,13 @@ from aiodist import Communicator
 FLOATS = torch.arange(6.0)
 COMPLEX = torch.complex(FLOATS, FLOATS + 1)
 TWO = [FLOATS[:3], FLOATS[3:]]
+
+
+def emptied(numel: int, nbytes: int = 0) -> torch.Tensor:
+    """Return a tensor whose memory was taken away, but for some bytes, as FSDP does."""
+    t = torch.ones(numel)
+    t.untyped_storage().resize_(nbytes)
+    return t
 
 
 def bad(expected: type[Exception], match: str, call: Callable[[Any], Any]) -> Any:
@@ -58,6 +66,19 @@ MISTAKES = [
     bad(TypeError, r"min of complex64", lambda c: c.allreduce(torch.ones(3, dtype=torch.complex64), "min")),
     bad(TypeError, r"max of complex128", lambda c: c.reduce_scatter(torch.ones(4, dtype=torch.complex128), "max")),
     bad(TypeError, r"band of float32", lambda c: c.allreduce(torch.ones(2), "band")),
+    bad(ValueError, r"op=\[1\]: expected one of sum, mean", lambda c: c.allreduce(torch.ones(2), [1])),
+    bad(ValueError, r"op=\[1\]: expected one of sum, mean", lambda c: c.scan(torch.ones(2), [1])),
+    bad(ValueError, r"op=\{\}: expected one of sum, mean", lambda c: c.reduce_scatter(FLOATS, {})),
+    bad(ValueError, r"op=None: expected one of sum, mean", lambda c: c.allreduce(torch.ones(2), None)),
+    bad(ImportError, r"impl=\[\]: this communicator has auto", lambda c: c.allreduce(torch.ones(2), impl=[])),
+    bad(ImportError, r"impl=\[\]: this communicator has auto", lambda c: c.broadcast(torch.ones(2), impl=[])),
+    # memory that was taken away
+    bad(ValueError, r"t of shape \[3\] has 0 bytes of memory: expected 12", lambda c: c.allreduce(emptied(3))),
+    bad(ValueError, r"t of shape \[3\] has 0 bytes of memory", lambda c: c.broadcast(emptied(3))),
+    bad(ValueError, r"t of shape \[3\] has 0 bytes of memory", lambda c: c.scan(emptied(3))),
+    bad(ValueError, r"t of shape \[3\] has 0 bytes of memory", lambda c: c.send(emptied(3), 0)),
+    bad(ValueError, r"out of shape \[6\] has 0 bytes of memory", lambda c: c.allreduce(FLOATS, out=emptied(6))),
+    bad(ValueError, r"t of shape \[99\] has 8 bytes of memory: expected 396", lambda c: c.gather(emptied(99, 8))),
     # out
     bad(TypeError, r"out is list: expected a torch\.Tensor", lambda c: c.allreduce(torch.ones(2), out=[])),
     bad(TypeError, r"out holds int64, the input float32", lambda c: c.scan(FLOATS, out=torch.arange(6))),
@@ -76,6 +97,12 @@ MISTAKES = [
     bad(ValueError, r"sizes add up to 5: expected the 6", lambda c: c.reduce_scatter(FLOATS, sizes=[2, 3])),
     bad(ValueError, r"sizes=\[6\]: expected 2 counts", lambda c: c.reduce_scatter(FLOATS, sizes=[6])),
     bad(ValueError, r"sizes=\[8, -2\]", lambda c: c.reduce_scatter(FLOATS, sizes=[8, -2])),
+    bad(
+        TypeError,
+        r"sizes=\[3\.5, 2\.5\]: expected 2",
+        lambda c: c.reduce_scatter(FLOATS, sizes=[3.5, 2.5]),
+    ),
+    bad(TypeError, r"sizes=\[3, 3\.9\]: expected 2 counts, ints", lambda c: c.alltoall_single(FLOATS, sizes=[3, 3.9])),
     bad(ValueError, r"no dimension to cut", lambda c: c.reduce_scatter(torch.tensor(1.0))),
     bad(ValueError, r"no dimension to cut", lambda c: c.alltoall_single(torch.tensor(1.0))),
     bad(ValueError, r"t has 5 rows: expected a multiple of the 2 ranks", lambda c: c.alltoall_single(FLOATS[:5])),
@@ -85,6 +112,14 @@ MISTAKES = [
     bad(ValueError, r"across=True over .*expected the same", lambda c: c.allreduce([FLOATS, FLOATS[:2]], across=True)),
     bad(ValueError, r"objs is 1 objects: expected 2", lambda c: c.alltoall_object([1])),
     bad(ValueError, r"timeout=-1.*expected seconds", lambda c: c.allreduce(torch.ones(1), timeout=-1)),
+    bad(ValueError, r"timeout=nan.*expected seconds", lambda c: c.allreduce(torch.ones(1), timeout=math.nan)),
+    bad(ValueError, r"timeout=nan", lambda c: c.broadcast(torch.ones(1), timeout=math.nan)),
+    bad(ValueError, r"timeout=nan", lambda c: c.barrier(timeout=math.nan)),
+    bad(ValueError, r"timeout=nan", lambda c: c.recv(timeout=math.nan)),
+    bad(TypeError, r"timeout is str: expected seconds, or None", lambda c: c.allreduce(torch.ones(1), timeout="3")),
+    bad(TypeError, r"timeout is str", lambda c: c.scan(torch.ones(1), timeout="3")),
+    bad(TypeError, r"timeout is str", lambda c: c.barrier(timeout="3")),
+    bad(TypeError, r"timeout is str", lambda c: c.stopping(timeout="3")),
     bad(ImportError, r"impl='nccl': this communicator has auto", lambda c: c.allreduce(torch.ones(1), impl="nccl")),
     # communicators
     bad(ValueError, r"ranks=\[0, 0\]: expected at least one rank, each once", lambda c: c.group([0, 0])),
@@ -92,6 +127,8 @@ MISTAKES = [
     bad(ValueError, r"ranks=7", lambda c: c.group([7])),
     bad(TypeError, r"color is str: expected an int or None", lambda c: c.split("red")),
     bad(TypeError, r"key is float", lambda c: c.split(0, 1.5)),
+    bad(ValueError, r"color=9223372036854775808: expected -2\^63 to 2\^63 - 1", lambda c: c.split(1 << 63)),
+    bad(ValueError, r"key=-9223372036854775809: expected -2\^63", lambda c: c.split(0, -(1 << 63) - 1)),
 ]
 
 

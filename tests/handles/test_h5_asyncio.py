@@ -196,6 +196,10 @@ async def test_h5_our_gather_takes_handles_of_this_loop_only(transport: Any) -> 
     with pytest.raises(RuntimeError, match="another event loop"):
         aiodist.handles.gather(foreign)
     with pytest.raises(RuntimeError, match="another event loop"):
+        await anext(aiodist.handles.as_completed([foreign]))
+    with pytest.raises(TypeError, match=r"got Future: use asyncio\.as_completed"):
+        await anext(aiodist.handles.as_completed([asyncio.get_running_loop().create_future()]))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="another event loop"):
         await foreign
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 from typing import Any
 
 import pytest
@@ -75,10 +76,24 @@ async def test_h8_done_in_time_raises_nothing(bench: Any) -> None:
     assert await operation.handle == "x"
 
 
-async def test_h8_a_negative_deadline_is_a_mistake(transport: Any) -> None:
+async def test_h8_what_is_no_time_is_a_mistake(transport: Any) -> None:
     handle: Handle[None] = Handle(transport.progress, "allreduce")
-    with pytest.raises(ValueError, match="timeout=-1: expected seconds"):
-        handle.set_deadline(-1)
+    for given in (-1, math.nan):
+        with pytest.raises(ValueError, match=f"timeout={given}: expected seconds"):
+            handle.set_deadline(given)
+    for wrong in ("3", True, [1]):
+        with pytest.raises(TypeError, match=rf"timeout is {type(wrong).__name__}: expected seconds"):
+            handle.set_deadline(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout=nan: expected seconds"):
+        aiodist.handles.timeout(math.nan)
+    with pytest.raises(TypeError, match="timeout is str"):
+        aiodist.handles.timeout("3")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout=nan: expected seconds"):
+        await asyncio.to_thread(handle.wait, math.nan)
+    later: Handle[None] = Handle(transport.progress, "allreduce")
+    later.set_deadline(0.01)
+    with pytest.raises(OperationTimeout):
+        await asyncio.wait_for(later, 10)
 
 
 async def test_h8_deadlines_are_told_in_order_and_of_all(transport: Any) -> None:
