@@ -225,13 +225,14 @@ class Mailbox:
                 self._wanted.remove(wanted)
                 _fail(wanted, ours(error))
 
-    def cancel(self, wanted: Wanted) -> bool:
-        """Return True when nothing has matched `wanted`, which is forgotten."""
-        if wanted not in self._wanted:
-            return False
+    def waits(self, wanted: Wanted) -> bool:
+        """Return whether nothing has matched `wanted`."""
+        return wanted in self._wanted
+
+    def cancel(self, wanted: Wanted) -> None:
+        """Forget `wanted`, which nothing has matched."""
         self._wanted.remove(wanted)
         wanted.cancel()
-        return True
 
     def _listen(self) -> None:
         if self._listening or self._transport.size == 1:

@@ -319,18 +319,25 @@ class Dispatcher:
 
     def receive(self, handle: Handle[Any], wanted: Wanted) -> None:
         """Give `wanted` to the mailbox; `handle` can be withdrawn until something matches it."""
+        handle.set_canceller(partial(self.withdraw, [wanted]))
+        self.start(partial(self.mailbox.receive, wanted), 0)
 
-        def cancel_now() -> None:
-            self.progress.called()  # the receive itself may still be to be made
-            if self.mailbox.cancel(wanted):
+    def withdraw(self, receives: Sequence[Wanted], together: Handle[Any] | None = None) -> bool:
+        """Withdraw them all, and first what waits for them `together`; False, and it all goes on, where one matched."""
+        withdrawn = False
+
+        def now() -> None:
+            nonlocal withdrawn
+            self.progress.called()  # the receives themselves may still be to be made
+            withdrawn = all(map(self.mailbox.waits, receives))
+            if withdrawn and together is not None:
+                together.set_cancelled()
+            for wanted in receives if withdrawn else ():
+                self.mailbox.cancel(wanted)
                 wanted.finish(None, asyncio.CancelledError())
 
-        def cancel() -> bool:
-            self.progress.exclusively(cancel_now)
-            return handle.cancelled()
-
-        handle.set_canceller(cancel)
-        self.start(partial(self.mailbox.receive, wanted), 0)
+        self.progress.exclusively(now)
+        return withdrawn
 
     def quick(self, plan: ReductionPlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
         """Issue one native call that works on `t` in place: `collective` without what it does not need."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -16,10 +17,11 @@ from aiodist.collectives.program import Program
 from aiodist.communicator.arguments import check_list, check_out, check_rank, check_tag, check_tensor
 from aiodist.communicator.base import Base, tensors_of
 from aiodist.communicator.claims import reading, writing
+from aiodist.communicator.completion import Completion
 from aiodist.communicator.pickling import unpack
 from aiodist.communicator.watchdog import Peer
-from aiodist.handles import Handle, gather
-from aiodist.types import ANY
+from aiodist.handles import Handle, gather, in_flight
+from aiodist.types import ANY, check_timeout
 
 if TYPE_CHECKING:
     from aiodist.backends.base import Done
@@ -65,24 +67,57 @@ class PointToPoint(Base):
         Without `t`, a new tensor of the sender's shape and dtype. A shorter message fills the front (the handle's
         `nbytes` says how much came). Receives match in the order of issue. `cancel()` withdraws one that nothing
         matched, and loses no message. The handle's `source` and `tag` say where the message came from. A list receives
-        so many messages.
+        so many messages; `cancel()` withdraws all of them where nothing has matched any.
 
         Raises on await TypeError for a message of another dtype and BackendError for one that is longer than `t`, which
         is consumed; PeerLost where `src` is gone. Cost: as `send`.
         """
         src, tag = check_rank(src, self.size, "src", any_rank=True), check_tag(tag, any_tag=True)
         if isinstance(t, list):
-            self._dispatcher.check_on_loop("recv() of a list")
-            return gather(*[self.recv(x, src, tag, timeout=timeout) for x in check_list(t, None, "t")])
+            return self._receive_list(check_list(t, None, "t"), src, tag, timeout)
         into = None if t is None else check_tensor(t)
-        works = self._work_for(into)
+        return self._receive(into, self._work_for(into), src, tag, timeout)[0]
+
+    def _receive(
+        self, into: Tensor | None, works: list[DeviceWork], src: int, tag: int, timeout: float | None
+    ) -> tuple[Handle[Any], Wanted]:
         nbytes, claims = (0, []) if into is None else (into.nbytes, writing(into))
-        handle, finish = self._dispatcher.message("recv", nbytes, claims, timeout, Peer(src, None, tag))
+        handle, finish = self._message(works, "recv", nbytes, claims, timeout, Peer(src, None, tag))
         work = next(iter(works), None)
         later = self._work_later() if into is None and not works else None
-        self._dispatcher.receive(handle, Wanted(Mailbox.TENSOR, src, tag, into, finish, work, later))
+        wanted = Wanted(Mailbox.TENSOR, src, tag, into, finish, work, later)
+        self._dispatcher.receive(handle, wanted)
         attach(handle, works, into)
-        return handle
+        return handle, wanted
+
+    def _receive_list(self, ts: list[Tensor], src: int, tag: int, timeout: float | None) -> Handle[list[Tensor]]:
+        """Issue all of them or none, and withdraw all or none."""
+        self._dispatcher.check_on_loop("recv() of a list")
+        check_timeout(timeout)
+        claims = writing(*ts)
+        in_flight.acquire_all(claims, "recv of a list")
+        in_flight.release_all(claims)
+        works: list[list[DeviceWork]] = []
+        try:
+            works.extend(map(self._work_for, ts))
+        except BaseException:
+            for work in chain(*works):
+                work.cancel()
+            raise
+        issued = [self._receive(t, work, src, tag, timeout) for t, work in zip(ts, works, strict=True)]
+        together = gather(*[handle for handle, _ in issued])
+        receives = [wanted for _, wanted in issued]
+        together.set_canceller(lambda: self._dispatcher.withdraw(receives, together))
+        return together
+
+    def _message(self, works: Sequence[DeviceWork], *given: Any) -> tuple[Handle[Any], Completion]:  # noqa: ANN401
+        """Return what `Dispatcher.message` does; where it refuses nothing of `works` is done."""
+        try:
+            return self._dispatcher.message(*given)
+        except BaseException:
+            for work in works:
+                work.cancel()
+            raise
 
     def _work_later(self) -> Callable[[], DeviceWork] | None:
         """Return what makes the work of a message that may come from a device; None where there are no devices."""
@@ -121,7 +156,8 @@ class PointToPoint(Base):
         claims = [*reading(t), *(writing(into) if into is not None else [])]
         works = self._work_for(t if into is None and t.is_cuda else into)
         sending = self._work_of([t])
-        handle, finish = self._dispatcher.message("sendrecv", t.nbytes, claims, timeout, Peer(src, dst, tag))
+        peer = Peer(src, dst, tag)
+        handle, finish = self._message([*sending, *works], "sendrecv", t.nbytes, claims, timeout, peer)
         mailbox = self._dispatcher.mailbox
 
         def program() -> Program[Arrived]:
@@ -201,7 +237,7 @@ class PointToPoint(Base):
         nbytes = sum(t.nbytes for t in ts)
         work = self._work_of(ts)
         peer = Peer(None, dst, tag, answered=synchronous and len(ts) == 1)
-        handle, finish = self._dispatcher.message(op, nbytes, reading(*ts), timeout, peer)
+        handle, finish = self._message(work, op, nbytes, reading(*ts), timeout, peer)
         mailbox = self._dispatcher.mailbox
 
         def program() -> Program[None]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from aiodist.control.generations import Generation
 from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.launch.hosts import Host, interface, ranks_beside
+from aiodist.types import check_timeout
 
 
 class Flavour(StrEnum):
@@ -77,6 +78,7 @@ class Job:
     """What each rank runs."""
 
     def __post_init__(self) -> None:
+        self._check_times()
         if self.servers < 0:
             raise ConfigError(f"--servers {self.servers}: expected a number of ranks, 0 for none")
         if self.ranks <= self.servers:
@@ -98,6 +100,14 @@ class Job:
             raise ConfigError(f"--rsh {self.rsh!r}: {error}") from error
         if not self.hosts and (self.rsh or self.iface):
             raise ConfigError(f"{'--rsh' if self.rsh else '--iface'} is for several hosts: say --hosts or --hostfile")
+
+    def _check_times(self) -> None:
+        for option in ("timeout", "kill_after", "finish_within"):
+            seconds = getattr(self, option)
+            try:
+                check_timeout(seconds)
+            except ValueError as error:
+                raise ConfigError(f"--{option.replace('_', '-')} {seconds}: expected seconds, at least 0") from error
 
     def _check_elastic(self, least: int, most: int) -> None:
         what = f"--elastic {least}:{most}"

@@ -19,6 +19,7 @@ from aiodist.handles import listed
 from aiodist.handles.stacks import line_of_task
 from aiodist.testing.clock import FakeClockLoop, TimeLimit
 from aiodist.testing.faults import Faults, FaultyHub
+from aiodist.types import check_timeout
 from aiodist.world.isolation import isolate
 from aiodist.world.opening import RankPlace, current_place
 
@@ -68,6 +69,7 @@ def run_ranks(
         pass
     else:
         raise RuntimeError("run_ranks makes its own event loop, and one is running here: await gather_ranks() instead")
+    check_timeout(timeout)
     hub, story = LocalHub(seed), f"seed {seed}"
     if faults is not None:
         faults.check(local=True)

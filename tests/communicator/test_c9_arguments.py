@@ -259,6 +259,45 @@ async def test_h9_a_tensor_in_flight_is_not_written(coll: Communicator) -> None:
     assert (await coll.allreduce(t)).tolist() == [9.0] * 6
 
 
+@pytest.mark.ranks(1, 2, backend=("local", "openmpi", "gloo", "shm"))
+async def test_h9_a_list_of_receives_is_refused_whole(coll: Communicator) -> None:
+    dst, src = (coll.rank + 1) % coll.size, (coll.rank - 1) % coll.size
+    a, b, owned = torch.zeros(3), torch.zeros(3), torch.zeros(3)
+    first = coll.recv(owned, src, tag=5)
+    for several in ([a, a], [a, owned], [a, b[:2], b]):
+        with pytest.raises(aiodist.BufferInFlight, match="recv of a list would write memory"):
+            coll.recv(several, src)
+    with pytest.raises(ValueError, match="timeout=-1"):
+        coll.recv([a, b], src, timeout=-1)
+    assert coll.statistics().pending == 1
+    await coll.barrier()
+    sends = [coll.send([torch.ones(3), torch.full((3,), 2.0)], dst), coll.send(torch.ones(3), dst, tag=5)]
+    assert [t.tolist() for t in await coll.recv([b, a], src, timeout=20)] == [[1.0] * 3, [2.0] * 3]
+    assert (await first).tolist() == [1.0] * 3
+    for send in sends:
+        await send
+
+
+@pytest.mark.ranks(1, 2, backend=("local", "openmpi", "gloo", "shm"))
+async def test_h6_a_list_of_receives_is_withdrawn_whole_or_goes_on(coll: Communicator) -> None:
+    dst, src = (coll.rank + 1) % coll.size, (coll.rank - 1) % coll.size
+    ts = [torch.zeros(2) for _ in range(3)]
+    withdrawn = coll.recv(ts, src)
+    assert withdrawn.cancel()
+    assert withdrawn.cancelled()
+    assert not withdrawn.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await withdrawn
+    assert coll.statistics().pending == 0
+    matched = coll.recv(ts, src)  # their memory is free again
+    await coll.send(torch.ones(2), dst)
+    while ts[0][1] == 0:  # noqa: ASYNC110  - an await of the handle would wait for all three
+        await asyncio.sleep(0.001)
+    assert not matched.cancel()
+    await coll.send([torch.full((2,), 2.0), torch.full((2,), 3.0)], dst)
+    assert [t.tolist() for t in await matched] == [[1.0] * 2, [2.0] * 2, [3.0] * 2]
+
+
 @pytest.mark.ranks(2)
 async def test_h9_reads_may_overlap_reads(coll: Communicator) -> None:
     t = torch.arange(4.0)

@@ -23,11 +23,13 @@ OPENMPI = Mpi("/opt/ompi/bin/mpirun", Flavour.OPENMPI, "5.0.11", None)
         ({"elastic": (3, 4)}, "--elastic 3:4 with 2 ranks: expected 1 <= MIN <= ranks <= MAX"),
         ({"elastic": (0, 4)}, "expected 1 <= MIN"),
         ({"elastic": (1, 1)}, "ranks <= MAX"),
+        ({"timeout": float("nan")}, "--timeout nan: expected seconds, at least 0"),
+        ({"kill_after": -1.0}, "--kill-after -1.0: expected seconds, at least 0"),
         ({"keep_going": True}, "--keep-going with --elastic 1:2, whose ranks go on when one fails"),
         ({"ranks": 3, "elastic": (1, 3), "servers": 1}, "--servers with --elastic 1:3: ranks get new numbers"),
     ],
 )
-def test_w3_what_does_not_go_with_elastic_is_refused_with_the_reason(changed: dict[str, Any], why: str) -> None:
+def test_w3_what_cannot_be_is_refused_with_the_reason(changed: dict[str, Any], why: str) -> None:
     wanted: dict[str, Any] = {"command": ("train.py",), "ranks": 2, "elastic": (1, 2), **changed}
     with pytest.raises(ConfigError) as caught:
         Job(**wanted)

@@ -207,6 +207,17 @@ def test_t2_a_deadlock_beside_a_ticker_ends_with_the_limit() -> None:
         run_ranks(2, main, timeout=100)
 
 
+def test_h8_a_limit_or_default_that_is_no_time_is_refused() -> None:
+    async def main(rank: int) -> None:
+        async with aiodist.init(timeout=float("nan")):
+            pass
+
+    with pytest.raises(ValueError, match="timeout=nan: expected seconds"):
+        run_ranks(2, main, timeout=float("nan"))
+    with pytest.raises(ValueError, match=r"timeout=nan: expected seconds"):
+        run_ranks(2, main)
+
+
 def test_t2_an_exception_ends_the_other_ranks_and_names_its_own() -> None:
     ended = []
 
