@@ -740,6 +740,17 @@ class Dispatcher:
             self.abort(error)
             self.disputes.tell_abort(f"rank {self.transport.rank}: {error}")
 
+    def give_up(self, error: AiodistError, *, tell: bool) -> None:
+        """Abort it here at once, and on the other ranks soon, unless they have causes of their own by then."""
+        if self._refusal is None:
+            self.abort(error)
+            if tell:
+                self.later(partial(self._tell_soon, f"rank {self.transport.rank}: {error}"))
+
+    def _tell_soon(self, text: str) -> None:
+        with suppress(RuntimeError):  # the world was closed meanwhile, which told them
+            self.disputes.tell_abort(text)
+
     def abort(self, error: AiodistError) -> None:
         """Reject what is pending and refuse what comes; buffers stay owned by transfers that never end."""
         if self._refusal is not None:

@@ -134,7 +134,8 @@ class Registry(Generic[C]):
         self._timeout = timeout
         self._drain_seconds = drain_seconds
         self._open: list[C] = []
-        self._closing: list[C] = []
+        self._closing: dict[C, asyncio.Future[None]] = {}
+        """Each with what is done when it is closed."""
         self.kept: OpenBlock | None = None
         """The world's block, where `aiodist.open` keeps it open: closing the world ends that."""
         self.portal: BlockingPortal | None = None
@@ -465,7 +466,8 @@ class Registry(Generic[C]):
     async def close(self, communicator: C) -> None:
         """Close `communicator` and, before it, what was made from it, within `drain_seconds` in all.
 
-        Raises `OperationTimeout` naming what is still pending then, and gives that communicator up.
+        What is being closed already is waited for. Raises `OperationTimeout` naming what is still pending then, and
+        gives that communicator up.
         """
         if isinstance(communicator.parts.dispatcher.refusal, RuntimeError):  # a forked child, to which nothing belongs
             raise communicator.parts.dispatcher.refusal
@@ -473,15 +475,18 @@ class Registry(Generic[C]):
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._drain_seconds)
         # By name, since tasks may make communicators in another order on each rank. "a/b" sorts behind "a".
-        below = [c for c in self._open if c is communicator or c.name.startswith(f"{communicator.name}/")]
+        all_here, path = (*self._open, *self._closing), f"{communicator.name}/"
+        below = [c for c in all_here if c is communicator or c.name.startswith(path)]
         for member in sorted(below, key=lambda c: c.name, reverse=True):
             await self._close(member, until)
 
     async def _close(self, communicator: C, until: float) -> None:
+        if (closed := self._closing.get(communicator)) is not None:
+            await self._closed(communicator, closed, until)
         if communicator not in self._open:
             return
         self._open.remove(communicator)
-        self._closing.append(communicator)  # it still hears of ranks that are lost
+        closed = self._closing[communicator] = asyncio.get_running_loop().create_future()  # it still hears of losses
         self._shared = {key: made for key, made in self._shared.items() if made is not communicator}
         dispatcher = communicator.parts.dispatcher
         drained = False
@@ -502,17 +507,31 @@ class Registry(Generic[C]):
             for guest in reversed(guests):
                 guest.abort()
             failure = CommunicatorAborted(f"closing communicator {communicator.name!r} failed: {error!r}")
-            dispatcher.abort(error if isinstance(error, AiodistError) else failure)
+            dispatcher.give_up(error if isinstance(error, AiodistError) else failure, tell=not drained)
             raise
         finally:
             try:
-                dispatcher.close()
-            finally:  # a warning that is an error
-                self._closing.remove(communicator)
-                self._release(communicator)
-                if self.accelerator is not None:
-                    await self.accelerator.release(communicator.name, drained=drained)
-                await communicator.parts.transport.aclose(drained=drained)
+                await self._let_go(communicator, drained=drained)
+            finally:
+                del self._closing[communicator]
+                closed.set_result(None)
+
+    async def _let_go(self, communicator: C, *, drained: bool) -> None:
+        try:
+            communicator.parts.dispatcher.close()
+        finally:  # a warning that is an error
+            self._release(communicator)
+            if self.accelerator is not None:
+                await self.accelerator.release(communicator.name, drained=drained)
+            await communicator.parts.transport.aclose(drained=drained)
+
+    async def _closed(self, communicator: C, closed: asyncio.Future[None], until: float) -> None:
+        """Wait until another task has closed it; its errors are raised there."""
+        if not closed.done():
+            await asyncio.wait([closed], timeout=self._left(until))
+        if not closed.done():
+            text = f"communicator {communicator.name!r} is still being closed by another task"
+            raise OperationTimeout(text, comm=communicator.name, op="aclose")
 
     async def _meet(self, communicator: C, until: float) -> MismatchError | None:
         """Meet all ranks for the last time; return what was found when another had one call more, and then came."""
@@ -548,6 +567,10 @@ class Registry(Generic[C]):
         for task in self._tasks:
             task.cancel()
         given_up, self._open = self._open[::-1], []
+        for communicator in self._closing:
+            communicator.parts.dispatcher.abort(error)
+        if self._closing:  # by other tasks, which end by that
+            await asyncio.wait(self._closing.values(), timeout=_ANSWER_SECONDS)
         for communicator in given_up:
             communicator.parts.dispatcher.account.forgiven = (CommunicatorAborted,)
             communicator.parts.dispatcher.abort(error)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from contextlib import suppress
 
 import pytest
 import torch
 
 import aiodist
-from aiodist import Communicator, CommunicatorAborted, Handle, init
+from aiodist import Communicator, CommunicatorAborted, Handle, OperationTimeout, RemoteError, init
 from aiodist.handles import from_source
+from aiodist.testing import run_ranks
+from aiodist.world.opening import Limits
+from aiodist.world.runtime import opened
 
 
 class Ready:
@@ -24,6 +28,20 @@ class Ready:
 
     def result(self) -> int:
         return self.looks
+
+
+class Stubborn:
+    """Does not end in time, and not when it is told to."""
+
+    async def close(self) -> None:
+        try:
+            await asyncio.sleep(9)
+        except asyncio.CancelledError:
+            await asyncio.sleep(9)
+            raise
+
+    def abort(self) -> None:
+        pass
 
 
 class Quitter:
@@ -49,6 +67,89 @@ async def test_h7_giving_up_while_the_loop_polls() -> None:
     """Who waits for a handle on the loop is told with the transport lock held: giving up must not wait for it."""
     with pytest.raises(CommunicatorAborted, match="it is told"):
         await given_up()
+
+
+@pytest.mark.ranks(2, 3, backend=("local", "openmpi", "gloo", "shm"))
+async def test_h7_a_close_that_one_rank_gives_up_is_told_to_the_others(coll: Communicator) -> None:
+    sub = await coll.dup()
+    await sub.allreduce(1)
+    if coll.rank == 1:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sub.aclose(), 0.1)
+    else:
+        await asyncio.sleep(0.3)
+        began = asyncio.get_running_loop().time()
+        with suppress(CommunicatorAborted):  # unless it comes so late that it has been told
+            await sub.aclose()
+        assert asyncio.get_running_loop().time() - began < 10
+        with pytest.raises(CommunicatorAborted, match=r"rank 1: closing communicator 'world/dup1\.0' failed: Canc"):
+            sub.allreduce(1)
+    assert await coll.allreduce(1) == coll.size
+
+
+@pytest.mark.ranks(2, backend=("local", "gloo"))
+async def test_l2_a_second_close_waits_for_the_first(coll: Communicator) -> None:
+    sub = await coll.dup()
+    await asyncio.sleep(0.2 * coll.rank)
+    first = asyncio.ensure_future(sub.aclose())
+    await asyncio.sleep(0)
+    second = asyncio.ensure_future(sub.aclose())
+    if coll.rank == 0:
+        impatient = asyncio.ensure_future(sub.aclose())
+        await asyncio.sleep(0)
+        assert impatient.cancel()
+    await second
+    assert first.done()
+    await first
+    await sub.aclose()
+
+
+def test_l2_the_end_of_the_block_waits_for_what_is_being_closed() -> None:
+    async def main(rank: int) -> bool:
+        async with init() as coll:
+            closing = asyncio.ensure_future((await coll.dup()).aclose())
+            await asyncio.sleep(rank)
+        return closing.done()
+
+    assert run_ranks(3, main) == [True] * 3
+
+
+def test_l2_what_another_task_does_not_close_in_time_is_named() -> None:
+    async def main(rank: int) -> None:
+        async with opened(Limits(drain=0.5)) as coll:
+            sub = await coll.dup()
+            sub.admit(Stubborn())
+            closing = asyncio.ensure_future(sub.aclose())
+            await asyncio.sleep(0)
+            with pytest.raises(OperationTimeout, match=r"'world/dup1\.0' is still being closed by another task"):
+                await sub.aclose()
+            with pytest.raises(OperationTimeout, match="was not over in time"):
+                await closing
+
+    run_ranks(2, main)
+
+
+def test_l2_a_block_that_raises_ends_what_is_being_closed() -> None:
+    async def main(rank: int) -> None:
+        closing: list[asyncio.Task[None]] = []
+
+        async def block() -> None:
+            async with init() as coll:
+                sub = await coll.dup()
+                if rank == 0:
+                    closing.append(asyncio.create_task(sub.aclose()))
+                    await asyncio.sleep(0.1)
+                    raise ValueError("boom")
+                await coll.recv(src=0)
+
+        with pytest.raises(ValueError if rank == 0 else RemoteError, match="boom"):
+            await block()
+        assert all(task.done() for task in closing)
+        for task in closing:
+            with pytest.raises(CommunicatorAborted, match="boom"):
+                await task
+
+    run_ranks(2, main)
 
 
 @pytest.mark.parametrize("src", [0, aiodist.ANY])
