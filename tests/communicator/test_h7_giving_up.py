@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import aiodist
-from aiodist import Communicator, CommunicatorAborted, Handle, OperationTimeout, RemoteError, init
+from aiodist import Communicator, CommunicatorAborted, CommunicatorClosed, Handle, OperationTimeout, RemoteError, init
 from aiodist.handles import from_source
 from aiodist.testing import run_ranks
 from aiodist.world.opening import Limits
@@ -82,7 +82,9 @@ async def test_h7_a_close_that_one_rank_gives_up_is_told_to_the_others(coll: Com
         with suppress(CommunicatorAborted):  # unless it comes so late that it has been told
             await sub.aclose()
         assert asyncio.get_running_loop().time() - began < 10
-        with pytest.raises(CommunicatorAborted, match=r"rank 1: closing communicator 'world/dup1\.0' failed: Canc"):
+        waits_for_rank_1 = coll.size == 2 or coll.rank == 2  # the other has heard of all that it has to
+        told = r"rank 1: closing communicator 'world/dup1\.0' failed: Canc" + ("" if waits_for_rank_1 else "|is closed")
+        with pytest.raises((CommunicatorAborted, CommunicatorClosed), match=told):
             sub.allreduce(1)
     assert await coll.allreduce(1) == coll.size
 
