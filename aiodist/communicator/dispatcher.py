@@ -812,6 +812,7 @@ class Dispatcher:
     def forked(self) -> None:
         """This is a child of the process that opened it."""
         self.issuing = None  # a thread that is not there may have begun
+        self._watch.members.clear()  # its timer may yet fire here
         self._refuse(RuntimeError(f"communicator {self.name!r} was opened before os.fork: a child cannot use it"))
 
     def _refuse(self, why: AiodistError | RuntimeError) -> None:

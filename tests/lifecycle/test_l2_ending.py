@@ -101,6 +101,7 @@ def test_l2_ctrl_c(run: Run) -> None:
 def test_l2_forked_child_exits_and_the_job_goes_on(run: Run, loop: str) -> None:
     ended = run("ending.py", "forked", loop)
     assert (ended.code, ended.codes()) == (0, [0, 0]), ended
+    assert "Exception" not in ended.errors, ended.errors
     refused = "in the child: communicator 'world' was opened before os.fork: a child cannot use it"
     for rank in range(2):
         assert ended.said(rank) == [*[refused] * 4, "child: 7", "sums: 2.0 2", "child: 0", "sums: 2.0 2", "end: 8"]
