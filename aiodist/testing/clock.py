@@ -24,6 +24,7 @@ from aiodist import _core
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.handles.progress import Progress, transport_lock
 from aiodist.handles.timers import Expiring, Quiet, Timers, is_quiet, may_pass
+from aiodist.watch.stillness import stands_still
 
 _GRACE_SECONDS = 0.05  # real time for sockets and threads to come with something, before the clock jumps
 _LAST_GRACE_SECONDS = 2.0  # and before it is a deadlock
@@ -31,12 +32,13 @@ _GRACE_PARTS = 40
 _POLL_SECONDS = 2e-4  # of real time, between two looks at what only polling brings on
 _QUIET_SECONDS = 3.0  # of its time, in which those who watch for stalled operations find out what there is
 _LOOK_SECONDS = 0.5  # before what the program waits for: they ask once more then, ahead of a deadline
+_EXECUTORS = "asyncio_"
 _LIBRARY_THREADS = (
     "aiodist-progress",
     "aiodist-ps-",
     "aiodist-future",
     "aiodist-leave",
-    "asyncio_",
+    _EXECUTORS,
     "pytest_timeout",
 )
 
@@ -111,6 +113,11 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
     def executing(self) -> bool:
         """Whether a function runs in an executor or a parameter server, or on a `HostStream`, waiting for no handle."""
         return self._executing > 0 or self.progress.offloaded > 0 or bool(self.progress.computing)
+
+    @property
+    def returning(self) -> bool:
+        """Whether a worker of an executor has told the loop that it is done, and is not back at its queue."""
+        return any(t.name.startswith(_EXECUTORS) and not stands_still(t) for t in threading.enumerate())
 
     def shuffle(self) -> None:
         """Draw the order of what is ready."""
@@ -214,6 +221,8 @@ class _JumpingSelector(selectors.DefaultSelector):
             loop.now = max(loop.now, due)
             return []
         self._quiet_since = loop.now
+        if loop.returning:  # for those who watch for stalls it is at work: they get more time
+            return self._grace(_GRACE_SECONDS)
         loop.deadlocked()
         return []
 

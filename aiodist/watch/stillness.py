@@ -63,7 +63,7 @@ def what_goes_on(progress: Progress, channel: Channel) -> str:
     if any(others):
         return "its loop waits for a file, a socket or a signal"
     for thread in threading.enumerate():
-        if thread.ident != progress.thread_id and thread.ident is not None and not _stands_still(thread):
+        if thread.ident != progress.thread_id and thread.ident is not None and not stands_still(thread):
             return f"thread {thread.name!r} is at {line_of_thread(thread.ident) or 'work'}"
     return ""
 
@@ -97,7 +97,8 @@ def _is_loud(handle: Any) -> bool:  # noqa: ANN401
     return not is_quiet(call, closing=True)
 
 
-def _stands_still(thread: threading.Thread) -> bool:
+def stands_still(thread: threading.Thread) -> bool:
+    """Return whether another thread goes on only where somebody wakes it, or runs nothing of the program's."""
     if thread.name.startswith(_OWN_THREADS):
         return True
     frames = frames_of_thread(thread.ident or 0)

@@ -7,6 +7,7 @@ import inspect
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, combinations
 from typing import Any, NamedTuple
 
@@ -133,6 +134,31 @@ def test_w4_the_others_go_on_and_are_told_of_the_communicator_alone() -> None:
             return int(await coll.allreduce(1))
 
     assert run_ranks(3, main) == [3, 3, 3]
+
+
+class _Dawdling(ThreadPoolExecutor):
+    """Its workers are late to go back to their queue: they have told the loop, and are at work still."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        def work() -> Any:
+            result = fn(*args, **named)
+            future.add_done_callback(lambda _: time.sleep(0.5))
+            return result
+
+        future = super().submit(work)
+        return future
+
+
+def test_w4_a_worker_that_is_late_to_return_hides_no_deadlock() -> None:
+    async def main() -> None:
+        async with aiodist.init() as coll:
+            if coll.rank == 0:
+                asyncio.get_running_loop().set_default_executor(_Dawdling(thread_name_prefix="asyncio_"))
+                await asyncio.to_thread(time.sleep, 0.1)
+            with pytest.raises(aiodist.AiodistError, match="deadlock"):
+                await coll.recv(src=1 - coll.rank)
+
+    run_ranks(2, main)
 
 
 # --- slow is no deadlock ---------------------------------------------------------------------------------------

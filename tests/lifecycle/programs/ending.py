@@ -203,7 +203,7 @@ async def forked() -> None:
             if child == 0:
                 if issue:
                     in_child(coll)
-                    time.sleep(0.3)  # what the loop was to look at meanwhile is the parent's
+                    time.sleep(0.3)  # noqa: ASYNC251  - what the loop was to look at meanwhile is the parent's
                     sys.exit(7)
                 return
             _, status = await asyncio.to_thread(os.waitpid, child, 0)

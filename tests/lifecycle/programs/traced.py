@@ -74,6 +74,11 @@ async def late_in_turn() -> None:
             await coll.allreduce(torch.ones(2))
 
 
+def _compared(coll: aiodist.Communicator) -> int:
+    waited = coll.statistics().waited
+    return 0 if waited is None else waited.compared
+
+
 async def asked() -> None:
     """Every rank knows it, by the keyword of `init`."""
     async with aiodist.init(stragglers=True) as coll:
@@ -88,9 +93,10 @@ async def asked() -> None:
             late[kind] += time.perf_counter() - began
             await (side.allreduce(torch.ones(2)) if i % 2 else side.broadcast(torch.ones(3)))
         async with asyncio.timeout(20):
-            while (waited := side.statistics().waited) is None or waited.compared < 5:
-                await coll.allreduce(1.0)
+            while not await coll.allreduce(int(_compared(side) >= 5), "min"):  # noqa: ASYNC110  - all go on together
                 await asyncio.sleep(0.01)
+        waited = side.statistics().waited
+        assert waited is not None
         _, late = await coll.allgather_object(late)
         seconds = {kind: seconds[1] for kind, seconds in waited.by_operation.items() if seconds[1] > 0.1}
         say("waited:", waited.cause, waited.compared, *[f"{k} {s} {late[k]}" for k, s in sorted(seconds.items())])
