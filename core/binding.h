@@ -163,8 +163,8 @@ void lane_keep(Lane *lane, const core_op *, PyObject *memory);
 const core_range *claims_acquire(Claims *, uintptr_t start, size_t nbytes, bool writes, PyObject *owner, bool *failed);
 void claims_release(Claims *, uintptr_t start, size_t nbytes, bool writes);
 
-// Takes note of the next operation; false with an exception set.
-bool log_record(Log *, PyObject *what, origin);
+// Takes note of the next operation.
+void log_record(Log *, PyObject *what, origin);
 
 // Takes note of when the last one came, where that is wanted.
 void log_came(Log *, uint64_t when);

@@ -316,12 +316,13 @@ static Handle *issued(Issuer *self, const call *what, core_place place) {
         DECREF(h);
         return NULL;
     }
-    if (!log_record(self->log, plan->what, h->called) || PyDict_SetItem(self->pending, (PyObject *)h, Py_True) < 0) {
+    if (PyDict_SetItem(self->pending, (PyObject *)h, Py_True) < 0) {
         claim claims[2];
         release(self, claims, claims_of(h, claims));
         DECREF(h);
         return NULL;
     }
+    log_record(self->log, plan->what, h->called);
     INCREF(self), INCREF(h);  // until it is settled
     h->issuer = self;
     if (is_set(self->observer)) {

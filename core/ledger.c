@@ -163,26 +163,27 @@ static void log_dealloc(Log *self) {
     DECREF(type);
 }
 
-// Tells who waits until operation `number` is issued here; false with an exception set.
-static bool tell_issued(Log *self, long long number) {
+// Tells who waits until operation `number` is issued here, which it is, whatever that raises.
+static void tell_issued(Log *self, long long number) {
     PyObject *key = PyLong_FromLongLong(number), *tell = key == NULL ? NULL : PyDict_GetItemWithError(self->awaited, key);
     if (tell != NULL) {
         Py_INCREF(tell);
         PyObject *result = PyDict_DelItem(self->awaited, key) < 0 ? NULL : PyObject_CallNoArgs(tell);
         Py_XDECREF(result);
-        Py_DECREF(tell);
     }
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();  // it comes again, later
+    if (PyErr_Occurred()) PyErr_WriteUnraisable(tell);
+    Py_XDECREF(tell);
     Py_XDECREF(key);
-    return !PyErr_Occurred();
 }
 
-bool log_record(Log *self, PyObject *what, origin called) {
+void log_record(Log *self, PyObject *what, origin called) {
     record *kept = &self->kept[self->seq % LOG_KEPT], before = *kept;
     Py_INCREF(what), Py_XINCREF(called.code);
     *kept = (record){what, called, 0};
     self->seq++;
     Py_XDECREF(before.what), Py_XDECREF(before.called.code);
-    return PyDict_Size(self->awaited) == 0 || tell_issued(self, self->seq - 1);
+    if (PyDict_Size(self->awaited) > 0) tell_issued(self, self->seq - 1);
 }
 
 static void keep_gap(Log *self, uint64_t seq) {
@@ -230,7 +231,7 @@ static PyObject *log_recorded(Log *self, PyObject *args) {
     PyObject *what, *code;
     int instruction;
     if (!PyArg_ParseTuple(args, "O(Oi)", &what, &code, &instruction)) return NULL;
-    if (!log_record(self, what, (origin){code, instruction})) return NULL;
+    log_record(self, what, (origin){code, instruction});
     if (self->timed) log_came(self, core_now());
     Py_RETURN_NONE;
 }

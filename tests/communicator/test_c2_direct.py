@@ -201,3 +201,24 @@ async def test_h1_the_general_way_goes_on_while_the_loop_stands_still(coll: Comm
     time.sleep(0.3)  # noqa: ASYNC251
     assert await waits == [5 + r for r in range(ours.size)]
     await ours.aclose()
+
+
+@pytest.mark.ranks(2, backend=("local", "gloo"))
+async def test_h7_an_error_while_others_are_told_of_an_operation_costs_none(
+    coll: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operation has its number by then: without it all others would wait for this rank."""
+    told: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: told.append(unraisable.exc_value))
+
+    def nobody_hears() -> None:
+        raise RuntimeError("the channel is closed")
+
+    log = coll.parts.dispatcher.oplog
+    for _ in range(2):
+        for call in (lambda: coll.allreduce(torch.ones(2)), lambda: coll.allgather_object(1)):
+            if coll.rank == 0:
+                log.awaited[log.seq] = nobody_hears
+            await asyncio.wait_for(call(), 20)
+    assert {str(error) for error in told} <= {"the channel is closed"}
+    assert await coll.allreduce(len(told)) == 4
