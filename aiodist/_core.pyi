@@ -7,6 +7,7 @@ from typing import Any
 Buffer = memoryview | bytearray
 
 BLOCK_BYTES: int
+CHECKS: int
 BELL_BYTES: int
 NUMBERS_BYTES: int
 STAGE_BYTES_PER_RANK: int
@@ -16,6 +17,7 @@ ABANDONED: int
 REFUSED: int
 UNLIKE: int
 
+def copy_checked(into: Buffer, parts: list[tuple[int, int, int]], /) -> list[int]: ...
 def kernels() -> str: ...
 def arrived(rings: tuple[Rings, ...], until: float, /) -> bool: ...
 

@@ -29,6 +29,11 @@ def wants_full_tracebacks() -> bool:
     return os.environ.get("AIODIST_TRACEBACK", "").lower() == "full"
 
 
+def is_launched() -> bool:
+    """Whether `aiodist run` has started this process."""
+    return "AIODIST_TOKEN" in os.environ
+
+
 def servers(size: int, environ: Mapping[str, str] | None = None) -> int | None:
     """Return how many of the job's `size` ranks, the last ones, only serve parameters; None where none is set apart.
 

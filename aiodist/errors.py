@@ -64,7 +64,9 @@ class AiodistError(Exception):
             for name, value in (("operation", self.op), ("communicator", self.comm), ("rank", self.rank))
             if value is not None
         ]
-        return f"{self.args[0]} [{', '.join(where)}]" if where else str(self.args[0])
+        # An operation without its place says nothing that the message does not.
+        told = where and (self.comm is not None or self.rank is not None)
+        return f"{self.args[0]} [{', '.join(where)}]" if told else str(self.args[0])
 
     def __reduce__(self) -> tuple[object, ...]:
         # Subclasses take keywords, which the default would lose in a copy or a pickle.

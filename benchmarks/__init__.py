@@ -13,7 +13,7 @@ endtoend     a whole job beside the same with DDP: jobs, jobs_aiodist, jobs_ddp
 ps           pushes and pulls, small pushes a second
 ps_ways      our parameter server, torch's RPC, plain Send and Recv, with the same calls
 ps_serving   what it costs a training step that its rank also serves
-ps_saving    a checkpoint of the servers while pushes go on
+ps_saving    a checkpoint of a server while pushes go on; a program for `aiodist run`
 ps_rows      rows of a table beside a plain tensor; a program for `aiodist run`
 ps_convergence  what training clients find when they talk to the server seldom
 gpu          jobs of ranks on a CUDA device, and what becomes of them

@@ -1,4 +1,4 @@
-"""Pushes and pulls by size, beside torch's RPC and plain Send and Recv; small pushes a second; serving and saving.
+"""Pushes and pulls by size, beside torch's RPC and plain Send and Recv; small pushes a second; serving.
 
 The last ranks serve, the others work. All ways live in the same processes and take turns, round by round. The servers
 wait on their loops meanwhile, except for plain Send and Recv, which they answer themselves.
@@ -16,7 +16,7 @@ import torch
 from aiodist.bench.peers import Mpi4py
 from aiodist.bench.timing import Contender, Pace, interleaved
 from aiodist.ps import ParameterServer
-from benchmarks import ps_saving, ps_serving
+from benchmarks import ps_serving
 from benchmarks.ps_ways import SPLIT_BYTES, Mpi, Ours, Roles, Rpc, Way, rpc_opened
 from benchmarks.suite import servers
 from benchmarks.training import torch_threads
@@ -45,7 +45,6 @@ async def measure(session: Session) -> list[Record]:
                 records += await _measure_ops(session, ways, nbytes)
             if "ps" in session.impls:
                 records += await ps_serving.measure(session, ps)
-                records += await ps_saving.measure(session, ps)
     return records
 
 

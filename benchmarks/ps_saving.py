@@ -1,90 +1,115 @@
-"""A checkpoint of a parameter server while pushes go on: how much it slows these, and how fast it is written."""
+"""A checkpoint of a server while pushes go on: `aiodist run -n 2 -m benchmarks.ps_saving [GB]`; medians of rounds.
+
+Pushes go to a tensor that is saved last, 64 KiB each, or in turn to all that is saved, 4 MiB each. What the same pushes
+suffer from a thread that writes as many bytes, and does nothing else, is told beside: it is the floor.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import mmap
 import os
-import statistics
+import sys
+from collections.abc import Awaitable, Callable
+from itertools import cycle
 from pathlib import Path
 from shutil import rmtree
+from statistics import mean, median
 from tempfile import mkdtemp
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from aiodist.bench.records import Record
-    from aiodist.bench.session import Session
-    from aiodist.ps import ParameterServer
+import aiodist
+from aiodist.ps import ParameterServer
 
-__all__ = ["measure"]
-
-_TENSORS = 64
 _NBYTES = 4 << 20
 _PUSHED = 64 << 10
-"""Bytes of the tensors that are pushed to."""
+_PIECE_BYTES = 16 << 20
 _ROUNDS = 5
+_SECONDS = 0.5
 
 
-async def measure(session: Session, ps: ParameterServer, nbytes: int = _NBYTES) -> list[Record]:
-    """Return of 64 tensors of `nbytes`: the mean push beside a save to that before and after it, and the seconds of a
-    save to those in which the same bytes are written to the same disk; medians of rounds, both.
-    """
-    names = [f"saved {i}" for i in range(_TENSORS)]
-    value = torch.zeros(_PUSHED // 4)
-    if ps.is_worker:
-        await ps.init(names, [torch.randn(nbytes // 4) for _ in names])
-        await ps.init("pushed", value)
-    slowed, slower = list[float](), list[float]()
-    await session.coll.barrier()
-    if ps.rank == ps.workers[0]:
-        path = Path(mkdtemp(prefix="aiodist-"))
-        for turn in range(1 + (session.plan.repeat or _ROUNDS)):
-            before = await _pushes(ps, value, seconds=0.5)
+async def main() -> None:
+    """Rank 0 pushes, the other one serves."""
+    torch.set_num_threads(1)
+    names = [f"saved {i}" for i in range(round(float(sys.argv[1] if len(sys.argv) > 1 else 1) * 1e9 / _NBYTES))]
+    async with aiodist.init() as coll, ParameterServer(coll, servers=1, rule="add") as ps:
+        for name in names if ps.is_worker else ():
+            await ps.init(name, torch.randn(_NBYTES // 4))
+        if ps.is_worker:
+            await ps.init("pushed", torch.zeros(_PUSHED // 4))
+            path = Path(mkdtemp(prefix="aiodist-"))
+            small, large, turn = torch.zeros(_PUSHED // 4), torch.zeros(_NBYTES // 4), cycle(names)
+            try:
+                await _measure("one of 64 KiB", lambda: ps.push("pushed", small), ps, path, len(names) * _NBYTES)
+                await _measure("all of 4 MiB", lambda: ps.push(next(turn), large), ps, path, len(names) * _NBYTES)
+            finally:
+                rmtree(path)
+            await ps.barrier()
+
+
+async def _measure(what: str, push: Callable[[], Awaitable[Any]], ps: ParameterServer, path: Path, nbytes: int) -> None:
+    """Print what a save costs such pushes, and how long it takes."""
+    slowed: dict[str, list[float]] = {"save": [], "writer": []}
+    took: dict[str, list[float]] = {"save": [], "writer": [], "alone": []}
+    for turn in range(1 + _ROUNDS):
+        for way in slowed:
+            before = await _pushes(push, _soon())
             began = perf_counter()
-            saving = ps.save(path, keep=1)
-            count = 0
-            while not saving.done():
-                await ps.push("pushed", value)
-                count += 1
-            await saving
-            took = perf_counter() - began
-            after = await _pushes(ps, value, seconds=0.5)
-            alone = _written(path / "plain", _TENSORS * nbytes)
+            over: Any = ps.save(path, keep=1) if way == "save" else _in_thread(path / "plain", nbytes)
+            during = await _pushes(push, over.done)
+            await over
+            seconds = perf_counter() - began
+            after = await _pushes(push, _soon())
             if turn:  # the first touches memory
-                slowed.append(took / count / statistics.mean((before, after)))
-                slower.append(took / alone)
-        rmtree(path)
-    await session.coll.barrier()
-    if ps.is_worker:
-        await ps.free([*names, "pushed"])
-    return [
-        record
-        for name, found in (("beside", slowed), ("disk", slower))
-        for record in await session.valued(
-            f"ps_save:{name}", "aiodist:ps", statistics.median(found) if found else None, _TENSORS * nbytes
+                slowed[way].append(during / mean((before, after)))
+                took[way].append(seconds)
+        took["alone"].append(_write(path / "plain", nbytes))
+    alone = median(took["alone"])
+    for way, ratios in slowed.items():
+        told, seconds = ", ".join(f"{ratio:.2f}" for ratio in sorted(ratios)), median(took[way])
+        sys.stdout.write(
+            f"pushes to {what} beside the {way}: {median(ratios):.2f} times as long ({told}); "
+            f"{nbytes / 1e9:.2f} GB in {seconds:.2f} s, "
+            f"at {alone / seconds:.2f} of the disk's {nbytes / 1e9 / alone:.2f} GB/s\n"
         )
-    ]
+    sys.stdout.flush()
 
 
-async def _pushes(ps: ParameterServer, value: torch.Tensor, seconds: float) -> float:
-    """Return the mean seconds of a push."""
+async def _pushes(push: Callable[[], Awaitable[Any]], over: Callable[[], bool]) -> float:
+    """Push until that is over; return the mean seconds of a push."""
     began, count = perf_counter(), 0
-    while perf_counter() - began < seconds:
-        await ps.push("pushed", value)
+    while not count or not over():
+        await push()
         count += 1
     return (perf_counter() - began) / count
 
 
-def _written(path: Path, nbytes: int) -> float:
-    """Return the seconds in which a file of so many bytes is on the disk."""
-    data = torch.randint(256, (nbytes,), dtype=torch.uint8).numpy().data
+def _soon() -> Callable[[], bool]:
+    until = perf_counter() + _SECONDS
+    return lambda: perf_counter() > until
+
+
+def _in_thread(path: Path, nbytes: int) -> asyncio.Task[float]:
+    return asyncio.get_running_loop().create_task(asyncio.to_thread(_write, path, nbytes))
+
+
+def _write(path: Path, nbytes: int) -> float:
+    """Return the seconds in which a file of so many bytes is on the disk, past the cache."""
+    buffer = mmap.mmap(-1, _PIECE_BYTES)
+    buffer.write(os.urandom(_PIECE_BYTES))
     began = perf_counter()
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    while data:
-        data = data[os.write(fd, data) :]
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
+    for at in range(0, nbytes, _PIECE_BYTES):
+        os.write(fd, memoryview(buffer)[: min(_PIECE_BYTES, nbytes - at)])
     os.fsync(fd)
     os.close(fd)
     took = perf_counter() - began
     path.unlink()
     return took
+
+
+if __name__ == "__main__":
+    aiodist.run(main)

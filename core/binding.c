@@ -7,6 +7,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "checksum.h"
 #include "kernels.h"
 
 // --- memory ------------------------------------------------------------------------------------------------------
@@ -650,7 +651,46 @@ static PyObject *kernels(PyObject *module, PyObject *none) {
     return PyUnicode_FromString(core_kernels_level());
 }
 
+static PyObject *copy_checked(PyObject *module, PyObject *args) {
+    (void)module;
+    Py_buffer into;
+    PyObject *parts;
+    if (!PyArg_ParseTuple(args, "w*O!", &into, &PyList_Type, &parts)) return NULL;
+    struct part { unsigned long long address, nbytes; unsigned crc; };
+    Py_ssize_t count = PyList_Size(parts);
+    struct part *found = PyMem_Calloc((size_t)count + 1, sizeof *found);
+    PyObject *sums = found == NULL ? PyErr_NoMemory() : NULL;
+    unsigned long long room = (unsigned long long)into.len;
+    for (Py_ssize_t i = 0; found != NULL && i < count; i++) {
+        struct part *one = &found[i];
+        if (!PyArg_ParseTuple(PyList_GetItem(parts, i), "KKI", &one->address, &one->nbytes, &one->crc)) goto end;
+        if (one->nbytes > room) {
+            PyErr_Format(PyExc_ValueError, "the parts are longer than the %zd bytes that there are for them", into.len);
+            goto end;
+        }
+        room -= one->nbytes;
+    }
+    if (found == NULL) goto end;
+    Py_BEGIN_ALLOW_THREADS;
+    char *to = into.buf;
+    for (Py_ssize_t i = 0; i < count; to += found[i++].nbytes)
+        found[i].crc = core_copy_checked(to, (const void *)(uintptr_t)found[i].address, found[i].nbytes, found[i].crc);
+    Py_END_ALLOW_THREADS;
+    sums = PyList_New(count);
+    for (Py_ssize_t i = 0; sums != NULL && i < count; i++) {
+        PyObject *sum = PyLong_FromUnsignedLong(found[i].crc);
+        if (sum == NULL || PyList_SetItem(sums, i, sum)) Py_CLEAR(sums);
+    }
+end:
+    PyMem_Free(found);
+    PyBuffer_Release(&into);
+    return sums;
+}
+
 static PyMethodDef functions[] = {
+    {"copy_checked", copy_checked, METH_VARARGS,
+     "copy_checked(into, [(address, nbytes, crc), ...]): copy there, one behind another, without the GIL; return of each "
+     "the CRC-32 of what had `crc`, with these bytes behind it."},
     {"kernels", kernels, METH_NOARGS, "Return which kernels this processor runs: baseline, avx2 or avx512."},
     {0},
 };
@@ -666,6 +706,7 @@ static int fill(PyObject *module) {
         !(lane_type = add_type(module, &lane_spec)))
         return -1;
     return PyModule_AddIntConstant(module, "BLOCK_BYTES", (long)core_block_bytes()) ||
+                   PyModule_AddIntConstant(module, "CHECKS", core_checks()) ||
                    PyModule_AddIntConstant(module, "BELL_BYTES", (long)sizeof(core_bell)) ||
                    PyModule_AddIntConstant(module, "STAGE_BYTES_PER_RANK", CORE_LEAST_STAGE_BYTES) ||
                    PyModule_AddIntConstant(module, "KEY_BITS", CORE_KEY_BITS) ||

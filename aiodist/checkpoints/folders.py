@@ -13,12 +13,11 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MANIFEST = "manifest.json"
-_PIECE_BYTES = 16 << 20
 _log = logging.getLogger("aiodist")
 _NAME = re.compile(r"checkpoint-(\d{8,15})(\.part|\.old)?")
 
@@ -108,24 +107,25 @@ def write_all(fd: int, data: memoryview) -> None:
         data = data[os.write(fd, data) :]
 
 
-def write_direct(fd: int, data: memoryview, rest: Callable[[], None]) -> None:
-    """Write all of `data`, past the cache of the kernel where the file system can: copies there are half of the CPU.
+def write_direct(fd: int, pieces: Iterable[memoryview], rest: Callable[[], None]) -> None:
+    """Write all pieces, past the cache of the kernel where the file system can: copies there are half of the CPU.
 
-    Its memory begins at a page. `rest` is called between pieces.
+    The memory of each begins at a page, and all but the last are whole pages. `rest` is called behind each.
     """
-    at, whole, flags = 0, len(data) // mmap.PAGESIZE * mmap.PAGESIZE, fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    with suppress(OSError):  # it cannot
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
-        while at < whole:
-            at += os.write(fd, data[at : min(at + _PIECE_BYTES, whole)])
-            rest()
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # it cannot, or in other pieces alone
-            raise
-    finally:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-    for begin in range(at, len(data), _PIECE_BYTES):
-        write_all(fd, data[begin : begin + _PIECE_BYTES])
+    for piece in pieces:
+        at, whole = 0, len(piece) // mmap.PAGESIZE * mmap.PAGESIZE
+        try:
+            while at < whole:
+                at += os.write(fd, piece[at:whole])
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # it cannot, or in other pieces alone
+                raise
+        if at < len(piece):
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+            write_all(fd, piece[at:])
         rest()
 
 

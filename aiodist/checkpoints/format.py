@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import accumulate
@@ -22,10 +22,11 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from aiodist import _core
 from aiodist.checkpoints import folders
 from aiodist.checkpoints.folders import MANIFEST
 from aiodist.checkpoints.values import Json
-from aiodist.checkpoints.writer import WritePace
+from aiodist.checkpoints.writer import WritePace, pages
 from aiodist.errors import CheckpointDamaged
 
 DTYPES: dict[str, torch.dtype] = {
@@ -48,7 +49,7 @@ DTYPES: dict[str, torch.dtype] = {
     "C128": torch.complex128,
 }
 """By the names of safetensors, which has no complex128: there it is pairs of F64."""
-_PIECE_BYTES = 2 << 20
+_PIECE_BYTES = 16 << 20
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -113,28 +114,73 @@ def lay_out(given: Sequence[TensorEntry]) -> Layout:
 
 
 def copy_into(buffer: Tensor, layout: Layout, sources: Sequence[Tensor]) -> None:
-    """Have `buffer` be the file: its header, and `sources`, flat, one for each entry."""
-    buffer[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
-    for entry, source in zip(layout.entries, sources, strict=True):
-        buffer[entry.offset : entry.offset + entry.nbytes].view(DTYPES[entry.dtype]).copy_(source)
+    """Have `buffer` be what is behind the header of the file: `sources`, flat, one for each entry."""
+    for entry, part, source in zip(layout.entries, parts_of(buffer, layout), sources, strict=True):
+        part.view(DTYPES[entry.dtype]).copy_(source)
 
 
-def write_file(path: Path, layout: Layout, buffer: Tensor, computing: set[int]) -> tuple[FileFacts, list[TensorEntry]]:
-    """Write the file, which `buffer` has; return what the manifest says of it, once it is on the disk.
+def parts_of(buffer: Tensor, layout: Layout) -> list[Tensor]:
+    """Return the bytes of each entry, in a buffer that `copy_into` has filled."""
+    begins = (entry.offset - len(layout.header) for entry in layout.entries)
+    return [buffer[at : at + entry.nbytes] for at, entry in zip(begins, layout.entries, strict=True)]
 
+
+def write_file(
+    path: Path, layout: Layout, sources: Sequence[Tensor], computing: set[int], over: Callable[[int], object] = id
+) -> tuple[FileFacts, list[TensorEntry]]:
+    """Write the file; return what the manifest says of it, once it is on the disk.
+
+    `sources` are the bytes of each entry, flat, and `over` is called with its number when they are no longer looked at.
     The thread rests between pieces, while others are `computing`; no piece needs the GIL.
     """
-    data, rest = buffer.numpy().data[: layout.nbytes], WritePace(computing).rest
-    entries = []
-    for entry in layout.entries:
-        crc, end = 0, entry.offset + entry.nbytes
-        for at in range(entry.offset, end, _PIECE_BYTES):
-            crc = crc32(data[at : min(at + _PIECE_BYTES, end)], crc)
-            rest()
-        entries.append(replace(entry, crc=crc))
+    parts = [torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), *sources]
+    crcs = [0] * len(parts)
     with folders.new_file(path) as fd:
-        folders.write_direct(fd, data, rest)
-    return FileFacts(layout.nbytes, len(layout.header), crc32(layout.header)), entries
+        folders.write_direct(
+            fd, _copied_pieces(parts, crcs, lambda number: over(number - 1)), WritePace(computing).rest
+        )
+    entries = [replace(entry, crc=crc) for entry, crc in zip(layout.entries, crcs[1:], strict=True)]
+    return FileFacts(layout.nbytes, len(layout.header), crcs[0]), entries
+
+
+def _copied_pieces(parts: Sequence[Tensor], crcs: list[int], over: Callable[[int], object]) -> Iterator[memoryview]:
+    """Yield the bytes of all parts, one behind another, in memory that is used again; have `crcs` be their CRC-32s."""
+    buffer = pages(_PIECE_BYTES)
+    for piece in _cut([len(part) for part in parts]):
+        found = [(parts[number][start : start + nbytes], crcs[number]) for number, start, nbytes in piece]
+        for (number, start, nbytes), crc in zip(piece, _copied(buffer, found), strict=True):
+            crcs[number] = crc
+            if start + nbytes == len(parts[number]) and number:
+                over(number)
+        yield buffer.numpy().data[: sum(nbytes for *_, nbytes in piece)]
+
+
+def _cut(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield what each piece has: the numbers of parts, where it begins in them, and how many bytes."""
+    piece, room = list[tuple[int, int, int]](), _PIECE_BYTES
+    for number, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            nbytes = min(room, size - start)
+            piece.append((number, start, nbytes))
+            start, room = start + nbytes, room - nbytes
+            if not room:
+                yield piece
+                piece, room = [], _PIECE_BYTES
+    if piece:
+        yield piece
+
+
+def _copied(buffer: Tensor, parts: Sequence[tuple[Tensor, int]]) -> list[int]:
+    """Copy there, one behind another; return the CRC-32 of each, which goes on from the one beside it."""
+    if _core.CHECKS:
+        return _core.copy_checked(buffer.numpy().data, [(t.data_ptr(), len(t), crc) for t, crc in parts])
+    at, found = 0, []
+    for t, crc in parts:
+        buffer[at : at + len(t)] = t
+        found.append(crc32(t.numpy().data, crc))
+        at += len(t)
+    return found
 
 
 _FIRST_LINE = re.compile(rb'\{"aiodist checkpoint":(\d{1,9}),"nbytes":(\d{1,15}),"sha256":"([0-9a-f]{64})"\}')

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from aiodist.checkpoints import folders
-from aiodist.checkpoints.format import FileFacts, Layout, TensorEntry, commit, copy_into, lay_out, write_file
+from aiodist.checkpoints.format import FileFacts, Layout, TensorEntry, commit, copy_into, lay_out, parts_of, write_file
 from aiodist.checkpoints.own import OwnState, check_own, own_buffers, own_loaders, own_states
 from aiodist.checkpoints.parts import (
     Cut,
@@ -202,7 +202,8 @@ class _Save:
     async def _write(self, writer: Writer, file: Path) -> _Told:
         """Write the file of this rank; return what the manifest says of it."""
         assert self._buffer is not None
-        written = writer.stream.submit(write_file, file, self._layout, self._buffer, writer.progress.computing)
+        sources = parts_of(self._buffer, self._layout)
+        written = writer.stream.submit(write_file, file, self._layout, sources, writer.progress.computing)
         return *await written, self._said_own
 
     async def _commit(self, writer: Writer, part: Path, written: list[_Told], keep: int | None) -> Path:

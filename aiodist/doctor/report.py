@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -103,6 +105,8 @@ def _why(finding: Finding) -> str:
     return f"{words}, do: {finding.remedy}" if finding.remedy else words
 
 
+_WIDTH = 100
+_INDENT = 32
 _COLOURS = {
     State.AVAILABLE: "green",
     State.LIMITED: "yellow",
@@ -120,24 +124,39 @@ def show(report: Report, console: Console) -> None:
         trouble = f"Two ranks did not work together: {report.collectives.trouble}"
         console.print(trouble, style="yellow", soft_wrap=True, markup=False)
     else:
-        for title, name in (("Implementations for two ranks", "availability"), ("What runs them", "selector")):
-            console.print(f"[italic]{title} over {told['backend']}")
-            console.print(told[name], markup=False, highlight=False, soft_wrap=True)
+        console.print(f"[italic]Implementations for two ranks over {told['backend']}")
+        _show_table(told["availability"], console)
+        console.print(f"[italic]What runs them over {told['backend']}")
+        console.print(told["selector"], markup=False, highlight=False, soft_wrap=True)
     show_verdict(report.verdict, console, good=report.usable)
 
 
+def _show_table(text: str, console: Console) -> None:
+    """Print rows, the first of which has the names of the columns, so that they fit."""
+    from rich.table import Table
+    from rich.text import Text
+
+    header, *rows = (re.split(r"\s{2,}", line.strip()) for line in text.splitlines())
+    table = Table(*(name.removeprefix("# ") for name in header), box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table, width=min(console.width, _WIDTH))
+
+
 def show_findings(title: str, findings: Sequence[Finding], console: Console) -> None:
-    """Print findings, each on a line that is never cut: paths and commands can be copied."""
+    """Print findings; a long one goes on in the next line, and no path or command is cut."""
     from rich.text import Text
 
     console.print(title, style="italic", highlight=False)
     for row in findings:
-        state = Text(f"{row.state:<14}", style=_COLOURS[row.state])
-        line = Text.assemble(f"  {row.name:<14} ", state, " ", row.detail, overflow="ignore", no_wrap=True)
+        first, *more = wrap(
+            row.detail, min(console.width, _WIDTH) - _INDENT, break_long_words=False, break_on_hyphens=False
+        ) or [""]
+        line = Text.assemble(f"  {row.name:<14} ", Text(f"{row.state:<14}", style=_COLOURS[row.state]), " ", first)
         line.rstrip()
         console.print(line, soft_wrap=True)
-        if row.remedy:
-            console.print(Text(f"{'':<32}do: {row.remedy}"), soft_wrap=True)
+        for text in (*more, *([f"do: {row.remedy}"] if row.remedy else [])):
+            console.print(Text(" " * _INDENT + text), soft_wrap=True)
 
 
 def show_verdict(text: str, console: Console, *, good: bool) -> None:

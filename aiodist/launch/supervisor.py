@@ -174,6 +174,8 @@ class Supervisor:
     def _stop(self, signum: int, patience: float = 0.0) -> None:
         if not self.stopping:
             self.stopping = True
+            if signum == signal.SIGINT:
+                self._say(f"aiodist run: interrupted; stopping {name_ranks(self._left)}")
             now = self._loop.time()
             if patience:
                 self._times["stop"] = now + patience

@@ -20,7 +20,8 @@ import time
 from os import _exit as exit_at_once
 from pathlib import Path
 
-from aiodist.env import Environment, replace_variables
+from aiodist.control.places import job_socket
+from aiodist.env import Environment, replace_variables, variables
 from aiodist.errors import LaunchError
 from aiodist.launch import wire
 from aiodist.launch.wire import Kind, Start
@@ -69,6 +70,7 @@ class _RankGuard:
 
     def __init__(self, sock: socket.socket, start: Start) -> None:
         self._sock = sock
+        self._job = variables().get("AIODIST_JOB", "")
         self._inbox = bytearray()
         self._outbox = bytearray()
         self._input = bytearray()
@@ -99,6 +101,8 @@ class _RankGuard:
                     self._leave()
         finally:
             _kill_all(self._pid)
+            with contextlib.suppress(OSError):  # rank 0 may have been killed before it could
+                job_socket(self._job).unlink(missing_ok=True)
 
     def _poll(self) -> list[int]:
         poll = select.poll()

@@ -1,8 +1,8 @@
-"""What a checkpoint has of shards and of residuals: copies on the way to a file, and memory that was read from one."""
+"""What a checkpoint has of shards and of residuals: on the way to a file, and memory that was read from one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -33,6 +33,13 @@ class Captured:
 
     said: dict[str, Json]
     written: list[Written] = field(default_factory=list)
+    over: Callable[[], object] | None = None
+    """Called, once, when nobody looks any more at memory that is lent."""
+
+    def release(self) -> None:
+        over, self.over = self.over, None
+        if over is not None:
+            over()
 
     def add(self, name: str, t: Tensor, shape: tuple[int, ...] | None = None, start: int = 0) -> None:
         """Have the elements of a tensor written that begin at `start`; without a shape it is whole."""
@@ -43,7 +50,7 @@ class Captured:
 
 
 def capture(shard: Shard, context: Context) -> Captured:
-    """Return copies of what a shard has; nothing changes it meanwhile. In any thread."""
+    """Return what a shard has, lent or else in copies; nothing changes it meanwhile. In any thread."""
     leads = shard.machine is not None
     said: dict[str, Json] = {
         "name": shard.name,
@@ -64,7 +71,9 @@ def capture(shard: Shard, context: Context) -> Captured:
             captured.add(name, t)
         return captured
     shape = (shard.data.numel(),) if shard.replaces else shard.shape
-    captured.add(_NAME + shard.name, shard.data.clone(), shape, shard.start)
+    captured.over = shard.lend()
+    copied: Callable[[Tensor], Tensor] = Tensor.clone if captured.over is None else Tensor.detach
+    captured.add(_NAME + shard.name, copied(shard.data), shape, shard.start)
     for number, rule in enumerate(context.rules):
         state = shard.state_of(rule)
         kept = {} if state is None else rule.state_dict(state)
@@ -73,7 +82,7 @@ def capture(shard: Shard, context: Context) -> Captured:
             said["states"][str(number)] = {"tuple": [rule.name, encode(kept, f"{path}:{number}", found)]}
             for name, t in found.items():
                 if t.dim():  # cut as the tensor is
-                    captured.add(name, t.clone(), (prod(shape),), shard.start)
+                    captured.add(name, copied(t), (prod(shape),), shard.start)
                 elif leads:
                     captured.add(name, t.clone())
     return captured
@@ -153,13 +162,8 @@ def moved(shard: Shard, context: Context, uids: Sequence[str]) -> Restored:
     marks = {uids[client]: number for client, number in shard.marks.items()}
     if isinstance(shard, TableShard):
         return Restored(shard.version, shard.data, store=shard.store, marks=marks)
-    data = context.pool.take(shard.data.nbytes).view(shard.data.dtype)
-    data.copy_(shard.data)
-    restored = Restored(shard.version, data, marks=marks)
-    for number, rule in enumerate(context.rules):
-        if (state := shard.state_of(rule)) is not None:
-            restored.states[number] = made = rule.state(data)
-            rule.load_state_dict(made, rule.state_dict(state))
+    restored = shard.copied(context)
+    restored.marks = marks
     return restored
 
 

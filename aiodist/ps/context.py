@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from threading import Lock
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done
+from aiodist.backends.base import Done, ignore
 from aiodist.backends.shm import Neighbourhood
 from aiodist.backends.shm.memory import Place
 from aiodist.backends.shm.neighbours import Neighbour
@@ -27,6 +28,7 @@ from aiodist.ps.coalescer import Coalescer
 from aiodist.ps.rules import Rule
 from aiodist.ps.settings import Policy
 from aiodist.ps.wire import Way
+from aiodist.streams import Staging
 
 
 @dataclass(frozen=True)
@@ -288,6 +290,23 @@ class Context:
             raise ValueError("a code, and no codec: expected plain data")
         with self.timed("decode_seconds"):
             return self.codec.decode(code, dtype, numel)
+
+    def staged(self, t: Tensor) -> tuple[Tensor, Callable[[Done], None] | None]:
+        """Return what the host has of `t`: itself; or memory, and the call that copies it there from its device.
+
+        It is copied behind what the current stream has by the time of that call.
+        """
+        if t.is_cpu:
+            return t, None
+        host, staging = self.host_for(t), Staging.of(self.progress)
+        return host, partial(staging.copies, [(host, t)], torch.cuda.current_stream(t.device), ignore)
+
+    def landing(self, host: Tensor, t: Tensor) -> Callable[[Done], None]:
+        """Return the call that copies `host` to `t` on its device, likewise."""
+        return partial(Staging.of(self.progress).copies, [(t, host)], torch.cuda.current_stream(t.device), ignore)
+
+    def host_for(self, t: Tensor) -> Tensor:
+        return t if t.is_cpu else Staging.of(self.progress).buffer(t.nbytes).view(t.dtype)
 
     def living(self) -> list[int]:
         return [rank for rank in self.servers if rank not in self.gone]

@@ -177,10 +177,10 @@ def named(tensors: object) -> dict[str, Tensor]:
 
 
 def checked(t: object, name: str) -> Tensor:
-    """Return `t`; raise unless it is a tensor, on the CPU, whose memory is what it means."""
+    """Return `t`; raise unless it is a tensor, on the CPU or a CUDA device, whose memory is what it means."""
     t = check_tensor(t, name)
-    if not t.is_cpu:
-        raise ValueError(f"{name} lives on {t.device}: the parameter server takes tensors on the CPU, see .cpu()")
+    if not (t.is_cpu or t.is_cuda):
+        raise ValueError(f"{name} lives on {t.device}: expected the CPU or a CUDA device, see .cpu()")
     if (t.dtype.is_complex and t.is_conj()) or t.is_neg():
         raise ValueError(f"{name} is a view that is conj() or negated: expected one that is not, see .resolve_conj()")
     return t

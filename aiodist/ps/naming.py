@@ -14,7 +14,7 @@ from torch import Tensor
 from aiodist.backends.base import DTYPES, dtype_name
 from aiodist.backends.inplace import flat
 from aiodist.codecs import ObjectCodec
-from aiodist.collectives.program import Program, concurrently
+from aiodist.collectives.program import Call, Program, concurrently
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
 from aiodist.ps.names import NameEntry, Names, check_settings, checked, listed
@@ -79,7 +79,8 @@ class Naming:
             raise ValueError(f"init of {names}: expected each name once")
         if codec is not None:
             given = [codec.encode(value) for value in given]  # here: what cannot be encoded is the caller's mistake
-        programs = [self._opening(entry, value) for entry, value in zip(fresh, given, strict=True)]
+        staged = [self._session.context.staged(flat(value)) for value in given]
+        programs = [self._opening(entry, *found) for entry, found in zip(fresh, staged, strict=True)]
         check_timeout(timeout)
         self._names.announce(names)
         return self._session.run("init", _each(programs), timeout)
@@ -160,16 +161,19 @@ class Naming:
         yield from self._opening(entry, torch.empty(0, device="cpu"))
         return Table(self._session, self._names, entry, self._read_mode)
 
-    def _opening(self, entry: NameEntry, value: Tensor) -> Program[None]:
+    def _opening(self, entry: NameEntry, data: Tensor, fetch: Call | None = None) -> Program[None]:
         opened = None
         try:
-            yield from self._opened(entry, value)
+            yield from self._opened(entry, data, fetch)
             opened = entry
         finally:
             self._names.settle(entry.name, opened)
 
-    def _opened(self, entry: NameEntry, value: Tensor | None) -> Program[None]:
-        """Have a name known to its servers; without a value its shards are told later what they have."""
+    def _opened(self, entry: NameEntry, data: Tensor | None, fetch: Call | None = None) -> Program[None]:
+        """Have a name known to its servers; without data, flat, its shards are told later what they have.
+
+        `fetch` brings the data from a device.
+        """
         leader = entry.spans[0].rank
         said = yield from self._session.client.call(
             leader,
@@ -182,11 +186,12 @@ class Naming:
             servers=[span.rank for span in entry.spans],
             codec=repr(entry.codec),
             table=str(entry.table),
-            again=value is None,
+            again=data is None,
         )
         entry.key = said["key"]
         if said["fill"]:
-            data = None if value is None else flat(value)
+            if fetch is not None:
+                yield [fetch]
             own = entry.start == "own" and data is not None
             spans = [span for span in entry.spans if not own or span.rank == self._session.coll.rank]
             if entry.codec is not None and data is not None:

@@ -379,7 +379,7 @@ class ParameterServer(Naming):
 
         Raises ValueError for a wrong `keep`; on await RemoteError for what a server raised, such as OSError, PeerLost
         when a server is gone, KeyError when a tensor was freed meanwhile. The checkpoints before are untouched then.
-        Cost: on each server, beside pushes, two copies of what it has in memory; it is written in a thread of its own.
+        Cost: on each server a thread that writes; and a copy of each tensor that is pushed to before it is written.
         """
         self._session.check()
         check_keep(keep)
@@ -454,8 +454,15 @@ class ParameterServer(Naming):
             found = [_result(part, out) for part, out in zip(parts, outs, strict=True)]
             return (found[0] if found else None) if single else found
 
-        operation = Operation(handle, len(pushed) + len(entries), claims, result)
-        parts = [_part(operation, entry, t) for entry, t in zip(entries, into, strict=True)]
+        context = self._session.context
+        hosts = [None if t is None else context.host_for(t) for t in into]
+        landings = [
+            context.landing(host, t)
+            for host, t in zip(hosts, into, strict=True)
+            if t is not None and host is not None and host is not t
+        ]
+        operation = Operation(handle, len(pushed) + len(entries), claims, result, landings)
+        parts = [_part(operation, entry, t) for entry, t in zip(entries, hosts, strict=True)]
         with client.queue.together():
             for entry, value, number in pushed:
                 client.pushes.push(operation, entry, value, number, alpha)

@@ -33,15 +33,24 @@ if TYPE_CHECKING:
 class Operation:
     """One call of the user's: its handle is settled when all of its parts are over, so that its buffers are free."""
 
-    __slots__ = ("_began", "_claims", "_error", "_left", "_result", "handle", "seconds", "version")
+    __slots__ = ("_began", "_claims", "_error", "_landings", "_left", "_result", "handle", "seconds", "version")
 
     def __init__(
-        self, handle: Handle[Any], parts: int, claims: Sequence[Claim], result: Callable[[], Any] | None = None
+        self,
+        handle: Handle[Any],
+        parts: int,
+        claims: Sequence[Claim],
+        result: Callable[[], Any] | None = None,
+        landings: Sequence[Callable[[Done], None]] = (),
     ) -> None:
-        """`result` makes what the handle returns; the claims are the operation's now."""
+        """`result` makes what the handle returns; the claims are the operation's now.
+
+        `landings` are made when all parts are over: they copy to devices what has come for these.
+        """
         self.handle = handle
         self._left = parts
         self._claims = claims
+        self._landings = landings
         self._result = result
         self._error: BaseException | None = None
         self._began = perf_counter()
@@ -53,12 +62,21 @@ class Operation:
     def read(self, version: int) -> None:
         self.version = version if self.version is None else min(self.version, version)
 
+    def _landed(self, error: BaseException | None) -> None:
+        self.part_over(error)
+
     def part_over(self, error: BaseException | None = None) -> bool:
         """One part is over; True when that was the last."""
         self._error = self._error or error
         self._left -= 1
         if self._left:
             return False
+        if self._landings and self._error is None:
+            landings, self._landings = self._landings, ()
+            self._left = len(landings)
+            for land in landings:
+                land(self._landed)
+            return not self._left
         self.seconds = perf_counter() - self._began
         in_flight.release_all(self._claims)
         self._claims = ()
@@ -122,6 +140,15 @@ Sender = Callable[[], object]
 """Puts a request, or a part of one, into the coalescer; called with the transport lock held."""
 
 
+@dataclass(eq=False, slots=True)
+class _Late:
+    """A request that is being made; `then(error)` sends it, once it is ready and first in its line."""
+
+    then: Done
+    ready: bool = False
+    error: BaseException | None = None
+
+
 class RequestQueue:
     """Numbers requests, and has them leave in order: issued on the loop's thread, sent with the transport lock held."""
 
@@ -130,8 +157,8 @@ class RequestQueue:
         self.context = context
         self._lost = lost
         self._numbers = count(first)
-        self._begun = 0  # on the loop's thread
-        self._ended = 0  # with the transport lock held
+        self._line: deque[_Late] = deque()
+        """What leaves in this order; added to on the loop's thread, taken from with the transport lock held."""
         self._gathered: list[Sender] | None = None
 
     def number(self) -> int:
@@ -139,7 +166,7 @@ class RequestQueue:
 
     @property
     def behind(self) -> bool:
-        return self._begun != self._ended
+        return bool(self._line)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -154,28 +181,31 @@ class RequestQueue:
                 self.issue(gathered)
 
     def issue(self, senders: Sequence[Sender]) -> None:
-        """Send requests now, or behind those that are being encoded."""
+        """Send requests now, or behind those that are being encoded, or copied from a device."""
         if self._gathered is not None:
             self._gathered.extend(senders)
         elif self.behind:
-            self.issue_later(lambda: None, lambda _: self.send(senders))
+            self.issue_later(lambda done: done(None), lambda _: self.send(senders))
         else:
             self.context.progress.start(partial(self.send, senders))
 
-    def issue_later(self, work: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
-        """Have the service thread do `work`, then `then(error)` send what came of it; what comes later waits behind."""
+    def issue_later(self, begin: Callable[[Done], None], then: Done) -> None:
+        """Have `begin(done)` make a request, and then `then(error)` send it; what comes later waits behind."""
         if gathered := self._gathered:
             self._gathered = None
             self.issue(gathered[:])
             gathered.clear()
             self._gathered = gathered
-        self._begun += 1
+        late = _Late(then)
+        self._line.append(late)
 
         def over(error: BaseException | None) -> None:
-            self._ended += 1
-            then(error)
+            late.error, late.ready = error, True
+            while self._line and self._line[0].ready:
+                first = self._line.popleft()
+                first.then(first.error)
 
-        self.context.progress.start(partial(self.context.service.run, work, over))
+        self.context.progress.start(partial(begin, over))
 
     def send(self, senders: Sequence[Sender]) -> None:
         for sender in senders:

@@ -7,7 +7,7 @@ load, all ranks read and compare first; then an order has every shard take the m
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aiodist.checkpoints import folders
-from aiodist.checkpoints.format import FileFacts, TensorEntry, commit, copy_into, lay_out, write_file
+from aiodist.checkpoints.format import FileFacts, TensorEntry, commit, lay_out, write_file
 from aiodist.checkpoints.reading import Reader, of_all
 from aiodist.collectives.program import Program, run
 from aiodist.errors import CheckpointDamaged
@@ -253,7 +253,6 @@ class ServerSaving:
         """Copy what this rank has, shards between two steps, and write its file."""
         turn = self._turns.setdefault(call["turn"], _Turn())
         turn.keys = [key for key, _, spans in call["tensors"] if any(self._context.rank == span[0] for span in spans)]
-        yield [partial(self._order, OrderKind.SAVE, call["turn"])]
         residuals = Captured({})
 
         def copy_residuals() -> None:
@@ -261,9 +260,14 @@ class ServerSaving:
                 if (whole := self._client.codes.residual(key, spans)) is not None:
                     residuals.add(self._residual_name(name), whole)
 
-        yield [partial(self._context.service.run, copy_residuals)]  # behind what is being encoded
-        captured, computing = [*turn.captured.values(), residuals], self._context.progress.computing
-        written: _Said = yield from self._on_disk(partial(_written, call, captured, computing))
+        try:
+            yield [partial(self._order, OrderKind.SAVE, call["turn"])]
+            yield [partial(self._context.service.run, copy_residuals)]  # behind what is being encoded
+            captured, computing = [*turn.captured.values(), residuals], self._context.progress.computing
+            written: _Said = yield from self._on_disk(partial(_written, call, captured, computing))
+        finally:
+            for one in turn.captured.values():
+                one.release()
         return written
 
     def _residual_name(self, name: str) -> str:
@@ -299,14 +303,20 @@ class ServerSaving:
 
 def _written(call: _Said, captured: Sequence[Captured], computing: set[int]) -> _Said:
     """Write this rank's file; return what the manifest says of it. In the thread for files."""
-    written = sorted((each for one in captured for each in one.written), key=lambda each: -each.entry.itemsize)
-    layout = lay_out([each.entry for each in written])
-    buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
-    copy_into(buffer, layout, [each.elements for each in written])
-    for one in captured:
-        one.written.clear()
+    found = [(each, one) for one in captured for each in one.written]
+    found.sort(key=lambda each: -each[0].entry.itemsize)
+    layout = lay_out([each.entry for each, _ in found])
+    left = Counter(id(one) for _, one in found)
+
+    def over(number: int) -> None:
+        _, one = found[number]
+        left[id(one)] -= 1
+        if not left[id(one)]:
+            one.release()
+
     file = Path(call["folder"]) / folders.file_name(call["at"])
-    facts, entries = write_file(file, layout, buffer, computing)
+    sources = [each.elements.view(torch.uint8) for each, _ in found]
+    facts, entries = write_file(file, layout, sources, computing, over)
     return {
         "facts": [facts.nbytes, facts.header, facts.crc],
         "entries": [[e.name, e.dtype, e.shape, e.start, e.numel, e.offset, e.crc] for e in entries],

@@ -21,6 +21,7 @@ from aiodist.ps import machines
 from aiodist.ps.answers import Answers, Change, Pulling, Pushing, Request, Restored
 from aiodist.ps.context import LIGHT_BYTES, Context, error_of
 from aiodist.ps.machines import Apply, Drop, Machine, Serve
+from aiodist.ps.optimizers import OptimizerRule
 from aiodist.ps.rules import RULES, Function, Piece, Rule, apply_step
 from aiodist.ps.settings import Span
 from aiodist.ps.wire import Kind, Order, OrderKind, Reads, Stage
@@ -71,6 +72,8 @@ class Shard:
         self._lookers: dict[_Key, Tensor] = {}  # lock-free: they see what they see, but not other tensors' memory
         self.unseen: Callable[[], object] = lambda: None
         """Called when nobody looks at the memory any more."""
+        self._lent = False
+        """A checkpoint is written from the memory: what changes it takes other memory first."""
         self._busy = False
         self._advancing = False
         # What is applied when it comes, here alone and in no time, needs no order.
@@ -149,6 +152,7 @@ class Shard:
 
     def fill(self, request: Pushing) -> None:
         assert request.value is not None
+        self._leave_lent()
         self.data.copy_(request.value)
         self._answers.recycle(request)
         self._answers.done(request, Stage.APPLIED)
@@ -293,10 +297,47 @@ class Shard:
     def state_of(self, rule: Rule) -> Any:  # noqa: ANN401
         return self._states.get(id(rule))
 
-    def take(self, restored: Restored) -> None:
-        self._context.pool.release(self.data.view(torch.uint8))
-        self.data = restored.data
+    def lend(self) -> Callable[[], None] | None:
+        """Have the memory, and that of states, stay as it is until what is returned is called; from any thread.
+
+        None where that cannot be: there are states that only their rules can copy, or an object.
+        """
+        rules = (rule for rule in self._context.rules if self.state_of(rule) is not None)
+        if self.replaces or not all(isinstance(rule, OptimizerRule) for rule in rules):
+            return None
+        self._lent, lent = True, self.data
+
+        def release_lent() -> None:
+            self._lent = False
+            if self.data is not lent and not self.looked_at:
+                self._context.pool.release(lent.view(torch.uint8))
+
+        return release_lent
+
+    def copied(self, context: Context) -> Restored:
+        """Return copies of what it has, in memory of `context`, which may be that of another communicator."""
+        data = context.pool.take(self.data.nbytes).view(self.data.dtype)
+        data.copy_(self.data)
+        restored = Restored(self.version, data)
+        for number, rule in enumerate(context.rules):
+            if (state := self.state_of(rule)) is not None:
+                restored.states[number] = made = rule.state(data)
+                rule.load_state_dict(made, rule.state_dict(state))
+        return restored
+
+    def _leave_lent(self) -> None:
+        """Have memory that nothing is written from, before it changes."""
+        if self._lent:
+            self._move_to(self.copied(self._context))
+
+    def _move_to(self, restored: Restored) -> None:
+        self.data, self._lent = restored.data, False
         self._states = {id(self._context.rules[number]): state for number, state in restored.states.items()}
+
+    def take(self, restored: Restored) -> None:
+        if not self._lent:
+            self._context.pool.release(self.data.view(torch.uint8))
+        self._move_to(restored)
         self._restart(restored)
 
     def _restart(self, restored: Restored) -> None:
@@ -341,7 +382,8 @@ class Shard:
         if self._can_swap(pushes):
             push = pushes[0][0]
             assert push.value is not None
-            self.data, push.buffer = push.value, self.data.view(torch.uint8)
+            self.data, push.buffer = push.value, None if self._lent else self.data.view(torch.uint8)
+            self._lent = False
             over(None)
             return
         work = partial(self._compute, pushes)
@@ -363,6 +405,7 @@ class Shard:
     def _compute(self, pushes: Sequence[tuple[Pushing, float]]) -> None:
         if not pushes:  # all of them died on the way
             return
+        self._leave_lent()
         rules = self._context.rules
         pieces = []
         for push, weight in pushes:

@@ -222,7 +222,10 @@ class Table:
             raise KeyError(f"the table {self.name!r} was freed")
 
     def _checked(self, t: Tensor, name: str, ids: Tensor | GroupedIds) -> Tensor:
-        return checked_as(t, name, self.name, self.dtype, (*ids.shape, self.dim))
+        rows = checked_as(t, name, self.name, self.dtype, (*ids.shape, self.dim))
+        if not rows.is_cpu:
+            raise ValueError(f"{name} lives on {rows.device}: a table takes rows on the CPU, see .cpu()")
+        return rows
 
     def __repr__(self) -> str:
         rows = "any" if self.rows is None else str(self.rows)

@@ -45,21 +45,26 @@ class Pushes:
     # --- going up --------------------------------------------------------------------------------------------
 
     def push(self, operation: Operation, entry: NameEntry, value: Tensor, rule: int, alpha: float) -> None:
-        """Push flat `value`; copied now where it is small, else the operation's until it is over."""
+        """Push flat `value`; copied now where it is small and on the host, else the operation's until it is over."""
         number = self._begin(operation, entry, value.nbytes)
+        value, fetch = self._context.staged(value)
         if self._codes.takes(entry):
             if self._queue.behind and value.nbytes <= self._context.coalescer.inline_bytes:
                 value = value.clone()  # it is the user's again when the call returns
             encode = partial(self._codes.encode, entry, value, self._context.rules[rule], alpha)
-            self._encode(number, entry, value.nbytes, encode, rule)
+            self._encode(number, entry, value.nbytes, encode, rule, fetch)
         else:
             # The one span of an object does not say how long its code is.
             spans = entry.spans
-            if len(spans) == 1 and self._log is None:  # what `_senders` does, for small ones
+            if len(spans) == 1 and self._log is None and fetch is None:  # what `_senders` does, for small ones
                 self._queue.issue((self._sender(number, entry, spans[0], value, rule, alpha, False),))
                 return
             blocks = [value] if len(spans) == 1 else [value[start:stop] for _, start, stop in spans]
-            self._queue.issue(self._senders(number, entry, [(block, False) for block in blocks], rule, alpha))
+            plain = [(block, False) for block in blocks]
+            if fetch is None:
+                self._queue.issue(self._senders(number, entry, plain, rule, alpha))
+            else:
+                self._encode(number, entry, value.nbytes, lambda: (plain, alpha), rule, fetch)
 
     def push_rows(
         self, operation: Operation, entry: NameEntry, nbytes: int, pack: Callable[[], Sequence[Tensor]], rule: int
@@ -69,9 +74,15 @@ class Pushes:
         self._encode(number, entry, nbytes, lambda: ([(block, False) for block in pack()], 1.0), rule)
 
     def _encode(
-        self, number: int, entry: NameEntry, nbytes: int, encode: Callable[[], tuple[_Blocks, float]], rule: int
+        self,
+        number: int,
+        entry: NameEntry,
+        nbytes: int,
+        encode: Callable[[], tuple[_Blocks, float]],
+        rule: int,
+        fetch: Callable[[Done], None] | None = None,
     ) -> None:
-        """Send what `encode` makes of so many bytes, with its alpha.
+        """Send what `encode` makes of so many bytes, with its alpha, once `fetch` is done, which brings them.
 
         At once, or in the service thread; then what comes after it is kept behind it.
         """
@@ -87,8 +98,16 @@ class Pushes:
                 blocks, alpha = found[0]
                 self._queue.send(self._senders(number, entry, blocks, rule, alpha))
 
-        if nbytes > LIGHT_BYTES or self._queue.behind:
-            self._queue.issue_later(work, over)
+        def begin(done: Done) -> None:
+            self._context.service.run(work, done)
+
+        def fetched(done: Done, error: BaseException | None) -> None:
+            (done(error) if error is not None else begin(done))
+
+        if fetch is not None:
+            self._queue.issue_later(lambda done: fetch(partial(fetched, done)), over)
+        elif nbytes > LIGHT_BYTES or self._queue.behind:
+            self._queue.issue_later(begin, over)
         elif (error := error_of(work)) is not None:
             self._queue.issue((partial(self.refuse, number, error),))
         else:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
@@ -35,6 +36,7 @@ _ROUND_TRIPS = 4  # of clocks, each time
 _SHOWN = 8
 _MOST_LEFT = 1 << 14  # operations of a rank that others may still come to
 
+_Stream = tuple[str, str]  # a communicator, and the name of an operation: "" for all that are in the order
 Times = NDArray[np.int64]  # (operations, 2): their numbers, and nanoseconds
 
 
@@ -44,25 +46,48 @@ class _Followed:
 
     dispatcher: Dispatcher
     over: bool = False  # it was closed when the first rank was told of it last
-    told: int = 0  # how many of its operations the first rank was told of
+    told: int = 0  # how many of its operations the first rank was told of, without those that have names
+    named: dict[tuple[str, int], Record] = field(default_factory=dict)  # of the last ones, by name and use
     seconds: list[float] = field(default_factory=list)
     by_operation: dict[str, list[float]] = field(default_factory=dict)
     compared: int = 0
     error: float = 0.0
+
+    issued: int = 0  # how many there were when it was told last, with those
 
     @property
     def log(self) -> OpLog:
         """What was issued on it."""
         return self.dispatcher.oplog
 
-    def add(self, late: NDArray[np.float64], compared: int, error: float) -> WaitingCall:
+    def find(self, name: str, number: int) -> Record | None:
+        """Return the record of an operation, or of that use of a name; None where it is no longer kept."""
+        return self.named.get((name, number)) if name else self.log.find(number)
+
+    def tell(self) -> Iterator[tuple[str, bytes]]:
+        """Yield when this rank came to what it has issued since the last time: in the order, and of each name."""
+        since, self.told = self.told, self.log.seq
+        self.issued = self.told + self.dispatcher.names.issued
+        yield "", self.log.arrivals(since)
+        arrivals, found = self.dispatcher.names.arrivals, dict[str, list[tuple[int, int]]]()
+        while arrivals:
+            use, came = arrivals.popleft()
+            found.setdefault(use.name, []).append((use.count, came))
+            assert use.record is not None
+            self.named[use.name, use.count] = use.record
+        while len(self.named) > _MOST_LEFT:
+            del self.named[next(iter(self.named))]
+        for name, times in found.items():
+            yield name, np.array(times, np.int64).tobytes()
+
+    def add(self, name: str, late: NDArray[np.float64], compared: int, error: float) -> WaitingCall:
         """Take in (number, last rank, seconds waited) of operations; return what is known now."""
         size = len(self.dispatcher.ranks)
         self.seconds = self.seconds or [0.0] * size
         for number, last, waited in late.tolist():
-            rank, record = int(last), self.log.find(int(number))
+            rank, record = int(last), self.find(name, int(number))
             self.seconds[rank] += waited
-            kind = "" if record is None else record.what.kind
+            kind = "" if record is None else f"{record.what.kind} {name!r}" if name else record.what.kind
             self.by_operation.setdefault(kind, [0.0] * size)[rank] += waited
         self.compared += compared
         self.error = max(self.error, error)
@@ -84,8 +109,8 @@ class ArrivalTimes:
         self._followed: dict[str, _Followed] = {}
         self._answers: dict[int, list[Any]] = {}
         self._all_told: asyncio.Future[None] | None = None
-        self._left: dict[str, dict[int, Times]] = {}
-        """As the first rank: by communicator and rank of the world, when it came to what others have not come to."""
+        self._left: dict[_Stream, dict[int, Times]] = {}
+        """As the first rank: by rank of the world, when it came to what others have not come to."""
         self._says = report
         self._report = _Report(self._ranks)
         self._round = 0
@@ -103,6 +128,7 @@ class ArrivalTimes:
         """Have the times of a communicator noted."""
         if len(dispatcher.ranks) > 1:
             dispatcher.oplog.timed = True
+            dispatcher.names.arrivals = deque(maxlen=_MOST_LEFT)
             self._followed[dispatcher.name] = _Followed(dispatcher)
 
     def close(self) -> None:
@@ -114,7 +140,7 @@ class ArrivalTimes:
             self._task.cancel()
         self._registry.on_open.remove(self.follow)
         for one in self._followed.values():
-            one.log.timed = False
+            one.log.timed, one.dispatcher.names.arrivals = False, None
         self._clock.close()
         with suppress(RuntimeError):  # the channel is closed
             self._channel.unsubscribe(_TOPIC)
@@ -159,21 +185,21 @@ class ArrivalTimes:
         """Return of each communicator what its ranks are to know, as `_Followed.add` takes it."""
         ranks_of: dict[str, list[int]] = {}
         for rank, told in self._answers.items():
-            for name, ranks, times in told:
-                ranks_of[name] = ranks
+            for comm, name, ranks, times in told:
+                ranks_of[comm] = ranks
                 came = np.frombuffer(times, np.int64).reshape(-1, 2).copy()
                 came[:, 1] += round(offsets[rank].seconds * 1e9)
-                before = self._left.setdefault(name, {}).get(rank)
-                self._left[name][rank] = came if before is None else np.concatenate([before, came])[-_MOST_LEFT:]
-        self._left = {name: self._left[name] for name in ranks_of}
+                left = self._left.setdefault((comm, name), {})
+                left[rank] = np.concatenate([left[rank], came])[-_MOST_LEFT:] if rank in left else came
+        self._left = {stream: left for stream, left in self._left.items() if stream[0] in ranks_of}
         found = []
-        for name, ranks in ranks_of.items():
-            left = self._left[name]
+        for (comm, name), left in self._left.items():
+            ranks = ranks_of[comm]
             error = 2 * max(offsets[rank].error for rank in ranks)
             if error < float("inf") and left.keys() >= set(ranks):
                 numbers, late = _late([left[rank] for rank in ranks], error)
                 if len(numbers):
-                    found.append([name, late.tobytes(), len(numbers), error])
+                    found.append([comm, name, late.tobytes(), len(numbers), error])
                     for rank in ranks:
                         left[rank] = left[rank][left[rank][:, 0] > numbers[-1]]
         return found
@@ -195,23 +221,22 @@ class ArrivalTimes:
     def _tell(self) -> list[Any]:
         """Return, of each communicator, its ranks and when this one came to what was issued since the last time."""
         told = []
-        for name, one in list(self._followed.items()):
+        for comm, one in list(self._followed.items()):
             if one.over:
-                del self._followed[name]
+                del self._followed[comm]
                 continue
             one.over = one.dispatcher.refusal is not None
-            issued = one.log.seq
-            told.append([name, list(one.dispatcher.ranks), one.log.arrivals(one.told)])
-            self._report.issued += issued - one.told
-            one.told = issued
+            before, ranks = one.issued, list(one.dispatcher.ranks)
+            told += [[comm, name, ranks, times] for name, times in one.tell()]
+            self._report.issued += one.issued - before
         return told
 
     def _know(self, late: list[Any]) -> None:
-        for name, rows, compared, error in late:
-            if (one := self._followed.get(name)) is not None:
+        for comm, name, rows, compared, error in late:
+            if (one := self._followed.get(comm)) is not None:
                 late_ones = np.frombuffer(rows).reshape(-1, 3)
-                self._waited[name] = one.add(late_ones, compared, error)
-                self._report.add(one, late_ones, compared, error)
+                self._waited[comm] = one.add(name, late_ones, compared, error)
+                self._report.add(one, name, late_ones, compared, error)
 
     def __str__(self) -> str:
         return str(self._report)
@@ -228,10 +253,10 @@ class _Report:
         self._compared = 0
         self._error = 0.0
 
-    def add(self, one: _Followed, late: NDArray[np.float64], compared: int, error: float) -> None:
+    def add(self, one: _Followed, name: str, late: NDArray[np.float64], compared: int, error: float) -> None:
         """As `_Followed.add`, which has taken it in."""
         for number, last, waited in late.tolist():
-            rank, record = one.dispatcher.ranks[int(last)], one.log.find(int(number))
+            rank, record = one.dispatcher.ranks[int(last)], one.find(name, int(number))
             line = rank, None if record is None else Record(0, record.what, record.origin)
             self._seconds[rank] += waited
             self._lines[line] = self._lines.get(line, 0.0) + waited

@@ -5,42 +5,29 @@ from __future__ import annotations
 import json
 import os
 import socket
-import warnings
 from pathlib import Path
 from typing import Any
 
+from aiodist.control.places import job_socket
 from aiodist.errors import ConfigError
 
 _SECONDS = 5.0
 
 
-def _folder() -> Path:
-    from platformdirs import user_runtime_path
-
-    with warnings.catch_warnings():  # of a folder that is not private, and so is not taken
-        warnings.simplefilter("ignore")
-        return user_runtime_path("aiodist")
-
-
-def path_of(job: int) -> Path:
-    """Return the socket of a job."""
-    return _folder() / f"{job}.sock"
-
-
 def claim(job: int) -> Path:
     """Return where the job's socket may be made: in a folder of this user alone, and in place of a stale one."""
-    folder = _folder()
+    path = job_socket(job)
+    folder = path.parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
-    path = path_of(job)
     _is_alive(path)
     return path
 
 
 def running() -> list[int]:
     """Return the jobs whose sockets somebody serves; stale ones are removed."""
-    found = [path for path in _folder().glob("*.sock") if path.stem.isdecimal() and _is_alive(path)]
+    found = [path for path in job_socket(0).parent.glob("*.sock") if path.stem.isdecimal() and _is_alive(path)]
     return sorted(int(path.stem) for path in found)
 
 
@@ -55,10 +42,10 @@ def look(job: int | None) -> dict[str, Any]:
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_SECONDS)
-            connection.connect(str(path_of(job)))
+            connection.connect(str(job_socket(job)))
             told: dict[str, Any] = json.loads(b"".join(iter(lambda: connection.recv(1 << 16), b"")))
     except (OSError, ValueError) as error:
-        _is_alive(path_of(job))
+        _is_alive(job_socket(job))
         others = ", ".join(map(str, running())) or "none"
         raise ConfigError(f"job {job} does not answer here: {error}; those that do: {others}") from error
     return told

@@ -15,7 +15,7 @@ from itertools import groupby
 from types import TracebackType
 from typing import Any
 
-from aiodist.env import wants_full_tracebacks
+from aiodist.env import is_launched, wants_full_tracebacks
 from aiodist.errors import AiodistError
 from aiodist.handles.origin import is_ours
 
@@ -55,12 +55,21 @@ def cause_in(text: str) -> str:
 
 def _print_folded(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     try:
-        text = folded(error.with_traceback(trace))
+        error = error.with_traceback(trace)
+        text = _interrupted(error) if kind is KeyboardInterrupt and is_launched() else folded(error)
     except Exception:  # noqa: BLE001  - it must be shown in any case
         sys.__excepthook__(kind, error, trace)
         return
     hint = "(AIODIST_TRACEBACK=full shows these frames too)\n" if _MARK in text else ""
     print(text + hint, end="", file=sys.stderr)  # noqa: T201
+
+
+def _interrupted(error: BaseException) -> str:
+    """Return where the program was, in a line: each rank of a job is interrupted."""
+    parts = _every(traceback.TracebackException.from_exception(error), error)
+    frames = [frame for part, _ in parts for frame in part.stack if not _is_ours(frame)]
+    place = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    return f"KeyboardInterrupt{place}\n"
 
 
 def _every(

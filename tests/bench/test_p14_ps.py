@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +37,6 @@ async def measure(plan: Plan) -> list[Record]:
 def test_p14_bench_ps_measures_every_call(monkeypatch: pytest.MonkeyPatch, ranks: int, servers: int) -> None:
     monkeypatch.setattr(ps, "COUNT", 20)
     monkeypatch.setattr(ps_serving, "PULLS", 1)
-    monkeypatch.setattr(ps_saving, "_TENSORS", 2)
     plan = Plan("ps", ranks, ("ps", "ps-arena"), (), sizes=(64, 2 << 20), repeat=1, own={"servers": servers})
     found, *others = run_ranks(ranks, partial(measure, plan))
     assert others == [[]] * (ranks - 1)
@@ -53,7 +53,6 @@ def test_p14_bench_ps_measures_every_call(monkeypatch: pytest.MonkeyPatch, ranks
     assert [(r.op, r.impl) for r in found[len(timed) :]] == [
         *[("serving_step", impl) for impl in ("none", "aiodist:ps", "aiodist:ps:lock-free")],
         *[(op, impl) for op in ("serving_pull", "serving") for impl in ("aiodist:ps", "aiodist:ps:lock-free")],
-        *[(op, "aiodist:ps") for op in ("ps_save:beside", "ps_save:disk")],
     ]
     slowed = {record.impl: record.value for record in found if record.op == "serving"}
     steps = {record.impl: record.seconds or 0.0 for record in found if record.op == "serving_step"}
@@ -61,6 +60,20 @@ def test_p14_bench_ps_measures_every_call(monkeypatch: pytest.MonkeyPatch, ranks
         assert value == pytest.approx(steps[impl] / steps["none"])
     assert loads(dumps(found)) == found
     assert "rule" in [column.header for column in table(found, "ps").columns]
+
+
+def test_p14_bench_ps_saving_tells_what_a_save_costs_pushes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"_NBYTES": 4096, "_ROUNDS": 1, "_SECONDS": 0.01}.items():
+        monkeypatch.setattr(ps_saving, name, value)
+    monkeypatch.setattr(sys, "argv", ["ps_saving", "3e-5"])
+    run_ranks(2, ps_saving.main)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        f"pushes to {what} beside the {way}" for what in ("one of 64 KiB", "all of 4 MiB") for way in ("save", "writer")
+    ]
+    assert all("0.00 GB in" in line for line in lines)
 
 
 def test_p14_bench_ps_cuts_tensors_for_all_as_ours_does() -> None:

@@ -25,6 +25,8 @@ good) exec env -i PATH=/usr/bin:/bin sh -c "$*";;
 closed) echo "closed: Permission denied (publickey,password)." >&2; exit 255;;
 unknown) echo "ssh: Could not resolve hostname unknown: Name or service not known" >&2; exit 255;;
 stranger) echo "Host key verification failed." >&2; exit 255;;
+csh) case "$*" in *'!'*|*"
+"*) echo "Unmatched '." >&2; exit 1;; esac; exec env -i PATH=/usr/bin:/bin sh -c "$*";;
 chatty) echo "Welcome to chatty!"; exec env -i PATH=/usr/bin:/bin sh -c "$*";;
 nopython) exec sh -c "$(printf %s "$*" | sed 's#{python}#/no/python#g')";;
 nompi) exec sh -c "$(printf %s "$*" | sed 's#{mpi}#/no/mpi#g')";;
@@ -34,6 +36,7 @@ esac
 """
 _OLD = """\
 #!/bin/sh
+read -r program
 read -r question
 echo '{answer}'
 read -r others
@@ -87,7 +90,7 @@ def ask(question: Question, *names: str) -> dict[str, dict[str, Finding]]:
 
 
 def test_l8_doctor_hosts_that_have_everything(question: Question) -> None:
-    for found in ask(question, "good", "chatty").values():
+    for found in ask(question, "good", "chatty", "csh").values():
         assert list(found) == [
             "reachable",
             "MPI",

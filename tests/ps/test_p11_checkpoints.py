@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,52 @@ async def test_p11_a_checkpoint_amid_pushes_is_of_one_version(coll: Communicator
                     assert last[name] <= value <= final[name]
                     last[name] = value
         await ps.barrier()
+
+
+@pytest.mark.ranks(2)
+async def test_p11_memory_that_is_being_written_is_left_by_what_changes_it(
+    coll: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, begun, go_on = folders.write_direct, threading.Event(), threading.Event()
+
+    def stopped(fd: int, pieces: Iterable[memoryview], rest: Callable[[], None]) -> None:
+        begun.set()
+        assert go_on.wait(SECONDS)
+        write(fd, pieces, rest)
+
+    path = Path(await coll.broadcast_object(str(tmp_path)))
+    big = {"added": drawn(300_001, 5), "copied": drawn(300_001, 6), "adam": drawn(300_001, 7), "small": drawn(9, 8)}
+    rules = {"added": "add", "copied": "copy", "adam": "adam", "small": "heavy"}
+    async with ParameterServer(coll, big, rule="add", rules=RULES, servers=1, timeout=SECONDS) as ps:
+
+        async def push(seed: int) -> None:
+            for name, t in big.items():
+                await ps.push(name, drawn(t.numel(), seed).view_as(t), rule=rules[name])
+
+        async def pulled() -> dict[str, Tensor]:
+            return {name: (await ps.pull(name, torch.empty_like(t))).clone() for name, t in big.items()}
+
+        if ps.is_worker:
+            for seed in (10, 11):
+                await push(seed)
+            monkeypatch.setattr(folders, "write_direct", stopped)
+            before = await pulled()
+            saving = ps.save(path)
+            await asyncio.to_thread(begun.wait, SECONDS)
+            for seed in (12, 13):
+                await push(seed)
+            after = await pulled()
+            assert not any(torch.equal(before[name], after[name]) for name in big)
+            assert not saving.done()
+            go_on.set()
+            await saving
+            for _ in range(2):  # what was given back is used again
+                await push(14)
+            await ps.load(path)
+            assert all(map(torch.equal, (await pulled()).values(), before.values()))
+            for seed in (12, 13):
+                await push(seed)
+            assert all(map(torch.equal, (await pulled()).values(), after.values()))
 
 
 def test_p11_residuals_of_codecs_go_on(tmp_path: Path) -> None:

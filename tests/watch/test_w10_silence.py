@@ -65,6 +65,44 @@ def test_w10_two_that_receive_from_each_other(caplog: pytest.LogCaptureFixture) 
     assert "from rank 0 with tag 1 on 'world'" in report
 
 
+def test_w10_a_deadlock_beside_a_heartbeat_is_reported_as_one(caplog: pytest.LogCaptureFixture) -> None:
+    async def beat() -> None:
+        while True:  # noqa: ASYNC110  - a heartbeat
+            await asyncio.sleep(0.1)
+
+    async def main(coll: Communicator) -> None:
+        one, two = await coll.dup(), await coll.dup()
+        first, second = (one, two) if coll.rank == 0 else (two, one)
+        heart = asyncio.create_task(beat())
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2.5):
+                await first.allreduce(torch.ones(3))
+        await second.allreduce(torch.ones(3))
+        heart.cancel()
+
+    (report,) = _reports(main, caplog)
+    assert report.endswith(
+        "rank 0 waits for rank 1, which waits for rank 0: a deadlock, unless a timer, a thread or a socket ends it"
+    )
+
+
+def test_w10_ranks_that_one_outside_can_free_are_in_no_deadlock(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(coll: Communicator) -> None:
+        if coll.rank == 2:
+            await asyncio.sleep(2.5)
+            await coll.send(torch.ones(1), 0)
+        elif coll.rank == 0:
+            await coll.recv(src=aiodist.ANY)
+            await coll.send(torch.ones(1), 1)
+        else:
+            await coll.recv(src=0)
+        await coll.barrier()
+
+    (report,) = _reports(main, caplog, 3)
+    assert "waits for rank 0 in recv #0" in report
+    assert "deadlock" not in report
+
+
 def test_w10_a_receive_beside_a_collective(caplog: pytest.LogCaptureFixture) -> None:
     async def main(coll: Communicator) -> None:
         handle = coll.recv(src=1) if coll.rank == 0 else coll.allreduce(1)

@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 from torch.distributed.flight_recorder import fr_trace
 
+from aiodist.control.places import job_socket
 from aiodist.watch import jobs, shown
 
 pytestmark = pytest.mark.timeout(100)
@@ -93,6 +94,17 @@ def _line(text: str) -> str:
     return f"program.py:{PROGRAM.splitlines().index(text) + 1} in"
 
 
+@pytest.mark.parametrize("killed", ["rank 0", "the launcher"])
+def test_w11_a_job_that_was_killed_leaves_no_socket(folder: Path, killed: str) -> None:
+    with running(folder, "-m", "aiodist.cli", "run", "-n", "2", "--mpi", "none", ranks=2) as job:
+        told = until(lambda: jobs.look(None)["ranks"])
+        os.kill(told[0]["pid"] if killed == "rank 0" else job.pid, signal.SIGKILL)
+        job.wait(20)
+        if killed == "the launcher":  # its guards end then
+            until(lambda: not list(folder.rglob("*.sock")))
+        assert not list(folder.rglob("*.sock"))
+
+
 def test_w11_a_running_job_says_who_is_late(folder: Path) -> None:
     with running(folder, "-m", "aiodist.cli", "run", "-n", "3", "--mpi", "none", ranks=3) as job:
         told = until(lambda: (t := jobs.look(None))["ranks"][0]["waits"] and t["ranks"][0]["waits"][0]["ranks"] and t)
@@ -141,7 +153,7 @@ def test_w11_a_process_alone_is_its_own_job_and_one_that_was_killed_leaves_nothi
         assert [rank["pid"] for rank in told["ranks"]] == [job.pid]
         job.kill()
         job.wait()
-        path = jobs.path_of(job.pid)
+        path = job_socket(job.pid)
         assert path.exists()
         assert jobs.running() == []
         assert not path.exists()

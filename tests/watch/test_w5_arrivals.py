@@ -83,21 +83,43 @@ def test_w5_a_cause_explains_most_of_the_waiting() -> None:
     assert WaitingCall((0.0, 0.0), {}, 3, 0.0).cause is None
 
 
-async def test_w5_ranks_of_one_process_are_compared_too() -> None:
+@pytest.mark.parametrize(("name", "kind"), [(None, "allreduce"), ("x", "allreduce 'x'")])
+async def test_w5_ranks_of_one_process_are_compared_too(name: str | None, kind: str) -> None:
     async def main(rank: int) -> tuple[int | None, float, int]:
         async with aiodist.init(stragglers=True) as coll:
             for _ in range(3):
                 if rank == 1:
                     await asyncio.sleep(0.05)  # in real time
-                await coll.allreduce(torch.ones(3))
+                await coll.allreduce(torch.ones(3), name=name)
         waited = coll.statistics().waited
         assert waited is not None
-        return waited.cause, waited.seconds[1], waited.compared
+        return waited.cause, waited.by_operation[kind][1], waited.compared
 
     for cause, seconds, compared in await gather_ranks(2, main):
         assert cause == 1
         assert 0.14 < seconds < 1.0
         assert compared >= 3
+
+
+async def test_w5_names_are_compared_in_whichever_order_ranks_use_them() -> None:
+    async def main(rank: int) -> dict[str, tuple[float, ...]]:
+        async with aiodist.init(stragglers=True) as coll:
+            for turn in range(3):
+                first, second = ("a", "b") if rank == turn % 2 else ("b", "a")
+                one = coll.allreduce(torch.ones(3), name=first)
+                await asyncio.sleep(0.05)
+                two = coll.allreduce(torch.ones(3), name=second)
+                await asyncio.sleep(0.3 * turn)  # a comparison may come in between
+                await aiodist.gather(one, two)
+        waited = coll.statistics().waited
+        assert waited is not None
+        return {kind: waited.by_operation[kind] for kind in ("allreduce 'a'", "allreduce 'b'")}
+
+    told = await gather_ranks(2, main)
+    assert told[0] == told[1]
+    for late, seconds in zip((1, 0), told[0].values(), strict=True):  # in two of three turns
+        assert seconds[late] > 0.09
+        assert 0.04 < seconds[1 - late] < 0.5 * seconds[late] + 0.02
 
 
 @pytest.mark.ranks(1, 2)
