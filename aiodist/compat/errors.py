@@ -84,7 +84,7 @@ def error_string(errorcode: int) -> str:
     raise MPIError(CLASSES["ERR_ARG"], f"error code {errorcode}: expected 0 to {len(CLASSES) - 1}")
 
 
-class _Told:
+class Told:
     """In this block an error of aiodist is raised as the `MPIError` that a program for mpi4py looks for."""
 
     def __enter__(self) -> None: ...
@@ -94,9 +94,6 @@ class _Told:
     ) -> None:
         if isinstance(error, AiodistError) and not isinstance(error, MPIError):
             raise MPIError(CLASSES[_class_of(error)], str(error)) from error
-
-
-told = _Told()
 
 
 def _class_of(error: AiodistError) -> str:
@@ -117,7 +114,7 @@ def _telling(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def tell(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            with told:
+            with Told():
                 return call(self, *args, **kwargs)
         except ValueError as error:
             if (what := _CLASS_OF_ARGUMENT.get(str(error).partition("=")[0])) is None:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from aiodist.compat.comm import Comm, LeftOut, left_out
 from aiodist.compat.data import DATATYPES, IN_PLACE, OPS, Datatype, Op
-from aiodist.compat.errors import CLASSES, MPIError, error_class, error_string, told
+from aiodist.compat.errors import CLASSES, MPIError, Told, error_class, error_string
 from aiodist.compat.requests import ANY_SOURCE, ANY_TAG, PROC_NULL, UNDEFINED, Request, Status
 from aiodist.world.background import start
 
@@ -118,7 +118,7 @@ def Query_thread() -> int:
 def Finalize() -> None:
     """Close the world now, on all ranks."""
     _world.comm()
-    with told:
+    with Told():
         _world.close()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from aiodist.compat.data import DATATYPES, Datatype
-from aiodist.compat.errors import told
+from aiodist.compat.errors import Told
 from aiodist.handles import Handle
 from aiodist.types import ANY
 
@@ -65,14 +65,14 @@ class Request:
 
     def __await__(self) -> Generator[Any, None, Any]:
         if self.handle is not None and not self._seen:
-            with told:
+            with Told():
                 yield from self.handle.__await__()
         return self._see(None)
 
     def wait(self, status: Status | None = None) -> Any:
         """Return the object that came, None of other operations, blocking this thread; raise what went wrong."""
         if self.handle is not None and not self._seen:
-            with told:
+            with Told():
                 self.handle.wait()
         return self._see(status)
 
@@ -111,7 +111,7 @@ class Request:
         if not self._seen:
             self._seen = True
             if handle is None or not handle.cancelled():
-                with told:
+                with Told():
                     result = None if handle is None else handle.result()
                 self._result = result if self._finish is None else self._finish(result)
         if status is not None and handle is None:

@@ -33,6 +33,7 @@ EXCEPTIONS = {
     ("nn/pipelined.py", "_version"): "torch's, of tensors",
     ("handles/handle.py", "_origin"): "its own: the compiled base has it",
     ("handles/handle.py", "_account"): "the same",
+    ("handles/handle.py", "_look"): "the same",
     ("handles/handle.py", "_rest"): "the same",
 }
 """Why a module may use a private name all the same, by the module and the name."""

@@ -131,7 +131,7 @@ def errors() -> None:
     taken = np.empty(4)
     waiting = comm.Irecv(taken, before, 9)
     going = comm.Isend(np.arange(8.0), other)
-    for call, code, cause in (
+    wrong: tuple[tuple[Callable[[], Any], int, type[Exception]], ...] = (
         (lambda: comm.bcast(1, root=99), MPI.ERR_ROOT, ValueError),
         (lambda: comm.Reduce(np.ones(1), np.ones(1), root=-1), MPI.ERR_ROOT, ValueError),
         (lambda: comm.send(1, dest=comm.size), MPI.ERR_RANK, ValueError),
@@ -140,7 +140,8 @@ def errors() -> None:
         (lambda: comm.Irecv(taken, before, 10), MPI.ERR_BUFFER, aiodist.BufferInFlight),
         (lambda: comm.Recv(np.empty(2), before), MPI.ERR_TRUNCATE, aiodist.BackendError),
         (lambda: closed.barrier(), MPI.ERR_COMM, aiodist.CommunicatorClosed),
-    ):
+    )
+    for call, code, cause in wrong:
         with pytest.raises(MPI.Exception) as raised:
             call()
         error = raised.value
