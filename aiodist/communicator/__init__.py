@@ -179,9 +179,9 @@ class Communicator(SharedMemory, Reductions, Movement, Objects):
         """Close it on all ranks: wait for what is in flight, at most 30 s, then release it. Collective.
 
         Receives that nothing matched are withdrawn and reported as `ResourceWarning`, messages that nobody received as
-        `RuntimeWarning`. Raises `OperationTimeout` naming what is still pending after that, and gives it up. A rank that
-        gives the close up, as a task that is cancelled does, gives up the communicator, on all ranks. A second call,
-        like the end of the block, waits for the first.
+        `RuntimeWarning`. Raises `OperationTimeout` naming what is still pending after that, and gives it up. A rank
+        that gives the close up, as a task that is cancelled does, gives up the communicator, on all ranks. A second
+        call, like the end of the block, waits for the first.
         The world that `aiodist.open` returned ends with all that belongs to it, as at the end of the block of
         `aiodist.init`.
         """
