@@ -254,6 +254,7 @@ class Compute:
     def accumulate(self, loss: Tensor, how: dict[str, Any]) -> None:
         """Run backward and leave its gradients on this rank."""
         self.drain()
+        self.reducer.newcomers.check()
         self.reducer.share()
         self._check_trusted()
         with self.reducer.alone(), span("backward"):

@@ -105,7 +105,10 @@ class DataParallel(ModuleLike):
     _compression: Compression | None
     _settings: StepSettings
     _optimizer: Optimizer | Driver | None = None
+    _work: Handle[Any] | None = None
+    """The newest step or backward that was asked for."""
     _passes: set[asyncio.Future[None]]
+    """Those of `gradients` that are under way."""
     _expected: tuple[Expected, ...] = ()
     _stateful: SettingsState
     _refuses: str | None = "is on no communicator"
@@ -134,7 +137,8 @@ class DataParallel(ModuleLike):
         Sparse gradients of embeddings (`sparse=True`, on the CPU) stay sparse: their rows are gathered and summed.
         Parameters may be frozen and thawed later (`requires_grad`), between two steps and on all ranks alike; else the
         next step raises `MismatchError` on all, with their names, and no rank makes it. It costs one small exchange
-        where something has changed. What is frozen takes no part, unless it has a gradient of before.
+        where something has changed. What is frozen takes no part, unless it has a gradient of before. Parameters that
+        come to the module later are a `RuntimeError` of the next step, unless they are frozen: nobody reduces them.
         `settings` are those of the method of that name.
         With `compress`, a codec of `aiodist.codecs` or a `Compression`, gradients travel as codes, made on the host;
         what these leave out is sent later (`compressor`). Sparse gradients go as they are.
@@ -296,7 +300,9 @@ class DataParallel(ModuleLike):
     def state_dict(self) -> dict[str, Any]:
         """Return the module's own: no prefix, so that it loads into the plain module.
 
-        Raises `RuntimeError` while updates are pending: `await opt.flush()` first.
+        As torch's it holds the parameters themselves, which a step changes, also one that is under way: a copy of what
+        they are between two steps is `await net.run(lambda: copy.deepcopy(net.state_dict()))`. Raises `RuntimeError`
+        while updates are pending: `await opt.flush()` first.
         """
         self.check_updated()
         return self._module.state_dict()
@@ -305,9 +311,15 @@ class DataParallel(ModuleLike):
         """Load `state` into the module, on this rank; every rank must load the same.
 
         After steps that some ranks have not made this is how the next step works again. Raises `RuntimeError` while
-        updates are pending, which would be made to what is loaded: `await opt.flush()` first.
+        updates are pending, which would be made to what is loaded: `await opt.flush()` first; and while a step or a
+        backward is under way, which reads and writes the same: `await` it, or `await net.run(net.load_state_dict, …)`.
         """
         self.check_updated()
+        if not self.compute.is_current() and (self._passes or not (self._work is None or self._work.done())):
+            raise RuntimeError(
+                "a step or a backward is under way, on the compute thread, and uses the parameters: await it first, or "
+                "load behind it, `await net.run(net.load_state_dict, state)`"
+            )
         self.reducer.steps.alike()
         self._module.load_state_dict(state, strict=strict)
 
@@ -394,7 +406,8 @@ class DataParallel(ModuleLike):
         self._check()
         self.reducer.devices.lend((args, kwargs))
         if any(isinstance(x, Optimizer) for x in (getattr(fn, "__self__", None), *args)):
-            return self.compute.submit(self.reducer.steps.blamed(fn), *args, **kwargs)
+            self._work = handle = self.compute.submit(self.reducer.steps.blamed(fn), *args, **kwargs)
+            return handle
         return self.compute.submit(fn, *args, **kwargs)
 
     async def backward(
@@ -415,7 +428,7 @@ class DataParallel(ModuleLike):
         self._check()
         how: dict[str, Any] = {"gradient": gradient, "retain_graph": retain_graph, "inputs": inputs}
         if self.reducer.local:
-            await self.compute.submit(self.compute.accumulate, loss, how)
+            await self._timely(self.compute.submit(self.compute.accumulate, loss, how))
             return
         self._check_owner()
         await self._timely(self.compute.submit(self.compute.reduce_all, lambda: loss, **how))
@@ -476,7 +489,8 @@ class DataParallel(ModuleLike):
         self.reducer.joining += 1
         try:
             yield
-            drivers = optimizers or ((self._optimizer,) if self._optimizer is not None else ())
+            last = self._optimizer or self.reducer.kept_by  # the latter where no step was made here
+            drivers = optimizers or ((last,) if isinstance(last, Optimizer | Driver) else ())
             for driver in drivers:
                 if isinstance(driver, Driver):
                     await driver.flush()
@@ -544,8 +558,14 @@ class DataParallel(ModuleLike):
 
     async def _timely(self, work: Handle[T]) -> T:
         """Return the result of `work`; raise `OperationTimeout` when one of its reductions is late: it goes on."""
-        if self._coll.timeout is None:
-            return await work
+        self._work = work
+        try:
+            return await (work if self._coll.timeout is None else self._over(work))
+        finally:
+            if self._work is work and work.done():
+                self._work = None
+
+    async def _over(self, work: Handle[T]) -> T:
         over = FutureWaiter(self.reducer.progress.loop.create_future())
         self.reducer.waiting.append(over.future)
         work.add_waiter(over)

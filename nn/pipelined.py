@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from aiodist.checkpoints.saving import keep_dtypes
 from aiodist.errors import AiodistError
 from aiodist.handles import Handle
 from aiodist.handles.tracing import span
@@ -174,15 +175,17 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
                     self._make(ready)
 
     def _make(self, part: _BucketOptimizer) -> None:
-        error = self._left.pop(part).outcome_error()
-        if error is None:
-            try:
+        error = self._left[part].outcome_error()
+        try:
+            if error is None:
                 self._order(part)
                 with span("optimizer"), self._net.reducer.steps.aside(), self._undoable(part):
                     part.step()
-            except Exception as raised:  # noqa: BLE001  - told by the next step or flush
-                error = self._mishap = self._net.reducer.steps.mishap = raised
-        part.zero_grad()
+        except Exception as raised:  # noqa: BLE001  - told by the next step or flush
+            error = self._mishap = self._net.reducer.steps.mishap = raised
+        finally:
+            part.zero_grad()
+            del self._left[part]  # only now: where nothing is pending, the loop loads what it likes
         self._complete = self._complete and error is None
         if self._complete and not self._left:
             self._net.reducer.steps.note(self)
@@ -308,7 +311,13 @@ class _BucketOptimizer:
                 )
             groups.append({**group, **(found[0] if found else {})})
         kept = {i: values[number] for i, number in enumerate(packed) if number in values}
-        return partial(self.optimizer.load_state_dict, {"state": kept, "param_groups": groups})
+        state = {"state": kept, "param_groups": groups}
+
+        def load() -> None:
+            self.optimizer.load_state_dict(state)
+            keep_dtypes(self.optimizer, state)
+
+        return load
 
     def keep_settings(self) -> None:
         """Remember learning rate and the like: the update that is due is made with those of now."""

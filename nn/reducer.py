@@ -21,7 +21,7 @@ from aiodist.errors import AiodistError, OperationTimeout
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.nn.blocks import block_numbers
 from aiodist.nn.buckets import Allreduce, Bucket, CommHook, Slot, row_parameters
-from aiodist.nn.deals import Deal, Dealer, MakeBucket, Sentries, Sizes
+from aiodist.nn.deals import Deal, Dealer, MakeBucket, Newcomers, Sentries, Sizes
 from aiodist.nn.devices import Devices
 from aiodist.nn.pass_machine import Terms
 from aiodist.nn.pass_status import LEFT_OVER, PassAccount, PassStatus, StatusKind
@@ -147,6 +147,7 @@ class Reducer:
         self.thread: int | None = None
         """The one that runs a backward of the net; None while none is under way."""
         self._loop_thread = get_ident()
+        self.newcomers = Newcomers(module, self._parameters, self._taken)
         self._sentries = Sentries(self._gradient_came, module, self.slots, alone=data.size == 1)
         self._take(self._deal.trained, self._deal.trained)
 
@@ -236,8 +237,9 @@ class Reducer:
     def differs(self) -> bool:
         """Return whether this rank trains other parameters than in the last pass.
 
-        Raises `RuntimeError` where one of them belongs to another net.
+        Raises `RuntimeError` where one of them belongs to another net, or came to the module later.
         """
+        self.newcomers.check()
         if self._trained() == self._deal.trained:
             return any(self.slots[index].parameter.grad is not None for index in self._deal.outside)
         for slot in self.slots:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -359,20 +359,12 @@ class _Load:
                 part.load_states(state, self.of_rank.of_part(number))
             else:
                 part.load_state_dict(state)
-                for opt, of_opt in _optimizers(part, state):
-                    keep_dtypes(opt, of_opt)
+                if isinstance(part, Optimizer):  # what is made of several sees to it
+                    keep_dtypes(part, state)
         self.of_rank.restore(self.parts[0], self.own)
 
     async def _restore_loaders(self) -> None:
         self.of_rank.restore_loaders(self.own)
-
-
-def _optimizers(part: object, state: Any) -> Iterable[tuple[Optimizer, dict[str, Any]]]:  # noqa: ANN401
-    """Return the optimizers of torch that `part` is, or is made of (`nn.PipelinedOptimizer`), each with its state."""
-    if isinstance(part, Optimizer):
-        return [(part, state)]
-    optimizers = getattr(part, "optimizers", None)
-    return zip(optimizers, state, strict=True) if isinstance(optimizers, list) and isinstance(state, list) else ()
 
 
 def keep_dtypes(opt: Optimizer, state: Mapping[str, Any]) -> None:

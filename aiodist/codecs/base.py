@@ -136,6 +136,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def saturated(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `t` in `dtype`; what is finite stays finite."""
+    if t.dtype is dtype:
+        return t
+    largest = torch.finfo(dtype).max
+    return torch.where(t.isinf(), t, t.clamp(-largest, largest)).to(dtype)
+
+
 def part(payload: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
     """Return `count` elements of `dtype` that begin at byte `start`; a view, or a copy where they are not aligned."""
     found = payload[start : start + count * dtype.itemsize]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import dtype_name
-from aiodist.codecs.base import Codec, Kind, check_input, framed, parse, wide
+from aiodist.codecs.base import Codec, Kind, check_input, framed, parse, saturated, wide
 
 _NUMBERS = 1 << 32
 
@@ -50,7 +50,7 @@ class ErrorFeedback:
         """
         t = check_input(t, type(self).__name__)
         total = self._with_residual(key, t)
-        code = self.codec.encode(_saturated(total, t.dtype))
+        code = self.codec.encode(saturated(total, t.dtype))
         decoded = self.codec.decode(code, t.dtype, t.numel())
         self._residuals[key] = (total - decoded).nan_to_num_(0.0, 0.0, 0.0)
         return code
@@ -76,14 +76,6 @@ class ErrorFeedback:
             seen = f"{t.numel()} x {dtype_name(t.dtype)}"
             raise ValueError(f"{seen} for key {key!r}: expected {residual.numel()} x {dtype_name(residual.dtype)}")
         return t + residual
-
-
-def _saturated(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `t` in `dtype`; what is finite stays finite."""
-    if t.dtype is dtype:
-        return t
-    largest = torch.finfo(dtype).max
-    return torch.where(t.isinf(), t, t.clamp(-largest, largest)).to(dtype)
 
 
 # --- differences ------------------------------------------------------------------------------------------------------
@@ -139,7 +131,7 @@ class Outgoing:
         held = self._held.get((receiver, key))
         if held is not None and held.fits(t.dtype, t.numel()):
             # In float32 the difference of two 16-bit floats is right to rounding; what saturates comes with the next.
-            code = self.codec.encode(_saturated(t - held.value, t.dtype))
+            code = self.codec.encode(saturated(t - held.value, t.dtype))
             now = held.after(self.codec.decode(code, t.dtype, t.numel()))
             if code.nbytes < t.nbytes and bool(now.value.sum().isfinite()):
                 self._held[receiver, key] = now

@@ -72,8 +72,9 @@ class PowerSGD(_LowRank):
     By itself (`encode`, as a parameter server uses it) it begins from `seed` and makes two steps.
 
     The residual of all ranks together is what the product left out; so use it with one. A NaN anywhere in a matrix
-    comes out as NaN. Cost: three multiplications of the matrix with `rank` columns, and one more with a residual.
-    Source: Vogels, Karimireddy, Jaggi 2019, "PowerSGD", arXiv:1905.13727, algorithm 1 and 2.
+    comes out as NaN, and so may a matrix whose norm is near the end of its dtype. Cost: three multiplications of the
+    matrix with `rank` columns, and one more with a residual. Source: Vogels, Karimireddy, Jaggi 2019, "PowerSGD",
+    arXiv:1905.13727, algorithm 1 and 2.
     """
 
     _rounds: ClassVar[int] = 1
@@ -128,7 +129,8 @@ class SVD(_LowRank):
 
     In collectives each rank gathers the factors of all, of each parameter's matrix; a tensor of one dimension travels
     whole, as a matrix of one column. Alone it is biased: use it with a residual. A matrix with NaN or infinities has no
-    decomposition, and decodes to NaN throughout. Source: Halko, Martinsson, Tropp 2011, doi:10.1137/090771806; for
+    decomposition, and decodes to NaN throughout; one whose norm is near the end of its dtype (float32 for 16 bits), or
+    beyond it, to NaN or infinities. Source: Halko, Martinsson, Tropp 2011, doi:10.1137/090771806; for
     gradients Wang et al. 2018, "ATOMO", arXiv:1806.04090.
     """
 

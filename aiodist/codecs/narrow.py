@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import dtype_name
-from aiodist.codecs.base import CHUNK, STRETCH, Kind, parse, part, wide
+from aiodist.codecs.base import CHUNK, STRETCH, Kind, parse, part, saturated, wide
 from aiodist.codecs.gradients import DrawingCodec, Exchange, FloatCodec, Gradients, NarrowSum, RoundingLoss, Sum
 
 _BIAS = 1 << 16  # exponents travel as unsigned numbers
@@ -83,9 +83,10 @@ class Half(FloatCodec):
 class BFloat16(FloatCodec):
     """bfloat16: 16 + 2 numel bytes, eight bits of each element, over the range of float32.
 
-    The relative error of an element is at most 2**-8; NaN stays NaN, infinities stay infinities, and float64 beyond
-    float32 becomes one. In collectives the ranks add up in float32; from three ranks on the sum is rounded once more,
-    and what that loses is in a residual too. Cost: one pass each way. Source: Kalamkar et al. 2019, arXiv:1905.12322.
+    The relative error of an element is at most 2**-8; NaN stays NaN, infinities stay infinities, and what rounds to no
+    bfloat16, from 3.3962e38 on, becomes one. In collectives the ranks add up in float32; from three ranks on the sum is
+    rounded once more, and what that loses is in a residual too. Cost: one pass each way. Source: Kalamkar et al. 2019,
+    arXiv:1905.12322.
     """
 
     kind: ClassVar[Kind] = Kind.BFLOAT16
@@ -99,7 +100,8 @@ class BFloat16(FloatCodec):
         return 0
 
     def read(self, payload: Tensor, dtype: torch.dtype, numel: int, param: int) -> Tensor:
-        return part(payload, 0, numel, torch.bfloat16).to(dtype, copy=True)
+        narrow = part(payload, 0, numel, torch.bfloat16)
+        return saturated(narrow.float(), dtype) if dtype is torch.float16 else narrow.to(dtype, copy=True)
 
     def exchange(self, gradients: Gradients, kept: dict[str, Tensor]) -> Exchange:
         """See `GradientCodec`: the codes add up."""

@@ -79,9 +79,10 @@ class RandomK(DrawingCodec):
     `ratio`, in (0, 1], is the part that is kept: k = round(ratio * numel), at least one element. `seed` and a number
     say which ones (`DrawingCodec`), so no index travels: the code has 16 + k * itemsize bytes, and codes of one number
     add up, so collectives reduce k elements and nothing else. What is kept is exact; with `scaled` it is multiplied by
-    the length of its stretch, which makes the code unbiased. Use it without `scaled` where a residual is kept. Where
-    NaN or an infinity is about, all that is kept is NaN, so that it is not hidden. Cost: one pass to encode, one to
-    decode. Source: Stich, Cordonnier, Jaggi 2018, "Sparsified SGD with memory", arXiv:1809.07599.
+    the length of its stretch, which makes the code unbiased, and ends at the largest number of the dtype. Use it
+    without `scaled` where a residual is kept. Where NaN or an infinity is about, all that is kept is NaN, so that it is
+    not hidden. Cost: one pass to encode, one to decode. Source: Stich, Cordonnier, Jaggi 2018, "Sparsified SGD with
+    memory", arXiv:1809.07599.
     """
 
     kind: ClassVar[Kind] = Kind.RANDOM_K
@@ -120,7 +121,10 @@ class RandomK(DrawingCodec):
         self._put(values.mul_(gradients.factor), places, lengths, out.zero_())
 
     def _put(self, values: Tensor, places: Tensor, lengths: Tensor, out: Tensor) -> None:
-        out[places] = values * lengths.to(out.dtype) if self.scaled else values
+        if self.scaled:  # in float64: a stretch may be longer than 16 bits can say
+            product, largest = values.double() * lengths, torch.finfo(out.dtype).max
+            values = torch.where(values.isinf(), product, product.clamp(-largest, largest)).to(out.dtype)
+        out[places] = values
 
     def _draw(self, number: int, numel: int) -> tuple[Tensor, Tensor]:
         """Return which elements are kept, ascending, and how long the stretch of each is."""

@@ -14,7 +14,7 @@ from threading import get_ident
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
-from anyio import CapacityLimiter, from_thread, to_process, to_thread
+from anyio import BrokenWorkerProcess, CapacityLimiter, from_thread, to_process, to_thread
 
 from aiodist.data.items import Item, Made, nbytes_of
 from aiodist.handles import Handle, Progress
@@ -96,8 +96,10 @@ class ThreadReader:
                     with span("read", item=item.seq):
                         iterator = iter(self._source) if iterator is None else iterator
                         made = Made(next(iterator))
-                except StopIteration:
-                    made = Made(error=StopAsyncIteration())
+                except StopIteration as error:
+                    made = Made(error=StopAsyncIteration() if iterator is not None else _unended("iter(source)", error))
+                except StopAsyncIteration as error:
+                    made = Made(error=_unended("the source", error))
                 except BaseException as error:  # noqa: BLE001  - any error belongs to the consumer
                     made = Made(error=error)
                 made.reading = perf_counter() - began
@@ -224,6 +226,9 @@ class Workers:
             item, read = job
             with self._modes.applied():
                 made = context.copy().run(self._make, read.value)
+            if isinstance(made.error, BrokenWorkerProcess):
+                why = str(made.error) or "os._exit was called, or a signal killed it, as where memory runs out"
+                made.error.args = (f"the process that had item {item.seq}, counted from 0, has ended: {why}",)
             made.reading = read.reading
             self._deliver(item, made)
             del job, item, read, made  # the next may be long in coming
@@ -249,14 +254,19 @@ def _made(transform: Callable[[Any], Any], value: object) -> Made:
         with span("transform"):
             result = transform(value)
         made = Made(result, nbytes=nbytes_of(result))
-    except (StopIteration, StopAsyncIteration) as error:  # it would end the stream without a word (PEP 479)
-        ended = RuntimeError(f"transform raised {type(error).__name__}")
-        ended.__cause__ = error
-        made = Made(error=ended)
+    except (StopIteration, StopAsyncIteration) as error:
+        made = Made(error=_unended("transform", error))
     except BaseException as error:  # noqa: BLE001  - any error belongs to the consumer
         made = Made(error=error)
     made.transforming = perf_counter() - began
     return made
+
+
+def _unended(who: str, error: Exception) -> RuntimeError:
+    """Return what stands for `error`, which would end the stream without a word (PEP 479)."""
+    raised = RuntimeError(f"{who} raised {type(error).__name__}")
+    raised.__cause__ = error
+    return raised
 
 
 def _portable(error: BaseException) -> BaseException:

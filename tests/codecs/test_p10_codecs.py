@@ -311,6 +311,25 @@ def test_p10_nan_and_infinities(dtype: torch.dtype) -> None:
     assert ((buckets[10:] - t[10:]).abs() <= t[10:].abs().max() / 7 * 1.01).all()
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_p10_what_is_finite_stays_finite(dtype: torch.dtype) -> None:
+    """At the end of the dtype, and where a stretch is longer than the dtype can say."""
+    largest = torch.finfo(dtype).max
+    t = torch.tensor([largest, -largest, 0.0, largest], dtype=dtype)
+    scaled = back(codecs.RandomK(0.5, scaled=True), t)
+    assert scaled[scaled != 0].abs().tolist() == [largest] * int((scaled != 0).sum())
+    assert back(codecs.RandomK(1e-5, scaled=True), torch.zeros(200_000, dtype=dtype)).tolist() == [0.0] * 200_000
+    t = t if dtype is torch.float16 else t * 0.99  # what rounds to no bfloat16 is infinite
+    if dtype is not torch.float64:
+        narrow = back(codecs.BFloat16(), t)
+        torch.testing.assert_close(narrow, t, rtol=2**-8, atol=0.0)
+    for codec in (Half(), TopK(0.5), QSGD(8), codecs.Int8(), codecs.Sign(), codecs.TernGrad(), Lossless()):
+        assert back(codec, t / 4 if dtype is torch.float64 else t).isfinite().all(), codec  # their sum is
+    spoilt = t.clone()
+    spoilt[1] = -math.inf
+    assert back(codecs.BFloat16(), spoilt)[1] == -math.inf
+
+
 def test_p10_public_names() -> None:
     assert sorted(codecs.__all__, key=str.lower) == sorted(set(codecs.__all__), key=str.lower)
     assert all(hasattr(codecs, name) for name in codecs.__all__)

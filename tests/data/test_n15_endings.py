@@ -113,7 +113,7 @@ async def test_n15_errors_of_every_kind_reach_the_consumer_alone(kind: type[Base
             return 1
 
     async with asyncio.timeout(20), prefetch(Failing(), transform=transform) as items:
-        expected = RuntimeError if (kind, where) == (StopAsyncIteration, "transform") else kind
+        expected = RuntimeError if kind is StopAsyncIteration else kind
         with pytest.raises(expected):
             await anext(items)
         with pytest.raises(StopAsyncIteration):  # the iteration is over
@@ -135,13 +135,26 @@ async def test_n15_stop_iteration_of_a_transform_does_not_end_the_stream_in_sile
         assert isinstance(raised.value.__cause__, kind)
 
 
-async def test_n15_an_error_of_iter_is_the_first_item_s() -> None:
+async def test_n15_stop_async_iteration_of_a_source_does_not_end_the_stream_in_silence() -> None:
+    def source() -> Iterator[int]:
+        yield 1
+        raise StopAsyncIteration("inner")
+
+    async with asyncio.timeout(20), prefetch(source()) as items:
+        assert await anext(items) == 1
+        with pytest.raises(RuntimeError, match="the source raised StopAsyncIteration") as raised:
+            await anext(items)
+        assert isinstance(raised.value.__cause__, StopAsyncIteration)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(LookupError, LookupError), (StopIteration, RuntimeError)])
+async def test_n15_an_error_of_iter_is_the_first_item_s(kind: type[Exception], expected: type[Exception]) -> None:
     class Source:
         def __iter__(self) -> Iterator[int]:
-            raise LookupError("no data")
+            raise kind("no data")
 
     async with asyncio.timeout(20), prefetch(Source()) as items:
-        with pytest.raises(LookupError, match="no data"):
+        with pytest.raises(expected, match=r"no data|iter\(source\) raised StopIteration"):
             await anext(items)
 
 

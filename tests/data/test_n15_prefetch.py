@@ -55,6 +55,10 @@ def double(x: int) -> int:
     return 2 * x
 
 
+def exit_or_call(x: Any) -> Any:
+    return x(0) if callable(x) else os._exit(x)
+
+
 def process_of(_: object) -> int:
     return os.getpid()
 
@@ -147,8 +151,9 @@ async def test_n15_processes() -> None:
         async with prefetch([0], transform=Awkward, kind="process") as items:
             with pytest.raises(RuntimeError, match=r"raised in a worker process:\n(.*\n)*.*not so easy"):
                 await anext(items)
-        async with prefetch([5], transform=os._exit, kind="process") as items:
-            with pytest.raises(BrokenWorkerProcess):
+        async with prefetch([process_of, 5], transform=exit_or_call, kind="process") as items:
+            await anext(items)
+            with pytest.raises(BrokenWorkerProcess, match=r"had item 1, counted from 0, has ended: os\._exit"):
                 await anext(items)
         assert Scheduler.current().in_flight == 0
 

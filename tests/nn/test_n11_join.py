@@ -113,11 +113,13 @@ async def test_n11_epoch_after_epoch(coll: Communicator, pipelined: bool) -> Non
 
 @pytest.mark.ranks(1, 4)
 @pytest.mark.ranks(2, backend="gloo")
-async def test_n11_with_a_pipelined_optimizer(coll: Communicator) -> None:
+@pytest.mark.parametrize("given", [True, False])
+async def test_n11_with_a_pipelined_optimizer(coll: Communicator, given: bool) -> None:
+    """The net knows of it where no step was made, too."""
     for counts in counts_of(coll):
         net = await DataParallel.create(build(), coll, bucket_bytes=1, first_bucket_bytes=1)
         opt = PipelinedOptimizer(net, adam)
-        async with net.join(opt):
+        async with net.join(*[opt] * given):
             for step in range(counts[coll.rank]):
                 await net.step(loss_of, opt, net, coll.rank, step)
         expected = build()

@@ -289,3 +289,53 @@ async def test_n3_a_close_that_is_cancelled_gives_the_net_up(coll: Communicator)
     await coll.barrier()
     async with await DataParallel.create(module, coll):
         pass
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("work", ["step", "backward", "accumulate", "gradients", "optimizer"])
+async def test_n3_a_state_is_not_loaded_while_a_step_is_under_way(
+    coll: Communicator, trial: type[Trial], work: str
+) -> None:
+    """It would be written beside what the compute thread reads and writes; behind that it is loaded."""
+    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    state = trial.Mlp(5).state_dict()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold(*_: object) -> None:
+        begun.set()
+        assert go_on.wait(20)
+
+    def forward() -> Tensor:
+        hold()
+        return trial.loss(net, coll.rank, 0)
+
+    async def asked() -> None:
+        if work == "step":
+            await net.step(forward, opt)
+        elif work == "optimizer":
+            opt.register_step_pre_hook(hold)
+            await net.run(opt.step)
+        else:
+            loss = trial.loss(net, coll.rank, 0)
+            assert loss.grad_fn is not None
+            loss.grad_fn.register_prehook(hold)
+            if work == "gradients":
+                _ = [pair async for pair in net.gradients(loss)]
+            elif work == "backward":
+                await net.backward(loss)
+            else:
+                with net.no_sync():
+                    await net.backward(loss)
+
+    task = asyncio.ensure_future(asked())
+    await asyncio.to_thread(begun.wait, 20)
+    with pytest.raises(RuntimeError, match=r"a step or a backward is under way.*await it first"):
+        net.load_state_dict(state)
+    behind = net.run(net.load_state_dict, state)
+    go_on.set()
+    await behind
+    await task
+    trial.assert_same(net, trial.Mlp(5))
+    net.load_state_dict(trial.Mlp(6).state_dict())
+    trial.assert_same(net, trial.Mlp(6))

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 import aiodist
 from aiodist import Communicator
-from aiodist.nn import DataParallel, assert_synchronized
+from aiodist.nn import DataParallel, LocalSGD, PipelinedOptimizer, ShardedOptimizer, assert_synchronized
 
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
@@ -215,3 +215,65 @@ async def test_n5_a_parameter_of_another_dtype_later(coll: Communicator, trial: 
     net.zero_grad()
     await net.backward(mse_loss(net(x.float()), y.float()))
     assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in net.parameters())
+
+
+CHANGES: dict[str, Any] = {
+    "append": lambda m: m.append(nn.Linear(3, 3).double()),
+    "assign": lambda m: m.load_state_dict({k: v.clone() for k, v in m.state_dict().items()}, assign=True),
+    "weight_norm": lambda m: nn.utils.weight_norm(m[0]),
+    "parametrization": lambda m: nn.utils.parametrizations.weight_norm(m[0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("change", CHANGES)
+async def test_n5_parameters_that_come_later_are_an_error(coll: Communicator, trial: type[Trial], change: str) -> None:
+    """Else each rank trains its own."""
+    sgd = trial.OPTIMIZERS["sgd"]
+    drivers: list[Any] = [
+        lambda net: sgd(net.parameters()),
+        lambda net: PipelinedOptimizer(net, sgd),
+        lambda net: ShardedOptimizer(net, sgd),
+        lambda net: LocalSGD(net, sgd(net.parameters()), every=2),
+    ]
+    for drive in drivers:
+        net = await trained(coll, trial)
+        opt = drive(net)
+        await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+        if hasattr(opt, "flush"):
+            await opt.flush()
+        CHANGES[change](net.module)
+        for each in (opt, opt) if drive is not drivers[0] else (opt, sgd(net.parameters())):
+            with pytest.raises(RuntimeError, match=r"parameters? to train .* put into the module after its DataPar"):
+                await net.step(partial(trial.loss, net, coll.rank, 1), each)
+        if drive is drivers[0]:
+            with pytest.raises(RuntimeError, match="put into the module after"):
+                await net.backward(trial.loss(net, coll.rank, 1))
+            with pytest.raises(RuntimeError, match="put into the module after"):
+                _ = [pair async for pair in net.gradients(trial.loss(net, coll.rank, 1))]
+            with net.no_sync(), pytest.raises(RuntimeError, match="put into the module after"):
+                await net.backward(trial.loss(net, coll.rank, 1))
+        await net.aclose()
+    again = await DataParallel.create(net.module, coll)
+    await again.step(partial(trial.loss, again, coll.rank, 1), sgd(again.parameters()))
+    await assert_synchronized(again.module, coll)
+
+
+@pytest.mark.ranks(2)
+async def test_n5_parameters_that_come_later_on_one_rank(coll: Communicator, trial: type[Trial]) -> None:
+    """All ranks are told, and go on once they are gone. Frozen ones, another net's and a new name of one do no harm."""
+    net = await trained(coll, trial)
+    other = await DataParallel.create(trial.Mlp(), coll)
+    net.module[0].other = other.module
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    layer = nn.Linear(3, 3).double().requires_grad_(False)
+    net.module.append(layer)
+    net.module[0].twin = net.module[0].bias
+    await net.step(partial(trial.loss, net, coll.rank, 2), opt)
+    layer.requires_grad_(coll.rank == 1)
+    with pytest.raises((RuntimeError, aiodist.RemoteError), match=r"5\.weight, 5\.bias: 2 parameters to train"):
+        await net.step(partial(trial.loss, net, coll.rank, 3), opt)
+    net.module.pop(-1)
+    await net.step(partial(trial.loss, net, coll.rank, 3), opt)
+    await assert_synchronized(net.module, coll)

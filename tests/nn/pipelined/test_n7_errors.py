@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -238,6 +239,29 @@ async def test_n7_a_state_is_not_loaded_while_updates_are_pending(coll: Communic
     with pytest.raises(RuntimeError, match=r"await opt\.flush\(\)"):
         net.load_state_dict(course.mlp().state_dict())
     held.end()
+    await opt.flush()
+    net.load_state_dict(course.mlp().state_dict())
+    course.same(net.module, course.mlp())
+
+
+@pytest.mark.ranks(2)
+async def test_n7_a_state_is_not_loaded_while_the_last_update_is_made(coll: Communicator, course: type[Course]) -> None:
+    """It is on the compute thread just then, beside the loop."""
+    net = await DataParallel.create(course.mlp(), coll)
+    opt = PipelinedOptimizer(net, course.sgd)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold(*_: object) -> None:
+        begun.set()
+        assert go_on.wait(20)
+
+    opt.optimizers[0].register_step_pre_hook(hold)
+    await net.step(course.loss_of, opt, net, coll.rank, 0)
+    assert await asyncio.to_thread(begun.wait, 20)
+    for look in (opt.state_dict, net.state_dict, lambda: net.load_state_dict(course.mlp().state_dict())):
+        with pytest.raises(RuntimeError, match=r"await opt\.flush\(\)"):
+            look()
+    go_on.set()
     await opt.flush()
     net.load_state_dict(course.mlp().state_dict())
     course.same(net.module, course.mlp())
