@@ -19,7 +19,7 @@ import benchmarks.__main__ as benchmarks_main
 from aiodist import cli
 from aiodist.bench import cli as bench_cli
 from aiodist.bench.plan import BENCHMARKS
-from benchmarks import faults, gpu, ps_convergence, scale, suite
+from benchmarks import faults, gpu, ps_convergence, recovery, scale, suite
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -113,7 +113,13 @@ def check_aiodist(words: list[str]) -> str | None:
 
 
 def check_benchmark(words: list[str]) -> str | None:
-    own = {"scale": scale.app, "ps-convergence": ps_convergence.app, "gpu": gpu.app, "faults": faults.app}
+    own = {
+        "scale": scale.app,
+        "ps-convergence": ps_convergence.app,
+        "gpu": gpu.app,
+        "faults": faults.app,
+        "recovery": recovery.app,
+    }
     if words[0] not in {*suite.BENCHMARKS, *own}:
         return f"there is no benchmark {words[0]}"
     named, wrong = parsed(typer.main.get_command(own.get(words[0], benchmarks_main.app)), words[1:])
