@@ -91,16 +91,16 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
         Raises `RuntimeError` while updates are pending: `await flush()` first.
         """
-        if self._left:
-            raise RuntimeError("updates are pending: `await opt.flush()` first")
+        self._check_made()
         return [part.state_dict() for part in self._parts]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]], /) -> None:
         """Take what `state_dict` gave, of other buckets too.
 
         Raises ValueError unless it is of the same parameters, and gives those of each group here the same settings;
-        nothing is changed then.
+        RuntimeError while updates are pending, which would go on from it. Nothing is changed then.
         """
+        self._check_made()
         if not all("parameters" in one for one in state):
             raise ValueError("a state without the numbers of its parameters: expected what `state_dict` gives")
         settings = {n: group for one in state for group in one["param_groups"] for n in group["params"]}
@@ -110,6 +110,10 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         values = {n: value for one in state for n, value in one["state"].items()}
         for load in [part.loader(values, settings) for part in self._parts]:
             load()
+
+    def _check_made(self) -> None:
+        if self._left:
+            raise RuntimeError("updates are pending: `await opt.flush()` first")
 
     def close(self) -> None:
         """Take the hooks off the modules; the parameters stay as they are. `flush` first."""

@@ -234,10 +234,13 @@ async def test_n7_a_state_is_not_loaded_while_updates_are_pending(coll: Communic
     """They would be made to what is loaded, in silence."""
     net = await course.split(course.mlp(), coll)
     opt = PipelinedOptimizer(net, course.sgd)
+    state = opt.state_dict()
     held = course.hold(net)
     await net.step(course.loss_of, opt, net, coll.rank, 0)
     with pytest.raises(RuntimeError, match=r"await opt\.flush\(\)"):
         net.load_state_dict(course.mlp().state_dict())
+    with pytest.raises(RuntimeError, match=r"await opt\.flush\(\)"):
+        opt.load_state_dict(state)
     held.end()
     await opt.flush()
     net.load_state_dict(course.mlp().state_dict())
