@@ -100,7 +100,7 @@ def test_w10_ranks_that_one_outside_can_free_are_in_no_deadlock(caplog: pytest.L
 
     (report,) = _reports(main, caplog, 3)
     assert "waits for rank 0 in recv #0" in report
-    assert "deadlock" not in report
+    assert "a deadlock, unless" not in report
 
 
 def test_w10_a_receive_beside_a_collective(caplog: pytest.LogCaptureFixture) -> None:
