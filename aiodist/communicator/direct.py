@@ -280,7 +280,11 @@ def _as_claimed(t: Tensor, call: _Call, owned: Sequence[Claim]) -> Tensor:
     if memory is None or (inside and t.dtype is call.dtype and t.shape == call.shape):
         return t
     offset = (start - memory.data_ptr()) // call.dtype.itemsize
-    return torch.empty(0, dtype=call.dtype, device="cpu").set_(memory, offset, call.shape)
+    return (
+        torch.empty(0, dtype=call.dtype, device="cpu")
+        .set_(memory, offset, (call.shape.numel(),), (1,))
+        .view(call.shape)
+    )
 
 
 def _dense(t: Tensor) -> bool:
