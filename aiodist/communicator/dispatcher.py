@@ -319,10 +319,10 @@ class Dispatcher:
 
     def receive(self, handle: Handle[Any], wanted: Wanted) -> None:
         """Give `wanted` to the mailbox; `handle` can be withdrawn until something matches it."""
-        handle.set_canceller(partial(self.withdraw, [wanted]))
+        handle.set_canceller(partial(self.cancel_receiving, [wanted]))
         self.start(partial(self.mailbox.receive, wanted), 0)
 
-    def withdraw(self, receives: Sequence[Wanted], together: Handle[Any] | None = None) -> bool:
+    def cancel_receiving(self, receives: Sequence[Wanted], together: Handle[Any] | None = None) -> bool:
         """Withdraw them all, and first what waits for them `together`; False, and it all goes on, where one matched."""
         withdrawn = False
 
@@ -740,7 +740,7 @@ class Dispatcher:
             self.abort(error)
             self.disputes.tell_abort(f"rank {self.transport.rank}: {error}")
 
-    def give_up(self, error: AiodistError, *, tell: bool) -> None:
+    def abort_soon(self, error: AiodistError, *, tell: bool) -> None:
         """Abort it here at once, and on the other ranks soon, unless they have causes of their own by then."""
         if self._refusal is None:
             self.abort(error)

@@ -107,7 +107,7 @@ class PointToPoint(Base):
         issued = [self._receive(t, work, src, tag, timeout) for t, work in zip(ts, works, strict=True)]
         together = gather(*[handle for handle, _ in issued])
         receives = [wanted for _, wanted in issued]
-        together.set_canceller(lambda: self._dispatcher.withdraw(receives, together))
+        together.set_canceller(lambda: self._dispatcher.cancel_receiving(receives, together))
         return together
 
     def _message(self, works: Sequence[DeviceWork], *given: Any) -> tuple[Handle[Any], Completion]:  # noqa: ANN401

@@ -507,16 +507,16 @@ class Registry(Generic[C]):
             for guest in reversed(guests):
                 guest.abort()
             failure = CommunicatorAborted(f"closing communicator {communicator.name!r} failed: {error!r}")
-            dispatcher.give_up(error if isinstance(error, AiodistError) else failure, tell=not drained)
+            dispatcher.abort_soon(error if isinstance(error, AiodistError) else failure, tell=not drained)
             raise
         finally:
             try:
-                await self._let_go(communicator, drained=drained)
+                await self._release_all(communicator, drained=drained)
             finally:
                 del self._closing[communicator]
                 closed.set_result(None)
 
-    async def _let_go(self, communicator: C, *, drained: bool) -> None:
+    async def _release_all(self, communicator: C, *, drained: bool) -> None:
         try:
             communicator.parts.dispatcher.close()
         finally:  # a warning that is an error
