@@ -289,6 +289,7 @@ async def test_h6_a_list_of_receives_is_withdrawn_whole_or_goes_on(coll: Communi
     with pytest.raises(asyncio.CancelledError):
         await withdrawn
     assert coll.statistics().pending == 0
+    await coll.barrier()
     matched = coll.recv(ts, src)  # their memory is free again
     await coll.send(torch.ones(2), dst)
     while ts[0][1] == 0:  # noqa: ASYNC110  - an await of the handle would wait for all three
