@@ -25,34 +25,36 @@ def _folders() -> tuple[str, ...]:
     package = Path(errors.__file__).parent
     folders = [package, *(parent / name for parent in (here.parent, here.resolve().parent) for name in _ROOT_FOLDERS)]
     asyncios = Path(asyncio.__file__).parent
-    return (*(f"{folder}/" for folder in folders), f"{asyncios}/", contextlib.__file__, f"{_anyio()}/")
+    return (*(f"{folder}/" for folder in folders), f"{asyncios}/", contextlib.__file__, f"{_folder_of('anyio')}/")
 
 
-def _anyio() -> Path:
-    """Return the folder of anyio, whose portals call what a thread asks for; without an import of it."""
-    spec = importlib.util.find_spec("anyio")
+def _folder_of(package: str) -> Path:
+    """Return where a package lies, without an import of it: anyio, whose portals call what a thread asks for, torch."""
+    spec = importlib.util.find_spec(package)
     return Path(__file__) if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 _ROOT_FOLDERS = ("handles", "streams", "nn")
 _OURS = _folders()
+_CALLS_OURS = tuple(f"{_folder_of('torch') / folder}/" for folder in ("distributed", "nn/parallel"))
+"""Where `torch.distributed` calls our process group: a program wants to know its own line."""
 
 
 class _Files(dict[str, bool]):
     """Whether a file is one of ours, remembered: a look costs as much as one in a dict."""
 
     def __missing__(self, filename: str) -> bool:
-        ours = self[filename] = filename.startswith(_OURS)
+        ours = self[filename] = is_ours(filename) or filename.startswith(_CALLS_OURS)
         return ours
 
 
 known_files = _Files()
-"""Of each file: whether it is one of ours, see `is_ours`."""
+"""Of each file: whether an operation that it issues comes from further out."""
 
 
 def is_ours(filename: str) -> bool:
     """Return True for a file of aiodist's, asyncio's or anyio's, which nobody asks about."""
-    return known_files[filename]
+    return filename.startswith(_OURS)
 
 
 def whence(depth: int) -> tuple[CodeType, int]:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from threading import get_ident
+from threading import get_ident, main_thread
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -178,6 +178,8 @@ class Watch(Quiet):
     def _here(self, comm: str, on_loop: bool) -> Whereabouts:
         """Answer another rank's question."""
         lines = lines_of_tasks(self.tasks()) if on_loop else [line_of_thread(self._thread_id)]
+        if on_loop and not lines and (main := main_thread().ident) not in (None, self._thread_id):
+            lines = [line_of_thread(main)]  # a script, whose loop runs in the background
         return Whereabouts(self._last(comm), lines, self.waits())
 
     def _last(self, comm: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -56,6 +57,15 @@ def test_t5_ctrl_c_ends_the_job(run: Run) -> None:
     assert ended.codes()[1] != 0
     assert ended.gone_after(1, "raised") < 10, ended
     assert "KeyboardInterrupt" in ended.errors
+
+
+@GLOO
+def test_t5_a_report_has_the_line_of_a_rank_that_is_late(run: Run) -> None:
+    """Its loop, in another thread, answers."""
+    ended = run("started.py", "late")
+    assert (ended.code, ended.codes()) == (0, [0, 0]), ended
+    (line,) = [said for said in (ended.text + ended.errors).splitlines() if "rank 1: after" in said]
+    assert re.search(r"its loop answers; it is at \S*started\.py:\d+ in late$", line), line
 
 
 @GLOO

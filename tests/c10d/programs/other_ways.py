@@ -187,6 +187,8 @@ def differ():
         dist.all_reduce(t)
     except dist.DistBackendError as error:
         assert isinstance(error.__cause__, aiodist.MismatchError), error  # noqa: PT017  - no test of pytest's
+        assert str(error).count("other_ways.py:") >= 2, error  # noqa: PT017  - the program's line on each rank
+        assert "distributed_c10d.py" not in str(error), error  # noqa: PT017
         print("the difference was told")
 
 

@@ -93,6 +93,15 @@ def interrupted() -> None:
         coll.recv(src=1 - coll.rank).wait()
 
 
+def late() -> None:
+    """Rank 1 computes while the other waits: the report has the line that it is at."""
+    with aiodist.start(report=0.4) as coll:
+        coll.barrier().wait()
+        if coll.rank == 1:
+            time.sleep(1.5)
+        coll.barrier().wait()
+
+
 def threads() -> None:
     """Threads that take turns are served; two at once are told."""
     with aiodist.start() as coll:
