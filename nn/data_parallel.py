@@ -648,7 +648,7 @@ class _Guest:
 
     def abort(self) -> None:
         net = self._net
-        net._refuses = "was given up"
+        net._refuses = net._refuses or "was given up"  # an end that failed has closed it
         net.compute.stream.abort()
         net.reducer.hook.abort()
         net.reducer.release()

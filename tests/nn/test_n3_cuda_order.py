@@ -451,6 +451,7 @@ async def test_n3_cuda_what_fails_after_the_step_is_raised_by_the_next(
 
     with fake_nccl.device.paused(*communication(net)):
         await net.step(partial(loss_of, net, *data[2]), opt)
+        await coll.barrier()  # no step is under way
         net._coll.abort("the cable was pulled")
         assert net.reducer.last is not None
         await net.reducer.last.over

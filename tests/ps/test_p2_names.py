@@ -211,17 +211,6 @@ async def test_p2_what_only_some_have_freed_the_others_still_use(coll: Communica
 
 
 @pytest.mark.ranks(2)
-async def test_p2_tensors_on_a_device_are_refused_by_the_call(coll: Communicator, simulated_cuda: object) -> None:
-    async with ParameterServer(coll) as ps:
-        await ps.init("x", torch.ones(2))
-        for call in (ps.push, ps.init):
-            with pytest.raises(ValueError, match=r"on cuda:0: the parameter server takes tensors on the CPU, see .cpu"):
-                call("x" if call == ps.push else "y", torch.ones(2, device="cuda"))
-        with pytest.raises(ValueError, match="takes tensors on the CPU"):
-            ps.pull("x", out=torch.empty(2, device="cuda"))
-
-
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", ["shared", "cut"])
 @pytest.mark.parametrize("policy", [Synchronous("sum"), Asynchronous()], ids=repr)
 async def test_p2_who_has_freed_a_name_holds_up_nobody_who_pushes(
