@@ -20,7 +20,6 @@ import time
 from os import _exit as exit_at_once
 from pathlib import Path
 
-from aiodist.control.places import job_socket
 from aiodist.env import Environment, replace_variables, variables
 from aiodist.errors import LaunchError
 from aiodist.launch import wire
@@ -101,6 +100,8 @@ class _RankGuard:
                     self._leave()
         finally:
             _kill_all(self._pid)
+            from aiodist.control.places import job_socket  # at the end: it loads asyncio
+
             with contextlib.suppress(OSError):  # rank 0 may have been killed before it could
                 job_socket(self._job).unlink(missing_ok=True)
 
