@@ -62,6 +62,7 @@ async def test_n3_cuda_no_memory_for_gradients(
     coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], failing: set[int]
 ) -> None:
     net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll)
+    await coll.barrier()  # it is made everywhere before a rank gives it up
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
     x, y = (t.to(coll.device) for t in trial.batch(coll.rank, 0))
     before = [p.detach().cpu() for p in net.parameters()]
