@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,3 +29,12 @@ def process_table() -> str:
 def _namespace(kind: str) -> str:
     namespace = Path("/proc/self/ns") / kind
     return f"{boot_id()} {namespace.stat().st_ino if namespace.exists() else 0}"
+
+
+def job_socket(job: int | str) -> Path:
+    """Return the socket at which a job on this host can be looked into, in the user's runtime folder."""
+    from platformdirs import user_runtime_path
+
+    with warnings.catch_warnings():  # of a folder that is not private, and so is not taken
+        warnings.simplefilter("ignore")
+        return user_runtime_path("aiodist") / f"{job}.sock"

@@ -11,7 +11,6 @@ import contextlib
 import ipaddress
 import re
 import socket
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import filterfalse
@@ -65,15 +64,6 @@ def parse(address: str, environ: Mapping[str, str] | None = None) -> Place:
             raise ConfigError(
                 f"rendezvous {address!r}: unknown scheme {scheme!r}, expected one of tcp://host:port, file:///path, env://"
             )
-
-
-def job_socket(job: int | str) -> Path:
-    """Return the socket at which a job on this host can be looked into, in the user's runtime folder."""
-    from platformdirs import user_runtime_path
-
-    with warnings.catch_warnings():  # of a folder that is not private, and so is not taken
-        warnings.simplefilter("ignore")
-        return user_runtime_path("aiodist") / f"{job}.sock"
 
 
 def tcp_address(host: str, port: int) -> str:

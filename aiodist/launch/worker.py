@@ -24,7 +24,7 @@ from aiodist.env import Environment, replace_variables, variables
 from aiodist.errors import LaunchError
 from aiodist.launch import wire
 from aiodist.launch.wire import Kind, Start
-from aiodist.machine import process_table
+from aiodist.machine import job_socket, process_table
 
 _CHUNK = 1 << 16
 _CONNECT = 30.0
@@ -100,8 +100,6 @@ class _RankGuard:
                     self._leave()
         finally:
             _kill_all(self._pid)
-            from aiodist.control.places import job_socket  # at the end: it loads asyncio
-
             with contextlib.suppress(OSError):  # rank 0 may have been killed before it could
                 job_socket(self._job).unlink(missing_ok=True)
 

@@ -8,8 +8,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from aiodist.control.places import job_socket
 from aiodist.errors import ConfigError
+from aiodist.machine import job_socket
 
 _SECONDS = 5.0
 

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 from torch.distributed.flight_recorder import fr_trace
 
-from aiodist.control.places import job_socket
+from aiodist.machine import job_socket
 from aiodist.watch import jobs, shown
 
 pytestmark = pytest.mark.timeout(100)
