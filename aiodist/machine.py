@@ -1,4 +1,7 @@
-"""What tells one kernel and its namespaces from another. Names of hosts tell nothing: two hosts may have the same."""
+"""This machine: what tells its kernel and namespaces from another's, and the sockets of its jobs.
+
+Names of hosts tell nothing: two hosts may have the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses: where the ranks of a job meet, and where the job is asked how it goes.
+"""Addresses: where the ranks of a job meet.
 
 `tcp://host:port` is a hub that is there already, `file:///path` a file that says where rank 0 has one, `env://`
 means the variables MASTER_ADDR and MASTER_PORT.

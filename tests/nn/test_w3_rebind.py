@@ -425,16 +425,23 @@ class SometimesFails(torch.optim.SGD):
         return super().step(closure)
 
 
+async def sometimes_failing(
+    number: int, coll: aiodist.Communicator
+) -> tuple[DataParallel, PipelinedOptimizer, list[torch.optim.Optimizer]]:
+    """Return a net, its optimizer, and the optimizers of its buckets."""
+    made: list[torch.optim.Optimizer] = []
+    net = await DataParallel.create(build(number), coll, PipelinedOptimizer, op="sum", first_bucket_bytes=1)
+    opt = PipelinedOptimizer(net, noting(made, partial(SometimesFails, lr=0.1, momentum=0.9)))
+    return net, opt, made
+
+
 @pytest.mark.parametrize("failing", [[0], [0, 1]])
 def test_w3_what_a_pipelined_optimizer_made_in_part_is_taken_back(failing: list[int]) -> None:
     """One of its optimizers has changed a parameter when it raises, and the others have stepped."""
 
     async def main(number: int) -> Any:
-        made: list[torch.optim.Optimizer] = []
-        make = noting(made, partial(SometimesFails, lr=0.1, momentum=0.9))
         async with aiodist.init(elastic=True) as coll:
-            net = await DataParallel.create(build(number), coll, PipelinedOptimizer, op="sum", first_bucket_bytes=1)
-            opt = PipelinedOptimizer(net, make)
+            net, opt, made = await sometimes_failing(number, coll)
             for step in range(2):
                 await net.step(partial(share, net, step, coll.rank, coll.size), opt)
             await opt.flush()
@@ -462,11 +469,8 @@ def test_w3_several_steps_that_were_made_in_part_are_all_taken_back() -> None:
     """On each rank two steps in a row fail in part, the second in another bucket; then they are made as if anew."""
 
     async def main(number: int) -> Any:
-        made: list[torch.optim.Optimizer] = []
-        make = noting(made, partial(SometimesFails, lr=0.1, momentum=0.9))
         async with aiodist.init(elastic=True) as coll:
-            net = await DataParallel.create(build(number), coll, PipelinedOptimizer, op="sum", first_bucket_bytes=1)
-            opt = PipelinedOptimizer(net, make)
+            net, opt, made = await sometimes_failing(number, coll)
             await whole_step(net, opt, partial(share, net, 0, coll.rank, coll.size))
             for failing in (0, 1):
                 made[failing].param_groups[0]["fails"] = True
