@@ -114,6 +114,7 @@ async def awaits(handle: aiodist.Handle[Any]) -> str:
 async def exit_in_task() -> None:
     """sys.exit in a task beside the one that opened the world, while both wait."""
     async with aiodist.init() as coll:
+        await coll.barrier()  # the world is open on the other rank too
         if coll.rank == 1:
             exits = asyncio.create_task(exit_with(3))
         try:
