@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aiodist.checkpoints.values import Json
 from aiodist.communicator import Communicator
-from aiodist.errors import CommunicatorAborted, MismatchError, RemoteError
+from aiodist.errors import CommunicatorAborted, MismatchError, PeerLost, RemoteError
 from aiodist.handles import Handle, Origin, Progress
 from aiodist.streams import HostStream
 from aiodist.world.tracebacks import cause_in, folded
@@ -28,12 +28,15 @@ T = TypeVar("T")
 async def exchange(coll: Communicator | None, what: str, value: T, error: Exception | None = None) -> list[T]:
     """Return what each rank gives, by rank; None for `coll` is this rank alone.
 
-    Raises the `error` that this rank gives; where another rank gives one a `RemoteError`, which names that rank.
+    Raises the `error` that this rank gives; where another rank gives one a `RemoteError`, which names that rank; where
+    one is lost `PeerLost`, from the `error`, which may follow from that: the first rank takes away what was begun.
     Collective, one allgather of objects.
     """
     mine = value, None if error is None else folded(error, programs=True)
     try:
         told = [mine] if coll is None else await coll.allgather_object(mine)
+    except PeerLost as lost:
+        raise lost from error
     except Exception as lost:
         if error is not None:
             raise error from lost
