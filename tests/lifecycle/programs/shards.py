@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 import sys
+from pathlib import Path
 
 import aiodist
 from aiodist import Communicator
@@ -69,6 +70,10 @@ async def closed(coll: Communicator, lost: int | None) -> None:
     except PeerLost as error:
         say("barrier", f"lost rank {error.lost}")
     if lost is not None:
+        done = {rank: Path(f"done {rank}") for rank in range(coll.size) if rank != lost}
+        done[coll.rank].touch()
+        while not all(map(Path.exists, done.values())):  # noqa: ASYNC110  - it would be aborted under another's pass
+            await asyncio.sleep(0.02)
         coll.abort()
 
 
