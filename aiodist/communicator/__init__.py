@@ -21,7 +21,7 @@ from aiodist.communicator.objects import Objects
 from aiodist.communicator.reductions import Reductions
 from aiodist.communicator.registry import Guest, Registry
 from aiodist.communicator.shared import SharedMemory
-from aiodist.errors import CommunicatorAborted, CommunicatorError
+from aiodist.errors import CommunicatorAborted
 from aiodist.handles import Handle, Origin
 
 __all__ = ["Communicator", "CommunicatorStatistics", "Hierarchy", "Level", "root_levels"]
@@ -170,10 +170,8 @@ class Communicator(SharedMemory, Reductions, Movement, Objects):
     def abort(self, reason: str = "abort() was called") -> None:
         """Give this communicator up on all ranks: what is pending and every later call raise CommunicatorAborted."""
         error = CommunicatorAborted(f"communicator {self.name!r} was aborted: {reason}", comm=self.name, rank=self.rank)
-        over = isinstance(self._dispatcher.refusal, CommunicatorError)  # all know, and the channel may be closed
         self._dispatcher.abort(error)
-        if not over:
-            self._dispatcher.disputes.tell_abort(str(error))
+        self._dispatcher.disputes.tell_abort(str(error))
 
     async def aclose(self) -> None:
         """Close it on all ranks: wait for what is in flight, at most 30 s, then release it. Collective.

@@ -745,11 +745,7 @@ class Dispatcher:
         if self._refusal is None:
             self.abort(error)
             if tell:
-                self.later(partial(self._tell_soon, f"rank {self.transport.rank}: {error}"))
-
-    def _tell_soon(self, text: str) -> None:
-        with suppress(RuntimeError):  # the world was closed meanwhile, which told them
-            self.disputes.tell_abort(text)
+                self.later(partial(self.disputes.tell_abort, f"rank {self.transport.rank}: {error}"))
 
     def abort(self, error: AiodistError) -> None:
         """Reject what is pending and refuse what comes; buffers stay owned by transfers that never end."""

@@ -8,7 +8,7 @@ Everything here runs on the loop's thread, but `begin`, which runs where the gat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -163,8 +163,9 @@ class Disputes:
 
     def tell_abort(self, text: str, *, differ: bool = False) -> None:
         """Tell every other rank that this one gave the communicator up, and whether since ranks `differ`."""
-        for rank in self._others():
-            self._send(rank, "abort", 0, [text, differ])
+        with suppress(RuntimeError):  # the world is closed, which told them
+            for rank in self._others():
+                self._send(rank, "abort", 0, [text, differ])
 
     # --- what it hears --------------------------------------------------------------------------------------------
 

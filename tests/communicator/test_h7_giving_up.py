@@ -10,9 +10,18 @@ import pytest
 import torch
 
 import aiodist
-from aiodist import Communicator, CommunicatorAborted, CommunicatorClosed, Handle, OperationTimeout, RemoteError, init
+from aiodist import (
+    Communicator,
+    CommunicatorAborted,
+    CommunicatorClosed,
+    Handle,
+    OperationTimeout,
+    PeerLost,
+    RemoteError,
+    init,
+)
 from aiodist.handles import from_source
-from aiodist.testing import run_ranks
+from aiodist.testing import kill_rank, run_ranks
 from aiodist.world.opening import Limits
 from aiodist.world.runtime import opened
 
@@ -173,3 +182,19 @@ def test_h3_memory_of_a_receive_that_nothing_matched_is_free_after_a_failure(
     gc.collect()
     aiodist.run(attempt(fail=False))
     assert "nobody awaited" not in capfd.readouterr().err  # the failure itself has been told
+
+
+def test_h7_what_was_lost_is_given_up_behind_the_end_of_the_world_too() -> None:
+    """A thread may have asked for it before: there is nobody to be told any more."""
+
+    async def main(number: int) -> None:
+        with suppress(PeerLost):
+            async with aiodist.init(elastic=True) as coll:
+                side = await coll.dup()
+                if number == 1:
+                    kill_rank()
+                await coll.barrier()
+        for lost in (side, coll):
+            lost.abort("the gradients are lost")
+
+    run_ranks(2, main, elastic=(1, 2))
