@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from aiodist.backends.base import NAMED, Transport
 from aiodist.collectives.traffic import Traffic
 from aiodist.communicator.gate import Entry, When
-from aiodist.control import Channel, name_ranks
+from aiodist.control import Channel, ChannelClosed, name_ranks
 from aiodist.errors import AiodistError, CommunicatorAborted, MismatchError, RemoteError
 from aiodist.handles import Progress
 
@@ -163,7 +163,7 @@ class Disputes:
 
     def tell_abort(self, text: str, *, differ: bool = False) -> None:
         """Tell every other rank that this one gave the communicator up, and whether since ranks `differ`."""
-        with suppress(RuntimeError):  # the world is closed, which told them
+        with suppress(ChannelClosed):  # the world is closed, which told them
             for rank in self._others():
                 self._send(rank, "abort", 0, [text, differ])
 

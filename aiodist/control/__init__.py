@@ -3,7 +3,7 @@
 Sockets and asyncio only; neither torch nor MPI. See `channel` for what a rank sees, `hub` for the other end.
 """
 
-from aiodist.control.channel import Channel, exchange
+from aiodist.control.channel import Channel, ChannelClosed, exchange
 from aiodist.control.hosts import find_hosts
 from aiodist.control.hub import Hub
 from aiodist.control.local import in_process
@@ -15,6 +15,7 @@ __all__ = [
     "HUB",
     "MAX_FRAME",
     "Channel",
+    "ChannelClosed",
     "Exit",
     "HostedHub",
     "Hub",

@@ -31,12 +31,16 @@ async def exchange(channel: Channel, what: str, mine: Any, seconds: float | None
     return [json.loads(await channel.get(f"{what}/{rank}", timeout=seconds)) for rank in range(channel.size)]
 
 
+class ChannelClosed(RuntimeError):
+    """A call on a channel after `aclose`."""
+
+
 class Channel(ABC):
     """One rank's end of the control channel.
 
-    In a forked child every call raises `RuntimeError`: the connection is the parent's. So does every call after
-    `aclose`, save `exits`, `fail` and `aclose` itself, which do nothing then. Where the hub is gone, `set`, `get`
-    and `add` raise `PeerLost`; `send` and `broadcast` drop the message, since whom it concerns was told
+    In a forked child every call raises `RuntimeError`: the connection is the parent's. After `aclose` every call
+    raises `ChannelClosed`, save `exits`, `fail` and `aclose` itself, which do nothing then. Where the hub is gone,
+    `set`, `get` and `add` raise `PeerLost`; `send` and `broadcast` drop the message, since whom it concerns was told
     by `on_lost`.
 
     What arrives is handed on by one thread, on which all callbacks run. `subscribe` and `unsubscribe` change one dict
@@ -160,7 +164,7 @@ class Channel(ABC):
 
     @abstractmethod
     def _check_open(self) -> None:
-        """Raise `RuntimeError` where the channel is closed, or of another process."""
+        """Raise `ChannelClosed` where the channel is closed, `RuntimeError` where it is of another process."""
 
     # On the thread that delivers.
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
-from aiodist.control.channel import Channel
+from aiodist.control.channel import Channel, ChannelClosed
 from aiodist.control.link import Link, Pulse
 from aiodist.control.roster import HUB, Exit, name_ranks
 from aiodist.control.thread import settle, settle_soon
@@ -228,5 +228,5 @@ class SocketChannel(Channel):
 
     def _gone(self) -> Exception:
         if self._closing or self._lost is None:
-            return RuntimeError(f"the control channel of rank {self.rank} is closed")
+            return ChannelClosed(f"the control channel of rank {self.rank} is closed")
         return self._lost.error()

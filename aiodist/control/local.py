@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from aiodist.control.channel import Channel
+from aiodist.control.channel import Channel, ChannelClosed
 from aiodist.control.generations import Members
 from aiodist.control.roster import Exit, Store
 from aiodist.control.thread import settle
@@ -127,5 +127,5 @@ class _InProcessChannel(Channel):
         if not self._open:
             raise self._closed()
 
-    def _closed(self) -> RuntimeError:
-        return RuntimeError(f"the control channel of rank {self.rank} is closed")
+    def _closed(self) -> ChannelClosed:
+        return ChannelClosed(f"the control channel of rank {self.rank} is closed")

@@ -435,7 +435,7 @@ async def test_n15_nothing_keeps_an_item_that_was_taken(until: Until) -> None:
             del item
             await anext(items)
             gc.collect()
-            assert gone() is None
+            await until(lambda gone=gone: gone() is None)  # type: ignore[misc]  # a worker may still return it
 
 
 async def test_n15_statistics_tell_what_was_hidden() -> None:
