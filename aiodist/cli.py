@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from aiodist.env import variables
+from aiodist.env import variables, wants_full_tracebacks
 from aiodist.errors import AiodistError, ConfigError
 
 if TYPE_CHECKING:
@@ -42,10 +42,17 @@ _Everything = {"allow_extra_args": True, "ignore_unknown_options": True, "help_o
 
 
 def main() -> int:
-    """Run the command line; an error that aiodist raised on purpose is one line and exit code 2."""
+    """Run the command line; an error that aiodist raised on purpose, or the system, is one line and exit code 2."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:  # it is closed: something of ours would get its number, and be taken for it
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     try:
         app()
-    except AiodistError as error:
+    except (AiodistError, OSError) as error:
+        if isinstance(error, OSError) and not isinstance(error, AiodistError) and wants_full_tracebacks():
+            raise
         print(f"aiodist: {error}", file=sys.stderr)  # noqa: T201
     return 2
 

@@ -143,8 +143,10 @@ def _starter(environ: Mapping[str, str]) -> tuple[Starter, tuple[str, ...]]:
     for starter, *names in _PLACES:
         if starter is Starter.MPI and names[0] in environ:
             return (Starter.AIODIST if "AIODIST_RENDEZVOUS" in environ else starter), tuple(names)
-        # `salloc` sets SLURM_NTASKS without a rank, a shell may export RANK alone: both must be there.
-        if starter is not Starter.MPI and all(name in environ for name in names):
+        # `salloc` sets SLURM_NTASKS without a rank, a shell may export RANK alone: both must be there. Ours have no
+        # other meaning: one without the other is a mistake.
+        there = [name in environ for name in names]
+        if starter is not Starter.MPI and (any(there) if starter is Starter.AIODIST else all(there)):
             return starter, tuple(names)
     return Starter.ALONE, ()
 
@@ -168,7 +170,10 @@ def _elastic(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 def _previous(environ: Mapping[str, str], size: int) -> tuple[int | None, ...]:
     said = environ.get("AIODIST_PREVIOUS", "," * (size - 1))
-    return tuple([int(before) if before else None for before in said.split(",")])
+    found = [before for before in said.split(",") if not before or before.isdecimal()]
+    if len(found) != size or said.count(",") != size - 1:
+        raise ConfigError(f"AIODIST_PREVIOUS={said!r}: expected a rank or nothing for each of {size} ranks")
+    return tuple([int(before) if before else None for before in found])
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

@@ -220,7 +220,10 @@ class _Meeting:
                 await self._open("", 0, f"{self.token}\n{nonce}")
                 assert self.hub is not None
                 notice = _Notice(boot_id(), (outward_host(), socket.gethostname()), self.hub.port, nonce)
-                notice.write(place.path)
+                try:
+                    notice.write(place.path)
+                except OSError as error:
+                    raise ConfigError(f"{self.address}: rank 0 cannot write {place.path}: {error.strerror}") from error
                 self.thread.stack.callback(notice.remove, place.path)
 
     async def _open(self, host: str, port: int, token: str) -> None:

@@ -49,7 +49,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 class Refused(Exception):
-    """The hub does not let this rank in; `code` is `token`, `size`, `rank`, `duplicate`, `left` or `failed`.
+    """The hub does not let this rank in; `code` is `token`, `size`, `rank`, `duplicate`, `left`, `over` or `failed`.
 
     `left`: this rank left the session and others have not yet, so that it may come back later.
     """

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
+import resource
 import secrets
 import signal
 import tempfile
@@ -38,6 +40,11 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
     `LaunchError` where it cannot be started.
     """
     environ = variables() if environ is None else environ
+    _allow_descriptors(job.ranks)
+    try:
+        cwd = Path.cwd()
+    except FileNotFoundError:
+        raise LaunchError("the working directory is gone: expected one in which ranks can be started") from None
     exports = commands.exported(job.exports, environ)
     mpi = await asyncio.to_thread(discover.find_mpi, job.mpi, environ.get("PATH", os.defpath))
     commands.check_mpi(job, mpi)
@@ -46,7 +53,13 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
     token = secrets.token_hex(16)
     async with AsyncExitStack() as stack:
         beside = "rsh" if mpi is None else "mpirun"
-        output = Streams(job, broken=lambda: events.put_nowait(Signalled(signal.SIGPIPE)), beside=beside)
+
+        def broken(error: OSError) -> None:
+            if error.errno != errno.EPIPE:
+                output.say(f"aiodist run: standard output: {error.strerror}")
+            events.put_nowait(Signalled(signal.SIGPIPE))
+
+        output = Streams(job, broken, beside=beside)
         stack.push_async_callback(output.aclose)
         elastic = None if job.elastic is None else ElasticSessions(job.ranks, here, token)
         sessions = elastic or Hub(job.ranks, host=here, token=token)
@@ -61,7 +74,7 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
         # An mpirun may give rank 0 our standard input or may not, so it is sent; a guard of ours here simply has it.
         first: Stdin = "same" if mpi is None and not job.hosts else "sent"
         starts = [
-            Start([job.program, *job.command], exports, "null" if rank else first, commands.folder(job, Path.cwd()))
+            Start([job.program, *job.command], exports, "null" if rank else first, commands.folder(job, cwd))
             for rank in range(job.ranks)
         ]
         ranks = await stack.enter_async_context(Ranks(token, starts, output, events.put_nowait, host=here))
@@ -72,7 +85,7 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
                 await output.overheard(data)
 
         stack.enter_context(_signals(lambda signum: events.put_nowait(Signalled(signum))))
-        guard = commands.guard_command(ranks.address, Path.cwd())
+        guard = commands.guard_command(ranks.address, cwd)
         if mpi is None:
             guards = await asyncio.to_thread(_Guards, job, guard, common)
             todo = [guards.first(rank) for rank in range(job.ranks)]
@@ -90,6 +103,16 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
             processes.patience = 1.0 if supervisor.stopping else processes.patience
             ranks.release()
     return code
+
+
+def _allow_descriptors(ranks: int) -> None:
+    """Raise this process's limit of open files to what the ranks take; raise `LaunchError` where that is refused."""
+    needed = 64 + 8 * ranks  # of each: two connections, up to two pipes and two logs, and what watches a process
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise LaunchError(f"{ranks} ranks: expected a limit of at least {needed} open files (ulimit -n), it is {hard}")
+    if soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _meeting_address(job: Job) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,10 +108,10 @@ class Console:
     """Writes to the standard streams without ever blocking the loop, one writer at a time.
 
     The descriptors stay as they are: they are shared with the shell, which would be surprised by O_NONBLOCK. Calls
-    `broken` when standard output has no reader any more; what is written to it later is dropped.
+    `broken` with the error when standard output takes no more; what is written to it later is dropped.
     """
 
-    def __init__(self, broken: Callable[[], None]) -> None:
+    def __init__(self, broken: Callable[[OSError], None]) -> None:
         self._lock = asyncio.Lock()
         self._tell_broken = broken
         self._broken: set[int] = set()
@@ -129,10 +130,10 @@ class Console:
                         view = view[os.write(fd, view) :]
                 except BlockingIOError:
                     await _writable(fd)
-                except OSError:  # a pipe nobody reads, a terminal that is gone, a full disk
+                except OSError as error:  # a pipe nobody reads, a terminal that is gone, a full disk
                     self._broken.add(fd)
                     if fd == 1:
-                        self._tell_broken()
+                        self._tell_broken(error)
 
 
 def _may_block(fd: int) -> bool:
@@ -193,10 +194,15 @@ class Logs:
             raise ConfigError(f"--log-dir {folder}: {error.strerror}") from error
 
     def write(self, rank: int, kind: Kind, data: bytes) -> None:
-        """Add to the rank's file, if there is one."""
+        """Add to the rank's file, if there is one; raise `ConfigError` where it ends here: the disk is full."""
         view = memoryview(data)
         while view and (rank, kind) in self._files:
-            view = view[os.write(self._files[rank, kind], view) :]
+            try:
+                view = view[os.write(self._files[rank, kind], view) :]
+            except OSError as error:
+                os.close(self._files.pop((rank, kind)))
+                name = f"rank-{rank}.{kind.name.lower()}"
+                raise ConfigError(f"--log-dir {self._folder}: {name} ends here: {error.strerror}") from error
 
     def close(self) -> None:
         """Close the files."""
@@ -208,7 +214,7 @@ class Logs:
 class Streams:
     """Where the output of all ranks, and the launcher's own words, go, and where rank 0's input comes from."""
 
-    def __init__(self, job: Job, broken: Callable[[], None], beside: str = "mpirun") -> None:
+    def __init__(self, job: Job, broken: Callable[[OSError], None], beside: str = "mpirun") -> None:
         """`beside` names what starts the ranks, and has words of its own."""
         self._console = Console(broken)
         self._logs = Logs(job.log_dir, job.ranks)
@@ -223,8 +229,14 @@ class Streams:
     def add(self, rank: int) -> None:
         """There is one more rank."""
         self._add_lines(rank)
-        try:
+        with self._saying():
             self._logs.add(rank)
+
+    @contextmanager
+    def _saying(self) -> Iterator[None]:
+        """Say what is wrong with a log: it ends no job."""
+        try:
+            yield
         except ConfigError as error:
             self.say(f"aiodist run: {error}")
 
@@ -234,7 +246,8 @@ class Streams:
 
     async def write(self, rank: int, kind: Kind, data: bytes) -> None:
         """Print the whole lines of what a rank wrote; wait while nobody reads them."""
-        self._logs.write(rank, kind, data)
+        with self._saying():
+            self._logs.write(rank, kind, data)
         await self._console.write(kind, self._lines[rank, kind].feed(data, asyncio.get_running_loop().time()))
 
     async def finish(self, rank: int) -> None:

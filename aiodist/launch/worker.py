@@ -209,7 +209,7 @@ class _RankGuard:
     def _signal(self, signum: int) -> None:
         if not self._ended:
             self._told = self._told or signum not in _PASSED_ON
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has become another user's
                 os.kill(self._pid, signum)
         if signum == signal.SIGKILL:
             self._killed = True

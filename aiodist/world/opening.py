@@ -209,12 +209,12 @@ async def _start_mpi(environment: Environment, limits: Limits) -> MpiTransport:
     except TimeoutError:
         who = f"not all of the {environment.size} ranks came"
         raise OperationTimeout(f"MPI could not start within {limits.rendezvous:g} s: {who}", op="init") from None
-    if environment.mpi and world.size != environment.size:
+    if (environment.mpi or environment.size > 1) and world.size != environment.size:
         await world.aclose(drained=False)
-        raise ConfigError(
-            f"mpirun started {environment.size} ranks, but {library_version()}, which mpi4py loaded, sees "
-            f"{world.size}: the two are of different MPIs"
-        )
+        seen = f"{library_version()}, which mpi4py loaded, sees {world.size}"
+        if not environment.mpi:
+            raise ConfigError(f"backend 'mpi' for {environment.size} ranks, but no mpirun started them: {seen}")
+        raise ConfigError(f"mpirun started {environment.size} ranks, but {seen}: the two are of different MPIs")
     return world
 
 

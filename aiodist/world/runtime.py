@@ -129,11 +129,16 @@ async def opened(
 ) -> AsyncIterator[Communicator]:
     """Open the world as `init` does, with the patience that `limits` says; over the ranks of a `meeting`, if any."""
     given = current_place.get() if meeting is None else None
-    environment = Environment.read()
-    if meeting is not None:
-        environment = replace(environment, rank=meeting.rank, size=meeting.size, mpi=False, rendezvous=None)
-    wanted = WorldOptions(limits, environment, given is None, **options)
-    life = await _life_of(wanted, backend, given, meeting, elastic=elastic)
+    try:
+        environment = Environment.read()
+        if meeting is not None:
+            environment = replace(environment, rank=meeting.rank, size=meeting.size, mpi=False, rendezvous=None)
+        wanted = WorldOptions(limits, environment, given is None, **options)
+        life = await _life_of(wanted, backend, given, meeting, elastic=elastic)
+    except AiodistError:
+        if given is None:
+            fold_tracebacks()  # it does not open: the program's frames alone are printed
+        raise
     process, patience = os.getpid(), None
     try:
         comm = await life.open()
@@ -159,19 +164,14 @@ async def opened(
 async def _life_of(
     options: WorldOptions, backend: str | None, given: RankSeat | None, meeting: Introduction | None, *, elastic: bool
 ) -> Recovery | RankWorld:
-    """Return what opens and closes the world; where it fails, the program's frames alone are printed."""
-    try:
-        if elastic:
-            return await Recovery.of(options, backend, given)
-        if given is not None:
-            place = given.take()
-        else:
-            place = await find_place(options.environment, backend, options.limits, meeting)
-        return await RankWorld.of(options, place)
-    except AiodistError:
-        if options.alone:
-            fold_tracebacks()
-        raise
+    """Return what opens and closes the world."""
+    if elastic:
+        return await Recovery.of(options, backend, given)
+    if given is not None:
+        place = given.take()
+    else:
+        place = await find_place(options.environment, backend, options.limits, meeting)
+    return await RankWorld.of(options, place)
 
 
 async def _fail(life: Recovery | RankWorld, options: WorldOptions, error: BaseException) -> None:

@@ -110,6 +110,14 @@ async def test_l9_file(tmp_path: Path) -> None:
 
 
 @limited
+async def test_l9_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    address = (tmp_path / "no" / "such").as_uri()
+    with pytest.raises(ConfigError, match=r"rank 0 cannot write .*no/such: No such file or directory"):
+        await connect(address, rank=0, size=2)
+    assert not os.listdir(tmp_path)
+
+
+@limited
 async def test_l9_a_stale_file_fools_nobody(tmp_path: Path) -> None:
     """What an earlier job left points to nobody, to a stranger, or to another job's hub."""
     path = tmp_path / "meet"

@@ -80,7 +80,7 @@ def test_l4_each_starter_is_recognised(
     assert (here.mpi, here.rendezvous) == (mpi, rendezvous)
 
 
-@pytest.mark.parametrize("environ", [{}, SALLOC, {"RANK": "3"}, {"WORLD_SIZE": "4"}, {"AIODIST_RANK": "1"}])
+@pytest.mark.parametrize("environ", [{}, SALLOC, {"RANK": "3"}, {"WORLD_SIZE": "4"}])
 def test_l4_plain_python_is_one_rank(environ: Mapping[str, str]) -> None:
     here = Environment.read(environ)
     assert (here.starter, here.rank, here.size) == (Starter.ALONE, 0, 1)
@@ -108,6 +108,13 @@ def test_l4_a_rendezvous_may_be_given_under_any_starter() -> None:
         ({"PMI_RANK": "0"}, "PMI_SIZE is not set"),
         ({**PLACE, "AIODIST_RANK": "-1"}, "AIODIST_RANK=-1 and AIODIST_SIZE=2"),
         ({**TORCHRUN, "RANK": "x"}, "RANK='x'"),
+        ({**OURS, "AIODIST_RANK": "0"}, "AIODIST_SIZE is not set, though the variables beside it are"),
+        ({"AIODIST_SIZE": "2"}, "AIODIST_RANK is not set, though the variables beside it are"),
+        (
+            {**PLACE, "AIODIST_PREVIOUS": "0,x"},
+            "AIODIST_PREVIOUS='0,x': expected a rank or nothing for each of 2 ranks",
+        ),
+        ({**PLACE, "AIODIST_PREVIOUS": "0"}, "AIODIST_PREVIOUS='0': expected a rank or nothing for each of 2 ranks"),
         ({"AIODIST_SHM": "maybe"}, "AIODIST_SHM='maybe': expected 0 or 1"),
     ],
 )

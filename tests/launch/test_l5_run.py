@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -89,6 +89,63 @@ def test_l5_log_files_hold_what_each_rank_wrote(plain: Launcher) -> None:
         assert (plain.folder / f"logs/today/rank-{rank}.out").read_bytes() == b"bar 1%\rbar 2%\n"
         assert (plain.folder / f"logs/today/rank-{rank}.err").read_bytes() == b"\xff\x00 half"
     assert b"[0] \xff\x00 half\n" in done.stderr
+
+
+def test_l5_a_log_file_that_cannot_grow_ends_no_job(plain: Launcher) -> None:
+    """The disk of the logs is full: it is said once for each file, and all is printed as before."""
+    script = plain.script("for i in range(40): say(str(i % 10) * 1000)")
+    command = ["bash", "-c", 'ulimit -f 8; exec "$@"', "-", *plain.command("--log-dir", "logs", script, n=1)]
+    done = subprocess.run(command, cwd=plain.folder, env=plain.environ, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "".join(f"[0] {str(i % 10) * 1000}\n" for i in range(40))
+    assert (done.returncode, done.stderr) == (0, "aiodist run: --log-dir logs: rank-0.out ends here: File too large\n")
+
+
+@pytest.mark.parametrize(
+    ("closed", "out", "err"), [("<&-", 4, 2), (">&-", 0, 2), ("2>&-", 4, 0), ("<&- >&- 2>&-", 0, 0)]
+)
+def test_l5_closed_standard_streams_are_as_dev_null(plain: Launcher, closed: str, out: int, err: int) -> None:
+    script = plain.script("say(rank); say(repr(sys.stdin.read())); say('err', file=sys.stderr)")
+    command = ["bash", "-c", f'"$@" {closed}', "-", *plain.command("--log-dir", "logs", script)]
+    done = subprocess.run(command, cwd=plain.folder, env=plain.environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, len(done.stdout.splitlines()), len(done.stderr.splitlines())) == (0, out, err)
+    assert [(plain.folder / f"logs/rank-{rank}.out").read_text() for rank in range(2)] == ["0\n''\n", "1\n''\n"]
+
+
+def test_l5_output_that_cannot_be_written_ends_the_job_and_says_why(plain: Launcher) -> None:
+    with open("/dev/full", "w") as full:
+        done = plain.run(plain.script("say('a')\ntime.sleep(60)"), capture_output=False, stdout=full, stderr=-1)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert done.stderr == "aiodist run: standard output: No space left on device\n"
+
+
+def test_l5_as_many_ranks_as_descriptors_allow(plain: Launcher) -> None:
+    """The limit is raised where that is allowed; where it is not, that is said, and nothing is started."""
+    script = plain.script("say(rank)")
+    refused = ["bash", "-c", 'ulimit -n 60; exec "$@"', "-", *plain.command(script, n=40)]
+    options: dict[str, Any] = {"cwd": plain.folder, "env": plain.environ, "capture_output": True, "text": True}
+    done = subprocess.run(refused, **options, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "aiodist: 40 ranks: expected a limit of at least 384 open files (ulimit -n), it is 60\n"
+    raised = ["bash", "-c", 'ulimit -Sn 40; exec "$@"', "-", *plain.command(script, n=24)]
+    done = subprocess.run(raised, **options, timeout=60)
+    assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", 24)
+
+
+def test_l5_a_folder_that_is_gone_is_named(plain: Launcher) -> None:
+    command = ["bash", "-c", 'mkdir gone; cd gone; rmdir ../gone; exec "$@"', "-", *plain.command("-m", "this")]
+    done = subprocess.run(command, cwd=plain.folder, env=plain.environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "aiodist: the working directory is gone: expected one in which ranks can be started\n"
+
+
+def test_l5_what_the_system_refuses_is_one_line(plain: Launcher) -> None:
+    """Here a program that may not be read, as seen by a user that is not root."""
+    program = "from aiodist.cli import main; pathlib.Path.open = lambda *_: open('/no/such'); sys.exit(main())"
+    (plain.folder / "script").write_text("#!/bin/sh")
+    (plain.folder / "script").chmod(0o755)
+    command = [sys.executable, "-c", f"import pathlib, sys; {program}", "run", "-n", "2", "./script"]
+    done = subprocess.run(command, cwd=plain.folder, env=plain.environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "aiodist: [Errno 2] No such file or directory: '/no/such'\n")
 
 
 def test_l5_a_hundred_megabytes_neither_block_nor_pile_up(launcher: Launcher) -> None:
@@ -568,6 +625,7 @@ def test_l5_the_guard_loads_neither_torch_nor_numpy_nor_mpi4py(plain: Launcher) 
         (["no-such.py"], "no-such.py: there is no such file"),
         (["-n", "0", "script.py"], "0 ranks: expected at least 1"),
         (["-n", "two", "script.py"], "-n two: expected a number of ranks, or auto"),
+        (["-n", "9" * 30, "script.py"], "expected a limit of at least"),
         (["-np", "2", "script.py"], "-n p: expected a number of ranks, or auto"),
         (["--mpi", "lam", "script.py"], "--mpi lam: expected auto, openmpi, mpich, none or the path of an mpirun"),
         (["--mpi", "/no/such/mpirun", "script.py"], "/no/such/mpirun: expected an mpirun that answers --version"),

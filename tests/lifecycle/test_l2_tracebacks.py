@@ -71,6 +71,9 @@ def test_l2_a_world_that_does_not_open_shows_the_frames_of_the_program(jobs: Job
     ended = jobs.alone("failing.py", "opening")
     assert frames(ended.errors) == ["<module>", "…", "main", "…"]
     assert "ConfigError: init(elastic=True), and the job is not elastic" in ended.errors
+    ended = jobs.alone("failing.py", "opening", AIODIST_PIN="maybe")
+    assert frames(ended.errors) == ["<module>", "…", "main", "…"]
+    assert "ConfigError: AIODIST_PIN='maybe': expected 0 or 1" in ended.errors
 
 
 def test_l2_a_program_that_prints_tracebacks_itself_does(jobs: Jobs) -> None:

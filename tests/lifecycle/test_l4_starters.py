@@ -52,6 +52,30 @@ def test_l4_plain_mpirun(run: Run) -> None:
     assert all(line in ended.text for line in lines("mpi"))  # mpirun may run lines together
 
 
+@pytest.mark.parametrize("singleton", ["openmpi", "mpich"], indirect=True)
+@pytest.mark.parametrize("place", [{}, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}], ids=["alone", "torchrun"])
+def test_l4_mpi_of_ranks_that_no_mpirun_has_started(singleton: Jobs, place: dict[str, str]) -> None:
+    """Each would be alone in a world of its own, and never know of the others."""
+    names = ("RANK", "WORLD_SIZE") if place else ("AIODIST_RANK", "AIODIST_SIZE")
+    place = {name: free_port() if value == "0" else value for name, value in place.items()}
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                singleton.started(
+                    [sys.executable, *singleton.stub("pair.py", "well")],
+                    **place,
+                    **dict(zip(names, (str(rank), "2"), strict=True)),
+                    AIODIST_BACKEND="mpi",
+                )
+            )
+            for rank in range(2)
+        ]
+        for process in started:
+            ended = singleton.finish(process)
+            assert ended.code == 1, ended
+            assert "ConfigError: backend 'mpi' for 2 ranks, but no mpirun started them" in ended.errors
+
+
 @pytest.mark.parametrize("run", ["openmpi", "mpich"], indirect=True)
 def test_l4_plain_mpirun_of_a_program_that_fails(run: Run) -> None:
     with run.started(mpirun(run, "badly")) as process:
