@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import Context, ContextVar, copy_context
 from enum import Enum
 from functools import partial
 from math import inf
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
 
 from aiodist import _core
 from aiodist.errors import OperationTimeout
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _SHOWN_OPERATIONS, _SHOWN_RANKS = 8, 16
 _SLEEP_SECONDS = 1.0  # of a thread that waits for a lane, at a time: the operation may be given up
+_NOTHING_TO_SHOW = nullcontext()
 _event_lock = threading.Lock()
 
 
@@ -117,7 +120,8 @@ class Handle(_core.Handle, Generic[T]):
         if hurries:  # it ends outside Python: a thread that has the GIL then hands it over sooner
             self._progress.hurry(1)
         try:
-            yield from self._suspend()
+            with _awaiting(self) if self._progress.carriers else _NOTHING_TO_SHOW:
+                yield from self._suspend()
         finally:
             if hurries:
                 self._progress.hurry(-1)
@@ -531,6 +535,22 @@ class Handle(_core.Handle, Generic[T]):
 def _trace(began: float, track: str, rank: int | None, handle: Handle[Any]) -> None:
     if (trace := tracing.to) is not None:
         trace.span(handle.op, began, track=track, of_rank=rank, bytes=handle.nbytes)
+
+
+@contextmanager
+def _awaiting(handle: Handle[Any]) -> Iterator[None]:
+    """Let asyncio know that the running task waits for the tasks that carry `handle` out: its tools follow that."""
+    carriers, waits = handle._progress.carriers, cast("asyncio.Task[Any]", asyncio.current_task())
+    tasks = [carriers[part] for part in handle.unfinished() if part in carriers]
+    if sys.version_info >= (3, 14):
+        for task in tasks:
+            asyncio.future_add_to_awaited_by(task, waits)
+    try:
+        yield
+    finally:
+        if sys.version_info >= (3, 14):
+            for task in tasks:
+                asyncio.future_discard_from_awaited_by(task, waits)
 
 
 def plight(handles: Sequence[Handle[Any]]) -> tuple[str, dict[int, str]]:

@@ -146,6 +146,8 @@ class Progress(_core.Pacer, Quiet):
         """Those that the loop looks at for aiodist alone."""
         self.belongings: dict[object, Any] = {}
         """What others keep for this loop, by a key of their own: nothing of it outlives the loop."""
+        self.carriers: dict[object, asyncio.Task[Any]] = {}
+        """Of handles whose operations tasks of ours carry out: these tasks; empty before Python 3.14."""
         self.watched = False
         """The progress thread knows of it."""
         self.threads_waiting = 0
@@ -184,6 +186,12 @@ class Progress(_core.Pacer, Quiet):
         if found is None:
             found = self.belongings.setdefault(key, make())
         return found  # type: ignore[no-any-return]
+
+    def carry_out(self, handle: object, task: asyncio.Task[Any]) -> None:
+        """Note that `task` carries the operation of `handle` out: `python -m asyncio pstree` shows who waits for it."""
+        if sys.version_info >= (3, 14):
+            self.carriers[handle] = task
+            task.add_done_callback(lambda _: self.carriers.pop(handle))
 
     def install(self) -> None:
         """Be what `current` returns on this loop, in place of one that it would make."""

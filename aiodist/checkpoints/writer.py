@@ -134,6 +134,7 @@ class Writer:
         self._seq += 1
         task = asyncio.get_running_loop().create_task(self._do(job, handle), name=f"{self.parent.name}: {op}")
         self._tasks.add(task)
+        self.progress.carry_out(handle, task)
         task.add_done_callback(self._tasks.discard)
         return handle
 

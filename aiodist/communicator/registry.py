@@ -393,6 +393,7 @@ class Registry(Generic[C]):
 
         task = asyncio.get_running_loop().create_task(make(), name=f"{parent.name}: {kind}")
         self._tasks.add(task)
+        dispatcher.progress.carry_out(handle, task)
 
         def given_up(_: AiodistError) -> None:
             task.cancel()

@@ -144,6 +144,7 @@ class Recovery:
             handle.set_deadline(seconds)
         self._under_way = handle
         self._task = asyncio.get_running_loop().create_task(self._run(handle, joiners, seconds), name=f"world: {what}")
+        dispatcher.progress.carry_out(handle, self._task)
         return handle
 
     async def _run(self, handle: Handle[Communicator], joiners: int, seconds: float | None) -> None:

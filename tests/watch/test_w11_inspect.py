@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -19,6 +20,7 @@ import pytest
 from rich.console import Console
 from torch.distributed.flight_recorder import fr_trace
 
+from aiodist import Communicator, gather
 from aiodist.machine import job_socket
 from aiodist.watch import jobs, shown
 
@@ -207,3 +209,36 @@ def test_w11_a_narrow_terminal_loses_no_line(tmp_path: Path, monkeypatch: pytest
 def test_w11_the_dumps_are_one_a_rank(tmp_path: Path) -> None:
     shown.write_flight([{"rank": 0, "communicators": {}}, {"rank": 1}], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["rank_0"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="asyncio's own tools came with Python 3.14")
+@pytest.mark.ranks(2)
+async def test_w11_asyncios_own_tools_follow_handles(coll: Communicator) -> None:
+    """`dup()` is carried out by a task of ours, which hangs below the task that awaits it, and below no other."""
+
+    async def duplicate() -> None:
+        await gather(coll.dup(), coll.barrier())
+
+    def tree() -> list[str]:
+        command = [sys.executable, "-m", "asyncio", "pstree", str(os.getpid())]
+        ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+        if "permission" in ended.stderr.lower():
+            pytest.skip("this machine lets no process look into its parent")
+        assert ended.returncode == 0, ended.stderr
+        return [line for line in ended.stdout.splitlines() if "(T) " in line]
+
+    if coll.rank == 1:
+        await coll.recv_object(0)
+        await duplicate()
+        return
+    duplicating = asyncio.create_task(duplicate(), name="duplicates")
+    idle = asyncio.create_task(asyncio.sleep(60), name="idle")
+    await asyncio.sleep(0.05)
+    lines = tree()
+    of_ours = [i for i, line in enumerate(lines) if line.endswith(": dup")]
+    assert [lines[i - 1].split("(T) ")[1] for i in of_ours] == ["duplicates"]
+    assert lines[of_ours[0]].index("(T)") > lines[of_ours[0] - 1].index("(T)")
+    await coll.send_object(None, 1)
+    await duplicating
+    idle.cancel()
+    assert not [line for line in tree() if line.endswith(": dup")]
