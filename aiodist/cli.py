@@ -177,13 +177,11 @@ def run(  # noqa: PLR0913 - one for each option
 
 
 def _show_trace(folder: Path) -> None:
-    """Make one file of what the ranks have recorded, and say where it is."""
-    from aiodist.watch.merging import merge
-
-    merged = merge(folder)
-    typer.echo(
-        f"aiodist: no rank has recorded anything in {folder}" if merged is None else f"trace: {merged}", err=True
-    )
+    """Merge what was recorded; the job has its exit code by now."""
+    try:
+        merge_trace(folder)
+    except (ConfigError, OSError) as error:
+        typer.echo(f"aiodist: {error}", err=True)
 
 
 @app.command("trace")
@@ -193,7 +191,11 @@ def merge_trace(
     ],
 ) -> None:
     """Make one file of what the ranks of a job have recorded in DIR."""
-    _show_trace(folder)
+    from aiodist.watch.merging import merge
+
+    if (merged := merge(folder)) is None:
+        raise ConfigError(f"no rank has recorded anything in {folder}")
+    typer.echo(f"trace: {merged}", err=True)
 
 
 def _hosts(listed: str, file: Path | None) -> tuple[Host, ...]:
@@ -245,6 +247,9 @@ def doctor(
         report = asyncio.run(examine_hosts(Question(where, rsh, iface, mpi, script)))
         shown = partial(show_hosts, report)
     else:
+        for what, given in (("SCRIPT", script), ("--rsh", rsh), ("--iface", iface)):
+            if given:
+                raise ConfigError(f"{what} is for several hosts: say --hosts or --hostfile")
         report = examine(variables(), mpi)
         shown = partial(show, report)
     if json == "-":
@@ -274,6 +279,8 @@ def inspect_(
     """Say where each rank of a running job is: who is late, who waits for whom, and at which lines."""
     from aiodist.watch import shown
 
+    if json and live:
+        raise ConfigError("--json and --live: expected one of the two")
     shown.show(job, as_json=json, live=live, flight_recorder=flight_recorder)
 
 

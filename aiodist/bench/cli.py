@@ -125,7 +125,11 @@ def _check(plan: Plan, benchmark: Benchmark) -> None:
         raise ConfigError(f"--sizes: a {plan.op} has none")
     if plan.dtype != "float32" and not benchmark.sized:
         raise ConfigError(f"--dtype: {plan.op} is measured with float32")
+    if plan.dtype == "bool" and plan.op in ("allreduce", "reduce", "reduce_scatter", "scan", "exscan"):
+        raise ConfigError(f"--dtype bool: a {plan.op} is measured as a sum, which bool has not")
     if plan.plot is not None:
+        if not plan.plot.endswith((".png", ".svg")):
+            raise ConfigError(f"--plot {os.path.relpath(plan.plot)}: expected FILE.png or FILE.svg")
         from aiodist.bench.plots import check_plot
 
         if not benchmark.sized:
@@ -150,6 +154,7 @@ def writable(option: str, path: Path | None) -> str | None:
     if path is None:
         return None
     absolute = path.absolute()
-    if absolute.is_dir() or not os.access(absolute if absolute.exists() else absolute.parent, os.W_OK):
+    there = absolute if absolute.exists() else absolute.parent
+    if absolute.is_dir() or absolute.parent.is_file() or not os.access(there, os.W_OK):
         raise ConfigError(f"{option} {path}: expected a file that can be written")
     return str(absolute)

@@ -131,12 +131,13 @@ def _report(todo: Tuning, coll: Communicator, edits: Sequence[RangeEdit]) -> Non
     here = conditions(coll.parts.repertoire, coll.topology)
     text = render(edits, here, "What runs an operation of which size, as aiodist tune measured it.")
     path = tuned_path(here) if todo.output is None else Path(todo.output)
+    print(text, end="", flush=True)  # noqa: T201  - before it is written, which may fail
     if todo.dry:
-        print(f"{text}# not written: --dry-run; it would go to {path}")  # noqa: T201
+        print(f"# not written: --dry-run; it would go to {path}")  # noqa: T201
         return
     write(path, text)
     used = "the next start here uses it" if todo.output is None else f"AIODIST_SELECTOR={path} uses it"
-    print(f"{text}# written to {path}: {used}", flush=True)  # noqa: T201
+    print(f"# written to {path}: {used}", flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from aiodist.communicator import Communicator
 from aiodist.communicator.threaded import ThreadedCommunicator
 from aiodist.compat.data import IN_PLACE, OPS, Buffer, Op, blocks_of, buffer_of
 from aiodist.compat.errors import CLASSES, MPIError, telling
-from aiodist.compat.requests import ANY_SOURCE, ANY_TAG, PROC_NULL, UNDEFINED, Request, Status, on_loop
+from aiodist.compat.requests import ANY_SOURCE, ANY_TAG, PROC_NULL, UNDEFINED, Request, Status, block_on, on_loop
 from aiodist.handles import Handle, gather
 from aiodist.types import ReduceOp
 
@@ -119,7 +119,7 @@ class Comm:
 
     def Free(self) -> None:
         """Close it, on all its ranks."""
-        asyncio.run_coroutine_threadsafe(self.coll.aclose(), self._loop).result()
+        block_on(self._loop, self.coll.aclose)
 
     def Abort(self, errorcode: int = 0) -> NoReturn:
         """End this process with `errorcode`, and with it the job."""

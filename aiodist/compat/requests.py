@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -216,7 +216,7 @@ def _block_until_one_is_over(requests: Sequence[Request]) -> None:
     left = [request for request in requests if request]
     if left and not any(request._over for request in left):
         handles = [request.handle for request in left if request.handle is not None]
-        asyncio.run_coroutine_threadsafe(_first(handles), left[0]._loop).result()
+        block_on(left[0]._loop, lambda: _first(handles))
 
 
 async def _first(handles: Sequence[Handle[Any]]) -> None:
@@ -233,9 +233,18 @@ def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
     async def made() -> T:
         return call()
 
+    return call() if _runs_here(loop) else block_on(loop, made)
+
+
+def block_on(loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Return what a coroutine returns on `loop`, blocking this thread; raise RuntimeError where `loop` runs in it."""
+    if _runs_here(loop):
+        raise RuntimeError("this would block the event loop: await the request, or `coll.aclose()` in place of Free()")
+    return asyncio.run_coroutine_threadsafe(work(), loop).result()
+
+
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
     try:
-        if asyncio.get_running_loop() is loop:
-            return call()
+        return asyncio.get_running_loop() is loop
     except RuntimeError:  # no loop runs in this thread
-        pass
-    return asyncio.run_coroutine_threadsafe(made(), loop).result()
+        return False

@@ -13,12 +13,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from aiodist.doctor.calls import ASK_CALLS, system_calls
 from aiodist.doctor.probe import version as _version
 from aiodist.doctor.report import Answer, Finding, Report, State
 from aiodist.launch import discover
-from aiodist.launch.commands import Flavour, Mpi
+from aiodist.launch.commands import Flavour, Mpi, own_path
 
 _TIME_LIMIT = 120.0
 _SMALL_SHM = 1 << 30
@@ -35,12 +36,14 @@ AskRanks = Callable[[str, str], Answer]
 _LAUNCH = """
 import asyncio, sys
 from aiodist.errors import AiodistError
-from aiodist.launch.commands import Job
+from pathlib import Path
+from aiodist.launch.commands import Job, own_path
 from aiodist.launch.hosts import Host
 from aiodist.launch.job import run
 mpi, code, rsh, iface, *names = sys.argv[1:]
 hosts = tuple(Host(name, 1) for name in names)
-job = Job(('-c', code), len(hosts) or 2, mpi, prefix=False, timeout=60.0, hosts=hosts, rsh=rsh, iface=iface)
+command = (*own_path(Path.cwd()), '-c', code)
+job = Job(command, len(hosts) or 2, mpi, prefix=False, timeout=60.0, hosts=hosts, rsh=rsh, iface=iface)
 try:
     sys.exit(asyncio.run(run(job)))
 except AiodistError as error:
@@ -50,7 +53,7 @@ except AiodistError as error:
 
 def ask(code: str) -> Answer:
     """Return the JSON object that Python prints last when it runs `code` in a process of its own."""
-    return ask_command([sys.executable, "-c", code])
+    return ask_command([sys.executable, *own_path(Path.cwd()), "-c", code])
 
 
 def ask_ranks(mpi: str, code: str, names: Sequence[str] = (), rsh: str = "", iface: str = "") -> Answer:
@@ -58,7 +61,7 @@ def ask_ranks(mpi: str, code: str, names: Sequence[str] = (), rsh: str = "", ifa
 
     The launcher runs them with `--mpi MPI`.
     """
-    return ask_command([sys.executable, "-c", _LAUNCH, mpi, code, rsh, iface, *names])
+    return ask_command([sys.executable, *own_path(Path.cwd()), "-c", _LAUNCH, mpi, code, rsh, iface, *names])
 
 
 def ask_command(command: Sequence[str]) -> Answer:

@@ -256,13 +256,17 @@ def exported(exports: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, 
 
 
 def guard_command(address: str, cwd: Path) -> list[str]:
-    """Return the command that starts one guard.
+    """Return the command that starts one guard."""
+    return [sys.executable, *own_path(cwd), "-m", "aiodist.launch.worker", address]
+
+
+def own_path(cwd: Path) -> list[str]:
+    """Return the options of Python for a program of ours.
 
     -P keeps the working directory out of its path, where a file `select.py` would be imported for the
     standard module; only in a checkout that is not installed is aiodist itself found there.
     """
-    safe = [] if cwd == Path(__file__).parents[2] else ["-P"]
-    return [sys.executable, *safe, "-m", "aiodist.launch.worker", address]
+    return [] if cwd == Path(__file__).parents[2] else ["-P"]
 
 
 def guard_script(guard: Sequence[str], cwd: Path) -> str:

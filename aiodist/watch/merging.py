@@ -86,7 +86,7 @@ def merge(folder: Path) -> Merged | None:
     Killed ranks may have written no last line: what came before it counts.
     """
     said, spans = _read(sorted(folder.glob(_FILES)))
-    about = {one["rank"]: one for one in said if "rank" in one}
+    about = {one["rank"]: one for one in said if one.keys() >= {"rank", "size", "host", "process"}}
     if not about:
         return None
     clocks = _clocks(said, about)
@@ -119,14 +119,14 @@ def _read(files: Iterable[Path]) -> tuple[list[dict[str, Any]], list[list[Any]]]
     said: list[dict[str, Any]] = []
     spans: list[list[Any]] = []
     for file in files:
-        for text in file.read_text().splitlines():
+        for text in file.read_text(errors="replace").splitlines():
             try:
                 line = json.loads(text)
             except ValueError:  # the last one of a process that was killed
                 break
             if isinstance(line, dict):
                 said.append(line)
-            else:
+            elif isinstance(line, list):
                 spans += line
     return said, spans
 

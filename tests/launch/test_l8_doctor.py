@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -134,6 +135,24 @@ def test_l8_a_question_is_answered_by_a_process() -> None:
     assert doctor.ask("raise ValueError('no')") == Answer(None, "ValueError: no")
     assert doctor.ask("import os; os._exit(3)") == Answer(None, "exit code 3")
     assert doctor.ask("pass") == Answer(None, "it said nothing")
+
+
+def test_l8_files_of_the_working_directory_do_not_disturb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "select.py").write_text("raise SystemExit('not that one')")
+    monkeypatch.chdir(tmp_path)
+    code = "import json, os, select; print(json.dumps({'rank': os.environ.get('AIODIST_RANK')}))"
+    assert doctor.ask(code).said == {"rank": None}
+    assert doctor.ask_ranks("none", f"{code}").said is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"), [(["train.py"], "SCRIPT"), (["--rsh", "ssh"], "--rsh"), (["--iface", "lo"], "--iface")]
+)
+def test_l8_what_is_for_hosts_needs_hosts(plain: Launcher, arguments: list[str], what: str) -> None:
+    command = [sys.executable, "-m", "aiodist.cli", "doctor", *arguments]
+    done = subprocess.run(command, env=plain.environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"aiodist: {what} is for several hosts: say --hosts or --hostfile\n"
 
 
 def test_l8_a_question_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 import aiodist
-from aiodist import Communicator, ConfigError
+from aiodist import Communicator, ConfigError, cli
 from aiodist.control import Channel
 from aiodist.data import prefetch
 from aiodist.handles.tracing import tracing
@@ -278,6 +279,25 @@ def test_w7_files_are_merged_by_one_clock_and_what_is_missing_is_named(tmp_path:
     prepare(tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert merge(tmp_path) is None
+
+
+def test_w7_what_no_rank_has_written_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, text in enumerate((b'{"rank": 0}\n', b"5\n", b"\xff\xfe\n[[1]]\n", b"\0\0")):
+        (tmp_path / f"rank-{number}.jsonl").write_bytes(text)
+    assert merge(tmp_path) is None
+    rank_file(tmp_path, 1, [[1, "t", "a", 0, 10, {}]])
+    merged = merge(tmp_path)
+    assert merged is not None
+    assert merged.ranks == [1]
+
+
+@pytest.mark.parametrize("folder", ["nowhere", "."])
+def test_w7_a_folder_without_a_trace_is_an_error(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["aiodist", "trace", str(tmp_path / folder)])
+    assert cli.main() == 2
+    assert f"no rank has recorded anything in {tmp_path / folder}" in capsys.readouterr().err
 
 
 def test_w7_what_overlaps_lies_on_rows_of_its_own(tmp_path: Path) -> None:

@@ -84,6 +84,11 @@ def awaited() -> None:
             t = torch.arange(4.0)
             await comm.Ibcast(t, 0)
             expect(lambda: comm.Allreduce(np.ones(1), np.ones(1)), RuntimeError, "would block the event loop")
+            other, open_one = MPI.Comm(await coll.dup()), comm.Irecv(np.ones(1), tag=9)
+            expect(other.Free, RuntimeError, "would block the event loop")
+            expect(lambda: MPI.Request.Waitany([open_one]), RuntimeError, "would block the event loop")
+            open_one.Cancel()
+            await other.coll.aclose()
             await comm.Isend(np.ones(8), (coll.rank + 1) % coll.size)
             with pytest.raises(MPI.Exception) as raised:
                 await comm.Irecv(np.ones(2))
