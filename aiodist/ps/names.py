@@ -236,14 +236,13 @@ def pushed_of(
 
 
 def _pushed(entry: NameEntry, value: Any, number: int, rule: Rule, alpha: float) -> Pushed:  # noqa: ANN401
-    if entry.codec is not None:
-        if number != entry.rule_number:
-            raise ValueError(
-                f"rule {rule.name} for the object {entry.name!r}: expected copy, servers look at no object"
-            )
-        return Pushed(entry, entry.codec.encode(value), number)
-    if alpha != 1 or rule is not entry.rule:
+    if entry.codec is not None and (number != entry.rule_number or alpha != 1):
+        told = f"rule {rule.name}, alpha={alpha} for the object {entry.name!r}"
+        raise ValueError(f"{told}: expected copy and 1, servers look at no object")
+    if type(alpha) is not float or alpha != 1 or rule is not entry.rule:
         rule.check(entry.dtype, alpha)
+    if entry.codec is not None:
+        return Pushed(entry, entry.codec.encode(value), number)
     t = entry.tensor
     if value is None and t is not None:  # else it is a table, which `check` refuses
         value = t.grad if rule.takes_gradients else t

@@ -214,7 +214,7 @@ class ParameterServer(Naming):
         each when many are issued before one `sync`.
         """
         self._session.check()
-        pushed = self._pushed(what, values, rule, alpha)
+        pushed = self._pushed(*self._names.resolve(what), values, rule, alpha)
         if len(pushed) == 1 and pushed[0].value.nbytes <= self._session.context.coalescer.inline_bytes:
             # What `_call` does, for what is pushed fifty thousand times a second.
             handle = self._session.handle("push", pushed[0].value.nbytes, timeout)
@@ -263,8 +263,8 @@ class ParameterServer(Naming):
     ) -> Handle[Any]:
         """Push, and return what the tensors are after that: `push` and `pull` in one; raises and costs what both do."""
         self._session.check()
-        pushed = self._pushed(what, values, rule, alpha)
         entries, single = self._names.resolve(what)
+        pushed = self._pushed(entries, single, values, rule, alpha)
         pulls = entries, outs_of(entries, out, single), single
         return self._call("push_pull", timeout, (pushed, alpha), pulls, (self._reads, 0))
 
@@ -289,7 +289,8 @@ class ParameterServer(Naming):
         self._session.check()
         entries, single = self._names.resolve(what)
         outs = [None if entry.tensor is None else torch.empty_like(entry.tensor) for entry in entries]
-        handle = self.pull(what, outs[0] if single else outs, timeout=timeout)
+        names = [entry.name for entry in entries]
+        handle = self.pull(names[0] if single else names, outs[0] if single else outs, timeout=timeout)
         handle.op = "prefetch"
         for entry, out in zip(entries, outs, strict=True):
             if out is not None:
@@ -383,7 +384,7 @@ class ParameterServer(Naming):
         """
         self._session.check()
         check_keep(keep)
-        asked = self._session.client.call(self.servers[0], "save", path=os.path.abspath(path), keep=keep)
+        asked = self._session.client.call(self.servers[0], "save", path=os.path.abspath(Path(path)), keep=keep)
         return self._session.run("save", _folder(asked), timeout)
 
     def load(self, path: str | os.PathLike[str], *, timeout: float | None = None) -> Handle[Path]:
@@ -398,7 +399,7 @@ class ParameterServer(Naming):
         changed then. Cost: each server reads what it needs into new memory, and all together the rest.
         """
         self._session.check()
-        asked = self._session.client.call(self.servers[0], "load", path=os.path.abspath(path), again=False)
+        asked = self._session.client.call(self.servers[0], "load", path=os.path.abspath(Path(path)), again=False)
         return self._session.run("load", _folder(asked), timeout)
 
     async def rebind(
@@ -423,9 +424,15 @@ class ParameterServer(Naming):
 
     # --- how it is done ----------------------------------------------------------------------------------------
 
-    def _pushed(self, what: object, values: Any, rule: RuleLike | None, alpha: float) -> list[Pushed]:  # noqa: ANN401
+    def _pushed(
+        self,
+        entries: Sequence[NameEntry],
+        single: bool,
+        values: Any,  # noqa: ANN401
+        rule: RuleLike | None,
+        alpha: float,
+    ) -> list[Pushed]:
         self._session.check_worker("push")
-        entries, single = self._names.resolve(what)
         return pushed_of(entries, values, single, None if rule is None else self._settings.rule(rule), alpha)
 
     def _call(

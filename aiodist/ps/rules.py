@@ -62,10 +62,10 @@ class Rule:
         if dtype not in self.takes:
             taken = ", ".join(sorted(map(dtype_name, self.takes)))
             raise TypeError(f"rule {self.name} on {dtype_name(dtype)}: expected {taken}")
-        if alpha == 1:
-            return
         if isinstance(alpha, bool) or not isinstance(alpha, int | float):
             raise TypeError(f"rule {self.name}: alpha={alpha!r}: expected a number")
+        if alpha == 1:
+            return
         if not self.scales:
             raise ValueError(f"rule {self.name}: alpha={alpha}: expected 1, it multiplies nothing by it")
         if self.takes_value:

@@ -98,8 +98,14 @@ class ParameterServerSession:
 
     async def _bind(self, coll: Communicator, me: ServerMember) -> list[ServerMember]:
         """Take a duplicate of `coll`, on which all ranks agree; return who they are."""
-        self.coll = await coll.dup()
-        members = await self._agree(me)
+        made = coll.dup()
+        try:
+            self.coll = await made
+            members = await self._agree(me)
+        except asyncio.CancelledError as error:  # the others may go on, to wait for this rank
+            why = f"its parameter server was given up on rank {coll.rank}: {error!r}"
+            made.add_done_callback(lambda made: made.outcome_error() or made.result().abort(why))
+            raise
         self._open(members)
         return members
 

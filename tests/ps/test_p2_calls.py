@@ -306,6 +306,9 @@ MISTAKES: list[tuple[type[Exception], str, Callable[[ParameterServer], Any]]] = 
     (ValueError, "unknown rule 'x'", lambda ps: ps.push("w", full(1), rule="x")),
     (TypeError, "alpha", lambda ps: ps.push("w", full(1), alpha="x")),  # type: ignore[arg-type]
     (ValueError, "alpha", lambda ps: ps.push("w", full(1), alpha=float("nan"))),
+    (TypeError, "alpha", lambda ps: ps.push("w", full(1), alpha=1 + 0j)),  # type: ignore[arg-type]
+    (TypeError, "bytes", lambda ps: ps.save(b"folder")),  # type: ignore[arg-type]
+    (TypeError, "bytes", lambda ps: ps.load(b"folder")),  # type: ignore[arg-type]
     (ValueError, "at_least", lambda ps: ps.pull("w", at_least=-1)),
     (ValueError, "at_least", lambda ps: ps.pull("w", at_least=1 << 70)),
     (TypeError, "at_least", lambda ps: ps.pull("w", at_least=0.5)),  # type: ignore[arg-type]

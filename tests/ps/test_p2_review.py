@@ -13,11 +13,12 @@ from torch import Tensor
 import aiodist
 from aiodist import Communicator
 from aiodist.codecs import TopK
-from aiodist.errors import AiodistError, PeerLost, RemoteError
+from aiodist.errors import AiodistError, CommunicatorError, PeerLost, RemoteError
 from aiodist.ps import SGD, ParameterServer, context
 from aiodist.ps.context import Pool
 from aiodist.ps.server import Directory
 from aiodist.ps.shard import Shards
+from aiodist.testing import run_ranks
 
 LARGE = 1_000_000
 
@@ -49,6 +50,52 @@ async def test_p2_settings_change_after_the_pushes_that_were_issued_before(coll:
             await ps.configure("w", lr=0.0)
             await push
             assert (await ps.pull("w", torch.empty(LARGE))).unique().tolist() == [-1.0]
+
+
+@pytest.mark.ranks(1, 2)
+async def test_p2_a_generator_of_parameters_means_all_of_them_in_every_call(coll: Communicator) -> None:
+    """`push_pull` went through it twice: it pushed, and then pulled nothing."""
+    net = torch.nn.Linear(2, 1)
+    async with ParameterServer(coll, net, rule=SGD(lr=1.0), servers=[0], workers=[0]) as ps:
+        if ps.is_worker:
+            before = [p.detach().clone() for p in net.parameters()]
+            for p in net.parameters():
+                p.grad = torch.ones_like(p)
+            assert await ps.push_pull(net.parameters()) == list(net.parameters())
+            for p, was in zip(net.parameters(), before, strict=True):
+                assert torch.equal(p.detach(), was - 1)
+            fetched = await ps.prefetch(net.parameters())
+            assert [t.shape for t in fetched] == [p.shape for p in net.parameters()]
+            assert await ps.integrate(lambda mine, theirs: mine.add_(theirs), net.parameters()) == list(net.parameters())
+
+
+@pytest.mark.parametrize("ticks", range(2, 24, 3))
+def test_p2_a_rank_that_is_cancelled_while_it_opens_leaves_nobody_waiting(ticks: int) -> None:
+    async def program() -> str:
+        async with aiodist.init() as coll:
+
+            async def serve() -> None:
+                async with ParameterServer(coll, {"w": torch.zeros(3)}) as ps:
+                    await ps.push("w", torch.ones(3))
+                    await ps.barrier()
+
+            began, opening = asyncio.get_running_loop().time(), asyncio.create_task(serve())
+            if coll.rank == 1:
+                for _ in range(ticks):
+                    await asyncio.sleep(0)
+                opening.cancel()
+            try:
+                await opening
+            except asyncio.CancelledError:
+                await asyncio.sleep(20)  # it does something else: nothing but its word can tell the others
+                return "cancelled"
+            except CommunicatorError as error:
+                return str(error) if asyncio.get_running_loop().time() - began < 10 else "told late"
+        return "served"
+
+    seen, mine = run_ranks(2, program)
+    assert mine == "cancelled"
+    assert "CancelledError" in seen
 
 
 @pytest.mark.ranks(1, 3)

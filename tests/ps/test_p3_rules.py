@@ -192,7 +192,7 @@ def test_p3_rules_that_multiply_nothing_take_no_alpha(name: str) -> None:
         RULES[name].check(torch.float32, 0.5)
 
 
-@pytest.mark.parametrize("alpha", ["2", None, 1j, False, torch.tensor(2.0)])
+@pytest.mark.parametrize("alpha", ["2", None, 1j, 1 + 0j, False, torch.tensor(2.0)])
 def test_p3_alpha_must_be_a_number(alpha: Any) -> None:
     with pytest.raises(TypeError, match=r"rule axpy: alpha=.*expected a number"):
         RULES["axpy"].check(torch.float32, alpha)
