@@ -47,6 +47,11 @@ def generator_state(generator: Generator) -> Any:  # noqa: ANN401
     return generator.bit_generator.state
 
 
+def kinds_of(own: Sequence[object]) -> list[str]:
+    """Return the kind of the state of each generator, "NoneType" for what is none."""
+    return [type(generator_state(each) if isinstance(each, Generator) else None).__name__ for each in own]
+
+
 def set_generator_state(generator: Generator, state: Any) -> None:  # noqa: ANN401
     if isinstance(generator, random.Random):
         generator.setstate(state)
@@ -136,6 +141,10 @@ class OwnState:
             mine = {key: mine[key] for key in ("random", "generators")}
         states = {key: decode(value, tensor) for key, value in mine.items()}
         return cls(states, [decode(of_rank["loaders"], tensor) for of_rank in said], rank, len(said) == size)
+
+    @property
+    def kinds(self) -> list[str]:
+        return [type(state).__name__ for state in self.states["generators"]]
 
     def of_part(self, number: int) -> Any:  # noqa: ANN401
         """Return what this rank had of that part, None where another number of ranks wrote the checkpoint."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from aiodist.checkpoints import folders
 from aiodist.checkpoints.format import FileFacts, Layout, TensorEntry, commit, copy_into, lay_out, parts_of, write_file
-from aiodist.checkpoints.own import OwnState, check_own, own_buffers, own_loaders, own_states
+from aiodist.checkpoints.own import OwnState, check_own, kinds_of, own_buffers, own_loaders, own_states
 from aiodist.checkpoints.parts import (
     Cut,
     Cuts,
@@ -138,6 +138,7 @@ class _Save:
         self._number = 0
         """That of the checkpoint, on rank 0."""
         self._copying: Handle[None] | None = None
+        self._failed: Exception | None = None
         self._buffer: Tensor | None = None
         # What `_copy` finds:
         self._layout: Layout
@@ -151,7 +152,10 @@ class _Save:
         if isinstance(net, Net):
             self._copying = net.run(self._copy, buffers.borrow, buffers.release)
         else:
-            self._copy(buffers.borrow_nowait, buffers.release)
+            try:
+                self._copy(buffers.borrow_nowait, buffers.release)
+            except Exception as error:  # noqa: BLE001  - told to all
+                self._failed = error
 
     def _copy(self, borrow: Callable[[int], Tensor], release: Callable[[Tensor], None]) -> None:
         net = self._parts[0]
@@ -195,6 +199,8 @@ class _Save:
         """Return the number of the checkpoint, which rank 0 knows, and what ranks compare."""
         if self._copying is not None:
             await self._copying
+        if self._failed is not None:
+            raise self._failed
         if writer.coll.rank == 0:
             self._number = await writer.stream.submit(folders.begin, self._path)
         return self._number, digest(self._structure)
@@ -342,6 +348,7 @@ class _Load:
             for what, seen, expected in (
                 ("parts", len(manifest.parts), len(self.parts)),
                 ("objects of a rank's own", len(own.loaders[0]), len(self.own)),
+                ("kinds of states in these", own.kinds, kinds_of(self.own)),
             ):
                 if seen != expected:
                     raise PartsDiffer(f"{folder} has {seen} {what}: expected {expected}, which are to be loaded")

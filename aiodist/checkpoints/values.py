@@ -115,7 +115,7 @@ def _checked_tensor(t: Tensor, path: str) -> Tensor:
 def _tensor_of(array: np.ndarray[Any, Any], path: str) -> Tensor:
     try:
         return torch.from_numpy(np.array(array, order="C"))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # the latter for another order of bytes
         raise TypeError(f"{path} is an array of {array.dtype}: expected a dtype that torch has") from error
 
 

@@ -473,6 +473,9 @@ async def test_n17_an_error_of_one_rank_is_raised_on_all_and_the_one_before_is_k
     assert (await aiodist.load(path, run.net, Raises(False))).extra == "first"
     assert [p.name for p in path.iterdir()] == ["checkpoint-00000001"]
     assert (await aiodist.save(path, run.net, Raises(False))).name == "checkpoint-00000002"
+    saving = aiodist.save(path, run.net.module, Raises(mine), coll=coll)  # has no compute thread: copied by the call
+    with pytest.raises(KeyError if mine else RemoteError, match="where is it"):
+        await saving
 
 
 @pytest.mark.ranks(1, 2)
@@ -600,7 +603,11 @@ async def test_n17_a_checkpoint_of_something_else_changes_nothing(
     run = await training.make(coll)
     await run.steps(0, 1)
     await aiodist.save(path, run.net, run.opt, own=[Loader(1)])
+    await aiodist.save(path / "generators", run.net, run.opt, own=[torch.Generator(), Loader(1), random.Random(1)])
     before = run.state()
+    for own in ([Loader(1)] * 3, [random.Random(1), Loader(1), torch.Generator()], [*(torch.Generator(),) * 3]):
+        with pytest.raises(ValueError, match=r"\['Tensor', 'NoneType', 'tuple'\] kinds of states in these: expected"):
+            await aiodist.load(path / "generators", run.net, run.opt, own=own)
     for parts, own, seen in (
         ((run.net,), [Loader(1)], "2 parts: expected 1"),
         ((run.net, run.opt), [], "1 objects of a rank's own: expected 0"),

@@ -105,6 +105,7 @@ Level = IntEnum("Level", "LOW HIGH")
         (Level.LOW, "opt", "Level"),
         (torch.float32, "opt", "torch.dtype"),
         (np.array(["a"], dtype=object), "opt", "object"),
+        (np.arange(3, dtype=">i4"), "opt", "an array of >i4"),
         (torch.ones(3).to_sparse(), "opt", "sparse"),
         (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged), "opt", "dense"),
         (torch.ones(3, device="meta"), "opt", "meta"),
