@@ -484,7 +484,12 @@ class DataParallel(ModuleLike):
         have come to the end too.
         """
         self._check()
-        await self.run(self.compute.finish)  # a step that failed here may not have ended yet
+        finished = self.run(self.compute.finish)  # a step that failed here may not have ended yet
+        try:
+            await finished
+        except asyncio.CancelledError as error:  # the others may be in the block, and hear of it there alone
+            finished.add_done_callback(partial(self._leave_join, error, 1))
+            raise
         before = self.reducer.statistics.passes
         self.reducer.joining += 1
         try:
@@ -505,7 +510,7 @@ class DataParallel(ModuleLike):
                     await self.compute.submit(self.compute.follow, reduction)
                 active = reduction.participants > 0
         except BaseException as error:
-            self.compute.submit(self.compute.see_out, error).outcome_error()  # nobody waits for it
+            self._leave_join(error, 0)
             raise
         self.reducer.joining -= 1
         if self.reducer.owner is not None:  # this rank has made the others' steps
@@ -513,6 +518,10 @@ class DataParallel(ModuleLike):
             return
         steps = await share_longest(self._coll, (mine, self.reducer.steps.made), self._module, drivers)
         self.reducer.steps.alike(steps)
+
+    def _leave_join(self, error: BaseException, entered: int, _: object = None) -> None:
+        self.reducer.joining += entered
+        self.compute.submit(self.compute.see_out, error).outcome_error()  # nobody waits for it
 
     def synchronize_buffers(self, how: str = "root", root: int = 0) -> Awaitable[None]:
         """Give all ranks the buffers (BatchNorm's statistics) of `root`, or with `how="mean"` their mean.

@@ -137,8 +137,8 @@ def prefetch(
     if inspect.iscoroutinefunction(transform):
         raise TypeError(f"transform={transform!r} is a coroutine function: expected one that a thread can call")
     for option, count in (("depth", depth), ("workers", workers)):
-        if count < 1:
-            raise ValueError(f"{option}={count}: expected at least 1")
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"{option}={count!r}: expected a number, at least 1")
     if kind not in _KINDS:
         raise ValueError(f"kind={kind!r}: expected one of {', '.join(_KINDS)}")
     return Prefetch(source, _Plan(max(depth, workers), workers, transform, kind, device_of(device), name))

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 from aiodist.communicator import Communicator
 from aiodist.data.shard_queue import ShardQueue
-from aiodist.data.shards import EpochOrder, Shuffle, check_natural, check_order
+from aiodist.data.shards import EpochOrder, Shuffle, check_order, checked_int
 from aiodist.errors import BackendUnavailable
 
 Compressor = Literal["none", "snappy", "gzip"]
@@ -89,8 +89,7 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
             raise ValueError(f"{self._file.name} is closed: write records inside the `with` block")
         if len(self._body) + _LENGTH.size + nbytes > self._chunk_bytes:
             self.flush()
-        self._body += _LENGTH.pack(nbytes)
-        self._body += record
+        self._body += _LENGTH.pack(nbytes) + memoryview(record).tobytes()  # both, or an error and none
         self._count += 1
 
     def flush(self) -> None:
@@ -182,7 +181,11 @@ class RecordFile(AbstractContextManager["RecordFile"]):
     def chunk(self, number: int) -> list[bytes]:
         """Return the records of a chunk, read, checked and decompressed without the GIL."""
         chunk = self.chunks[number]
-        body = os.pread(self._fd, chunk.nbytes, chunk.offset + _HEADER.size)
+        if not self.close.alive:  # the number of its descriptor may be another file's
+            raise ValueError(f"{self.path} is closed: read records inside the `with` block")
+        start, body = chunk.offset + _HEADER.size, b""
+        while len(body) < chunk.nbytes and (more := os.pread(self._fd, chunk.nbytes - len(body), start + len(body))):
+            body += more
         if len(body) < chunk.nbytes:
             self._fail(chunk, f"{len(body)} bytes of {chunk.nbytes}; the file was truncated")
         if (found := zlib.crc32(body)) != chunk.checksum:
@@ -391,8 +394,7 @@ class Records:
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle as for `epoch`, at least 0, from the next iteration on; every rank must say the same."""
-        check_natural("epoch", epoch)
-        self.epoch = epoch
+        self.epoch = checked_int("epoch", epoch)
 
     def __iter__(self) -> Iterator[Any]:
         each = chain.from_iterable(self._parts())

@@ -18,7 +18,7 @@ from aiodist.communicator import Communicator
 from aiodist.communicator.watchdog import Watch
 from aiodist.data.queue_machine import QueueMachine, Range, merged
 from aiodist.data.queue_messages import Lap, QueueClient, QueueServer, Wires
-from aiodist.data.shards import EpochOrder, Shards, Shuffle, check_natural, check_order
+from aiodist.data.shards import EpochOrder, Part, Shards, Shuffle, check_order, checked_int
 from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorClosed, MismatchError, PeerError
 from aiodist.handles import Handle, Progress
 from aiodist.streams import HostStream
@@ -87,17 +87,17 @@ class ShardQueue(Generic[T]):
         check_order(batch_size, shuffle, seed)
         coll.parts.dispatcher.check_on_loop("ShardQueue()")
         self._shards = shards
-        self._batch_size = batch_size
-        self._shuffle = shuffle
-        self._seed = seed
+        self._batch_size = batch_size and int(batch_size)  # numbers of numpy cannot travel
+        self._shuffle: Shuffle = "shards" if shuffle == "shards" else bool(shuffle)
+        self._seed = int(seed)
         self._wait = wait
-        self._sizes = list(shards.sizes)
+        self._sizes = [checked_int("size", size) for size in shards.sizes]
         self._settings: dict[str, Any] = {
             "records": sum(self._sizes),
             "shards": len(self._sizes),
             "sizes_crc32": zlib.crc32(np.asarray(self._sizes, "<i8").tobytes()),
-            "shuffle": shuffle,
-            "seed": seed,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
         }
         self._before: list[Range] = []
         """What was used of this epoch before its state was loaded."""
@@ -142,7 +142,7 @@ class ShardQueue(Generic[T]):
         A pass that is open gives back what it has not used. The epoch in which the queue is already goes on: a pass
         then gets what others have given back since.
         """
-        check_natural("epoch", epoch)
+        epoch = checked_int("epoch", epoch)
         self._leave_pass()
         lap = self._client.lap
         if epoch != lap.epoch:
@@ -188,7 +188,7 @@ class ShardQueue(Generic[T]):
         made so far, one whose records have ended too. 0: the epoch is over. So each knows what a rank that dies has
         used. Raises `MismatchError` where ranks are in different epochs. Cost: an `allgather_object`.
         """
-        check_natural("step", step)
+        checked_int("step", step)
         told = await self._coll.allgather_object((self.epoch, self._client.used))
         if any(epoch != self.epoch for epoch, _ in told):
             raise MismatchError(f"ranks in epochs {[epoch for epoch, _ in told]} of {self.name}: expected the same")
@@ -248,7 +248,7 @@ class ShardQueue(Generic[T]):
         for what, mine in self._settings.items():
             if state.get(what) != mine:
                 raise ValueError(f"a state with {what}={state.get(what)!r}: expected {mine!r}, as here")
-        check_natural("epoch", state["epoch"])
+        checked_int("epoch", state["epoch"])
 
     # --- passes ----------------------------------------------------------------------------------------------
 
@@ -418,9 +418,15 @@ class QueuePass(Generic[T]):
             for start, stop in ranges:
                 for part in self._order.parts(start, stop):
                     reader = readers[part.shard % len(readers)]
-                    ahead.append(reader.submit(self._shards.read, *part).detach())
+                    ahead.append(reader.submit(self._records, part).detach())
                     if len(ahead) > len(readers):
                         yield await ahead.popleft()
+
+    def _records(self, part: Part) -> list[T]:
+        found = list(self._shards.read(*part))
+        if len(found) != len(part.within):
+            raise ValueError(f"shard {part.shard} gave {len(found)} records: expected {len(part.within)}, as asked for")
+        return found
 
     def _check_not_left(self) -> None:
         if self._left:

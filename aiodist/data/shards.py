@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import accumulate, islice
+from operator import index
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -107,7 +108,7 @@ class ShardSampler(Sampler[int]):
         self, data: Sized | int, rank: int, size: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
     ) -> None:
         _check(rank, size)
-        check_natural("seed", seed)
+        self._seed = checked_int("seed", seed)
         self._length = data if isinstance(data, int) else len(data)
         if self._length < 0:
             raise ValueError(f"data={data}: expected a dataset, or how many items it has")
@@ -115,14 +116,12 @@ class ShardSampler(Sampler[int]):
         self._rank = rank
         self._size = size
         self._shuffle = shuffle
-        self._seed = seed
         self.epoch = 0
         """Chooses the permutation, together with `seed`."""
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle as for `epoch`, at least 0, from the next iteration on; every rank must say the same."""
-        check_natural("epoch", epoch)
-        self.epoch = epoch
+        self.epoch = checked_int("epoch", epoch)
 
     def __iter__(self) -> Iterator[int]:
         mine = shard_indices(self._kept, self._rank, self._size)
@@ -180,15 +179,21 @@ def _check(rank: int, size: int) -> None:
         raise ValueError(f"rank={rank}, size={size}: expected 0 <= rank < size")
 
 
-def check_natural(name: str, number: int) -> None:
-    if number < 0:
-        raise ValueError(f"{name}={number}: expected at least 0")
+def checked_int(name: str, number: int, least: int = 0) -> int:
+    """Return `number` as an int of Python's, which can be told to other ranks; numpy's are taken too."""
+    try:
+        found = int(index(number))
+    except TypeError:
+        raise TypeError(f"{name}={number!r}: expected an integer, at least {least}") from None
+    if found < least:
+        raise ValueError(f"{name}={found}: expected at least {least}")
+    return found
 
 
 def check_order(batch_size: int | None, shuffle: Shuffle, seed: int) -> None:
-    """Raise ValueError for what gives no order of batches."""
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}: expected at least 1, or None")
-    check_natural("seed", seed)
+    """Raise ValueError or TypeError for what gives no order of batches."""
+    if batch_size is not None:
+        checked_int("batch_size", batch_size, 1)
+    checked_int("seed", seed)
     if shuffle not in (True, False, "shards"):
         raise ValueError(f"shuffle={shuffle!r}: expected True, False or 'shards'")

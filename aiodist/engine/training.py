@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -165,11 +165,22 @@ class Training:
     async def _run(self) -> None:
         failure = await self._call("start")
         while True:
-            self._state.stop = any(await self._assembly.exchange(self._asks_stop(), failure))
+            self._state.stop = any(await self._begin_together(failure))
             if self._state.stop or self._position.epoch >= self._state.epochs:
                 break
             failure = await self._end_epoch(await self._epoch())
         await self._assembly.exchange(None, await self._call("end"))
+
+    async def _begin_together(self, failure: Exception | None) -> list[bool]:
+        """Return which ranks ask all to stop, before an epoch."""
+        try:
+            return await self._assembly.exchange(self._asks_stop(), failure)
+        except asyncio.CancelledError:
+            if self._position.epoch < self._state.epochs:
+                with suppress(Exception):  # such as that of a net which was given up
+                    async with self._stepper.epoch():  # the others may be there, and hear of it there alone
+                        raise
+            raise
 
     async def _call(self, event: Event) -> Exception | None:
         """Call the hooks of `event`; return what they raise, which the ranks are told when they meet next."""

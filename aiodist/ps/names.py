@@ -213,8 +213,8 @@ class Pushed(NamedTuple):
 
 def pushed_of(
     entries: Sequence[NameEntry],
-    values: Any,  # noqa: ANN401
     single: bool,
+    values: Any,  # noqa: ANN401
     wanted: tuple[int, Rule] | None,
     alpha: float,
 ) -> list[Pushed]:

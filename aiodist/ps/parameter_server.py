@@ -214,7 +214,7 @@ class ParameterServer(Naming):
         each when many are issued before one `sync`.
         """
         self._session.check()
-        pushed = self._pushed(*self._names.resolve(what), values, rule, alpha)
+        pushed = self._pushed(self._names.resolve(what), values, rule, alpha)
         if len(pushed) == 1 and pushed[0].value.nbytes <= self._session.context.coalescer.inline_bytes:
             # What `_call` does, for what is pushed fifty thousand times a second.
             handle = self._session.handle("push", pushed[0].value.nbytes, timeout)
@@ -263,8 +263,8 @@ class ParameterServer(Naming):
     ) -> Handle[Any]:
         """Push, and return what the tensors are after that: `push` and `pull` in one; raises and costs what both do."""
         self._session.check()
-        entries, single = self._names.resolve(what)
-        pushed = self._pushed(entries, single, values, rule, alpha)
+        entries, single = found = self._names.resolve(what)
+        pushed = self._pushed(found, values, rule, alpha)
         pulls = entries, outs_of(entries, out, single), single
         return self._call("push_pull", timeout, (pushed, alpha), pulls, (self._reads, 0))
 
@@ -426,14 +426,13 @@ class ParameterServer(Naming):
 
     def _pushed(
         self,
-        entries: Sequence[NameEntry],
-        single: bool,
+        what: tuple[list[NameEntry], bool],
         values: Any,  # noqa: ANN401
         rule: RuleLike | None,
         alpha: float,
     ) -> list[Pushed]:
         self._session.check_worker("push")
-        return pushed_of(entries, values, single, None if rule is None else self._settings.rule(rule), alpha)
+        return pushed_of(*what, values, None if rule is None else self._settings.rule(rule), alpha)
 
     def _call(
         self,

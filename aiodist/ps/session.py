@@ -104,7 +104,7 @@ class ParameterServerSession:
             members = await self._agree(me)
         except asyncio.CancelledError as error:  # the others may go on, to wait for this rank
             why = f"its parameter server was given up on rank {coll.rank}: {error!r}"
-            made.add_done_callback(lambda made: made.outcome_error() or made.result().abort(why))
+            made.add_done_callback(lambda made: None if made.outcome_error() else made.result().abort(why))
             raise
         self._open(members)
         return members

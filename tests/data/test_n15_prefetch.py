@@ -467,6 +467,14 @@ async def test_n15_statistics_tell_what_was_hidden() -> None:
 # --- wrong use --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("wrong", [0, 1.5, float("inf"), "2", None])
+def test_n15_depth_and_workers_are_numbers(wrong: Any) -> None:
+    """With an infinite depth items were ordered until memory was full."""
+    for option in ("depth", "workers"):
+        with pytest.raises(ValueError, match=f"{option}={wrong!r}: expected a number, at least 1"):
+            prefetch([1], **{option: wrong})
+
+
 async def test_n15_a_loop_without_the_block_says_what_to_write() -> None:
     with pytest.raises(RuntimeError, match="use `async with prefetch"):
         async for _ in prefetch([1]):

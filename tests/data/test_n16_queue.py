@@ -15,6 +15,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -238,6 +239,47 @@ async def test_n16_an_error_of_reading_comes_in_its_place_and_the_rest_goes_to_o
     except OSError:
         assert coll.rank == 0
     assert await together(coll, mine) == list(range(160))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wait", [False, True])
+@pytest.mark.parametrize("count", [7, 9])
+async def test_n16_shards_that_give_another_number_of_records_are_an_error(
+    coll: Communicator, wait: bool, count: int
+) -> None:
+    """With too few ranks lost count of what was used, and with `wait` none ever ended."""
+
+    class Torn(IndexShards):
+        def read(self, shard: int, within: Sequence[int], /) -> list[int]:
+            return list(range(count)) if shard == 3 else super().read(shard, within)
+
+    queue = ShardQueue(Torn(80, 8), coll, batch_size=2, wait=wait)
+    mine: list[int] = []
+    raised = ""
+    async with asyncio.timeout(60):
+        try:
+            async for batch in queue:
+                mine += batch
+        except ValueError as error:
+            raised = str(error)
+    said = [each for each in await coll.allgather_object(raised) if each]
+    assert said
+    assert all(re.fullmatch(rf"shard 3 gave {count} records: expected \d, as asked for", each) for each in said)
+
+
+@pytest.mark.ranks(2)
+async def test_n16_numbers_of_numpy_are_numbers(coll: Communicator) -> None:
+    """They cannot travel on the control channel: all ranks waited for ever."""
+
+    shards = IndexShards(7, 4)
+    shards.sizes = np.array([4, 0, 3])  # type: ignore[assignment]
+    options: dict[str, Any] = {"batch_size": np.int64(2), "seed": np.int32(3), "shuffle": np.bool_(True)}
+    queue = ShardQueue(shards, coll, **options)
+    queue.set_epoch(np.int64(1))  # type: ignore[arg-type]
+    async with asyncio.timeout(60):
+        mine = await taken(queue)
+    assert len(await together(coll, mine)) == 7
+    assert json.loads(json.dumps(queue.state_dict()))["seed"] == 3
 
 
 @pytest.mark.ranks(1, 2)
@@ -667,10 +709,12 @@ async def test_n16_wrong_arguments_of_a_queue(coll: Communicator) -> None:
         (lambda: IndexShards(-1), "data=-1"),
         (lambda: IndexShards(5, 0), "shard_size=0"),
         (lambda: queue_of(coll).set_epoch(-1), "epoch=-1"),
+        (lambda: queue_of(coll, batch_size=1.5), "batch_size=1.5: expected an integer, at least 1"),
+        (lambda: queue_of(coll).set_epoch("1"), "epoch='1': expected an integer"),  # type: ignore[arg-type]
         (lambda: records([], coll, wait=True), "wait=True: expected dynamic=True"),  # type: ignore[call-overload]
     ]
     for call, message in wrong:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             call()
 
 

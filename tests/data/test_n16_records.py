@@ -15,8 +15,9 @@ import threading
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
@@ -246,6 +247,37 @@ def test_n16_a_writer_takes_any_buffer_and_keeps_what_an_error_left(tmp_path: Pa
         writer.write(memoryview(bytearray(b"abcd")).cast("H"))
         _ = 1 // 0
     assert list(RecordFile(tmp_path / "a")) == [b"abcd"]
+
+
+def test_n16_a_record_of_any_layout_is_written_whole(tmp_path: Path) -> None:
+    """Its length had been written before it turned out that its bytes were not to be had: the chunk was damaged."""
+    odd: list[Any] = [
+        memoryview(b"abcdef")[::2],
+        np.arange(5, dtype="u1"),
+        np.arange(6.0).reshape(2, 3).T,
+        memoryview(b""),
+    ]
+    with RecordWriter(tmp_path / "a") as writer:
+        for record in odd:
+            writer.write(record)
+    assert list(RecordFile(tmp_path / "a")) == [memoryview(record).tobytes() for record in odd]
+
+
+def test_n16_a_file_that_was_closed_says_so(tmp_path: Path) -> None:
+    path = written(tmp_path / "a", make([50, 51]))
+    with RecordFile(path) as file:
+        pass
+    with path.open():  # takes the number of the descriptor
+        for read in (lambda: file[0], lambda: list(file)):
+            with pytest.raises(ValueError, match="is closed: read records inside"):
+                read()
+
+
+def test_n16_a_read_may_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = make([50, 51])  # as of a chunk of 2 GiB
+    file = RecordFile(written(tmp_path / "a", items))
+    monkeypatch.setattr(os, "pread", lambda fd, count, at, whole=os.pread: whole(fd, min(count, 7), at))
+    assert list(file) == items
 
 
 @pytest.mark.ranks(1, 2, 3, 7)

@@ -1,6 +1,7 @@
 """N14: a training ends on all ranks, however it ends: a hook raises, a rank stops or is cancelled, data are uneven."""
 
 import asyncio
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
+import aiodist
 from aiodist import Communicator, CommunicatorAborted, Engine, RemoteError
 from aiodist.engine import State
+from aiodist.engine.state import Event
 from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer, assert_synchronized
+from aiodist.testing import run_ranks
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Job
@@ -308,6 +312,31 @@ async def test_n14_a_rank_that_is_cancelled(coll: Communicator, job: type["Job"]
     else:
         with pytest.raises((RemoteError, CommunicatorAborted), match=r"rank 0.*[Cc]ancelled"):
             await train
+
+
+@pytest.mark.parametrize("event", ["start", "epoch"])
+@pytest.mark.parametrize("ticks", [0, 1, 3, 6, 10])
+def test_n14_a_rank_that_is_cancelled_between_epochs(job: type["Job"], event: Event, ticks: int) -> None:
+    """It gave up the engine's communicator alone: others, in the next epoch already, waited for its gradients."""
+
+    async def program() -> tuple[str, float]:
+        async with aiodist.init() as coll:
+            engine, begun, loop = await made(coll, job), asyncio.Event(), asyncio.get_running_loop()
+            engine.on(event, lambda state: begun.set())
+            began = loop.time()
+            train = engine.train(job.pairs(coll.rank, 2), epochs=3)
+            try:
+                await (cancelled(train, begun, ticks) if coll.rank == 0 else train)
+            except asyncio.CancelledError:
+                await asyncio.sleep(20)  # it does something else
+                return "", 0.0
+            except (RemoteError, CommunicatorAborted) as error:
+                return str(error), loop.time() - began
+            return "trained", 0.0
+
+    _, (seen, seconds) = run_ranks(2, program)
+    assert re.search("rank 0.*[Cc]ancelled", seen)
+    assert seconds < 10
 
 
 @pytest.mark.ranks(2)

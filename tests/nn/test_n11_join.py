@@ -268,10 +268,13 @@ async def test_n11_an_error_in_the_block_hangs_nobody(coll: Communicator, where:
 
 
 @pytest.mark.ranks(2)
-async def test_n11_cancelling_the_block_hangs_nobody(coll: Communicator) -> None:
+@pytest.mark.parametrize("entering", [False, True])
+async def test_n11_cancelling_the_block_hangs_nobody(coll: Communicator, entering: bool) -> None:
     net = await DataParallel.create(build(), coll)
     opt = sgd(net.parameters())
     stop = asyncio.Event()
+    if entering:
+        stop.set()
 
     async def train() -> None:
         async with net.join(opt):
@@ -284,6 +287,7 @@ async def test_n11_cancelling_the_block_hangs_nobody(coll: Communicator) -> None
     task = asyncio.ensure_future(train())
     if coll.rank == 0:
         await stop.wait()
+        await asyncio.sleep(0)
         task.cancel()
     with pytest.raises((asyncio.CancelledError, aiodist.RemoteError)) as caught:
         await task

@@ -157,10 +157,10 @@ async def test_p10_objects_take_no_rule_but_copy_and_no_integration(coll: Commun
         with pytest.raises(ValueError, match="rule add for the object 'meta': expected copy"):
             ps.init("meta", 1, codec=Json(), rule="add")
         await ps.init("meta", 1, codec=Json())
-        with pytest.raises(ValueError, match="rule max, alpha=1.0 for the object 'meta': expected copy"):
+        with pytest.raises(ValueError, match=r"rule max, alpha=1\.0 for the object 'meta': expected copy"):
             ps.push("meta", 1, rule="max")
         for alpha in (2.0, float("nan"), "x"):  # the block did not end once such a push had begun
-            with pytest.raises(ValueError, match="alpha=.* for the object 'meta': expected copy and 1"):
+            with pytest.raises(ValueError, match=r"alpha=.* for the object 'meta': expected copy and 1"):
                 ps.push("meta", 1, alpha=alpha)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="integrate of 'meta': expected a tensor"):
             ps.integrate(lambda mine, theirs: None, "meta")

@@ -66,7 +66,9 @@ async def test_p2_a_generator_of_parameters_means_all_of_them_in_every_call(coll
                 assert torch.equal(p.detach(), was - 1)
             fetched = await ps.prefetch(net.parameters())
             assert [t.shape for t in fetched] == [p.shape for p in net.parameters()]
-            assert await ps.integrate(lambda mine, theirs: mine.add_(theirs), net.parameters()) == list(net.parameters())
+            assert await ps.integrate(lambda mine, theirs: mine.add_(theirs), net.parameters()) == list(
+                net.parameters()
+            )
 
 
 @pytest.mark.parametrize("ticks", range(2, 24, 3))
