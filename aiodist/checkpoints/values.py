@@ -1,16 +1,6 @@
 """Values as JSON and tensors, and back: nothing is pickled, so nothing that is read can run code.
 
-Strings, booleans, None, lists, and the numbers that JSON can say are themselves. All else is an object of one key:
-
-    {"map": {"lr": 0.1}}                      a dict whose keys are strings
-    {"dict": [[0, …], [1, …]]}                any other dict, by its keys
-    {"tuple": […]}                            a tuple
-    {"float": "nan"}                          nan, inf or -inf; finite floats are decimals that give the same float back
-    {"int": "0x20000000000001"}               an integer beyond 2^53, which some readers of JSON would round
-    {"tensor": "opt/state/0/exp_avg"}         a tensor, by its name in the checkpoint
-    {"array": "…"}                            an array of numpy, kept as a tensor
-    {"number": "…"}                           a plain number, kept as a tensor of one element
-    {"permuted": ["…", [0, 3, 1, 2]]}         a tensor, whose dimensions are permuted once it is read
+docs/design/checkpoints.md has the form of each.
 """
 
 from __future__ import annotations

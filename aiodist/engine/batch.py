@@ -54,7 +54,6 @@ class Meter:
         """Of Python numbers; of tensors where the values are on a device, which is not waited for."""
 
     def add(self, state: State) -> None:
-        """Take the batch of `state`."""
         assert state.loss is not None
         weight = 1.0 if state.weight is None else state.weight
         with torch.no_grad():
@@ -70,7 +69,6 @@ class Meter:
         self._sums[name] = self._sums.get(name, 0.0) + (value.double() if on_device else float(value)) * weight  # type: ignore[union-attr]
 
     def sums(self) -> Sums:
-        """Return what was measured so far."""
         return self._weight, {name: float(total) for name, total in self._sums.items()}
 
     def means(self, by_rank: Sequence[Sums]) -> dict[str, float]:
@@ -113,7 +111,6 @@ class Batch:
             state.weight = weight_of(state.sample)
 
     def __call__(self) -> Tensor:
-        """Return its loss."""
         state, criterion = self.state, self.model.criterion
         state.output = _applied(self.model.network, state.input)
         self.hooks.call_on_thread("forward", state, self.progress)

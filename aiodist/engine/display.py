@@ -40,7 +40,6 @@ class Display:
             self._bar.start()
 
     def update(self, state: State) -> None:
-        """A step was made."""
         now = perf_counter()
         if self._bar is None or now - self.drawn < _EVERY_SECONDS:
             return
@@ -53,12 +52,10 @@ class Display:
         self._bar.refresh()
 
     def epoch(self, state: State) -> None:
-        """An epoch is over."""
         figures = ", ".join(f"{name} {value:.4g}" for name, value in state.metrics.items())
         self._console.print(f"epoch {state.epoch}/{state.epochs}: {figures}, {perf_counter() - self._began:.1f} s")
 
     def close(self) -> None:
-        """Take the bar away."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = self._task = None

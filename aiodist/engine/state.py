@@ -114,7 +114,6 @@ class Position:
             set_torch_state(given)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return numbers and tensors."""
         return {**vars(self), "order": self.order if self.batch else None, "random": self.random or torch_state()}
 
 
@@ -143,7 +142,6 @@ class Hooks:
         self._hooks[event].append(hook)
 
     def at(self, event: Event) -> list[Hook]:
-        """Return the hooks of `event`, in order."""
         mine = self._hooks[event]
         return mine if self._behind is None else mine + self._behind.at(event)
 

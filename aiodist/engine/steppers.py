@@ -142,7 +142,6 @@ class ClientStepper:
         return self._stream.submit(fn, *args)
 
     async def step(self, work: Callable[[], Tensor], reduced: Callable[[], None]) -> Tensor:
-        """Compute gradients, and have the client step."""
         loss = await self._stream.submit(self._compute, work, reduced)
         await self._client.step()
         return loss
@@ -175,7 +174,6 @@ class ClientStepper:
 
     @asynccontextmanager
     async def open(self, stop: Callable[[], bool]) -> AsyncIterator[None]:
-        """Have the thread."""
         self._stop = stop
         async with HostStream("engine") as self._stream:
             yield

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from aiodist.ps.context import Context
 from aiodist.ps.names import NameEntry
 from aiodist.ps.rules import RULES, Rule
 from aiodist.ps.wire import Way, as_bytes
-
-if TYPE_CHECKING:
-    from aiodist.ps.names import NameEntry
 
 
 class Operation:

@@ -73,7 +73,7 @@ class Asynchronous(Policy):
     scale: Scale | None = None
 
     def __post_init__(self) -> None:
-        _one_of("stale", self.stale, ("drop", "scale"))
+        one_of("stale", self.stale, ("drop", "scale"))
         if self.max_staleness is not None:
             _at_least("max_staleness", self.max_staleness, 0)
             if self.stale == "scale":
@@ -119,7 +119,7 @@ class Synchronous(Policy):
     reduction: Literal["mean", "sum"]
 
     def __post_init__(self) -> None:
-        _one_of("reduction", self.reduction, ("mean", "sum"))
+        one_of("reduction", self.reduction, ("mean", "sum"))
 
     def machine(self, workers: Sequence[int]) -> Stepwise:
         return Stepwise(workers, full=len(workers), mean=self.reduction == "mean")
@@ -150,8 +150,8 @@ class Quorum(Policy):
 
     def __post_init__(self) -> None:
         _at_least("n", self.n, 1)
-        _one_of("reduction", self.reduction, ("mean", "sum"))
-        _one_of("stale", self.stale, ("accept", "drop", "scale"))
+        one_of("reduction", self.reduction, ("mean", "sum"))
+        one_of("stale", self.stale, ("accept", "drop", "scale"))
         _check_scale(self.stale, self.scale)
 
     def machine(self, workers: Sequence[int]) -> FirstOf:
@@ -184,11 +184,6 @@ def _shown(value: object) -> str:
         return repr(value)
     name = getattr(value, "__name__", type(value).__name__)
     return f"{name}{[float(value(staleness)) for staleness in _SAMPLES]}"
-
-
-def _one_of(what: str, seen: str, known: tuple[str, ...]) -> None:
-    if seen not in known:
-        raise ValueError(f"{what} {seen!r}: expected one of {', '.join(known)}")
 
 
 def _at_least(what: str, seen: object, least: int) -> None:

@@ -111,7 +111,7 @@ class Downpour(TrainingClient):
 
     async def _step(self, step: int) -> None:
         self._steps = step
-        await self._compute(self._local_step)
+        await self._compute(self._optimizer.step)
         if step % self._push_every == 0:
             await self._settle()
             await self._compute(self._measure)
@@ -119,9 +119,6 @@ class Downpour(TrainingClient):
         if step % self._pull_every == 0:
             await self._receive()
             await self._compute(self._integrate)
-
-    def _local_step(self) -> None:
-        self._optimizer.step()
 
     def _measure(self) -> None:
         with torch.no_grad():
