@@ -19,6 +19,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -60,14 +61,14 @@ def pytest_configure(config: pytest.Config) -> None:
         if signal.getsignal(signum) == signal.SIG_IGN:
             signal.signal(signum, lambda *_: None)  # which is as good here, and not inherited
     if not config.getoption("--aiodist-worker"):
-        _take_away_what_is_left(config)
+        _take_away_what_is_left()
 
 
-def _take_away_what_is_left(config: pytest.Config) -> None:
+def _take_away_what_is_left() -> None:
     """Have temporary files in one folder that goes with this run: launchers and MPIs that are killed leave theirs."""
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest keeps its own of some runs
     folder = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
-    config.add_cleanup(folder.cleanup)
+    Finalize(None, folder.cleanup, exitpriority=-101)  # after multiprocessing's own folder, which lies in it
     os.environ["TMPDIR"] = tempfile.tempdir = folder.name
 
 

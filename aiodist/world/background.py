@@ -85,7 +85,7 @@ def in_thread(block: AbstractAsyncContextManager[Communicator]) -> Iterator[Thre
 
         def at_exit() -> None:
             nonlocal left
-            if os.getpid() == process:
+            if os.getpid() == process and not left:
                 left = True
                 with suppress(Exception):  # the others are told, and the process has its exit code already
                     portal.call(_leave_late, block, coll)
@@ -101,6 +101,7 @@ def in_thread(block: AbstractAsyncContextManager[Communicator]) -> Iterator[Thre
                 raise
             raise raised from error
         finally:
+            left = True  # from Python 3.14 on one that is unregistered by what runs at exit is called all the same
             atexit.unregister(at_exit)
         if (raised := portal.call(_leave, block, None)) is not None:
             raise raised

@@ -34,6 +34,11 @@ def test_l10_aclose_does_what_the_end_of_the_block_does(run: Run) -> None:
         assert sorted(ended.said(rank)) == ["again: 2", "closed: world", "closed: world/dup1.0", "drained: 2.0"]
 
 
+def test_l10_closed_at_exit_it_was_not_forgotten(run: Run) -> None:
+    ended = run("kept.py", "closed_at_exit")
+    assert (ended.code, ended.codes(), ended.errors) == (0, [0, 0], ""), ended
+
+
 def test_l10_alone(jobs: Jobs) -> None:
     ended = jobs.alone("kept.py", "closed")
     assert (ended.code, ended.errors) == (0, ""), ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -73,10 +74,20 @@ async def left() -> None:
     await coll.barrier()
 
 
+def closed_at_exit() -> None:
+    """What the program has registered to run at exit closes it."""
+    loop = asyncio.new_event_loop()
+    coll = loop.run_until_complete(aiodist.open())
+    atexit.register(lambda: loop.run_until_complete(coll.aclose()))
+
+
 PROGRAMS: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
     program.__name__: program for program in (closed, forgotten, one_forgets, raised, left)
 }
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["closed_at_exit"]:
+        closed_at_exit()
+        sys.exit()
     start = asyncio.run if sys.argv[2:] == ["asyncio"] else aiodist.run
     start(PROGRAMS[sys.argv[1]]())
