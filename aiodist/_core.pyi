@@ -7,7 +7,6 @@ from typing import Any
 Buffer = memoryview | bytearray
 
 BLOCK_BYTES: int
-CHECKS: int
 BELL_BYTES: int
 NUMBERS_BYTES: int
 STAGE_BYTES_PER_RANK: int
@@ -17,8 +16,8 @@ ABANDONED: int
 REFUSED: int
 UNLIKE: int
 
-def copy_checked(into: Buffer, parts: list[tuple[int, int, int]], /) -> list[int]: ...
 def kernels() -> str: ...
+def write_checked(fd: int, memory: Buffer, parts: list[tuple[int, int, int]], /) -> list[int]: ...
 def arrived(rings: tuple[Rings, ...], until: float, /) -> bool: ...
 
 class Memory:

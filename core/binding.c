@@ -4,10 +4,11 @@
 // is to be seen in the source.
 #include "binding.h"
 
+#include <errno.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include "checksum.h"
+#include "files.h"
 #include "kernels.h"
 
 // --- memory ------------------------------------------------------------------------------------------------------
@@ -651,31 +652,34 @@ static PyObject *kernels(PyObject *module, PyObject *none) {
     return PyUnicode_FromString(core_kernels_level());
 }
 
-static PyObject *copy_checked(PyObject *module, PyObject *args) {
+static PyObject *write_checked(PyObject *module, PyObject *args) {
     (void)module;
-    Py_buffer into;
+    int fd, error = 0;
+    Py_buffer memory;
     PyObject *parts;
-    if (!PyArg_ParseTuple(args, "w*O!", &into, &PyList_Type, &parts)) return NULL;
-    struct part { unsigned long long address, nbytes; unsigned crc; };
+    if (!PyArg_ParseTuple(args, "iw*O!", &fd, &memory, &PyList_Type, &parts)) return NULL;
     Py_ssize_t count = PyList_Size(parts);
-    struct part *found = PyMem_Calloc((size_t)count + 1, sizeof *found);
+    core_part *found = PyMem_Calloc((size_t)count + 1, sizeof *found);
     PyObject *sums = found == NULL ? PyErr_NoMemory() : NULL;
-    unsigned long long room = (unsigned long long)into.len;
-    for (Py_ssize_t i = 0; found != NULL && i < count; i++) {
-        struct part *one = &found[i];
-        if (!PyArg_ParseTuple(PyList_GetItem(parts, i), "KKI", &one->address, &one->nbytes, &one->crc)) goto end;
-        if (one->nbytes > room) {
-            PyErr_Format(PyExc_ValueError, "the parts are longer than the %zd bytes that there are for them", into.len);
-            goto end;
-        }
-        room -= one->nbytes;
-    }
     if (found == NULL) goto end;
+    if (memory.len < 2) {
+        PyErr_Format(PyExc_ValueError, "memory of %zd bytes: expected two halves", memory.len);
+        goto end;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        unsigned long long address, nbytes;
+        unsigned crc;
+        if (!PyArg_ParseTuple(PyList_GetItem(parts, i), "KKI", &address, &nbytes, &crc)) goto end;
+        found[i] = (core_part){(const void *)(uintptr_t)address, (size_t)nbytes, crc};
+    }
     Py_BEGIN_ALLOW_THREADS;
-    char *to = into.buf;
-    for (Py_ssize_t i = 0; i < count; to += found[i++].nbytes)
-        found[i].crc = core_copy_checked(to, (const void *)(uintptr_t)found[i].address, found[i].nbytes, found[i].crc);
+    error = core_write_checked(fd, memory.buf, (size_t)memory.len / 2, found, (size_t)count);
     Py_END_ALLOW_THREADS;
+    if (error != 0) {
+        errno = error;
+        PyErr_SetFromErrno(PyExc_OSError);
+        goto end;
+    }
     sums = PyList_New(count);
     for (Py_ssize_t i = 0; sums != NULL && i < count; i++) {
         PyObject *sum = PyLong_FromUnsignedLong(found[i].crc);
@@ -683,15 +687,15 @@ static PyObject *copy_checked(PyObject *module, PyObject *args) {
     }
 end:
     PyMem_Free(found);
-    PyBuffer_Release(&into);
+    PyBuffer_Release(&memory);
     return sums;
 }
 
 static PyMethodDef functions[] = {
-    {"copy_checked", copy_checked, METH_VARARGS,
-     "copy_checked(into, [(address, nbytes, crc), ...]): copy there, one behind another, without the GIL; return of each "
-     "the CRC-32 of what had `crc`, with these bytes behind it."},
     {"kernels", kernels, METH_NOARGS, "Return which kernels this processor runs: baseline, avx2 or avx512."},
+    {"write_checked", write_checked, METH_VARARGS,
+     "write_checked(fd, memory, [(address, nbytes, crc), ...]): write these bytes one behind another, through the two "
+     "halves of `memory` and without the GIL; return of each the CRC-32 of what had `crc`, with these bytes behind it."},
     {0},
 };
 
@@ -706,7 +710,6 @@ static int fill(PyObject *module) {
         !(lane_type = add_type(module, &lane_spec)))
         return -1;
     return PyModule_AddIntConstant(module, "BLOCK_BYTES", (long)core_block_bytes()) ||
-                   PyModule_AddIntConstant(module, "CHECKS", core_checks()) ||
                    PyModule_AddIntConstant(module, "BELL_BYTES", (long)sizeof(core_bell)) ||
                    PyModule_AddIntConstant(module, "STAGE_BYTES_PER_RANK", CORE_LEAST_STAGE_BYTES) ||
                    PyModule_AddIntConstant(module, "KEY_BITS", CORE_KEY_BITS) ||

@@ -6,14 +6,12 @@ A folder becomes a checkpoint by its renaming, once all that is in it is on the 
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
-import mmap
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -107,26 +105,10 @@ def write_all(fd: int, data: memoryview) -> None:
         data = data[os.write(fd, data) :]
 
 
-def write_direct(fd: int, pieces: Iterable[memoryview], rest: Callable[[], None]) -> None:
-    """Write all pieces, past the cache of the kernel where the file system can: copies there are half of the CPU.
-
-    The memory of each begins at a page, and all but the last are whole pages. `rest` is called behind each.
-    """
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+def write_past_cache(fd: int) -> None:
+    """Have writes go past the cache of the kernel, where the file system can: copies there are half of the CPU."""
     with suppress(OSError):  # it cannot
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
-    for piece in pieces:
-        at, whole = 0, len(piece) // mmap.PAGESIZE * mmap.PAGESIZE
-        try:
-            while at < whole:
-                at += os.write(fd, piece[at:whole])
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # it cannot, or in other pieces alone
-                raise
-        if at < len(piece):
-            fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-            write_all(fd, piece[at:])
-        rest()
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | getattr(os, "O_DIRECT", 0))
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -49,7 +48,10 @@ DTYPES: dict[str, torch.dtype] = {
     "C128": torch.complex128,
 }
 """By the names of safetensors, which has no complex128: there it is pairs of F64."""
-_PIECE_BYTES = 16 << 20
+_PIECE_BYTES = 4 << 20
+"""What is copied while the piece before is written; whole pages."""
+_TURN_BYTES = 16 * _PIECE_BYTES
+"""What is written in one call: in between, memory is given back, and the thread waits for the GIL, up to 5 ms."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -131,56 +133,39 @@ def write_file(
     """Write the file; return what the manifest says of it, once it is on the disk.
 
     `sources` are the bytes of each entry, flat, and `over` is called with its number when they are no longer looked at.
-    The thread rests between pieces, while others are `computing`; no piece needs the GIL.
+    The thread rests between turns, while others are `computing`; a turn does not need the GIL.
     """
     parts = [torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), *sources]
     crcs = [0] * len(parts)
+    memory, pace = pages(2 * _PIECE_BYTES), WritePace(computing)
     with folders.new_file(path) as fd:
-        folders.write_direct(
-            fd, _copied_pieces(parts, crcs, lambda number: over(number - 1)), WritePace(computing).rest
-        )
+        folders.write_past_cache(fd)
+        for turn in _cut([len(part) for part in parts]):
+            found = [(parts[number].data_ptr() + start, nbytes, crcs[number]) for number, start, nbytes in turn]
+            sums = _core.write_checked(fd, memory.numpy().data, found)
+            for (number, start, nbytes), crc in zip(turn, sums, strict=True):
+                crcs[number] = crc
+                if number and start + nbytes == len(parts[number]):
+                    over(number - 1)
+            pace.rest()
     entries = [replace(entry, crc=crc) for entry, crc in zip(layout.entries, crcs[1:], strict=True)]
     return FileFacts(layout.nbytes, len(layout.header), crcs[0]), entries
 
 
-def _copied_pieces(parts: Sequence[Tensor], crcs: list[int], over: Callable[[int], object]) -> Iterator[memoryview]:
-    """Yield the bytes of all parts, one behind another, in memory that is used again; have `crcs` be their CRC-32s."""
-    buffer = pages(_PIECE_BYTES)
-    for piece in _cut([len(part) for part in parts]):
-        found = [(parts[number][start : start + nbytes], crcs[number]) for number, start, nbytes in piece]
-        for (number, start, nbytes), crc in zip(piece, _copied(buffer, found), strict=True):
-            crcs[number] = crc
-            if start + nbytes == len(parts[number]) and number:
-                over(number)
-        yield buffer.numpy().data[: sum(nbytes for *_, nbytes in piece)]
-
-
 def _cut(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield what each piece has: the numbers of parts, where it begins in them, and how many bytes."""
-    piece, room = list[tuple[int, int, int]](), _PIECE_BYTES
+    """Yield what is written in one call: the numbers of parts, where it begins in them, and how many bytes."""
+    turn, room = list[tuple[int, int, int]](), _TURN_BYTES
     for number, size in enumerate(sizes):
         start = 0
         while start < size:
             nbytes = min(room, size - start)
-            piece.append((number, start, nbytes))
+            turn.append((number, start, nbytes))
             start, room = start + nbytes, room - nbytes
             if not room:
-                yield piece
-                piece, room = [], _PIECE_BYTES
-    if piece:
-        yield piece
-
-
-def _copied(buffer: Tensor, parts: Sequence[tuple[Tensor, int]]) -> list[int]:
-    """Copy there, one behind another; return the CRC-32 of each, which goes on from the one beside it."""
-    if _core.CHECKS:
-        return _core.copy_checked(buffer.numpy().data, [(t.data_ptr(), len(t), crc) for t, crc in parts])
-    at, found = 0, []
-    for t, crc in parts:
-        buffer[at : at + len(t)] = t
-        found.append(crc32(t.numpy().data, crc))
-        at += len(t)
-    return found
+                yield turn
+                turn, room = [], _TURN_BYTES
+    if turn:
+        yield turn
 
 
 _FIRST_LINE = re.compile(rb'\{"aiodist checkpoint":(\d{1,9}),"nbytes":(\d{1,15}),"sha256":"([0-9a-f]{64})"\}')

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import itertools
 import json
 import logging
@@ -26,7 +25,7 @@ from aiodist import CheckpointDamaged, Communicator, MismatchError, RemoteError
 from aiodist.checkpoints import folders
 from aiodist.checkpoints import saving as saving_module
 from aiodist.checkpoints import writer as writer_module
-from aiodist.checkpoints.writer import WritePace, pages
+from aiodist.checkpoints.writer import WritePace
 from aiodist.codecs import TopK
 from aiodist.errors import CommunicatorAborted, CommunicatorClosed
 from aiodist.handles import Scheduler
@@ -322,13 +321,11 @@ def test_n17_nothing_of_a_training_that_failed_becomes_a_checkpoint(
     training: Any, path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
-    write = folders.write_all
     saves: list[Any] = []
 
-    def slow(fd: int, data: memoryview) -> None:
+    def slow(fd: int) -> None:
         begun.set()
         assert go_on.wait(10)
-        write(fd, data)
 
     async def fail() -> None:
         async with aiodist.init() as coll:
@@ -344,7 +341,7 @@ def test_n17_nothing_of_a_training_that_failed_becomes_a_checkpoint(
             assert (await aiodist.save(path, run.net, run.opt)).name == "checkpoint-00000001"
 
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "write_all", slow)
+        patch.setattr(folders, "write_past_cache", slow)
         with pytest.raises(ValueError, match="enough"):
             run_ranks(ranks, fail)
         assert all(isinstance(saving.exception(), CommunicatorAborted) for saving in saves)
@@ -355,39 +352,6 @@ def test_n17_nothing_of_a_training_that_failed_becomes_a_checkpoint(
     assert not (path / "checkpoint-00000001").exists()
     run_ranks(ranks, check)
     assert [p.name for p in path.iterdir()] == ["checkpoint-00000001"]
-
-
-@pytest.mark.parametrize("refuses", [False, True])
-@pytest.mark.parametrize("nbytes", [0, 1, 4096, 40_001, 98_304])
-def test_n17_a_file_is_written_past_the_cache_where_it_can_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, refuses: bool
-) -> None:
-    memory = pages(nbytes)
-    memory.random_(0, 256)
-    directly, rests = [], []
-
-    class Disk:
-        def write(self, fd: int, data: memoryview) -> int:
-            directly.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
-            if directly[-1] and refuses:
-                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-            return os.write(fd, data)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(os, name)
-
-    monkeypatch.setattr(folders, "os", Disk())
-    with folders.new_file(tmp_path / "file") as fd:
-        pieces = [memory[at : at + 32_768].numpy().data for at in range(0, nbytes, 32_768)]
-        folders.write_direct(fd, pieces, lambda: rests.append(1))
-    assert (tmp_path / "file").read_bytes() == bytes(memory.tolist())
-    if refuses:
-        plainly = {0: 0, 1: 1, 4096: 1, 40_001: 3, 98_304: 3}[nbytes]
-        assert directly == [True] * (nbytes >= 4096) + [False] * plainly
-    else:
-        whole = -(-(nbytes // 4096 * 4096) // 32_768)
-        assert directly == [True] * whole + [False] * (nbytes % 4096 > 0)
-    assert len(rests) == len(pieces)
 
 
 def test_n17_what_writes_rests_only_beside_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:

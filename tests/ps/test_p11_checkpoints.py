@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -178,12 +178,11 @@ async def test_p11_a_checkpoint_amid_pushes_is_of_one_version(coll: Communicator
 async def test_p11_memory_that_is_being_written_is_left_by_what_changes_it(
     coll: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, begun, go_on = folders.write_direct, threading.Event(), threading.Event()
+    begun, go_on = threading.Event(), threading.Event()
 
-    def stopped(fd: int, pieces: Iterable[memoryview], rest: Callable[[], None]) -> None:
+    def stopped(fd: int) -> None:
         begun.set()
         assert go_on.wait(SECONDS)
-        write(fd, pieces, rest)
 
     path = Path(await coll.broadcast_object(str(tmp_path)))
     big = {"added": drawn(300_001, 5), "copied": drawn(300_001, 6), "adam": drawn(300_001, 7), "small": drawn(9, 8)}
@@ -200,7 +199,7 @@ async def test_p11_memory_that_is_being_written_is_left_by_what_changes_it(
         if ps.is_worker:
             for seed in (10, 11):
                 await push(seed)
-            monkeypatch.setattr(folders, "write_direct", stopped)
+            monkeypatch.setattr(folders, "write_past_cache", stopped)
             before = await pulled()
             saving = ps.save(path)
             await asyncio.to_thread(begun.wait, SECONDS)
