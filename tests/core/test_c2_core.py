@@ -2,7 +2,7 @@
 
 `core/tests/test_core.c` draws operations of every kind, size and dtype, on tensors that others reach and on those that
 they do not, up to 40 in flight, some of which the ranks disagree on; and has a rank leave in the middle.
-`core/tests/test_rings.c` sends records both ways, and overwrites what a ring holds.
+`core/tests/test_rings.c` sends records both ways, and overwrites what a ring holds. `core/tests/test_files.c` writes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def built(tmp_path: Path, kernels: Callable[..., str]) -> Build:
     return program
 
 
-def run(program: Path, **numbers: int) -> str:
-    done = subprocess.run([program, *map(str, numbers.values())], capture_output=True, text=True, timeout=300)
+def run(program: Path, **given: int | Path) -> str:
+    done = subprocess.run([program, *map(str, given.values())], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -58,12 +58,17 @@ def test_c1_core_records_arrive_whole_and_in_order(built: Build) -> None:
     assert run(built("-O2", name="test_rings"), records=50_000) == "50000 records each way\n"
 
 
+def test_n17_core_files_have_what_was_written_and_its_checksums(built: Build, tmp_path: Path) -> None:
+    assert run(built("-O2", name="test_files"), file=tmp_path / "written", times=50) == "50 files\n"
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "flags", [("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"), ("-fsanitize=thread",)]
 )
-def test_c2_core_under_a_sanitizer(flags: tuple[str, ...], built: Build) -> None:
+def test_c2_core_under_a_sanitizer(flags: tuple[str, ...], built: Build, tmp_path: Path) -> None:
     program = built("-O1", *flags)
     run(program, seed=3, operations=60)
     assert run(built("-O1", *flags, name="test_rings"), records=50_000)
+    assert run(built("-O1", *flags, name="test_files"), file=tmp_path / "written", times=50)
