@@ -57,6 +57,7 @@ def patched(world: SimulatedCuda) -> Iterator[None]:
         for owner, names in (
             (torch.cuda, _cuda(world)),
             (_C, _cuda_in_c(world)),
+            (torch.accelerator, {"is_available": lambda: False}),  # as of a torch without CUDA: optimizers ask it
             (torch, _functions()),
             (torch.Tensor, _methods()),
             (torch.UntypedStorage, _sharing(world)),
