@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,6 +49,8 @@ def main() -> int:
             os.fstat(fd)
         except OSError:  # it is closed: something of ours would get its number, and be taken for it
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if isinstance(sys.stdout, TextIOWrapper):  # its encoding may lack what we print
+        sys.stdout.reconfigure(errors="replace")
     try:
         app()
     except (AiodistError, OSError) as error:

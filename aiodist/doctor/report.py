@@ -133,11 +133,12 @@ def show(report: Report, console: Console) -> None:
 
 def _show_table(text: str, console: Console) -> None:
     """Print rows, the first of which has the names of the columns, so that they fit."""
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     header, *rows = (re.split(r"\s{2,}", line.strip()) for line in text.splitlines())
-    table = Table(*(name.removeprefix("# ") for name in header), box=None, pad_edge=False)
+    columns = [Column(name.removeprefix("# "), overflow="fold") for name in header]
+    table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table, width=min(console.width, _WIDTH))

@@ -168,11 +168,13 @@ _STALE_EXACT = frozenset(
         *("ELASTIC", "GENERATION", "PREVIOUS"),
     )
 )
+_OF_ITS_OPTIONS = frozenset(("AIODIST_TRACE", "AIODIST_STRAGGLERS"))  # in a rank; elsewhere the user has set them
 
 
 def inherited(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without what another launcher wrote: started from inside a rank, this is a new job."""
-    return {name: value for name, value in environ.items() if not name.startswith(_STALE) and name not in _STALE_EXACT}
+    stale = _STALE_EXACT | (_OF_ITS_OPTIONS if "AIODIST_TOKEN" in environ else frozenset())
+    return {name: value for name, value in environ.items() if not name.startswith(_STALE) and name not in stale}
 
 
 def common_variables(

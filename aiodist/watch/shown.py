@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from aiodist.errors import ConfigError
 from aiodist.watch import jobs
 
 _LAST = 3
@@ -94,9 +95,14 @@ def show(job: int | None, *, as_json: bool, live: bool, flight_recorder: Path | 
         Console().print(table(told))
     else:
         with Live(table(told), auto_refresh=False) as screen, suppress(KeyboardInterrupt):
-            while True:
-                time.sleep(_LIVE_SECONDS)
-                screen.update(table(jobs.look(told["job"])), refresh=True)
+            try:
+                while True:
+                    time.sleep(_LIVE_SECONDS)
+                    screen.update(table(jobs.look(told["job"])), refresh=True)
+            except ConfigError:
+                if told["job"] in jobs.running():
+                    raise
+                screen.console.print(f"job {told['job']} has ended")
 
 
 # --- for torchfrtrace --------------------------------------------------------------------------------------------

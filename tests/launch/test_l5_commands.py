@@ -92,7 +92,10 @@ def test_l5_what_another_launcher_wrote_is_not_inherited() -> None:
         "OMPI_MCA_btl": "tcp,self",
         "HOME": "/root",
     }
-    common = commands.common_variables(environ, "tcp://h:2", "new")
+    common = commands.common_variables(
+        {**environ, "AIODIST_TRACE": "/outer", "AIODIST_STRAGGLERS": "1"}, "tcp://h:2", "new"
+    )
+    assert commands.inherited({"AIODIST_TRACE": "/mine"}) == {"AIODIST_TRACE": "/mine"}  # no rank: the user's
     assert common == {
         "OMPI_MCA_btl": "tcp,self",
         "HOME": "/root",

@@ -138,6 +138,14 @@ def test_l5_a_folder_that_is_gone_is_named(plain: Launcher) -> None:
     assert done.stderr == "aiodist: the working directory is gone: expected one in which ranks can be started\n"
 
 
+def test_l5_what_a_terminal_cannot_show_is_no_error(plain: Launcher) -> None:
+    program = "cli.app = lambda: print('paths \u2026'); sys.exit(cli.main())"
+    command = [sys.executable, "-c", f"import sys; from aiodist import cli; {program}"]
+    environ = {**plain.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("paths ?\n", "")
+
+
 def test_l5_what_the_system_refuses_is_one_line(plain: Launcher) -> None:
     """Here a program that may not be read, as seen by a user that is not root."""
     program = "from aiodist.cli import main; pathlib.Path.open = lambda *_: open('/no/such'); sys.exit(main())"

@@ -280,7 +280,10 @@ def test_l8_paths_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_l8_the_table_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     report = Host(TORCH_ALONE).report(monkeypatch)
-    header, row = "# device  implementation  state      operations  why", "  cpu     {}  available  {}  {}"
+    header, row = (
+        "# device  implementation  state      operations  why",
+        "  cpu     {}  available  {}  {}-by-init(backend)",
+    )
     names = ", ".join(f"name{number}" for number in range(40))
     said = {**TABLES, "availability": f"{header}\n{row.format(names, names, names)}"}
     for width, most in ((300, 100), (70, 70)):
@@ -290,6 +293,7 @@ def test_l8_the_table_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         table = lines[next(at for at, line in enumerate(lines) if line.startswith("device")) :]
         assert max(len(line.rstrip()) for line in table) <= most
         assert sum(line.count("name") for line in table) == 3 * 40
+        assert "…" not in text.getvalue()
 
 
 @pytest.mark.thorough

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -168,6 +169,22 @@ def test_w11_a_process_alone_is_its_own_job_and_one_that_was_killed_leaves_nothi
     assert refused.returncode == 2
     assert "does not answer here" in refused.stderr
     assert "no job is running here" in aiodist("inspect").stderr
+
+
+def test_w11_who_watches_a_job_is_told_of_its_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    look, looked = jobs.look, threading.Event()
+    monkeypatch.setattr(jobs, "look", lambda job: (look(job), looked.set())[0])
+    options = {"as_json": False, "live": True, "flight_recorder": None}
+    with running(folder, "-m", "aiodist.cli", "run", "-n", "2", "--mpi", "none", ranks=2) as job:
+        until(jobs.running)
+        watching = threading.Thread(target=shown.show, args=(job.pid,), kwargs=options)
+        watching.start()
+        assert looked.wait(20)
+    watching.join(20)
+    assert not watching.is_alive()
+    assert f"job {job.pid} has ended\n" in capsys.readouterr().out
 
 
 def test_w11_a_folder_of_another_user_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
