@@ -123,6 +123,8 @@ class ParameterServerSession:
                 if mine != (first := told[0]["settings"][what]) and what not in free:
                     raise MismatchError(f"parameter servers disagree on {what}: rank 0: {first}; rank {rank}: {mine}")
         servers, workers = roles_among(members, (self.settings.servers, self.settings.workers))
+        if not free and len(workers) < (n := getattr(self.settings.consistency, "n", 1)):
+            raise ValueError(f"a quorum of {n} of workers {list(workers)}: expected at least {n} workers")
         self.settings = replace(self.settings, servers=servers, workers=workers)
         return members
 

@@ -133,7 +133,7 @@ class Quorum(Policy):
     `stale` says what is done with a push whose base is not the current version. "accept": it counts like any other.
     "drop": it is thrown away; with more workers than n that is synchronous training with backup workers. "scale": it
     counts, multiplied by `scale(staleness)`, 1 / (1 + staleness) where none is given. "mean" divides by the number of
-    pushes in the step, "sum" does not. Raises ValueError for anything else.
+    pushes in the step, "sum" does not. Raises ValueError for anything else, as opening does with fewer than n workers.
 
     With "drop" a read waits for the step of its client's own push. Otherwise it does not: workers that each wait at
     another tensor for a step that lacks one push would wait for one another.
@@ -155,9 +155,6 @@ class Quorum(Policy):
         _check_scale(self.stale, self.scale)
 
     def machine(self, workers: Sequence[int]) -> FirstOf:
-        """Return a machine at version 0. Raises ValueError for fewer than n workers, and for one there twice."""
-        if len(workers) < self.n:
-            raise ValueError(f"a quorum of {self.n} of workers {list(workers)}: expected at least {self.n} workers")
         drops, scale = self.stale == "drop", _check_scale(self.stale, self.scale)
         mean = self.reduction == "mean"
         machine = FirstOf(workers, full=self.n, mean=mean, drop_above=0 if drops else inf, scale=scale)

@@ -116,6 +116,7 @@ class Downpour(TrainingClient):
             await self._settle()
             await self._compute(self._measure)
             self._push(self._keys, self._sent, "add")
+            await self._compute(self._rebase)  # asked for at once: what is pushed is no longer left to push
         if step % self._pull_every == 0:
             await self._receive()
             await self._compute(self._integrate)
@@ -124,7 +125,9 @@ class Downpour(TrainingClient):
         with torch.no_grad():
             for sent, p, base in zip(self._sent, self._params, self._base, strict=True):
                 torch.sub(p, base, out=sent)
-                base.copy_(p)
+
+    def _rebase(self) -> None:
+        copy_all(self._base, self._params)
 
     def _integrate(self) -> None:
         with torch.no_grad():
@@ -134,7 +137,7 @@ class Downpour(TrainingClient):
 
     def _begin(self) -> None:
         super()._begin()
-        copy_all(self._base, self._params)
+        self._rebase()
 
 
 class AsySGInCon(TrainingClient):

@@ -176,6 +176,24 @@ def test_p12_rows_objects_and_codes_come_back_on_a_new_server(  # noqa: C901
         assert notes == {"step": 3}
 
 
+def test_p12_a_quorum_goes_on_with_the_workers_that_are_left() -> None:
+    async def main(number: int) -> Any:
+        async with aiodist.init(elastic=True) as coll:
+            policy = Quorum(2, "sum")
+            async with ParameterServer(coll, {"w": torch.zeros(3)}, consistency=policy, servers=[0]) as ps:
+                if number == 2:
+                    await asyncio.sleep(1)
+                    kill_rank()
+                await lost(coll)
+                await regrouped(coll, ps)
+                if ps.is_worker:
+                    await ps.push("w", torch.ones(3))
+                    return (await ps.pull("w", at_least=1)).tolist()
+                return None
+
+    assert run_ranks(3, main, elastic=(1, 3))[1] == [1.0] * 3
+
+
 def test_p12_servers_keep_what_they_have_where_a_worker_died() -> None:
     """No checkpoint is needed, and versions go on."""
 

@@ -16,6 +16,13 @@ def full(value: float) -> Tensor:
     return torch.full((7,), float(value), dtype=torch.float64)
 
 
+@pytest.mark.ranks(2)
+async def test_p6_a_quorum_of_more_workers_than_there_are_is_refused(coll: Communicator) -> None:
+    with pytest.raises(ValueError, match=r"a quorum of 3 of workers \[0, 1\]: expected at least 3 workers"):
+        async with ParameterServer(coll, {"w": full(0)}, consistency=Quorum(3, "mean")):
+            pass
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("split", [8, 1 << 20])
 @pytest.mark.parametrize(

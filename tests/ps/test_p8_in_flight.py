@@ -121,6 +121,32 @@ async def test_p8_a_cancelled_step_takes_up_its_pull_when_it_is_made_again(trial
     assert torch.equal(trial.w.detach(), w - 0.5 * (w - c))
 
 
+@pytest.mark.parametrize("ticks", range(12))
+async def test_p8_a_cancelled_step_of_downpour_loses_no_update(trial: Any, ticks: int) -> None:
+    """What it had brought was measured on the compute thread, and never pushed."""
+
+    async def later(fn: Callable[[], None]) -> None:
+        await asyncio.sleep(0)
+        fn()
+
+    def run(fn: Callable[[], None]) -> Awaitable[None]:  # what was asked for is done, as on a compute thread
+        return asyncio.shield(asyncio.ensure_future(later(fn)))
+
+    client = Downpour(trial.ps, trial.params, trial.sgd(), n_push=1, n_pull=100, run=run)
+    w, c = trial.w.detach().clone(), trial.centre.clone()
+    trial.w.grad = torch.ones_like(trial.w)
+    step = asyncio.ensure_future(client.step())
+    for _ in range(ticks + 1):
+        await asyncio.sleep(0)
+    step.cancel()
+    await turns()
+    await trial.step(client, 2.0)
+    await within(client.aclose())
+    made = w - trial.w.detach()
+    assert 0.2 <= float(made.max()) <= 0.3001
+    torch.testing.assert_close(trial.centre, c - made)
+
+
 async def test_p8_close_waits_for_what_is_in_flight_and_tells_its_error(trial: Any, make: Make) -> None:
     client = make(trial.ps, trial.params, trial.sgd())
     await trial.step(client)
