@@ -80,7 +80,7 @@ class ParameterServerSession:
             if not joins:
                 await self.coll.barrier()  # nobody changes what another is still to begin with
         except BaseException as error:
-            self.abort_everywhere(error)
+            await self.exit(error)
             raise
 
     async def rebind(self, coll: Communicator, roles: Roles | None) -> list[ServerMember]:
@@ -177,15 +177,16 @@ class ParameterServerSession:
             self._aborted(CommunicatorAborted(str(dispatcher.refusal)))
 
     async def exit(self, error: BaseException | None) -> None:
-        if error is not None:
-            self.abort_everywhere(error)
-            return
         try:
-            await self._leave()
+            if error is None:
+                await self._leave()
         except BaseException as raised:
-            self.abort_everywhere(raised)
+            error = raised
             raise
-        await self.coll.aclose()
+        finally:
+            if error is not None:
+                self.abort_everywhere(error)
+            await self.coll.aclose()
 
     async def _leave(self) -> None:
         """End in order: nobody waits for this rank any more, nothing of mine is open, and all ranks have left."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import os
@@ -10,6 +11,7 @@ import re
 import shutil
 import tempfile
 import threading
+import weakref
 from collections.abc import AsyncIterable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -265,6 +267,17 @@ async def test_n16_shards_that_give_another_number_of_records_are_an_error(
     said = [each for each in await coll.allgather_object(raised) if each]
     assert said
     assert all(re.fullmatch(rf"shard 3 gave {count} records: expected \d, as asked for", each) for each in said)
+
+
+@pytest.mark.ranks(2)
+async def test_n16_a_queue_that_was_closed_is_forgotten(coll: Communicator) -> None:
+    queue = queue_of(coll)
+    known = weakref.ref(queue)
+    await taken(queue)
+    await queue.aclose()
+    del queue
+    gc.collect()
+    assert known() is None
 
 
 @pytest.mark.ranks(2)

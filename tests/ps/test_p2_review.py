@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,6 +70,19 @@ async def test_p2_a_generator_of_parameters_means_all_of_them_in_every_call(coll
             assert await ps.integrate(lambda mine, theirs: mine.add_(theirs), net.parameters()) == list(
                 net.parameters()
             )
+
+
+@pytest.mark.ranks(2)
+async def test_p2_what_failed_leaves_nothing_behind(coll: Communicator) -> None:
+    """Its communicator, and the memory of its shards, had been there until the world ended."""
+    for _ in range(5):
+        with suppress(LookupError, CommunicatorError):
+            async with ParameterServer(coll, {"w": torch.zeros(LARGE)}) as ps:
+                if coll.rank == 0:
+                    raise LookupError
+                await ps.barrier()
+        await coll.barrier()
+    assert [c.name for c in coll.parts.registry._open] == ["world"]
 
 
 @pytest.mark.parametrize("ticks", range(2, 24, 3))
