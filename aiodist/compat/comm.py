@@ -15,7 +15,7 @@ from torch import Tensor
 from aiodist.communicator import Communicator
 from aiodist.communicator.threaded import ThreadedCommunicator
 from aiodist.compat.data import IN_PLACE, OPS, Buffer, Op, blocks_of, buffer_of
-from aiodist.compat.errors import CLASSES, MPIError, telling
+from aiodist.compat.errors import CLASSES, MPIError, left_out, telling
 from aiodist.compat.requests import ANY_SOURCE, ANY_TAG, PROC_NULL, UNDEFINED, Request, Status, block_on, on_loop
 from aiodist.handles import Handle, gather
 from aiodist.types import ReduceOp
@@ -25,25 +25,13 @@ SUM = OPS["SUM"]
 _LEFT_OUT = {
     "probe iprobe mprobe improbe": "recv() of an object, which need not know the size",
     "Probe Iprobe Mprobe Improbe": "recv() of an object, or `coll.recv()`, which need not know the size",
-    "Send_init Ssend_init Bsend_init Rsend_init Recv_init": "Isend() and Irecv() each time, which takes a microsecond",
+    "*_init": "Isend(), Iallreduce() and the like each time, which takes a microsecond",
     "Alltoallw Ialltoallw": "alltoall() of objects",
     "Create Create_group Get_group group": "Split(), or `coll.group(ranks)`",
     "Create_cart Create_graph Create_dist_graph Create_dist_graph_adjacent Cart_map Graph_map": "Split()",
     "Set_errhandler Get_errhandler": "try and except: each error is an exception",
     "Create_intercomm Spawn Spawn_multiple Accept Connect Disconnect": "`aiodist run -n`, which starts all ranks",
 }
-
-
-class LeftOut(NotImplementedError, AttributeError):
-    """A name of mpi4py's that this front has not; says what to use."""
-
-
-def left_out(name: str, table: dict[str, str]) -> NoReturn:
-    """Raise `LeftOut` for a name of `table`, AttributeError for another."""
-    for names, instead in table.items():
-        if name.rpartition(".")[2] in names.split():
-            raise LeftOut(f"{name} is left out: use {instead}")
-    raise AttributeError(f"aiodist.compat.mpi has no {name}")
 
 
 def _blocking(call: Callable[..., Request]) -> Callable[..., None]:

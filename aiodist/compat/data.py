@@ -6,14 +6,17 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from aiodist.compat.errors import left_out
 from aiodist.types import ReduceOp
 
+DERIVED = "a contiguous copy of what is to travel, by numpy"
+"""In place of derived types."""
 IN_PLACE = type("InPlace", (), {"__repr__": lambda self: "IN_PLACE"})()
 
 
@@ -29,6 +32,9 @@ class Datatype:
         return self.dtype.itemsize
 
     size = property(Get_size)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        left_out(f"Datatype.{name}", {"Create_* Commit Dup Resized Get_*extent Pack* Unpack*": DERIVED})
 
 
 _CODES = {

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from functools import wraps
 from inspect import isfunction
 from types import MappingProxyType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from aiodist.errors import (
     AiodistError,
@@ -82,6 +83,18 @@ def error_string(errorcode: int) -> str:
         if number == errorcode:
             return f"MPI_{name}"
     raise MPIError(CLASSES["ERR_ARG"], f"error code {errorcode}: expected 0 to {len(CLASSES) - 1}")
+
+
+class LeftOut(NotImplementedError, AttributeError):
+    """A name of mpi4py's that this front has not; says what to use."""
+
+
+def left_out(name: str, table: dict[str, str]) -> NoReturn:
+    """Raise `LeftOut` for a name that is among the patterns of `table`, AttributeError for another."""
+    for patterns, instead in table.items():
+        if any(fnmatchcase(name.rpartition(".")[2], pattern) for pattern in patterns.split()):
+            raise LeftOut(f"{name} is left out: use {instead}")
+    raise AttributeError(f"aiodist.compat.mpi has no {name}")
 
 
 class Told:

@@ -1,7 +1,7 @@
 """A front shaped like mpi4py: `import aiodist.compat.mpi as MPI` in place of `from mpi4py import MPI`.
 
 `MPI.COMM_WORLD` opens the world when it is first used (`aiodist.start`) and closes it when the program ends. Requests
-can be awaited: in an asyncio program `MPI.Comm(coll)` has these calls over a communicator. What mpi4py has beside them
+can be awaited: in an asyncio program `MPI.Comm(coll)` has these calls over a communicator. A name that is left out
 raises `LeftOut`, which says what to use. MPI itself need not be there.
 """
 
@@ -16,9 +16,9 @@ from importlib.metadata import version
 from time import perf_counter
 from typing import Any, Final
 
-from aiodist.compat.comm import Comm, LeftOut, left_out
-from aiodist.compat.data import DATATYPES, IN_PLACE, OPS, Datatype, Op
-from aiodist.compat.errors import CLASSES, MPIError, Told, error_class, error_string
+from aiodist.compat.comm import Comm
+from aiodist.compat.data import DATATYPES, DERIVED, IN_PLACE, OPS, Datatype, Op
+from aiodist.compat.errors import CLASSES, LeftOut, MPIError, Told, error_class, error_string, left_out
 from aiodist.compat.requests import ANY_SOURCE, ANY_TAG, PROC_NULL, UNDEFINED, Request, Status
 from aiodist.world.background import start
 
@@ -51,13 +51,14 @@ Wtime = perf_counter
 Get_processor_name = socket.gethostname
 
 _LEFT_OUT = {
-    "Win": "aiodist.ParameterServer, or `coll.empty`, which the ranks of a host share",
-    "File": "aiodist.save, or numpy.memmap",
+    "Win WIN_* LOCK_*": "aiodist.ParameterServer, or `coll.empty`, which the ranks of a host share",
+    "File FILE_NULL MODE_* SEEK_*": "aiodist.save, or numpy.memmap",
     "Group": "`coll.group(ranks)`",
-    "Info Errhandler Session": "the arguments of aiodist.init",
+    "Info Errhandler Session INFO_* ERRHANDLER_* ERRORS_*": "the arguments of aiodist.init",
+    "COMBINER_* DISTRIBUTE_* ORDER_*": DERIVED,
     "Cartcomm Graphcomm Distgraphcomm Topocomm Intercomm": "Comm.Split",
     "Prequest Grequest Message": "Request",
-    "ERR_FILE ERR_WIN ERR_INFO ERR_IO ERR_SPAWN ERR_NO_MEM ERR_SESSION": "other classes: nothing raises these",
+    "ERR_*": "other classes: nothing raises these",
     "Add_error_class Add_error_code Add_error_string": "an exception of your own",
     "Alloc_mem Free_mem Get_address": "ordinary memory",
     "Publish_name Lookup_name Open_port Close_port": "`aiodist run --hosts`",

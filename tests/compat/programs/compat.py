@@ -116,6 +116,12 @@ def mistakes() -> None:
         (lambda: comm.Set_errhandler(1), NotImplementedError, "except"),
         (lambda: comm.bcast(1, root=99), MPI.Exception, "root=99"),
         (lambda: MPI.ERR_WIN, NotImplementedError, "other classes"),
+        (lambda: MPI.ERR_NO_SUCH_FILE, NotImplementedError, "other classes"),
+        (lambda: MPI.DOUBLE.Create_vector(2, 1, 4), NotImplementedError, "a contiguous copy"),
+        (lambda: MPI.INT.Commit(), NotImplementedError, "a contiguous copy"),
+        (lambda: MPI.INT.no_such_thing, AttributeError, "no_such_thing"),
+        (lambda: comm.Allreduce_init(1, 2), NotImplementedError, "each time"),
+        (lambda: MPI.MODE_CREATE, NotImplementedError, "aiodist.save"),
     ):
         expect(call, kind, text)
     assert not hasattr(comm, "Probe")
