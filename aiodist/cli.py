@@ -54,7 +54,7 @@ def main() -> int:
     try:
         app()
     except (AiodistError, OSError) as error:
-        if isinstance(error, OSError) and not isinstance(error, AiodistError) and wants_full_tracebacks():
+        if wants_full_tracebacks():
             raise
         print(f"aiodist: {error}", file=sys.stderr)  # noqa: T201
     return 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, TypeVar
 
 from aiodist.compat.data import DATATYPES, Datatype
@@ -42,6 +43,16 @@ class Status:
         return UNDEFINED if rest else whole
 
     Get_elements = Get_count
+
+
+def _without(call: Any, told: Callable[[Any], Any]) -> Any:
+    """Return the form of `call`, of several requests, for buffers: it returns what is `told`, without the objects."""
+
+    @wraps(call.__func__)
+    def form(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return told(call.__func__(cls, *args, **kwargs))
+
+    return classmethod(form)
 
 
 class Request:
@@ -128,22 +139,11 @@ class Request:
         return [request.wait(status) for request, status in zip(requests, _each(statuses, requests), strict=True)]
 
     @classmethod
-    def Waitall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
-        """Block until all are over; return True."""
-        cls.waitall(requests, statuses)
-        return True
-
-    @classmethod
     def testall(
         cls, requests: Sequence[Request], statuses: list[Status] | None = None
     ) -> tuple[bool, list[Any] | None]:
         """Return (True, the results) where all are over, else (False, None)."""
         return (True, cls.waitall(requests, statuses)) if all(r._over for r in requests) else (False, None)
-
-    @classmethod
-    def Testall(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
-        """Return whether all are over."""
-        return cls.testall(requests, statuses)[0]
 
     @classmethod
     def waitsome(
@@ -168,16 +168,6 @@ class Request:
         return indices, [requests[i].wait(status) for i, status in zip(indices, given, strict=True)]
 
     @classmethod
-    def Waitsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
-        """Return the indices alone."""
-        return cls.waitsome(requests, statuses)[0]
-
-    @classmethod
-    def Testsome(cls, requests: Sequence[Request], statuses: list[Status] | None = None) -> list[int] | None:
-        """Return the indices alone."""
-        return cls.testsome(requests, statuses)[0]
-
-    @classmethod
     def waitany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, Any]:
         """Return the index of one that is over, and its result; (UNDEFINED, None) where none is left."""
         _block_until_one_is_over(requests)
@@ -192,15 +182,9 @@ class Request:
                 return index, True, request.wait(status)
         return UNDEFINED, not any(requests), None
 
-    @classmethod
-    def Waitany(cls, requests: Sequence[Request], status: Status | None = None) -> int:
-        """Return the index alone."""
-        return cls.waitany(requests, status)[0]
-
-    @classmethod
-    def Testany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, bool]:
-        """Return the index, and whether it is over."""
-        return cls.testany(requests, status)[:2]
+    Waitall, Testall = _without(waitall, lambda _: True), _without(testall, lambda found: found[0])
+    Waitsome, Testsome = _without(waitsome, lambda found: found[0]), _without(testsome, lambda found: found[0])
+    Waitany, Testany = _without(waitany, lambda found: found[0]), _without(testany, lambda found: found[:2])
 
 
 def _each(statuses: list[Status] | None, requests: Sequence[object]) -> list[Status | None]:

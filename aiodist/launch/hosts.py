@@ -106,11 +106,7 @@ def host_of(hosts: Sequence[Host], rank: int) -> str:
     >>> [host_of([Host("a", 1), Host("b", 2)], rank) for rank in range(3)]
     ['a', 'b', 'b']
     """
-    for host in hosts:
-        rank -= host.ranks or 0
-        if rank < 0:
-            return host.name
-    raise IndexError("there is no such rank")
+    return [host.name for host in hosts for _ in range(host.ranks or 0)][rank]
 
 
 def _line(words: Sequence[str], where: str) -> Host:

@@ -29,15 +29,9 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "Deadlock": "aiodist.testing.ranks",
+    **dict.fromkeys(("Deadlock", "gather_ranks", "kill_rank", "run_ranks"), "aiodist.testing.ranks"),
+    **dict.fromkeys(("Fault", "FaultKind", "Faults", "InjectedFault"), "aiodist.testing.faults"),
     "FakeClockLoop": "aiodist.testing.clock",
-    "Fault": "aiodist.testing.faults",
-    "FaultKind": "aiodist.testing.faults",
-    "Faults": "aiodist.testing.faults",
-    "InjectedFault": "aiodist.testing.faults",
-    "gather_ranks": "aiodist.testing.ranks",
-    "kill_rank": "aiodist.testing.ranks",
-    "run_ranks": "aiodist.testing.ranks",
 }
 
 if not TYPE_CHECKING:
