@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import logging
 import os
 import signal
@@ -264,4 +265,4 @@ def script() -> None:
 
 if __name__ == "__main__":
     chosen = globals()[sys.argv[1]]
-    aiodist.run(chosen) if asyncio.iscoroutinefunction(chosen) else chosen()
+    aiodist.run(chosen) if inspect.iscoroutinefunction(chosen) else chosen()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import signal
 import sys
@@ -92,7 +93,7 @@ async def late_in_asyncio() -> None:
 
 if __name__ == "__main__":
     program = globals()[sys.argv[1]]
-    if asyncio.iscoroutinefunction(program):
+    if inspect.iscoroutinefunction(program):
         aiodist.run(program)
     else:
         program()
