@@ -1,6 +1,7 @@
 """P10: Python objects on a parameter server, of any size, by a codec that the user chose."""
 
 import asyncio
+from pickle import PicklingError
 from typing import Any
 
 import pytest
@@ -109,7 +110,7 @@ async def test_p10_an_object_that_cannot_be_encoded_is_an_error_at_the_call(coll
         await ps.init("pickle", 1, codec=Pickle())
         with pytest.raises(TypeError, match="JSON serializable"):
             ps.push("json", {1, 2})
-        with pytest.raises((AttributeError, TypeError), match=r"pickle|local"):
+        with pytest.raises((AttributeError, TypeError, PicklingError), match=r"pickle|local"):
             ps.push(["json", "pickle"], [2, lambda: None])
         await ps.sync(timeout=SECONDS)
         await ps.barrier()
