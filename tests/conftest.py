@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -67,9 +68,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def _take_away_what_is_left() -> None:
     """Have temporary files in one folder that goes with this run: launchers and MPIs that are killed leave theirs."""
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest keeps its own of some runs
-    folder = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
-    Finalize(None, folder.cleanup, exitpriority=-101)  # after multiprocessing's own folder, which lies in it
-    os.environ["TMPDIR"] = tempfile.tempdir = folder.name
+    folder = tempfile.mkdtemp(prefix="tests-")
+    # After multiprocessing's own folder, which lies in it; and not in forked children.
+    Finalize(None, shutil.rmtree, (folder, True), exitpriority=-101)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
 def pytest_collection_finish() -> None:

@@ -197,11 +197,13 @@ async def forked() -> None:
         # taken, which no fork is safe from.
         await coll.allreduce(torch.ones(1 << 20))
         await coll.allreduce(1)
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
         for issue in (True, False):
             big = torch.ones(1 << 20)
             pending = coll.allreduce(big)
             child = os.fork()
             if child == 0:
+                still_in(loop, task)
                 if issue:
                     in_child(coll)
                     time.sleep(0.3)  # noqa: ASYNC251  - what the loop was to look at meanwhile is the parent's
@@ -212,6 +214,13 @@ async def forked() -> None:
             await pending
             say("sums:", big[0].item(), await coll.allreduce(1))
     say("end:", await asyncio.to_thread(int, 8))
+
+
+def still_in(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any] | None) -> None:
+    """From Python 3.14 on a forked child forgets what runs, and asyncio lets nothing out of the task."""
+    if sys.version_info >= (3, 14):
+        asyncio._set_running_loop(loop)
+        asyncio.tasks._enter_task(loop, task)
 
 
 def in_child(coll: aiodist.Communicator) -> None:
