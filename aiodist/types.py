@@ -65,6 +65,12 @@ def check_timeout(timeout: object, *, least: float = 0.0) -> float | None:
     return seconds
 
 
+def check_period(name: str, seconds: object) -> None:
+    """Raise ValueError unless `seconds`, of the argument `name`, are a number above 0, or None."""
+    if seconds is not None and not (isinstance(seconds, Real) and float(seconds) > 0):
+        raise ValueError(f"{name}={seconds!r}: expected seconds, more than 0, or None")
+
+
 @runtime_checkable
 class Stateful(Protocol):
     """A loader, an optimizer, a scheduler: what gives and takes its state."""

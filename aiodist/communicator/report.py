@@ -18,12 +18,6 @@ _SHOWN = 16
 _log = logging.getLogger("aiodist")
 
 
-def check_report(seconds: float | None) -> None:
-    """Raise ValueError unless `init(report=)` was given a number of seconds, or None."""
-    if seconds is not None and not seconds > 0:
-        raise ValueError(f"report={seconds}: expected seconds, more than 0, or None")
-
-
 class StallReporter:
     """Decides when this rank reports, which of those that wait the lowest does, and what."""
 

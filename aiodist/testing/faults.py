@@ -93,7 +93,8 @@ class Fault:
 
     def __post_init__(self) -> None:
         """Raise ValueError for what is no such fault."""
-        FaultKind(self.kind)
+        if self.kind not in set(FaultKind):
+            raise ValueError(f"fault {self.kind!r}: expected one of {', '.join(FaultKind)}")
         if self.rank < 0 or self.at < 0 or self.seconds < 0:
             raise ValueError(f"{self}: expected a rank, a number and seconds of at least 0")
 
@@ -143,9 +144,11 @@ class Faults:
             else:
                 setattr(owner, name, original)
 
-    def check(self, *, local: bool) -> None:
-        """Raise ValueError for a fault that these ranks cannot have."""
+    def check(self, *, local: bool, ranks: int | None = None) -> None:
+        """Raise ValueError for a fault that these ranks cannot have; None: nobody knows how many there will be."""
         for fault in self.faults:
+            if ranks is not None and fault.rank >= ranks:
+                raise ValueError(f"{fault}: expected one of the {ranks} ranks")
             if fault.kind in (_OF_PROCESSES if local else _OF_MESSAGES):
                 raise ValueError(f"{fault} is for {'ranks that are processes' if local else 'run_ranks'}")
 

@@ -137,7 +137,11 @@ class Jobs:
             self.close()
             self._job = _ProcessJob(item)
         job = self._job
-        ended = job.wait_for(item.nodeid, _seconds(item))
+        try:
+            ended = job.wait_for(item.nodeid, _seconds(item))
+        except BaseException:  # pytest-timeout, or Ctrl-C: it hangs, and the next test shall not wait for it
+            self.close()
+            raise
         if mpi := next((end["mpi"] for end in ended.values() if end["mpi"]), None):
             item.user_properties.append(("mpi", mpi))
         complaint = None

@@ -72,7 +72,7 @@ def run_ranks(
     check_timeout(timeout)
     hub, story = LocalHub(seed), f"seed {seed}"
     if faults is not None:
-        faults.check(local=True)
+        faults.check(local=True, ranks=n if elastic is None else None)
         hub, story = FaultyHub(seed, faults), f"{story}, {faults}"
     job: _RanksJob[T] = _RanksJob(n, main, hub, story=story, elastic=elastic)
     make_loop = partial(FakeClockLoop, seed=seed, group_of=_rank_of, on_deadlock=job.deadlocked)
@@ -93,7 +93,7 @@ def kill_rank(number: int | None = None) -> None:
     """Kill a rank of `run_ranks`, whose task is cancelled: the others see what they see of a process that is killed.
 
     `number` is that of the task, from 0 in the order in which they were started; None is the one that calls, which ends
-    at its next `await`. Raises RuntimeError outside.
+    at its next `await`. Raises RuntimeError outside, ValueError where there is no such rank.
     """
     seat = current_place.get()
     if not isinstance(seat, _Seat):
@@ -271,6 +271,8 @@ class _RanksJob(Generic[T]):
 
     def kill(self, number: int) -> None:
         """Kill a rank, by the number of its task."""
+        if not 0 <= number < len(self._tasks):
+            raise ValueError(f"rank {number}: expected one of the {len(self._tasks)} that were started")
         if number in self._killed or self._tasks[number].done():
             return
         self._killed.add(number)

@@ -14,7 +14,7 @@ from aiodist.collectives.choice.tablefile import edits_at_start
 from aiodist.communicator import Communicator, Hierarchy, root_levels
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.registry import Registry
-from aiodist.communicator.report import REPORT_SECONDS, check_report
+from aiodist.communicator.report import REPORT_SECONDS
 from aiodist.communicator.threaded import ThreadedCommunicator
 from aiodist.communicator.watchdog import Watch
 from aiodist.control.generations import Generation
@@ -23,7 +23,7 @@ from aiodist.env import Environment, Starter
 from aiodist.errors import AiodistError
 from aiodist.handles import Progress
 from aiodist.topology import Topology
-from aiodist.types import check_timeout
+from aiodist.types import check_period, check_timeout
 from aiodist.watch.arrivals import ArrivalTimes
 from aiodist.watch.deadlocks import Deadlocks
 from aiodist.watch.inspector import inspected
@@ -52,9 +52,8 @@ class WorldOptions:
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout)
-        check_report(self.report)
-        if self.lag is not None and not self.lag > 0:
-            raise ValueError(f"lag={self.lag}: expected seconds, more than 0, or None")
+        check_period("report", self.report)
+        check_period("lag", self.lag)
 
 
 class RankWorld:

@@ -241,6 +241,29 @@ def test_t2_a_rank_that_dies_fails_its_test_alone(run: Run) -> None:
     result.stdout.fnmatch_lines(["*rank 1*no result*"])
 
 
+@pytest.mark.timeout(100)
+def test_t2_a_test_that_is_interrupted_takes_no_other_along(run: Run) -> None:
+    """Its job hangs, and pytest-timeout ends the wait for it: the next test has a job of its own."""
+    result = run(
+        """
+        import pytest, time
+
+        @pytest.mark.timeout(6)
+        @pytest.mark.ranks(2, backend="gloo")
+        async def test_hangs(coll):
+            time.sleep(60 * coll.rank)
+            await coll.barrier()
+
+        @pytest.mark.ranks(2, backend="gloo")
+        async def test_next(coll):
+            await coll.barrier()
+        """,
+        "--aiodist-timeout=20",
+    )
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*Timeout (>6.0s)*"])
+
+
 @pytest.mark.thorough
 def test_t2_a_mark_allows_a_test_more_time_than_the_option(run: Run) -> None:
     result = run(

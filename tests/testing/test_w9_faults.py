@@ -200,6 +200,15 @@ def test_w9_a_rank_that_is_killed_before_it_comes_is_lost_to_the_others() -> Non
     assert run_ranks(3, main) == [1, None, 1]
 
 
+@pytest.mark.parametrize("number", [2, -1])
+def test_w9_a_rank_that_is_not_there_cannot_be_killed(number: int) -> None:
+    async def main() -> None:
+        with pytest.raises(ValueError, match=f"rank {number}: expected one of the 2 that were started"):
+            kill_rank(number)
+
+    run_ranks(2, main)
+
+
 def test_w9_nothing_is_left_of_it_when_it_is_off() -> None:
     def calls() -> list[Any]:
         return [getattr(o, n) for o, ns in (OWNERS) for n in ns]
@@ -221,8 +230,10 @@ def test_w9_mistakes_are_told() -> None:
     async def main() -> None:
         raise AssertionError("it began")
 
-    with pytest.raises(ValueError, match="explode"):
+    with pytest.raises(ValueError, match="fault 'explode': expected one of kill, raise, stop"):
         Fault("explode", 0)
+    with pytest.raises(ValueError, match=r"rank=2.*expected one of the 2 ranks"):
+        run_ranks(2, main, faults=Faults(Fault("kill", 2)))
     with pytest.raises(ValueError, match="at least 0"):
         Fault("kill", 0, -1)
     for kind in ("stop", "stall", "cut"):

@@ -16,6 +16,7 @@ import aiodist
 from aiodist import Communicator
 from aiodist.ps import ParameterServer
 from aiodist.testing import run_ranks
+from aiodist.types import check_period
 from tests.support.hearing import heard
 
 pytestmark = pytest.mark.timeout(60)
@@ -357,6 +358,9 @@ def test_w10_what_servers_keep_posted_is_not_reported(caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize("report", [0, -1.0, float("nan")])
 async def test_w10_report_is_a_time(report: float) -> None:
+    for wrong in (0, "soon", float("nan")):
+        with pytest.raises(ValueError, match=f"report={wrong!r}: expected seconds, more than 0, or None"):
+            check_period("report", wrong)
     with pytest.raises(ValueError, match="report="):
         async with aiodist.init(report=report):
             pass
