@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -58,6 +58,23 @@ class Buffers:
     def neighbours(self) -> tuple[int, int]:
         """Whom sendrecv sends to, and whom it receives from: a ring."""
         return (self.rank + 1) % self.size, (self.rank - 1) % self.size
+
+
+class Peer(Protocol):
+    """A library to be measured beside ours."""
+
+    @property
+    def described(self) -> str:
+        """Its name and its version."""
+
+    def contenders(self, op: str, buffers: Buffers) -> list[Contender]:
+        """Return its ways to do `op` on these tensors, none where it has none."""
+
+    def barrier(self) -> None:
+        """Block until every rank is here."""
+
+    def close(self) -> None:
+        """Release it."""
 
 
 class Mpi4py:
@@ -185,10 +202,6 @@ def _gloo_call(dist: Any, op: str, b: Buffers) -> Callable[[], Any] | None:  # n
 
         calls["sendrecv"] = sendrecv
     return calls.get(op)
-
-
-Peer: TypeAlias = Mpi4py | Gloo
-"""A library to be measured beside ours."""
 
 
 @asynccontextmanager

@@ -175,7 +175,13 @@ def test_w11_who_watches_a_job_is_told_of_its_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     look, looked = jobs.look, threading.Event()
-    monkeypatch.setattr(jobs, "look", lambda job: (look(job), looked.set())[0])
+
+    def looking(job: int | None) -> dict[str, Any]:
+        told = look(job)
+        looked.set()
+        return told
+
+    monkeypatch.setattr(jobs, "look", looking)
     options = {"as_json": False, "live": True, "flight_recorder": None}
     with running(folder, "-m", "aiodist.cli", "run", "-n", "2", "--mpi", "none", ranks=2) as job:
         until(jobs.running)
