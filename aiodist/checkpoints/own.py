@@ -47,9 +47,9 @@ def generator_state(generator: Generator) -> Any:  # noqa: ANN401
     return generator.bit_generator.state
 
 
-def kinds_of(own: Sequence[object]) -> list[str]:
-    """Return the kind of the state of each generator, "NoneType" for what is none."""
-    return [type(generator_state(each) if isinstance(each, Generator) else None).__name__ for each in own]
+def generator_states(own: Sequence[object]) -> list[Any]:
+    """Return the state of each generator, None for what is none."""
+    return [generator_state(each) if isinstance(each, Generator) else None for each in own]
 
 
 def set_generator_state(generator: Generator, state: Any) -> None:  # noqa: ANN401
@@ -103,8 +103,7 @@ def own_states(
     said["buffers"] = encode(own_buffers(net), f"{name}/buffers", tensors)
     said["parts"] = [encode(each, f"{name}/{name_of(i)}", tensors) for i, each in enumerate(of_parts)]
     said["generators"] = [
-        encode(generator_state(each), f"{name}/generators/{i}", tensors) if isinstance(each, Generator) else None
-        for i, each in enumerate(own)
+        encode(each, f"{name}/generators/{i}", tensors) for i, each in enumerate(generator_states(own))
     ]
     return said
 
@@ -141,10 +140,6 @@ class OwnState:
             mine = {key: mine[key] for key in ("random", "generators")}
         states = {key: decode(value, tensor) for key, value in mine.items()}
         return cls(states, [decode(of_rank["loaders"], tensor) for of_rank in said], rank, len(said) == size)
-
-    @property
-    def kinds(self) -> list[str]:
-        return [type(state).__name__ for state in self.states["generators"]]
 
     def of_part(self, number: int) -> Any:  # noqa: ANN401
         """Return what this rank had of that part, None where another number of ranks wrote the checkpoint."""

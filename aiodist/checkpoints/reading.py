@@ -36,11 +36,9 @@ class StoredTensor:
         return StoredTensor(self._reader, self._name, tuple(self._dims[d] for d in dims))
 
     def item(self) -> Any:  # noqa: ANN401
-        """Return its only element."""
         return self.whole().item()
 
     def whole(self) -> Tensor:
-        """Return all of it."""
         return self._reader.tensor(self._name).permute(self._dims)
 
     def elements(self, start: int, stop: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from aiodist.checkpoints import folders
 from aiodist.checkpoints.format import FileFacts, Layout, TensorEntry, commit, copy_into, lay_out, parts_of, write_file
-from aiodist.checkpoints.own import OwnState, check_own, kinds_of, own_buffers, own_loaders, own_states
+from aiodist.checkpoints.own import OwnState, check_own, generator_states, own_buffers, own_loaders, own_states
 from aiodist.checkpoints.parts import (
     Cut,
     Cuts,
@@ -348,7 +348,7 @@ class _Load:
             for what, seen, expected in (
                 ("parts", len(manifest.parts), len(self.parts)),
                 ("objects of a rank's own", len(own.loaders[0]), len(self.own)),
-                ("kinds of states in these", own.kinds, kinds_of(self.own)),
+                ("kinds of states in these", _kinds(own.states["generators"]), _kinds(generator_states(self.own))),
             ):
                 if seen != expected:
                     raise PartsDiffer(f"{folder} has {seen} {what}: expected {expected}, which are to be loaded")
@@ -372,6 +372,10 @@ class _Load:
 
     async def _restore_loaders(self) -> None:
         self.of_rank.restore_loaders(self.own)
+
+
+def _kinds(states: Sequence[Any]) -> list[str]:
+    return [type(state).__name__ for state in states]
 
 
 def keep_dtypes(opt: Optimizer, state: Mapping[str, Any]) -> None:

@@ -146,7 +146,6 @@ class Embedding(nn.Module):
         return type(self)(self.table).train(self.training)
 
     def extra_repr(self) -> str:
-        """Return what `repr` says in brackets."""
         return repr(self.table)
 
     def prefetch(self, *ids: Tensor) -> Any:  # noqa: ANN401

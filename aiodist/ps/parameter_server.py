@@ -122,10 +122,8 @@ class ParameterServer(Naming):
             split_bytes=split_bytes,
             checkpoints=checkpoints,
         )
-        mode = READS[one_of("reads", reads, tuple(READS))]
-        super().__init__(ParameterServerSession(coll, settings, timeout), reads)
+        super().__init__(ParameterServerSession(coll, settings, timeout), one_of("reads", reads, tuple(READS)))
         self._tensors = named(tensors)
-        self._reads = mode
 
     async def __aenter__(self) -> Self:
         await self._session.open(self._begin, partial(joined, self._session))
@@ -248,7 +246,7 @@ class ParameterServer(Naming):
         self._session.check()
         entries, single = self._names.resolve(what)
         outs, version = outs_of(entries, out, single), check_version(at_least)
-        mode = self._reads if reads is None else READS[one_of("reads", reads, tuple(READS))]
+        mode = READS[one_of("reads", self._read_mode if reads is None else reads, tuple(READS))]
         return self._call("pull", timeout, ([], 1.0), (entries, outs, single), (mode, version))
 
     def push_pull(
@@ -266,7 +264,7 @@ class ParameterServer(Naming):
         entries, single = found = self._names.resolve(what)
         pushed = self._pushed(found, values, rule, alpha)
         pulls = entries, outs_of(entries, out, single), single
-        return self._call("push_pull", timeout, (pushed, alpha), pulls, (self._reads, 0))
+        return self._call("push_pull", timeout, (pushed, alpha), pulls, (READS[self._read_mode], 0))
 
     def pushing(self, what: object = None, *, alpha: float = 1.0) -> BackwardPushes:
         """Return a block in whose backward passes each gradient is pushed as soon as it is there.
