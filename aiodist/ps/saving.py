@@ -49,8 +49,8 @@ class _Turn:
     """Of a load, by key."""
     residuals: list[tuple[int, Sequence[tuple[int, int, int]], Tensor]] = field(default_factory=list)
     """Of a load: the key and the spans of a tensor, and what this worker has left out of it."""
-    keys: list[int] = field(default_factory=list)
-    """The shards of this server that are meant."""
+    keys: dict[int, str] = field(default_factory=dict)
+    """The shards of this server that are meant, with their names."""
     come: set[int] = field(default_factory=set)
     """Those that have come to the order."""
     error: BaseException | None = None
@@ -93,7 +93,8 @@ class ServerSaving:
         try:
             self._answers.answer(client, call["n"], **(yield from what(call)))
         except Exception as error:  # noqa: BLE001  - it belongs to the rank that asked
-            self._answers.fail(client, call["n"], error)
+            freed = isinstance(error, KeyError)  # as another server has said
+            self._answers.fail(client, call["n"], Freed(error.args[0]) if freed else error)
 
     def _begin(self, what: Callable[[_Said], Program[_Said]], client: int, call: _Said) -> None:
         run(self._answering(what, client, call), lambda *_: None)
@@ -240,19 +241,20 @@ class ServerSaving:
     def _go_on(self, turn: _Turn) -> None:
         if turn.then is None:
             return
-        for key in turn.keys:
+        for key, name in turn.keys.items():
             if key not in turn.come:
                 shard = self._shards.get(key)
                 if shard is not None and shard.refusal is None:
                     return  # it comes
-                turn.error = turn.error or (Freed(f"key {key} was freed") if shard is None else shard.refusal)
+                turn.error = turn.error or (Freed(f"{name!r} was freed") if shard is None else shard.refusal)
         then, turn.then = turn.then, None
         then(turn.error)
 
     def _write(self, call: _Said) -> Program[_Said]:
         """Copy what this rank has, shards between two steps, and write its file."""
         turn = self._turns.setdefault(call["turn"], _Turn())
-        turn.keys = [key for key, _, spans in call["tensors"] if any(self._context.rank == span[0] for span in spans)]
+        rank = self._context.rank
+        turn.keys = {key: name for key, name, spans in call["tensors"] if any(rank == span[0] for span in spans)}
         residuals = Captured({})
 
         def copy_residuals() -> None:
@@ -276,7 +278,7 @@ class ServerSaving:
     def _read(self, call: _Said) -> Program[_Said]:
         turn = self._turns[call["turn"]] = _Turn()
         shards = [self._shards[key] for key, *_ in call["tensors"] if key in self._shards]
-        turn.keys = [shard.key for shard in shards]
+        turn.keys = {shard.key: shard.name for shard in shards}
 
         def read() -> None:
             with Reader(Path(call["folder"])) as reader:

@@ -356,6 +356,8 @@ class ParameterServerSession:
                 return
             if error is None:
                 handle.resolve(result)
+            elif isinstance(error.__cause__, KeyError):  # a name was freed: what runs programs expects none
+                handle.reject(error.__cause__)
             else:
                 handle.reject(self.client.queue.located(error))
 

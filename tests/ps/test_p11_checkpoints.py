@@ -398,3 +398,24 @@ async def test_p11_what_cannot_be_written_or_read_is_raised_on_await(coll: Commu
         await ps.barrier()
         assert (await ps.pull("w")).tolist() == [2.0] * 4
         await ps.barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("servers", [[0], [1], [0, 1]])
+async def test_p11_a_tensor_that_is_freed_meanwhile_is_named(
+    coll: Communicator, tmp_path: Path, servers: list[int]
+) -> None:
+    """The other servers had told so of a number, as RemoteError."""
+    path = Path(await coll.broadcast_object(str(tmp_path / "runs")))
+    large = torch.zeros(1 << 19)
+    async with ParameterServer(coll, {"large": large, "gone": torch.zeros(5)}, servers=servers, workers=[0, 1]) as ps:
+        saving = ps.save(path) if coll.rank == 0 else None
+        pushes = [ps.push("large", torch.ones(1 << 19)) for _ in range(3)]
+        await aiodist.gather(*pushes, ps.free("gone"))
+        if saving is not None:
+            error = await asyncio.wait_for(asyncio.gather(saving, return_exceptions=True), SECONDS)
+            assert isinstance(error[0], Path | KeyError)  # it may have come before
+            if isinstance(error[0], KeyError):
+                assert "'gone' was freed" in str(error[0])
+                assert [entry.name for entry in os.scandir(path)] == []
+        await ps.barrier()
