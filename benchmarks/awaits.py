@@ -15,6 +15,7 @@ from aiodist.bench.timing import Contender, interleaved, pace
 from aiodist.handles import gather
 from benchmarks import beside
 from benchmarks.busy import BUSY, cores_to_keep_busy, spinning
+from benchmarks.first import allreduce_of, name_of
 
 if TYPE_CHECKING:
     from aiodist.bench.records import Record
@@ -92,7 +93,7 @@ class _Finished:
 
 async def _many(session: Session, count: int, repeat: int) -> list[Record]:
     """Issue so many and gather them, in turn with asyncio's gather and with ours; and gather what is over already."""
-    allreduce = session.allreduce
+    allreduce = allreduce_of(session)
     tensors = [torch.zeros(1) for _ in range(count)]
     finished = [_Finished() for _ in range(count)]
     gathers: dict[str, _Gather] = {f"gather_{count}": asyncio.gather, f"aiodist_gather_{count}": gather}
@@ -119,8 +120,8 @@ async def _many(session: Session, count: int, repeat: int) -> list[Record]:
     records = []
     for op, samples in waits.items():
         beside_it = {"asyncio:finished": floor} if op == f"gather_{count}" else {}
-        records += await session.timed(op, 4, {session.name: samples, **beside_it})
-    return records + await session.timed(f"issue_{count}", 4, {session.name: issue})
+        records += await session.timed(op, 4, {name_of(session): samples, **beside_it})
+    return records + await session.timed(f"issue_{count}", 4, {name_of(session): issue})
 
 
 async def _comparing(session: Session) -> list[Record]:
@@ -129,7 +130,7 @@ async def _comparing(session: Session) -> list[Record]:
     if found is None:
         return []
     t = torch.zeros(1)
-    contenders = [Contender(session.name, lambda: session.allreduce(t), awaited=True), *_of_gloo(found.dist, t)]
+    contenders = [Contender(name_of(session), lambda: allreduce_of(session)(t), awaited=True), *_of_gloo(found.dist, t)]
     times = await interleaved(contenders, session.fence, pace(4, session.plan.repeat))
     return await session.timed("comparing", 4, times)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aiodist.bench.timing import WARMUPS, percentile
+from benchmarks.first import allreduce_of, name_of, valued
 from benchmarks.ticker import ticker
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def _last(session: Session) -> bool:
 async def _parked_cpu(session: Session) -> list[Record]:
     """The last rank sleeps for 2 s: CPU seconds per second of those who wait."""
     share = await _cpu_of_wait(session, lambda: asyncio.sleep(_LATE_SECONDS))
-    return await session.valued("parked_cpu", session.name, share, 4)
+    return await valued(session, "parked_cpu", name_of(session), share, 4)
 
 
 async def _peer_computes_cpu(session: Session) -> list[Record]:
@@ -86,7 +87,7 @@ async def _peer_computes_cpu(session: Session) -> list[Record]:
 
     shares = [await _cpu_of_wait(session, late) for _ in range(session.plan.repeat or 20)]
     known = [share for share in shares if share is not None]
-    return await session.valued("peer_computes_cpu", session.name, statistics.median(known) if known else None, 4)
+    return await valued(session, "peer_computes_cpu", name_of(session), statistics.median(known) if known else None, 4)
 
 
 async def _cpu_of_wait(session: Session, late: Callable[[], Awaitable[object]]) -> float | None:
@@ -96,7 +97,7 @@ async def _cpu_of_wait(session: Session, late: Callable[[], Awaitable[object]]) 
     if _last(session):
         await late()
     began, used = perf_counter(), process_time()
-    await session.allreduce(t)
+    await allreduce_of(session)(t)
     return None if _last(session) else (process_time() - used) / (perf_counter() - began)
 
 
@@ -114,12 +115,12 @@ async def _wake_up(session: Session) -> list[Record]:
         if _last(session):
             await asyncio.sleep(_PARKED_SECONDS)
         called = perf_counter()
-        await session.allreduce(t)
+        await allreduce_of(session)(t)
         went_on = perf_counter()
         told = await session.coll.broadcast_object(called, root=session.coll.size - 1)
         if turn >= WARMUPS and not _last(session):
             woken.append(went_on - told)
-    return await session.timed("wake_up", 4, {session.name: woken})
+    return await session.timed("wake_up", 4, {name_of(session): woken})
 
 
 # --- a ticker on the loop ----------------------------------------------------------------------------------------
@@ -129,7 +130,7 @@ async def _loop_lag_idle(session: Session) -> list[Record]:
     """A ticker beside nothing: what the loop's own timers are late by, on this machine at this time."""
     async with ticker() as lateness:
         await asyncio.sleep(_STORM_SECONDS)
-    return await session.valued("loop_lag_idle", "none", percentile(lateness, 99))
+    return await valued(session, "loop_lag_idle", "none", percentile(lateness, 99))
 
 
 async def _lag_beside(session: Session, *, op: str, nbytes: int, times: int) -> list[Record]:
@@ -141,7 +142,7 @@ async def _lag_beside(session: Session, *, op: str, nbytes: int, times: int) -> 
 
     async def repeat() -> None:
         for _ in range(times):
-            await session.allreduce(t)
+            await allreduce_of(session)(t)
 
     await repeat()
     await session.fence()
@@ -151,7 +152,7 @@ async def _lag_beside(session: Session, *, op: str, nbytes: int, times: int) -> 
         while going:  # on every rank as often
             await repeat()
             going = await session.coll.allreduce(int(perf_counter() - began < _STORM_SECONDS), op="min") > 0
-    return await session.valued(op, session.name, percentile(lateness, 99), nbytes)
+    return await valued(session, op, name_of(session), percentile(lateness, 99), nbytes)
 
 
 # --- beside what computes ----------------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ async def _progress_busy(session: Session) -> list[Record]:
     for turn in range(2 + min(session.plan.repeat or 5, 10)):
         alone = await _clocked(session, t)
         await _anew(session, t)
-        handle = session.allreduce(t)
+        handle = allreduce_of(session)(t)
         _compute(a, _BUSY_SECONDS)
         began = perf_counter()
         await handle
@@ -172,7 +173,7 @@ async def _progress_busy(session: Session) -> list[Record]:
             own.append(alone)
             after.append(perf_counter() - began)
     ratio = statistics.median(after) / statistics.median(own)
-    return await session.valued("progress_busy", session.name, ratio, LARGE)
+    return await valued(session, "progress_busy", name_of(session), ratio, LARGE)
 
 
 def _compute(a: torch.Tensor, seconds: float) -> None:
@@ -190,7 +191,7 @@ async def _clocked(session: Session, t: torch.Tensor) -> float:
     for _ in range(2):
         await session.coll.barrier()
     began = perf_counter()
-    await session.allreduce(t)
+    await allreduce_of(session)(t)
     return perf_counter() - began
 
 
@@ -219,7 +220,7 @@ async def _backward_beside_pending(session: Session) -> list[Record]:
                 beside.append(with_one)
     assert ready
     ratio = statistics.median(beside) / statistics.median(alone)
-    return await session.valued("backward_beside_pending", session.name, ratio)
+    return await valued(session, "backward_beside_pending", name_of(session), ratio)
 
 
 def _backward(parameters: list[torch.Tensor]) -> float:
@@ -233,14 +234,14 @@ async def _await_busy(session: Session) -> list[Record]:
     """The mean of 4 MiB awaits beside a thread of pure Python, over the mean without it, in turn."""
     t = _tensor(MIDDLE)
     for _ in range(WARMUPS):
-        await session.allreduce(t)
+        await allreduce_of(session)(t)
     idle, busy = [], []
     for _ in range(session.plan.repeat or 20):
         idle += [await _clocked(session, t) for _ in range(5)]
         with _busy_thread():
             busy += [await _clocked(session, t) for _ in range(5)]
     ratio = statistics.fmean(busy) / statistics.fmean(idle)
-    return await session.valued("await_busy", session.name, ratio, MIDDLE)
+    return await valued(session, "await_busy", name_of(session), ratio, MIDDLE)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import aiodist
 from aiodist.bench.timing import percentile
 from aiodist.nn import DataParallel
 from benchmarks import models
+from benchmarks.first import valued
 from benchmarks.ticker import ticker
 from benchmarks.training import Setting, torch_threads
 
@@ -51,8 +52,8 @@ async def measure(session: Session) -> list[Record]:
     beside = statistics.median(rounds.ratios)
     return [
         *records,
-        *await session.valued("checkpoint:beside", "aiodist:step", beside, nbytes),
-        *await session.valued("checkpoint:lag", "aiodist:loop", percentile(rounds.lags, 99), nbytes),
+        *await valued(session, "checkpoint:beside", "aiodist:step", beside, nbytes),
+        *await valued(session, "checkpoint:lag", "aiodist:loop", percentile(rounds.lags, 99), nbytes),
     ]
 
 

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from benchmarks import jobs_aiodist, jobs_ddp
+from benchmarks.first import valued
 from benchmarks.jobs import JOBS, Job, Outcome
 from benchmarks.suite import models
 from benchmarks.training import torch_threads
@@ -42,7 +43,7 @@ async def measure(session: Session) -> list[Record]:
         for name in models(session.plan):
             records += await _measure(session, name, JOBS[name](), programs)
     for name, module in modules.items():
-        records += await session.valued("end2end:lines", name, float(lines_of_code(Path(module.__file__ or ""))))
+        records += await valued(session, "end2end:lines", name, float(lines_of_code(Path(module.__file__ or ""))))
     return records
 
 
@@ -77,7 +78,7 @@ async def _measure(session: Session, name: str, job: Job, programs: dict[str, _P
         for record in await session.timed(f"end2end:{name}", None, times)
     ]
     for program, outcome in outcomes.items():
-        records += await session.valued(f"end2end:{name}:accuracy", program, outcome.accuracies[-1])
+        records += await valued(session, f"end2end:{name}:accuracy", program, outcome.accuracies[-1])
     return records
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from aiodist.streams import HostStream
+from benchmarks.first import valued
 from benchmarks.prefetching import Step
 
 if TYPE_CHECKING:
@@ -114,5 +115,5 @@ async def _records(
     for name in waits:
         pairs = zip(steps[name], steps["none"], strict=True)
         slowed = statistics.median([beside / alone for beside, alone in pairs]) if trains else None
-        records += await session.valued("serving", name, slowed, _NBYTES)
+        records += await valued(session, "serving", name, slowed, _NBYTES)
     return records

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from aiodist.bench.plan import Plan
     from aiodist.bench.timing import Fence
     from aiodist.communicator import Communicator
-    from aiodist.handles import Handle
 
 
 class RankFacts(NamedTuple):
@@ -60,17 +58,6 @@ class Session:
         """Return what a call is given to use `impl`: nothing for auto and arena, as users call."""
         return {} if impl in ("auto", "arena") else {"impl": impl}
 
-    @property
-    def name(self) -> str:
-        """What records call the first implementation of the plan, which is the one that `allreduce` uses."""
-        return f"aiodist:{self.impls[0]}"
-
-    @property
-    def allreduce(self) -> Callable[[torch.Tensor], Handle[torch.Tensor]]:
-        """What issues allreduces as that implementation."""
-        keywords: Any = self.keywords(self.impls[0])
-        return partial(self.coll.allreduce, **keywords)
-
     async def timed(self, op: str, nbytes: int | None, samples: Mapping[str, Sequence[float]]) -> list[Record]:
         """Return on rank 0 a record per contender from the samples of all ranks, elsewhere nothing."""
         everything = await self.coll.gather_object((dict(samples), facts()))
@@ -85,11 +72,3 @@ class Session:
             measured = median, statistics.fmean(longest), median, percentile(longest, 99), algorithm, bus
             records.append(Record(op, name, size, nbytes, *measured, *everything[slowest(by_rank)][1]))
         return records
-
-    async def valued(self, op: str, impl: str, value: float | None, nbytes: int | None = None) -> list[Record]:
-        """Return on rank 0 a record with the largest `value` of all ranks that have one, elsewhere nothing."""
-        everything = await self.coll.gather_object((value, facts()))
-        if everything is None:
-            return []
-        largest, (cores, threads) = max(((v, f) for v, f in everything if v is not None), key=lambda pair: pair[0])
-        return [Record(op, impl, self.coll.size, nbytes, affinity=cores, torch_threads=threads, value=largest)]
