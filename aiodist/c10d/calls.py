@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _storage_Use_Count
 from torch.autograd import graph
+from torch.distributed.distributed_c10d import _world
 
 from aiodist.c10d.home import Home
 from aiodist.c10d.work import HandleWork
@@ -251,6 +252,12 @@ class AiodistProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
+        """None while torch makes the group: from 2.15 on it would hang its recorder on a backend in C++ if there were.
+
+        Calls of a group in Python do not pass where that recorder listens.
+        """
+        if self not in _world.pg_map:
+            return []
         return [torch.device(kind) for kind in ("cpu", "cuda")[: 2 if self.coll.device.type == "cuda" else 1]]
 
     def _get_backend(self, device: torch.device) -> AiodistProcessGroup:
