@@ -6,12 +6,14 @@ import asyncio
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
 import aiodist
+from tests.support.forked import still_in
 
 pytestmark = pytest.mark.thorough
 
@@ -43,8 +45,11 @@ async def main() -> None:
     async with aiodist.init() as coll:
         t = torch.ones(1 << 21)
         pending = coll.allreduce(t)
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, from Python 3.12 on
         child = os.fork()
         if child == 0:
+            still_in(loop, task)
             try:
                 coll.allreduce(1.0)
             except RuntimeError as error:

@@ -20,6 +20,7 @@ import torch
 import aiodist
 from aiodist.world.opening import Limits
 from aiodist.world.runtime import opened
+from tests.support.forked import still_in
 
 
 def say(*words: object) -> None:
@@ -214,13 +215,6 @@ async def forked() -> None:
             await pending
             say("sums:", big[0].item(), await coll.allreduce(1))
     say("end:", await asyncio.to_thread(int, 8))
-
-
-def still_in(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any] | None) -> None:
-    """From Python 3.14 on a forked child forgets what runs, and asyncio lets nothing out of the task."""
-    if sys.version_info >= (3, 14):
-        asyncio._set_running_loop(loop)
-        asyncio.tasks._enter_task(loop, task)
 
 
 def in_child(coll: aiodist.Communicator) -> None:
