@@ -195,15 +195,13 @@ class Comm:
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """Receive into a buffer; a shorter message fills its front."""
-        if source == PROC_NULL:
-            return self._request(None)
-        return self._request(self.coll.recv(buffer_of(buf, written=True).octets, source, tag))
+        into = None if source == PROC_NULL else buffer_of(buf, written=True).octets
+        return self._request(None if into is None else self.coll.recv(into, source, tag))
 
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Send a buffer; the request is over once a receive has matched it."""
-        if dest == PROC_NULL:
-            return self._request(None)
-        return self._request(self.coll.send(buffer_of(buf).octets, dest, tag, synchronous=True))
+        sent = None if dest == PROC_NULL else buffer_of(buf).octets
+        return self._request(None if sent is None else self.coll.send(sent, dest, tag, synchronous=True))
 
     def Recv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> None:
         """Receive into a buffer; a shorter message fills its front, and `status` says how long it was."""

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from aiodist.control import name_ranks
 from aiodist.errors import ConfigError
 from aiodist.watch import jobs
 
@@ -49,13 +50,9 @@ def state(answer: Mapping[str, Any]) -> str:
 def _waits(answer: Mapping[str, Any]) -> list[str]:
     lines = []
     for wait in answer.get("waits", []):
-        whom = f"for {_named(wait['ranks'])} " if wait["ranks"] else ""
+        whom = f"for {name_ranks(wait['ranks'])} " if wait["ranks"] else ""
         lines.append(f"waits {whom}for {wait['seconds']:.1f} s in {wait['what']}")
     return lines
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _where(answer: Mapping[str, Any]) -> list[str]:
@@ -73,7 +70,7 @@ def table(told: Mapping[str, Any]) -> Table:
         shown.add_column(column, overflow="fold")  # a long path would lose its line
     for answer in ranks:
         rank = answer["rank"]
-        states = ([f"late for {_named(behind[rank])}"] if rank in behind else []) + [state(answer)]
+        states = ([f"late for {name_ranks(behind[rank])}"] if rank in behind else []) + [state(answer)]
         last = [
             f"#{op['seq']} {op['text']} on {name}{'' if op['pending'] else ', done'}"
             for name, comm in answer.get("communicators", {}).items()
