@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from aiodist.codecs import Codec
 from aiodist.communicator import Communicator
+from aiodist.communicator.duplicate import duplicate
 from aiodist.errors import CommunicatorError, PeerError
 from aiodist.handles import Handle
 from aiodist.handles.handle import FutureWaiter
@@ -249,7 +250,7 @@ class DataParallel(ModuleLike):
         module, op, sizes = self._module, self._op, self._sizes
         if coll.parts.registry.elastic is not None:
             state = (*state, self._stateful)
-        own = await coll.dup()
+        own = await duplicate(coll)
         own.leave_to_thread(_BACKGROUND_BYTES)
         hook: CommHook = Allreduce(own, op)
         try:
@@ -276,7 +277,9 @@ class DataParallel(ModuleLike):
             # From where it writes to `admit` nothing suspends.
             made = await share_furthest(own, module, state, [steps for steps, _ in told])
             reducer = Reducer(own, status, module, op=op, sizes=sizes, hook=hook)
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, Exception):  # the others may wait for this rank
+                own.abort(f"rank {own.rank} was cancelled while a net was made: {error!r}")
             await hook.aclose()
             await own.aclose()
             raise

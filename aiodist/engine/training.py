@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from aiodist.checkpoints.own import torch_state
 from aiodist.checkpoints.writer import exchange
 from aiodist.communicator import Communicator
+from aiodist.communicator.duplicate import duplicate
 from aiodist.data import ShardQueue
 from aiodist.engine import checks
 from aiodist.engine.batch import Batch, Loader, Meter, Model, Sums, length_of, prefetched, set_epoch, source_of
@@ -60,7 +61,7 @@ class Assembly:
     async def open(self) -> None:
         """Collective at the first call: all ranks get a duplicate of the communicator, which is the engine's own."""
         if self.comm is None and self._base is not None:
-            self.comm = await self._base.dup()
+            self.comm = await duplicate(self._base)
 
     def abort(self, why: str) -> None:
         """Have all ranks hear that this one takes no part any more; the next training opens another communicator."""

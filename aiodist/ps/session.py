@@ -19,6 +19,7 @@ from torch import Tensor
 from aiodist.codecs import Json
 from aiodist.collectives.program import Program, run
 from aiodist.communicator import Communicator
+from aiodist.communicator.duplicate import duplicate
 from aiodist.errors import (
     AiodistError,
     CommunicatorAborted,
@@ -98,13 +99,11 @@ class ParameterServerSession:
 
     async def _bind(self, coll: Communicator, me: ServerMember) -> list[ServerMember]:
         """Take a duplicate of `coll`, on which all ranks agree; return who they are."""
-        made = coll.dup()
+        self.coll = await duplicate(coll)
         try:
-            self.coll = await made
             members = await self._agree(me)
         except asyncio.CancelledError as error:  # the others may go on, to wait for this rank
-            why = f"its parameter server was given up on rank {coll.rank}: {error!r}"
-            made.add_done_callback(lambda made: None if made.outcome_error() else made.result().abort(why))
+            self.coll.abort(f"its parameter server was given up on rank {coll.rank}: {error!r}")
             raise
         self._open(members)
         return members

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import aiodist
-from aiodist import Communicator, CommunicatorAborted, Engine, RemoteError
+from aiodist import Communicator, CommunicatorAborted, Engine, MismatchError, RemoteError
 from aiodist.engine import State
 from aiodist.engine.state import Event
 from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer, assert_synchronized
@@ -312,6 +312,41 @@ async def test_n14_a_rank_that_is_cancelled(coll: Communicator, job: type["Job"]
     else:
         with pytest.raises((RemoteError, CommunicatorAborted), match=r"rank 0.*[Cc]ancelled"):
             await train
+
+
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("ticks", range(1, 9))
+def test_n14_a_rank_that_is_cancelled_before_it_begins(job: type["Job"], made: bool, ticks: int) -> None:
+    """Others had a duplicate of the communicator already, and waited there."""
+
+    async def program() -> tuple[str, float]:
+        async with aiodist.init() as coll:
+            net = await DataParallel.create(job.build(), coll) if made else None
+            loop = asyncio.get_running_loop()
+
+            async def begin() -> None:
+                if net is None:
+                    await DataParallel.create(job.build(), coll)
+                else:
+                    engine = Engine(net, job.OPTIMIZERS["momentum"](net.parameters()), mse_loss, **job.QUIET)
+                    await engine.train(job.pairs(coll.rank, 2), epochs=1)
+
+            began, task = loop.time(), asyncio.ensure_future(begin())
+            if coll.rank == 0:
+                for _ in range(ticks):
+                    await asyncio.sleep(0)
+                task.cancel()
+            try:
+                await task
+            except asyncio.CancelledError:
+                await asyncio.sleep(20)  # it does something else
+            except (RemoteError, CommunicatorAborted, MismatchError) as error:
+                return str(error), loop.time() - began
+            return "", 0.0
+
+    _, (seen, seconds) = run_ranks(2, program)
+    assert seen
+    assert seconds < 10
 
 
 @pytest.mark.parametrize("event", ["start", "epoch"])

@@ -1,0 +1,18 @@
+"""A duplicate of a communicator, for what is built on it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiodist.communicator import Communicator
+
+
+async def duplicate(coll: Communicator) -> Communicator:
+    """Return a duplicate; where this is cancelled all ranks hear of it, which would wait for this one on theirs."""
+    made = coll.dup()
+    try:
+        return await made
+    except asyncio.CancelledError as error:
+        why = f"rank {coll.rank} was cancelled while it was made: {error!r}"
+        made.add_done_callback(lambda made: None if made.outcome_error() else made.result().abort(why))
+        raise
