@@ -32,7 +32,6 @@ class StoredTensor:
         self.shape = torch.Size(stored[d] for d in self._dims)
 
     def permute(self, dims: Sequence[int]) -> StoredTensor:
-        """Return it with its dimensions in another order."""
         return StoredTensor(self._reader, self._name, tuple(self._dims[d] for d in dims))
 
     def item(self) -> Any:  # noqa: ANN401

@@ -280,7 +280,6 @@ class Prefetched(Generic[T]):
         self._fill()
 
     def _fill(self) -> None:
-        """Order as many as may be on their way."""
         while self._last is None and len(self._items) < self._plan.depth:
             handle: Handle[Made] = Handle(self._progress, self._plan.name, self._ordered)
             handle.polled = False

@@ -231,7 +231,6 @@ class RecordFile(AbstractContextManager["RecordFile"]):
         return [found[number][at] for number, at in places]
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Return the chunk of a record and its place there."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"record {index} of {len(self)} in {self.path}")
         index %= len(self)
@@ -407,7 +406,6 @@ class Records:
         return -(-(self._stop - self._start) // (self._batch_size or 1))
 
     def _parts(self) -> Iterator[list[bytes]]:
-        """Yield of each chunk what is this rank's."""
         order = EpochOrder(self._shards.sizes, self._shuffle, self._seed, self.epoch)
         mine = list(order.parts(self._start, self._stop))
         found = read_ahead(self._shards.chunks[part.shard] for part in mine)

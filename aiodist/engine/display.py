@@ -74,7 +74,6 @@ class Profiling:
         self._profile: profile | None = None
 
     def begin(self) -> None:
-        """The first of the steps begins."""
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)

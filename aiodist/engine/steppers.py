@@ -45,7 +45,6 @@ class PassStepper:
         """It tells when gradients are reduced, before the update."""
 
     def run(self, fn: Callable[..., T], /, *args: Any) -> Handle[T]:
-        """Return a handle of `fn(*args)` on the compute thread."""
         return self._net.run(fn, *args)
 
     async def step(self, work: Callable[[], Tensor], reduced: Callable[[], None]) -> Tensor:
@@ -80,7 +79,6 @@ class PassStepper:
         return known + self._net.steps - counted
 
     async def rebind(self, coll: Communicator, state: Sequence[Stateful]) -> None:
-        """Have the net go on on another communicator."""
         if self._lag and self._net.settings().scaler is not None:
             raise RuntimeError(
                 "rebind with a scaler, and updates that are made later: it is not known which it left out"

@@ -142,7 +142,6 @@ class Training:
             raise
 
     def _add_ours(self) -> None:
-        """Add the hooks that come before the user's."""
         add, profiling = self._hooks.add, self._profiling
         if profiling is not None:
             add("sample", partial(self._profile, profiling.first, profiling.begin))

@@ -310,7 +310,6 @@ class Coalescer:
     # --- the end ---------------------------------------------------------------------------------------------
 
     def forget(self, rank: int) -> None:
-        """`rank` is gone: say nothing to it any more."""
         outgoing = self._outgoing[rank]
         outgoing.gone = True
         outgoing.sent.clear()

@@ -84,7 +84,6 @@ class _Fetch:
 
     @property
     def came(self) -> bool:
-        """The pull is over and went well."""
         if not self.issued.done() or self.issued.exception() is not None:
             return False
         handle = self.issued.result()

@@ -83,7 +83,6 @@ class Names:
         """What `what=None` means."""
 
     def check_new(self, name: str) -> None:
-        """Raise KeyError unless the name is new here."""
         known = self._entries.get(checked_name(name))
         if isinstance(known, str):
             raise KeyError(f"{known} of {name!r} is not over: await it first")

@@ -98,7 +98,6 @@ class OptimizerRule(Rule):
         group.update(changes)
 
     def state_dict(self, state: OptimizerState) -> dict[str, Any]:
-        """Return torch's own."""
         return state.optimizer.state_dict()
 
     def load_state_dict(self, state: OptimizerState, given: Mapping[str, Any]) -> None:

@@ -199,7 +199,6 @@ class GroupedIds(NamedTuple):
     """Of the call's ids."""
 
     def blocks(self) -> list[slice]:
-        """Return which of `ids` are in each group."""
         return [slice(end - count, end) for end, count in zip(accumulate(self.counts), self.counts, strict=True)]
 
     def summed(self, values: Tensor) -> Tensor:

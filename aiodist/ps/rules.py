@@ -168,7 +168,6 @@ def _add(shard: Tensor, value: Tensor, alpha: float) -> None:
 
 
 def _into(operator: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, float], object]:
-    """Return what writes the operator's result into the shard."""
     return lambda shard, value, _: operator(bare(shard), bare(value), out=bare(shard))
 
 

@@ -245,7 +245,6 @@ class ParameterServerSession:
                 told.remove(mine)  # type: ignore[arg-type]
 
     def abort_everywhere(self, error: BaseException) -> None:
-        """End at once, and have the other ranks do so too."""
         if self._refusal is not None and isinstance(self._refusal, CommunicatorClosed):
             return
         self._abort(CommunicatorAborted(f"the parameter server was given up: {error!r}", rank=self.coll.rank))
@@ -330,7 +329,6 @@ class ParameterServerSession:
             )
 
     def check_worker(self, what: str) -> None:
-        """Raise ValueError on a rank that is no worker."""
         if self.parent.rank not in self.settings.workers:
             told = list(self.settings.workers)
             raise ValueError(f"{what} on rank {self.parent.rank}: expected a worker, one of {told}")
