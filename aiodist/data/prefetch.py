@@ -18,6 +18,7 @@ from anyio import CancelScope
 from aiodist.data.items import DeviceLike, Item, Made, ToDevice, device_of, nbytes_of
 from aiodist.data.reading import Workers, reader_of
 from aiodist.data.shard_queue import ShardQueue
+from aiodist.data.shards import checked_int
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.world.pinning import warn_of_one_core
 
@@ -137,8 +138,7 @@ def prefetch(
     if inspect.iscoroutinefunction(transform):
         raise TypeError(f"transform={transform!r} is a coroutine function: expected one that a thread can call")
     for option, count in (("depth", depth), ("workers", workers)):
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"{option}={count!r}: expected a number, at least 1")
+        checked_int(option, count, 1)
     if kind not in _KINDS:
         raise ValueError(f"kind={kind!r}: expected one of {', '.join(_KINDS)}")
     return Prefetch(source, _Plan(max(depth, workers), workers, transform, kind, device_of(device), name))

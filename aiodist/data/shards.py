@@ -162,9 +162,7 @@ class IndexShards:
         length = data if isinstance(data, int) else len(data)
         if length < 0:
             raise ValueError(f"data={data}: expected a dataset, or how many items it has")
-        if shard_size < 1:
-            raise ValueError(f"shard_size={shard_size}: expected at least 1")
-        self._shard_size = shard_size
+        self._shard_size = shard_size = checked_int("shard_size", shard_size, 1)
         self.sizes = [min(shard_size, length - first) for first in range(0, length, shard_size)]
         """How many indices each shard has."""
 

@@ -65,7 +65,7 @@ class Asynchronous(Policy):
 
     What is more than `max_staleness` versions old is dropped; with None nothing is. With "scale" each push is
     multiplied by `scale(staleness)` instead, 1 / (1 + staleness) where none is given. A worker's own pushes make
-    versions too: it grows stale when it pushes without reading. Raises ValueError for anything else.
+    versions too: it grows stale when it pushes without reading. Raises ValueError or TypeError for anything else.
     """
 
     max_staleness: int | None = None
@@ -75,7 +75,7 @@ class Asynchronous(Policy):
     def __post_init__(self) -> None:
         one_of("stale", self.stale, ("drop", "scale"))
         if self.max_staleness is not None:
-            _at_least("max_staleness", self.max_staleness, 0)
+            check_int("max_staleness", self.max_staleness, 0)
             if self.stale == "scale":
                 raise ValueError("max_staleness is given, but stale is 'scale': expected 'drop'")
         _check_scale(self.stale, self.scale)
@@ -91,7 +91,7 @@ class Bounded(Policy):
 
     A worker's clock is the number of its pushes that were applied. The slowest is sought among those that are still
     there. What is held is applied as soon as the clock allows. With a staleness of 0 all move at once: a step takes one
-    push of each. After a barrier all clocks are equal. Raises ValueError for anything else.
+    push of each. After a barrier all clocks are equal. Raises ValueError or TypeError for anything else.
 
     After Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server" (NIPS 2013).
     """
@@ -99,7 +99,7 @@ class Bounded(Policy):
     staleness: int
 
     def __post_init__(self) -> None:
-        _at_least("staleness", self.staleness, 0)
+        check_int("staleness", self.staleness, 0)
 
     def machine(self, workers: Sequence[int]) -> Machine:
         return Boundedly(self.staleness, workers) if self.staleness else Stepwise(workers, full=len(workers))
@@ -133,7 +133,8 @@ class Quorum(Policy):
     `stale` says what is done with a push whose base is not the current version. "accept": it counts like any other.
     "drop": it is thrown away; with more workers than n that is synchronous training with backup workers. "scale": it
     counts, multiplied by `scale(staleness)`, 1 / (1 + staleness) where none is given. "mean" divides by the number of
-    pushes in the step, "sum" does not. Raises ValueError for anything else, as opening does with fewer than n workers.
+    pushes in the step, "sum" does not. Raises ValueError or TypeError for anything else; on opening ValueError where
+    there are fewer than n workers.
 
     With "drop" a read waits for the step of its client's own push. Otherwise it does not: workers that each wait at
     another tensor for a step that lacks one push would wait for one another.
@@ -149,7 +150,7 @@ class Quorum(Policy):
     scale: Scale | None = None
 
     def __post_init__(self) -> None:
-        _at_least("n", self.n, 1)
+        check_int("n", self.n, 1)
         one_of("reduction", self.reduction, ("mean", "sum"))
         one_of("stale", self.stale, ("accept", "drop", "scale"))
         _check_scale(self.stale, self.scale)
@@ -181,11 +182,6 @@ def _shown(value: object) -> str:
         return repr(value)
     name = getattr(value, "__name__", type(value).__name__)
     return f"{name}{[float(value(staleness)) for staleness in _SAMPLES]}"
-
-
-def _at_least(what: str, seen: object, least: int) -> None:
-    if not isinstance(seen, int) or isinstance(seen, bool) or seen < least:
-        raise ValueError(f"{what} is {seen!r}: expected an integer of at least {least}")
 
 
 class Span(NamedTuple):
