@@ -85,7 +85,9 @@ def run(  # noqa: PLR0913 - one for each option
     script: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="A Python file, with -m a module; or a program, such as python.")
     ],
-    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Given to it.")] = None,
+    args: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Given to it; options of run come before SCRIPT.")
+    ] = None,
     ranks: _Ranks = "auto",
     servers: Annotated[
         int, typer.Option(metavar="S", help="S ranks more, the last ones, which only serve parameters.")

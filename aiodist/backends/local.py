@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
+from asyncio import AbstractEventLoop, _get_running_loop
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -40,7 +40,7 @@ class LocalHub:
         self._waiting: defaultdict[Address, Matching[Receive, LocalMessage]] = defaultdict(Matching)
         self._ready: deque[Callable[[], None]] = deque()
         self._draining = False
-        self.loop: asyncio.AbstractEventLoop | None = None
+        self.loop: AbstractEventLoop | None = None
         """That of all ranks: the progress thread may be the first to send."""
 
     def send(self, to: Address, message: LocalMessage) -> None:
@@ -85,13 +85,11 @@ class LocalHub:
 
     def _soon(self, call: Callable[[], None]) -> None:
         """Have the loop make `call`, also where the progress thread has ended what comes before a message."""
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
+        if loop := _get_running_loop():
+            loop.call_soon(call)
+        else:
             assert self.loop is not None
             self.loop.call_soon_threadsafe(call)
-        else:
-            loop.call_soon(call)
 
     def _deliver_one(self) -> None:
         if self._ready and self._random is not None:

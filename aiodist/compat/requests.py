@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio import _get_running_loop
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -217,18 +218,11 @@ def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
     async def made() -> T:
         return call()
 
-    return call() if _runs_here(loop) else block_on(loop, made)
+    return call() if _get_running_loop() is loop else block_on(loop, made)
 
 
 def block_on(loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Return what a coroutine returns on `loop`, blocking this thread; raise RuntimeError where `loop` runs in it."""
-    if _runs_here(loop):
+    if _get_running_loop() is loop:
         raise RuntimeError("this would block the event loop: await the request, or `coll.aclose()` in place of Free()")
     return asyncio.run_coroutine_threadsafe(work(), loop).result()
-
-
-def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:  # no loop runs in this thread
-        return False

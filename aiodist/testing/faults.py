@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import time
+from asyncio import _get_running_loop
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -198,23 +199,14 @@ def _strike(fault: Fault, place: Any) -> None:  # noqa: ANN401
             os.kill(os.getpid(), signal.SIGSTOP)
         case FaultKind.SLOW if place is None:
             time.sleep(fault.seconds)
+        case FaultKind.BLOCK if isinstance(loop := _get_running_loop(), FakeClockLoop):
+            loop.now += fault.seconds
         case FaultKind.BLOCK:
-            _block(fault.seconds)
+            time.sleep(fault.seconds)
         case FaultKind.STALL:
             SocketChannel.stall(fault.seconds)
         case FaultKind.CUT:
             SocketChannel.cut()
-
-
-def _block(seconds: float) -> None:
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        loop = None
-    if isinstance(loop, FakeClockLoop):
-        loop.now += seconds
-    else:
-        time.sleep(seconds)
 
 
 @dataclass(eq=False)

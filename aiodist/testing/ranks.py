@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
+from asyncio import _get_running_loop
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -63,11 +64,7 @@ def run_ranks(
     after `timeout` seconds (of that clock; None: never), all with what each rank waits for; RuntimeError where a loop
     runs already: there, `await gather_ranks(n, main)`.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        pass
-    else:
+    if _get_running_loop() is not None:
         raise RuntimeError("run_ranks makes its own event loop, and one is running here: await gather_ranks() instead")
     check_timeout(timeout)
     hub, story = LocalHub(seed), f"seed {seed}"

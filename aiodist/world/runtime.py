@@ -7,6 +7,7 @@ import concurrent.futures
 import inspect
 import os
 import sys
+from asyncio import _get_running_loop
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -226,9 +227,13 @@ def run(
     """Run a coroutine function with `args`, or a coroutine, to its end on a new event loop; return its result.
 
     uvloop is used where it is installed, and torch's modes are kept apart per task (see `isolate`). A convenience:
-    `asyncio.run(main())` works too.
+    `asyncio.run(main())` works too. Raises RuntimeError where a loop runs already, TypeError for a plain function.
     """
+    if _get_running_loop() is not None:
+        raise RuntimeError("run makes an event loop, and one is running here, as in a notebook: `await main()` instead")
     coroutine = main if isinstance(main, Coroutine) else main(*args)
+    if not isinstance(coroutine, Coroutine):
+        raise TypeError(f"run({main}): expected a coroutine function, `async def`; a plain one is called without run")
     with asyncio.Runner(loop_factory=loop_factory or best_loop(), debug=debug) as runner:
         isolate(runner.get_loop())
         try:

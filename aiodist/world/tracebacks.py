@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import difflib
+import inspect
 import os
 import sys
 import traceback
@@ -37,9 +39,19 @@ def folded(error: BaseException, *, programs: bool = False) -> str:
     # Where there is no program to show, as in our own tools, nothing is folded.
     if programs or any(not _is_ours(frame) for part, _ in every for frame in part.stack):
         for part, told in every:
+            if isinstance(told, AttributeError):
+                part.__notes__ = [*(part.__notes__ or ()), *_hints(told)]
             part.stack = _Folded(part.stack)
             part.stack.explained = isinstance(told, _EXPLAINED)
     return "".join(text.format())
+
+
+def _hints(error: AttributeError) -> list[str]:
+    """Return what is meant where an attribute is missing: an await, or another name, as Python says from 3.12 on."""
+    if inspect.isawaitable(error.obj):
+        return ["it is awaitable: `await` it first"]
+    known = dir(error.obj) if sys.version_info < (3, 12) else ()
+    return [f"Did you mean: {name!r}?" for name in difflib.get_close_matches(error.name or "", known, 1)]
 
 
 def cause_in(text: str) -> str:

@@ -39,6 +39,7 @@ ALONE = {
     "TypeError: mean": "await coll.allreduce(torch.ones(3, dtype=torch.int32), op='mean')",
     "TypeError: t holds": "await coll.allreduce(torch.ones(3, dtype=torch.uint16))",
     "RuntimeWarning": "coll.allreduce(t); await asyncio.sleep(0.5)",
+    "RuntimeError: run": "aiodist.run(main)",
     "RuntimeError: wait": "coll.allreduce(t).wait()",
     "InvalidStateError": "coll.recv(torch.ones(4), src=0).result()",
     "RuntimeError: parameter": "(await aiodist.nn.DataParallel.create(torch.nn.Linear(4, 1), coll))(t).backward()",

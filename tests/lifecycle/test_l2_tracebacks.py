@@ -67,6 +67,13 @@ def test_l2_a_mistake_at_a_call_shows_where_it_was_found(jobs: Jobs) -> None:
     )
 
 
+def test_l2_a_missing_attribute_tells_what_is_meant(jobs: Jobs) -> None:
+    assert "no attribute 'all_reduce'" in (told := jobs.alone("failing.py", "other_name").errors)
+    assert told.count("Did you mean: 'allreduce'?") == 1
+    told = jobs.alone("failing.py", "unawaited").errors
+    assert "no attribute 'allreduce'\nit is awaitable: `await` it first\n" in told
+
+
 def test_l2_a_world_that_does_not_open_shows_the_frames_of_the_program(jobs: Jobs) -> None:
     ended = jobs.alone("failing.py", "opening")
     assert frames(ended.errors) == ["<module>", "…", "main", "…"]

@@ -70,6 +70,17 @@ async def test_l2_init_that_is_taken_for_the_communicator_says_that_it_is_a_bloc
         assert await coll.allreduce(1) == 1
 
 
+async def test_l2_run_where_a_loop_runs_says_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match=r"as in a notebook: `await main\(\)`"):
+        aiodist.run(asyncio.sleep, 0)
+
+
+def test_l2_run_of_a_plain_function_says_what_it_takes() -> None:
+    plain: Any = lambda: None  # noqa: E731
+    with pytest.raises(TypeError, match=r"run\(<function .*: expected a coroutine function, `async def`"):
+        aiodist.run(plain)
+
+
 async def test_l2_a_forked_child_may_not_call() -> None:
     async with aiodist.init() as coll:
         reading, writing = os.pipe()

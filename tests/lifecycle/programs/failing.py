@@ -43,6 +43,14 @@ async def wrong_call(coll: aiodist.Communicator) -> None:
     await coll.allreduce(torch.ones(4).to_sparse())
 
 
+async def other_name(coll: aiodist.Communicator) -> None:
+    await coll.all_reduce(torch.ones(4))  # type: ignore[attr-defined]
+
+
+async def unawaited(coll: aiodist.Communicator) -> None:
+    coll.dup().allreduce(torch.ones(4))  # type: ignore[attr-defined]
+
+
 async def hooked(coll: aiodist.Communicator) -> None:
     sys.excepthook = lambda *_: print("the program's own", file=sys.stderr)
     raise ValueError("boom")
@@ -50,7 +58,7 @@ async def hooked(coll: aiodist.Communicator) -> None:
 
 async def main() -> None:
     async with aiodist.init(elastic="opening" in sys.argv) as coll:
-        await {"plain": plain, "grouped": grouped, "wrong_call": wrong_call, "hooked": hooked}[sys.argv[1]](coll)
+        await globals()[sys.argv[1]](coll)
 
 
 if __name__ == "__main__":
