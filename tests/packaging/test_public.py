@@ -12,6 +12,7 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from enum import EnumType
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,8 @@ def _members(owner: type) -> Iterator[str]:
 
 
 def _arguments(value: object) -> str:
+    if isinstance(value, EnumType):
+        return "(value)"  # each Python tells something else
     try:
         # Annotations are text, as they were written; where an object lies in memory is left out.
         return re.sub(" at 0x[0-9a-f]+", "", str(inspect.signature(value))) if callable(value) else ""
