@@ -108,8 +108,11 @@ def _arguments(value: object) -> str:
     if isinstance(value, EnumType):
         return "(value)"  # each Python tells something else
     try:
+        if not callable(value) or typing.get_origin(value):  # as Callable[…] has
+            return ""
         # Annotations are text, as they were written; where an object lies in memory is left out.
-        return re.sub(" at 0x[0-9a-f]+", "", str(inspect.signature(value))) if callable(value) else ""
+        told = re.sub(" at 0x[0-9a-f]+", "", str(inspect.signature(value)))
+        return re.sub(r"ForwardRef\((['\"])(.*?)\1\)", r"\2", told)
     except (TypeError, ValueError):  # it has none that Python can tell
         return ""
 
