@@ -309,7 +309,7 @@ class Registry(Generic[C]):
         communicator.parts.dispatcher.check_usable()
         self._guests.setdefault(communicator, []).append(guest)
 
-    def dismiss(self, communicator: C, guest: Guest) -> None:
+    def discard(self, communicator: C, guest: Guest) -> None:
         """Forget `guest`, which has ended before."""
         with suppress(ValueError):
             self._guests.get(communicator, []).remove(guest)

@@ -322,7 +322,7 @@ class ShardQueue(Generic[T]):
         if self._server is not None:
             self._server.unsubscribe()
         dispatcher = self._coll.parts.dispatcher
-        self._coll.parts.registry.dismiss(self._coll, self)
+        self._coll.parts.registry.discard(self._coll, self)
         for told, mine in ((dispatcher.on_lost, self._lost), (dispatcher.on_abort, self._aborted)):
             if mine in told:
                 told.remove(mine)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from aiodist.errors import PeerLost
 from aiodist.ps.context import Context
 from aiodist.ps.row_store import RowStore
 from aiodist.ps.wire import Kind, Reads, Stage, Way, as_bytes, pack_data, pack_done
-
-if TYPE_CHECKING:
-    from aiodist.ps.shard import Shard
 
 
 class Freed(LookupError):
@@ -87,6 +84,18 @@ class Restored:
     """By the names of clients, see `Context.uids`."""
 
 
+class Served(Protocol):
+    """A shard, as far as reads know it."""
+
+    key: int
+    data: Tensor
+    refusal: Exception | None
+
+    def hold(self, request: Pulling) -> None: ...
+
+    def release(self, client: int, number: int) -> None: ...
+
+
 class Answers:
     """Every method runs with the transport lock held."""
 
@@ -129,7 +138,7 @@ class Answers:
         if self._outgoing is not None:
             self._outgoing.forget(client, key)
 
-    def serve(self, shard: Shard, pull: Pulling, version: int) -> None:
+    def serve(self, shard: Served, pull: Pulling, version: int) -> None:
         """Let the client have the shard as it is now; what the client itself has is not encoded."""
         if pull.client in self._context.gone:
             return
@@ -157,7 +166,7 @@ class Answers:
 
         self._context.service.do(data.nbytes, encode, encoded)
 
-    def send(self, shard: Shard, pull: Pulling, version: int, t: Tensor, *, coded: bool = False) -> None:
+    def send(self, shard: Served, pull: Pulling, version: int, t: Tensor, *, coded: bool = False) -> None:
         """Send `t`, or let the client look at it; what is longer than an entry the shard holds until all is over."""
         self._context.counts["served"] += 1
         way, place = self._context.way_to(pull.client, t, look=not coded)
