@@ -95,7 +95,8 @@ static size_t copy_strides(uint8_t *to, const uint8_t *from, size_t nbytes, uint
 
 #endif
 
-uint32_t core_copy_checked(void *to, const void *from, size_t nbytes, uint32_t crc) {
+// Returns the CRC-32 of zlib of what `crc` is that of and `nbytes` behind it, which it copies; they do not overlap.
+static uint32_t copy_checked(void *to, const void *from, size_t nbytes, uint32_t crc) {
     uint8_t *target = to;
     const uint8_t *source = from;
     size_t at = 0;
@@ -161,7 +162,7 @@ int core_write_checked(int fd, char *memory, size_t half_bytes, core_part *parts
     for (core_part *part = parts; part < parts + count; part++)
         for (size_t at = 0; at < part->nbytes && error == 0;) {
             size_t room = half_bytes - filled, left = part->nbytes - at, nbytes = left < room ? left : room;
-            part->crc = core_copy_checked(half + filled, (const char *)part->from + at, nbytes, part->crc);
+            part->crc = copy_checked(half + filled, (const char *)part->from + at, nbytes, part->crc);
             at += nbytes, filled += nbytes;
             if (filled == half_bytes) {
                 error = begin(&writing, half, filled);
@@ -169,7 +170,6 @@ int core_write_checked(int fd, char *memory, size_t half_bytes, core_part *parts
                 filled = 0;
             }
         }
-    if (filled > 0 && error == 0) error = begin(&writing, half, filled);
-    int last = finish(&writing);
-    return error != 0 ? error : last;
+    if (filled > 0 && error == 0) begin(&writing, half, filled);
+    return finish(&writing);  // what failed before is its error still
 }

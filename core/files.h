@@ -11,9 +11,6 @@ typedef struct {
     uint32_t crc;  // the CRC-32 of zlib of what stands before these bytes; then of all
 } core_part;
 
-// Returns the CRC-32 of zlib of what `crc` is that of and `nbytes` behind it, which it copies; they do not overlap.
-uint32_t core_copy_checked(void *to, const void *from, size_t nbytes, uint32_t crc);
-
 // Writes the parts one behind another to where `fd` stands; returns 0, or the errno of what failed.
 // They go through the two halves of `memory`, each of `half_bytes`: one is written while the other is filled. Where `fd`
 // is past the cache of the kernel (O_DIRECT), it is so no more behind what cannot be: less than a page at the end, any

@@ -46,7 +46,7 @@ int main(int count, char **arguments) {
         attempt(arguments[1], 0, PAGE_BYTES << i % 5);
         attempt(arguments[1], O_DIRECT, PAGE_BYTES << i % 5);
     }
-    core_part part = {"more than a page", 17, 0};
+    core_part part = {"less than a page", 17, 0};
     char memory[64];
     int full = open("/dev/full", O_WRONLY);
     if (core_write_checked(full, memory, 32, &part, 1) == 0) puts("nothing failed"), exit(1);
