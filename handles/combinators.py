@@ -80,7 +80,8 @@ def _progress_of(call: str, members: Sequence[Handle[Any]]) -> Progress:
     progress = Progress.current()
     for member in members:
         if not isinstance(member, Handle):
-            raise TypeError(f"aiodist.{call} takes handles, got {type(member).__name__}: use asyncio.{call}")
+            instead = f"write {call}(*handles)" if isinstance(member, (list, tuple)) else f"use asyncio.{call}"
+            raise TypeError(f"aiodist.{call} takes handles, got {type(member).__name__}: {instead}")
         member.check_loop(progress)
     return progress
 

@@ -67,7 +67,9 @@ def fingerprint_of(
     Dtypes and shapes; of a broadcast only the numbers of elements, of what gathers only the dtypes.
     """
     size = None
-    if kind == "broadcast":
+    if is_number(given):
+        dtype = "float" if ts[0].is_floating_point() else "int"
+    elif kind == "broadcast":
         dtype = described(ts)
     elif kind in _GATHERS:
         dtype = ", ".join(map(kind_of, ts))

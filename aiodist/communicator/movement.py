@@ -277,7 +277,7 @@ class Movement(Base):
 
     def _lists(self, ts: Sequence[Any], out: object) -> tuple[list[list[Tensor]], bool]:
         """Return what scatter and alltoall were given as a list of lists, and whether it was one already."""
-        nested = bool(ts) and not isinstance(ts[0], Tensor)
+        nested = isinstance(ts, Sequence) and bool(ts) and not isinstance(ts[0], Tensor)
         if nested and out is not None:
             raise ValueError("out= goes with one list of tensors: expected ts to be one list, not a list of lists")
         lists = [check_list(x, self.size) for x in ts] if nested else [check_list(ts, self.size)]

@@ -109,6 +109,15 @@ async def test_c10_every_rank_is_told_over_processes(coll: Communicator) -> None
 
 
 @pytest.mark.ranks(2, 3)
+async def test_c10_an_int_meets_a_float(coll: Communicator) -> None:
+    with pytest.raises(aiodist.MismatchError, match=r"rank 0: allreduce float sum .*; ranks? 1.*: allreduce int"):
+        await coll.allreduce(1 if coll.rank else 1.5)
+    with pytest.raises(aiodist.MismatchError, match=r"allgather float number .*allgather int number"):
+        await coll.allgather(1 if coll.rank else 1.5)
+    assert await coll.allreduce(1 if coll.rank else 1.5, "mean") == (1.5 + coll.size - 1) / coll.size
+
+
+@pytest.mark.ranks(2, 3)
 async def test_c10_within_a_host_nothing_is_written(coll: Communicator) -> None:
     other = await coll.dup()
     t = torch.full((5,), float(coll.rank))

@@ -188,6 +188,8 @@ async def test_h5_our_gather_with_an_error(bench: Any) -> None:
 async def test_h5_our_gather_takes_handles_of_this_loop_only(transport: Any) -> None:
     with pytest.raises(TypeError, match=r"got Future: use asyncio\.gather"):
         aiodist.handles.gather(asyncio.get_running_loop().create_future())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"got list: write gather\(\*handles\)"):
+        aiodist.handles.gather([])  # type: ignore[arg-type]
 
     async def elsewhere() -> Any:
         return type(transport)().issue(go=False).handle
