@@ -24,7 +24,7 @@ from aiodist import _core
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.handles.progress import Progress, transport_lock
 from aiodist.handles.timers import Expiring, Quiet, Timers, is_quiet, may_pass
-from aiodist.watch.stillness import stands_still
+from aiodist.watch.stillness import is_to_be_woken, stands_still
 
 _GRACE_SECONDS = 0.05  # real time for sockets and threads to come with something, before the clock jumps
 _LAST_GRACE_SECONDS = 2.0  # and before it is a deadlock
@@ -103,10 +103,11 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
 
     @property
     def outside(self) -> bool:
-        """Whether something may come from a socket or from a thread of the program's."""
-        threads = [t for t in threading.enumerate() if t is not threading.current_thread()]
+        """Whether something may come from a socket or from a thread of the program's that needs nothing first."""
+        apart = (threading.current_thread(), threading.main_thread())
         return len(self.selector.get_map()) > self._own_files or any(
-            t is not threading.main_thread() and not t.name.startswith(_LIBRARY_THREADS) for t in threads
+            thread not in apart and not thread.name.startswith(_LIBRARY_THREADS) and not is_to_be_woken(thread)
+            for thread in threading.enumerate()
         )
 
     @property
@@ -181,7 +182,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         """
         for _ in range(_GRACE_PARTS):
             events = self._wait(seconds / _GRACE_PARTS)
-            if events or self._loop.ready or self._loop.executing:
+            if events or self._loop.ready or self._loop.executing or not self._loop.outside:
                 return events
         return []
 

@@ -113,6 +113,16 @@ def stands_still(thread: threading.Thread) -> bool:
     return code is Handle.block.__code__ and frame.f_locals.get("until", 0) is None
 
 
+def is_to_be_woken(thread: threading.Thread) -> bool:
+    """Return whether it is a worker without work, or waits for a handle that is not over."""
+    frames = [frame for frame, _ in frames_of_thread(thread.ident or 0)]
+    if not frames or _waits_for_work(frames[-1]):
+        return bool(frames)
+    call, known = frames[-3:][0].f_code, frames[-3:][0].f_locals  # which waits for an event, and that for a condition
+    at_handle = frames[-1].f_code in _WAITS and is_ours(call.co_filename) and call.co_qualname == "Handle._block_at"
+    return at_handle and known["self"].is_pending and not known["event"].is_set()
+
+
 def _waits_for_work(frame: FrameType) -> bool:
     """Return whether the worker of an executor, a stream or a parameter server has none, in hand or in its queue.
 

@@ -14,7 +14,7 @@ import aiodist
 from aiodist.backends.local import LocalTransport
 from aiodist.handles.progress import transport_lock
 from aiodist.streams import HostStream
-from aiodist.testing import Deadlock, gather_ranks, run_ranks
+from aiodist.testing import Deadlock, clock, gather_ranks, run_ranks
 from aiodist.world.opening import current_place
 
 
@@ -337,3 +337,24 @@ def test_t2_the_clock_waits_for_a_stream_of_the_host() -> None:
             return asyncio.get_running_loop().time()
 
     assert max(run_ranks(2, main, timeout=86400)) < 60
+
+
+def test_t2_threads_that_are_to_be_woken_do_not_hold_the_clock_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "_GRACE_SECONDS", 100.0)  # what a thread that is at work would get
+
+    async def main() -> float:
+        async with aiodist.init() as coll, HostStream("idle") as idle:
+            await idle.submit(int)
+            t = torch.zeros(3)
+            received = coll.recv(t, src=1 - coll.rank)
+            waits = threading.Thread(target=received.block)
+            waits.start()
+            await asyncio.sleep(3600)
+            await coll.send(torch.ones(3), 1 - coll.rank)
+            await received
+            waits.join()
+            return float(t.sum())
+
+    began = time.monotonic()
+    assert run_ranks(2, main, timeout=86400) == [3.0, 3.0]
+    assert time.monotonic() - began < 50
