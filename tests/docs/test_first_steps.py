@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.nursed import stub
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "first-steps.md"
 BLOCK = re.compile(r"(?:as `(?P<name>\w+\.py)`:\n\n)?^```(?P<kind>python|console)\n(?P<text>.*?)^```$", re.M | re.S)
@@ -20,7 +22,7 @@ def steps() -> list[re.Match[str]]:
     return list(BLOCK.finditer(PAGE.read_text(encoding="utf-8")))
 
 
-def test_t4_first_steps_do_what_the_page_says(tmp_path: Path) -> None:
+def test_t4_first_steps_do_what_the_page_says(nursery: str, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     ran = 0
     for step in steps():
@@ -29,7 +31,7 @@ def test_t4_first_steps_do_what_the_page_says(tmp_path: Path) -> None:
             (tmp_path / step["name"]).write_text(step["text"])
             continue
         command, *expected = step["text"].splitlines()
-        ended = _run(shlex.split(command.removeprefix("$ ")), tmp_path)
+        ended = _run(nursery, shlex.split(command.removeprefix("$ ")), tmp_path)
         for line in expected:
             pattern = ".*".join(map(re.escape, line.split("…")))
             assert re.search(f"^{pattern}$", ended.stdout, re.MULTILINE), f"{command}: {line}\n{ended.stdout}"
@@ -38,9 +40,11 @@ def test_t4_first_steps_do_what_the_page_says(tmp_path: Path) -> None:
     assert ran == 4
 
 
-def _run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def _run(nursery: str, words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     assert words[0] == "aiodist"
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    [program] = [number for number, word in enumerate(words) if word.endswith(".py")]
+    words[program:] = stub(nursery, *words[program:])
     return subprocess.run(
         [sys.executable, "-m", "aiodist.cli", *words[1:]],
         cwd=folder,

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.nursed import stub
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "from-others.md"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -53,8 +55,8 @@ def test_t4_the_page_has_its_pairs() -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
-def test_t4_the_program_here_prints_what_the_page_says(pair: Pair, tmp_path: Path) -> None:
-    assert _printed(MPI, pair.here, tmp_path) == pair.printed
+def test_t4_the_program_here_prints_what_the_page_says(nursery: str, pair: Pair, tmp_path: Path) -> None:
+    assert _printed(MPI, pair.here, tmp_path, *stub(nursery, "program.py")) == pair.printed
 
 
 @pytest.mark.thorough
@@ -72,11 +74,11 @@ def test_t4_torch_rpc_prints_it_too(tmp_path: Path) -> None:
     assert _printed(STARTED["torch.distributed"], pair.there, tmp_path) == pair.printed
 
 
-def _printed(start: tuple[str, ...], program: str, folder: Path) -> list[str]:
-    (folder / "program.py").write_text(program)
+def _printed(start: tuple[str, ...], text: str, folder: Path, *program: str) -> list[str]:
+    (folder / "program.py").write_text(text)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     ended = subprocess.run(
-        [*start, "program.py"],
+        [*start, *(program or ["program.py"])],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.nursed import stub
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "questions.md"
 QUOTED = re.compile(r"^> `(.*)`$", re.MULTILINE)
@@ -57,13 +59,13 @@ def quoted() -> list[str]:
     return QUOTED.findall(PAGE.read_text(encoding="utf-8"))
 
 
-def said(folder: Path, program: str, *start: str) -> str:
+def said(nursery: str, folder: Path, program: str, *start: str) -> str:
     (folder / "program.py").write_text(HEAD + program)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     ended = subprocess.run(
-        [sys.executable, *start, "program.py"],
+        [sys.executable, *start, *stub(nursery, "program.py")],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NURSERY_ENDS": "soon"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -83,15 +85,15 @@ def test_t4_each_question_has_its_program() -> None:
     assert all(sum(text.startswith(start) for start in starts) == 1 for text in quoted())
 
 
-def test_t4_one_rank_says_what_the_page_quotes(tmp_path: Path) -> None:
+def test_t4_one_rank_says_what_the_page_quotes(nursery: str, tmp_path: Path) -> None:
     programs = [ONE.format(body=body, after="") for body in ALONE.values()]
     programs += [ONE.format(body="pass", after=after) for after in AFTER.values()]
-    output = said(tmp_path, "".join(programs))
+    output = said(nursery, tmp_path, "".join(programs))
     assert [text for text in quoted() if not text.startswith(tuple(TWO)) and not is_said(text, output)] == [], output
 
 
 @pytest.mark.parametrize("start", TWO)
-def test_t4_two_ranks_say_what_the_page_quotes(start: str, tmp_path: Path) -> None:
+def test_t4_two_ranks_say_what_the_page_quotes(nursery: str, start: str, tmp_path: Path) -> None:
     [text] = [text for text in quoted() if text.startswith(start)]
-    output = said(tmp_path, BOTH.format(body=TWO[start]), "-m", "aiodist.cli", "run", "-n", "2")
+    output = said(nursery, tmp_path, BOTH.format(body=TWO[start]), "-m", "aiodist.cli", "run", "-n", "2")
     assert is_said(text, output), output

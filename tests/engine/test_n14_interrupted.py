@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.nursed import stub
+
 ROOT = Path(__file__).resolve().parents[2]
 
 TRAINS = """
@@ -52,9 +54,9 @@ aiodist.run(main())
 """
 
 
-def started(script: Path, folder: Path) -> subprocess.Popen[str]:
+def started(nursery: str, script: Path, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "aiodist.cli", "run", "-n", "2", "--mpi", "none", str(script), str(folder)],
+        [sys.executable, "-m", "aiodist.cli", "run", "-n", "2", "--mpi", "none", *stub(nursery, script, folder)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -65,10 +67,10 @@ def started(script: Path, folder: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("to", ["the launcher", "its group"])
-def test_n14_ctrl_c_ends_all_ranks_and_training_goes_on_later(tmp_path: Path, to: str) -> None:
+def test_n14_ctrl_c_ends_all_ranks_and_training_goes_on_later(nursery: str, tmp_path: Path, to: str) -> None:
     script, folder = tmp_path / "trains.py", tmp_path / "checkpoints"
     script.write_text(TRAINS)
-    with started(script, folder) as job:
+    with started(nursery, script, folder) as job:
         try:
             assert job.stdout is not None
             waiting = {0, 1}
@@ -88,7 +90,7 @@ def test_n14_ctrl_c_ends_all_ranks_and_training_goes_on_later(tmp_path: Path, to
         assert "ends with" not in out
     numbers = sorted(p.name for p in folder.iterdir() if not p.suffix)
     assert numbers
-    with started(script, folder) as job:
+    with started(nursery, script, folder) as job:
         out, err = job.communicate(timeout=100)
     assert job.returncode == 0, out + err
     begun = {int(line.rsplit(maxsplit=1)[1]) for line in out.splitlines() if "begins with" in line}

@@ -1,4 +1,4 @@
-"""Starts examples as a user does, with `aiodist run`, and sorts their output by rank."""
+"""Starts examples with `aiodist run`, in a nursery, and sorts their output by rank."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 
 from aiodist.errors import BackendUnavailable
 from aiodist.launch.discover import find_mpi
+from tests.support.nursed import stub
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,24 +45,25 @@ def mpi(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Callable[..., Output]:
+def launch(nursery: str, tmp_path: Path) -> Callable[..., Output]:
     """Run a script on `n` ranks, and `servers` more, in an empty folder; fail when it takes more than a minute."""
-    return partial(start, tmp_path)
+    return partial(start, nursery, tmp_path)
 
 
 @pytest.fixture(scope="session")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Output, Path]]:
+def launched(nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Output, Path]]:
     """As `launch`, for several tests that look at one job: returns the folder too, and runs the same job once."""
 
     @cache
     def run(n: int, script: Path, *arguments: str, mpi: str) -> tuple[Output, Path]:
         folder = tmp_path_factory.mktemp("launched")
-        return start(folder, n, script, *arguments, mpi=mpi), folder
+        return start(nursery, folder, n, script, *arguments, mpi=mpi), folder
 
     return run
 
 
 def start(
+    nursery: str,
     folder: Path,
     n: int,
     script: Path,
@@ -75,9 +77,9 @@ def start(
     ranks = ["-n", str(n), "--servers", str(servers), *(["--elastic", elastic] if elastic else [])]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-m", "aiodist.cli", "run", *ranks, "--mpi", mpi, str(script), *arguments],
+        [sys.executable, "-m", "aiodist.cli", "run", *ranks, "--mpi", mpi, *stub(nursery, script, *arguments)],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "NURSERY_ENDS": "soon"},
         capture_output=True,
         text=True,
         timeout=seconds,

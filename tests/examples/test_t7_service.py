@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.nursed import stub
+
 pytest.importorskip("aiohttp")
 pytest.importorskip("sklearn")
 
@@ -22,10 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("way", ["request", "signal"])
-def test_t7_a_service_answers_while_training_goes_on_and_all_stop_together(way: str) -> None:
+def test_t7_a_service_answers_while_training_goes_on_and_all_stop_together(nursery: str, way: str) -> None:
     command = [sys.executable, "-m", "aiodist.cli", "run", "-n", "2", "--mpi", "none", "--kill-after", "30"]
     with subprocess.Popen(
-        [*command, "examples/service.py", "--port", "0"],
+        [*command, *stub(nursery, "examples/service.py", "--port", "0")],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
