@@ -20,6 +20,7 @@ from aiodist.launch import commands, hosts
 from aiodist.launch.commands import Flavour, Job, Mpi
 from aiodist.launch.hosts import Host, host_of, parse_hosts, placed, read_hostfile
 from tests.launch.conftest import MARK
+from tests.support.nursed import stub
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Launcher
@@ -273,12 +274,12 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize("how", ["exit 255", "exec sleep 600"], ids=["the host is gone", "the remote shell hangs"])
-def test_w3_a_host_from_which_no_rank_comes_ends_no_job(plain: Launcher, how: str) -> None:
+def test_w3_a_host_from_which_no_rank_comes_ends_no_job(nursery: str, plain: Launcher, how: str) -> None:
     agent = plain.folder / "rsh"
     agent.write_text(f'#!/bin/sh\n[ -e {plain.folder}/gone ] && {how}\nshift; exec env -i PATH="$PATH" sh -c "$*"\n')
     agent.chmod(0o755)
     hosts = ("--mpi", "none", "--hosts", "localhost:1,away:1", "--rsh", str(agent), "--elastic", "1:2")
-    command = [sys.executable, "-c", _IMPATIENT, "run", *hosts, plain.script(GROWS)]
+    command = [sys.executable, "-c", _IMPATIENT, "run", *hosts, *stub(nursery, plain.script(GROWS))]
     done = subprocess.run(command, cwd=plain.folder, env=plain.environ, capture_output=True, text=True, timeout=40)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[:1] == ["[0] none came"]
@@ -311,16 +312,16 @@ PLACES = """
 """
 
 
-def test_w3_ranks_that_join_on_hosts_are_told_their_place_there(plain: Launcher) -> None:
+def test_w3_ranks_that_join_on_hosts_are_told_their_place_there(nursery: str, plain: Launcher) -> None:
     """Both hosts are this one to the ranks, but not to the launcher, which tells the places that it has chosen."""
     hosts = ("--hosts", "localhost:2,away:2", "--rsh", rsh(plain), "--elastic", "1:5")
-    done = plain.run(*hosts, plain.script(PLACES), n=4, timeout=40)
+    done = plain.run(*hosts, *stub(nursery, plain.script(PLACES)), n=4, timeout=40)
     assert done.returncode == 0, done.stdout + done.stderr
     said = sorted(line.split()[1:4] for line in done.stdout.splitlines() if " True" in line or " False" in line)
     assert said == [["2", "1", "3"], ["3", "1", "2"], ["4", "2", "3"]], done.stdout
 
 
-def test_w3_a_rank_comes_to_another_host_where_one_is_gone(plain: Launcher) -> None:
+def test_w3_a_rank_comes_to_another_host_where_one_is_gone(nursery: str, plain: Launcher) -> None:
     agent = plain.folder / "rsh"
     agent.write_text(
         f'#!/bin/sh\n[ -e {plain.folder}/gone ] && [ "$1" = away ] && exit 255\n'
@@ -328,19 +329,19 @@ def test_w3_a_rank_comes_to_another_host_where_one_is_gone(plain: Launcher) -> N
     )
     agent.chmod(0o755)
     hosts = ("--hosts", "localhost:1,away:1,spare:1", "-n", "3", "--rsh", str(agent), "--elastic", "1:3")
-    done = plain.run(*hosts, plain.script(GROWS), n=3, timeout=40)
+    done = plain.run(*hosts, *stub(nursery, plain.script(GROWS)), n=3, timeout=40)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[0] ends with 3" in done.stdout.splitlines(), "it came here in its place"
     assert plain.left_after(3) == []
 
 
-def test_w3_a_remote_shell_that_cannot_be_run_any_more_ends_no_job(plain: Launcher) -> None:
+def test_w3_a_remote_shell_that_cannot_be_run_any_more_ends_no_job(nursery: str, plain: Launcher) -> None:
     agent = plain.folder / "rsh"
     agent.write_text('#!/bin/sh\nshift; exec env -i PATH="$PATH" sh -c "$*"\n')
     agent.chmod(0o755)
     script = plain.script(GROWS.replace('open("gone", "w").close()', f'os.unlink("{agent}")'))
     hosts = ("--hosts", "localhost:1,away:1", "--rsh", str(agent), "--elastic", "1:2")
-    done = plain.run(*hosts, script, timeout=40)
+    done = plain.run(*hosts, *stub(nursery, script), timeout=40)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[0] none came" in done.stdout
     assert plain.left_after(3) == []

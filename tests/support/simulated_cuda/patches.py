@@ -10,7 +10,6 @@ from typing import Any, Final
 from unittest.mock import patch
 
 import torch
-import torch._dynamo  # torch does so when the shape of a result is first asked for; it must see no patched names
 from torch import _C
 from torch._C import _swap_tensor_impl
 from torch._C._nn import _parse_to
@@ -52,6 +51,8 @@ _FROM_DATA: Final = ("as_tensor", "asarray", "tensor")
 @contextlib.contextmanager
 def patched(world: SimulatedCuda) -> Iterator[None]:
     """Let torch see the simulated devices, in all threads, until the context ends."""
+    import torch._dynamo  # torch does so when a result's shape is first asked for; it must see no patched names
+
     backward = _backward(_engine_run_backward)
     with contextlib.ExitStack() as undo:
         for owner, names in (
