@@ -24,6 +24,7 @@ from torch.distributed.flight_recorder import fr_trace
 from aiodist import Communicator, gather
 from aiodist.machine import job_socket
 from aiodist.watch import jobs, shown
+from tests.support.nursed import stub
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -59,10 +60,12 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @contextmanager
-def running(folder: Path, *command: str, ranks: int) -> Iterator[subprocess.Popen[str]]:
-    """Start a job, wait until all of its ranks are ready, and end it."""
-    (folder / "program.py").write_text(PROGRAM)
-    words = [sys.executable, *command, str(folder / "program.py")]
+def running(folder: Path, ranks: int, nursery: str = "") -> Iterator[subprocess.Popen[str]]:
+    """Start a job of a nursery, or one process, wait until all of its ranks are ready, and end it."""
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    run = ["-m", "aiodist.cli", "run", "-n", str(ranks), "--mpi", "none"]
+    words = [sys.executable, *([*run, *stub(nursery, program)] if nursery else [str(program)])]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
         try:
             assert job.stdout is not None
@@ -98,8 +101,8 @@ def _line(text: str) -> str:
 
 
 @pytest.mark.parametrize("killed", ["rank 0", "the launcher"])
-def test_w11_a_job_that_was_killed_leaves_no_socket(folder: Path, killed: str) -> None:
-    with running(folder, "-m", "aiodist.cli", "run", "-n", "2", "--mpi", "none", ranks=2) as job:
+def test_w11_a_job_that_was_killed_leaves_no_socket(nursery: str, folder: Path, killed: str) -> None:
+    with running(folder, 2, nursery) as job:
         told = until(lambda: jobs.look(None)["ranks"])
         os.kill(told[0]["pid"] if killed == "rank 0" else job.pid, signal.SIGKILL)
         job.wait(20)
@@ -108,8 +111,8 @@ def test_w11_a_job_that_was_killed_leaves_no_socket(folder: Path, killed: str) -
         assert not list(folder.rglob("*.sock"))
 
 
-def test_w11_a_running_job_says_who_is_late(folder: Path) -> None:
-    with running(folder, "-m", "aiodist.cli", "run", "-n", "3", "--mpi", "none", ranks=3) as job:
+def test_w11_a_running_job_says_who_is_late(nursery: str, folder: Path) -> None:
+    with running(folder, 3, nursery) as job:
         told = until(lambda: (t := jobs.look(None))["ranks"][0]["waits"] and t["ranks"][0]["waits"][0]["ranks"] and t)
         assert told["job"] == job.pid
         waiting, late, stuck = told["ranks"]
@@ -155,7 +158,7 @@ def test_w11_a_running_job_says_who_is_late(folder: Path) -> None:
 
 
 def test_w11_a_process_alone_is_its_own_job_and_one_that_was_killed_leaves_nothing(folder: Path) -> None:
-    with running(folder, ranks=1) as job:
+    with running(folder, 1) as job:
         assert jobs.running() == [job.pid]
         told = jobs.look(job.pid)
         assert [rank["pid"] for rank in told["ranks"]] == [job.pid]
@@ -172,7 +175,7 @@ def test_w11_a_process_alone_is_its_own_job_and_one_that_was_killed_leaves_nothi
 
 
 def test_w11_who_watches_a_job_is_told_of_its_end(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    nursery: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     look, looked = jobs.look, threading.Event()
 
@@ -183,7 +186,7 @@ def test_w11_who_watches_a_job_is_told_of_its_end(
 
     monkeypatch.setattr(jobs, "look", looking)
     options = {"as_json": False, "live": True, "flight_recorder": None}
-    with running(folder, "-m", "aiodist.cli", "run", "-n", "2", "--mpi", "none", ranks=2) as job:
+    with running(folder, 2, nursery) as job:
         until(jobs.running)
         watching = threading.Thread(target=shown.show, args=(job.pid,), kwargs=options)
         watching.start()
