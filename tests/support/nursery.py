@@ -183,6 +183,6 @@ if __name__ == "__main__":
     else:
         sys.path[0] = str(Path(sys.argv[0]).parent)
         program = compile(Path(sys.argv[0]).read_text(), sys.argv[0], "exec")
-        sys.modules["__main__"] = main = ModuleType("__main__")
-        main.__file__ = sys.argv[0]
-        exec(program, main.__dict__)
+        sys.modules["__main__"] = ModuleType("__main__")  # which nothing here keeps, so that it is the first to go
+        vars(sys.modules["__main__"])["__file__"] = sys.argv[0]
+        exec(program, vars(sys.modules["__main__"]))
