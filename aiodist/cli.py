@@ -128,7 +128,7 @@ def run(  # noqa: PLR0913 - one for each option
     elastic: Annotated[
         str,
         typer.Option(
-            metavar="MIN:MAX", help="Go on while MIN ranks live, and grow to MAX: see init(elastic=True); --mpi none."
+            metavar="MIN:MAX", help="Go on while MIN ranks live, grow to MAX: init(elastic=True); not over MPICH."
         ),
     ] = "",
     trace: Annotated[

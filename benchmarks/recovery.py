@@ -24,8 +24,15 @@ def recovery(
     two_hosts: Annotated[
         bool, typer.Option("--two-hosts", help="Two ranks each on two hosts: network namespaces of this machine.")
     ] = False,
+    open_mpi: Annotated[
+        bool, typer.Option("--open-mpi", help="Under its mpirun: the first death of each of eight jobs.")
+    ] = False,
 ) -> None:
     """Kill one of four ranks and start another in its place, eight times."""
+    if open_mpi:  # which the first death leaves behind
+        command = [sys.executable, "-m", "aiodist.cli", "run", "-n", "4", "--mpi", "openmpi", *_WORKER, "1"]
+        ends = [subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode for _ in range(8)]
+        raise typer.Exit(max(ends))
     with ExitStack() as stack:
         command = [sys.executable, "-m", "aiodist.cli", "run", "-n", "4", *_WORKER]
         if two_hosts:

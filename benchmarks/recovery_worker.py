@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from statistics import median
 from time import monotonic
@@ -22,7 +23,7 @@ _IMPORTED = monotonic() - _BEGAN
 import aiodist  # noqa: E402
 from aiodist import Communicator  # noqa: E402
 
-_ROUNDS = 8
+_ROUNDS = int(sys.argv[1]) if len(sys.argv) > 1 else 8
 _AHEAD = 0.2
 """Seconds before it is killed in which a rank says when that will be."""
 _STEPS = 5

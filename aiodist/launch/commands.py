@@ -287,7 +287,10 @@ def check_mpi(job: Job, mpi: Mpi | None) -> None:
     if mpi is not None and job.keep_going:
         raise ConfigError(f"--keep-going with {mpi.mpirun}, which --mpi auto found: {ENDS_ALL}")
     if mpi is not None and job.elastic is not None:
-        raise BackendUnavailable(f"--elastic with {mpi.mpirun}: {ENDS_ALL}")
+        if mpi.flavour is not Flavour.OPENMPI or _before_prrte(mpi):
+            raise BackendUnavailable(f"--elastic with {mpi.mpirun}: {ENDS_ALL}, or take Open MPI 5")
+        if job.hosts:
+            raise BackendUnavailable(f"--elastic with --hosts and {mpi.mpirun}: it starts no new ranks; say --mpi none")
     if not job.hosts or mpi is None:
         return
     if mpi.flavour is Flavour.OTHER:
@@ -310,6 +313,8 @@ def mpirun_command(job: Job, mpi: Mpi, guard: list[str], session: str = "") -> l
             options += ["--map-by", "slot:OVERSUBSCRIBE" if job.hosts else ":OVERSUBSCRIBE"]
         if not given & {"bind-to", "rankfile"}:
             options += ["--bind-to", "none"]  # else two ranks get one core each, for all of their threads
+        if job.elastic is not None:  # else it ends all ranks when one dies
+            options.append("--enable-recovery")
         if session and not _before_prrte(mpi) and not given & {"prte_local_tmpdir_base", "prte_tmpdir_base"}:
             # Else they lie in /tmp under its process id, where those of a killed mpirun stop the next with that id.
             options += ["--prtemca", "prte_local_tmpdir_base", session]

@@ -21,7 +21,7 @@ from aiodist.control import Hub
 from aiodist.env import variables
 from aiodist.errors import ConfigError, LaunchError
 from aiodist.launch import commands, discover, hosts
-from aiodist.launch.commands import Job
+from aiodist.launch.commands import Job, Mpi
 from aiodist.launch.elastic import ElasticSessions
 from aiodist.launch.output import Streams
 from aiodist.launch.processes import Command, ProcessEnded, Processes
@@ -64,10 +64,7 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
         elastic = None if job.elastic is None else ElasticSessions(job.ranks, here, token)
         sessions = elastic or Hub(job.ranks, host=here, token=token)
         hub = await stack.enter_async_context(sessions)
-        common = commands.common_variables(environ, hub.address, token, job.servers, job.elastic)
-        common["AIODIST_JOB"] = str(os.getpid())
-        if mpi is not None:
-            common |= commands.mpirun_environment(mpi, environ, root=os.geteuid() == 0)
+        common = _common_variables(job, mpi, environ, hub.address, token)
         if job.hosts:
             common = {**commands.GUARD_NEEDS, **common}
             exports = {**commands.travelling(common), **commands.network_variables(mpi, job.iface, environ), **exports}
@@ -94,6 +91,7 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
             todo = [Command(commands.mpirun_command(job, mpi, guard, session), common)]
         processes = Processes(todo, sink=overheard, notify=events.put_nowait)
         if elastic is not None:
+            guards = _Guards(job, guard, common) if mpi else guards  # an mpirun starts no ranks later
             growth = _Growth(elastic, guards, starts, output, supervisor, ranks, processes, events.put_nowait)
             elastic.start, elastic.kill = growth.start, growth.kill
         await stack.enter_async_context(processes)
@@ -103,6 +101,15 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
             processes.patience = 1.0 if supervisor.stopping else processes.patience
             ranks.release()
     return code
+
+
+def _common_variables(
+    job: Job, mpi: Mpi | None, environ: Mapping[str, str], address: str, token: str
+) -> dict[str, str]:
+    """Return what every process of the job inherits, an mpirun too."""
+    common = commands.common_variables(environ, address, token, job.servers, job.elastic)
+    common["AIODIST_JOB"] = str(os.getpid())
+    return common if mpi is None else common | commands.mpirun_environment(mpi, environ, root=os.geteuid() == 0)
 
 
 def _allow_descriptors(ranks: int) -> None:

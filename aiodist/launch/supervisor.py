@@ -115,7 +115,8 @@ class Supervisor:
         now = self._loop.time()
         if len(self._ranks.came) >= self._job.ranks:
             self._times.pop("start", None)
-        if self._is_due("mpirun", now):
+        # Those that joined an elastic job are not its own.
+        if self._is_due("mpirun", now) and not (self._elastic and self._left.isdisjoint(range(self._job.ranks))):
             self._judge([] if self.stopping else self._verdict.stopped_by_mpirun(self._mpirun_code))
             self._stop(signal.SIGTERM)
         if not self.stopping:

@@ -60,6 +60,7 @@ class RankPlace:
     transport: Transport
     channel: Channel
     hosts: tuple[int, ...]  # for each rank the first of its host
+    beside: Transport | None = None  # what carries all that is made of an elastic world over MPI
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ async def find_place(
         return RankPlace(LocalTransport(LocalHub(), 0, 1), in_process(1)[0], (0,))
     mpi = None
     if meeting is None and environment.rendezvous is None and (backend == "mpi" or environment.mpi):
-        mpi = await _start_mpi(environment, limits)
+        mpi = await start_mpi(environment, limits)
     try:
         channel = await (_meet(environment, mpi, limits) if meeting is None else _meet_over(meeting, limits))
     except BaseException:
@@ -182,7 +183,7 @@ async def _transport(
     limits: Limits,
 ) -> Transport:
     if backend == "mpi":
-        return mpi or await _start_mpi(environment, limits)
+        return mpi or await start_mpi(environment, limits)
     if mpi is not None:  # it was needed only for the ranks to meet
         await mpi.aclose(drained=True)
     if backend == "gloo":
@@ -200,12 +201,13 @@ async def _transport(
     raise BackendUnavailable(f"backend 'shm' is for ranks of one host that share memory: {reason}")
 
 
-async def _start_mpi(environment: Environment, limits: Limits) -> MpiTransport:
+async def start_mpi(environment: Environment, limits: Limits, *, mortal: bool = False) -> MpiTransport:
+    """Return MPI's transport over all ranks of the job, which are as many as the environment says; see `open_world`."""
     from aiodist.backends.mpi import library_version, open_world
 
     try:
         async with asyncio.timeout(limits.rendezvous):
-            world = await open_world()
+            world = await open_world(mortal=mortal)
     except TimeoutError:
         who = f"not all of the {environment.size} ranks came"
         raise OperationTimeout(f"MPI could not start within {limits.rendezvous:g} s: {who}", op="init") from None
@@ -279,7 +281,7 @@ async def find_topology(place: RankPlace, environment: Environment, limits: Limi
 
 async def find_neighbours(place: RankPlace, environment: Environment, limits: Limits) -> Met:
     """Return the ranks of this host that share memory with this one, or why there are none."""
-    channel, transport = place.channel, place.transport
+    channel, transport = place.channel, place.beside or place.transport
     if transport.name == "local" or channel.size == 1:
         return Met(None, "all ranks are in one process")
     if isinstance(transport, ShmTransport):

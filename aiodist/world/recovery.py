@@ -13,7 +13,8 @@ import gc
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
 from aiodist.communicator import Communicator
 from aiodist.communicator.registry import Registry
@@ -35,7 +36,10 @@ from aiodist.errors import (
 )
 from aiodist.handles import Handle, Origin
 from aiodist.world.generation import RankWorld, WorldOptions
-from aiodist.world.opening import RankSeat, place_on
+from aiodist.world.opening import RankPlace, RankSeat, place_on, start_mpi
+
+if TYPE_CHECKING:
+    from aiodist.backends.mpi import MpiTransport
 
 _LATEST_SECONDS: Final = 0.2  # before a deadline: who is late is asked for then
 _ANSWER_SECONDS: Final = 0.5  # for news that a rank is gone, where a library failed
@@ -68,6 +72,7 @@ class Recovery:
         self._options = options
         self._backend = backend or options.environment.backend
         self._given = given
+        self._mpi: MpiTransport | None = None  # while it carries the first generation
         self._task: asyncio.Task[None] | None = None
         self._under_way: Handle[Communicator] | None = None
         self._uncollected = 0
@@ -246,8 +251,7 @@ class Recovery:
         if self._given is not None:
             place = self._given.place(self.channel, generation)
         else:
-            backend = self._backend or ("shared" if options.environment.shared_memory else "gloo")
-            place = await place_on(self.channel, options.environment, backend, options.limits)
+            place = await self._place(generation)
         try:
             world = await RankWorld.of(options, place, generation)
         except BaseException:
@@ -260,10 +264,26 @@ class Recovery:
                 if before.kept is not None:
                     before.kept.follow(world.registry)
             await world.open()
+            if (mpi := self._mpi) is not None:
+                world.comm.parts.dispatcher.on_abort.append(lambda _: mpi.leave())
         except BaseException as error:
             await world.abort(CommunicatorAborted(f"the world was not opened: {error!r}"))
             raise
         return world
+
+    async def _place(self, generation: Generation) -> RankPlace:
+        """Return the place of this process in a generation: only in the first one MPI may carry it."""
+        environment, mpi = self._options.environment, self._mpi
+        backend = self._backend if self._backend != "mpi" else None
+        if mpi is not None and generation.number:
+            mpi.leave()
+            self._mpi = mpi = None
+        backend = "shm" if mpi is not None else backend or ("shared" if environment.shared_memory else "gloo")
+        place = await place_on(self.channel, environment, backend, self._options.limits)
+        if mpi is not None:
+            mpi.beside = place.transport
+            place = replace(place, transport=mpi, beside=place.transport)
+        return place
 
     async def _await_loss(self, error: AiodistError) -> Exit:
         """Return how a rank left, which `error` may follow from and be heard of before; raise `error` if none has."""
@@ -283,12 +303,12 @@ class Recovery:
         if self._given is not None:
             return await self._given.first()
         environment = self._options.environment
-        name = "mpi" if environment.mpi else self._backend
-        if name == "mpi":
-            raise BackendUnavailable("an elastic world over MPI: expected aiodist run --mpi none")
-        if name and name not in ("gloo", "shm"):
-            raise ConfigError(f"backend {name!r} of an elastic world: expected gloo or shm")
+        name = self._backend or ("mpi" if environment.mpi else None)
+        if name and name not in ("gloo", "shm", "mpi"):
+            raise ConfigError(f"backend {name!r} of an elastic world: expected gloo, shm, or mpi")
         generation = Generation(environment.generation, environment.previous)
+        if name == "mpi" and generation.number == 0:  # before all have met: a death while MPI starts ends the job
+            self._mpi = await start_mpi(environment, self._options.limits, mortal=True)
         return await self._meet(generation, environment.rank, environment.rendezvous or ""), generation
 
     async def _meet(self, generation: Generation, rank: int, address: str) -> Channel:

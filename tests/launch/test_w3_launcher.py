@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from aiodist.env import Environment
 from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.launch import commands
 from aiodist.launch.commands import Flavour, Job, Mpi, elastic_range
+from aiodist.launch.hosts import Host
 from aiodist.launch.verdict import Ending, JobVerdict
 
 OPENMPI = Mpi("/opt/ompi/bin/mpirun", Flavour.OPENMPI, "5.0.11", None)
@@ -36,9 +38,17 @@ def test_w3_what_cannot_be_is_refused_with_the_reason(changed: dict[str, Any], w
     assert why in str(caught.value)
 
 
-def test_w3_an_mpirun_says_that_it_ends_all() -> None:
-    with pytest.raises(BackendUnavailable, match=r"--elastic with /opt/ompi/bin/mpirun: .*; say --mpi none"):
-        commands.check_mpi(Job(("train.py",), 2, elastic=(1, 2)), OPENMPI)
+def test_w3_an_mpirun_says_that_it_ends_all_unless_it_is_open_mpi_5_on_this_host() -> None:
+    job = Job(("train.py",), 2, elastic=(1, 2))
+    commands.check_mpi(job, OPENMPI)
+    assert "--enable-recovery" in commands.mpirun_command(job, OPENMPI, ["guard"])
+    assert "--enable-recovery" not in commands.mpirun_command(replace(job, elastic=None), OPENMPI, ["guard"])
+    ends_all = "MPI ends every rank when one dies; say --mpi none, or take Open MPI 5"
+    for mpi in (replace(OPENMPI, version="4.1.6"), Mpi("/opt/mpich/bin/mpirun", Flavour.MPICH, "5.0.2", None)):
+        with pytest.raises(BackendUnavailable, match=f"--elastic with {mpi.mpirun}: {ends_all}"):
+            commands.check_mpi(job, mpi)
+    with pytest.raises(BackendUnavailable, match=r"--elastic with --hosts and .*: it starts no new ranks"):
+        commands.check_mpi(replace(job, hosts=(Host("a", 2),)), OPENMPI)
 
 
 @pytest.mark.parametrize("text", ["2", "a:b", "2:", ":4", "-1:2"])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Begin, Done, Operation, Wanted, ours
+from aiodist.backends.base import Begin, Done, Operation, Wanted, again, ours, tell
 from aiodist.backends.inplace import bytes_of, divide, flat
 from aiodist.backends.mpi.library import DTYPES, MPI, NARROW, OPS, PIECE_BYTES, SATURATES, as_backend_error
 from aiodist.backends.mpi.requests import Requests, address, spec, start
@@ -45,6 +45,9 @@ class Pipeline:
         self._fill()
 
     def _fill(self) -> None:
+        if (left := self._requests.left) is not None:
+            waiting, self._waiting = self._waiting, deque()
+            tell((joined, again(left)) for _, _, joined in waiting)
         while self._waiting and self._moving < _PIPELINED_AT_ONCE:
             piece, op, joined = self._waiting.popleft()
             self._moving += 1
@@ -102,7 +105,8 @@ class MpiNative:
         """Return what begins an allreduce, with all that can be known ahead worked out."""
         call, mpi_type, nbytes = self._comm.Iallreduce, DTYPES[kind], numel * kind.itemsize
         mpi_op, mean, ranks = _SUMS[op], op is ReduceOp.MEAN, self._comm.size
-        in_place, track = MPI.IN_PLACE, self._requests.track
+        in_place, requests = MPI.IN_PLACE, self._requests
+        track = requests.track
         if nbytes >= LARGE_BYTES:
             return lambda t, _, done: self._allreduce(Operation("allreduce", t, op=op), done)
         specs: dict[int, list[Any]] = {}
@@ -117,6 +121,9 @@ class MpiNative:
             at = t.data_ptr()
             if mean:
                 done = _divided(t, ranks, done)
+            if requests.left is not None:
+                done(again(requests.left))
+                return
             try:
                 request = call(in_place, specs.get(at) or described(at), mpi_op)
             except MPI.Exception as error:

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from aiodist.backends.base import Done, ours, tell
+from aiodist.backends.base import Done, again, ours, tell
 from aiodist.backends.mpi.library import DTYPES, MPI, as_backend_error
+from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES, Handle, Origin, Progress, from_source
 
 _WINDOW = 64  # how many requests one pass looks at
@@ -24,6 +25,8 @@ class Requests:
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
+        self.left: BackendError | None = None
+        """Why no call of MPI is made in this process any more."""
         self._requests: list[MPI.Request] = []
         self._done: list[Done] = []
         self._misses = 0
@@ -36,6 +39,13 @@ class Requests:
             done = self.progress.counted(done)
         self._requests.append(request)
         self._done.append(done)
+
+    def leave(self, error: BackendError) -> None:
+        """Make no call of MPI any more: what is pending fails. Only calls move data, so its memory is free."""
+        self.left = error
+        ended, self._requests, self._done = self._done, [], []
+        self.progress.remove_poller(self)
+        tell((done, again(error)) for done in ended)
 
     def poll(self, until: float = 0.0) -> bool:
         requests = self._requests
@@ -107,6 +117,9 @@ def request_handle(request: MPI.Request) -> Handle[None]:
 
 def start(requests: Requests, call: Callable[[], MPI.Request], nbytes: int, done: Done) -> None:
     """Make a native call and have its request tracked; what it raises goes to `done`."""
+    if requests.left is not None:
+        done(again(requests.left))
+        return
     try:
         request = call()
     except MPI.Exception as error:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from aiodist.backends.base import Capabilities, Done, Native, Transport, in_thread
+from aiodist.backends.base import Capabilities, Done, Native, Transport, again, in_thread
 from aiodist.backends.inplace import bytes_of
 from aiodist.backends.mpi.library import MPI, PIECE_BYTES, as_backend_error, cuda_aware
 from aiodist.backends.mpi.native import MpiNative, Pipeline
@@ -40,6 +40,8 @@ class MpiTransport:
         self._progress = progress
         self._requests = requests
         self._owns_requests = False
+        self.beside: Transport | None = None
+        """What carries all that is split from it, where ranks may die: to make a communicator of MPI's blocks."""
         self.rank: int = comm.rank
         self.size: int = comm.size
         self._pipeline = Pipeline(pieces, requests)
@@ -65,6 +67,9 @@ class MpiTransport:
     def _send_short(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """Send what a library copies at once: then there is nothing to ask about, and polls are cheaper."""
         nbytes = t.nbytes
+        if self._requests.left is not None:
+            done(again(self._requests.left))
+            return
         try:
             request = self._comm.Isend([address(t.data_ptr(), nbytes), nbytes, MPI.BYTE], dst, tag)
             over = request.Test()
@@ -89,6 +94,8 @@ class MpiTransport:
         MPI has no non-blocking form, and two tasks may create communicators in different order on different
         ranks: each call therefore blocks in a thread of its own, outside the transport lock.
         """
+        if self.beside is not None:
+            return await self.beside.split(ranks, name)
         # The same on these ranks, however many communicators each of them has made with others.
         tag = zlib.crc32(name.encode()) & 0x7FFF
         group = self._comm.Get_group().Incl(list(ranks))
@@ -102,7 +109,10 @@ class MpiTransport:
 
     async def aclose(self, *, drained: bool) -> None:
         """Free the communicator, if it is idle; else MPI is left to the end of the process."""
-        if drained:
+        if self.beside is not None:
+            self.leave()
+            await self.beside.aclose(drained=drained)
+        elif drained:
             await in_thread(self._pipeline.comm.Free)
             await in_thread(self._comm.Free)
             if self._owns_requests and not len(
@@ -111,6 +121,14 @@ class MpiTransport:
                 self._progress.remove_poller(self._requests)
         else:
             World.doom()
+
+    def leave(self) -> None:
+        """Make no call of MPI in this process any more: what is pending fails; on the loop's thread."""
+        self._progress.exclusively(self._leave)
+
+    def _leave(self) -> None:
+        if self._requests.left is None:
+            self._requests.leave(BackendError("MPI was left: a rank is gone, or the ranks go on in another world"))
 
 
 class World:
@@ -135,6 +153,14 @@ class World:
             raise BackendError(f"MPI offers {names[level]}; aiodist needs THREAD_MULTIPLE")
 
     @classmethod
+    def outlive(cls) -> None:
+        """MPI is not to be finalised, since ranks may die; raise where it is not ours."""
+        if cls.pid is None:
+            how = "expected mpi4py.rc.initialize = False before `from mpi4py import MPI`"
+            raise BackendError(f"MPI was initialised by the program, and waits for lost ranks at its end: {how}")
+        cls.doomed = True
+
+    @classmethod
     def doom(cls) -> None:
         """MPI is not to be finalised: remove the file behind MPICH's shared memory, as that would; all ranks map it."""
         cls.doomed = True
@@ -157,16 +183,20 @@ class World:
                 MPI.Finalize()
 
 
-async def open_world() -> MpiTransport:
+async def open_world(*, mortal: bool = False) -> MpiTransport:
     """Initialise MPI if nobody has, and return a transport over all of its ranks; every rank must call it.
 
-    MPI starts in a thread, so the loop goes on. Raises `BackendError` when MPI has no THREAD_MULTIPLE.
+    MPI starts in a thread, so the loop goes on. Where ranks are `mortal`, it is never finalised, which would wait for
+    those that died. Raises `BackendError` when MPI has no THREAD_MULTIPLE, or the program would finalise it all the
+    same.
     """
     progress = Progress.current()
     requests = Requests(progress)
 
     def start() -> tuple[MPI.Intracomm, MPI.Intracomm]:
         World.initialize()
+        if mortal:
+            World.outlive()
         return MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
 
     try:

@@ -20,6 +20,7 @@ import torch
 import aiodist
 from aiodist import Communicator
 from aiodist.data import IndexShards, ShardQueue
+from aiodist.env import Environment
 from aiodist.nn import DataParallel
 
 STEPS = 30
@@ -184,7 +185,7 @@ async def late() -> None:
 
 async def early() -> None:
     """One is killed before they have met."""
-    if os.environ["AIODIST_RANK"] == "1":
+    if Environment.read().rank == 1:
         die()
     async with aiodist.init(elastic=True):
         say("open")
