@@ -568,6 +568,12 @@ class Registry(Generic[C]):
         for communicator in list(self._open):
             communicator.parts.dispatcher.supersede(error)
 
+    def give_up(self, error: AiodistError) -> None:
+        """Abort what was not aborted, here."""
+        for communicator in (*self._open, *self._closing):
+            if communicator.parts.dispatcher.refusal is None:
+                communicator.parts.dispatcher.abort(error)
+
     async def abort(self, error: AiodistError) -> None:
         """The program failed: give everything up at once."""
         for task in self._tasks:

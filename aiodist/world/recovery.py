@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aiodist.communicator import Communicator
@@ -219,8 +220,15 @@ class Recovery:
 
     def _enter(self, world: RankWorld) -> Communicator:
         self._world = world
+        world.comm.parts.dispatcher.on_abort.append(partial(self._given_up, world))
         world.registry.elastic = self
         return world.comm
+
+    def _given_up(self, world: RankWorld, error: AiodistError) -> None:
+        """Others have left this world: they come to no operation of its groups, of which they may not have all."""
+        if isinstance(error, CommunicatorAborted) and self._under_way is None:
+            lost = self._lost()
+            world.registry.give_up(error if lost is None else lost.error())
 
     async def _supersede(self, old: RankWorld, why: str) -> None:
         """Give the old world up: what is pending on it, and every later call, raises CommunicatorAborted."""

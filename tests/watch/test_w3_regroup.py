@@ -88,6 +88,31 @@ def test_w3_everything_of_the_old_world_raises_and_what_was_pending_has_the_lost
     run_ranks(3, main, elastic=(1, 3))
 
 
+@pytest.mark.parametrize("turns", range(0, 400, 20))
+def test_w3_nobody_waits_in_a_group_of_a_world_that_others_have_left(turns: int) -> None:
+    """The group of ranks 1 and 3 may have been made on one of them alone when rank 0 dies."""
+
+    async def die() -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        kill_rank()
+
+    async def main(number: int) -> float:
+        async with aiodist.init(elastic=True, report=None) as coll:
+            dying = asyncio.create_task(die()) if number == 0 else None
+            try:
+                while True:
+                    half = await coll.split(number % 2)
+                    await half.allreduce(torch.ones(2))
+                    await half.aclose()
+            except PeerLost as error:
+                assert error.lost == 0
+            del dying
+            return await total(await coll.shrink())
+
+    assert run_ranks(4, main, turns, elastic=(1, 4)) == [None, 111, 111, 111]
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_w3_what_is_being_made_of_a_world_is_given_up_with_it(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     """A library may wait for the lost rank for ever, or fail before the loss is known."""
