@@ -19,7 +19,7 @@ def causes(ended: Ended) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(32))
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 def test_w3_ranks_are_killed_at_any_moment_and_the_others_end_right(run: Run, seed: int) -> None:
     size, deaths, joiners = 4 + seed % 2, 1 + (seed % 5 == 0), seed // 2 % 2
     words = map(str, (seed, deaths, joiners))
@@ -59,6 +59,7 @@ def test_w3_two_are_killed_two_join_and_the_weights_are_as_if_open_mpi_had_staye
         assert ended.said(process) == [*lost, f"equal: True {rank} of 4"]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", ["count", "again", "closes", "raises", "too_few", "early"])
 def test_w3_over_open_mpi_an_elastic_job_ends_as_without_it(run: Run, name: str) -> None:
     size, least, code, lines = {
