@@ -315,7 +315,9 @@ class Recovery:
         if name and name not in ("gloo", "shm", "mpi"):
             raise ConfigError(f"backend {name!r} of an elastic world: expected gloo, shm, or mpi")
         generation = Generation(environment.generation, environment.previous)
-        if name == "mpi" and generation.number == 0:  # before all have met: a death while MPI starts ends the job
+        if name == "mpi" and generation.number == 0:  # before all have met: what fails while MPI starts ends the job
+            if not environment.shared_memory:
+                raise BackendUnavailable("an elastic world over MPI is for ranks that share memory: AIODIST_SHM=0")
             self._mpi = await start_mpi(environment, self._options.limits, mortal=True)
         return await self._meet(generation, environment.rank, environment.rendezvous or ""), generation
 

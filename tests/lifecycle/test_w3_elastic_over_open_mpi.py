@@ -59,6 +59,13 @@ def test_w3_two_are_killed_two_join_and_the_weights_are_as_if_open_mpi_had_staye
         assert ended.said(process) == [*lost, f"equal: True {rank} of 4"]
 
 
+def test_w3_over_open_mpi_ranks_that_may_not_share_memory_are_told(run: Run) -> None:
+    run.environ["AIODIST_SHM"] = "0"
+    ended = run("elastic.py", "again", options=("--elastic", "1:2"))
+    assert (ended.code, causes(ended)[0][:4]) == (1, "rank"), ended
+    assert "an elastic world over MPI is for ranks that share memory: AIODIST_SHM=0" in ended.errors
+
+
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", ["count", "again", "closes", "raises", "too_few", "early"])
 def test_w3_over_open_mpi_an_elastic_job_ends_as_without_it(run: Run, name: str) -> None:
