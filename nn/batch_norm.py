@@ -49,8 +49,9 @@ class SyncBatchNorm(_BatchNorm):
             for name in ("affine", "track_running_stats", "training", "_parameters", "_buffers"):
                 setattr(layer, name, getattr(module, name))
             return layer
-        for name, child in module.named_children():
-            setattr(module, name, cls.convert(child, coll))
+        for name, child in module._modules.items():  # named_children() has one that comes twice once
+            if child is not None:
+                setattr(module, name, cls.convert(child, coll))
         return module
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -112,6 +113,7 @@ class _Normalise(Function):
         mean, variance, count = moments
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.rest = count, eps, coll
+        weight, bias = _as(mean, weight), _as(mean, bias)
         return batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
 
     @staticmethod
@@ -122,7 +124,7 @@ class _Normalise(Function):
         gradient, sums = x.new_empty(x.shape), [torch.zeros_like(mean)] * 2
         if x.numel():  # as in evaluation, where the statistics are constants
             gradient, *sums = torch.ops.aten.native_batch_norm_backward(
-                grad, x, weight, mean, variance, None, None, False, eps, [True, True, True]
+                grad, x, _as(mean, weight), mean, variance, None, None, False, eps, [True, True, True]
             )
         totals = completed(coll, lambda: allreduce(torch.stack(sums), coll)) / count
         scale = (variance + eps).rsqrt()
@@ -131,3 +133,8 @@ class _Normalise(Function):
         gradient.sub_((x - center).mul_(factor).add_(term))
         parts = (None, None) if weight is None else (t.to(weight.dtype) for t in sums)
         return gradient, *parts, None, None, None
+
+
+def _as(like: Tensor, t: Tensor | None) -> Tensor | None:
+    """Return `t` in the dtype of the statistics: float32 for 16-bit parameters."""
+    return None if t is None else t.to(like.dtype)

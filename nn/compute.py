@@ -128,7 +128,7 @@ class Compute:
             self.wait(reduction.finished)
         if reduction.used:
             self._trusted = reduction
-            self.reducer.summed()
+            self.reducer.summed(reduction)
 
     def _order(self, reduction: Reduction, indices: Iterable[int]) -> None:
         with self.reducer.progress.waiting():

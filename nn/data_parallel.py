@@ -323,8 +323,8 @@ class DataParallel(ModuleLike):
                 "a step or a backward is under way, on the compute thread, and uses the parameters: await it first, or "
                 "load behind it, `await net.run(net.load_state_dict, state)`"
             )
-        self.reducer.steps.alike()
         self._module.load_state_dict(state, strict=strict)
+        self.reducer.steps.alike()
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -482,11 +482,13 @@ class DataParallel(ModuleLike):
         ```
         A rank that has left the loop brings nothing to the others' reductions, and does not count in the mean. In
         the end all ranks have the parameters, and the state of `optimizers` (unless given, the one of the last
-        `step`), of a rank that went on longest; buffers stay each rank's own. In the block only `step` and `backward`
-        may communicate. When the block raises, this rank does not wait; the others get a `RemoteError`, those that
-        have come to the end too.
+        `step`) and of the scaler and the schedulers of `settings`, of a rank that went on longest; buffers stay each
+        rank's own. In the block only `step` and `backward` may communicate. When the block raises, this rank does not
+        wait; the others get a `RemoteError`, those that have come to the end too.
         """
         self._check()
+        if wrong := [type(each).__name__ for each in optimizers if not isinstance(each, Stateful)]:
+            raise TypeError(f"join({', '.join(wrong)}): expected optimizers, as `net.join(opt)`")
         finished = self.run(self.compute.finish)  # a step that failed here may not have ended yet
         try:
             await finished
@@ -519,7 +521,8 @@ class DataParallel(ModuleLike):
         if self.reducer.owner is not None:  # this rank has made the others' steps
             await self.reducer.owner.flush()
             return
-        steps = await share_longest(self._coll, (mine, self.reducer.steps.made), self._module, drivers)
+        settings = [each for each in self._settings.stateful if all(each is not given for given in drivers)]
+        steps = await share_longest(self._coll, (mine, self.reducer.steps.made), self._module, drivers, settings)
         self.reducer.steps.alike(steps)
 
     def _leave_join(self, error: BaseException, entered: int, _: object = None) -> None:

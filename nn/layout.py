@@ -86,6 +86,15 @@ def view_like(flat: Tensor, t: Tensor) -> Tensor:
     return flat.view(t.shape) if memory_order(t) is None else flat.as_strided(t.shape, t.stride())
 
 
+def write_each(targets: list[Tensor], values: list[Tensor]) -> None:
+    """Copy `values` to `targets`, to those too that torch conjugates or negates as it reads them."""
+    if any(t.is_conj() or t.is_neg() for t in targets):
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
+    else:
+        copy_each(targets, values)
+
+
 @dataclass
 class Parcel:
     """Tensors as they travel: large ones from where they lie, the others side by side, one buffer for each dtype.
@@ -137,7 +146,7 @@ class Parcel:
         if not self.written:
             return
         if self.pieces:
-            copy_each(self.targets, self.pieces)
+            write_each(self.targets, self.pieces)
         # No operation of torch wrote to them: graphs that saved them must find out.
         increment_version([t for t in self.in_place if not t.is_inference()])
 

@@ -14,7 +14,7 @@ from torch import _foreach_copy_ as copy_each
 from torch import _foreach_sub as difference
 from torch.optim import Optimizer
 
-from aiodist.checkpoints.saving import keep_dtypes
+from aiodist.checkpoints.saving import load_exactly
 from aiodist.handles import Handle
 from aiodist.handles.tracing import span
 from aiodist.nn.compute import Forward, called, plain_step
@@ -144,7 +144,8 @@ class LocalSGD:
         """All ranks have the same parameters."""
         parameters = [slot.parameter for slot in net.reducer.slots]
         with torch.inference_mode(False):
-            copies = [(p, nn.Parameter(p.detach().clone())) for p in parameters if p.is_floating_point()]
+            averaged = [p for p in parameters if p.is_floating_point() or p.is_complex()]
+            copies = [(p, nn.Parameter(p.detach().clone())) for p in averaged]
         self._centre: dict[Tensor, Tensor] = dict(copies)
         """By parameter, frozen ones too: they may be thawed."""
         self._rates: list[float] = []
@@ -203,11 +204,11 @@ class LocalSGD:
         """
         if sorted(state) != ["optimizer", "outer", "steps"] or (self.outer is None) is not (state["outer"] is None):
             raise ValueError(f"state with {sorted(state)}: expected optimizer, outer and steps, as this one was made")
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.outer is not None:
-            self.outer.load_state_dict(state["outer"])
         if self._sent is not None:
             raise RuntimeError("an average is on its way: `await local.flush()` first")
+        load_exactly(self.optimizer, state["optimizer"])
+        if self.outer is not None:
+            load_exactly(self.outer, state["outer"])
         if self._kept is not None:
             self._kept = {}
         self.begin_again(state["steps"])
@@ -245,9 +246,7 @@ class LocalSGD:
         """Have what this rank had of its own behind so many steps; return whether that is known."""
         kept = (self._kept or {}).get(steps, [])
         for owner, state in kept:
-            owner.load_state_dict(state)
-            if owner is self.optimizer:
-                keep_dtypes(self.optimizer, state)
+            load_exactly(owner, state)
         return bool(kept)
 
     def begin_again(self, steps: int) -> None:
@@ -398,9 +397,9 @@ class _Common:
         """Take the others' number of steps and outer state, and their optimizer's where this rank has none for that."""
         local, steps = self._local, state["steps"]
         if not (self._intact and steps == local.steps) and not local.restore(steps):
-            local.optimizer.load_state_dict(state["optimizer"])
+            load_exactly(local.optimizer, state["optimizer"])
         if local.outer is not None:
-            local.outer.load_state_dict(state["outer"])
+            load_exactly(local.outer, state["outer"])
         local.begin_again(steps)
 
 

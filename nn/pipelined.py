@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from aiodist.checkpoints.saving import keep_dtypes
+from aiodist.checkpoints.saving import load_exactly
 from aiodist.errors import AiodistError
 from aiodist.handles import Handle
 from aiodist.handles.tracing import span
@@ -315,13 +315,7 @@ class _BucketOptimizer:
                 )
             groups.append({**group, **(found[0] if found else {})})
         kept = {i: values[number] for i, number in enumerate(packed) if number in values}
-        state = {"state": kept, "param_groups": groups}
-
-        def load() -> None:
-            self.optimizer.load_state_dict(state)
-            keep_dtypes(self.optimizer, state)
-
-        return load
+        return partial(load_exactly, self.optimizer, {"state": kept, "param_groups": groups})
 
     def keep_settings(self) -> None:
         """Remember learning rate and the like: the update that is due is made with those of now."""

@@ -142,8 +142,8 @@ class Reducer:
         """By parameter, how often its hook fired in this pass; in the order of the first times."""
         self._due: list[int] = []
         """Buckets that were probably full, and were not."""
-        self._summed = False
-        """The gradients hold the ranks' sum: what is added to them must be added to this rank's share of it."""
+        self._summed = 0
+        """Of how many ranks the gradients hold the sum, if of any: what is added is added to this rank's share."""
         self.thread: int | None = None
         """The one that runs a backward of the net; None while none is under way."""
         self._loop_thread = get_ident()
@@ -419,11 +419,11 @@ class Reducer:
         """Before gradients are added to a sum of all ranks: keep this rank's share of it."""
         if self._summed:
             self.devices.follow()
-            self._summed = False
+            ranks, self._summed = self._summed, 0
             with torch.no_grad():
                 for slot in self.slots:
                     if slot.parameter.grad is not None:
-                        slot.parameter.grad.div_(self.data.size)
+                        slot.parameter.grad.div_(ranks)
 
     def watch(self) -> None:
         """Have a backward outside be told, even if parameters were frozen or thawed since the last pass."""
@@ -490,9 +490,9 @@ class Reducer:
         """The order of the gradients is known to all: buckets stay as they are."""
         return self._deal.learnt is not None
 
-    def summed(self) -> None:
-        """The gradients are the reduced ones from now on."""
-        self._summed = self.op == "sum" and self.data.size > 1
+    def summed(self, reduction: Reduction) -> None:
+        """The gradients are those that `reduction` has reduced from now on."""
+        self._summed = reduction.participants if self.op == "sum" and self.data.size > 1 else 0
 
     # --- passes: on the loop ------------------------------------------------------------------------------------
 
@@ -505,7 +505,7 @@ class Reducer:
         status = reduction.status
         with self._lock:
             if not reduction.used:
-                self.summed()
+                self.summed(reduction)
         known, spans = self.statistics, reduction.spans
         nbytes, seconds = sum(bucket.nbytes for bucket in reduction.buckets), spans.seconds
         self.statistics = DataParallelStatistics(

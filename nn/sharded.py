@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
@@ -237,6 +238,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
     def _update(self, reduction: Reduction, settings: StepSettings) -> None:
         """Step this rank's shards, and have all ranks gather the parameters."""
         reducer, begun = self._net.reducer, False
+        settings = self._of_shards(settings)
 
         def step() -> None:
             nonlocal begun
@@ -258,6 +260,17 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         if made:
             reducer.steps.note(self)
             settings.advance()
+
+    def _of_shards(self, settings: StepSettings) -> StepSettings:
+        """Return `settings` that know what this rank owns of divided layers."""
+        divided = settings.divided
+        blocks = {
+            section.parameter: divided[parameter]
+            for shard in self._shards
+            for section in shard.sections.values()
+            if (parameter := cast(nn.Parameter, section.slot.parameter)) in divided
+        }
+        return replace(settings, divided={**divided, **blocks})
 
     def _total(self, figures: Tensor) -> Tensor:
         """Return the sum over all ranks, in place."""

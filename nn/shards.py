@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from aiodist.checkpoints import Piece, StoredTensor
-from aiodist.checkpoints.saving import keep_dtypes
+from aiodist.checkpoints.saving import load_exactly
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
 from aiodist.nn.buckets import Bucket, CommHook, Slot
@@ -266,9 +266,7 @@ class ShardState:
                 f"the state is of another shard ({what}): expected that of the same rank of as many, with the same "
                 "buckets; see pieces()"
             )
-        own = {key: state[key] for key in ("state", "param_groups")}
-        self._optimizer.load_state_dict(own)
-        keep_dtypes(self._optimizer, own)
+        load_exactly(self._optimizer, {key: state[key] for key in ("state", "param_groups")})
         self.stepped = set(state["stepped"])
 
     def _shard(self) -> list[tuple[str, int, int]]:

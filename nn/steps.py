@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial, update_wrapper
+from functools import update_wrapper
 from inspect import signature
 from threading import get_ident
 from typing import Any, ClassVar, ParamSpec, Protocol, TypedDict, TypeVar, cast
@@ -113,19 +113,20 @@ class StepSettings:
         self.scaler.unscale_(cast(Optimizer, target))  # as far as a scaler uses one
         try:
             if total is not None or self.divided:
-                target = self._agreed(groups, step, total or partial(total_over, dict.fromkeys(self.divided.values())))
+                target = self._agreed(groups, step, total)
             self._clip(groups, total)
             self.scaler.step(cast(Optimizer, target))
         finally:
             self.scaler.update()
         return target.made
 
-    def _agreed(self, groups: Groups, step: Callable[[], object], total: Callable[[Tensor], Tensor]) -> _Update:
+    def _agreed(self, groups: Groups, step: Callable[[], object], total: Callable[[Tensor], Tensor] | None) -> _Update:
         """Return an update that a scaler leaves out where a gradient of some rank is not finite."""
         assert self.scaler is not None
         bad = sum(not held.grad.isfinite().all() for _, held in _reduced(groups))
         flag = nn.Parameter(torch.zeros(1, device="cpu"))
-        found = total(torch.full((1,), float(bad), device="cpu"))
+        found = total_over(dict.fromkeys(self.divided.values()), torch.full((1,), float(bad), device="cpu"))
+        found = found if total is None else total(found)
         flag.grad = torch.full_like(flag, torch.inf) if found > 0 else torch.zeros_like(flag)
         agreed = _Update([{"params": [flag]}], step)
         self.scaler.unscale_(cast(Optimizer, agreed))
@@ -136,11 +137,15 @@ class StepSettings:
             return
         clipped = [(held, self.divided.get(p)) for p, held in _reduced(groups)]
         norm = nn.utils.get_total_norm(held.grad for held, coll in clipped if coll is None)
+        square, dtype = norm.double().square(), norm.dtype
         for coll in dict.fromkeys(self.divided.values()):
             of_blocks = nn.utils.get_total_norm(held.grad for held, shared in clipped if shared is coll)
-            norm = (norm.square() + total_over([coll], of_blocks.square().reshape(1))[0]).sqrt()
+            dtype = torch.promote_types(dtype, of_blocks.dtype)
+            square = square + total_over([coll], of_blocks.double().square().reshape(1))[0]
         if total is not None:
-            norm = total(norm.double().square().reshape(1)).sqrt()[0].to(norm.dtype)
+            square = total(square.reshape(1))[0]
+        if total is not None or self.divided:
+            norm = square.sqrt().to(dtype)
         nn.utils.clip_grads_with_norm_([held for held, _ in clipped], self.clip_norm, norm)
 
     def advance(self) -> None:

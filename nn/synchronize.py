@@ -10,9 +10,9 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch import _foreach_copy_ as copy_each
 from torch.utils._pytree import tree_map_only
 
+from aiodist.checkpoints.saving import load_exactly
 from aiodist.communicator import Communicator
 from aiodist.communicator.arguments import check_rank
 from aiodist.errors import MismatchError
@@ -28,6 +28,7 @@ from aiodist.nn.layout import (
     flat_view,
     in_words,
     named_state,
+    write_each,
 )
 from aiodist.streams import Modes
 from aiodist.types import Stateful
@@ -307,9 +308,13 @@ def _close(figures: Tensor, rtol: float) -> Tensor:
 
 
 async def share_longest(
-    coll: Communicator, made: tuple[int, int], module: nn.Module, optimizers: Sequence[Stateful]
+    coll: Communicator,
+    made: tuple[int, int],
+    module: nn.Module,
+    optimizers: Sequence[Stateful],
+    settings: Sequence[Stateful],
 ) -> int:
-    """Give all ranks the parameters and the optimizers' state of the first rank that `made` most passes.
+    """Give all ranks the parameters and the state of optimizers and settings of the first rank that `made` most passes.
 
     `made` are passes, and steps of the optimizer; returns how many steps that rank has made.
 
@@ -328,10 +333,11 @@ async def share_longest(
         )
     root = passes.index(max(passes))
     await synchronize_parameters(module, coll, root=root, buffers=False)
-    states = await _states_of(coll, root, optimizers)
+    owners = [*optimizers, *settings]
+    states = await _states_of(coll, root, owners)
     if coll.rank != root:
-        for optimizer, state in zip(optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
+        for owner, state in zip(owners, states, strict=True):
+            load_exactly(owner, state)
     steps: int = told[root][1]
     return steps
 
@@ -359,10 +365,10 @@ async def share_furthest(
     coll.parts.dispatcher.check_usable()  # given up meanwhile: nothing is written
     if coll.rank != root:
         if elastic:
-            copy_each(mine, come)
+            write_each(mine, come)
         for each, state in zip(states, came, strict=True):
             if state is not None:  # else `root` has made no such optimizer yet
-                each.load_state_dict(state)
+                load_exactly(each, state)
     return most
 
 

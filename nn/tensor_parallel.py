@@ -120,7 +120,7 @@ class RowLinear(SplitLayer, nn.Linear):
         whole = partial(_joined, self.coll, self.in_features)
         mine = input if self.split_input else _through(input, _mine(self.coll), whole)
         y = _through(linear(mine, self.weight), partial(_total, self.coll), _same)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # as autocast has it
 
 
 class VocabEmbedding(SplitLayer, nn.Embedding):

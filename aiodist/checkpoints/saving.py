@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +36,7 @@ from aiodist.checkpoints.writer import Writer, check_alike, digest, together
 from aiodist.communicator import Communicator
 from aiodist.errors import CheckpointDamaged
 from aiodist.handles import Handle
+from aiodist.types import Stateful
 
 _Told = tuple[FileFacts, list[TensorEntry], Json]
 """What the manifest says of a rank's file, and of what the rank has of its own."""
@@ -365,9 +366,7 @@ class _Load:
             if isinstance(part, OfRanks):
                 part.load_states(state, self.of_rank.of_part(number))
             else:
-                part.load_state_dict(state)
-                if isinstance(part, Optimizer):  # what is made of several sees to it
-                    keep_dtypes(part, state)
+                load_exactly(part, state)
         self.of_rank.restore(self.parts[0], self.own)
 
     async def _restore_loaders(self) -> None:
@@ -378,11 +377,14 @@ def _kinds(states: Sequence[Any]) -> list[str]:
     return [type(state).__name__ for state in states]
 
 
-def keep_dtypes(opt: Optimizer, state: Mapping[str, Any]) -> None:
-    """Have the state in the dtypes in which it was saved: torch has made them those of the parameters."""
-    parameters = parameters_of(opt)
+def load_exactly(part: Stateful | InPieces, state: Any) -> None:  # noqa: ANN401
+    """Have `part` go on from `state`, an optimizer in the dtypes of that: torch makes them those of the parameters."""
+    part.load_state_dict(state)
+    if not isinstance(part, Optimizer):  # what is made of several sees to it
+        return
+    parameters = parameters_of(part)
     for index, of_parameter in state["state"].items():
-        loaded = opt.state[parameters[index]]
+        loaded = part.state[parameters[index]]
         for key, value in of_parameter.items():
             if isinstance(value, Tensor) and loaded[key].dtype is not value.dtype:
                 loaded[key] = value.to(loaded[key].device)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import aiodist
 from aiodist import Communicator
@@ -128,6 +129,84 @@ async def test_n11_with_a_pipelined_optimizer(coll: Communicator, given: bool) -
         net(torch.zeros(1, 4).double())  # nothing is pending
         opt.close()
         await net.aclose()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_n11_scaler_and_schedulers_go_on_alike(coll: Communicator, pipelined: bool) -> None:
+    """Those of `settings`, on ranks that have made other numbers of steps; also where they are given."""
+    net = await DataParallel.create(build(), coll, bucket_bytes=100, first_bucket_bytes=1)
+    opt: Any = PipelinedOptimizer(net, sgd) if pipelined else sgd(net.parameters())
+    scaler = torch.amp.GradScaler("cpu", 1024.0, growth_interval=2)
+    schedules = [CosineAnnealingLR(each, 9) for each in (opt.optimizers if pipelined else [opt])]
+    net.settings(scaler=scaler, scheduler=schedules)
+    expected = build()
+    plain = sgd(expected.parameters())
+    theirs = CosineAnnealingLR(plain, 9)
+    given: list[Any] = [scaler, *schedules]
+    for epoch, counts in enumerate([counts_of(coll)[0], counts_of(coll)[1]]):
+        async with net.join(opt, *given * epoch):
+            for step in range(counts[coll.rank]):
+                await net.step(loss_of, opt, net, coll.rank, 10 * epoch + step)
+        for step in range(max(counts)):
+            reference(expected, plain, [int(step < count) for count in counts], first=10 * epoch + step)
+            theirs.step()
+        await net.step(loss_of, opt, net, coll.rank, 10 * epoch + 9)
+        reference(expected, plain, [1] * coll.size, first=10 * epoch + 9)
+        theirs.step()
+    if pipelined:
+        await opt.flush()
+    check(net.module, expected)
+    told = [scaler.state_dict(), [each.state_dict()["last_epoch"] for each in schedules], list(net.parameters())]
+    await assert_synchronized(told, coll)
+
+
+@pytest.mark.ranks(2)
+async def test_n11_numbers_of_an_optimizer_keep_their_dtype(coll: Communicator) -> None:
+    """Those of NAdam are float32, whatever the parameters are."""
+    net = await DataParallel.create(build().to(torch.bfloat16), coll)
+    opt = torch.optim.NAdam(net.parameters())
+    x = torch.ones(5, 4, dtype=torch.bfloat16)
+    async with net.join():
+        for _ in range(1 + 2 * coll.rank):
+            await net.step(lambda: net(x).square().sum(), opt)
+    states = opt.state_dict()["state"]
+    assert {each["mu_product"].dtype for each in states.values()} == {torch.float32}
+    await assert_synchronized(states, coll, rtol=0)
+
+
+@pytest.mark.ranks(3)
+async def test_n11_a_sum_that_is_added_to(coll: Communicator) -> None:
+    """Each rank that still has data keeps its share of the sum, and a rank without brings none."""
+    counts = (2, 1, 0)
+    net = await DataParallel.create(build(), coll, op="sum", bucket_bytes=100, first_bucket_bytes=1)
+    opt = sgd(net.parameters())
+    async with net.join(opt):
+        for step in range(counts[coll.rank]):
+            opt.zero_grad()
+            for part in range(3):
+                await net.backward(loss_of(net, coll.rank, 3 * step + part))
+            opt.step()
+    expected = build()
+    plain = sgd(expected.parameters())
+    for step in range(2):
+        plain.zero_grad()
+        for rank in range(2 - step):
+            for part in range(3):
+                loss_of(expected, rank, 3 * step + part).backward()
+        plain.step()
+    check(net.module, expected)
+
+
+@pytest.mark.ranks(1)
+async def test_n11_what_is_no_optimizer_is_refused(coll: Communicator) -> None:
+    """At the call, and not behind the last batch, where the others would wait."""
+    net = await DataParallel.create(build(), coll)
+    with pytest.raises(TypeError, match=r"join\(list\): expected optimizers, as `net\.join\(opt\)`"):
+        async with net.join([sgd(net.parameters())]):  # type: ignore[arg-type]
+            pass
+    async with net.join(sgd(net.parameters())):
+        pass
 
 
 @pytest.mark.ranks(2)

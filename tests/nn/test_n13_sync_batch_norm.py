@@ -88,9 +88,12 @@ async def test_n13_training_is_that_of_the_joined_batch(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-async def test_n13_inputs_of_16_bits_with_weights_of_32(coll: Communicator, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("weights", [16, 32])
+async def test_n13_inputs_of_16_bits(coll: Communicator, dtype: torch.dtype, weights: int) -> None:
+    """With weights and statistics of as many bits, or of 32."""
     own = await coll.dup(thread=True)
-    mine, alone = SyncBatchNorm.convert(given("plain"), own), given("plain")
+    mine: Any = SyncBatchNorm.convert(given("plain").to(dtype if weights == 16 else torch.float32), own)
+    alone = given("plain")
     xs = [(t / 10 - 10).requires_grad_() for t in parts_of(2, (2, 4), 0, dtype)]
     joined = torch.cat([t.detach().float() for t in xs]).requires_grad_()
     alone(joined).sin().sum().backward()
@@ -101,7 +104,23 @@ async def test_n13_inputs_of_16_bits_with_weights_of_32(coll: Communicator, dtyp
     assert x.grad is not None
     assert joined.grad is not None
     assert x.grad.dtype is dtype
+    assert mine.weight.grad.dtype is mine.weight.dtype
+    torch.testing.assert_close(mine.running_var.float(), alone.running_var, rtol=0.02, atol=0.02)
     torch.testing.assert_close(x.grad.float(), joined.grad[start : start + len(x)], rtol=0.1, atol=0.1)
+
+
+@pytest.mark.ranks(2)
+async def test_n13_one_that_comes_twice_is_replaced_twice(coll: Communicator) -> None:
+    """In one container; both places have its parameters and its statistics."""
+    own = await coll.dup(thread=True)
+    layer = nn.BatchNorm1d(CHANNELS)
+    module: Any = SyncBatchNorm.convert(nn.Sequential(layer, nn.Tanh(), layer), own)
+    x = torch.randn(4, CHANNELS) + coll.rank
+    await asyncio.to_thread(module, x)
+    assert [type(each) for each in module] == [SyncBatchNorm, nn.Tanh, SyncBatchNorm]
+    assert module[0].weight is module[2].weight is layer.weight
+    assert module[0].num_batches_tracked == module[2].num_batches_tracked == 2
+    await assert_synchronized(module, coll, rtol=0)
 
 
 class Convolutions(nn.Sequential):

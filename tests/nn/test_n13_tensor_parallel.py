@@ -20,6 +20,7 @@ from aiodist.nn import (
     DataParallel,
     PipelinedOptimizer,
     RowLinear,
+    ShardedOptimizer,
     VocabEmbedding,
     assert_synchronized,
     full_state_dict,
@@ -122,6 +123,22 @@ async def test_n13_a_divided_layer_is_the_whole_one(coll: Communicator, case: st
         torch.testing.assert_close(mine.get_parameter(name).grad, whole)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [ColumnLinear, RowLinear])
+async def test_n13_autocast_gives_the_dtype_that_it_gives_torchs_layer(coll: Communicator, kind: Any) -> None:
+    own = await coll.dup(thread=True)
+    mine = kind(4, 4, own)
+
+    def cast() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return mine(torch.ones(2, 4))  # type: ignore[no-any-return]
+
+    y = await asyncio.to_thread(cast)
+    await asyncio.to_thread(y.sum().backward)
+    assert y.dtype is torch.bfloat16
+    assert mine.bias.grad.dtype is torch.float32
+
+
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("padding", [None, 0, -1])
 @pytest.mark.drawn(4)
@@ -188,10 +205,8 @@ async def test_n13_a_grid_trains_a_transformer_block_as_one_process(
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("pipelined", [False, True])
-async def test_n13_ranks_that_share_a_model_clip_and_leave_out_steps_together(
-    coll: Communicator, pipelined: bool
-) -> None:
+@pytest.mark.parametrize("driver", [None, PipelinedOptimizer, ShardedOptimizer])
+async def test_n13_ranks_that_share_a_model_clip_and_leave_out_steps_together(coll: Communicator, driver: Any) -> None:
     """The norm is that of the whole model, and an infinity in the block of one rank is one of all."""
     grid = await coll.hierarchy(str(coll.rank // 2), form="cartesian")
     own = await grid[1].intra.dup(thread=True)
@@ -199,7 +214,7 @@ async def test_n13_ranks_that_share_a_model_clip_and_leave_out_steps_together(
     net = await DataParallel.create(made(lambda: Block(own)), grid[1].inter, clip_norm=0.1, scaler=scaler)
     alone = made(Block)
     make = partial(torch.optim.SGD, lr=0.5)
-    opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+    opt: Any = make(net.parameters()) if driver is None else driver(net, make)
     theirs = make(alone.parameters())
 
     def broken(step: int) -> Tensor:
@@ -214,7 +229,7 @@ async def test_n13_ranks_that_share_a_model_clip_and_leave_out_steps_together(
         torch.stack([loss_of(alone, part, step) for part in range(coll.size // 2)]).mean().backward()
         assert nn.utils.clip_grad_norm_(alone.parameters(), 0.1) > 0.1
         theirs.step()
-    if pipelined:
+    if driver is not None:
         await opt.flush()
     assert scaler.get_scale() == 512
     full = await full_state_dict(net.module)

@@ -114,6 +114,38 @@ async def test_n18_one_exchange_moves_the_centre_by_alpha_times_the_sum(coll: Co
 
 
 @pytest.mark.ranks(2, 3)
+@each_rule
+@each_overlap
+async def test_n18_complex_parameters_are_averaged(coll: Communicator, rule: str, overlap: bool) -> None:
+    """They train as their real and imaginary parts do."""
+
+    class Planes(nn.Module):
+        def __init__(self, *, whole: bool) -> None:
+            super().__init__()
+            drawn = torch.randn(5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+            self.plane = nn.Parameter(torch.view_as_complex(drawn) if whole else drawn)
+
+        def parts(self) -> Tensor:
+            return torch.view_as_real(self.plane) if self.plane.is_complex() else self.plane
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.parts()).tanh()
+
+    made = []
+    for whole in (True, False):
+        net = await DataParallel.create(Planes(whole=whole), coll)
+        opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+        local = LocalSGD(net, opt, every=EVERY, overlap=overlap, outer=OUTER[rule])
+        for step in range(2 * EVERY + 1):
+            x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(9 * step + coll.rank))
+            await net.step(lambda net=net, x=x: net(x).square().sum(), local)
+        await local.flush()
+        await assert_synchronized(net.module, coll, rtol=0)
+        made.append(net.module.parts().detach())  # type: ignore[operator]
+    torch.testing.assert_close(*made)
+
+
+@pytest.mark.ranks(2, 3)
 async def test_n18_a_sum_of_gradients_is_a_mean_of_parameters(coll: Communicator, trial: type[Trial]) -> None:
     """Also where ordinary steps came before, whose gradients were summed."""
     net = await DataParallel.create(trial.Mlp(), coll, op="sum", **trial.FEW)

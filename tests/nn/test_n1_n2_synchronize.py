@@ -244,6 +244,23 @@ async def test_n1_ranks_may_lay_their_tensors_out_differently(coll: Communicator
             assert module.weight.is_contiguous(memory_format=form)
 
 
+@pytest.mark.ranks(1, 2)
+async def test_n1_n2_what_torch_conjugates_as_it_reads(coll: Communicator) -> None:
+    """A buffer, and a gradient as torch makes it where forward conjugates."""
+    module: Any = nn.Module()
+    module.weight = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]) * (coll.rank + 1))
+    module.register_buffer("turned", torch.tensor([1 - 2j, 1j * coll.rank]).conj())
+    module.register_buffer("negative", module.turned.imag)
+    await synchronize_parameters(module, coll)
+    assert module.turned.is_conj()
+    assert module.turned.tolist() == [1 + 2j, 0]
+    assert module.negative.tolist() == [2, 0]
+    (module.weight.conj() * (1j + coll.rank)).real.sum().backward()
+    assert module.weight.grad.is_conj()
+    await synchronize_gradients(module, coll, op="sum")
+    assert module.weight.grad.tolist() == [sum(1j + rank for rank in range(coll.size))] * 2
+
+
 @pytest.mark.ranks(2, 3)
 async def test_n1_buffers_can_stay_or_go_alone(coll: Communicator) -> None:
     module: Any = nn.BatchNorm1d(3)

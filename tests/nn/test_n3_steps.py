@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +123,19 @@ async def test_n3_only_one_rank_loads_a_state(coll: Communicator, trial: type[Tr
     if coll.rank:
         net.load_state_dict(trial.Mlp().state_dict())
     with pytest.raises(aiodist.MismatchError, match="1 step made on rank 0; 0 steps made on rank 1"):
+        await net.step(partial(trial.loss, net, coll.rank, 1), opt)
+
+
+@pytest.mark.ranks(2)
+async def test_n3_a_state_that_one_rank_cannot_load(coll: Communicator, trial: type[Trial]) -> None:
+    """It does not count as loaded there."""
+    net = await DataParallel.create(trial.Mlp(), coll)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+    state = trial.Mlp().state_dict()
+    with pytest.raises(RuntimeError, match="size mismatch") if coll.rank else nullcontext():
+        net.load_state_dict({**state, "0.weight": torch.zeros(1)} if coll.rank else state)
+    with pytest.raises(aiodist.MismatchError, match="0 steps made on rank 0; 1 step made on rank 1"):
         await net.step(partial(trial.loss, net, coll.rank, 1), opt)
 
 
