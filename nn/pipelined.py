@@ -244,13 +244,22 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         elif not self._order_all():
             make()
         else:
-            scaler = self._settings.scaler
-            before = None if self._undo is None or scaler is None else deepcopy(scaler.state_dict())
-            if not self._settings.update([{"params": [s.parameter for part in self._left for s in part.slots]}], make):
-                self._leave_out()
-            elif before is not None and scaler is not None and self._undo:
-                first = next(iter(self._undo.values()))
-                first.also = first.also or partial(scaler.load_state_dict, before)
+            self._update_together(make)
+
+    def _update_together(self, make: Callable[[], None]) -> None:
+        """Call `make`, which makes the updates that are left, once their gradients are unscaled and clipped."""
+        scaler, made = self._settings.scaler, False
+        before = None if self._undo is None or scaler is None else deepcopy(scaler.state_dict())
+        try:
+            made = self._settings.update([{"params": [s.parameter for part in self._left for s in part.slots]}], make)
+        except Exception as raised:  # noqa: BLE001  - told by the next step or flush, like one of the optimizer
+            self._mishap = self._net.reducer.steps.mishap = raised
+            self._failed = self._failed or raised
+        if not made:
+            self._leave_out()
+        elif before is not None and scaler is not None and self._undo:
+            first = next(iter(self._undo.values()))
+            first.also = first.also or partial(scaler.load_state_dict, before)
 
     def _leave_out(self) -> None:
         """Make none of the updates that are left."""

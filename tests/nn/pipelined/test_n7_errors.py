@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -168,6 +168,34 @@ async def test_n7_an_optimizer_that_raises_is_heard(coll: Communicator, course: 
     with pytest.raises(FloatingPointError, match="not a number"):
         await opt.flush()
     await opt.flush()
+
+
+@pytest.mark.ranks(2)
+async def test_n7_what_raises_before_the_updates_of_a_step(coll: Communicator, course: type[Course]) -> None:
+    """None of them is made, nor tried again: the rank is a step behind, until all have loaded the same."""
+
+    class Fragile(torch.amp.GradScaler):
+        def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+            if broken and broken.pop():
+                raise FloatingPointError("that is not a number")
+            super().unscale_(optimizer)
+
+    broken = [bool(coll.rank)]
+    net = await DataParallel.create(course.mlp(), coll, scaler=Fragile("cpu", 64.0))
+    opt = PipelinedOptimizer(net, course.sgd)
+    new = opt.state_dict()
+    await net.step(course.loss_of, opt, net, coll.rank, 0)
+    with pytest.raises(FloatingPointError, match="not a number") if coll.rank else nullcontext():
+        await opt.flush()
+    assert not opt.pending
+    await net.step(course.loss_of, opt, net, coll.rank, 1)
+    with pytest.raises(aiodist.MismatchError, match=r"0 steps made, since its optimizer raised Floating.* on rank 1"):
+        await opt.flush()
+    net.load_state_dict(course.mlp().state_dict())
+    opt.load_state_dict(new)
+    await net.step(course.loss_of, opt, net, coll.rank, 0)
+    await opt.flush()
+    course.check(net.module, course.mlp(), coll.size, range(1))
 
 
 @pytest.mark.ranks(2)
