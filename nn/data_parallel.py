@@ -253,9 +253,10 @@ class DataParallel(ModuleLike):
         own = await duplicate(coll)
         own.leave_to_thread(_BACKGROUND_BYTES)
         hook: CommHook = Allreduce(own, op)
+        made_of_it: list[Communicator] = []
         try:
-            side = await own.dup()
-            status = await own.dup()
+            made_of_it.append(side := await duplicate(own))
+            made_of_it.append(status := await duplicate(own))
             frozen = ", ".join(name for name, p in module.named_parameters() if not p.requires_grad)
             named = named_state(module)
             rows = row_parameters(module)
@@ -280,8 +281,12 @@ class DataParallel(ModuleLike):
         except BaseException as error:
             if not isinstance(error, Exception):  # the others may wait for this rank
                 own.abort(f"rank {own.rank} was cancelled while a net was made: {error!r}")
+            if own.parts.dispatcher.refusal is not None:  # a rank may lack one of these: nobody is to wait for it there
+                for each in made_of_it:
+                    each.abort(f"{own.name} was given up")
             await hook.aclose()
-            await own.aclose()
+            with suppress(CommunicatorError, PeerError):  # it was given up, which `error` tells
+                await own.aclose()
             raise
         reducer.steps.alike(made)
         stream = HostStream(f"compute {own.name}")

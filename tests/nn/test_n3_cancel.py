@@ -252,3 +252,29 @@ async def test_n3_no_sync_behind_a_backward_that_was_given_up(coll: Communicator
             (losses.mean() if op == "mean" else losses.sum()).backward()
         trial.assert_same_gradients(net, expected)
         await net.aclose()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_n3_a_rank_that_is_cancelled_while_a_net_is_made(trial: type[Trial], seed: int) -> None:
+    """The others hear of it, also those that have a communicator for it that the cancelled rank lacks."""
+
+    async def program(ticks: int) -> tuple[str, float]:
+        async with aiodist.init() as coll:
+            loop = asyncio.get_running_loop()
+            began, task = loop.time(), asyncio.ensure_future(DataParallel.create(trial.Mlp(), coll))
+            if coll.rank == 0:
+                for _ in range(ticks):
+                    await asyncio.sleep(0)
+                task.cancel()
+            try:
+                await task
+            except asyncio.CancelledError:
+                await asyncio.sleep(20)  # it does something else
+            except aiodist.CommunicatorAborted as error:
+                return str(error), loop.time() - began
+            return "", 0.0
+
+    for ticks in range(1, 24):
+        _, (seen, seconds) = run_ranks(2, partial(program, ticks), seed)
+        assert "rank 0 was cancelled" in seen, ticks
+        assert seconds < 10, ticks
