@@ -163,7 +163,7 @@ async def test_n11_scaler_and_schedulers_go_on_alike(coll: Communicator, pipelin
 
 @pytest.mark.ranks(2)
 async def test_n11_numbers_of_an_optimizer_keep_their_dtype(coll: Communicator) -> None:
-    """Those of NAdam are float32, whatever the parameters are."""
+    """Those of NAdam are float32, also where the parameters are not."""
     net = await DataParallel.create(build().to(torch.bfloat16), coll)
     opt = torch.optim.NAdam(net.parameters())
     x = torch.ones(5, 4, dtype=torch.bfloat16)
