@@ -133,6 +133,7 @@ typedef struct {
     PyObject_HEAD
     long long seq;
     PyObject *awaited;
+    PyObject *caller;  // who is to be named for what is issued: (code, instruction); None: the line that calls
     char timed;  // when each came is noted
     gap *gaps;
     size_t gap_count;

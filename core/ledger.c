@@ -154,7 +154,7 @@ static PyObject *log_new(PyTypeObject *type, PyObject *args, PyObject *named) {
 static void log_dealloc(Log *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     for (size_t i = 0; i < LOG_KEPT; i++) Py_XDECREF(self->kept[i].what), Py_XDECREF(self->kept[i].called.code);
-    Py_XDECREF(self->awaited);
+    Py_XDECREF(self->awaited), Py_XDECREF(self->caller);
     for (size_t i = 0; self->gaps != NULL && i < GAPS_KEPT; i++)
         Py_XDECREF(self->gaps[i].kept.what), Py_XDECREF(self->gaps[i].kept.called.code);
     PyMem_Free(self->gaps);
@@ -258,6 +258,7 @@ static PyMemberDef log_members[] = {
     OFFERS("seq", T_LONGLONG, Log, seq, 0, "How many operations were issued: the number of the next one."),
     OFFERS("timed", T_BOOL, Log, timed, 0, "When each is issued is noted."),
     OFFERS("awaited", T_OBJECT, Log, awaited, READONLY, "By number: what to call, once, when this rank has recorded it."),
+    OFFERS("caller", T_OBJECT, Log, caller, 0, "Who is named for what is issued: (code, instruction); None: the line that calls."),
     {0},
 };
 static PyType_Slot log_slots[] = {

@@ -375,6 +375,8 @@ class CommHook:
 
     nbytes = 0
     """What this rank has given to collectives so far, in bytes."""
+    comms: Sequence[Communicator] = ()
+    """Communicators of its own on which it issues."""
 
     def reduce(self, bucket: Bucket) -> Handle[Any]:
         """Return the handle of the reduction of `bucket.data`, in place; raise what the communicator raises."""

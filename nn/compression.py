@@ -115,6 +115,7 @@ class Compressor(CommHook):
             level = (await self._data.hierarchy(form="tree"))[-1]
             self._within = level.intra if level.intra.size > 1 else None
             self._between = level.inter if level.intra.rank == 0 else None
+            self.comms = [comm for comm in (self._within, self._between) if comm is not None]
         await self._stream.__aenter__()
 
     async def aclose(self) -> None:

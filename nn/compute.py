@@ -175,6 +175,7 @@ class Compute:
         """Have flat `tensors` become their means over all ranks; they are that once `averaged` has taken the handle."""
         if self.reducer.last is not None:
             self._finish(self.reducer.last)
+        self._name_caller()
         for stream in self.reducer.devices.currents():
             stream.synchronize()
         self.reducer.steps.settle()
@@ -218,6 +219,7 @@ class Compute:
             if self.reducer.averaging is not None:  # on all ranks what comes now is issued behind it
                 self.block(self.reducer.averaging)
             self.drain()
+            self._name_caller()
             self.reducer.steps.settle()
             verdict = None
             if differs or (joining and not opinion):
@@ -227,9 +229,14 @@ class Compute:
             self.reducer.refuse(error)
             raise
 
+    def _name_caller(self) -> None:
+        if (running := self.stream.running) is not None:
+            self.reducer.name_caller(running.raw_origin)
+
     def _ask(self, kind: StatusKind, *, opinion: bool) -> PassStatus:
         if self.reducer.last is not None:
             self._finish(self.reducer.last)
+        self._name_caller()
         return self.wait(self.reducer.ask(self.reducer.packed_status(kind, opinion=opinion)))
 
     @called("net.aclose")

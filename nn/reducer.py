@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress, count
 from threading import get_ident
+from types import CodeType
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
@@ -231,6 +232,11 @@ class Reducer:
         told.polled = False
         self.progress.post(partial(ask, self, call, self.late, lambda _: told.resolve(then()), told.reject))
         return told
+
+    def name_caller(self, caller: tuple[CodeType, int]) -> None:
+        """Have reports name that line for what is issued from now on: the loop calls, on its behalf."""
+        for comm in (self.data, self.status, *self.hook.comms):
+            comm.parts.dispatcher.oplog.caller = caller
 
     # --- passes: on the thread that runs backward --------------------------------------------------------------
 

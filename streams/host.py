@@ -125,6 +125,11 @@ class HostStream:
         """Return True on the stream's thread."""
         return self._worker is not None and threading.current_thread() is self._worker.thread
 
+    @property
+    def running(self) -> Handle[Any] | None:
+        """The handle of what the thread runs just now."""
+        return None if self._worker is None else self._worker.running
+
     def _enqueue(
         self, op: str, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], *, cancellable: bool
     ) -> Handle[T]:
@@ -166,6 +171,7 @@ class _Worker:
         self.progress = progress
         self.loop = progress.loop
         self.aborted = False
+        self.running: Handle[Any] | None = None
         self.ended: Handle[None] = Handle(progress, "aclose")
         self.ended.polled = False
         self.ended.detach()
@@ -224,7 +230,7 @@ class _QueuedCall:
     def run(self, worker: _Worker) -> None:
         if not self._claimed():
             return
-        handle = self.handle
+        handle = worker.running = self.handle
         switch = ModeSwitch(self.modes)
         try:
             switch.outside = worker.base
@@ -246,6 +252,7 @@ class _QueuedCall:
             self._release()
             handle.resolve(value)
         finally:
+            worker.running = None
             # The error holds the frames that it came through, this one too: it must not hold the handle in turn.
             del self, handle
 

@@ -465,7 +465,7 @@ class Dispatcher:
         """`what` it is, where it is the next in the order of all ranks."""
         if self._refusal is not None or _get_running_loop() is not self.progress.loop:
             self.check_usable()
-        origin = whence(4)
+        origin = self.oplog.caller or whence(4)
         handle: Handle[Any]
         if isinstance(meets, Named):
             handle = NamedHandle(self.progress, op, meets.count, nbytes, origin, self.account)

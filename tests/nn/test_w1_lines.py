@@ -1,0 +1,76 @@
+"""W1: what a net has its ranks exchange is told with the line of the program that began it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+import pytest
+
+import aiodist
+from aiodist import Communicator, nn
+from aiodist.testing import run_ranks
+from tests.nn.conftest import Trial
+
+
+def newest(net: nn.DataParallel) -> list[str]:
+    """Return what the newest collectives of gradients, and of the status beside them, are called in reports."""
+    logs = [comm.parts.dispatcher.oplog for comm in (net.reducer.data, net.reducer.status)]
+    return [log.text(log.seq - 1) for log in logs]
+
+
+def line_below() -> str:
+    """Return how a report names the line under that of the call."""
+    frame: Any = inspect.currentframe()
+    caller = frame.f_back
+    return f" at {__file__}:{caller.f_lineno + 1} in {caller.f_code.co_qualname}"
+
+
+@pytest.mark.ranks(2, backend=("local", "shm"))
+async def test_w1_reductions_are_told_with_the_line_of_the_step(coll: Communicator) -> None:
+    async with await nn.DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL) as net:
+        opt = Trial.OPTIMIZERS["sgd"](net.parameters())
+        for step in range(3):
+            line = line_below()
+            await net.step(lambda step=step: Trial.loss(net, coll.rank, step), opt)
+            assert all(text.endswith(line) for text in newest(net)), newest(net)
+        opt.zero_grad()
+        loss = Trial.loss(net, coll.rank, 0)
+        line = line_below()
+        await net.backward(loss)
+        assert all(text.endswith(line) for text in newest(net)), newest(net)
+        net.module[0].requires_grad_(False)  # which ranks compare first
+        opt.zero_grad()
+        line = line_below()
+        await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
+        assert all(text.endswith(line) for text in newest(net)), newest(net)
+
+
+@pytest.mark.ranks(2)
+async def test_w1_sharded_and_pipelined_steps_are_told_too(coll: Communicator) -> None:
+    for kind in (nn.ShardedOptimizer, nn.PipelinedOptimizer):
+        async with await nn.DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL) as net:
+            opt = kind(net, Trial.OPTIMIZERS["sgd"])
+            for step in range(3):
+                line = line_below()
+                await net.step(lambda step=step: Trial.loss(net, coll.rank, step), opt)
+            await opt.flush()
+            assert all(text.endswith(line) for text in newest(net)), newest(net)
+
+
+def test_w1_a_rank_that_does_not_step_is_reported_with_the_others_line(caplog: pytest.LogCaptureFixture) -> None:
+    lines = []
+
+    async def rank() -> None:
+        async with aiodist.init(report=1.0) as coll:
+            net = await nn.DataParallel.create(Trial.Mlp(), coll)
+            opt = Trial.OPTIMIZERS["sgd"](net.parameters())
+            if coll.rank:
+                await asyncio.sleep(2.5)
+            lines.append(line_below())
+            await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
+
+    run_ranks(2, rank)
+    (report,) = [record.getMessage() for record in caplog.records]
+    assert f"rank 0 waits for rank 1 in allreduce #0 issued{lines[0]}" in report
