@@ -144,6 +144,8 @@ def run(  # noqa: PLR0913 - one for each option
     from aiodist.launch.discover import command_of
     from aiodist.watch.merging import prepare
 
+    if ranks == "p" and script.isdecimal():  # what click makes of -np 2
+        raise ConfigError(f"-np {script}: expected -n {script}")
     count, where = _placed(ranks, hosts, hostfile, servers)
     search = variables().get("PATH", os.defpath)
     program, *command = command_of((script, *(args or ())), module=module, search=search)
@@ -235,8 +237,11 @@ def doctor(
     iface: _Iface = "",
     mpi: _Mpi = "auto",
     json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write the findings there, - prints them.")] = None,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Show too what runs which operation, from which size on.")
+    ] = False,
 ) -> None:
-    """Say what is installed here, what works, and how to mend what does not; 1 if no several ranks can work.
+    """Say what works here, how to mend what does not, and what is installed; 1 if no several ranks can work.
 
     With hosts, say it of them: whether ranks of SCRIPT, started in this folder, could work there together.
     """
@@ -256,7 +261,7 @@ def doctor(
             if given:
                 raise ConfigError(f"{what} is for several hosts: say --hosts or --hostfile")
         report = examine(variables(), mpi)
-        shown = partial(show, report)
+        shown = partial(show, report, verbose=verbose)
     if json == "-":
         typer.echo(report.to_json())
     else:

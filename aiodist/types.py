@@ -1,7 +1,8 @@
-"""Words that every layer shares, and what a time in seconds may be."""
+"""Words that every layer shares, and checks of what more than one of them is given."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from numbers import Real
 from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
@@ -69,6 +70,20 @@ def check_period(name: str, seconds: object) -> None:
     """Raise ValueError unless `seconds`, of the argument `name`, are a number above 0, or None."""
     if seconds is not None and not (isinstance(seconds, Real) and float(seconds) > 0):
         raise ValueError(f"{name}={seconds!r}: expected seconds, more than 0, or None")
+
+
+def check_trains(optimizer: Any, parameters: Iterable[object], whose: str) -> None:  # noqa: ANN401
+    """Raise ValueError unless some of the parameters of `optimizer` are among those that are `whose`.
+
+    One whose step is not torch's may have copies of them, so nothing is said of that.
+    """
+    known = set(map(id, parameters))
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    if known.isdisjoint(map(id, given)) and type(optimizer).step.__module__.startswith("torch."):
+        raise ValueError(
+            f"{type(optimizer).__name__}: 0 of its {len(given)} parameters are among the {len(known)} of {whose}, so "
+            "that it would train nothing: expected one that is made of some of them"
+        )
 
 
 @runtime_checkable

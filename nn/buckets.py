@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch import _foreach_add_ as add_each
 from torch import _foreach_copy_ as copy_each
+from torch.amp import GradScaler
 
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
@@ -381,6 +382,9 @@ class CommHook:
     def reduce(self, bucket: Bucket) -> Handle[Any]:
         """Return the handle of the reduction of `bucket.data`, in place; raise what the communicator raises."""
         raise NotImplementedError
+
+    def rescale(self, scaler: GradScaler | None) -> None:
+        """A pass begins, of a loss that `scaler` has multiplied by its scale; nothing is under way."""
 
     def settle(self, bucket: Bucket) -> None:
         """Bucket is reduced on all ranks, and its gradients are given out; not called where a pass failed."""

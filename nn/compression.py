@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from aiodist.backends.base import dtype_name
 from aiodist.codecs import Codec, Gather, GradientCodec, Gradients, NarrowSum, RoundingLoss, Sum
@@ -71,8 +72,9 @@ _Program = Generator[_Request, Any, None]
 class Compressor(CommHook):
     """Reduces buckets as codes: a `CommHook`. What it keeps between steps is in `state_dict`.
 
-    Residuals belong to parameters, in their dtype but in float32 for 16-bit floats; they take that much memory twice.
-    A residual changes only where all ranks have made the pass. A parameter that a rank did not use sends nothing of it.
+    Residuals belong to parameters, in their dtype but in float32 for 16-bit floats; they take that much memory twice. A
+    residual changes only where all ranks have made the pass, and with the scale of the net's `scaler`. A parameter that
+    a rank did not use sends nothing of it.
     """
 
     def __init__(
@@ -102,6 +104,8 @@ class Compressor(CommHook):
         self._named = 0
         self._kept: dict[str, Tensor] = {}
         self._residuals: dict[str, Tensor] = {}
+        self._scale = 1.0
+        """By which a `GradScaler` had multiplied the losses that residuals are of."""
         self._totals: WeakKeyDictionary[Bucket, tuple[Tensor, Tensor | None]] = WeakKeyDictionary()
         """Of each bucket: what becomes its residual where the pass counts, and where it lay in the pass before."""
 
@@ -127,12 +131,12 @@ class Compressor(CommHook):
     # --- what it keeps ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of what this rank keeps: `number`, `residuals` and `kept`, by parameter, flat.
+        """Return a copy of what this rank keeps: `number`, `scale`, and `residuals` and `kept`, by parameter, flat.
 
         It differs between ranks, and is to be taken and loaded between steps.
         """
         copied = [{name: t.clone() for name, t in which.items()} for which in (self._residuals, self._kept)]
-        return {"number": self._number, "residuals": copied[0], "kept": copied[1]}
+        return {"number": self._number, "scale": self._scale, "residuals": copied[0], "kept": copied[1]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put copies of what `state_dict` returned in the place of what is kept; on all ranks, each its own.
@@ -143,6 +147,7 @@ class Compressor(CommHook):
         for name, residual in copied[0].items():
             self._check_residual(name, residual)
         self._number, self._residuals, self._kept = int(state["number"]), copied[0], copied[1]
+        self._scale = float(state.get("scale", 1.0))  # older ones do not say it
 
     def _check_residual(self, name: str, residual: Tensor) -> None:
         if (parameter := self._parameters.get(name)) is None:
@@ -176,6 +181,14 @@ class Compressor(CommHook):
         """Return what of a bucket travels together: while one part is on its way, the next is encoded."""
         most = _PART if self._codec.elementwise else max(numel, 1)
         return [slice(start, min(start + most, numel)) for start in range(0, max(numel, 1), most)]
+
+    def rescale(self, scaler: GradScaler | None) -> None:
+        """See `CommHook`: what was left out of gradients of another scale is sent as if it were of this one."""
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        if scale != self._scale:
+            for residual in self._residuals.values():
+                residual.mul_(scale / self._scale)
+            self._scale = scale
 
     def settle(self, bucket: Bucket) -> None:
         """See `CommHook`: keep the residuals of this pass."""

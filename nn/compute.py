@@ -348,6 +348,7 @@ class Forward:
             loss = closure()
         check_loss(loss, {})
         self._losses.append(loss.detach())
+        self._compute.reducer.scaler = self.settings.scaler
         return loss if self.settings.scaler is None else self.settings.scaler.scale(loss)
 
     @property

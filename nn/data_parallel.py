@@ -33,9 +33,9 @@ from aiodist.nn.steps import Changes, StepSettings
 from aiodist.nn.synchronize import share_furthest, share_longest, synchronize_buffers
 from aiodist.nn.tensor_parallel import divided_parameters
 from aiodist.streams import HostStream
-from aiodist.types import Stateful
+from aiodist.types import Stateful, check_trains
 
-__all__ = ["DataParallel", "DataParallelStatistics", "Driver", "check_one_pass"]
+__all__ = ["DataParallel", "DataParallelStatistics", "Driver", "check_one_pass", "check_optimizer"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -372,7 +372,8 @@ class DataParallel(ModuleLike):
         arguments may be dropped at once, also those made on other streams. What a reduction fails with later is
         raised by the next step or backward, at the latest by `aclose`.
 
-        Raises what `forward`, backward or the optimizer raised here; `RemoteError` when another rank's forward or
+        Raises ValueError, before it computes, for an optimizer that has no parameter of this net. Raises what
+        `forward`, backward or the optimizer raised here; `RemoteError` when another rank's forward or
         backward raised, and then no rank has made the step; what the communicator raises. The next step works,
         unless the communicator does not. Where the optimizer raised on some ranks only, their parameters differ from
         then on, as where some leave out an `opt.step()` of their own: every later step or backward raises
@@ -395,8 +396,7 @@ class DataParallel(ModuleLike):
         if opt is not self._optimizer:
             self.check_updated()
             self._stateful.check()
-            if isinstance(opt, Optimizer):
-                check_one_pass(opt)
+            check_optimizer(self, opt)
             self._optimizer = opt
         self.reducer.devices.lend((args, kwargs))
         work = Forward([partial(each, *args, **kwargs) for each in closures], self._settings, self.compute)
@@ -683,6 +683,15 @@ def check_one_pass(opt: Optimizer) -> None:
             "a step runs them once, reduces, and updates with what is reduced: expected an optimizer whose step() "
             "needs no closure"
         )
+
+
+def check_optimizer(net: DataParallel, opt: Optimizer | Driver) -> None:
+    """Raise TypeError for one that runs backward itself, ValueError for one of another net."""
+    if isinstance(opt, Optimizer):
+        check_one_pass(opt)
+        check_trains(opt, (slot.parameter for slot in net.reducer.slots), "this net")
+    elif (other := getattr(opt, "net", net)) is not net:
+        raise ValueError(f"{type(opt).__name__} drives {other!r}: expected one that was made for {net!r}")
 
 
 def _pairs(slots: Iterable[Slot]) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -18,7 +18,7 @@ from aiodist.checkpoints.saving import load_exactly
 from aiodist.handles import Handle
 from aiodist.handles.tracing import span
 from aiodist.nn.compute import Forward, called, plain_step
-from aiodist.nn.data_parallel import DataParallel, check_one_pass
+from aiodist.nn.data_parallel import DataParallel, check_one_pass, check_optimizer
 from aiodist.nn.layout import Parcel
 from aiodist.nn.pass_status import PassStatus
 from aiodist.nn.steps import count_as_stepped
@@ -96,10 +96,11 @@ class LocalSGD:
     the period, and an average that is due is made. Buffers and the state of `optimizer` stay each rank's own. Averages
     travel in full, also where the net compresses, those of frozen parameters too.
 
-    Raises ValueError for an `every` below 1, TypeError for what is no such net, optimizer or outer. A step raises
-    RuntimeError inside `net.join`. Cost: memory for one copy of the parameters, while an average is on its way for two,
-    with `overlap` or `Elastic` for three; one allreduce of them, and a small one before, in each period. In an elastic
-    world each period begins with a copy of the optimizer's state, to which `net.rebind` may go back.
+    Raises ValueError for an `every` below 1 and an optimizer that has no parameter of the net, TypeError for what is no
+    such net, optimizer or outer. A step raises RuntimeError inside `net.join`. Cost: memory for one copy of the
+    parameters, while an average is on its way for two, with `overlap` or `Elastic` for three; one allreduce of them,
+    and a small one before, in each period. In an elastic world each period begins with a copy of the optimizer's state,
+    to which `net.rebind` may go back.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class LocalSGD:
             raise TypeError(
                 f"LocalSGD({given}): expected what `await DataParallel.create(…)` returned, and an optimizer"
             )
-        check_one_pass(optimizer)
+        check_optimizer(net, optimizer)
         for name, steps, least in (("every", every, 1), ("start", start, 0)):
             if not isinstance(steps, int) or isinstance(steps, bool) or steps < least:
                 raise ValueError(f"{name}={steps!r}: expected a whole number of steps, at least {least}")
@@ -163,6 +164,11 @@ class LocalSGD:
             others.load_state_dict(come)
 
     # --- for the user -------------------------------------------------------------------------------------------
+
+    @property
+    def net(self) -> DataParallel:
+        """The net that it was made for."""
+        return self._net
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -61,6 +61,11 @@ class UpdatedAhead(Generic[P]):
         self._guards = Guards(self._net.module, by_parameter, self._before)
 
     @property
+    def net(self) -> DataParallel:
+        """The net that it was made for."""
+        return self._net
+
+    @property
     def pending(self) -> bool:
         """Updates are still to be made: `await flush()` before you look at parameters or state."""
         return bool(self._left)

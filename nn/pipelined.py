@@ -22,7 +22,7 @@ from aiodist.nn.data_parallel import DataParallel, check_one_pass
 from aiodist.nn.next_forward import UpdatedAhead
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.steps import StepSettings, count_as_stepped
-from aiodist.types import Stateful
+from aiodist.types import Stateful, check_trains
 
 
 class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
@@ -292,6 +292,7 @@ class _BucketOptimizer:
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError(f"make_optimizer returned {type(self.optimizer).__name__}: expected an optimizer")
         check_one_pass(self.optimizer)
+        check_trains(self.optimizer, [slot.parameter for slot in slots], "what make_optimizer was given")
         self._twin: Optimizer = object.__new__(type(self.optimizer))
         self._twin.__dict__.update(self.optimizer.__dict__)
         self._twin.__dict__.pop("step", None)  # a scheduler's, which calls that of the optimizer

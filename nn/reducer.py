@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.utils.weak import WeakIdKeyDictionary
 
 from aiodist.communicator import Communicator
@@ -109,6 +110,8 @@ class Reducer:
         """The optimizer for which buckets are kept."""
         self.owner: Owner | None = None
         """What alone may have gradients reduced."""
+        self.scaler: GradScaler | None = None
+        """What has scaled the loss of the last step."""
         self.joining = 0
         """How many `join` blocks are open: gradients are not final before the pass status is known."""
         registry = data.parts.registry
@@ -296,6 +299,7 @@ class Reducer:
         if self._dealer.reorder():
             self._sentries.place(self._deal)
         self.share()
+        self.hook.rescale(self.scaler)
         self._fired = {}
         self._due.clear()
         header = None

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 from aiodist.env import Environment
@@ -43,9 +44,10 @@ class Errand:
     async def start(self, module: str, ranks: int, **options: Any) -> int:  # noqa: ANN401  - those of `Job`
         """Start ranks that run `module` with this as its argument; return the exit code."""
         from aiodist.launch import job
-        from aiodist.launch.commands import Job
+        from aiodist.launch.commands import Job, own_path
 
-        return await job.run(Job(command=("-m", module, self.to_json()), ranks=ranks, prefix=False, **options))
+        command = (*own_path(Path.cwd()), "-m", module, self.to_json())
+        return await job.run(Job(command=command, ranks=ranks, prefix=False, **options))
 
 
 def carry_out(do: Callable[[str], object]) -> None:

@@ -326,8 +326,8 @@ def _together(question: Question, mpi: Mpi | None, found: Mapping[str, Sequence[
 
 
 def show_hosts(report: HostsReport, console: Console) -> None:
-    """Print the report, its verdict last."""
+    """Print the report, its verdict first."""
+    show_verdict(report.verdict, console, good=report.usable)
     for name, findings in report.hosts.items():
         show_findings(name, findings, console)
     show_findings("all", [report.together], console)
-    show_verdict(report.verdict, console, good=report.usable)

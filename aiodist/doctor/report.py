@@ -1,4 +1,4 @@
-"""What was found, how it is printed, and the verdict at its end."""
+"""What was found, the verdict on it, and how both are printed."""
 
 from __future__ import annotations
 
@@ -107,6 +107,7 @@ def _why(finding: Finding) -> str:
 
 _WIDTH = 100
 _INDENT = 32
+_FINE = (State.AVAILABLE, State.ABSENT)
 _COLOURS = {
     State.AVAILABLE: "green",
     State.LIMITED: "yellow",
@@ -116,19 +117,25 @@ _COLOURS = {
 }
 
 
-def show(report: Report, console: Console) -> None:
-    """Print the report, its verdict last."""
-    show_findings(f"Found on {report.host}", report.findings, console)
-    show_findings("Backends", report.backends, console)
-    if (told := report.collectives.said) is None:
+def show(report: Report, console: Console, *, verbose: bool = False) -> None:
+    """Print the report: its verdict, what is wrong, the rest; with `verbose` what runs which operation, too."""
+    show_verdict(report.verdict, console, good=report.usable)
+    told = report.collectives.said
+    if told is None:
         trouble = f"Two ranks did not work together: {report.collectives.trouble}"
         console.print(trouble, style="yellow", soft_wrap=True, markup=False)
-    else:
+    wrong = [finding for finding in (*report.findings, *report.backends) if finding.state not in _FINE]
+    if wrong:
+        show_findings("To be mended, or done without", wrong, console)
+    for title, findings in (f"Found on {report.host}", report.findings), ("Backends", report.backends):
+        show_findings(title, [finding for finding in findings if finding.state in _FINE], console)
+    if told is not None and verbose:
         console.print(f"[italic]Implementations for two ranks over {told['backend']}")
         _show_table(told["availability"], console)
         console.print(f"[italic]What runs them over {told['backend']}")
         console.print(told["selector"], markup=False, highlight=False, soft_wrap=True)
-    show_verdict(report.verdict, console, good=report.usable)
+    elif told is not None:
+        console.print("With -v: what runs which operation", style="italic", highlight=False)
 
 
 def _show_table(text: str, console: Console) -> None:
@@ -161,5 +168,5 @@ def show_findings(title: str, findings: Sequence[Finding], console: Console) -> 
 
 
 def show_verdict(text: str, console: Console, *, good: bool) -> None:
-    """Print the last line."""
+    """Print the verdict, in one line."""
     console.print(text, style="bold green" if good else "bold red", soft_wrap=True, highlight=False, markup=False)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
 from aiodist.nn import DataParallel
-from aiodist.nn.data_parallel import Driver, check_one_pass
+from aiodist.nn.data_parallel import Driver, check_optimizer
 from aiodist.ps.training import TrainingClient
 from aiodist.streams import HostStream
 from aiodist.types import Stateful
@@ -30,9 +30,8 @@ class PassStepper:
         self.base: Communicator = net.coll
         self._net = net
         self._optimizer = optimizer
-        if isinstance(optimizer, Optimizer):
-            check_one_pass(optimizer)
-        elif not hasattr(optimizer, "pass_lag"):
+        check_optimizer(net, optimizer)
+        if not isinstance(optimizer, Optimizer) and not hasattr(optimizer, "pass_lag"):
             raise TypeError(
                 f"{type(optimizer).__name__}: its steps are not one pass of all ranks each (`pass_lag`), so no rank "
                 "would hear that another stops or fails: expected an optimizer of torch.optim, or another driver"

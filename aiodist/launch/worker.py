@@ -12,10 +12,12 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import select
 import signal
 import socket
 import sys
+import sysconfig
 import time
 from os import _exit as exit_at_once
 from pathlib import Path
@@ -32,6 +34,9 @@ _OUTBOX = 1 << 18  # bytes that wait for the launcher before the rank has to wai
 _LEFTOVERS = 1.0  # seconds that what the rank left behind has to end by itself
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_TRACEBACK = b"Traceback (most recent call last):\n"
+_FRAME = re.compile(rb'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+_LIBRARIES = (b"<frozen ", *{os.fsencode(f"{path}/") for path in sysconfig.get_paths().values()})
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *_PASSED_ON)
 
@@ -74,6 +79,11 @@ class _RankGuard:
         self._outbox = bytearray()
         self._input = bytearray()
         self._told = False
+        self._shortens = False
+        """It was interrupted: a traceback that comes from that is told in a line."""
+        self._shortens_none = start.environ.get("AIODIST_TRACEBACK", "").lower() == "full"
+        self._traceback = b""
+        """What it has written to its standard error since one began."""
         self._killed = False
         self._ended = False
         self._released = False
@@ -135,12 +145,22 @@ class _RankGuard:
             data = os.read(pipe, _CHUNK)
         except BlockingIOError:
             return False
-        if data:
+        if data and self._shortens and self._pipes[pipe] is Kind.ERR and not self._ended:
+            self._hold(data)
+        elif data:
             self._send(self._pipes[pipe], data)
         else:
             os.close(pipe)
             del self._pipes[pipe]
         return bool(data)
+
+    def _hold(self, data: bytes) -> None:
+        """Pass on what the rank wrote, but what begins with a traceback only at its end."""
+        text = self._traceback + data
+        start = text.find(_TRACEBACK)
+        self._traceback = b"" if start < 0 else text[start:]
+        if passed := text if start < 0 else text[:start]:
+            self._send(Kind.ERR, passed)
 
     def _drain(self) -> None:
         """Take what lies in the pipes now, and no more of what others may still write."""
@@ -208,6 +228,7 @@ class _RankGuard:
 
     def _signal(self, signum: int) -> None:
         if not self._ended:
+            self._shortens = self._shortens or (signum == signal.SIGINT and not self._shortens_none)
             self._told = self._told or signum not in _PASSED_ON
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it has become another user's
                 os.kill(self._pid, signum)
@@ -223,9 +244,11 @@ class _RankGuard:
         gone = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if gone is None or self._ended:
             return
-        self._ended = True
         self._drain()
+        self._ended = True
         code = gone.si_status if gone.si_code == os.CLD_EXITED else -gone.si_status
+        if self._traceback:
+            self._send(Kind.ERR, shortened(self._traceback) if code == -signal.SIGINT else self._traceback)
         self._send(Kind.EXIT, [code, self._told])
         self._deadline = time.monotonic() + (0.0 if self._killed else _LEFTOVERS)
 
@@ -241,6 +264,18 @@ class _RankGuard:
             os.close(pipe)
         self._pipes.clear()
         self._send(Kind.DONE)
+
+
+def shortened(text: bytes) -> bytes:
+    r"""Return the traceback of an interrupted program as a line that says where it was; other text as it is.
+
+    >>> shortened(b'Traceback (most recent call last):\n  File "train.py", line 1, in <module>\nKeyboardInterrupt\n')
+    b'KeyboardInterrupt at train.py:1 in <module>\n'
+    """
+    if text.split()[-1] != b"KeyboardInterrupt":
+        return text
+    frames = [frame for frame in _FRAME.findall(text) if not frame[0].startswith(_LIBRARIES)]
+    return b"KeyboardInterrupt at %b:%b in %b\n" % frames[-1] if frames else b"KeyboardInterrupt\n"
 
 
 def _spawn(start: Start) -> tuple[int, int | None, int, int]:

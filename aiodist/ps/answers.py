@@ -17,8 +17,11 @@ from aiodist.ps.row_store import RowStore
 from aiodist.ps.wire import Kind, Reads, Stage, Way, as_bytes, pack_data, pack_done
 
 
-class Freed(LookupError):
-    """The tensor was freed: what clients raise as KeyError."""
+class Freed(KeyError):
+    """The tensor was freed."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError would quote it
 
 
 @dataclass(eq=False, slots=True)

@@ -161,5 +161,5 @@ def _error_of(said: _Said, src: int) -> BaseException | None:
         if said["type"] == known.__name__:
             return known(text)
     if said["type"] == Freed.__name__:
-        return KeyError(text)
+        return Freed(text)
     return RemoteError(f"server {src} raised {said['type']}: {text}", raised_by=src)

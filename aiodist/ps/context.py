@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -128,6 +129,9 @@ LIGHT_BYTES = 256 << 10
 
 Work = Callable[[], object]
 
+_IDLE_SECONDS = 1e-3  # in which a thread ends that has nothing to do
+_BUSY_SECONDS = 5.0  # a rule of the user's may never return
+
 
 class Service:
     """One thread, begun at the first work; work runs in the order in which it was given."""
@@ -162,15 +166,24 @@ class Service:
         self._queue.put((work, then))
 
     def close(self) -> None:
-        """End the thread after what it was given; waits for nothing; with the transport lock held."""
+        """End the thread behind the work that it does just now; waits for nothing; with the transport lock held."""
         self._closed = True
         if self._thread is not None:
             self._queue.put(None)
+
+    async def ended(self) -> None:
+        """Return when what the thread was at, when it was closed, is done: at most for some seconds."""
+        if self._thread is not None:
+            self._thread.join(_IDLE_SECONDS)
+            if self._thread.is_alive():
+                await asyncio.to_thread(self._thread.join, _BUSY_SECONDS)
 
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:
             work, then = item
             error: BaseException | None = None
+            if self._closed:
+                work, then = _nothing, ignore
             try:
                 work()
             except BaseException as raised:  # noqa: BLE001  - `then` is told of it
@@ -182,6 +195,10 @@ class Service:
         self._progress.offloaded -= 1
         then(error)
         self._flush()
+
+
+def _nothing() -> None:
+    pass
 
 
 def error_of(work: Work) -> Exception | None:

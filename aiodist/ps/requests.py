@@ -86,6 +86,7 @@ class Operation:
             return True
         try:
             result = None if self._result is None else self._result()
+            self._result = None  # it knows the parts, which know this
         except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the operation
             handle.reject(error)
         else:

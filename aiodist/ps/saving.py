@@ -93,8 +93,7 @@ class ServerSaving:
         try:
             self._answers.answer(client, call["n"], **(yield from what(call)))
         except Exception as error:  # noqa: BLE001  - it belongs to the rank that asked
-            freed = isinstance(error, KeyError)  # as another server has said
-            self._answers.fail(client, call["n"], Freed(error.args[0]) if freed else error)
+            self._answers.fail(client, call["n"], error)
 
     def _begin(self, what: Callable[[_Said], Program[_Said]], client: int, call: _Said) -> None:
         run(self._answering(what, client, call), lambda *_: None)

@@ -31,6 +31,7 @@ from aiodist.errors import (
 from aiodist.handles import Account, Handle, Progress
 from aiodist.handles.origin import whence
 from aiodist.handles.progress import transport_lock
+from aiodist.ps.answers import Freed
 from aiodist.ps.client import Client
 from aiodist.ps.coalescer import RESENDS, Coalescer
 from aiodist.ps.context import Context, Log, Pool, Service
@@ -102,8 +103,10 @@ class ParameterServerSession:
         self.coll = await duplicate(coll)
         try:
             members = await self._agree(me)
-        except asyncio.CancelledError as error:  # the others may go on, to wait for this rank
-            self.coll.abort(f"its parameter server was given up on rank {coll.rank}: {error!r}")
+        except BaseException as error:
+            if not isinstance(error, Exception):  # cancelled: the others may go on, to wait for this rank
+                self.coll.abort(f"its parameter server was given up on rank {coll.rank}: {error!r}")
+            await self.coll.aclose()
             raise
         self._open(members)
         return members
@@ -185,6 +188,7 @@ class ParameterServerSession:
         finally:
             if error is not None:
                 self.abort_everywhere(error)
+            await self.context.service.ended()  # what it works on is the caller's again
             await self.coll.aclose()
 
     async def _leave(self) -> None:
@@ -353,7 +357,7 @@ class ParameterServerSession:
                 return
             if error is None:
                 handle.resolve(result)
-            elif isinstance(error.__cause__, KeyError):  # a name was freed: what runs programs expects none
+            elif isinstance(error.__cause__, Freed):  # what runs programs expects none
                 handle.reject(error.__cause__)
             else:
                 handle.reject(self.client.queue.located(error))

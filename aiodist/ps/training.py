@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from aiodist.communicator import Communicator
 from aiodist.ps.settings import check_int
 from aiodist.ps.training_client import Centre, Parameters, Run, TrainingClient, copy_all, like
+from aiodist.types import check_trains
 
 __all__ = ["EAMSGD", "EASGD", "AsySGInCon", "Downpour", "Schedule", "TrainingClient", "elastic_alpha"]
 
@@ -103,6 +104,7 @@ class Downpour(TrainingClient):
         super().__init__(ps, params, group, run)
         self._push_every = check_int("n_push", n_push)
         self._pull_every = check_int("n_pull", n_pull)
+        check_trains(optimizer, self._params, "this client")
         self._optimizer = optimizer
         self._sent = like(self._params)
         self._base = like(self._params)
@@ -209,10 +211,10 @@ class EASGD(TrainingClient):
     rank 0 talks to the server, once for all, and broadcasts; `alpha` counts groups (`elastic_alpha`). `run` says where
     to compute, such as the `run` of a DataParallel; else it is done at once, in the loop's thread.
 
-    On f = x^2/2 with learning rate eta, one client at a time, it is stable for `alpha` up to (4-2 eta)/(4-eta).
-    Raises ValueError for `alpha` outside (0, 1] and what `Schedule` raises. Cost of an exchange: the parameters' bytes
-    down and up, two buffers of their size. Zhang, Choromanska and LeCun (2015), https://arxiv.org/abs/1412.6651;
-    warm-up and prefetch as in TorchMPI.
+    On f = x^2/2 with learning rate eta, one client at a time, it is stable for `alpha` up to (4-2 eta)/(4-eta). Raises
+    ValueError for `alpha` outside (0, 1], for an optimizer of other parameters and what `Schedule` raises. Cost of an
+    exchange: the parameters' bytes down and up, two buffers of their size. Zhang, Choromanska and LeCun (2015),
+    https://arxiv.org/abs/1412.6651; warm-up and prefetch as in TorchMPI.
     """
 
     def __init__(  # noqa: PLR0913 - one for each knob
@@ -232,6 +234,7 @@ class EASGD(TrainingClient):
         if not 0 < alpha <= 1:
             raise ValueError(f"alpha={alpha}: expected more than 0 and at most 1")
         self.schedule = Schedule(tau, warmup, prefetch)
+        check_trains(optimizer, self._params, "this client")
         self._optimizer = optimizer
         self._alpha = alpha
         self._own = self._params

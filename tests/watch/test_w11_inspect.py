@@ -273,3 +273,19 @@ async def test_w11_asyncios_own_tools_follow_handles(coll: Communicator) -> None
     await duplicating
     idle.cancel()
     assert not [line for line in tree() if line.endswith(": dup")]
+
+
+def test_w11_many_who_look_at_once_are_all_answered(folder: Path) -> None:
+    """They share what the ranks are asked, which takes half a second where one does not answer."""
+    with running(folder, "-m", "aiodist.cli", "run", "-n", "3", "--mpi", "none", ranks=3) as job:
+        until(lambda: jobs.look(job.pid)["ranks"])
+        told: list[Any] = []
+        threads = [threading.Thread(target=lambda: told.append(jobs.look(job.pid))) for _ in range(30)]
+        began = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len(told) == 30
+        assert all([answer["rank"] for answer in each["ranks"]] == [0, 1, 2] for each in told)
+        assert time.monotonic() - began < 5  # as long as one that looks is patient
