@@ -81,7 +81,7 @@ class _RankGuard:
         self._told = False
         self._shortens = False
         """It was interrupted: a traceback that comes from that is told in a line."""
-        self._shortens_none = start.environ.get("AIODIST_TRACEBACK", "").lower() == "full"
+        self._shortens_none = {**variables(), **start.environ}.get("AIODIST_TRACEBACK", "").lower() == "full"
         self._traceback = b""
         """What it has written to its standard error since one began."""
         self._killed = False
