@@ -1,4 +1,4 @@
-"""The command `aiodist`, and `python -m aiodist`: Ctrl-C is no traceback, whatever is being imported."""
+"""The command `aiodist`, and `python -m aiodist`: Ctrl-C is no traceback, in the midst of imports either."""
 
 import sys
 
