@@ -176,8 +176,9 @@ static bool is_ours(Issuer *self, PyObject *code) {
 // Returns who is named, or the innermost place outside aiodist, with a new reference to its code; NULL with an exception set.
 static origin origin_of(Issuer *self) {
     if (is_set(self->log->caller)) {
-        origin named = {NULL, 0};
-        if (PyArg_ParseTuple(self->log->caller, "Oi", &named.code, &named.instruction)) Py_INCREF(named.code);
+        origin named;
+        if (!PyArg_ParseTuple(self->log->caller, "Oi", &named.code, &named.instruction)) return (origin){NULL, 0};
+        Py_INCREF(named.code);
         return named;
     }
     PyObject *frame = (PyObject *)PyEval_GetFrame();
