@@ -138,8 +138,8 @@ def _serve(server: socket.socket, inspector: Inspector, job: int) -> None:
 def _callers(server: socket.socket) -> list[socket.socket]:
     """Wait for a caller; return all that wait by now, for one answer. None come any more once it is shut down."""
     callers: list[socket.socket] = []
-    server.settimeout(None)
     with suppress(OSError):
+        server.settimeout(None)
         while True:
             callers.append(server.accept()[0])
             server.settimeout(0)
