@@ -161,7 +161,7 @@ def test_wheel_is_the_same_without_links_and_from_the_sdist(builds: Builds) -> N
 def test_wheel_metadata(builds: Builds) -> None:
     (info,) = builds.wheel.glob("*.dist-info")
     entry_points = (info / "entry_points.txt").read_text()
-    assert "aiodist = aiodist.cli:main" in entry_points
+    assert "aiodist = aiodist.__main__:main" in entry_points
     assert "aiodist = aiodist.testing.plugin" in entry_points
     assert (info / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
