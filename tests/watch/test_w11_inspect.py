@@ -275,9 +275,9 @@ async def test_w11_asyncios_own_tools_follow_handles(coll: Communicator) -> None
     assert not [line for line in tree() if line.endswith(": dup")]
 
 
-def test_w11_many_who_look_at_once_are_all_answered(folder: Path) -> None:
+def test_w11_many_who_look_at_once_are_all_answered(folder: Path, nursery: str) -> None:
     """They share what the ranks are asked, which takes half a second where one does not answer."""
-    with running(folder, "-m", "aiodist.cli", "run", "-n", "3", "--mpi", "none", ranks=3) as job:
+    with running(folder, 3, nursery) as job:
         until(lambda: jobs.look(job.pid)["ranks"])
         told: list[Any] = []
         threads = [threading.Thread(target=lambda: told.append(jobs.look(job.pid))) for _ in range(30)]
