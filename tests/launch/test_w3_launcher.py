@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,11 @@ from aiodist.env import Environment
 from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.launch import commands
 from aiodist.launch.commands import Flavour, Job, Mpi, elastic_range
+from aiodist.launch.elastic import ElasticSessions
 from aiodist.launch.hosts import Host
+from aiodist.launch.processes import ProcessEnded
+from aiodist.launch.ranks import Finished
+from aiodist.launch.supervisor import Event, Supervisor
 from aiodist.launch.verdict import Ending, JobVerdict
 
 OPENMPI = Mpi("/opt/ompi/bin/mpirun", Flavour.OPENMPI, "5.0.11", None)
@@ -120,3 +125,29 @@ def test_w3_before_it_has_begun_it_is_a_job_like_any_other() -> None:
     v = elastic(3, 1)
     assert v.ended(Ending(2, 7), 0) == ["rank 2: exit code 7"]
     assert v.code == 7
+
+
+class Started:
+    """The guards of ranks, all of which have come."""
+
+    came = frozenset({0, 1})
+
+    def signal(self, signum: int) -> None:
+        raise AssertionError(f"nobody is to be told to stop ({signum})")
+
+
+async def test_w3_an_mpirun_that_ends_after_its_ranks_leaves_those_that_joined() -> None:
+    job = Job(("train.py",), 1, mpi="openmpi", elastic=(1, 2))
+    said: list[str] = []
+    sessions = ElasticSessions(1, "127.0.0.1", "secret")
+    sessions.generations.machine.begun = True
+    supervisor = Supervisor(job, Started(), sessions, said.append)  # type: ignore[arg-type]
+    supervisor.started(1)
+    events: asyncio.Queue[Event] = asyncio.Queue()
+    for event in (Ending(0, -9), ProcessEnded(None, 1), Finished(0)):
+        events.put_nowait(event)
+    late = 0.7  # seconds: more than an mpirun's ranks have to end behind it
+    for event in (Ending(1, 0), Finished(1)):
+        asyncio.get_running_loop().call_later(late, events.put_nowait, event)
+    assert await supervisor.watch(events) == 0
+    assert said == ["rank 0: signal SIGKILL"]
