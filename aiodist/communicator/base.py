@@ -47,7 +47,8 @@ CAUSE = 0.8
 class WaitingCall:
     """For which ranks the others waited: in each collective for the one that came last, from when each of them came.
 
-    Waits that are shorter than the clocks may be wrong count nothing.
+    Waits that are shorter than the clocks may be wrong count nothing. In a receive from a certain rank, not from `ANY`,
+    for that one, from the call until the message was there, if that took a millisecond or more.
     """
 
     seconds: tuple[float, ...]

@@ -53,6 +53,7 @@ from aiodist.handles.origin import Origin, known_files, whence
 from aiodist.handles.progress import transport_lock
 from aiodist.handles.tracing import Ended
 from aiodist.streams.events import device_error
+from aiodist.types import ANY
 
 T = TypeVar("T")
 
@@ -150,6 +151,8 @@ class Dispatcher:
         self._watchdog.give_up = self.abort_everywhere
         self.account = Account(self.progress.loop, prompt=True, witness=self._watchdog)
         self._observer: OperationObserver | None = None
+        self.on_receive: Callable[[Handle[Any], int], None] | None = None
+        """Told of each receive from a certain rank, when it is issued."""
         self.on_lost: list[Callable[[int, AiodistError], None]] = []
         """Told, on the loop, of each rank of this communicator that is gone; -1 when nothing can be known any more."""
         self.on_abort: list[Callable[[AiodistError], None]] = []
@@ -444,6 +447,8 @@ class Dispatcher:
         """Return the handle of a point-to-point operation with `peer`, and what to call when it is over."""
         handle: Handle[Any] = self._handle(op, nbytes, claims, timeout, peer)
         self._watchdog.messages += 1
+        if self.on_receive is not None and peer.src is not None and peer.src != ANY and op != "aclose":
+            self.on_receive(handle, peer.src)
         return handle, Completion(self, handle, claims, convert)
 
     def start(self, call: Callable[[], None], nbytes: int) -> None:

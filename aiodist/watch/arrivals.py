@@ -2,7 +2,8 @@
 
 Once a second, while something is issued, the first rank of the world asks all others when they came to their last
 operations, and how their clocks stand. It tells them which rank came last to each that some had to wait for. So each
-rank knows by itself what that was, and adds it up. All but the comparison goes on in the listener threads.
+rank knows by itself what that was, and adds it up. How long a receive waits for its sender the rank notes itself; all
+are told. All but the comparison goes on in the listener threads.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from time import perf_counter
 from typing import Any
 
@@ -26,7 +27,8 @@ from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.oplog import OpLog, Record
 from aiodist.communicator.watchdog import Watch
 from aiodist.control.thread import settle_soon
-from aiodist.handles import Progress
+from aiodist.handles import Handle, Progress
+from aiodist.handles.combinators import EndWaiter
 from aiodist.watch.clock import Clock, Offset
 
 _TOPIC = "arrivals"
@@ -34,6 +36,7 @@ _PAUSE = 1.0  # seconds between two comparisons
 _PATIENCE = 2.0  # seconds for the answers
 _ROUND_TRIPS = 4  # of clocks, each time
 _SHOWN = 8
+_SHORT = 1e-3  # seconds in which a receive waits for nobody
 _MOST_LEFT = 1 << 14  # operations of a rank that others may still come to
 
 _Stream = tuple[str, str]  # a communicator, and the name of an operation: "" for all that are in the order
@@ -48,6 +51,8 @@ class _Followed:
     over: bool = False  # it was closed when the first rank was told of it last
     told: int = 0  # how many of its operations the first rank was told of, without those that have names
     named: dict[tuple[str, int], Record] = field(default_factory=dict)  # of the last ones, by name and use
+    received: deque[tuple[str, int, float]] = field(default_factory=lambda: deque(maxlen=_MOST_LEFT))
+    """Of receives that are over: the operation, its source, and how long it took; since it was told last."""
     seconds: list[float] = field(default_factory=list)
     by_operation: dict[str, list[float]] = field(default_factory=dict)
     compared: int = 0
@@ -82,15 +87,44 @@ class _Followed:
 
     def add(self, name: str, late: NDArray[np.float64], compared: int, error: float) -> WaitingCall:
         """Take in (number, last rank, seconds waited) of operations; return what is known now."""
-        size = len(self.dispatcher.ranks)
-        self.seconds = self.seconds or [0.0] * size
         for number, last, waited in late.tolist():
-            rank, record = int(last), self.find(name, int(number))
-            self.seconds[rank] += waited
+            record = self.find(name, int(number))
             kind = "" if record is None else f"{record.what.kind} {name!r}" if name else record.what.kind
-            self.by_operation.setdefault(kind, [0.0] * size)[rank] += waited
+            self._add(kind, int(last), waited)
         self.compared += compared
         self.error = max(self.error, error)
+        return self._known()
+
+    def add_received(self, op: str, src: int, waited: float) -> WaitingCall:
+        """Take in how long ranks waited for messages of `src`; return what is known now."""
+        self._add(op, src, waited)
+        return self._known()
+
+    def time(self, handle: Handle[Any], src: int) -> None:
+        """Note how long this receive, which begins, waits for rank `src`."""
+        handle.add_observer(EndWaiter(partial(self._received, src, perf_counter()), lambda *_: None))
+
+    def _received(self, src: int, began: float, handle: Handle[Any]) -> None:
+        waited = perf_counter() - began
+        if waited >= _SHORT and not handle.cancelled():
+            self.received.append((handle.op, src, waited))
+
+    def tell_received(self) -> Iterator[tuple[str, int, float]]:
+        """Yield how long receives of this rank waited since the last time: in each operation for each rank."""
+        found: dict[tuple[str, int], float] = {}
+        while self.received:
+            op, src, waited = self.received.popleft()
+            found[op, src] = found.get((op, src), 0.0) + waited
+        yield from ((op, src, waited) for (op, src), waited in found.items())
+
+    def _add(self, kind: str, rank: int, waited: float) -> None:
+        size = len(self.dispatcher.ranks)
+        self.seconds = self.seconds or [0.0] * size
+        self.seconds[rank] += waited
+        self.by_operation.setdefault(kind, [0.0] * size)[rank] += waited
+
+    def _known(self) -> WaitingCall:
+        self.seconds = self.seconds or [0.0] * len(self.dispatcher.ranks)
         by_operation = {kind: tuple(seconds) for kind, seconds in self.by_operation.items()}
         return WaitingCall(tuple(self.seconds), by_operation, self.compared, self.error)
 
@@ -107,7 +141,8 @@ class ArrivalTimes:
         self._ranks = world.parts.dispatcher.ranks
         self._clock = Clock(self._channel, "clock of arrivals", self._ranks)
         self._followed: dict[str, _Followed] = {}
-        self._answers: dict[int, list[Any]] = {}
+        self._answers: dict[int, Sequence[list[Any]]] = {}
+        """By rank: when it came to what, and how long its receives waited for whom."""
         self._all_told: asyncio.Future[None] | None = None
         self._left: dict[_Stream, dict[int, Times]] = {}
         """As the first rank: by rank of the world, when it came to what others have not come to."""
@@ -129,7 +164,8 @@ class ArrivalTimes:
         if len(dispatcher.ranks) > 1:
             dispatcher.oplog.timed = True
             dispatcher.names.arrivals = deque(maxlen=_MOST_LEFT)
-            self._followed[dispatcher.name] = _Followed(dispatcher)
+            self._followed[dispatcher.name] = one = _Followed(dispatcher)
+            dispatcher.on_receive = one.time
 
     def close(self) -> None:
         """Compare nothing any more."""
@@ -140,7 +176,7 @@ class ArrivalTimes:
             self._task.cancel()
         self._registry.on_open.remove(self.follow)
         for one in self._followed.values():
-            one.log.timed, one.dispatcher.names.arrivals = False, None
+            one.log.timed, one.dispatcher.names.arrivals, one.dispatcher.on_receive = False, None, None
         self._clock.close()
         with suppress(RuntimeError):  # the channel is closed
             self._channel.unsubscribe(_TOPIC)
@@ -177,14 +213,14 @@ class ArrivalTimes:
             async with asyncio.timeout(_PATIENCE):
                 await self._all_told
             self._answers[self._channel.rank] = self._tell()
-            late = self._compared(offsets)
-            self._channel.broadcast(_TOPIC, ["know", late])
-            self._know(late)
+            late, received = self._compared(offsets), [each for _, told in self._answers.values() for each in told]
+            self._channel.broadcast(_TOPIC, ["know", late, received])
+            self._know(late, received)
 
     def _compared(self, offsets: dict[int, Offset]) -> list[Any]:
         """Return of each communicator what its ranks are to know, as `_Followed.add` takes it."""
         ranks_of: dict[str, list[int]] = {}
-        for rank, told in self._answers.items():
+        for rank, (told, _) in self._answers.items():
             for comm, name, ranks, times in told:
                 ranks_of[comm] = ranks
                 came = np.frombuffer(times, np.int64).reshape(-1, 2).copy()
@@ -210,17 +246,20 @@ class ArrivalTimes:
         what, content, *more = message
         if what == "tell":
             with suppress(RuntimeError):  # the channel was closed
-                self._channel.send(src, _TOPIC, ["told", content, self._tell()])
+                self._channel.send(src, _TOPIC, ["told", content, *self._tell()])
         elif what == "know":
-            self._know(content)
+            self._know(content, more[0])
         elif content == self._round:
-            self._answers[src] = more[0]
+            self._answers[src] = more
             if len(self._answers) == len(self._ranks) - 1 and self._all_told is not None:
                 settle_soon(self._all_told)
 
-    def _tell(self) -> list[Any]:
-        """Return, of each communicator, its ranks and when this one came to what was issued since the last time."""
-        told = []
+    def _tell(self) -> tuple[list[Any], list[Any]]:
+        """Return, of each communicator, its ranks and when this one came to what was issued since the last time.
+
+        And how long its receives waited for whom.
+        """
+        told, received = [], []
         for comm, one in list(self._followed.items()):
             if one.over:
                 del self._followed[comm]
@@ -228,10 +267,15 @@ class ArrivalTimes:
             one.over = one.dispatcher.refusal is not None
             before, ranks = one.issued, list(one.dispatcher.ranks)
             told += [[comm, name, ranks, times] for name, times in one.tell()]
+            received += [[comm, *each] for each in one.tell_received()]
             self._report.issued += one.issued - before
-        return told
+        return told, received
 
-    def _know(self, late: list[Any]) -> None:
+    def _know(self, late: list[Any], received: list[Any]) -> None:
+        for comm, op, src, waited in received:
+            if (one := self._followed.get(comm)) is not None:
+                self._waited[comm] = one.add_received(op, src, waited)
+                self._report.add_received(one.dispatcher.ranks[src], waited)
         for comm, name, rows, compared, error in late:
             if (one := self._followed.get(comm)) is not None:
                 late_ones = np.frombuffer(rows).reshape(-1, 3)
@@ -262,6 +306,11 @@ class _Report:
             self._lines[line] = self._lines.get(line, 0.0) + waited
         self._compared += compared
         self._error = max(self._error, error)
+
+    def add_received(self, rank: int, waited: float) -> None:
+        """As `_Followed.add_received`, which has taken it in."""
+        self._seconds[rank] += waited
+        self._lines[rank, None] = self._lines.get((rank, None), 0.0) + waited
 
     def __str__(self) -> str:
         clocks = f"by clocks to {self._error * 1e6:.0f} us"

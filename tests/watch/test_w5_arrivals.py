@@ -127,3 +127,38 @@ async def test_w5_nothing_is_noted_unless_asked(coll: Communicator) -> None:
     await coll.allreduce(torch.ones(3))
     assert coll.statistics().waited is None
     assert kept(coll.parts.dispatcher.oplog) == []
+
+
+async def test_w5_receives_wait_for_their_sender() -> None:
+    async def main(rank: int) -> WaitingCall:
+        async with aiodist.init(stragglers=True) as coll:
+            for turn in range(3):
+                if rank == 2:
+                    await asyncio.sleep(0.1)  # in real time
+                    await coll.send(torch.ones(3), 0, tag=turn)
+                    await coll.send_object(turn, 1)
+                elif rank == 0:
+                    await coll.recv(src=2, tag=turn)
+                else:
+                    await coll.recv_object(2)
+            if rank == 0:  # from anybody, and one that is withdrawn
+                anybody, nobody = coll.recv(), coll.recv(src=1, tag=9)
+            await coll.barrier()
+            if rank == 1:
+                await asyncio.sleep(0.1)
+                await coll.send(torch.ones(1), 0)
+            if rank == 0:
+                await anybody
+                assert nobody.cancel()
+        waited = coll.statistics().waited
+        assert waited is not None
+        return waited
+
+    told = await gather_ranks(3, main)
+    assert told[0] == told[1] == told[2]
+    assert told[0].by_operation.keys() >= {"recv", "recv_object"}
+    for op in ("recv", "recv_object"):
+        seconds = told[0].by_operation[op]
+        assert seconds[:2] == (0.0, 0.0)
+        assert 0.25 < seconds[2] < 1.0
+    assert told[0].cause == 2
