@@ -10,6 +10,7 @@ has as few as show every two values together, with one of the two loops, and n w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import shutil
@@ -22,13 +23,15 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import pytest
 from hypothesis import settings
 
 from aiodist.handles import Progress
+from aiodist.testing.jobs import Spec
 from tests.support.drawing import draw, pairs
+from tests.support.nursed import nursed
 from tests.support.nursed import nursery as nursery
 from tests.support.simulated_cuda.fixture import simulated_cuda as simulated_cuda
 from tests.support.startup import sitecustomize
@@ -74,10 +77,19 @@ def _take_away_what_is_left() -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
-def pytest_collection_finish() -> None:
-    """Keep what pytest and torch have made out of the garbage collections that tests ask for: each took 0.6 s."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep what pytest and torch have made out of the garbage collections that tests ask for: each took 0.6 s.
+
+    In a quick run, have the ranks of jobs come from a nursery, see tests/support/startup.
+    """
     gc.collect()
     gc.freeze()
+    if "not thorough" in session.config.option.markexpr and any(
+        getattr(i, "on_processes", False) for i in session.items
+    ):
+        stack = contextlib.ExitStack()
+        os.environ["NURSERY_OF_JOBS"] = stack.enter_context(nursed(Path(tempfile.mkdtemp())))
+        session.config.add_cleanup(stack.close)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -136,9 +148,17 @@ def _values(test: pytest.Function) -> dict[str, int]:
 
 
 def _pairs(test: pytest.Function) -> list[object]:
-    """Return what a combination shows: every two values together, on either loop, and the test at all."""
-    values = {name: value for name, value in _values(test).items() if name != "_asyncio_loop_factory"}
-    return [*pairs(sorted(values.items())), None]
+    """Return what a combination shows: every two values together, on either loop, and the test at all.
+
+    How many ranks there are and what carries them are two values, of which each is to be seen with all others.
+    """
+    values: dict[str, object] = {**_values(test)}
+    values.pop("_asyncio_loop_factory", None)
+    if values.pop("coll", None) is None:
+        return [*pairs(sorted(values.items())), None]
+    size, backend = cast(Spec, test.callspec.params["coll"])
+    ranks = (("ranks", size), ("carrier", backend))
+    return [fact for one in ranks for fact in pairs([*sorted(values.items()), one])]
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 With `--thorough` the tests that this leaves out are run, and no checks: `make test-all` calls both.
 
-Many tests wait for processes, so there are several runs of pytest, one more at a time than there are cores; what the
+Many tests wait for processes, so there are several runs of pytest, two more at a time than there are cores; what the
 first prints is seen at once, what the others print in the end. Where a few tests failed, these run once more when
 nothing else does: many have a limit of time, and machines are shared. One that passes then is no failure; the summary
 names it. Other arguments are handed to pytest, which then runs once. The summary counts the tests that ran under each
@@ -26,14 +26,17 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 _FOLDERS = (
-    ("nn",),
     ("lifecycle",),
+    ("nn",),
     ("backends", "collectives", "communicator"),
-    ("compat", "docs", "examples", "hosts", "integration", "launch"),
-    ("bench", "control", "engine", "packaging", "ps", "testing"),
+    ("control", "ps"),
+    ("core", "watch"),
+    ("bench", "engine", "packaging", "testing"),
+    ("compat", "hosts", "integration", "launch"),
+    ("docs", "examples"),
 )
 """The folders of tests that have a run of pytest to themselves, the longest first; the rest has one too."""
-_AT_A_TIME = 1 + (os.cpu_count() or 1)
+_AT_A_TIME = 2 + (os.cpu_count() or 1)
 _FEW = 5
 """So many failed tests run once more; where more have failed, something is broken."""
 _SOME_FAILED = 1

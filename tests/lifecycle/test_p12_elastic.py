@@ -21,4 +21,4 @@ def test_p12_each_push_counts_once_where_a_server_process_is_killed(run: Run, ba
     for rank in (0, 1):
         lost, found = ended.said(rank)
         assert lost.startswith("lost: "), ended
-        assert found == f"found: [[800.0], [800.0]] {rank} of 4", ended
+        assert found == f"found: [[300.0], [300.0]] {rank} of 4", ended

@@ -40,5 +40,8 @@ def nursed(folder: Path, **environ: str) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a running nursery."""
+    if address := os.environ.get("NURSERY_OF_JOBS"):
+        yield address
+        return
     with nursed(tmp_path_factory.mktemp("nursery")) as address:
         yield address

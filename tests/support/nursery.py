@@ -43,6 +43,7 @@ def keep_modules() -> None:
 
 
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402  - the first optimizer loads it, in a second
 
 if core := os.environ.get("LIFECYCLE_CORE"):  # in place of the one that is installed
     spec = spec_from_file_location("aiodist._core", core)
@@ -52,8 +53,13 @@ if core := os.environ.get("LIFECYCLE_CORE"):  # in place of the one that is inst
     spec.loader.exec_module(built)
 
 import aiodist.backends.gloo  # noqa: E402
+import aiodist.checkpoints  # noqa: E402
 import aiodist.cli  # noqa: E402
+import aiodist.data  # noqa: E402
+import aiodist.engine  # noqa: E402
 import aiodist.launch.job  # noqa: E402
+import aiodist.nn  # noqa: E402
+import aiodist.ps  # noqa: E402
 import aiodist.world.runtime  # noqa: E402, F401
 
 del sys.modules["aiodist.cli"]  # it is run as a program, with what it has imported

@@ -14,7 +14,7 @@ import aiodist
 from aiodist import Communicator, CommunicatorError, PeerLost
 from aiodist.ps import ParameterServer
 
-PUSHES = 400
+PUSHES = 150
 TENSORS = {"small": 7, "large": 300_000}
 
 
