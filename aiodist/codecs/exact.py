@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aiodist.codecs.base import Kind, check_input, framed, parse
 from aiodist.communicator import pickling
+from aiodist.streams.memory import bytes_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Lossless:
     def encode(self, t: Tensor) -> Tensor:
         """Return the code of `t`, flat."""
         t = check_input(t, "Lossless")
-        planes = t.contiguous().view(torch.uint8).view(-1, t.dtype.itemsize).T.contiguous()
+        planes = bytes_of(t.contiguous()).view(-1, t.dtype.itemsize).T.contiguous()
         packed = bytearray(zlib.compress(planes.numpy().data, self.level))
         return framed(torch.frombuffer(packed, dtype=torch.uint8), Kind.LOSSLESS, t.dtype, t.numel(), 0)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from aiodist.backends.base import dtype_name
 from aiodist.codecs.base import Codec, Kind, check_input, framed, parse, saturated, wide
+from aiodist.streams.memory import bytes_of
 
 _NUMBERS = 1 << 32
 
@@ -138,7 +139,7 @@ class Outgoing:
                 return now.message(Kind.DIFFERENCE, code)
         number = (next(self._streams) << 16) % _NUMBERS
         now = self._held[receiver, key] = _Held(t.to(wide(t.dtype), copy=True), t.dtype, number)
-        return now.message(Kind.WHOLE, t.contiguous().view(torch.uint8))
+        return now.message(Kind.WHOLE, bytes_of(t.contiguous()))
 
     def held(self, receiver: Hashable, key: Hashable) -> Tensor | None:
         """Return a copy of what `receiver` has of `key`, as it decoded it, flat; None when it has nothing."""

@@ -167,6 +167,13 @@ def test_p10_differences_of_any_size_arrive(scale: float) -> None:
         assert torch.allclose(decoded, 1.25 * t, rtol=1e-6, atol=0.0)
 
 
+def test_p10_one_element_of_any_stride_is_sent_whole() -> None:
+    t = torch.arange(4.0)[1::3]
+    assert t.stride() == (3,)
+    outgoing, incoming = sides(QSGD())
+    assert incoming.decode("key", outgoing.encode(0, "key", t), t.dtype, 1).item() == 1
+
+
 def test_p10_messages_are_smaller_from_the_second_on() -> None:
     t = torch.randn(10_000, generator=generator())
     outgoing, incoming = sides(QSGD())
