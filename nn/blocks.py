@@ -101,6 +101,22 @@ def _run_block(layers: Sequence[nn.Module], x: Any) -> Any:
     return _Block.apply(run, torch.empty(0, requires_grad=True, device="cpu"), *inputs)  # type: ignore[no-untyped-call]
 
 
+class _Writable(torch.autograd.Function):
+    """The input of a block, to which the block may write (`nn.ReLU(inplace=True)`), as to no leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _writable(x: Tensor) -> Tensor:
+    return _Writable.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+
+
 class _Block(torch.autograd.Function):
     """Runs a block on inputs that are cut off from what made them, and its backward as one of its own."""
 
@@ -108,7 +124,7 @@ class _Block(torch.autograd.Function):
     def forward(ctx: Any, run: Callable[..., Any], _: Tensor, *inputs: Any) -> Any:
         ctx.inputs = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
         with torch.enable_grad():
-            made = run(*ctx.inputs)
+            made = run(*(_writable(x) if isinstance(x, Tensor) and x.requires_grad else x for x in ctx.inputs))
         ctx.block_outputs = made if isinstance(made, tuple) else (made,)
         cut = tuple(y.detach() if isinstance(y, Tensor) else y for y in ctx.block_outputs)
         moving = [isinstance(y, Tensor) and y.requires_grad for y in ctx.block_outputs]

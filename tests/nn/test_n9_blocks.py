@@ -74,6 +74,17 @@ class Pair(nn.Module):
         return self.inner(x), x * 2, x.argsort(0)[:, 0], 3
 
 
+class Activated(nn.Module):
+    """Writes to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(nn.functional.relu_(x))
+
+
 def linear(inputs: int = 6, outputs: int = 6) -> nn.Module:
     return nn.Linear(inputs, outputs)
 
@@ -86,6 +97,7 @@ def one_twice() -> list[nn.Module]:
 MODELS: dict[str, Callable[[], list[nn.Module]]] = {
     "linear": lambda: [linear() for _ in range(5)],
     "in place": lambda: [linear(), nn.ReLU(inplace=True), linear(), nn.BatchNorm1d(6), nn.ReLU(inplace=True), linear()],
+    "in place on what comes": lambda: [linear(), *(Activated() for _ in range(4))],
     "tuples": lambda: [linear(), Pair(), Pair(), linear(), Pair(), Pair()],
     "dropout": lambda: [linear(), nn.Dropout(0.3), linear(), nn.Dropout(0.3), linear()],
     "one layer twice": one_twice,
@@ -94,7 +106,7 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
 }
 
 
-@pytest.mark.drawn(14)
+@pytest.mark.drawn(16)
 @pytest.mark.parametrize("moving", [True, False])
 @pytest.mark.parametrize("blocks", [1, 2, 3])
 @pytest.mark.parametrize("model", MODELS)
