@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, takewhile
 from types import TracebackType
 from typing import Any
 
@@ -57,12 +57,20 @@ def _hints(error: AttributeError) -> list[str]:
 def cause_in(text: str) -> str:
     r"""Return the line of a traceback that says what was raised: the first one behind the frames. Notes come later.
 
+    Of a group that is what its first exception says.
+
     >>> cause_in("Traceback (most recent call last):\n  File …\nValueError: no\nseen by rank 0")
     'ValueError: no'
+    >>> cause_in("  | ExceptionGroup: all (1 sub-exception)\n  +-+--- 1 ---\n    | ValueError: no\n    +---")
+    'ValueError: no'
     """
-    lines = text.strip().splitlines()
+    lines = text.rpartition(" exception occurred:\n\n")[2].rpartition(" following exception:\n\n")[2].splitlines()
+    inside = next((number for number, line in enumerate(lines, 1) if line.startswith("  +-+-")), None)
+    if inside is not None:
+        first = takewhile(lambda line: not line.startswith("    +---"), lines[inside:])
+        return cause_in("\n".join(line[2:].removeprefix("  | ") for line in first))
     frames = [number for number, line in enumerate(lines[:-1]) if line.startswith("  ")]
-    return lines[frames[-1] + 1] if frames else lines[-1]
+    return lines[frames[-1] + 1 if frames else 0]
 
 
 def _print_folded(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

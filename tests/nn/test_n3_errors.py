@@ -263,3 +263,27 @@ async def test_n3_arguments_of_a_wrong_kind(coll: Communicator, trial: type[Tria
         await net.step(partial(trial.loss, net, coll.rank, 0), opt)
     await net.step(trial.loss, opt, net, coll.rank, step=0)  # arguments are bound at the call
     trial.assert_same(net, trial.alone(1, 1))
+
+
+@pytest.mark.ranks(2)
+async def test_n3_the_message_of_a_group_is_that_of_its_first_exception(coll: Communicator, trial: type[Trial]) -> None:
+    """Also where one group holds another, or an exception came of a group."""
+    net = await DataParallel.create(trial.Mlp(), coll)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+
+    def forward(kind: str) -> Tensor:
+        if not coll.rank:
+            return trial.loss(net, 0, 0)
+        try:
+            raise ExceptionGroup("all", [ExceptionGroup("some", [ArithmeticError("no more\nat all")]), KeyError(1)])
+        except ExceptionGroup as group:
+            if kind == "by a group":
+                raise LookupError("no more") from group
+            raise
+
+    for kind, cause in (("group", "ArithmeticError: no more"), ("by a group", "LookupError: no more")):
+        error: Any = (ExceptionGroup, LookupError) if coll.rank else aiodist.RemoteError
+        with pytest.raises(error) as caught:
+            await net.step(forward, opt, kind)
+        if not coll.rank:
+            assert str(caught.value).startswith(f"rank 1 failed in this step: {cause}")
