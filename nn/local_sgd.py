@@ -453,5 +453,7 @@ def _rates_of(optimizer: Optimizer, params: Sequence[Tensor]) -> list[float]:
     known = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
     rates = [known.get(id(p), 1.0) for p in params]
     if not all(rate > 0 for rate in rates):
-        raise ValueError(f"learning rates {rates} where a period begins: SlowMo divides by them, expected above 0")
+        raise ValueError(
+            f"learning rates {sorted(set(rates))[:5]} where a period begins: SlowMo divides by them, expected above 0"
+        )
     return rates
