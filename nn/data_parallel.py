@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from inspect import signature
+from types import CodeType
 from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar, Unpack, cast, runtime_checkable
 
 import torch
@@ -399,7 +400,8 @@ class DataParallel(ModuleLike):
             check_optimizer(self, opt)
             self._optimizer = opt
         self.reducer.devices.lend((args, kwargs))
-        work = Forward([partial(each, *args, **kwargs) for each in closures], self._settings, self.compute)
+        runs = [partial(each, *args, **kwargs) for each in closures]
+        work = Forward(runs, self._settings, self.compute, _caller_of(closures[0]))
         if isinstance(opt, Optimizer):
             return await self._timely(self.compute.submit(plain_step, work, opt, self.compute))
         await self._timely(self.compute.submit(opt.train, work))
@@ -683,6 +685,17 @@ def check_one_pass(opt: Optimizer) -> None:
             "a step runs them once, reduces, and updates with what is reduced: expected an optimizer whose step() "
             "needs no closure"
         )
+
+
+def _caller_of(forward: Callable[..., object]) -> tuple[CodeType, int] | None:
+    """Return the place of `forward` where a step is a task by itself, as under `wait_for` or `gather`.
+
+    What has made the task is not known there: all that is below it is the loop. None where the line of the call is.
+    """
+    task: Any = asyncio.current_task()
+    coroutine, code = None if task is None else task.get_coro(), getattr(forward, "__code__", None)
+    of_step = getattr(coroutine, "cr_code", None) is DataParallel.step.__code__
+    return (code, 0) if of_step and isinstance(code, CodeType) else None
 
 
 def check_optimizer(net: DataParallel, opt: Optimizer | Driver) -> None:

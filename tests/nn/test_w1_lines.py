@@ -48,6 +48,21 @@ async def test_w1_reductions_are_told_with_the_line_of_the_step(coll: Communicat
 
 
 @pytest.mark.ranks(2)
+async def test_w1_a_step_that_is_a_task_is_told_with_the_line_of_its_forward(coll: Communicator) -> None:
+    """All that called it is the loop; a step under `wait_for` is such a task before Python 3.12."""
+    async with await nn.DataParallel.create(Trial.Mlp(), coll) as net:
+        opt = Trial.OPTIMIZERS["sgd"](net.parameters())
+        line = line_below()
+        forward = lambda: Trial.loss(net, coll.rank, 0)  # noqa: E731
+        for _ in range(2):
+            await asyncio.gather(net.step(forward, opt), asyncio.sleep(0))
+            assert all(text.endswith(f"{line}.<locals>.<lambda>") for text in newest(net)), newest(net)
+        line = line_below()
+        await net.backward(Trial.loss(net, coll.rank, 1))
+        assert all(text.endswith(line) for text in newest(net)), newest(net)
+
+
+@pytest.mark.ranks(2)
 async def test_w1_sharded_and_pipelined_steps_are_told_too(coll: Communicator) -> None:
     for kind in (nn.ShardedOptimizer, nn.PipelinedOptimizer):
         async with await nn.DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL) as net:
