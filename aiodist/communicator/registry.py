@@ -568,7 +568,7 @@ class Registry(Generic[C]):
         for communicator in list(self._open):
             communicator.parts.dispatcher.supersede(error)
 
-    def give_up(self, error: AiodistError) -> None:
+    def abort_rest(self, error: AiodistError) -> None:
         """Abort what was not aborted, here."""
         for communicator in (*self._open, *self._closing):
             if communicator.parts.dispatcher.refusal is None:

@@ -228,7 +228,7 @@ class Recovery:
         """Others have left this world: they come to no operation of its groups, of which they may not have all."""
         if isinstance(error, CommunicatorAborted) and self._under_way is None:
             lost = self._lost()
-            world.registry.give_up(error if lost is None else lost.error())
+            world.registry.abort_rest(error if lost is None else lost.error())
 
     async def _supersede(self, old: RankWorld, why: str) -> None:
         """Give the old world up: what is pending on it, and every later call, raises CommunicatorAborted."""
