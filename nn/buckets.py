@@ -13,6 +13,7 @@ from torch import _foreach_add_ as add_each
 from torch import _foreach_copy_ as copy_each
 from torch.amp import GradScaler
 
+from aiodist.codecs.base import wide
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
 from aiodist.nn.layout import flat_view, view_like
@@ -348,10 +349,10 @@ class RowBucket(Bucket):
                 numbers, rows = (torch.cat(parts) for parts in gathered.result())
                 shape = slot.parameter.shape
                 total = torch.sparse_coo_tensor(
-                    numbers[None], rows, shape, check_invariants=True, device=rows.device
+                    numbers[None], rows.to(wide(rows.dtype)), shape, check_invariants=True, device=rows.device
                 ).coalesce()
                 total.values().mul_(self.factor * self._share)
-            slot.result, self.factor = total, 1.0
+            slot.result, self.factor = total.to(rows.dtype), 1.0
 
     def place(self, used: Callable[[int], object]) -> None:
         """It may be used, if some rank `used` it: `finish` gives the parameter its gradient."""

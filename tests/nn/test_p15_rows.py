@@ -113,6 +113,21 @@ async def test_p15_sparse_adam_beside_adam(coll: Communicator, trial: type[Trial
     trial.assert_same(net, alone)
 
 
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(("dtype", "sizes"), [(torch.float16, (4e4, 4e4, 5e4)), (torch.bfloat16, (256, 1, 1))])
+async def test_p15_rows_of_16_bits_are_summed_in_32(
+    coll: Communicator, dtype: torch.dtype, sizes: tuple[float, ...]
+) -> None:
+    """As dense gradients are: a mean is finite where the sum does not fit, and is rounded once."""
+    module = nn.Embedding(4, 2, sparse=True).to(dtype)
+    net = await DataParallel.create(module, coll)
+    await net.backward((net(torch.tensor([1])).double() * sizes[coll.rank]).sum())
+    assert module.weight.grad is not None
+    assert module.weight.grad.is_coalesced()
+    mean = torch.tensor(sizes).to(dtype).float().mean().to(dtype)
+    assert torch.equal(module.weight.grad.to_dense()[1], mean.expand(2))
+
+
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize("synced", [False, True])
