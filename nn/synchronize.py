@@ -18,6 +18,7 @@ from aiodist.communicator.arguments import check_rank
 from aiodist.errors import MismatchError
 from aiodist.handles import Handle
 from aiodist.nn.devices import cuda_devices
+from aiodist.nn.joiners import check_kinds
 from aiodist.nn.layout import (
     Parcel,
     agree,
@@ -319,14 +320,17 @@ async def share_longest(
     `made` are passes, and steps of the optimizer; returns how many steps that rank has made.
 
     Buffers stay each rank's own. Collective; costs one small exchange when all made as many. Else every rank must give
-    as many `optimizers`: all raise `ValueError` where that is not so, and nothing is shared.
+    as many `optimizers`, and `settings` of the same kinds: all raise `ValueError` or `MismatchError` where that is not
+    so, and nothing is shared.
     """
-    told = await coll.allgather_object((*made, len(optimizers)))
-    passes = [count for count, _, _ in told]
+    kinds = [type(each).__name__ for each in settings]
+    told = await coll.allgather_object((*made, len(optimizers), kinds))
+    passes = [count for count, *_ in told]
     if len(set(passes)) == 1:
         return made[1]
-    if len({number for _, _, number in told}) > 1:
-        known = ", ".join(f"rank {rank}: {number}" for rank, (_, _, number) in enumerate(told))
+    check_kinds([theirs for *_, theirs in told])
+    if len({number for _, _, number, _ in told}) > 1:
+        known = ", ".join(f"rank {rank}: {number}" for rank, (_, _, number, _) in enumerate(told))
         raise ValueError(
             f"ranks know of different numbers of optimizers ({known}), since a rank that made no step knows of none: "
             "give them to every rank, `net.join(opt)`"

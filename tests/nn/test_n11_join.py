@@ -162,6 +162,22 @@ async def test_n11_scaler_and_schedulers_go_on_alike(coll: Communicator, pipelin
 
 
 @pytest.mark.ranks(2)
+async def test_n11_settings_of_one_rank_alone_are_told(coll: Communicator) -> None:
+    """On all ranks, and nothing is shared."""
+    net = await DataParallel.create(build(), coll)
+    opt = sgd(net.parameters())
+    net.settings(scheduler=CosineAnnealingLR(opt, 9) if coll.rank else None)
+
+    async def train() -> None:
+        async with net.join():
+            for step in range(1 + coll.rank):
+                await net.step(loss_of, opt, net, coll.rank, step)
+
+    with pytest.raises(aiodist.MismatchError, match=r"settings .*\(rank 0: nothing; rank 1: CosineAnnealingLR\)"):
+        await train()
+
+
+@pytest.mark.ranks(2)
 async def test_n11_numbers_of_an_optimizer_keep_their_dtype(coll: Communicator) -> None:
     """Those of NAdam are float32, also where the parameters are not."""
     net = await DataParallel.create(build().to(torch.bfloat16), coll)
