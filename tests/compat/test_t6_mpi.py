@@ -23,7 +23,7 @@ MODULES = ("cco_buf", "cco_obj", "cco_vec", "cco_nb_buf", "cco_nb_vec", "p2p_buf
 def run(ranks: int, *command: object, mpi: str = "none", seconds: float = 120) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "aiodist.cli", "run", "-n", str(ranks), "--mpi", mpi, *map(str, command)],
-        env={**os.environ, "PYTHONPATH": python_path()},
+        env={**os.environ, "PYTHONPATH": python_path(), "NURSERY_ENDS": "soon"},
         capture_output=True,
         text=True,
         timeout=seconds,
