@@ -303,7 +303,7 @@ class Compute:
             self.wait(reduction.finished)
             self.follow(reduction)
         except (RemoteError, MismatchError):
-            return True
+            return self.reducer.works
         except (AiodistError, RuntimeError):  # the communicator is gone, or the loop
             return False
         return reduction.participants > 0

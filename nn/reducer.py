@@ -327,9 +327,13 @@ class Reducer:
         """There is no other rank, and nothing to be done with a gradient; all works."""
         if self.data.size > 1 or not isinstance(self.hook, Allreduce):
             return False
-        works = all(comm.parts.dispatcher.refusal is None for comm in (self.data, self.status))
         over = self.last is None or self.last.over.done()
-        return works and over and all(type(bucket) is Bucket for bucket in self._deal.buckets)
+        return self.works and over and all(type(bucket) is Bucket for bucket in self._deal.buckets)
+
+    @property
+    def works(self) -> bool:
+        """Its communicators were not given up."""
+        return all(comm.parts.dispatcher.refusal is None for comm in (self.data, self.status))
 
     @property
     def stopped(self) -> bool:

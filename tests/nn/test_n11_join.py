@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
+from aiodist.testing import run_ranks
 
 UNEVEN: dict[int, list[tuple[int, ...]]] = {
     1: [(3,), (0,)],
@@ -360,6 +361,40 @@ async def test_n11_an_error_in_the_block_hangs_nobody(coll: Communicator, where:
             await net.step(loss_of, fresh, net, coll.rank, step)
     expected = build()
     check(net.module, reference(expected, adam(expected.parameters()), (1, 2, 3)))
+
+
+def test_n11_a_rank_that_left_the_block_keeps_up_with_no_rank_that_has_failed() -> None:
+    """It has left with the error of that rank, whose program ended by it."""
+    heard = asyncio.Event()
+
+    async def program(rank: int) -> None:
+        async with aiodist.init() as coll:
+            net = await DataParallel.create(build(), coll)
+            opt = sgd(net.parameters())
+
+            def forward() -> Tensor:
+                if rank:
+                    raise ArithmeticError("no more")
+                return loss_of(net, rank, 0)
+
+            with suppress(aiodist.RemoteError):
+                async with net.join(opt):
+                    try:
+                        await net.step(forward, opt)
+                    except ArithmeticError:
+                        await heard.wait()
+                        raise
+                    except aiodist.RemoteError as error:
+                        heard.set()
+                        with suppress(asyncio.CancelledError):
+                            await asyncio.sleep(1000)  # until the other program has failed
+                        raise error from None
+            await net.run(ended.append, rank)
+
+    ended: list[int] = []
+    with pytest.raises(ArithmeticError, match="no more"):
+        run_ranks(2, program)
+    assert ended == [0]
 
 
 @pytest.mark.ranks(2)
