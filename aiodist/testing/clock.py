@@ -182,8 +182,10 @@ class _JumpingSelector(selectors.DefaultSelector):
         """
         for _ in range(_GRACE_PARTS):
             events = self._wait(seconds / _GRACE_PARTS)
-            if events or self._loop.ready or self._loop.executing or not self._loop.outside:
+            if events or self._loop.ready or self._loop.executing:
                 return events
+            if not (self._loop.outside or self._loop.returning):
+                return []
         return []
 
     def _wait(self, seconds: float | None) -> list[tuple[selectors.SelectorKey, int]]:
