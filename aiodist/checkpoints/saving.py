@@ -380,13 +380,13 @@ def _kinds(states: Sequence[Any]) -> list[str]:
 def load_exactly(part: Stateful | InPieces, state: Any) -> None:  # noqa: ANN401
     """Have `part` go on from `state`, an optimizer in the dtypes of that: torch makes them those of the parameters."""
     part.load_state_dict(state)
-    if not isinstance(part, Optimizer):  # what is made of several sees to it
+    if not isinstance(part, Optimizer) or "state" not in state:  # what has a form of its own sees to it
         return
     parameters = parameters_of(part)
     for index, of_parameter in state["state"].items():
         loaded = part.state[parameters[index]]
         for key, value in of_parameter.items():
-            if isinstance(value, Tensor) and loaded[key].dtype is not value.dtype:
+            if isinstance(value, Tensor) and key in loaded and loaded[key].dtype is not value.dtype:
                 loaded[key] = value.to(loaded[key].device)
 
 
