@@ -106,4 +106,5 @@ async def main() -> None:
         say("right:", coll.rank, coll.size)
 
 
-aiodist.run(main)
+if __name__ == "__main__":
+    aiodist.run(main)
