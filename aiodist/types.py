@@ -77,12 +77,11 @@ def check_trains(optimizer: Any, parameters: Iterable[object], whose: str) -> No
 
     One whose step is not torch's may have copies of them, so nothing is said of that.
     """
-    known = set(map(id, parameters))
-    given = [p for group in optimizer.param_groups for p in group["params"]]
-    if known.isdisjoint(map(id, given)) and type(optimizer).step.__module__.startswith("torch."):
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p) in given for p in parameters) and type(optimizer).step.__module__.startswith("torch."):
         raise ValueError(
-            f"{type(optimizer).__name__}: 0 of its {len(given)} parameters are among the {len(known)} of {whose}, so "
-            "that it would train nothing: expected one that is made of some of them"
+            f"{type(optimizer).__name__}: 0 of its {len(given)} parameters are among those of {whose}, so it would "
+            "train nothing: expected one that is made of some of them"
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from inspect import signature
+from itertools import chain
 from types import CodeType
 from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar, Unpack, cast, runtime_checkable
 
@@ -702,7 +703,8 @@ def check_optimizer(net: DataParallel, opt: Optimizer | Driver) -> None:
     """Raise TypeError for one that runs backward itself, ValueError for one of another net."""
     if isinstance(opt, Optimizer):
         check_one_pass(opt)
-        check_trains(opt, (slot.parameter for slot in net.reducer.slots), "this net")
+        # Of parameters that were put into the module later the step itself tells.
+        check_trains(opt, chain((slot.parameter for slot in net.reducer.slots), net.module.parameters()), "this net")
     elif (other := getattr(opt, "net", net)) is not net:
         raise ValueError(f"{type(opt).__name__} drives {other!r}: expected one that was made for {net!r}")
 
