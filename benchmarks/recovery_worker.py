@@ -23,7 +23,7 @@ _IMPORTED = monotonic() - _BEGAN
 import aiodist  # noqa: E402
 from aiodist import Communicator  # noqa: E402
 
-_ROUNDS = int(sys.argv[1]) if len(sys.argv) > 1 else 8
+_ROUNDS = int(sys.argv[1]) if __name__ == "__main__" and len(sys.argv) > 1 else 8  # pytest looks for doctests
 _AHEAD = 0.2
 """Seconds before it is killed in which a rank says when that will be."""
 _STEPS = 5
