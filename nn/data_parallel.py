@@ -470,14 +470,13 @@ class DataParallel(ModuleLike):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Have each backward in the block add up gradients on this rank; the next one outside reduces the sum."""
-        if self.reducer.last is None or self.reducer.last.over.done():  # else the next backward sees to it
-            self.reducer.share()
-        self.reducer.local += 1
-        try:
+        """Have each backward in the block add up gradients on this rank; the next one outside reduces the sum.
+
+        What was reduced before, and not forgotten, counts once in that, as with DDP: a mean stays what it is. With
+        `op="sum"` the first backward in the block makes of it this rank's share, 1/size of it.
+        """
+        with self.reducer.apart():
             yield
-        finally:
-            self.reducer.local -= 1
 
     @asynccontextmanager
     async def join(self, *optimizers: Stateful) -> AsyncIterator[None]:

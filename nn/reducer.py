@@ -148,6 +148,8 @@ class Reducer:
         """Buckets that were probably full, and were not."""
         self._summed = 0
         """Of how many ranks the gradients hold the sum, if of any: what is added is added to this rank's share."""
+        self._shared: set[int] = set()
+        """The parameters whose gradient is this rank's share of that sum already."""
         self.thread: int | None = None
         """The one that runs a backward of the net; None while none is under way."""
         self._loop_thread = get_ident()
@@ -429,15 +431,35 @@ class Reducer:
         finally:
             self.thread = None
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Backwards in this block add up gradients on this rank."""
+        adds_to_sums = self.op == "sum" and self.data.size > 1
+        trained = [slot for slot in self.slots if adds_to_sums and slot.parameter.requires_grad]
+        hooks = [slot.parameter.register_hook(partial(self._share, slot)) for slot in trained]
+        self.local += 1
+        try:
+            yield
+        finally:
+            self.local -= 1
+            for hook in hooks:
+                hook.remove()
+
     def share(self) -> None:
         """Before gradients are added to a sum of all ranks: keep this rank's share of it."""
         if self._summed:
             self.devices.follow()
-            ranks, self._summed = self._summed, 0
-            with torch.no_grad():
-                for slot in self.slots:
-                    if slot.parameter.grad is not None:
-                        slot.parameter.grad.div_(ranks)
+            for slot in self.slots:
+                self._share(slot)
+            self._summed = 0
+
+    def _share(self, slot: Slot, _: Tensor | None = None) -> None:
+        """The same of one gradient; autograd calls it before it adds to that, in the thread that does."""
+        if self._summed and slot.index not in self._shared:
+            self._shared.add(slot.index)
+            if slot.parameter.grad is not None:
+                with torch.no_grad():
+                    slot.parameter.grad.div_(self._summed)
 
     def watch(self) -> None:
         """Have a backward outside be told, even if parameters were frozen or thawed since the last pass."""
@@ -507,6 +529,7 @@ class Reducer:
     def summed(self, reduction: Reduction) -> None:
         """The gradients are those that `reduction` has reduced from now on."""
         self._summed = reduction.participants if self.op == "sum" and self.data.size > 1 else 0
+        self._shared = set()
 
     # --- passes: on the loop ------------------------------------------------------------------------------------
 

@@ -86,6 +86,30 @@ async def test_n5_gradients_that_are_not_forgotten_add_up(
     trial.assert_same_gradients(net, gradients_of(trial, coll.size, range(6), op))
 
 
+@pytest.mark.ranks(2, 3)
+@each_op
+@each_bucket
+@pytest.mark.parametrize("how", ["net", "torch"])
+async def test_n5_no_sync_behind_a_step_whose_gradients_are_kept(
+    coll: Communicator, trial: type[Trial], op: Literal["mean", "sum"], sizes: dict[str, Any], how: str
+) -> None:
+    """A block without a backward changes nothing; what was reduced counts once, where it was used here again or not."""
+    net = await DataParallel.create(trial.Mlp(), coll, op=op, **sizes)
+    await net.step(partial(trial.loss, net, coll.rank, 0), torch.optim.SGD(net.parameters(), lr=0.0))
+    for part in range(1, 4):
+        expected = gradients_of(trial, coll.size, range(part), op)
+        with net.no_sync(), net.no_sync():
+            trial.assert_same_gradients(net, expected)
+        trial.assert_same_gradients(net, expected)
+        with net.no_sync():
+            some = list(net.parameters())[-1:]  # the others' gradients stay the sum
+            loss = trial.loss(net, coll.rank, part)
+            await net.backward(loss, inputs=some) if how == "net" else loss.backward(inputs=some)
+        others = list(net.parameters())[:-1]
+        await net.backward(trial.loss(net, coll.rank, part), inputs=others)
+    trial.assert_same_gradients(net, gradients_of(trial, coll.size, range(4), op))
+
+
 @pytest.mark.ranks(2)
 @each_op
 @each_bucket
