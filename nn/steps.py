@@ -103,12 +103,18 @@ class StepSettings:
 
         The scaler leaves it out, on all ranks alike, where a reduced gradient is not finite. Where ranks have different
         gradients, shards, `total` returns the sum over all ranks of a tensor; it is called as often on each. Ranks that
-        share divided layers clip by the norm of the whole model, and leave out the same steps.
+        share divided layers clip by the norm of the whole model, and leave out the same steps. Raises `RuntimeError`
+        where the scaler finds no gradient at all, of which it could say whether it is finite.
         """
         if self.scaler is None:
             self._clip(groups, total)
             step()
             return True
+        if self.scaler.is_enabled() and total is None and not self.divided and not _reduced(groups):
+            raise RuntimeError(
+                "no parameter of the optimizer has a gradient, so the GradScaler has nothing to check: "
+                "expected a loss that depends on one of them"
+            )
         target = _Update(groups, step)
         self.scaler.unscale_(cast(Optimizer, target))  # as far as a scaler uses one
         try:
