@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Number
 from typing import Any, Literal, cast
 from zlib import crc32
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from aiodist.checkpoints.saving import load_exactly
 from aiodist.communicator import Communicator
 from aiodist.communicator.arguments import check_rank
-from aiodist.errors import MismatchError
+from aiodist.errors import AiodistError, MismatchError
 from aiodist.handles import Handle
 from aiodist.nn.devices import cuda_devices
 from aiodist.nn.joiners import check_kinds
@@ -51,15 +52,18 @@ async def synchronize_parameters(
 
     Raises, on await, `ValueError` before anything is sent where a tensor has no memory yet (a lazy or a meta one) or
     an argument is none of those, `TypeError` for a sparse tensor; `MismatchError` on every rank where they differ,
-    naming the first difference, and nothing has changed then. Cancelling it never stops a transfer. Cost: an allreduce
-    of 16 bytes, then one broadcast of all tensors (for a mean, an allreduce); contiguous ones of 64 KiB and more are
-    not copied.
+    naming the first difference, and nothing has changed then. Cancelling it never stops a transfer; before that has
+    begun it aborts `coll`, since the others would wait. Cost: an allreduce of 16 bytes, then one broadcast of all
+    tensors (for a mean, an allreduce); contiguous ones of 64 KiB and more are not copied.
     """
     _check_how(how, root, coll)
     named = named_state(module, buffers=buffers)
     check_dense("tensor", named)
-    await check_same_structure(named, coll, f"how={how!r} with root {root}", any_order=True)
-    await share([t for _, t in named], coll, how, root)
+    check_memory(named)
+    with _heard(coll, "synchronize_parameters"):
+        await check_same_structure(named, coll, f"how={how!r} with root {root}", any_order=True)
+        shared = share([t for _, t in named], coll, how, root)
+    await shared
 
 
 def synchronize_buffers(module: nn.Module, coll: Communicator, *, how: str = "root", root: int = 0) -> Awaitable[None]:
@@ -197,6 +201,18 @@ def _check_balance(balance: Sequence[float], named: Sequence[tuple[str, Tensor]]
             raise MismatchError(text, rank=coll.rank, comm=coll.name)
 
 
+@contextmanager
+def _heard(coll: Communicator, what: str) -> Iterator[None]:
+    """In this block of `what` the others wait for operations that this rank has not issued: they hear if it leaves."""
+    try:
+        yield
+    except AiodistError:  # which they get too
+        raise
+    except BaseException as error:
+        coll.abort(f"rank {coll.rank} left {what}: {error!r}")
+        raise
+
+
 # --- issuing ----------------------------------------------------------------------------------------------------------
 
 
@@ -229,8 +245,8 @@ async def assert_synchronized(x: object, coll: Communicator, *, rtol: float = 1e
 
     Raises, on await, `TypeError` or `ValueError` before anything is sent for what is none of these or has no memory;
     on every rank `MismatchError` naming the first entry that differs, with each rank's figures, or where ranks
-    hold other entries, shapes or dtypes. Cost: an allreduce of 16 bytes, an allgather of 16 bytes for each entry, and
-    two passes over the data, in a thread of its own.
+    hold other entries, shapes or dtypes. Cancelling it before the figures are sent aborts `coll`. Cost: an allreduce
+    of 16 bytes, an allgather of 16 bytes for each entry, and two passes over the data, in a thread of its own.
     """
     if not 0 <= rtol < 1:
         raise ValueError(f"rtol={rtol}: expected at least 0 and less than 1")
@@ -240,9 +256,11 @@ async def assert_synchronized(x: object, coll: Communicator, *, rtol: float = 1e
         describe(name, x) if isinstance(x, Tensor) else f"{name} {'None' if x is None else 'number'}"
         for name, x in entries
     ]
-    await agree([*kinds, f"rtol {rtol}"], coll)
-    mine = await asyncio.to_thread(_figures, Modes.capture(), entries)
-    table = torch.stack(await coll.allgather(mine))  # (size, entries, 2)
+    with _heard(coll, "assert_synchronized"):
+        await agree([*kinds, f"rtol {rtol}"], coll)
+        mine = await asyncio.to_thread(_figures, Modes.capture(), entries)
+        figures_of_all = coll.allgather(mine)
+    table = torch.stack(await figures_of_all)  # (size, entries, 2)
     apart = (~_agreeing(table, rtol)).nonzero().flatten().tolist()
     if apart:
         name, _ = entries[apart[0]]

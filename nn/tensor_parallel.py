@@ -206,9 +206,13 @@ async def full_state_dict(module: nn.Module) -> dict[str, Any]:
     allgather of each divided parameter, and memory for it.
     """
     state = module.state_dict()
-    for key, layer, dim in _divided(module):
-        blocks = await layer.coll.allgather(state[key].movedim(dim, 0).contiguous())
-        state[key] = torch.cat(blocks).movedim(0, dim)
+    # All are issued before the first await: cancelling that leaves nobody waiting.
+    coming = [
+        (key, dim, layer.coll.allgather(state[key].movedim(dim, 0).contiguous()))
+        for key, layer, dim in _divided(module)
+    ]
+    for key, dim, blocks in coming:
+        state[key] = torch.cat(await blocks).movedim(0, dim)
     return state
 
 

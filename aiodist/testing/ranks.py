@@ -200,6 +200,8 @@ class _RanksJob(Generic[T]):
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
+            for task in self._tasks:
+                task.cancelled() or task.exception()  # what one raised on its way out is in a note of the first
         if not self._failed.done():
             # A task that was cancelled before it began has no result of its own.
             return [cast(T, None) if n in self._killed else task.result() for n, task in enumerate(self._tasks)]

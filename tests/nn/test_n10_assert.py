@@ -1,5 +1,6 @@
 """N10: tensors, modules and numbers that are not the same on all ranks are named, on every rank."""
 
+import asyncio
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -13,8 +14,9 @@ from torch import nn
 
 import aiodist
 from aiodist import Communicator
-from aiodist.nn import assert_synchronized
+from aiodist.nn import assert_synchronized, synchronize_parameters
 from aiodist.nn.synchronize import _mean_and_variance
+from aiodist.testing import run_ranks
 
 ARITHMETIC = (torch.uint8, torch.int8, torch.int64, torch.bfloat16, torch.float64)
 
@@ -166,6 +168,35 @@ async def test_n10_in_an_evaluation_task_under_inference_mode(coll: Communicator
         await assert_synchronized([layer(), 1.0], coll)
         with pytest.raises(aiodist.MismatchError):
             await assert_synchronized(torch.ones(3) * coll.rank, coll)
+
+
+@pytest.mark.parametrize("work", [assert_synchronized, synchronize_parameters])
+@pytest.mark.parametrize("seed", range(2))
+def test_n10_n1_a_rank_that_is_cancelled_amid_it(work: Callable[..., Any], seed: int) -> None:
+    """The others hear of it at once, unless all that they need of it is on its way."""
+
+    async def program(ticks: int) -> str:
+        async with aiodist.init() as coll:
+            task = asyncio.ensure_future(work(layer(), coll))
+            if coll.rank == 1:
+                for _ in range(ticks):
+                    await asyncio.sleep(0)
+                task.cancel()
+            try:
+                async with asyncio.timeout(1):
+                    await task
+            except (asyncio.CancelledError, aiodist.CommunicatorAborted) as error:
+                return f"{error!r}"
+            return "done"
+
+    seen = [run_ranks(3, partial(program, ticks), seed) for ticks in range(1, 40)]
+    for first, mine, third in seen:
+        told = f"rank 1 left {work.__name__}: CancelledError()" in first and mine == "CancelledError()"
+        assert first == third
+        assert told or first == "done"
+    assert seen[0][0] != "done"
+    if work is synchronize_parameters:  # the other waits for a thread
+        assert seen[-1] == ["done"] * 3
 
 
 @pytest.mark.parametrize("numel", [1, 2, 7, 1000, 1 << 18, (1 << 18) + 1, 600_001])

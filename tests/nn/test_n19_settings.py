@@ -114,7 +114,7 @@ async def test_n19_a_scaler_leaves_out_steps_on_all_ranks(
 
 @pytest.mark.ranks(1, 2)
 async def test_n19_a_scaler_that_finds_no_gradient(coll: Communicator, trial: type[Trial]) -> None:
-    """All ranks are told so, and the next step works; without a scaler, as in torch, it is a step that moves nothing."""
+    """All ranks are told so, and the next step works; without a scaler it moves nothing, as in torch."""
 
     def loss(module: Any, used: range) -> Tensor:
         layers = module.module

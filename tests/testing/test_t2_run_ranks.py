@@ -40,6 +40,27 @@ def test_t2_main_may_take_the_rank() -> None:
     assert run_ranks(2, defaulted) == [-1, -1]
 
 
+@pytest.mark.parametrize("elastic", [None, (1, 2)])
+def test_t2_what_a_rank_raises_as_it_is_ended_is_told_once(
+    elastic: tuple[int, int] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main(rank: int) -> None:
+        async with aiodist.init(elastic=elastic is not None) as coll:
+            if rank == 0:
+                raise ValueError("first")
+            try:
+                await coll.recv()
+            finally:
+                raise ExceptionGroup("on the way out", [KeyError(2)])
+
+    with pytest.raises(ValueError, match="first") as caught:
+        run_ranks(2, main, elastic=elastic)
+    assert any("then by rank 1: ExceptionGroup: on the way out" in note for note in caught.value.__notes__)
+    del caught
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
 def _order(seed: int) -> Any:
     """Return in which order four ranks get on, and in which their messages come."""
     log = []
