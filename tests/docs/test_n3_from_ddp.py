@@ -20,9 +20,10 @@ HUNK = re.compile(r"@@ -(\d+),(\d+) \+(\d+),(\d+) @@")
 
 
 def block(language: str) -> str:
-    found = re.findall(rf"^```{language}\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(found) == 1
-    return str(found[0])
+    """Return the first one of a language: the page begins with both scripts."""
+    found = re.search(rf"^```{language}\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
 
 
 def patched(old: str, diff: str) -> str:
