@@ -74,7 +74,7 @@ pictures: $(BIN)/python  ## the pictures in docs/img, from the drawings in docs/
 	$(BIN)/python tools/pictures.py
 
 .PHONY: docs
-docs: $(VENV)/dev.stamp  ## the site, into build/site; look at it with python -m http.server -d build/site
+docs: $(VENV)/dev.stamp  ## the site, into build/site: open build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 .PHONY: docs-test

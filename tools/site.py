@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -159,3 +160,20 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
     shown: str = pictures.FENCE.sub(picture, _linked(markdown))
     return shown
+
+
+_WORKER = """// A browser starts no worker from a file of the disk: here is the text of the one that searches.
+if (location.protocol === "file:") {
+    const Original = Worker
+    Worker = function () { return new Original(URL.createObjectURL(new Blob([%s]))) }
+}
+"""
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Have the search work on pages that are read from the disk: its index and its worker become scripts."""
+    site = Path(config.site_dir)
+    index = (site / "search/search_index.json").read_text(encoding="utf-8")
+    (site / "search/search_index.js").write_text(f"var __index = {index}", encoding="utf-8")
+    [worker] = (site / "assets/javascripts/workers").glob("search.*.js")
+    (site / "search/worker.js").write_text(_WORKER % json.dumps(worker.read_text(encoding="utf-8")), encoding="utf-8")
