@@ -228,8 +228,8 @@ class Dispatcher:
         if _get_running_loop() is not self.progress.loop and (self.issuing is None or self.progress.owns_thread()):
             raise RuntimeError(
                 f"communicator {self.name!r} belongs to another thread or event loop: call it on the loop it was "
-                "opened on. Other threads, with or without a loop, call what `await coll.dup(thread=True)` returns, and "
-                "wait() for its handles"
+                "opened on. Other threads, with or without a loop, call what `await coll.dup(thread=True)` returns, "
+                "and wait() for its handles"
             )
 
     def check_on_loop(self, call: str) -> None:
