@@ -157,7 +157,10 @@ class Cuts:
     def check(self, part: object) -> None:
         """Raise `TypeError` where `part` keeps something else for parameters that may be blocks than torch does."""
         if self.of_parameter and (isinstance(part, InPieces) or hasattr(part, "optimizers")):
-            raise TypeError(f"{type(part).__name__} of a net with divided layers: expected an Optimizer of torch")
+            raise TypeError(
+                f"{type(part).__name__} of a net with divided layers: expected an Optimizer of torch, or, for as many "
+                "ranks as now, `await opt.flush()` and then `own=[opt]`"
+            )
 
     def changed(self, part: object, state: Any, change: Callable[[Cut, Tensor], object]) -> Any:  # noqa: ANN401
         """Return the state of `part` with what `change` makes of each block, or of the whole that it is cut from."""

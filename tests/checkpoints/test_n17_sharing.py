@@ -216,3 +216,25 @@ async def test_n17_divided_layers_are_saved_by_all_ranks_that_share_them(coll: C
         with pytest.raises(TypeError, match=f"{kind.__name__} of a net with divided layers: expected an Optimizer of"):
             await aiodist.save(path, net, driver, coll=coll)
         driver.close()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", [ShardedOptimizer, PipelinedOptimizer])
+async def test_n17_other_optimizers_of_divided_layers_are_each_ranks_own(
+    coll: Communicator, path: Path, kind: Any
+) -> None:
+    path = Path(await coll.broadcast_object(str(path)))
+    losses: list[list[float]] = []
+    for _ in range(2):
+        net, _ = await shared_training(coll, 2)
+        opt = kind(net, lambda params: torch.optim.Adam(params, lr=0.1))
+        if not losses:
+            await steps(net, opt, 2)
+            await opt.flush()
+            await aiodist.save(path, net, coll=coll, own=[opt])
+        else:
+            await aiodist.load(path, net, coll=coll, own=[opt])
+        losses.append(await steps(net, opt, 3))
+        await opt.flush()
+        await net.aclose()
+    assert losses[0] == losses[1]
