@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # the working directory, where a file `select.py` would be taken for the standard module
+
 import asyncio
 import os
-import sys
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path

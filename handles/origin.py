@@ -36,8 +36,8 @@ def _folder_of(package: str) -> Path:
 
 _ROOT_FOLDERS = ("handles", "streams", "nn")
 _OURS = _folders()
-_CALLS_OURS = tuple(f"{_folder_of('torch') / folder}/" for folder in ("distributed", "nn/parallel"))
-"""Where `torch.distributed` calls our process group: a program wants to know its own line."""
+_CALLS_OURS = f"{_folder_of('torch')}/"
+"""Its modules, autograd and `torch.distributed` call what issues: a program wants to know its own line."""
 
 
 class _Files(dict[str, bool]):

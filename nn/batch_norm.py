@@ -11,7 +11,7 @@ from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from aiodist.communicator import Communicator
-from aiodist.nn.functional import allgather, allreduce, check_threaded, completed
+from aiodist.nn.functional import allgather, allreduce, check_threaded, completed, line_for
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -112,7 +112,7 @@ class _Normalise(Function):
     ) -> Tensor:
         mean, variance, count = moments
         ctx.save_for_backward(x, weight, mean, variance)
-        ctx.rest = count, eps, coll
+        ctx.rest = count, eps, coll, line_for(coll)
         weight, bias = _as(mean, weight), _as(mean, bias)
         return batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
 
@@ -120,13 +120,13 @@ class _Normalise(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, variance = ctx.saved_tensors
-        count, eps, coll = ctx.rest
+        count, eps, coll, line = ctx.rest
         gradient, sums = x.new_empty(x.shape), [torch.zeros_like(mean)] * 2
         if x.numel():  # as in evaluation, where the statistics are constants
             gradient, *sums = torch.ops.aten.native_batch_norm_backward(
                 grad, x, _as(mean, weight), mean, variance, None, None, False, eps, [True, True, True]
             )
-        totals = completed(coll, lambda: allreduce(torch.stack(sums), coll)) / count
+        totals = completed(coll, lambda: allreduce(torch.stack(sums), coll), line) / count
         scale = (variance + eps).rsqrt()
         by_weight, by_bias = totals * (scale if weight is None else scale * weight)
         factor, term, center = (t.view(1, -1, *[1] * (x.dim() - 2)) for t in (by_weight * scale, by_bias, mean))

@@ -22,8 +22,10 @@ it would block. Backward costs what its collective costs, and can be differentia
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from types import CodeType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -33,9 +35,12 @@ from torch.autograd.function import Function
 from aiodist.communicator import Communicator
 from aiodist.communicator.arguments import block_of, check_rank, check_sizes
 from aiodist.handles import Handle
+from aiodist.handles.origin import whence
 from aiodist.streams import OnStream
 
 T = TypeVar("T")
+Line = tuple[CodeType, int]
+"""A place in a program, as `Origin` has it."""
 
 
 def allreduce(t: Tensor, coll: Communicator, op: Literal["sum", "mean"] = "sum") -> Handle[Tensor]:
@@ -113,16 +118,37 @@ def alltoall(
     )
 
 
-def completed(coll: Communicator, call: Callable[[], Handle[T]]) -> T:
-    """Return the result of what `call` issues; blocks this thread. Raises `RuntimeError` on the loop's, before."""
+def line_for(coll: Communicator) -> Line:
+    """Return the line of the program that issues on `coll` now: what backward issues later is told with it."""
+    return coll.parts.dispatcher.oplog.caller or whence(1)
+
+
+@contextmanager
+def _told_with(coll: Communicator, line: Line | None) -> Iterator[None]:
+    """What this thread issues in the block is told with that line; None: with the one that calls."""
+    oplog = coll.parts.dispatcher.oplog
+    before, oplog.caller = oplog.caller, line or oplog.caller
+    try:
+        yield
+    finally:
+        oplog.caller = before
+
+
+def completed(coll: Communicator, call: Callable[[], Handle[T]], line: Line | None = None) -> T:
+    """Return the result of what `call` issues; blocks this thread. Raises `RuntimeError` on the loop's, before.
+
+    Backward gives the `line` of its forward: autograd calls it in a thread that may have no line of the program.
+    """
     progress = coll.parts.dispatcher.progress
     if progress.owns_thread():
         raise RuntimeError(
             f"a forward or backward that waits for other ranks of {coll.name!r} would block the event loop: run it on "
             "the compute thread of a net (net.step, net.run, net.backward), or `await asyncio.to_thread(...)`"
         )
+    with _told_with(coll, line):
+        handle = call()
     with progress.waiting():
-        return call().wait()
+        return handle.wait()
 
 
 def check_threaded(coll: Communicator) -> None:
@@ -156,12 +182,12 @@ class _Dual(Function):
         shape: Sequence[int],
         dual: Callable[[Tensor], Handle[Tensor]],
     ) -> Tensor:
-        ctx.coll, ctx.dual = coll, dual
+        ctx.coll, ctx.dual, ctx.line = coll, dual, line_for(coll)
         return t.new_empty(shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
-        return None, completed(ctx.coll, lambda: ctx.dual(*grads)), None, None, None
+        return None, completed(ctx.coll, lambda: ctx.dual(*grads), ctx.line), None, None, None
 
 
 def _issue(
@@ -186,11 +212,11 @@ def _issue(
     if not t.is_cuda or progress.owns_thread():
         return call(given, out)
     made: Future[Handle[Tensor]] = Future()  # the loop alone issues what works on devices
-    stream = torch.cuda.current_stream(t.device)
+    stream, line = torch.cuda.current_stream(t.device), line_for(coll)
 
     def make() -> None:
         try:
-            with OnStream(stream):
+            with OnStream(stream), _told_with(coll, line):
                 made.set_result(call(given, out))
         except BaseException as error:  # noqa: BLE001  - it belongs to the thread that waits
             made.set_exception(error)

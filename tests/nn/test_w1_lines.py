@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import aiodist
 from aiodist import Communicator, nn
@@ -72,6 +74,58 @@ async def test_w1_sharded_and_pipelined_steps_are_told_too(coll: Communicator) -
                 await net.step(lambda step=step: Trial.loss(net, coll.rank, step), opt)
             await opt.flush()
             assert all(text.endswith(line) for text in newest(net)), newest(net)
+
+
+INSIDE: dict[str, Callable[[Communicator], torch.nn.Module]] = {
+    "column": lambda coll: nn.ColumnLinear(4, 6, coll),
+    "row": lambda coll: nn.RowLinear(4, 6, coll),
+    "embedding": lambda coll: nn.VocabEmbedding(10, 6, coll),
+    "batch norm": lambda coll: nn.SyncBatchNorm(4, coll),
+}
+
+
+@pytest.mark.ranks(2, backend=("local", "shm"))
+@pytest.mark.parametrize("kind", INSIDE)
+async def test_w1_collectives_of_layers_are_told_with_the_line_of_their_forward(coll: Communicator, kind: str) -> None:
+    own = await coll.dup(thread=True)
+    log = own.parts.dispatcher.oplog
+    module = torch.nn.Sequential(INSIDE[kind](own), torch.nn.Sequential())
+    x = torch.arange(12).view(3, 4) % 9 if kind == "embedding" else torch.rand(3, 4, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        lines.append(line_below())
+        loss: torch.Tensor = module(x).sum()
+        return loss
+
+    for inside in (False, True):  # in a thread of asyncio, and in that of the net
+        net = await nn.DataParallel.create(module, await coll.dup()) if inside else None
+        lines: list[str] = []
+        before = log.seq
+        if net is None:
+            loss = await asyncio.to_thread(forward)
+            await asyncio.to_thread(loss.backward)
+        else:
+            await net.backward(await net.run(forward))
+            await net.aclose()
+        assert log.seq > before
+        assert all(log.text(seq).endswith(lines[0]) for seq in range(before, log.seq)), log.text(log.seq - 1)
+
+
+@pytest.mark.ranks(2, backend=("local", "shm"))
+async def test_w1_collectives_of_autograd_are_told_with_the_line_of_their_forward(coll: Communicator) -> None:
+    """In backward of backward too."""
+    own = await coll.dup(thread=True)
+    log = own.parts.dispatcher.oplog
+    x = torch.rand(4, requires_grad=True)
+    line = line_below()
+    y = await nn.functional.allgather(x, own)
+    (g,) = await asyncio.to_thread(torch.autograd.grad, y.pow(3).sum(), x, create_graph=True)
+    await asyncio.to_thread(g.pow(2).sum().backward)
+    assert log.seq == 4
+    assert all(log.text(seq).endswith(line) for seq in range(4)), log.text(3)
+    line = line_below()
+    await own.allreduce(torch.ones(1))
+    assert log.text(4).endswith(line)
 
 
 def test_w1_a_rank_that_does_not_step_is_reported_with_the_others_line(caplog: pytest.LogCaptureFixture) -> None:
