@@ -234,7 +234,7 @@ class Int8(_Scaled):
             to.zero_()
             return largest if largest == 0 else math.nan
         to.view(torch.int8).copy_(torch.mul(values, steps).round_())
-        return largest
+        return min(largest, torch.finfo(values.dtype).max * (1 - 2**-20))  # else 127/127 of it may round to infinity
 
     def spread(self, chunk: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
         return chunk.view(torch.int8).to(dtype).mul_(scale / _LEVELS)
@@ -264,7 +264,8 @@ class Sign(_Scaled):
     def squeeze(self, values: Tensor, to: Tensor) -> float:
         size = float(values.abs().mean())
         if not math.isfinite(size):  # the sum is too large for the dtype, or an element is no number
-            size = float(values.double().abs().mean())
+            top = float(values.abs().max())
+            size = top * float((values.double().abs() / top).mean())
         to.numpy()[:] = np.packbits(values.numpy() >= 0)
         return size if math.isfinite(size) else math.nan
 
