@@ -142,13 +142,17 @@ class Regrouping:
         return done + self._form()
 
     def missing(self, number: int, rank: int) -> dict[int, str]:
-        """Return for whom `rank` of a generation waits; the answer to what it asked may be on its way."""
+        """Return for whom `rank` of a generation waits; the answer to what it asked may be on its way.
+
+        One that has not asked itself waits for nobody here: it may still open the world of its generation.
+        """
         if number != self.current.number:
             return {}
         if self.forming is not None:
-            late = set(self.forming.joiners) - self.came
-            return {self.current.size + i: "it was started, and has not joined yet" for i, _ in enumerate(late)}
-        return dict.fromkeys(self.present - self.asked.keys() - {rank}, "it has not asked to regroup")
+            coming = set(self.forming.joiners) - self.came
+            return {self.current.size + i: "it was started, and has not joined yet" for i, _ in enumerate(coming)}
+        late = self.present - self.asked.keys() if rank in self.asked else ()
+        return dict.fromkeys(late, "it has not asked to regroup")
 
     def _form(self) -> list[Instruction]:
         """Form the next generation if all have asked."""

@@ -241,11 +241,26 @@ def test_w3_those_who_are_waited_for_are_others_and_of_this_generation() -> None
     machine.ask(0, 0)
     late = "it has not asked to regroup"
     assert machine.missing(0, 0) == {1: late, 2: late}
-    assert machine.missing(0, 1) == {2: late}
+    assert machine.missing(0, 1) == {}
     machine.ask(1, 0)
+    assert machine.missing(0, 1) == {2: late}
     machine.ask(2, 0)
     assert machine.missing(0, 2) == {}
     for rank in range(3):
         machine.joined(1, rank)
     assert machine.missing(0, 1) == {}
+    assert machine.missing(1, 1) == {}  # it may still open the new world
+    machine.ask(1, 1)
     assert machine.missing(1, 1) == {0: late, 2: late}
+
+
+def test_w3_one_that_was_started_is_not_taken_for_one_that_has_not_asked() -> None:
+    """A rank alone has one started: it waits for that until it joins, and for nobody while both open the world."""
+    machine = Regrouping(1)
+    machine.joined(0, 0)
+    machine.ask(0, 1)
+    assert machine.missing(0, 0) == {1: "it was started, and has not joined yet"}
+    machine.joined(1, 1)
+    assert machine.missing(0, 0) == {}
+    machine.joined(1, 0)
+    assert machine.missing(0, 0) == machine.missing(1, 0) == {}
