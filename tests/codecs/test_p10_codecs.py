@@ -324,13 +324,13 @@ def test_p10_what_is_finite_stays_finite(dtype: torch.dtype) -> None:
     assert back(codecs.RandomK(1e-5, scaled=True), torch.zeros(200_000, dtype=dtype)).tolist() == [0.0] * 200_000
     exact = (Half(), TopK(0.5), QSGD(8), codecs.Int8(), codecs.Sign(), codecs.TernGrad(), Lossless())
     for codec in exact:
-        for given in (t, t[:1], torch.full((70_000,), largest, dtype=dtype), t / 4):
-            decoded = back(codec, given)
+        for put in (t, t[:1], torch.full((70_000,), largest, dtype=dtype), t / 4):
+            decoded = back(codec, put)
             assert decoded.isfinite().all(), codec
             if isinstance(codec, codecs.Int8):
-                assert ((decoded.double() - given.double()).abs() <= float(given.abs().max()) / 254).all()
+                assert ((decoded.double() - put.double()).abs() <= float(put.abs().max()) / 254).all()
             if isinstance(codec, codecs.Sign):
-                scale = (given.double() / 2**20).abs().mean() * 2**20
+                scale = (put.double() / 2**20).abs().mean() * 2**20
                 torch.testing.assert_close(decoded.abs().double(), scale.expand_as(decoded), rtol=1e-2, atol=0.0)
     t = t if dtype is torch.float16 else t * 0.99  # what rounds to no bfloat16 is infinite
     if dtype is not torch.float64:
