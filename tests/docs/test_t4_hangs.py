@@ -1,0 +1,122 @@
+"""docs/hangs.md: what it shows is what aiodist prints of a program there, and of those here."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.environ import python_path
+from tests.support.nursed import stub
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "hangs.md").read_text(encoding="utf-8")
+[CROSSED] = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+DEADLOCK, LATE, TABLE, BLOCKED = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+TRAIN = """import asyncio, time, torch, aiodist
+
+def load(seconds):
+    time.sleep(seconds)
+
+async def main():
+    async with aiodist.init(lag=0.1) as coll:
+        for seconds in (3, 9) if coll.rank else ():
+            load(seconds); await asyncio.sleep(0)
+        await coll.allreduce(torch.ones(3))
+
+aiodist.run(main)
+"""
+LOST = """import asyncio, time, torch, aiodist
+
+def stuck():
+    time.sleep(90)
+
+async def late():
+    await asyncio.sleep(90)
+
+async def main():
+    async with aiodist.init() as coll:
+        await coll.barrier()
+        if coll.rank == 1:
+            await late()
+        if coll.rank == 2:
+            stuck()
+        await coll.broadcast(torch.ones(4))
+
+aiodist.run(main)
+"""
+
+
+def started(nursery: str, folder: Path, name: str, text: str, ranks: int) -> subprocess.Popen[str]:
+    (folder / name).write_text(text)
+    run = [sys.executable, "-m", "aiodist.cli", "run", "-n", str(ranks), "--mpi", "none", "--no-prefix"]
+    return subprocess.Popen(
+        [*run, *stub(nursery, name)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def printed(nursery: str, folder: Path, name: str, text: str) -> str:
+    with started(nursery, folder, name, text, 2) as job:
+        try:
+            return timeless(job.communicate(timeout=60)[0].replace(f"{folder}/", ""))
+        finally:
+            job.kill()
+
+
+def timeless(text: str) -> str:
+    return re.sub(r"for [\d.]+ s\b", "for … s", text)
+
+
+def test_t4_a_deadlock_is_told_as_the_page_shows(nursery: str, tmp_path: Path) -> None:
+    output = printed(nursery, tmp_path, "crossed.py", CROSSED)
+    assert DEADLOCK.strip() in output, output
+
+
+@pytest.mark.thorough
+def test_t4_a_late_rank_and_a_blocked_loop_are_told_as_the_page_shows(nursery: str, tmp_path: Path) -> None:
+    output = printed(nursery, tmp_path, "train.py", TRAIN)
+    assert timeless(LATE) in output, output
+    assert timeless(BLOCKED) in output, output
+
+
+def test_t4_inspect_shows_the_table_of_the_page(nursery: str, tmp_path: Path) -> None:
+    with started(nursery, tmp_path, "prog.py", LOST, 3) as job:
+        try:
+            wanted, found = rows(TABLE), [["no job yet"]]
+            for _ in range(40):
+                told = subprocess.run(
+                    [sys.executable, "-m", "aiodist.cli", "inspect", str(job.pid)],
+                    env={**os.environ, "PYTHONPATH": python_path(), "COLUMNS": "400"},
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
+                found = rows(re.sub(rf"{tmp_path}/|\S*nursery\.py:\d+ in <module> > ", "", told.stdout))
+                if [row[:3] + row[4:] for row in found] == wanted:  # the page leaves one column out
+                    break
+                time.sleep(0.25)
+            assert [row[:3] + row[4:] for row in found] == wanted
+        finally:
+            job.send_signal(signal.SIGINT)
+            job.send_signal(signal.SIGINT)
+            job.communicate(timeout=20)
+
+
+def rows(table: str) -> list[list[str]]:
+    """Return the cells of each row below the head, whose lines may be wrapped anywhere."""
+    found = []
+    for row in re.split(r"^├.*$", table.partition("┩")[2], flags=re.MULTILINE):
+        lines = [line.strip("│").split("│") for line in row.splitlines() if line.startswith("│")]
+        found.append([timeless(" ".join(" ".join(cell).split())) for cell in zip(*lines, strict=True)])
+    return found
