@@ -5,6 +5,7 @@ Beside each variable and option stands the trap that it removes; the user never 
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -160,6 +161,7 @@ def networks(version_text: str) -> tuple[str, ...]:
     return tuple(rest.split()[0].strip("'\"").split(",")) if found and rest.strip() else ()
 
 
+_SHM = "/dev/shm"
 _STALE = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "PRTE_LAUNCHED", "MPI_LOCAL", "HYDI_", "HYDRA_PROXY")
 _STALE_EXACT = frozenset(
     f"AIODIST_{name}"
@@ -300,10 +302,11 @@ def check_mpi(job: Job, mpi: Mpi | None) -> None:
         raise ConfigError(f"--rsh {job.rsh!r}: MPICH takes a program without arguments: put them into a script")
 
 
-def mpirun_command(job: Job, mpi: Mpi, guard: list[str], session: str = "") -> list[str]:
+def mpirun_command(job: Job, mpi: Mpi, guard: list[str], session: str = "", segments: str = "") -> list[str]:
     """Return the command that starts a guard for each rank; the user's own arguments replace ours.
 
-    `session` is a folder in which mpirun may leave files on this host, "" leaves that to it.
+    `session` is a folder in which mpirun may leave files on this host, `segments` one in which ranks may leave memory
+    that they share; "" leaves that to them.
     """
     given = {argument.lstrip("-").partition("=")[0] for argument in job.mpi_args}
     options: list[str] = []
@@ -318,10 +321,20 @@ def mpirun_command(job: Job, mpi: Mpi, guard: list[str], session: str = "") -> l
         if session and not _before_prrte(mpi) and not given & {"prte_local_tmpdir_base", "prte_tmpdir_base"}:
             # Else they lie in /tmp under its process id, where those of a killed mpirun stop the next with that id.
             options += ["--prtemca", "prte_local_tmpdir_base", session]
+        if segments and not given & {"btl_sm_backing_directory", "btl_vader_backing_directory"}:
+            options += ["--mca", "btl_sm_backing_directory", segments]  # else a rank that is killed leaves them
         options += _openmpi_hosts(job, mpi) if job.hosts else []
     if mpi.flavour is Flavour.MPICH and job.hosts:
         options += _mpich_hosts(job)
     return [mpi.mpirun, "-n", str(job.ranks), *options, *job.mpi_args, *guard]
+
+
+def segments_in(job: Job, mpi: Mpi, environ: Mapping[str, str]) -> str:
+    """Return in which folder of this host the ranks get one for the memory that they share; "" where they get none."""
+    own = "OMPI_MCA_btl_sm_backing_directory" in environ or job.hosts  # on other hosts there is no such folder
+    if mpi.flavour is not Flavour.OPENMPI or _before_prrte(mpi) or own or not os.access(_SHM, os.W_OK):
+        return ""
+    return _SHM
 
 
 def folder(job: Job, cwd: Path) -> str | None:

@@ -26,6 +26,7 @@ from aiodist.launch.elastic import ElasticSessions
 from aiodist.launch.output import Streams
 from aiodist.launch.processes import Command, ProcessEnded, Processes
 from aiodist.launch.ranks import Ranks
+from aiodist.launch.scratch import scratch_folder
 from aiodist.launch.supervisor import START_TIMEOUT, Event, Signalled, Supervisor
 from aiodist.launch.wire import Start, Stdin
 
@@ -87,8 +88,10 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
             guards = await asyncio.to_thread(_Guards, job, guard, common)
             todo = [guards.first(rank) for rank in range(job.ranks)]
         else:
-            session = stack.enter_context(tempfile.TemporaryDirectory(prefix="aiodist-", ignore_cleanup_errors=True))
-            todo = [Command(commands.mpirun_command(job, mpi, guard, session), common)]
+            session = stack.enter_context(scratch_folder(tempfile.gettempdir()))
+            shm = commands.segments_in(job, mpi, common)
+            segments = stack.enter_context(scratch_folder(shm)) if shm else ""
+            todo = [Command(commands.mpirun_command(job, mpi, guard, session, segments), common)]
         processes = Processes(todo, sink=overheard, notify=events.put_nowait)
         if elastic is not None:
             guards = _Guards(job, guard, common) if mpi else guards  # an mpirun starts no ranks later

@@ -12,6 +12,7 @@ import pytest
 from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.launch import commands, discover
 from aiodist.launch.commands import Flavour, Job, Mpi
+from aiodist.launch.hosts import Host
 
 OPENMPI = Mpi("/opt/ompi/bin/mpirun", Flavour.OPENMPI, "5.0.11", "/opt/ompi/lib/libmpi.so.40")
 MPICH = Mpi("/opt/mpich/bin/mpirun", Flavour.MPICH, "5.0.2", "/opt/mpich/lib/libmpi.so.12")
@@ -41,6 +42,19 @@ def test_l5_openmpi_keeps_its_files_apart() -> None:
         assert "/tmp/a" not in commands.mpirun_command(job(), mpi, GUARD, "/tmp/a")
     theirs = commands.mpirun_command(job("--prtemca", "prte_local_tmpdir_base", "/b"), OPENMPI, GUARD, "/tmp/a")
     assert "/tmp/a" not in theirs
+
+
+def test_l5_openmpi_has_a_folder_for_the_memory_of_ranks_of_this_host() -> None:
+    ours = ["--mca", "btl_sm_backing_directory", "/dev/shm/a"]
+    command = commands.mpirun_command(job(), OPENMPI, GUARD, segments="/dev/shm/a")
+    assert command[-len(GUARD) - len(ours) : -len(GUARD)] == ours
+    theirs = commands.mpirun_command(job(*ours[:2], "/b"), OPENMPI, GUARD, segments="/dev/shm/a")
+    assert "/dev/shm/a" not in theirs
+    assert commands.segments_in(job(), OPENMPI, {}) == "/dev/shm"
+    assert commands.segments_in(job(), OPENMPI, {"OMPI_MCA_btl_sm_backing_directory": "/b"}) == ""
+    assert commands.segments_in(replace(job(), hosts=(Host("a", 4),)), OPENMPI, {}) == ""
+    for mpi in (replace(OPENMPI, version="4.1.6"), MPICH, OTHER):
+        assert commands.segments_in(job(), mpi, {}) == ""
 
 
 def test_l5_mpich_and_others_take_the_number_alone() -> None:
