@@ -266,7 +266,7 @@ class Reductions(Base):
         if self.size == 1 and impl == "auto":
             return accelerator.queue_alone()
         chosen = self._repertoire.pick(Wanted("allreduce", kind, wire_op(op), numel, "cuda"), impl)
-        return accelerator.queue_by_nccl(self.name, device, op) if chosen.name == "nccl" else None
+        return accelerator.queue_by_nccl(self.name, device, kind, op) if chosen.name == "nccl" else None
 
     def _reduction(
         self,

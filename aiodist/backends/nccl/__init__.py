@@ -7,7 +7,7 @@ in [Note: nccl] of `library`.
 from aiodist.backends.nccl.group import Exchange, NcclCall, NcclGroup, NcclGroups
 from aiodist.backends.nccl.launch_order import LaunchOrder, LaunchSlot
 from aiodist.backends.nccl.library import Library, load, missing, refuses, version, version_installed
-from aiodist.backends.nccl.native import NcclNative, as_numbers, native_op, supports
+from aiodist.backends.nccl.native import NcclNative, as_numbers, reducer, supports
 
 __all__ = [
     "Exchange",
@@ -21,7 +21,7 @@ __all__ = [
     "as_numbers",
     "load",
     "missing",
-    "native_op",
+    "reducer",
     "refuses",
     "supports",
     "version",

@@ -24,12 +24,13 @@ import importlib
 import importlib.metadata
 import importlib.util
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import Any, Final
 
 import torch
+from torch import Tensor, dtype
 
 from aiodist.errors import BackendError, BackendUnavailable
 
@@ -52,8 +53,10 @@ class Library:
     None of the methods waits for other ranks, except where it says so.
     """
 
-    def __init__(self, core: Any) -> None:  # noqa: ANN401
+    def __init__(self, core: Any, bindings: Any = None) -> None:  # noqa: ANN401
+        """`bindings` is the module `nccl.bindings.nccl`; a stand-in for NCCL has none."""
         self._core = core
+        self._bindings = bindings
         self.ops = {"sum": core.SUM, "prod": core.PROD, "min": core.MIN, "max": core.MAX}
 
     def version(self) -> tuple[int, ...]:
@@ -107,6 +110,23 @@ class Library:
         """Return a block whose calls are launched together, at its end."""
         return self._core.group()
 
+    def reducer(self, kind: dtype, op: str) -> Callable[[Any, Tensor, int], None]:
+        """Return what enqueues an allreduce, in place, of dense numbers of `kind`: (communicator, tensor, stream).
+
+        nccl4py's own method looks into both tensors, for 7 to 14 us beside an H100; its bindings take 0.4 us.
+        """
+        native = self.ops[op]
+        if self._bindings is None:
+            return lambda comm, t, stream: comm.allreduce(t, t, native, stream=stream)
+        all_reduce, handle = self._bindings.all_reduce, self._bindings.Comm
+        code, number = int(getattr(self._core, str(kind).removeprefix("torch.").upper())), int(native)
+
+        def call(comm: Any, t: Tensor, stream: int) -> None:  # noqa: ANN401
+            place = t.data_ptr()
+            all_reduce(place, place, t.numel(), code, number, handle(comm.ptr), stream)
+
+        return call
+
     def state(self, comm: Any) -> int:  # noqa: ANN401
         """Return SUCCESS, IN_PROGRESS or the code of an error that came up after its call."""
         try:
@@ -156,7 +176,7 @@ def load() -> Library:
     if reason is not None:
         raise BackendUnavailable(reason)
     try:
-        library = Library(importlib.import_module("nccl.core"))
+        library = Library(importlib.import_module("nccl.core"), importlib.import_module("nccl.bindings.nccl"))
         found = library.version()
     except BackendUnavailable:
         raise

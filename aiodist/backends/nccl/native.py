@@ -46,9 +46,12 @@ _NATIVE_OPS = {
 """What NCCL calls an operator, given numbers of `as_numbers`; a mean is a sum until it is divided."""
 
 
-def native_op(group: NcclGroup, op: ReduceOp) -> Any:  # noqa: ANN401
-    """Return NCCL's own operator, for numbers of `as_numbers`; a mean is a sum until it is divided."""
-    return group.library.ops[_NATIVE_OPS[op]]
+def reducer(group: NcclGroup, kind: dtype, op: ReduceOp) -> Callable[[Any, Tensor, int], None]:
+    """Return what enqueues an allreduce of tensors of `kind`, in place: (communicator, their `as_numbers`, stream).
+
+    A mean is a sum until it is divided.
+    """
+    return group.library.reducer(torch.uint8 if kind is torch.bool else kind.to_real(), _NATIVE_OPS[op])
 
 
 def supports(operation: str, kind: dtype, op: ReduceOp | None) -> bool:
@@ -100,7 +103,8 @@ class NcclNative:
 
     def _allreduce(self, o: Operation) -> _Part:
         numbers = as_numbers(o.t)
-        return _Part(_call("allreduce", numbers, numbers, self._op(o.op)), self._division(o))
+        reduce = reducer(self._group, o.t.dtype, o.op)
+        return _Part(lambda comm, stream: reduce(comm, numbers, stream), self._division(o))
 
     def _broadcast(self, o: Operation) -> _Part:
         data = bytes_of(o.t)
@@ -141,7 +145,7 @@ class NcclNative:
         return _Part(partial(self._together, calls))
 
     def _op(self, op: ReduceOp) -> Any:  # noqa: ANN401
-        return native_op(self._group, op)
+        return self._group.library.ops[_NATIVE_OPS[op]]
 
     def _division(self, o: Operation) -> Callable[[], None] | None:
         if o.op is not ReduceOp.MEAN or self._group.size == 1:

@@ -190,18 +190,18 @@ class Accelerator:
 
     # --- reductions that only queue -----------------------------------------------------------------------------
 
-    def queue_by_nccl(self, name: str, device: torch.device, op: ReduceOp) -> Queue | None:
+    def queue_by_nccl(self, name: str, device: torch.device, kind: torch.dtype, op: ReduceOp) -> Queue | None:
         """Return how the communicator called `name` does it by one call of NCCL; None before its first operation."""
         slots = self._slots.get(name)
         group = None if slots is None else slots.first_group(device)
         if group is None or not group.opened:
             return None
-        kind = NcclReductions(self._progress, group, op)
+        reductions = NcclReductions(self._progress, group, kind, op)
 
         def queue(t: Tensor, stream: torch.cuda.Stream, done: Done) -> Queued:
             if not self._looking:
                 self._keep_looking()
-            return ByNccl(kind, t, stream, done)
+            return ByNccl(reductions, t, stream, done)
 
         return queue
 

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, dtype
 
 from aiodist.backends.base import Done, ours
 from aiodist.backends.inplace import divide
-from aiodist.backends.nccl import NcclCall, NcclGroup, as_numbers, native_op
+from aiodist.backends.nccl import NcclCall, NcclGroup, as_numbers, reducer
 from aiodist.handles import Progress
 from aiodist.streams import Events, Fence
 from aiodist.streams.events import device_error, idle
@@ -60,13 +60,13 @@ class Alone(Queued):
 
 
 class NcclReductions:
-    """How tensors are reduced in place by one call of `group`, which is open, in launch order."""
+    """How tensors of `kind` are reduced in place by one call of `group`, which is open, in launch order."""
 
-    def __init__(self, progress: Progress, group: NcclGroup, op: ReduceOp) -> None:
+    def __init__(self, progress: Progress, group: NcclGroup, kind: dtype, op: ReduceOp) -> None:
         self.progress = progress
         self.group = group
         self.events = Events.of(progress)
-        self.op = native_op(group, op)
+        self.reduce = reducer(group, kind, op)
         self.divides = op is ReduceOp.MEAN and group.size > 1
 
 
@@ -96,7 +96,7 @@ class ByNccl(Queued):
             group.launch_order.add(self._slot, partial(group.submit, call), last=True)
 
     def _launch(self, comm: Any, stream: int) -> None:  # noqa: ANN401
-        comm.allreduce(self._numbers, self._numbers, self._kind.op, stream=stream)
+        self._kind.reduce(comm, self._numbers, stream)
 
     def _launched(self, error: BaseException | None) -> None:
         """It is queued, or not: what a call that failed has launched uses the tensor too, until it is over."""

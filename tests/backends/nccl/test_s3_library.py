@@ -16,7 +16,7 @@ import torch
 
 from aiodist.backends import nccl
 from aiodist.backends.base import DTYPES
-from aiodist.backends.nccl import Library, library, missing, refuses, supports, version_installed
+from aiodist.backends.nccl import Library, as_numbers, library, missing, reducer, refuses, supports, version_installed
 from aiodist.errors import BackendError, BackendUnavailable
 from aiodist.types import ReduceOp
 from tests.support.fake_nccl.communicator import FakeCommunicator
@@ -82,9 +82,30 @@ def test_s3_the_names_that_are_used_are_there(core: SimpleNamespace) -> None:
     assert hasattr(core.communicator, "is_valid") or core.module.__class__ is FakeNccl
 
 
+def test_s3_an_allreduce_calls_the_bindings_with_places_and_codes() -> None:
+    """As nccl.h numbers dtypes and operators."""
+    made: list[tuple[object, ...]] = []
+    names = ("INT8", "UINT8", "INT32", "UINT32", "INT64", "UINT64", "FLOAT16", "FLOAT32", "FLOAT64", "BFLOAT16")
+    ops = {"SUM": 0, "PROD": 1, "MAX": 2, "MIN": 3}
+    core = SimpleNamespace(**{name: code for code, name in enumerate(names)}, **ops)
+    ours = Library(
+        core, SimpleNamespace(all_reduce=lambda *args: made.append(args), Comm=lambda place: ("comm", place))
+    )
+    group = SimpleNamespace(library=ours)
+    comm, t = SimpleNamespace(ptr=7), torch.ones(3, 2)
+    for kind, op in ((torch.bool, ReduceOp.BOR), (torch.complex64, ReduceOp.SUM), (torch.int64, ReduceOp.MIN)):
+        numbers = as_numbers(t.to(kind))
+        reducer(group, kind, op)(comm, numbers, 99)  # type: ignore[arg-type]
+        place = numbers.data_ptr()
+        code, number = {torch.bool: (1, 2), torch.complex64: (7, 0), torch.int64: (4, 3)}[kind]
+        assert made.pop() == (place, place, 12 if kind.is_complex else 6, code, number, ("comm", 7), 99)
+
+
 def test_s3_nccl4py_itself_does_what_the_code_relies_on() -> None:
     module = pytest.importorskip("nccl.core")
     bindings = pytest.importorskip("nccl.bindings.nccl")
+    assert int(bindings.Comm(7).handle) == 7
+    assert [int(code) for code in (module.UINT8, module.INT64, module.FLOAT32, module.BFLOAT16)] == [1, 4, 7, 9]
     assert bindings.check_status(library.IN_PROGRESS) is None  # a call that goes on is no error
     with pytest.raises(bindings.NCCLError) as raised:
         bindings.check_status(5)
@@ -125,6 +146,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, wheels: dict[str, str]) -> Instal
         package.__spec__ = ModuleSpec("nccl", None)
         monkeypatch.setitem(sys.modules, "nccl", package)
         monkeypatch.setitem(sys.modules, "nccl.core", core)
+        monkeypatch.setitem(sys.modules, "nccl.bindings.nccl", SimpleNamespace())
 
     return install
 
