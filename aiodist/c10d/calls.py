@@ -94,7 +94,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
         """
         if _storage_Use_Count(bucket.untyped_storage()._cdata) <= 2:
             return bucket.dtype is torch.float16
-        if bucket.nbytes > _SHORT_BYTES:
+        if bucket.is_cpu and bucket.nbytes > _SHORT_BYTES:
             with suppress(ValueError, BackendUnavailable, MemoryError):
                 self.coll.share_(bucket)
         return False
@@ -330,9 +330,12 @@ class AiodistProcessGroup(dist.ProcessGroup):
 
 
 def _called_by_reducer() -> bool:
-    """Return whether torch's reducer calls the process group: no Python lies between that and `backward()`."""
+    """Return whether torch's reducer calls the process group: no Python lies between that and `backward()`.
+
+    Nor above it where gradients are made on a device, which has a thread of autograd's own.
+    """
     caller = _getframe(1).f_back
-    return caller is not None and caller.f_code is _BACKWARD
+    return caller is None or caller.f_code is _BACKWARD
 
 
 def _summand(t: Tensor, opts: Any) -> tuple[Tensor, Op]:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from aiodist.backends.local import LocalHub, LocalTransport
-from aiodist.backends.shm import Met, ShmTransport, meet
+from aiodist.backends.shm import Met, meet
 from aiodist.backends.shm import open_world as open_shared_memory
 from aiodist.collectives.cuda.accelerator import means_here, visible_devices
 from aiodist.collectives.cuda.peers import peers_here
@@ -60,6 +60,7 @@ class RankPlace:
     transport: Transport
     channel: Channel
     hosts: tuple[int, ...]  # for each rank the first of its host
+    met: Met | None = None  # which ranks share memory, where that is known already
     beside: Transport | None = None  # what carries all that is made of an elastic world over MPI
 
 
@@ -103,7 +104,7 @@ async def find_place(
     """Return this process's place among all ranks of its job. What fails half-way is closed again.
 
     `asked` is the backend that carries the data; None takes the one that fits how the job was started. The ranks of a
-    `meeting` are the job; by themselves they take shared memory where they are on one host.
+    `meeting` are the job, whatever MPI there is.
     """
     backend = _backend(asked, environment)
     if backend == "local":
@@ -117,7 +118,7 @@ async def find_place(
         if mpi is not None:
             await mpi.aclose(drained=False)
         raise
-    if meeting is not None and (asked or environment.backend) is None and environment.shared_memory:
+    if meeting is not None and (asked or environment.backend) is None:
         backend = "shared"
     try:
         return await place_on(channel, environment, backend, limits, mpi)
@@ -131,18 +132,22 @@ async def find_place(
 async def place_on(
     channel: Channel, environment: Environment, backend: str, limits: Limits, mpi: MpiTransport | None = None
 ) -> RankPlace:
-    """Return the place of a rank that has met the others; "shared" is shared memory where they are on one host."""
+    """Return the place of a rank that has met the others; "shared" is shared memory where all can, else gloo."""
     hosts = await unless_lost(channel, find_hosts(channel, limits.rendezvous))
+    met = None
+    if channel.size > 1 and (backend == "shm" or (backend == "shared" and len(set(hosts)) == 1)):
+        meeting = meet(channel, hosts, allowed=environment.shared_memory, seconds=limits.rendezvous)
+        met = await unless_lost(channel, meeting)
     if backend == "shared":
-        backend = "shm" if len(set(hosts)) == 1 else "gloo"
-    transport = await unless_lost(channel, _transport(environment, backend, mpi, channel, hosts, limits))
-    return RankPlace(transport, channel, hosts)
+        backend = "gloo" if met is None or met.near is None else "shm"
+    transport = await unless_lost(channel, _transport(environment, backend, mpi, channel, met, hosts, limits))
+    return RankPlace(transport, channel, hosts, met)
 
 
 def _backend(asked: str | None, environment: Environment) -> str:
     name = asked or environment.backend
     if name is None:
-        name = "mpi" if environment.mpi else "local" if environment.size == 1 else "gloo"
+        return "mpi" if environment.mpi else "local" if environment.size == 1 else "shared"
     if name not in _BACKENDS:
         raise ConfigError(f"backend {name!r} is unknown: expected one of {', '.join(_BACKENDS)}")
     if name == "local" and environment.size > 1:
@@ -179,6 +184,7 @@ async def _transport(
     backend: str,
     mpi: MpiTransport | None,
     channel: Channel,
+    met: Met | None,
     hosts: Sequence[int],
     limits: Limits,
 ) -> Transport:
@@ -190,9 +196,9 @@ async def _transport(
         from aiodist.backends.gloo import open_world
 
         return await open_world(channel, one_host=len(set(hosts)) == 1)
-    if channel.size == 1:
+    if met is None:
         return LocalTransport(LocalHub(), 0, 1, name="shm")
-    near, reason, _ = await meet(channel, hosts, allowed=environment.shared_memory, seconds=limits.rendezvous)
+    near, reason, _ = met
     if near is not None and len(near.members) == channel.size:
         return open_shared_memory(near)
     if near is not None:
@@ -284,7 +290,7 @@ async def find_neighbours(place: RankPlace, environment: Environment, limits: Li
     channel, transport = place.channel, place.beside or place.transport
     if transport.name == "local" or channel.size == 1:
         return Met(None, "all ranks are in one process")
-    if isinstance(transport, ShmTransport):
-        return Met(transport.near, "", (transport.near.members,))
+    if place.met is not None:
+        return place.met
     meeting = meet(channel, place.hosts, allowed=environment.shared_memory, seconds=limits.rendezvous)
     return await unless_lost(channel, meeting)

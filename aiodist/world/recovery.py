@@ -286,7 +286,7 @@ class Recovery:
         if mpi is not None and generation.number:
             mpi.leave()
             self._mpi = mpi = None
-        backend = "shm" if mpi is not None else backend or ("shared" if environment.shared_memory else "gloo")
+        backend = "shm" if mpi is not None else backend or "shared"
         place = await place_on(self.channel, environment, backend, self._options.limits)
         if mpi is not None:
             mpi.beside = place.transport
