@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from aiodist.codecs import Codec
 from aiodist.communicator import Communicator
 from aiodist.communicator.duplicate import duplicate
-from aiodist.errors import CommunicatorError, PeerError
+from aiodist.errors import CommunicatorError, MismatchError, PeerError
 from aiodist.handles import Handle
 from aiodist.handles.handle import FutureWaiter
 from aiodist.nn.buckets import Allreduce, Bucket, CommHook, Slot, row_parameters
@@ -281,8 +281,9 @@ class DataParallel(ModuleLike):
             made = await share_furthest(own, module, state, [steps for steps, _ in told])
             reducer = Reducer(own, status, module, op=op, sizes=sizes, hook=hook)
         except BaseException as error:
-            if not isinstance(error, Exception):  # the others may wait for this rank
-                own.abort(f"rank {own.rank} was cancelled while a net was made: {error!r}")
+            alike = isinstance(error, MismatchError | TypeError | ValueError)  # all ranks find it
+            if not alike and own.parts.dispatcher.refusal is None:  # the others may wait for this rank
+                own.abort(f"rank {own.rank} gave up while a net was made: {error!r}")
             if own.parts.dispatcher.refusal is not None:  # a rank may lack one of these: nobody is to wait for it there
                 for each in made_of_it:
                     each.abort(f"{own.name} was given up")

@@ -95,6 +95,8 @@ def ask(
     try:
         handle = call()
     except Exception as error:  # noqa: BLE001  - the thread that waits is told
+        if host.data.parts.dispatcher.refusal is None:  # the others wait for what this rank has not sent
+            host.data.abort(f"rank {host.data.rank} cannot go on: {error}")
         failed(error)
     else:
         come = lambda error: then(handle.result()) if error is None else failed(error)  # noqa: E731

@@ -101,10 +101,12 @@ class ParameterServerSession:
     async def _bind(self, coll: Communicator, me: ServerMember) -> list[ServerMember]:
         """Take a duplicate of `coll`, on which all ranks agree; return who they are."""
         self.coll = await duplicate(coll)
+        told = None
         try:
-            members = await self._agree(me)
+            told = await self.told({"settings": self.settings.described(), "me": asdict(me)})
+            members = self._agreed(told)
         except BaseException as error:
-            if not isinstance(error, Exception):  # cancelled: the others may go on, to wait for this rank
+            if told is None and self.coll.parts.dispatcher.refusal is None:  # else all ranks find the same
                 self.coll.abort(f"its parameter server was given up on rank {coll.rank}: {error!r}")
             await self.coll.aclose()
             raise
@@ -115,9 +117,8 @@ class ParameterServerSession:
         json = Json()  # objects would be unpickled
         return [json.decode(code) for code in await self.coll.allgather(json.encode(mine))]
 
-    async def _agree(self, me: ServerMember) -> list[ServerMember]:
+    def _agreed(self, told: Sequence[dict[str, Any]]) -> list[ServerMember]:
         """Return who takes part, and know who serves; raise MismatchError where ranks chose other settings."""
-        told = await self.told({"settings": self.settings.described(), "me": asdict(me)})
         members = [ServerMember(**each["me"]) for each in told]
         free = {"servers", "workers"} if any(member.size for member in members) else set()
         for rank, each in enumerate(told):

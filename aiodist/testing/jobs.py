@@ -215,7 +215,8 @@ class _ProcessJob:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=config.invocation_params.dir,
-                env={**os.environ, "PYTHONPATH": path} | ({"AIODIST_BACKEND": "shm"} if spec.backend == "shm" else {}),
+                env={**os.environ, "PYTHONPATH": path}
+                | ({"AIODIST_BACKEND": spec.backend} if choice == "none" else {}),
             )
 
     def wait_for(self, nodeid: str, seconds: float) -> dict[int, _End]:

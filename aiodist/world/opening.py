@@ -104,7 +104,7 @@ async def find_place(
     """Return this process's place among all ranks of its job. What fails half-way is closed again.
 
     `asked` is the backend that carries the data; None takes the one that fits how the job was started. The ranks of a
-    `meeting` are the job, whatever MPI there is.
+    `meeting` are the job, with an MPI or without.
     """
     backend = _backend(asked, environment)
     if backend == "local":

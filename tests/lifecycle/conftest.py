@@ -147,7 +147,7 @@ class Jobs:
 class Run(Jobs):
     """Starts jobs with `aiodist run` over one backend."""
 
-    backend: str = "gloo"
+    backend: str = "none"
     mpi: str = "none"
 
     def command(self, program: str, *arguments: str, n: int, options: tuple[str, ...] = ()) -> list[str]:
@@ -184,7 +184,7 @@ def note_mpi(backend: str, record: Callable[[str, object], None]) -> None:
         record("mpi", NAMES[backend])
 
 
-@pytest.fixture(params=["openmpi", "mpich", "gloo"])
+@pytest.fixture(params=["openmpi", "mpich", "none", pytest.param("gloo", marks=pytest.mark.thorough)])
 def run(
     request: pytest.FixtureRequest,
     nursery: str,
@@ -192,10 +192,13 @@ def run(
     record_property: Callable[[str, object], None],
     repeat: int,
 ) -> Run:
-    """`aiodist run` over each backend."""
+    """`aiodist run` over each backend; "none" is without MPI, "gloo" without it as between hosts."""
     note_mpi(request.param, record_property)
-    mpi = "none" if request.param == "gloo" else find(request.param)
-    return Run(nursery, tmp_path, backend=request.param, mpi=mpi)
+    mpi = "none" if request.param in ("none", "gloo") else find(request.param)
+    run = Run(nursery, tmp_path, backend=request.param, mpi=mpi)
+    if request.param == "gloo":
+        run.environ["AIODIST_BACKEND"] = "gloo"
+    return run
 
 
 @pytest.fixture

@@ -18,14 +18,14 @@ pytestmark = pytest.mark.drawn(1)
 GONE = 10.0  # seconds; a rank is given up for its silence after 30
 HEARD = 1.0  # from a death until the others are told
 
-gloo = pytest.mark.parametrize("run", ["gloo"], indirect=True)
+none = pytest.mark.parametrize("run", ["none"], indirect=True)
 
 
 def shared_files() -> set[str]:
     return {file.name for file in Path("/dev/shm").iterdir() if "aiodist" in file.name}
 
 
-@gloo
+@none
 @pytest.mark.parametrize(("n", "place"), [(2, "arena"), (3, "arena"), (3, "ordinary")])
 def test_a5_a_rank_killed_in_the_middle_is_lost_at_once(run: Run, n: int, place: str) -> None:
     files = shared_files()
@@ -40,7 +40,7 @@ def test_a5_a_rank_killed_in_the_middle_is_lost_at_once(run: Run, n: int, place:
     assert shared_files() <= files, "a file was left behind"
 
 
-@gloo
+@none
 def test_a5_everything_goes_back_and_init_may_come_again(run: Run) -> None:
     n = 3
     ended = run("memory.py", "clean", n=n)
@@ -49,7 +49,7 @@ def test_a5_everything_goes_back_and_init_may_come_again(run: Run) -> None:
         assert ended.said(rank) == ["closed: yes", "left: 0"] * 2
 
 
-@gloo
+@none
 def test_a5_a_rank_that_has_no_memory_goes_on(run: Run) -> None:
     ended = run("memory.py", "lacking")
     assert (ended.code, ended.codes()) == (0, [0, 0]), ended
@@ -57,7 +57,7 @@ def test_a5_a_rank_that_has_no_memory_goes_on(run: Run) -> None:
     assert ended.said(1) == ["lack: True", "room: True", "sum: 20.0"]
 
 
-@gloo
+@none
 def test_a5_without_shared_memory_the_same_calls_work(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIODIST_SHM", "0")
     ended = run("memory.py", "without")
@@ -68,7 +68,7 @@ def test_a5_without_shared_memory_the_same_calls_work(run: Run, monkeypatch: pyt
         assert "it was turned off (AIODIST_SHM=0)" in said[2]
 
 
-@gloo
+@none
 def test_a5_one_rank_has_tensors_of_its_own(run: Run) -> None:
     ended = run("memory.py", "without", n=1)
     assert (ended.code, ended.codes()) == (0, [0]), ended
@@ -76,7 +76,7 @@ def test_a5_one_rank_has_tensors_of_its_own(run: Run) -> None:
     assert "there is one rank" in ended.said(0)[2]
 
 
-@gloo
+@none
 def test_l2_a_forked_child_leaves_its_parents_memory_alone(run: Run, tmp_path: Path) -> None:
     """It takes no part in what its parent has in flight, which lies in memory that both have."""
     ended = run("memory.py", "forked", str(tmp_path))
@@ -88,7 +88,7 @@ def test_l2_a_forked_child_leaves_its_parents_memory_alone(run: Run, tmp_path: P
     assert ended.said(1) == ["sums: 3.0 3.0 3.0 2"]
 
 
-@gloo
+@none
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("operations", [30_000, pytest.param(1_000_000, marks=pytest.mark.thorough)])
 def test_a5_after_many_operations_no_memory_and_no_descriptor_is_missing(run: Run, operations: int) -> None:
@@ -100,7 +100,7 @@ def test_a5_after_many_operations_no_memory_and_no_descriptor_is_missing(run: Ru
         assert int(ended.value(rank, "bytes")) < 1 << 20
 
 
-@gloo
+@none
 @pytest.mark.parametrize("how", ["returns", "exits", "thread"])
 def test_l2_the_interpreter_ends_with_operations_in_flight(run: Run, how: str) -> None:
     """Short ones and long ones, those that the other rank takes part in and those that it does not."""

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.drawn(1)
 GONE = 10.0  # seconds; a rank is given up for its silence after 30
 
 
-@pytest.mark.parametrize("run", ["gloo"], indirect=True)
+@pytest.mark.parametrize("run", ["none"], indirect=True)
 @pytest.mark.parametrize("phase", ["absent", "meeting", "moving"])
 def test_c14_a_rank_that_is_killed_is_lost_to_all(run: Run, phase: str) -> None:
     ended = run("named.py", phase, n=3)

@@ -16,7 +16,7 @@ WAYS = ("lane", "large", "steps", "message")
 LOST = ("PeerLost", "RemoteError")
 
 
-@pytest.mark.parametrize("run", ["openmpi", "gloo"], indirect=True)
+@pytest.mark.parametrize("run", ["openmpi", "none"], indirect=True)
 @pytest.mark.parametrize("n", [2, 3])
 def test_h10_a_rank_that_is_killed_is_told_to_the_threads_that_wait(run: Run, n: int) -> None:
     ended = run("threads.py", "killed", n=n)
@@ -26,7 +26,7 @@ def test_h10_a_rank_that_is_killed_is_told_to_the_threads_that_wait(run: Run, n:
         assert ended.gone_after(rank, "mark") < GONE
 
 
-@pytest.mark.parametrize("run", ["openmpi", "gloo"], indirect=True)
+@pytest.mark.parametrize("run", ["openmpi", "none"], indirect=True)
 @pytest.mark.parametrize(("how", "code"), [("interrupted", 130), ("left", 1)])
 def test_h10_the_end_of_a_program_is_told_to_the_threads_that_wait(run: Run, how: str, code: int) -> None:
     ended = run("threads.py", how)

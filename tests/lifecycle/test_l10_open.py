@@ -16,7 +16,7 @@ pytestmark = pytest.mark.drawn(1)
 
 WARNING = "RuntimeWarning: the world that aiodist.open() opened here was never closed: expected `await coll.aclose()`"
 LOOPS = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-GLOO = pytest.mark.parametrize("run", ["gloo"], indirect=True)
+NONE = pytest.mark.parametrize("run", ["none"], indirect=True)
 
 
 def test_l10_it_takes_the_keywords_of_init() -> None:
@@ -53,14 +53,14 @@ def test_l10_forgotten_everywhere_it_is_closed_with_a_warning(run: Run) -> None:
     assert ended.errors.count("  coll = await aiodist.open()\n") == 2
 
 
-@GLOO
+@NONE
 def test_l10_forgotten_on_asyncios_own_loop(run: Run) -> None:
     ended = run("kept.py", "forgotten", "asyncio")
     assert (ended.code, ended.codes()) == (0, [0, 0]), ended
     assert warnings(ended) == 2, ended
 
 
-@GLOO
+@NONE
 def test_l10_forgotten_by_one_rank_the_other_closes_in_peace(run: Run) -> None:
     ended = run("kept.py", "one_forgets")
     assert (ended.code, ended.codes()) == (0, [0, 0]), ended
@@ -68,7 +68,7 @@ def test_l10_forgotten_by_one_rank_the_other_closes_in_peace(run: Run) -> None:
     assert warnings(ended) == 1, ended
 
 
-@GLOO
+@NONE
 @LOOPS
 def test_l10_what_the_program_raised_is_told_to_the_others(run: Run, loop: str) -> None:
     ended = run("kept.py", "raised", loop)
@@ -79,7 +79,7 @@ def test_l10_what_the_program_raised_is_told_to_the_others(run: Run, loop: str) 
     assert "GeneratorExit" not in ended.errors
 
 
-@GLOO
+@NONE
 @LOOPS
 def test_l10_the_exit_code_is_kept(run: Run, loop: str) -> None:
     ended = run("kept.py", "left", loop)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tests.lifecycle.conftest import Run
 
 pytestmark = pytest.mark.drawn(1)
-GLOO = pytest.mark.parametrize("run", ["gloo"], indirect=True)
+NONE = pytest.mark.parametrize("run", ["none"], indirect=True)
 
 
 def pids(process: subprocess.Popen[str], n: int) -> dict[int, int]:
@@ -50,7 +50,7 @@ def test_l11_ctrl_c_at_the_launcher_stops_all_in_order_and_its_code_says_so(run:
     assert [ended.value(rank, "closed") for rank in range(2)] == ["yes"] * 2
 
 
-@GLOO
+@NONE
 @pytest.mark.parametrize("program", ["late", "late_in_asyncio"])
 def test_l11_a_signal_that_comes_to_a_rank_which_closes_already_is_no_failure(run: Run, program: str) -> None:
     ended = run("stopping.py", program)
@@ -58,7 +58,7 @@ def test_l11_a_signal_that_comes_to_a_rank_which_closes_already_is_no_failure(ru
     assert [ended.value(rank, "closed") for rank in range(2)] == ["yes"] * 2
 
 
-@GLOO
+@NONE
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_l11_a_second_signal_has_its_usual_meaning(run: Run, signum: int, code: int) -> None:
     with run.started(run.command("stopping.py", "deaf", n=2)) as process:

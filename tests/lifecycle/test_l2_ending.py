@@ -52,7 +52,7 @@ def test_l2_body_raised_and_the_others_are_told(run: Run) -> None:
     assert "rank 1: exit code 1" in ended.errors.splitlines()
 
 
-@pytest.mark.parametrize("run", ["openmpi", "gloo"], indirect=True)
+@pytest.mark.parametrize("run", ["openmpi", "none"], indirect=True)
 def test_l2_sys_exit_in_a_task(run: Run) -> None:
     ended = run("ending.py", "exit_in_task")
     assert (ended.code, ended.codes()) == (3, [1, 3]), ended
@@ -60,7 +60,7 @@ def test_l2_sys_exit_in_a_task(run: Run) -> None:
     assert all_gone(ended)
 
 
-@pytest.mark.parametrize("run", ["gloo"], indirect=True)
+@pytest.mark.parametrize("run", ["none"], indirect=True)
 def test_l2_sys_exit_in_a_task_under_asyncios_own_loop(run: Run) -> None:
     ended = run("ending.py", "exit_in_task", "asyncio")
     assert (ended.code, ended.codes()) == (3, [1, 3]), ended
@@ -68,7 +68,7 @@ def test_l2_sys_exit_in_a_task_under_asyncios_own_loop(run: Run) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("run", ["openmpi", "gloo"], indirect=True)
+@pytest.mark.parametrize("run", ["openmpi", "none"], indirect=True)
 def test_l2_sys_exit_in_a_task_group(run: Run) -> None:
     ended = run("ending.py", "exit_in_group")
     assert (ended.code, ended.codes()) == (4, [1, 4]), ended
@@ -76,7 +76,7 @@ def test_l2_sys_exit_in_a_task_group(run: Run) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("run", ["openmpi", "gloo"], indirect=True)
+@pytest.mark.parametrize("run", ["openmpi", "none"], indirect=True)
 @pytest.mark.parametrize(("program", "code"), [("executor_in_native_code", 5), ("user_thread", 6)])
 def test_l2_threads_that_do_not_end(run: Run, program: str, code: int) -> None:
     ended = run("ending.py", program, options=("--kill-after", "20"))
@@ -84,7 +84,7 @@ def test_l2_threads_that_do_not_end(run: Run, program: str, code: int) -> None:
     assert all_gone(ended)
 
 
-@pytest.mark.parametrize("run", ["openmpi", "gloo"], indirect=True)
+@pytest.mark.parametrize("run", ["openmpi", "none"], indirect=True)
 def test_l2_ctrl_c(run: Run) -> None:
     with run.started(run.command("ending.py", "interrupted", n=2)) as process:
         assert process.stdout is not None
@@ -108,7 +108,7 @@ def test_l2_forked_child_exits_and_the_job_goes_on(run: Run, loop: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("run", ["openmpi", "gloo"], indirect=True)
+@pytest.mark.parametrize("run", ["openmpi", "none"], indirect=True)
 def test_l2_what_is_not_drained_in_time_is_named(run: Run) -> None:
     ended = run("ending.py", "not_drained")
     assert (ended.code, ended.codes()) == (1, [1, 1]), ended
@@ -128,7 +128,7 @@ def test_l2_killed_rank_is_lost_to_the_others(run: Run) -> None:
     assert "rank 2: signal SIGKILL" in ended.errors.splitlines()
 
 
-@pytest.mark.parametrize("run", ["openmpi", "gloo"], indirect=True)
+@pytest.mark.parametrize("run", ["openmpi", "none"], indirect=True)
 def test_l2_no_thread_is_left_when_the_interpreter_is_taken_apart(run: Run) -> None:
     """One that wants the GIL then may crash it: CPython 3.11 frees the state of the thread, and uses it afterwards."""
     program = str(Path(__file__).parent / "programs" / "threads_left.py")

@@ -111,7 +111,7 @@ def test_l4_variables_of(jobs: Jobs, starter: str) -> None:
         started = [stack.enter_context(jobs.started(command, **meeting, **place)) for place in places]
         ended = [jobs.finish(process) for process in started]
     assert [end.code for end in ended] == [0, 0], ended
-    assert {line for end in ended for line in end.text.splitlines()} == lines("gloo")
+    assert {line for end in ended for line in end.text.splitlines()} == lines("shm")
 
 
 @pytest.mark.thorough
@@ -120,7 +120,7 @@ def test_l4_torchrun_itself(jobs: Jobs) -> None:
     with jobs.started([sys.executable, "-m", "torch.distributed.run", *arguments]) as process:
         ended = jobs.finish(process, limit=60)
     assert ended.code == 0, ended
-    assert all(line in ended.text for line in lines("gloo"))
+    assert all(line in ended.text for line in lines("shm"))
 
 
 def test_l4_plain_python(jobs: Jobs) -> None:
@@ -137,7 +137,7 @@ def test_l4_slurms_variables_alone(jobs: Jobs, tasks: int, per_node: int, node: 
     with jobs.started(command) as process:
         ended = jobs.finish(process, limit=60)
     assert ended.code == 0, ended
-    said = {f"rank {rank} of {tasks} over gloo, {rank} of {tasks} on its host: True" for rank in range(tasks)}
+    said = {f"rank {rank} of {tasks} over shm, {rank} of {tasks} on its host: True" for rank in range(tasks)}
     assert set(ended.text.splitlines()) == said, ended
 
 

@@ -153,13 +153,13 @@ def test_l7_ranks_disagree_on_the_number_of_levels(more: int) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("run", ["openmpi", "gloo"], indirect=True)
+@pytest.mark.parametrize("run", ["openmpi", "none"], indirect=True)
 def test_l7_in_processes(run: Run) -> None:
     ended = run("levels.py", n=4)
     assert (ended.code, ended.codes()) == (0, [0] * 4), ended
     everybody = ((0, 1, 2, 3),)
     pairs = ((1, 2), (0, 3))
-    backend = "gloo" if run.backend == "gloo" else "mpi"
+    backend = "shm" if run.backend == "none" else "mpi"
     for rank in range(4):
         pair = pairs[rank in (0, 3)]
         across = [[rank], *([[0]] if rank == 0 else []), [1, 0] if rank < 2 else [2, 3], [rank]]

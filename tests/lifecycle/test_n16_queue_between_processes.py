@@ -26,7 +26,7 @@ def test_n16_others_get_what_a_process_that_leaves_has_not_used(run: Run) -> Non
     assert [ended.value(rank, "barrier") for rank in range(3)] == ["over"] * 3
 
 
-@pytest.mark.parametrize("run", ["gloo"], indirect=True)
+@pytest.mark.parametrize("run", ["none"], indirect=True)
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_n16_others_get_what_a_killed_process_has_not_used(run: Run, backend: str) -> None:
     """Their communicator is lost with it, and the queue is not."""
@@ -39,7 +39,7 @@ def test_n16_others_get_what_a_killed_process_has_not_used(run: Run, backend: st
     assert [ended.value(rank, "barrier") for rank in range(2)] == ["lost rank 2"] * 2
 
 
-@pytest.mark.parametrize("run", ["gloo"], indirect=True)
+@pytest.mark.parametrize("run", ["none"], indirect=True)
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_n16_the_queue_ends_with_the_process_that_keeps_it(run: Run, backend: str) -> None:
     run.environ["AIODIST_BACKEND"] = backend

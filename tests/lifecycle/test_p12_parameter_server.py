@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Ended, Run
 
-pytestmark = [pytest.mark.drawn(1), pytest.mark.parametrize("run", ["gloo"], indirect=True)]
+pytestmark = [pytest.mark.drawn(1), pytest.mark.parametrize("run", ["none"], indirect=True)]
 
 
 def shared_files() -> set[str]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.lifecycle.conftest import Jobs, Run
 
 pytestmark = pytest.mark.drawn(1)
-GLOO = pytest.mark.parametrize("run", ["gloo"], indirect=True)
+NONE = pytest.mark.parametrize("run", ["none"], indirect=True)
 
 
 def test_t5_it_takes_the_keywords_of_init() -> None:
@@ -35,7 +35,7 @@ def test_t5_alone(jobs: Jobs) -> None:
     assert ended.text.splitlines() == ["sum: 0", "then: CommunicatorClosed"]
 
 
-@GLOO
+@NONE
 def test_t5_what_is_made_of_coroutines_runs_by_the_portal(run: Run) -> None:
     ended = run("started.py", "trains")
     assert (ended.code, ended.errors) == (0, ""), ended
@@ -59,7 +59,7 @@ def test_t5_ctrl_c_ends_the_job(run: Run) -> None:
     assert "KeyboardInterrupt" in ended.errors
 
 
-@GLOO
+@NONE
 def test_t5_a_report_has_the_line_of_a_rank_that_is_late(run: Run) -> None:
     """Its loop, in another thread, answers."""
     ended = run("started.py", "late")
@@ -68,28 +68,28 @@ def test_t5_a_report_has_the_line_of_a_rank_that_is_late(run: Run) -> None:
     assert re.search(r"its loop answers; it is at \S*started\.py:\d+ in late$", line), line
 
 
-@GLOO
+@NONE
 def test_t5_threads_take_turns(run: Run) -> None:
     ended = run("started.py", "threads")
     assert (ended.code, ended.errors) == (0, ""), ended
     assert [ended.said(rank) for rank in range(2)] == [["turns: [2.0, 4.0]", "told: True"]] * 2
 
 
-@GLOO
+@NONE
 def test_t5_as_in_a_notebook_a_loop_may_run_in_the_thread_that_starts_it(run: Run) -> None:
     ended = run("started.py", "within_a_loop")
     assert (ended.code, ended.errors) == (0, ""), ended
     assert [ended.said(rank) for rank in range(2)] == [["cell: 2"]] * 2
 
 
-@GLOO
+@NONE
 def test_t5_a_program_that_ends_inside_leaves_it_then(run: Run) -> None:
     ended = run("started.py", "left_open")
     assert (ended.code, ended.codes(), ended.errors) == (0, [0, 0], ""), ended
     assert [ended.said(rank) for rank in range(2)] == [["sum: 2"]] * 2
 
 
-@GLOO
+@NONE
 def test_t5_the_others_hear_of_what_ended_a_program_inside(run: Run) -> None:
     ended = run("started.py", "left_open_by_an_error")
     assert ended.codes()[1] == 1, ended

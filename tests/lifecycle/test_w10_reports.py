@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.drawn(1)
 
 PROGRAM = HERE / "programs" / "late.py"
-GLOO = pytest.mark.parametrize("run", ["gloo"], indirect=True)
+NONE = pytest.mark.parametrize("run", ["none"], indirect=True)
 
 
 def place(comment: str) -> str:
@@ -61,12 +61,12 @@ def test_w10_a_rank_that_is_busy_is_reported(run: Run) -> None:
 
 
 @pytest.mark.thorough
-@GLOO
+@NONE
 def test_w10_after_ten_seconds_without_any_option(run: Run) -> None:
     check(run("late.py", "12", "asleep", "default"), 10, "answers", "where it is asleep")
 
 
-@GLOO
+@NONE
 @pytest.mark.parametrize("asked", ["default", "none"])
 def test_w10_nothing_is_said_before_or_when_none_is_wanted(run: Run, asked: str) -> None:
     assert report(run("late.py", "3", "asleep", asked)) == []

@@ -9,7 +9,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Ended, Jobs, Run
 
-pytestmark = pytest.mark.parametrize("run", ["gloo"], indirect=True)
+pytestmark = pytest.mark.parametrize("run", ["none"], indirect=True)
 
 
 def causes(ended: Ended) -> list[str]:

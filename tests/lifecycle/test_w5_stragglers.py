@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tests.lifecycle.conftest import Run
 
 pytestmark = pytest.mark.drawn(1)
-GLOO = pytest.mark.parametrize("run", ["gloo"], indirect=True)
+NONE = pytest.mark.parametrize("run", ["none"], indirect=True)
 
 
 def test_w5_the_report_points_at_the_rank_that_comes_late(run: Run) -> None:
@@ -30,7 +30,7 @@ def test_w5_the_report_points_at_the_rank_that_comes_late(run: Run) -> None:
     assert 400 <= int(compared[1]) <= int(compared[2])
 
 
-@GLOO
+@NONE
 def test_w5_no_cause_is_named_where_ranks_are_late_in_turn(run: Run) -> None:
     ended = run("traced.py", "late_in_turn", n=3, options=("--report",))
     assert ended.code == 0, ended
@@ -38,7 +38,7 @@ def test_w5_no_cause_is_named_where_ranks_are_late_in_turn(run: Run) -> None:
     assert "no rank alone is the cause" in ended.errors
 
 
-@pytest.mark.parametrize("run", ["gloo", "openmpi"], indirect=True)
+@pytest.mark.parametrize("run", ["none", "openmpi"], indirect=True)
 def test_w5_all_ranks_know_it_by_operation(run: Run) -> None:
     ended = run("traced.py", "asked", n=2)
     assert (ended.code, ended.codes()) == (0, [0, 0]), ended

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.lifecycle.conftest import Jobs, Run
 
 pytestmark = pytest.mark.drawn(1)
-GLOO = pytest.mark.parametrize("run", ["gloo"], indirect=True)
+NONE = pytest.mark.parametrize("run", ["none"], indirect=True)
 
 
 def test_w7_reductions_go_on_while_backward_does(run: Run) -> None:
@@ -42,7 +42,7 @@ def test_w7_reductions_go_on_while_backward_does(run: Run) -> None:
     assert all({"last_rank", "waited_us", "implementation"} <= e["args"].keys() for e in steps)
 
 
-@GLOO
+@NONE
 def test_w7_clocks_of_one_host_are_found_alike(run: Run) -> None:
     folder = run.folder / "out"
     run("traced.py", "raised", n=3, options=("--trace", str(folder)))
@@ -53,7 +53,7 @@ def test_w7_clocks_of_one_host_are_found_alike(run: Run) -> None:
         assert abs(offset) <= error < 0.05
 
 
-@GLOO
+@NONE
 @pytest.mark.parametrize(("program", "codes"), [("killed", [1, -9]), ("raised", [1, 1])])
 def test_w7_what_a_rank_did_before_its_end_is_there(run: Run, program: str, codes: list[int]) -> None:
     folder = run.folder / "out"
@@ -66,7 +66,7 @@ def test_w7_what_a_rank_did_before_its_end_is_there(run: Run, program: str, code
         assert len(spans(events, "last")) == 2
 
 
-@GLOO
+@NONE
 def test_w7_a_folder_that_cannot_be_written_is_an_error_before_ranks_start(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     ended = run("traced.py", "trained", options=("--trace", str(tmp_path / "file" / "out")))

@@ -19,8 +19,8 @@ OF_ANY_LAUNCHER = ("stop", "block", "crossed", "mismatch", "absent", "stall")
 @pytest.mark.parametrize(
     ("run", "fault"),
     [
-        pytest.param(run, fault, marks=[pytest.mark.thorough] * (run != "gloo" and fault in OF_ANY_LAUNCHER))
-        for run in ("openmpi", "mpich", "gloo")
+        pytest.param(run, fault, marks=[pytest.mark.thorough] * (run != "none" and fault in OF_ANY_LAUNCHER))
+        for run in ("openmpi", "mpich", "none")
         for fault in FAULTS
     ],
     indirect=["run"],

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import aiodist
-from aiodist import Communicator
+from aiodist import Communicator, OperationTimeout
 from aiodist.nn import DataParallel
+from aiodist.testing import Fault, Faults, InjectedFault, run_ranks
 
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
@@ -287,3 +288,23 @@ async def test_n3_the_message_of_a_group_is_that_of_its_first_exception(coll: Co
             await net.step(forward, opt, kind)
         if not coll.rank:
             assert str(caught.value).startswith(f"rank 1 failed in this step: {cause}")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("at", range(1, 6))
+def test_n3_ranks_hear_of_one_that_fails_while_the_net_is_made(size: int, at: int) -> None:
+    """In any of its operations: none waits for it until a deadline."""
+
+    async def main() -> BaseException | None:
+        try:
+            async with aiodist.init(timeout=60) as coll:
+                await DataParallel.create(torch.nn.Linear(3, 2), coll)
+                await coll.barrier()
+        except Exception as error:  # noqa: BLE001  - looked at below
+            return error
+        return None
+
+    failing = size - 1
+    ends = run_ranks(size, main, timeout=30, faults=Faults(Fault("raise", failing, at)))
+    assert isinstance(ends.pop(), InjectedFault)
+    assert all(f"rank {failing} " in str(end) and not isinstance(end, OperationTimeout) for end in ends), ends

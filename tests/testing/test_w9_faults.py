@@ -126,6 +126,7 @@ def programs(draw: st.DrawFn) -> tuple[int, list[Step], Faults, int]:
 @settings(max_examples=40)
 @given(programs())
 @example((3, [pushes, reduces], Faults(Fault("kill", 0, 1)), 0))
+@example((2, [pushes], Faults(Fault("raise", 0, 1)), 0))
 def test_w9_every_rank_ends_right_or_says_who_failed(drawn: tuple[int, list[Step], Faults, int]) -> None:
     size, steps, faults, seed = drawn
     check(ended(size, steps, faults, seed), faults)
