@@ -283,7 +283,8 @@ class DataParallel(ModuleLike):
         except BaseException as error:
             alike = isinstance(error, MismatchError | TypeError | ValueError)  # all ranks find it
             if not alike and own.parts.dispatcher.refusal is None:  # the others may wait for this rank
-                own.abort(f"rank {own.rank} gave up while a net was made: {error!r}")
+                how = "failed" if isinstance(error, Exception) else "was cancelled"
+                own.abort(f"rank {own.rank} {how} while a net was made: {error!r}")
             if own.parts.dispatcher.refusal is not None:  # a rank may lack one of these: nobody is to wait for it there
                 for each in made_of_it:
                     each.abort(f"{own.name} was given up")
