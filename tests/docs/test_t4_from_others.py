@@ -17,13 +17,15 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "from-others.md"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MPI = (sys.executable, "-m", "aiodist.cli", "run", "-n", "2", "--no-prefix")
-STARTED = {
-    "torch.distributed": (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-    "mpi4py": (*MPI, "--mpi", "openmpi"),
-}
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+STARTED = {"torch.distributed": TORCHRUN, "Accelerate": TORCHRUN, "mpi4py": (*MPI, "--mpi", "openmpi")}
 """How programs there are started, for libraries that are installed with the tests."""
 CHANGED = {
     "torch.distributed": ('dist.init_process_group("gloo")', 'import aiodist.c10d; dist.init_process_group("aiodist")'),
+    "Accelerate": (
+        "accelerator =",
+        'import aiodist.c10d; torch.distributed.init_process_group("aiodist"); accelerator =',
+    ),
     "mpi4py": ("from mpi4py import MPI", "import aiodist.compat.mpi as MPI"),
 }
 """What the short way changes."""
@@ -42,7 +44,7 @@ def pairs() -> list[Pair]:
         name = section.partition("\n")[0]
         blocks = FENCE.findall(section)
         programs = [text for kind, text in blocks if kind in ("py", "python")]
-        if blocks[-1][0] == "text":  # what both print
+        if blocks and blocks[-1][0] == "text":  # what both print
             found.append(Pair(name, programs[0], programs[-1], blocks[-1][1].splitlines()))
     return found
 
@@ -51,7 +53,8 @@ PAIRS = pairs()
 
 
 def test_t4_the_page_has_its_pairs() -> None:
-    assert [pair.name for pair in PAIRS] == ["torch.distributed", "Horovod", "mpi4py", "TorchMPI", "torch RPC"]
+    names = ["torch.distributed", "Accelerate", "Horovod", "mpi4py", "TorchMPI", "torch RPC", "ps-lite"]
+    assert [pair.name for pair in PAIRS] == names
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
@@ -62,6 +65,8 @@ def test_t4_the_program_here_prints_what_the_page_says(nursery: str, pair: Pair,
 @pytest.mark.thorough
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair.name in STARTED], ids=lambda pair: pair.name)
 def test_t4_the_program_there_prints_it_too(pair: Pair, tmp_path: Path) -> None:
+    if pair.name == "Accelerate":
+        pytest.importorskip("accelerate")
     assert _printed(STARTED[pair.name], pair.there, tmp_path) == pair.printed
     changed = pair.there.replace(*CHANGED[pair.name])
     assert changed != pair.there
@@ -71,7 +76,7 @@ def test_t4_the_program_there_prints_it_too(pair: Pair, tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_t4_torch_rpc_prints_it_too(tmp_path: Path) -> None:
     [pair] = [pair for pair in PAIRS if pair.name == "torch RPC"]
-    assert _printed(STARTED["torch.distributed"], pair.there, tmp_path) == pair.printed
+    assert _printed(TORCHRUN, pair.there, tmp_path) == pair.printed
 
 
 def _printed(start: tuple[str, ...], text: str, folder: Path, *program: str) -> list[str]:
