@@ -70,8 +70,11 @@ drawings: $(BIN)/python  ## the drawings and lists of modules in docs/, from the
 	$(BIN)/python tools/drawings.py
 
 .PHONY: pictures
-pictures: $(BIN)/python  ## the pictures in docs/img, from the drawings in docs/; needs Graphviz's dot
+pictures: $(VENV)/dev.stamp  ## the pictures in docs/img, of drawings and of runs; needs Graphviz's dot and an idle machine
 	$(BIN)/python tools/pictures.py
+	$(BIN)/python tools/policies_picture.py
+	$(BIN)/python tools/trace_picture.py
+	$(BIN)/python -m benchmarks allreduce --plot docs/img/allreduce.svg
 
 .PHONY: docs
 docs: $(VENV)/dev.stamp  ## the site, into build/site: open build/site/index.html

@@ -1,4 +1,6 @@
-"""Draws the pictures in docs/img: `make pictures`. It needs Graphviz's `dot`.
+"""Makes pictures of the drawings in docs/, in docs/img/drawings: `python tools/pictures.py`; needs Graphviz's `dot`.
+
+`make pictures` calls it, and makes the other pictures of docs/img too, each of a run.
 
 Pages hold their drawings as text, in mermaid; the site shows each as an SVG of Graphviz, so that it can be read without
 a network. An SVG is named after a digest of its text: a drawing that has changed has no picture, which a test tells.

@@ -160,4 +160,12 @@ def test_t4_every_drawing_has_its_picture() -> None:
     pictures = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(pictures)
     wanted = {pictures.name_of(text) for text in pictures.drawings()}
-    assert wanted == {path.name for path in pictures.FOLDER.iterdir()}, "make pictures"
+    assert wanted == {path.name for path in pictures.FOLDER.iterdir()}, "python tools/pictures.py"
+
+
+def test_t4_make_pictures_makes_what_is_there_and_it_is_small() -> None:
+    folder = ROOT / "docs" / "img"
+    run = subprocess.run(["make", "-n", "pictures"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
+    named = "\n".join([run.stdout, *(path.read_text() for path in (ROOT / "tools").glob("*picture*.py"))])
+    assert [path.name for path in folder.glob("*.svg") if path.name not in named] == []
+    assert sum(path.stat().st_size for path in folder.rglob("*.*")) < 1_000_000
