@@ -12,7 +12,7 @@ FOLDERS = ("docs", "aiodist", "handles", "nn", "streams", "examples", "benchmark
 VAGUE = re.compile(r"\b(?:who|what)ever\b|\bwhomever\b", re.IGNORECASE)
 TOLERATED = {"CHANGELOG.md": 1, "test_words.py": 2}
 """How many there are in what was written before, and here."""
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 PROSE = 120
 TABLE = 160
 """Characters of a line; a table's row cannot be broken."""
