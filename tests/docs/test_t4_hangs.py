@@ -1,4 +1,4 @@
-"""docs/hangs.md: what it shows is what aiodist prints of a program there, and of those here."""
+"""docs/hangs.md, docs/handle.md: what they show is what aiodist prints of programs there, and of those here."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ from tests.support.environ import python_path
 from tests.support.nursed import stub
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "hangs.md").read_text(encoding="utf-8")
-[CROSSED] = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-DEADLOCK, LATE, TABLE, BLOCKED = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+CROSSED, STOPPED = blocks("hangs.md", "python")[0], blocks("handle.md", "python")[-1]
+DEADLOCK, LATE, TABLE, BLOCKED = blocks("hangs.md", "text")
+TIMEOUT, REPORT = blocks("handle.md", "text")
 TRAIN = """import asyncio, time, torch, aiodist
 
 def load(seconds):
@@ -29,6 +36,25 @@ async def main():
         for seconds in (3, 9) if coll.rank else ():
             load(seconds); await asyncio.sleep(0)
         await coll.allreduce(torch.ones(3))
+
+aiodist.run(main)
+"""
+UNLIKE = """import asyncio, os, torch, aiodist
+
+async def beat():
+    for _ in range(12):
+        await asyncio.sleep(1)
+    os._exit(0)
+
+async def main():
+    async with aiodist.init() as coll:
+        t = torch.ones(4)
+        beating = asyncio.create_task(beat())
+        await coll.allreduce(t)
+        if coll.rank == 0:
+            await coll.recv(t, src=1)
+        else:
+            await coll.allreduce(t)
 
 aiodist.run(main)
 """
@@ -78,16 +104,21 @@ def timeless(text: str) -> str:
     return re.sub(r"for [\d.]+ s\b", "for … s", text)
 
 
-def test_t4_a_deadlock_is_told_as_the_page_shows(nursery: str, tmp_path: Path) -> None:
-    output = printed(nursery, tmp_path, "crossed.py", CROSSED)
-    assert DEADLOCK.strip() in output, output
-
-
-@pytest.mark.thorough
-def test_t4_a_late_rank_and_a_blocked_loop_are_told_as_the_page_shows(nursery: str, tmp_path: Path) -> None:
-    output = printed(nursery, tmp_path, "train.py", TRAIN)
-    assert timeless(LATE) in output, output
-    assert timeless(BLOCKED) in output, output
+@pytest.mark.parametrize(
+    ("name", "program", "shown"),
+    [
+        ("crossed.py", CROSSED, [DEADLOCK]),
+        ("blocked.py", STOPPED, [TIMEOUT]),
+        pytest.param("train.py", TRAIN, [LATE, BLOCKED], marks=pytest.mark.thorough),
+        pytest.param("train.py", UNLIKE, [REPORT], marks=pytest.mark.thorough),
+    ],
+    ids=["deadlock", "timeout", "late", "report"],
+)
+def test_t4_a_wait_is_told_as_the_page_shows(
+    nursery: str, tmp_path: Path, name: str, program: str, shown: list[str]
+) -> None:
+    output = printed(nursery, tmp_path, name, program)
+    assert [text for text in shown if " ".join(timeless(text).split()) not in " ".join(output.split())] == [], output
 
 
 def test_t4_inspect_shows_the_table_of_the_page(nursery: str, tmp_path: Path) -> None:
