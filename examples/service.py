@@ -25,7 +25,10 @@ class Service:
         self.coll, self.net, self.steps = coll, net, 0
 
     async def predict(self, request: web.Request) -> web.Response:
-        image = torch.tensor(await request.json(), dtype=torch.float64)  # (64,), from 0 to 1
+        try:
+            image = torch.tensor(await request.json(), dtype=torch.float64).reshape(64)  # from 0 to 1
+        except (TypeError, ValueError, RuntimeError):
+            raise web.HTTPBadRequest(text="expected 64 numbers from 0 to 1\n") from None
 
         def classify() -> int:
             with torch.no_grad():

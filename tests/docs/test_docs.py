@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -66,6 +67,12 @@ def test_python_blocks_run(file: Path, ran: subprocess.CompletedProcess[str]) ->
 
 def test_python_blocks_run_in_silence(ran: subprocess.CompletedProcess[str]) -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@EVERY_FILE
+def test_blocks_that_other_tests_run_can_be_parsed(file: Path, markdown: ModuleType) -> None:
+    for line, block in markdown.blocks(file.read_text(), "py"):
+        compile("\n" * (line - 1) + block, str(file), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 @EVERY_FILE

@@ -41,9 +41,11 @@ def test_t7_a_service_answers_while_training_goes_on_and_all_stop_together(nurse
             answers = [_post(f"{address[0]}/predict", [0.5] * 64) for _ in range(20)]
             assert all(0 <= answer["digit"] <= 9 for answer in answers)
             assert answers[-1]["step"] > answers[0]["step"]
-            with pytest.raises(urllib.error.HTTPError, match="500") as refused:
-                _post(f"{address[0]}/predict", [0.5])  # a bad request ends neither the service nor the training
-            refused.value.close()
+            wrong: object
+            for wrong in ([0.5], "text", {}):  # a bad request ends neither the service nor the training
+                with pytest.raises(urllib.error.HTTPError, match="400") as refused:
+                    _post(f"{address[0]}/predict", wrong)
+                refused.value.close()
             if way == "request":
                 assert _post(f"{address[0]}/stop", None) == {"stopping": True}
             else:
