@@ -135,16 +135,12 @@ class Cuts:
         return cls(by_key, by_parameter, max(sizes))
 
     def paths(self, part: object, state: Any) -> dict[tuple[Any, ...], Cut]:  # noqa: ANN401
-        """Return the keys, from the outermost in, that lead to tensors of `state`, that of `part`, which are blocks.
-
-        Raises as `check`.
-        """
+        """Return the keys, from the outermost in, that lead to tensors of `state`, that of `part`, which are blocks."""
         if not self.of_parameter:
             return {}
         if isinstance(getattr(part, "module", part), nn.Module):
             return {(key,): cut for key, cut in self.of_module.items() if key in state}
         if not isinstance(part, Optimizer):
-            self.check(part)
             return {}
         found = {}
         for index, parameter in enumerate(parameters_of(part)):
@@ -293,7 +289,6 @@ class Taken:
         for number, part in enumerate(parts):
             own = None
             if isinstance(part, InPieces):
-                cuts.check(part)
                 self.parts.append({"state": self._encoded(part.pieces(), name_of(number))})
             elif isinstance(part, OfRanks):
                 alike, own = part.states()

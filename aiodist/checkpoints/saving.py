@@ -72,11 +72,11 @@ def save(
     of this rank's own; that of Python, torch and numpy, and what `net` keeps of compressed gradients, need not be
     named. `keep` is how many checkpoints are left in `path`, None all. `coll` has all ranks; None is that of `net`.
 
-    Raises TypeError at the call for what has no state, and for an `extra` that cannot be written, with its path in it;
-    ValueError for a wrong `keep`. On await, on all ranks alike: what a rank's state, copy or file raised, elsewhere as
-    `RemoteError`, which names that rank; `MismatchError` where ranks differ in what they have to have the same, values
-    of tensors too (buffers of `net` may differ); what the communicator raises. The checkpoints before are untouched
-    then.
+    Raises TypeError at the call for what has no state, for a sharded or pipelined optimizer of divided layers, which
+    `own` takes, and for an `extra` that cannot be written, with its path in it; ValueError for a wrong `keep`. On
+    await, on all ranks alike: what a rank's state, copy or file raised, elsewhere as `RemoteError`, which names that
+    rank; `MismatchError` where ranks differ in what they have to have the same, values of tensors too (buffers of `net`
+    may differ); what the communicator raises. The checkpoints before are untouched then.
 
     Cost: once for a communicator a duplicate of it, a thread, and memory for this rank's share; each time a pass
     over all tensors that ranks have alike, a copy of that share, three small exchanges, and a pass over the share for
@@ -101,7 +101,8 @@ def ranks_of(
 ) -> tuple[Communicator, int]:
     """Return the communicator of all ranks that save or load together, and which of those with equal blocks this is.
 
-    Raises `TypeError` for parts that have no state, or no communicator; `ValueError` for one that is too small.
+    Raises `TypeError` for parts that have no state, or no communicator, and as `Cuts.check`; `ValueError` for one that
+    is too small.
     """
     check_parts([net, *parts])
     check_own(own)
@@ -109,7 +110,10 @@ def ranks_of(
     coll = mine if coll is None else coll
     if not isinstance(coll, Communicator):
         raise TypeError(f"coll is {type(coll).__name__}: expected a Communicator, since {type(net).__name__} has none")
-    shared = Cuts.of(net).ranks
+    cuts = Cuts.of(net)
+    for part in parts:
+        cuts.check(part)
+    shared = cuts.ranks
     replicas = coll.size // shared if mine is None else mine.size
     if replicas * shared != coll.size and shared > 1:
         raise ValueError(

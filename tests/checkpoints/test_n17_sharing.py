@@ -214,7 +214,9 @@ async def test_n17_divided_layers_are_saved_by_all_ranks_that_share_them(coll: C
     for kind in (ShardedOptimizer, PipelinedOptimizer):
         driver: Any = kind(net, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
         with pytest.raises(TypeError, match=f"{kind.__name__} of a net with divided layers: expected an Optimizer of"):
-            await aiodist.save(path, net, driver, coll=coll)
+            aiodist.save(path, net, driver, coll=coll)
+        with pytest.raises(TypeError, match=rf"{kind.__name__} of a net with divided layers: .* `own=\[opt\]`"):
+            aiodist.load(path, net, driver, coll=coll)
         driver.close()
 
 
