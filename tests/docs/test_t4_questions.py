@@ -40,6 +40,8 @@ ALONE = {
     "AttributeError": "aiodist.init().allreduce(t)",
     "TypeError: mean": "await coll.allreduce(torch.ones(3, dtype=torch.int32), op='mean')",
     "TypeError: t holds": "await coll.allreduce(torch.ones(3, dtype=torch.uint16))",
+    "TypeError: DataParallel": "aiodist.nn.DataParallel(torch.nn.Linear(4, 1), coll)",
+    "RuntimeError: recv": "await asyncio.to_thread(asyncio.run, asyncio.wait_for(coll.recv(t, src=0), 1))",
     "RuntimeWarning": "coll.allreduce(t); await asyncio.sleep(0.5)",
     "RuntimeError: run": "aiodist.run(main)",
     "RuntimeError: wait": "coll.allreduce(t).wait()",
@@ -50,6 +52,7 @@ AFTER = {"CommunicatorClosed": "await coll.allreduce(t)"}
 TWO = {
     "MismatchError": "await coll.allreduce(t, op='sum' if coll.rank else 'max')",
     "OperationTimeout": "await asyncio.sleep(3 * coll.rank); await coll.allreduce(t, timeout=1)",
+    "DeadlockError": "await coll.recv(t, src=1 - coll.rank)",
     "RemoteError": "if coll.rank: raise ValueError('broken')",
     "PeerLost": "coll.rank and os.kill(os.getpid(), signal.SIGKILL)",
 }
