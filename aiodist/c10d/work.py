@@ -119,6 +119,7 @@ class HandleWork(dist.Work):
 
     def source_rank(self) -> int:
         """Return the rank, in the group, that a receive was sent by."""
+        self._handles[0].block()  # `wait` returns before, where a stream is to be behind it
         source = self._handles[0].source
         return -1 if source is None else source
 
