@@ -267,7 +267,7 @@ def backend_gloo(library: Finding, answer: Answer, processes: Answer) -> Finding
         return Finding("gloo", State.UNUSABLE, "this torch was built without it", "pip install torch")
     if processes.said is None:
         return Finding("gloo", State.UNUSABLE, f"two processes did not start: {processes.trouble}")
-    return Finding("gloo", State.AVAILABLE, "two processes ran; aiodist run --mpi none")
+    return Finding("gloo", State.AVAILABLE, "two processes ran; between hosts without MPI")
 
 
 _ASK_TABLES = """

@@ -81,7 +81,7 @@ class Report:
         carrier = self.library if said["backend"] == "mpi" else said["backend"]
         if said["apart"]:
             return f"{carrier} alone, for they share no memory: {said['apart']}"
-        return f"shared memory and {carrier}"
+        return "shared memory" if carrier == "shm" else f"shared memory and {carrier}"
 
     def _gpus(self) -> str:
         devices, nccl = self._of("GPUs"), self._of("nccl")

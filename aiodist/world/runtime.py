@@ -50,8 +50,8 @@ def init(  # noqa: PLR0913 - one for each option
     """Open the world: a `Communicator` over all ranks of the job; every rank must enter.
 
     The place in the job comes from `aiodist run`, an MPI launcher, torchrun or Slurm; without any, this is the only
-    rank and no library is needed. `backend` is "mpi", "gloo", "shm" (for ranks of one host) or "local", chosen to fit
-    where None. `timeout` is the default of every operation, in seconds. Where a rank waits in an operation for
+    rank and no library is needed. `backend` is "mpi", "gloo", "shm" (for ranks of one host) or "local"; None: MPI
+    if that started the ranks, else "shm" on one host and "gloo" between hosts. `timeout` is the default of every operation, in seconds. Where a rank waits in an operation for
     `report` seconds, and then every minute, one of those that wait tells who waits for whom, and at which lines, by a
     warning of `logging.getLogger("aiodist")`; None is never. `levels` is called with the world before the block is
     entered and returns what `coll.hierarchy(...)` does, or a coroutine of it: the groups of `coll.levels`, with those

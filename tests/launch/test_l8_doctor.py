@@ -163,7 +163,7 @@ def test_l8_a_question_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None
 # --- the verdict -------------------------------------------------------------------------------------------------
 
 CALLS = dict.fromkeys(["memfd", "seals", "futex_waitv", "process_vm_readv", "of_another"], 0)
-TABLES = {"backend": "gloo", "apart": "", "availability": "a table", "selector": "another"}
+TABLES = {"backend": "shm", "apart": "", "availability": "a table", "selector": "another"}
 
 
 @dataclass
@@ -206,16 +206,16 @@ MPICH = replace(OPENMPI, flavour=Flavour.MPICH)
     [
         (Host(WITH_MPI4PY, mpi=OPENMPI), True, "ready: 2 ranks over shared memory and Open MPI; no GPU"),
         (Host(WITH_MPI4PY, mpi=MPICH), True, "ready: 2 ranks over shared memory and MPICH; no GPU"),
-        (Host(TORCH_ALONE), True, "ready: 2 ranks over shared memory and gloo; no GPU"),
-        (Host(WITH_MPI4PY), True, "ready: 2 ranks over shared memory and gloo; no GPU"),
-        (Host(TORCH_ALONE, mpi=OPENMPI), True, "ready: 2 ranks over shared memory and gloo; no GPU"),
+        (Host(TORCH_ALONE), True, "ready: 2 ranks over shared memory; no GPU"),
+        (Host(WITH_MPI4PY), True, "ready: 2 ranks over shared memory; no GPU"),
+        (Host(TORCH_ALONE, mpi=OPENMPI), True, "ready: 2 ranks over shared memory; no GPU"),
         (
             Host(WITH_MPI4PY, mpi=OPENMPI, met=said(MPI, size=1, library="MPICH")),
             True,
-            "ready with --mpi none: 2 ranks over shared memory and gloo; no GPU",
+            "ready with --mpi none: 2 ranks over shared memory; no GPU",
         ),
         (
-            Host(TORCH_ALONE, worked=Answer({**TABLES, "apart": "it was turned off"})),
+            Host(TORCH_ALONE, worked=Answer({**TABLES, "backend": "gloo", "apart": "it was turned off"})),
             True,
             "ready: 2 ranks over gloo alone, for they share no memory: it was turned off; no GPU",
         ),
@@ -274,7 +274,7 @@ def test_l8_what_is_wrong_comes_behind_the_verdict_and_tables_when_asked(monkeyp
 
 def test_l8_what_was_left_out_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     report = Host(WITH_MPI4PY, mpi=OPENMPI).report(monkeypatch, "none")
-    assert report.verdict == "ready with --mpi none: 2 ranks over shared memory and gloo; no GPU"
+    assert report.verdict == "ready with --mpi none: 2 ranks over shared memory; no GPU"
     assert [f.remedy for f in report.findings if f.name in ("mpirun", "mpi4py")] == ["", ""]
 
 
@@ -338,8 +338,8 @@ def test_l8_the_table_is_that_of_a_communicator(plain: Launcher, mpi: str) -> No
     done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, done
     assert shown in done.stdout
-    carrier = "Open MPI" if mpi == "openmpi" else "gloo"
-    assert done.stdout.splitlines()[0].startswith(f"ready with --mpi {mpi}: 2 ranks over shared memory and {carrier}; ")
+    ways = "shared memory and Open MPI" if mpi == "openmpi" else "shared memory"
+    assert done.stdout.splitlines()[0].startswith(f"ready with --mpi {mpi}: 2 ranks over {ways}; ")
 
 
 @pytest.mark.thorough
