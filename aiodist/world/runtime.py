@@ -51,18 +51,18 @@ def init(  # noqa: PLR0913 - one for each option
 
     The place in the job comes from `aiodist run`, an MPI launcher, torchrun or Slurm; without any, this is the only
     rank and no library is needed. `backend` is "mpi", "gloo", "shm" (for ranks of one host) or "local"; None: MPI
-    if that started the ranks, else "shm" on one host and "gloo" between hosts. `timeout` is the default of every operation, in seconds. Where a rank waits in an operation for
-    `report` seconds, and then every minute, one of those that wait tells who waits for whom, and at which lines, by a
-    warning of `logging.getLogger("aiodist")`; None is never. `levels` is called with the world before the block is
-    entered and returns what `coll.hierarchy(...)` does, or a coroutine of it: the groups of `coll.levels`, with those
-    of a host under the last of them. `selector` is a file with the table of `coll.selector`, as rank 0 finds it
-    (AIODIST_SELECTOR where None); without, the one that `aiodist tune` measured for these hosts and versions, if any;
-    "none" is neither. With `thread=True` other threads may issue on the world too, see `Communicator.dup`. With
-    `stop_on_signal=True` the first SIGTERM or Ctrl-C of a rank asks all ranks to stop together, see
-    `Communicator.stopping`; a second one has its usual meaning. Raises `ConfigError` outside the main thread. With
-    `stragglers=True` ranks note when they come to each collective, and compare: `coll.statistics().waited`. Where the
-    event loop runs nothing for `lag` seconds, a thread warns, once a minute, for how long and at which line; None is
-    never.
+    if that started the ranks, else "shm" on one host and "gloo" between hosts. `timeout` is the default of every
+    operation, in seconds. Where a rank waits in an operation for `report` seconds, and then every minute, one of
+    those that wait tells who waits for whom, and at which lines, by a warning of `logging.getLogger("aiodist")`;
+    None is never. `levels` is called with the world before the block is entered and returns what
+    `coll.hierarchy(...)` does, or a coroutine of it: the groups of `coll.levels`, with those of a host under the
+    last of them. `selector` is a file with the table of `coll.selector`, as rank 0 finds it (AIODIST_SELECTOR where
+    None); without, the one that `aiodist tune` measured for these hosts and versions, if any; "none" is neither.
+    With `thread=True` other threads may issue on the world too, see `Communicator.dup`. With `stop_on_signal=True`
+    the first SIGTERM or Ctrl-C of a rank asks all ranks to stop together, see `Communicator.stopping`; a second one
+    has its usual meaning. Raises `ConfigError` outside the main thread. With `stragglers=True` ranks note when they
+    come to each collective, and compare: `coll.statistics().waited`. Where the event loop runs nothing for `lag`
+    seconds, a thread warns, once a minute, for how long and at which line; None is never.
 
     With `elastic=True`, under `aiodist run --elastic MIN:MAX`, ranks may die and others join: see `Communicator.shrink`
     and `grow`. Each of their worlds is opened with the same keywords. Ranks that leave while it opens are left out.
