@@ -66,7 +66,7 @@ rows: $(BIN)/python  ## each row of docs/features.md with its tests
 	$(BIN)/python tools/rows.py
 
 .PHONY: drawings
-drawings: $(BIN)/python  ## the drawings and lists of modules in docs/, from the code
+drawings: $(BIN)/python  ## the drawings and lists of modules in docs/, from the code; their pictures need Graphviz's dot
 	$(BIN)/python tools/drawings.py
 
 .PHONY: pictures

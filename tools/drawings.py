@@ -11,13 +11,16 @@ return. A large package is drawn in groups, one box each, which the page names i
 
 A module that is in no group has a box of its own; one that is no more is taken out of its group. An arrow is an import,
 left out where a longer way leads there too. The lines are the first ones of the docstrings. Modules are parsed, not
-imported: this needs nothing but Python.
+imported: this needs nothing but Python. Where Graphviz's `dot` is there, tools/pictures.py draws what has changed.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import shutil
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from functools import cache
@@ -224,3 +227,5 @@ def _depths(below: Graph) -> dict[str, int]:
 if __name__ == "__main__":
     for page in pages():
         page.write_text(rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")
+    if shutil.which("dot"):
+        subprocess.run([sys.executable, Path(__file__).with_name("pictures.py")], check=True)

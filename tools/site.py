@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 _PAGES = {
@@ -151,12 +152,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Return a page with its drawings as pictures, and with links that lead to pages of the site."""
+    from mkdocs.exceptions import PluginError
 
     def picture(fence: re.Match[str]) -> str:
-        svg: str = (pictures.FOLDER / pictures.name_of(fence[1])).read_text(encoding="utf-8")
-        return f'<div class="drawing">{svg.replace(chr(10), "")}</div>\n'
+        path: Path = pictures.FOLDER / pictures.name_of(fence[1])
+        if not path.exists():
+            raise PluginError(f"a drawing of {page.file.src_uri} has no picture: make drawings, with Graphviz's dot")
+        return f'<div class="drawing">{path.read_text(encoding="utf-8").replace(chr(10), "")}</div>\n'
 
     shown: str = pictures.FENCE.sub(picture, _linked(markdown))
     return shown

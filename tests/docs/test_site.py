@@ -160,7 +160,7 @@ def test_t4_every_drawing_has_its_picture() -> None:
     pictures = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(pictures)
     wanted = {pictures.name_of(text) for text in pictures.drawings()}
-    assert wanted == {path.name for path in pictures.FOLDER.iterdir()}, "python tools/pictures.py"
+    assert wanted == {path.name for path in pictures.FOLDER.iterdir()}, "make drawings"
 
 
 def test_t4_make_pictures_makes_what_is_there_and_it_is_small() -> None:
