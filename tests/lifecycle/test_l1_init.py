@@ -55,6 +55,16 @@ def test_l1_a_second_init_of_the_only_rank_is_a_world_of_its_own(jobs: Jobs) -> 
     assert (ended.code, ended.text) == (0, "inner: 0 1 1\nouter: 1\nthen: 1\n"), ended
 
 
+@pytest.mark.parametrize("run", ["none"], indirect=True)
+def test_l9_ranks_of_a_host_that_share_no_memory_use_gloo(run: Run) -> None:
+    ended = run("opening.py", "apart")
+    assert (ended.code, ended.codes()) == (0, [0, 0]), ended
+    assert {line for rank in range(2) for line in ended.said(rank)} == {
+        "over: gloo",
+        "apart: rank 0: this platform has no memfd_create",
+    }
+
+
 def test_l9_an_unknown_backend_is_an_error_that_lists_the_known(run: Run, jobs: Jobs) -> None:
     said = "unknown: backend 'foo' is unknown: expected one of mpi, gloo, shm, local"
     ended = run("opening.py", "unknown", "foo")

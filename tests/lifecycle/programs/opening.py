@@ -179,6 +179,16 @@ async def twice() -> None:
     say("then:", await enter())
 
 
+async def apart() -> None:
+    """Ranks of one host that cannot share memory, where rank 0 says so."""
+    if os.environ["AIODIST_RANK"] == "0":
+        del os.memfd_create
+    async with aiodist.init() as coll:
+        assert await coll.allreduce(coll.rank + 1) == sum(range(coll.size + 1))
+        say("over:", coll.backend)
+        say("apart:", coll.availability().of("allreduce", "shm").reason)
+
+
 async def unknown() -> None:
     """Asks for a backend that there is none of."""
     try:
@@ -199,6 +209,7 @@ PROGRAMS: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
         users_mpi,
         too_low,
         twice,
+        apart,
         unknown,
     )
 }
