@@ -95,11 +95,13 @@ class Embedding(nn.Module):
 
     ```python
     words = Embedding(await ps.embedding("words", 64, optimizer=Adagrad(lr=0.1)))
-    net = await DataParallel.create(nn.Sequential(words, nn.Flatten(), nn.Linear(8 * 64, 2)), coll)
+    model = torch.nn.Sequential(words, torch.nn.Flatten(), torch.nn.Linear(8 * 64, 2))
+    net = await DataParallel.create(model, coll)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)  # the dense layers' optimizer
     ahead = lambda batch: (words.prefetch(batch[0]), batch[1])  # asks for the rows of a batch while others train
     async with aiodist.data.prefetch(loader, transform=ahead) as batches:
         async for ids, y in batches:  # (n, 8), (n,)
-            loss = await net.step(lambda: loss_fn(net(ids), y), opt)  # the dense layers' optimizer
+            loss = await net.step(lambda: loss_fn(net(ids), y), opt)
     ```
     `forward` takes the rows that `prefetch` asked for, for this very tensor of ids; where there are none it pulls them
     and waits. When backward is over the gradient of the rows is pushed: one push for each backward pass, however often

@@ -271,7 +271,7 @@ class ParameterServer(Naming):
 
         ```python
         async with ps.pushing(net):
-            await net.run(loss.backward)        # or loss.backward(): in any thread
+            await asyncio.to_thread(loss.backward)  # or loss.backward(): in any thread
         await ps.pull(net)
         ```
         `what` as in `push`: leaf tensors that require a gradient. Leaving the block waits for the pushes. A gradient

@@ -1,0 +1,120 @@
+"""Each sample in a docstring runs, on one rank, behind what it takes for granted."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib
+import re
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+import aiodist
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+NET = """
+net = await aiodist.nn.DataParallel.create(torch.nn.Linear(8, 1), coll)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+"""
+SERVER = """
+net = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+ps = await stack.enter_async_context(aiodist.ParameterServer(coll, net))
+"""
+RECORDS = """
+with aiodist.data.RecordWriter("train.rec") as writer:
+    writer.write(b"a"), writer.write(b"b")
+decode = lambda records: (records, len(records))
+"""
+EMBEDDING = """
+from aiodist.ps import Adagrad
+ps = await stack.enter_async_context(aiodist.ParameterServer(coll))
+loader = [(torch.randint(0, 99, (4, 8)), torch.randn(4, 2))] * 2
+"""
+BEFORE = {
+    "save": NET + "step, loader = 7, aiodist.data.ShardQueue(aiodist.data.IndexShards(range(8)), coll, batch_size=4)",
+    "ErrorFeedback": "grad = torch.randn(1000)",
+    "Outgoing": "worker, weight = 0, torch.randn(1000)",
+    "prefetch": NET,
+    "RecordWriter": "",
+    "records": RECORDS,
+    "ShardQueue": NET + "dataset = range(20); load = lambda indices: (indices, indices)",
+    "ShardSampler": "dataset = range(20)",
+    "WithCriterion": "network, criterion = torch.nn.Linear(8, 1), torch.nn.MSELoss()",
+    "Engine": "module = torch.nn.Linear(8, 4); loader = held_out = [(torch.randn(4, 8), torch.arange(4))] * 3",
+    "Embedding": EMBEDDING,
+    "accumulating": EMBEDDING
+    + """
+words = aiodist.ps.Embedding(await ps.embedding("words", 8, optimizer=Adagrad(lr=0.1)))
+net = await aiodist.nn.DataParallel.create(torch.nn.Sequential(words, torch.nn.Linear(8, 1)), coll)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+first = second = lambda: net(torch.tensor([1, 2])).sum()
+""",
+    "optimizer": "",
+    "ParameterServer": "net = torch.nn.Linear(8, 1)",
+    "pushing": SERVER + "loss = net(torch.ones(2, 8)).sum()",
+    "Table": EMBEDDING + "ids, gradients = torch.tensor([3, 3]), torch.ones(2, 64)",
+    "Downpour": SERVER,
+    "AsySGInCon": "net = torch.nn.Linear(8, 1)",
+    "EASGD": SERVER + "workers = 1",
+    "BlockSequential": "layers = [torch.nn.Linear(8, 8) for _ in range(7)]",
+    "DataParallel": "Net = lambda: torch.nn.Linear(8, 1)",
+    "join": NET,
+    "LocalSGD": NET,
+    "PipelinedOptimizer": NET,
+    "ShardedOptimizer": NET,
+    "HostStream": "step, batch = torch.sum, torch.ones(3)",
+}
+"""What stands before each sample."""
+WITHOUT = {"CudaStream"}
+"""Those that need a GPU."""
+
+
+def samples() -> Iterator[tuple[str, str, str]]:
+    """Yield what each belongs to: a module, a name in it, and the text."""
+    for top in ("aiodist", "handles", "nn", "streams"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                    for text in SAMPLE.findall(ast.get_docstring(node) or ""):
+                        yield module if top == "aiodist" else f"aiodist.{module}", node.name, text
+
+
+SAMPLES = {name: (module, text) for module, name, text in samples()}
+
+
+def test_t4_each_sample_is_known() -> None:
+    assert SAMPLES.keys() == BEFORE.keys() | WITHOUT
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_t4_a_sample_in_a_docstring_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, text = SAMPLES[name]
+
+    async def main() -> None:
+        async with aiodist.init() as coll, AsyncExitStack() as stack:
+            names: dict[str, Any] = {
+                **vars(importlib.import_module(module)),
+                **vars(aiodist.codecs),
+                **{"aiodist": aiodist, "nn": aiodist.nn, "data": aiodist.data, "asyncio": asyncio, "torch": torch},
+                **{"DataLoader": DataLoader, "DataParallel": aiodist.nn.DataParallel, "SGD": aiodist.ps.SGD, "F": F},
+                **{"coll": coll, "stack": stack, "loss_fn": F.mse_loss, "epochs": 2},
+                "batches": [(torch.randn(4, 8), torch.randn(4, 1)) for _ in range(3)],
+            }
+            names["loader"] = names["batches"]
+            for part in (BEFORE[name], text):
+                step = eval(compile(part, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+                if step is not None:
+                    await step
+
+    monkeypatch.chdir(tmp_path)
+    aiodist.run(main)
