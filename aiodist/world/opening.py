@@ -139,7 +139,7 @@ async def place_on(
         meeting = meet(channel, hosts, allowed=environment.shared_memory, seconds=limits.rendezvous)
         met = await unless_lost(channel, meeting)
     if backend == "shared":
-        backend = "gloo" if met is None or met.near is None else "shm"
+        backend = "shm" if channel.size == 1 or (met is not None and met.near is not None) else "gloo"
     transport = await unless_lost(channel, _transport(environment, backend, mpi, channel, met, hosts, limits))
     return RankPlace(transport, channel, hosts, met)
 

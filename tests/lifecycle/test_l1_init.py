@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from aiodist.control import in_process
+from aiodist.env import Environment
+from aiodist.world.opening import Limits, place_on
+
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Ended, Jobs, Run
 
@@ -63,6 +67,14 @@ def test_l9_ranks_of_a_host_that_share_no_memory_use_gloo(run: Run) -> None:
         "over: gloo",
         "apart: rank 0: [Errno 1] refused",
     }
+
+
+async def test_l9_the_last_rank_of_an_elastic_world_needs_no_gloo() -> None:
+    channel = in_process(1)[0]
+    place = await place_on(channel, Environment.read({}), "shared", Limits())
+    assert place.transport.name == "shm"
+    await place.transport.aclose(drained=True)
+    await channel.aclose()
 
 
 def test_l9_an_unknown_backend_is_an_error_that_lists_the_known(run: Run, jobs: Jobs) -> None:
