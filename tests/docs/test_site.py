@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,12 +154,25 @@ def test_t4_search_finds_allreduce_on_the_disk(site: Path, tmp_path: Path) -> No
     assert any("reference/communicator.html" in link for link in found)
 
 
-def test_t4_every_drawing_has_its_picture() -> None:
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "tools" / "pictures.py")
+def tool(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    pictures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pictures)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_t4_a_drawing_without_a_picture_says_what_to_do() -> None:
+    from mkdocs.exceptions import PluginError
+
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="new.md"))
+    with pytest.raises(PluginError, match=r"new\.md has no picture: make drawings"):
+        tool("site").on_page_markdown("```mermaid\nflowchart TD\n    nowhere-->drawn\n```\n", page)
+
+
+def test_t4_every_drawing_has_its_picture() -> None:
+    pictures = tool("pictures")
     wanted = {pictures.name_of(text) for text in pictures.drawings()}
     assert wanted == {path.name for path in pictures.FOLDER.iterdir()}, "make drawings"
 
