@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -150,13 +151,12 @@ def _lives(pid: int) -> bool:
 
 
 def _unused(names: list[str]) -> list[str]:
-    """Return those that no process maps: others are of jobs beside this one."""
+    """Return those that no process maps or has open: others are of jobs beside this one."""
     used = ""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            used += maps.read_text()
-        except OSError:  # it is gone, or not ours
-            continue
+    for found, seen in (("[0-9]*/maps", Path.read_text), ("[0-9]*/fd/*", os.readlink)):
+        for path in Path("/proc").glob(found):
+            with suppress(OSError):  # it is gone, or not ours
+                used += str(seen(path))
     return [name for name in names if name not in used]
 
 

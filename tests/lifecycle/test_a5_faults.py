@@ -22,7 +22,7 @@ none = pytest.mark.parametrize("run", ["none"], indirect=True)
 
 
 def shared_files() -> set[str]:
-    return {file.name for file in Path("/dev/shm").iterdir() if "aiodist" in file.name}
+    return {file.name for file in Path("/dev/shm").iterdir() if "aiodist" in file.name and not file.is_dir()}
 
 
 @none
