@@ -35,6 +35,7 @@ from aiodist.errors import (
 )
 from aiodist.handles import Handle, Origin, Progress
 from aiodist.handles.combinators import all_over
+from aiodist.handles.handle import plight
 from aiodist.handles.progress import transport_lock
 
 if TYPE_CHECKING:
@@ -555,7 +556,10 @@ class Registry(Generic[C]):
             async with asyncio.timeout_at(until):
                 await guest.close()
         except TimeoutError:
-            raise OperationTimeout(f"{guest} was not over in time", comm=communicator.name, op="aclose") from None
+            all_here = (*self._open, *self._closing)
+            known, late = plight([handle for one in all_here for handle in one.parts.dispatcher.pending()])
+            text = f"{guest}, which all ranks close together, was not over in time{known}"
+            raise OperationTimeout(text, late=late, comm=communicator.name, op="aclose") from None
 
     def _left(self, until: float) -> float:
         return max(0.0, until - asyncio.get_running_loop().time())
