@@ -23,7 +23,7 @@ from aiodist.backends.shm import Neighbourhood, ShmTransport, meet, open_world
 from aiodist.backends.shm.memory import Place
 from aiodist.backends.shm.messages import PASS_BYTES
 from aiodist.backends.shm.peers import CREDIT_BYTES, ring_bytes, short_bytes
-from aiodist.control import in_process
+from aiodist.control import Channel, in_process
 from aiodist.env import Environment
 from aiodist.errors import BackendError, BackendUnavailable
 from aiodist.handles import LARGE_BYTES, Progress
@@ -356,12 +356,16 @@ async def test_c1_closing_fails_all_that_is_pending_once() -> None:
 
 
 async def test_c1_where_memory_is_not_shared_the_backend_says_why() -> None:
+    async def opened(environment: Environment, channel: Channel, hosts: list[int]) -> Transport:
+        met = await meet(channel, hosts, allowed=environment.shared_memory)
+        return await _transport(environment, "shm", None, channel, met, hosts, Limits())
+
     off = Environment.read({"AIODIST_SHM": "0"})
-    calls = [_transport(off, "shm", None, channel, [0, 0], Limits()) for channel in in_process(2)]
+    calls = [opened(off, channel, [0, 0]) for channel in in_process(2)]
     for error in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(error, BackendUnavailable)
         assert "rank 0: it was turned off (AIODIST_SHM=0); rank 1" in str(error)
-    calls = [_transport(Environment.read({}), "shm", None, channel, [0, 0, 2], Limits()) for channel in in_process(3)]
+    calls = [opened(Environment.read({}), channel, [0, 0, 2]) for channel in in_process(3)]
     errors = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(error, BackendUnavailable) for error in errors)
     assert [str(error).rpartition(": ")[2] for error in errors] == [

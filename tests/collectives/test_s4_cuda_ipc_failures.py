@@ -195,10 +195,10 @@ async def test_s4_a_rank_that_dies_in_the_middle(
     torch.cuda.synchronize()
     assert not simulated_cuda.launches
     assert torch.equal(ts[2].cpu(), parts[2])
-    left = [ts[rank].zero_() for rank in (0, 1)]
+    left = [ts[rank].fill_(rank + 1) for rank in (0, 1)]
 
     def make(rank: int, impl: CudaIpc, ep: Endpoint) -> Program[Any]:
-        return impl.run(SubEndpoint(ep, [0, 1]), Operation("allreduce", left[rank].add_(rank + 1), op=ReduceOp.SUM))
+        return impl.run(SubEndpoint(ep, [0, 1]), Operation("allreduce", left[rank], op=ReduceOp.SUM))
 
     torch.cuda.synchronize()
     await asyncio.wait_for(asyncio.gather(*(ranks.begin(rank, 2, partial(make, rank)) for rank in (0, 1))), SECONDS)

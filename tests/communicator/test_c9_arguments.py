@@ -230,7 +230,7 @@ async def test_c9_another_thread_or_loop() -> None:
         thread.start()
         await asyncio.to_thread(thread.join)
         assert len(seen) == 2
-        assert all("another thread or event loop" in text and "dup()" in text for text in seen)
+        assert all("another thread or event loop" in text and "dup(thread=True)" in text for text in seen)
         assert await coll.allreduce(3) == 3
 
 
