@@ -90,13 +90,13 @@ static PyType_Spec memory_spec = {"aiodist._core.Memory", sizeof(Memory), 0, Py_
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     (void)named;
-    PyObject *bell;
+    PyObject *doorbell;
     double spin;
-    if (!PyArg_ParseTuple(args, "Od", &bell, &spin)) return NULL;
+    if (!PyArg_ParseTuple(args, "Od", &doorbell, &spin)) return NULL;
     Engine *self = (Engine *)PyType_GenericAlloc(type, 0);
     if (self == NULL) return NULL;
-    if (memory_of(bell, &self->bell, sizeof(core_bell))) {
-        self->engine = core_engine_start(self->bell.buf, (uint64_t)(spin * 1e9));
+    if (memory_of(doorbell, &self->doorbell, sizeof(core_doorbell))) {
+        self->engine = core_engine_start(self->doorbell.buf, (uint64_t)(spin * 1e9));
         if (self->engine != NULL) return (PyObject *)self;
         PyErr_SetString(PyExc_OSError, "no thread can be started");
     }
@@ -126,7 +126,7 @@ static PyObject *engine_forget(Engine *self, PyObject *none) {
 static void engine_dealloc(Engine *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     if (self->engine != NULL) core_engine_stop(self->engine);
-    if (self->bell.obj != NULL) PyBuffer_Release(&self->bell);
+    if (self->doorbell.obj != NULL) PyBuffer_Release(&self->doorbell);
     PyObject_Free(self);
     Py_DECREF(type);
 }
@@ -145,7 +145,7 @@ static PyMethodDef engine_methods[] = {
     {0},
 };
 static PyType_Slot engine_slots[] = {
-    {Py_tp_doc, "Engine(bell, spin): the thread that drives lanes while nobody else does; it looks for `spin` seconds."},
+    {Py_tp_doc, "Engine(doorbell, spin): the thread that drives lanes while nobody else does; it looks for `spin` seconds."},
     {Py_tp_new, engine_new},
     {Py_tp_dealloc, engine_dealloc},
     {Py_tp_methods, engine_methods},
@@ -169,8 +169,8 @@ static void push(_Atomic(core_op *) *stack, core_op *op) {
 }
 
 void wait_for_word(Lane *lane) {
-    core_bell *bell = lane->engine->bell.buf;
-    if (core_lane_busy(lane->lane) && core_lane_load(lane->lane) < POLLED_BYTES) atomic_store(&bell->loop_waits, true);
+    core_doorbell *doorbell = lane->engine->doorbell.buf;
+    if (core_lane_busy(lane->lane) && core_lane_load(lane->lane) < POLLED_BYTES) atomic_store(&doorbell->loop_waits, true);
 }
 
 // Takes all, the oldest first.
@@ -524,14 +524,14 @@ static bool still_open(Lane *self) {
 
 static PyObject *lane_join(Lane *self, PyObject *args) {
     unsigned rank;
-    PyObject *block, *memory, *bell;
-    if (!still_open(self) || !PyArg_ParseTuple(args, "IOOO", &rank, &block, &memory, &bell)) return NULL;
+    PyObject *block, *memory, *doorbell;
+    if (!still_open(self) || !PyArg_ParseTuple(args, "IOOO", &rank, &block, &memory, &doorbell)) return NULL;
     if (rank >= self->ranks || rank == self->rank || self->memories[rank] != NULL)
         return PyErr_Format(PyExc_ValueError, "rank %u: expected another one of %u, once", rank, self->ranks);
     Py_buffer *view = &self->views[self->count];
     if (!memory_of(block, view, core_block_bytes())) return NULL;
     self->count++;
-    if (!memory_of(bell, view + 1, sizeof(core_bell))) return NULL;
+    if (!memory_of(doorbell, view + 1, sizeof(core_doorbell))) return NULL;
     self->count++;
     Py_INCREF(memory);
     self->memories[rank] = memory;
@@ -604,7 +604,7 @@ static PyObject *lane_abandon(Lane *self, PyObject *none) {
 
 static PyMethodDef lane_methods[] = {
     {"join", (PyCFunction)lane_join, METH_VARARGS,
-     "join(rank, block, memory, bell): where the block of another rank is mapped, its memory, its engine's bell."},
+     "join(rank, block, memory, doorbell): where the block of another rank is mapped, its memory, its engine's doorbell."},
     {"submit", (PyCFunction)lane_submit, METH_VARARGS,
      "submit(kind, dtype, reduction, root, print, key, in, out, count, sent, received, segment, offset, done, keep): "
      "return the operation. `done(error)` is called by `Completions.poll`; `keep` is kept until then."},
@@ -704,13 +704,13 @@ static int fill(PyObject *module) {
         PyErr_SetString(PyExc_ImportError, "aiodist._core is for one interpreter of a process");
         return -1;
     }
-    if (bells_add(module) || handle_add(module) || ledger_add(module) || issue_add(module) || rings_add(module) ||
+    if (doorbells_add(module) || handle_add(module) || ledger_add(module) || issue_add(module) || rings_add(module) ||
         !add_type(module, &memory_spec) || !add_type(module, &engine_spec) ||
         !add_type(module, &completions_spec) || !(operation_type = add_type(module, &operation_spec)) ||
         !(lane_type = add_type(module, &lane_spec)))
         return -1;
     return PyModule_AddIntConstant(module, "BLOCK_BYTES", (long)core_block_bytes()) ||
-                   PyModule_AddIntConstant(module, "BELL_BYTES", (long)sizeof(core_bell)) ||
+                   PyModule_AddIntConstant(module, "DOORBELL_BYTES", (long)sizeof(core_doorbell)) ||
                    PyModule_AddIntConstant(module, "STAGE_BYTES_PER_RANK", CORE_LEAST_STAGE_BYTES) ||
                    PyModule_AddIntConstant(module, "KEY_BITS", CORE_KEY_BITS) ||
                    PyModule_AddIntConstant(module, "DIFFERENT", CORE_DIFFERENT) ||

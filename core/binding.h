@@ -1,4 +1,4 @@
-// What the files of the Python module share: binding.c (the module, lanes), bells.c (sleeping), handle.c
+// What the files of the Python module share: binding.c (the module, lanes), doorbells.c (sleeping), handle.c
 // (awaiting), issue.c (issuing), rings.c (messages).
 #ifndef CORE_BINDING_H
 #define CORE_BINDING_H
@@ -8,7 +8,7 @@
 #include <sched.h>
 #include <structmember.h>
 
-#include "bell.h"
+#include "doorbell.h"
 #include "core.h"
 #include "ranges.h"
 
@@ -48,7 +48,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     core_engine *engine;
-    Py_buffer bell;
+    Py_buffer doorbell;
 } Engine;
 
 struct Lane {
@@ -58,7 +58,7 @@ struct Lane {
     Engine *engine;
     PyObject *map, *fail;
     unsigned rank, ranks;
-    Py_buffer *views;     // the block, the stage, and of each other rank: the block, the bell
+    Py_buffer *views;     // the block, the stage, and of each other rank: the block, the doorbell
     PyObject **memories;  // of the other ranks
     PyObject *limbo;      // a list: what others may still work on of operations that were given up; NULL while empty
     size_t count;
@@ -147,7 +147,7 @@ static inline uint64_t heavy_bytes(const Pacer *pacer) {
 extern PyTypeObject *pacer_type, *lane_type, *claims_type, *log_type, *segments_type;
 extern PyObject *status_pending, *status_returned;
 
-int bells_add(PyObject *module);
+int doorbells_add(PyObject *module);
 int handle_add(PyObject *module);
 int issue_add(PyObject *module);
 int ledger_add(PyObject *module);

@@ -106,7 +106,7 @@ static inline bool core_prints_merge(uint64_t *print, uint64_t other) {
 #define CORE_KEY_BITS 5
 
 // What the engine of a process sleeps at, in memory that the ranks of the host map: see engine.c for its states.
-typedef struct core_bell {
+typedef struct core_doorbell {
     _Alignas(64) _Atomic uint32_t count;  // changes with each ring; any process adds to it
     _Alignas(64) _Atomic uint32_t sleep;  // core_sleep: its process alone writes it
     _Atomic uint64_t rung_at;             // when it was last
@@ -114,14 +114,14 @@ typedef struct core_bell {
     // The loop of this process waits for what others say: the first of them to say something writes its event, too. The
     // engine is rung all the same, for the loop may be at other things; that one of both looks saves a hop of threads.
     _Alignas(64) _Atomic bool loop_waits;
-} core_bell;
+} core_doorbell;
 enum core_sleep {
     CORE_AWAKE,
     CORE_DOZES,    // for a millisecond at most: others drive what is under way
     CORE_LISTENS,  // until another rank has said something
     CORE_SLEEPS,   // nothing is under way
 };
-void core_bell_ring(core_bell *);
+void core_doorbell_ring(core_doorbell *);
 
 typedef struct core_lane core_lane;
 
@@ -151,7 +151,7 @@ void core_lane_close(core_lane *);
 
 // Says where the block of another rank is mapped here, its memory, and what its engine sleeps at (NULL: at nothing);
 // needed from all before anything ends. The lane must be held.
-void core_lane_join(core_lane *, unsigned rank, void *block, core_memory *memory, core_bell *bell);
+void core_lane_join(core_lane *, unsigned rank, void *block, core_memory *memory, core_doorbell *doorbell);
 
 // Returns true once all have been joined.
 bool core_lane_joined(const core_lane *);
@@ -201,10 +201,10 @@ bool core_lane_quiet(const core_lane *);
 bool core_lane_hold(core_lane *);
 void core_lane_release(core_lane *);
 
-// A thread that drives lanes while nobody else does, and sleeps at `bell`. It looks for `spin` nanoseconds before it
+// A thread that drives lanes while nobody else does, and sleeps at `doorbell`. It looks for `spin` nanoseconds before it
 // does. NULL where no thread can be had.
 typedef struct core_engine core_engine;
-core_engine *core_engine_start(core_bell *bell, uint64_t spin);
+core_engine *core_engine_start(core_doorbell *doorbell, uint64_t spin);
 void core_engine_spin(core_engine *, uint64_t spin);  // from now on
 void core_engine_stop(core_engine *);  // it has driven its lanes for the last time; they stay
 uint64_t core_engine_wakes_in(const core_engine *);  // how long it took lately from a ring until it ran: nanoseconds

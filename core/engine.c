@@ -16,7 +16,7 @@
 #include <signal.h>
 #include <stdlib.h>
 
-#include "bell.h"
+#include "doorbell.h"
 #include "lane.h"
 
 enum {
@@ -30,7 +30,7 @@ enum {
 enum look { IDLE, OTHERS, STUCK, MOVED_ON };
 
 struct core_engine {
-    core_bell *bell;
+    core_doorbell *doorbell;
     _Atomic uint64_t spin, wakes_in;
     pthread_t thread;
     pthread_mutex_t mutex;  // of what follows; held while lanes are driven
@@ -54,10 +54,10 @@ static void leave_core(int core, unsigned ranks) {
 static void keep_apart(core_engine *engine, const core_lane *lane) {
     int core = sched_getcpu();
     if (core < 0) return;
-    atomic_store_explicit(&engine->bell->core, core + 1, memory_order_relaxed);
+    atomic_store_explicit(&engine->doorbell->core, core + 1, memory_order_relaxed);
     for (unsigned q = 0; q < lane->rank; q++) {
-        const core_bell *bell = lane->peers[q].bell;
-        if (bell != NULL && atomic_load_explicit(&bell->core, memory_order_relaxed) == core + 1) {
+        const core_doorbell *doorbell = lane->peers[q].doorbell;
+        if (doorbell != NULL && atomic_load_explicit(&doorbell->core, memory_order_relaxed) == core + 1) {
             leave_core(core, lane->ranks);
             return;
         }
@@ -86,7 +86,7 @@ static enum look look(core_engine *engine) {
 
 // It has been woken, unless its time was up: how long that took is averaged over the last few times.
 static void learn(core_engine *engine, uint64_t fell_asleep) {
-    uint64_t rung_at = atomic_load_explicit(&engine->bell->rung_at, memory_order_relaxed), now = core_now();
+    uint64_t rung_at = atomic_load_explicit(&engine->doorbell->rung_at, memory_order_relaxed), now = core_now();
     if (rung_at < fell_asleep || rung_at > now) return;
     uint64_t before = atomic_load_explicit(&engine->wakes_in, memory_order_relaxed);
     atomic_store_explicit(&engine->wakes_in, before - before / 4 + (now - rung_at) / 4, memory_order_relaxed);
@@ -94,20 +94,20 @@ static void learn(core_engine *engine, uint64_t fell_asleep) {
 
 // Sleeps, unless something changed meanwhile; true when it did sleep.
 static bool doze(core_engine *engine, enum core_sleep how) {
-    uint32_t heard = atomic_load(&engine->bell->count);
-    atomic_store(&engine->bell->sleep, how);
+    uint32_t heard = atomic_load(&engine->doorbell->count);
+    atomic_store(&engine->doorbell->sleep, how);
     atomic_thread_fence(memory_order_seq_cst);
     enum look found = look(engine);
     bool sleeps = how == CORE_SLEEPS ? found == IDLE : how == CORE_LISTENS ? found == STUCK : found <= OTHERS;
     sleeps = sleeps && !atomic_load(&engine->stopping);
     if (sleeps) {
         uint64_t fell_asleep = core_now();
-        atomic_store_explicit(&engine->bell->core, 0, memory_order_relaxed);
+        atomic_store_explicit(&engine->doorbell->core, 0, memory_order_relaxed);
         // Nobody rings when others stop driving what they drove.
-        core_bell_wait(engine->bell, heard, how == CORE_DOZES || engine->others ? DOZE : 0);
+        core_doorbell_wait(engine->doorbell, heard, how == CORE_DOZES || engine->others ? DOZE : 0);
         learn(engine, fell_asleep);
     }
-    atomic_store(&engine->bell->sleep, CORE_AWAKE);
+    atomic_store(&engine->doorbell->sleep, CORE_AWAKE);
     return sleeps;
 }
 
@@ -131,10 +131,10 @@ static void *run(void *context) {
     return NULL;
 }
 
-core_engine *core_engine_start(core_bell *bell, uint64_t spin) {
+core_engine *core_engine_start(core_doorbell *doorbell, uint64_t spin) {
     core_engine *engine = calloc(1, sizeof *engine);
     if (engine == NULL) return NULL;
-    engine->bell = bell;
+    engine->doorbell = doorbell;
     atomic_init(&engine->spin, spin);
     pthread_mutex_init(&engine->mutex, NULL);
     sigset_t all, before;  // signals are for the threads of the program
@@ -158,7 +158,7 @@ uint64_t core_engine_wakes_in(const core_engine *engine) {
 
 void core_engine_stop(core_engine *engine) {
     atomic_store(&engine->stopping, true);
-    core_bell_ring(engine->bell);
+    core_doorbell_ring(engine->doorbell);
     pthread_join(engine->thread, NULL);
     pthread_mutex_destroy(&engine->mutex);
     free(engine->lanes);
@@ -197,8 +197,8 @@ void core_engine_notice(core_engine *engine, core_lane *lane, bool now) {
     if (engine == NULL) return;  // a forked child has none
     if (now) atomic_store_explicit(&lane->driven_at, 0, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
-    uint32_t sleep = atomic_load_explicit(&engine->bell->sleep, memory_order_relaxed);
+    uint32_t sleep = atomic_load_explicit(&engine->doorbell->sleep, memory_order_relaxed);
     // One that listens would not look before another rank rings, which may wait for what is left to do here.
     bool wakes = sleep == CORE_SLEEPS || sleep == CORE_LISTENS || (now && sleep == CORE_DOZES);
-    if (wakes) core_bell_ring(engine->bell);
+    if (wakes) core_doorbell_ring(engine->doorbell);
 }

@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "bell.h"
+#include "doorbell.h"
 
 size_t core_block_bytes(void) { return sizeof(struct block); }
 
@@ -54,9 +54,9 @@ void core_lane_close(core_lane *lane) {
     free(lane);
 }
 
-void core_lane_join(core_lane *lane, unsigned rank, void *block, core_memory *memory, core_bell *bell) {
+void core_lane_join(core_lane *lane, unsigned rank, void *block, core_memory *memory, core_doorbell *doorbell) {
     lane->joined += lane->peers[rank].block == NULL;
-    lane->peers[rank] = (struct peer){.block = block, .memory = memory, .bell = bell};
+    lane->peers[rank] = (struct peer){.block = block, .memory = memory, .doorbell = doorbell};
 }
 
 bool core_lane_joined(const core_lane *lane) { return lane->joined == lane->ranks; }
@@ -500,11 +500,11 @@ static void ring(core_lane *lane) {
     lane->spoke = false;
     atomic_thread_fence(memory_order_seq_cst);  // pairs with the one of an engine that goes to sleep
     for (unsigned q = 0; q < lane->ranks; q++) {
-        core_bell *bell = lane->peers[q].bell;
-        if (bell == NULL) continue;
-        if (atomic_load_explicit(&bell->loop_waits, memory_order_relaxed) && atomic_exchange(&bell->loop_waits, false))
+        core_doorbell *doorbell = lane->peers[q].doorbell;
+        if (doorbell == NULL) continue;
+        if (atomic_load_explicit(&doorbell->loop_waits, memory_order_relaxed) && atomic_exchange(&doorbell->loop_waits, false))
             core_event_write(atomic_load_explicit(&lane->peers[q].memory->event, memory_order_relaxed));
-        if (atomic_load_explicit(&bell->sleep, memory_order_relaxed) == CORE_LISTENS) core_bell_ring(bell);
+        if (atomic_load_explicit(&doorbell->sleep, memory_order_relaxed) == CORE_LISTENS) core_doorbell_ring(doorbell);
     }
 }
 

@@ -40,7 +40,7 @@ void core_stop(enum stop);
 struct peer {
     struct block *block;
     core_memory *memory;
-    core_bell *bell;
+    core_doorbell *doorbell;
     uint64_t consumed;  // at least: as it said last
     bool lost;          // its process is gone
 };
@@ -71,7 +71,7 @@ struct core_lane {
     // Of who holds it, from here on.
     core_op *first, **last;            // posted, in order
     core_op *waiting, **waiting_last;  // not posted yet, in order of submission
-    bool spoke;                        // others may have waited for what was said since bells were looked at
+    bool spoke;                        // others may have waited for what was said since doorbells were looked at
     uint64_t next_number, next_portion;
     uint64_t lent_end;       // no rank looks at this rank's memory that has consumed so many portions
     bool unsettled;          // next_portion is known only once the newest posted operation is met

@@ -12,7 +12,7 @@
 //               Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521). 2n(p-1)/p read a rank.
 #include <string.h>
 
-#include "bell.h"
+#include "doorbell.h"
 #include "lane.h"
 
 static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }

@@ -17,9 +17,10 @@ to (`asleep`), then looks whether anything is pending, *with the transport lock*
   sees that the thread is about to sleep, or the thread sees the call;
 - what pollers have, and that changes only with the lock held. Between the end of one step of an operation and the
   start of its next a poller has nothing for a while, which may be long (the next step may copy much): without the lock
-  the thread would believe that nothing is pending, and sleep through the next step, which rings no bell. With the lock
-  it sees pollers only between their passes. A pass over nothing leaves nothing, so what is pending later was begun by
-  `start`, which reads `asleep` and rings, or by somebody who held the lock in a `with` block, which does the same.
+  the thread would believe that nothing is pending, and sleep through the next step, which rings no doorbell. With the
+  lock it sees pollers only between their passes. A pass over nothing leaves nothing, so what is pending later was
+  begun by `start`, which reads `asleep` and rings, or by somebody who held the lock in a `with` block, which does the
+  same.
 
 `asleep` may be written by two: the thread, and another that wakes it. The other one writes False and then rings, so the
 thread does not sleep through what the False hides from others: a ring that nobody waits for is heard by the next wait.
@@ -97,7 +98,7 @@ class Poller(Protocol):
 
     @property
     def rings(self) -> bool:
-        """Return True when the bell that `sleep_at` was given is rung as soon as there is something to poll for."""
+        """Return True when the doorbell that `sleep_at` was given is rung as soon as there is something to poll for."""
 
 
 class Driven(Protocol):
@@ -396,7 +397,7 @@ class Progress(_core.Pacer, Quiet):
         return bool(self._inbox or self._posted or self.offloaded or self.large) or any(others)
 
     def rung(self) -> bool:
-        """Return True when nobody need look: the bell rings when something that is pending may have moved."""
+        """Return True when nobody need look: the doorbell rings when something that is pending may have moved."""
         return not self._inbox and all(poller.rings for poller in self._pollers if len(poller))
 
     # --- driving ---------------------------------------------------------------------------------------
@@ -623,7 +624,7 @@ class _ProgressThread:
     def __init__(self) -> None:
         self._members: tuple[ref[Progress], ...] = ()
         self._members_lock = threading.Lock()
-        self._bell = _core.Bell()
+        self._doorbell = _core.Doorbell()
         self._thread: threading.Thread | None = None
         self._hurry_lock = threading.RLock()  # a collection of garbage may end what hurries, in the midst of this
         self._hurried = 0
@@ -656,16 +657,16 @@ class _ProgressThread:
 
     def ring(self) -> None:
         self.asleep = False
-        self._bell.ring()
+        self._doorbell.ring()
 
-    def sleep_at(self, bell: _core.Bell) -> None:
-        before, self._bell = self._bell, bell
+    def sleep_at(self, doorbell: _core.Doorbell) -> None:
+        before, self._doorbell = self._doorbell, doorbell
         before.ring()
-        bell.ring()  # for those who ring the one before just now, while the thread goes to sleep at this one
+        doorbell.ring()  # for those who ring the one before just now, while the thread goes to sleep at this one
 
-    def leave(self, bell: _core.Bell) -> None:
-        if self._bell is bell:
-            self.sleep_at(_core.Bell())
+    def leave(self, doorbell: _core.Doorbell) -> None:
+        if self._doorbell is doorbell:
+            self.sleep_at(_core.Doorbell())
 
     def add(self, progress: Progress) -> None:
         for other in tuple(Progress._held):
@@ -686,7 +687,7 @@ class _ProgressThread:
         """
         self._ending = True
         if self._thread is not None:
-            self._bell.ring()
+            self._doorbell.ring()
             self._thread.join(_END_SECONDS)
 
     def _alive(self) -> list[Progress]:
@@ -700,7 +701,7 @@ class _ProgressThread:
             except Exception as error:  # noqa: BLE001  - without the thread every operation would wait for ever
                 for progress in self._alive():
                     progress.report("the progress thread failed, and goes on", error)
-                self._bell.wait(_MAX_PAUSE)
+                self._doorbell.wait(_MAX_PAUSE)
 
     def _pass(self) -> tuple[float | None, bool]:
         """Drive what is left to the thread; return how long to sleep, and whether for what other processes do too.
@@ -739,11 +740,11 @@ class _ProgressThread:
         if pause is None:
             self.asleep = True
             if self._nothing_pending():
-                self._bell.wait(None, for_all=False)
+                self._doorbell.wait(None, for_all=False)
             self.asleep = False
         elif pause:
             # While the loop looks for itself, waking us would only take its core away.
-            self._bell.wait(pause, for_all=left_to_us)
+            self._doorbell.wait(pause, for_all=left_to_us)
 
     def _nothing_pending(self) -> bool:
         """Return whether nothing is; between the steps of an operation too, see [Note: no wake-up is lost]."""
@@ -770,7 +771,7 @@ def _drive(progress: Progress) -> bool:
 
 
 _thread = _ProgressThread()
-sleep_at, leave_bell = _thread.sleep_at, _thread.leave
+sleep_at, leave_doorbell = _thread.sleep_at, _thread.leave
 
 
 def _after_fork() -> None:

@@ -79,7 +79,9 @@ def placed(hosts: Sequence[Host], ranks: int | None, servers: int = 0) -> tuple[
     total = sum(host.ranks or 0 for host in counted)
     if ranks not in (None, total, total - servers):
         expected = f": expected {ranks}, or {ranks + servers} with the servers" if ranks and servers else ""
-        raise ConfigError(f"{asked}: the hosts have {total} ranks ({', '.join(map(str, counted))}){expected}")
+        raise ConfigError(
+            f"{asked}: the hosts have {total} rank{'s' * (total != 1)} ({', '.join(map(str, counted))}){expected}"
+        )
     if ranks in (None, total) and servers:
         last = counted[-1]
         return (*counted[:-1], Host(last.name, (last.ranks or 0) + servers))

@@ -23,7 +23,7 @@ typedef struct {
     core_memory *memory;
     core_lane *lane;
     core_engine *engine;
-    core_bell *bell;
+    core_doorbell *doorbell;
 } rank_t;
 
 typedef struct {
@@ -335,12 +335,12 @@ static void play(void) {
             .stage_bytes = STAGE_BYTES, .stage_at = {0, 1 << 20}, .ended = told,
         };
         rank[r].lane = core_lane_open(&options);
-        rank[r].bell = (core_bell *)(rank[r].segment + (1 << 19));
-        rank[r].engine = engines ? core_engine_start(rank[r].bell, 1000) : NULL;
+        rank[r].doorbell = (core_doorbell *)(rank[r].segment + (1 << 19));
+        rank[r].engine = engines ? core_engine_start(rank[r].doorbell, 1000) : NULL;
     }
     for (unsigned r = 0; r < ranks; r++)
         for (unsigned q = 0; q < ranks; q++)
-            if (q != r) core_lane_join(rank[r].lane, q, rank[q].segment, rank[q].memory, rank[q].bell);
+            if (q != r) core_lane_join(rank[r].lane, q, rank[q].segment, rank[q].memory, rank[q].doorbell);
     for (unsigned r = 0; engines && r < ranks; r++) core_engine_add(rank[r].engine, rank[r].lane);
     for (unsigned r = 0; r < ranks; r++) pthread_create(&threads[r], NULL, run, (void *)(uintptr_t)r);
     for (unsigned r = 0; r < ranks; r++) pthread_join(threads[r], NULL);

@@ -1,5 +1,5 @@
 // Every order in which the threads of two ranks can take their steps, up to some preemptions: the engine, the lanes and
-// the bells as they are, under a scheduler.
+// the doorbells as they are, under a scheduler.
 //
 //     test_engine_model scenario preemptions
 //
@@ -22,7 +22,7 @@
 #include <ucontext.h>
 #include <unistd.h>
 
-#include "../bell.h"
+#include "../doorbell.h"
 
 enum {
     RANKS = 2, THREADS = 4, OPS = 4, LATE = 4, STACK = 1 << 16, DEPTH = 1 << 15, COUNT = 140,
@@ -269,7 +269,7 @@ static int model_join(thread *t) {
 #define pthread_mutex_unlock(mutex) model_unlock(mutex)
 #define pthread_sigmask(how, set, before) (void)(before)
 #define pthread_setname_np(t, name) (void)(t)
-#include "../bell.c"
+#include "../doorbell.c"
 #include "../engine.c"
 #include "../lane.c"
 #include "../ways.c"
@@ -283,7 +283,7 @@ typedef struct {
 } segment;
 
 typedef struct {
-    core_bell bell;
+    core_doorbell doorbell;
     segment segments[2];  // of a lane each
     core_lane *lanes[2];
     core_memory *memory[2];
@@ -314,7 +314,7 @@ static void open_lanes(unsigned rank, unsigned lanes) {
         me->lanes[i] = core_lane_open(&options);
         me->memory[i] = core_memory_new();
         core_memory_map(me->memory[i], 0, &other->segments[i], sizeof(segment));
-        core_lane_join(me->lanes[i], 1 - rank, &other->segments[i].block, me->memory[i], &other->bell);
+        core_lane_join(me->lanes[i], 1 - rank, &other->segments[i].block, me->memory[i], &other->doorbell);
     }
 }
 
@@ -394,7 +394,7 @@ static void play(side *me) {
 static void *be_rank(void *context) {
     side *me = context;
     unsigned lanes = scenario == 4 || scenario >= 6 ? 2 : 1;
-    me->engine = core_engine_start(&me->bell, 0);
+    me->engine = core_engine_start(&me->doorbell, 0);
     for (unsigned i = 0; i < lanes; i++) core_engine_add(me->engine, me->lanes[i]);
     play(me);
     finished++;

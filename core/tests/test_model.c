@@ -98,7 +98,7 @@ static void *model_aligned_alloc(size_t alignment, size_t nbytes) {
 }
 
 // Nobody sleeps here.
-void core_bell_ring(core_bell *bell) { (void)bell; }
+void core_doorbell_ring(core_doorbell *doorbell) { (void)doorbell; }
 void core_event_write(int event) { (void)event; }
 void core_word_wait(_Atomic uint32_t *word, uint32_t value, uint64_t nanoseconds) { (void)word, (void)value, (void)nanoseconds; }
 void core_word_wake(_Atomic uint32_t *word) { (void)word; }

@@ -83,7 +83,7 @@ async def test_h1_awaits_leave_nothing_behind(coll: Communicator) -> None:
 
 @pytest.mark.ranks(2, backend=("gloo", "shm"))
 async def test_h1_a_long_wait_wakes_the_thread_seldom(coll: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the other rank rings a bell, the progress thread looks every millisecond at most."""
+    """Where the other rank rings a doorbell, the progress thread looks every millisecond at most."""
     with tempfile.TemporaryDirectory() as folder:
         counted = Path(await coll.broadcast_object(folder), "counted")
         await coll.barrier()

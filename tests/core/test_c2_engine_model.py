@@ -1,6 +1,6 @@
 """Every order in which the threads of two ranks can take their steps: `core/tests/test_engine_model.c` schedules them.
 
-The engine, the lanes and the bells are as they are; their atomics, mutexes and futexes are the places where another
+The engine, the lanes and the doorbells are as they are; their atomics, mutexes and futexes are the places where another
 thread may go on. That the checker sees mistakes is tested with mistakes: a line is changed, and a run must fail.
 """
 
@@ -85,7 +85,7 @@ def test_c2_engine_loses_no_wake_up_with_two_preemptions(scenario: int, kernels:
             2,
         ),
         ("engine.c", "how == CORE_DOZES || engine->others ? DOZE : 0", "how == CORE_DOZES ? DOZE : 0", 4, 1),
-        ("engine.c", "core_bell_ring(engine->bell);\n    pthread_join", "pthread_join", 3, 0),
+        ("engine.c", "core_doorbell_ring(engine->doorbell);\n    pthread_join", "pthread_join", 3, 0),
         ("lane.c", "memory_order_relaxed) == CORE_LISTENS)", "memory_order_relaxed) == CORE_SLEEPS)", 3, 0),
         ("lane.c", " == CORE_WATCHED) core_word_wake(&op->state);", " == CORE_DONE) core_word_wake(&op->state);", 0, 0),
         (

@@ -132,14 +132,14 @@ class _Ended:
         return True
 
 
-async def test_h1_a_ring_at_the_bell_before_is_heard_at_the_next() -> None:
-    """A ringer looks which bell it is, and may be held up there while the thread goes to sleep at another."""
+async def test_h1_a_ring_at_the_doorbell_before_is_heard_at_the_next() -> None:
+    """A ringer looks which doorbell it is, and may be held up there while the thread goes to sleep at another."""
     thread = module._ProgressThread()
-    before, after = _core.Bell(), _core.Bell()
+    before, after = _core.Doorbell(), _core.Doorbell()
     thread.sleep_at(before)
     before.wait(1)
     thread.sleep_at(after)
     before.ring()  # by one who saw it a while ago
     began = time.monotonic()
-    thread._bell.wait(20)
+    thread._doorbell.wait(20)
     assert time.monotonic() - began < 10

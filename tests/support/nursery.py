@@ -75,16 +75,16 @@ class Nursery:
         self._server.bind(path)
         self._server.listen(64)
         self._children: dict[int, tuple[socket.socket, str | None]] = {}
-        self._bell, bell = os.pipe()
-        os.set_blocking(self._bell, False)
-        os.set_blocking(bell, False)
-        signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
+        self._doorbell, doorbell = os.pipe()
+        os.set_blocking(self._doorbell, False)
+        os.set_blocking(doorbell, False)
+        signal.set_wakeup_fd(doorbell, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._bells = (self._bell, bell)
+        self._doorbells = (self._doorbell, doorbell)
 
     def serve(self) -> dict[str, Any] | None:
         selector = selectors.DefaultSelector()
-        for source in (self._server, self._bell, sys.stdin):
+        for source in (self._server, self._doorbell, sys.stdin):
             selector.register(source, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
@@ -92,8 +92,8 @@ class Nursery:
                     connection, _ = self._server.accept()
                     if (request := self._start(connection, selector)) is not None:
                         return request
-                elif key.fileobj == self._bell:
-                    os.read(self._bell, 4096)
+                elif key.fileobj == self._doorbell:
+                    os.read(self._doorbell, 4096)
                     self._reap(selector)
                 elif key.fileobj is sys.stdin:
                     self._kill(lambda _: True)
@@ -119,7 +119,7 @@ class Nursery:
             selector.close()
             for end in (self._server, connection, *(other for other, _ in self._children.values())):
                 end.close()
-            for fd in self._bells:
+            for fd in self._doorbells:
                 os.close(fd)
             # First out of the way of the numbers that they are to have.
             high = [os.dup(fd) if fd in request["fds"] else fd for fd in fds]

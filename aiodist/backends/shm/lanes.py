@@ -138,7 +138,7 @@ class Lane:
             if self._closed or block is not None:
                 del self._unmet[rank]
             if block is not None and not self._closed:
-                self.core.join(rank, block, other.core, other.engine_bell)
+                self.core.join(rank, block, other.core, other.engine_doorbell)
         return not self._unmet
 
     def submit(self, operation: Operation, word: int, key: int, done: Done) -> _core.Operation:

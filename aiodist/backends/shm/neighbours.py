@@ -28,14 +28,14 @@ from aiodist.backends.base import in_thread
 from aiodist.backends.shm.memory import Arena, Place, check_segment, segment_fd
 from aiodist.control import exchange
 from aiodist.errors import BackendError
-from aiodist.handles.progress import leave_bell, sleep_at
+from aiodist.handles.progress import leave_doorbell, sleep_at
 
 if TYPE_CHECKING:
     from aiodist.control import Channel
 
 _MESSAGE_BYTES = 4096
 _MEET_SECONDS = 30.0
-_BELL_AT, _ENGINE_BELL_AT = 0, _core.BELL_BYTES  # in the first page of a rank's memory
+_DOORBELL_AT, _ENGINE_DOORBELL_AT = 0, _core.DOORBELL_BYTES  # in the first page of a rank's memory
 _ENGINE_SPIN_SECONDS = 50e-6
 _CREDENTIALS = struct.Struct("3i")
 
@@ -53,7 +53,7 @@ class Neighbour:
         self._descriptors: dict[int, tuple[int, int]] = {}
         self._segments: dict[int, Tensor] = {}
         self.core = _core.Memory()  # what is mapped of its memory, for the compiled core
-        self._bell: _core.Bell | None = None
+        self._doorbell: _core.Doorbell | None = None
 
     def tell(self, message: dict[str, Any], fd: int | None = None) -> None:
         """Send `message`, now or when its queue has room again."""
@@ -142,20 +142,20 @@ class Neighbour:
         return segment
 
     @property
-    def bell(self) -> _core.Bell:
+    def doorbell(self) -> _core.Doorbell:
         """What its progress thread sleeps at."""
-        if self._bell is None:
-            self._bell = _core.Bell(memory_of(self.memory(Place(0, 0), mmap.PAGESIZE))[_BELL_AT:])
-        return self._bell
+        if self._doorbell is None:
+            self._doorbell = _core.Doorbell(memory_of(self.memory(Place(0, 0), mmap.PAGESIZE))[_DOORBELL_AT:])
+        return self._doorbell
 
     @property
-    def engine_bell(self) -> memoryview:
+    def engine_doorbell(self) -> memoryview:
         """What its engine sleeps at."""
-        return memory_of(self.memory(Place(0, 0), mmap.PAGESIZE))[_ENGINE_BELL_AT:]
+        return memory_of(self.memory(Place(0, 0), mmap.PAGESIZE))[_ENGINE_DOORBELL_AT:]
 
     def ring(self) -> None:
         """Wake its progress thread, if that sleeps."""
-        self.bell.call()
+        self.doorbell.call()
 
     def close(self) -> None:
         self._link.close()
@@ -163,7 +163,7 @@ class Neighbour:
             os.close(fd)
         self._descriptors.clear()
         self._segments.clear()
-        self._bell = None
+        self._doorbell = None
 
 
 class Neighbourhood:
@@ -178,12 +178,12 @@ class Neighbourhood:
         self._leaving: dict[str, tuple[frozenset[int], object]] = {}
         self._control = self.arena.empty((mmap.PAGESIZE,), torch.uint8)
         self._control.zero_()
-        self.bell = _core.Bell(memory_of(self._control)[_BELL_AT:])
-        self.engine = _core.Engine(memory_of(self._control)[_ENGINE_BELL_AT:], _ENGINE_SPIN_SECONDS)
+        self.doorbell = _core.Doorbell(memory_of(self._control)[_DOORBELL_AT:])
+        self.engine = _core.Engine(memory_of(self._control)[_ENGINE_DOORBELL_AT:], _ENGINE_SPIN_SECONDS)
         """The thread that drives collectives while no thread of Python does."""
         _alive.add(self)
         self.publish()
-        sleep_at(self.bell)
+        sleep_at(self.doorbell)
 
     def publish(self) -> None:
         """Send the descriptors of segments that the others have not been sent yet."""
@@ -234,7 +234,7 @@ class Neighbourhood:
 
     def close(self) -> None:
         """Let go of the others' memory; ours stays while tensors are in it."""
-        leave_bell(self.bell)
+        leave_doorbell(self.doorbell)
         self.engine.stop()
         self.arena.close()
         for neighbour in self.neighbours.values():

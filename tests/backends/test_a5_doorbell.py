@@ -1,4 +1,4 @@
-"""A5: the bell in shared memory: rings are heard, by threads and by other processes."""
+"""A5: the doorbell in shared memory: rings are heard, by threads and by other processes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from aiodist import _core
 ROUNDS = 3000
 
 
-SLEEP_AT = 64  # where a bell says how its owner sleeps
+SLEEP_AT = 64  # where a doorbell says how its owner sleeps
 
 
-def bell_in(page: mmap.mmap) -> _core.Bell:
-    return _core.Bell(memoryview(page))
+def doorbell_in(page: mmap.mmap) -> _core.Doorbell:
+    return _core.Doorbell(memoryview(page))
 
 
 def word_in(page: mmap.mmap, at: int) -> memoryview:
@@ -32,7 +32,7 @@ def page() -> mmap.mmap:
 
 
 def test_a5_a_ring_that_nobody_waits_for_is_heard_by_the_next_wait(page: mmap.mmap) -> None:
-    mine, other = bell_in(page), bell_in(page)
+    mine, other = doorbell_in(page), doorbell_in(page)
     for _ in range(100):
         other.ring()
         _within(10, mine, None)
@@ -41,23 +41,23 @@ def test_a5_a_ring_that_nobody_waits_for_is_heard_by_the_next_wait(page: mmap.mm
     assert time.monotonic() - began >= 0.045, "it was rung once, and heard twice"
 
 
-def _within(seconds: float, bell: _core.Bell, wait: float | None) -> None:
-    thread = threading.Thread(target=bell.wait, args=(wait,), daemon=True)
+def _within(seconds: float, doorbell: _core.Doorbell, wait: float | None) -> None:
+    thread = threading.Thread(target=doorbell.wait, args=(wait,), daemon=True)
     thread.start()
     thread.join(seconds)
     assert not thread.is_alive(), "it was not heard"
 
 
 def test_a5_waits_end_in_time(page: mmap.mmap) -> None:
-    bell = bell_in(page)
+    doorbell = doorbell_in(page)
     for seconds in (0.0, 1e-6, 0.02, 1e-9):
         began = time.monotonic()
-        bell.wait(seconds)
+        doorbell.wait(seconds)
         assert seconds * 0.9 <= time.monotonic() - began < seconds + 50
 
 
 def _asleep(page: mmap.mmap) -> memoryview:
-    """Return the word that says how the owner of the bell sleeps, once it does."""
+    """Return the word that says how the owner of the doorbell sleeps, once it does."""
     word, until = word_in(page, SLEEP_AT), time.monotonic() + 10
     while not word[0]:
         assert time.monotonic() < until, "nobody went to sleep"
@@ -66,7 +66,7 @@ def _asleep(page: mmap.mmap) -> memoryview:
 
 
 def test_a5_ringing_one_who_is_awake_is_free_and_one_who_sleeps_wakes_it(page: mmap.mmap) -> None:
-    mine, other = bell_in(page), bell_in(page)
+    mine, other = doorbell_in(page), doorbell_in(page)
     other.call()
     began = time.monotonic()
     mine.wait(0.02)
@@ -81,7 +81,7 @@ def test_a5_ringing_one_who_is_awake_is_free_and_one_who_sleeps_wakes_it(page: m
 
 
 def test_a5_another_process_does_not_wake_one_who_sleeps_for_its_own(page: mmap.mmap) -> None:
-    mine, other = bell_in(page), bell_in(page)
+    mine, other = doorbell_in(page), doorbell_in(page)
     thread = threading.Thread(target=mine.wait, args=(None,), kwargs={"for_all": False}, daemon=True)
     thread.start()
     _asleep(page)
@@ -93,23 +93,23 @@ def test_a5_another_process_does_not_wake_one_who_sleeps_for_its_own(page: mmap.
     assert not thread.is_alive()
 
 
-def test_a5_a_bell_of_one_process_needs_no_memory() -> None:
-    bell = _core.Bell()
-    bell.ring()
-    _within(10, bell, None)
+def test_a5_a_doorbell_of_one_process_needs_no_memory() -> None:
+    doorbell = _core.Doorbell()
+    doorbell.ring()
+    _within(10, doorbell, None)
     began = time.monotonic()
-    bell.wait(0.02)
+    doorbell.wait(0.02)
     assert time.monotonic() - began >= 0.018
 
 
 def test_a5_memory_that_is_too_short_is_refused() -> None:
     with pytest.raises(ValueError, match="memory of 8 bytes: expected at least "):
-        _core.Bell(memoryview(bytearray(8)))
+        _core.Doorbell(memoryview(bytearray(8)))
 
 
 def _answer(page: mmap.mmap, theirs: int, mine: int) -> None:
     """Echo: wait for each number at `mine`, and ring back."""
-    hear, tell = bell_in_half(page, mine), bell_in_half(page, theirs)
+    hear, tell = doorbell_in_half(page, mine), doorbell_in_half(page, theirs)
     get, put = word_in_half(page, mine), word_in_half(page, theirs)
     for number in range(1, ROUNDS + 1):
         while get[0] != number:
@@ -118,12 +118,12 @@ def _answer(page: mmap.mmap, theirs: int, mine: int) -> None:
         tell.ring()
 
 
-def bell_in_half(page: mmap.mmap, half: int) -> _core.Bell:
-    return _core.Bell(memoryview(page)[half * 1024 :])
+def doorbell_in_half(page: mmap.mmap, half: int) -> _core.Doorbell:
+    return _core.Doorbell(memoryview(page)[half * 1024 :])
 
 
 def word_in_half(page: mmap.mmap, half: int) -> memoryview:
-    return word_in(page, half * 1024 + _core.BELL_BYTES)
+    return word_in(page, half * 1024 + _core.DOORBELL_BYTES)
 
 
 @pytest.fixture(params=["threads", "processes"])
@@ -145,7 +145,7 @@ def answering(request: pytest.FixtureRequest, page: mmap.mmap) -> Iterator[None]
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a5_no_ring_is_lost_between_two_that_answer_each_other(page: mmap.mmap, answering: None) -> None:
     """Both wait without a limit: one lost ring, and neither goes on."""
-    hear, tell = bell_in_half(page, 0), bell_in_half(page, 1)
+    hear, tell = doorbell_in_half(page, 0), doorbell_in_half(page, 1)
     get, put = word_in_half(page, 0), word_in_half(page, 1)
     last = 0
 
@@ -166,14 +166,14 @@ def test_a5_no_ring_is_lost_between_two_that_answer_each_other(page: mmap.mmap, 
 
 def test_a5_many_ring_at_once(page: mmap.mmap) -> None:
     """Each ringer says its part before it rings: a waiter that has heard the last ring has seen all of them."""
-    mine = bell_in(page)
+    mine = doorbell_in(page)
     said = [0] * 4
 
     def ring(i: int) -> None:
-        bell = bell_in(page)
+        doorbell = doorbell_in(page)
         for _ in range(2000):
             said[i] += 1
-            bell.ring()
+            doorbell.ring()
 
     threads = [threading.Thread(target=ring, args=(i,), daemon=True) for i in range(4)]
 

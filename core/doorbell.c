@@ -1,5 +1,5 @@
 // Futexes and eventfds (futex(2), eventfd(2)).
-#include "bell.h"
+#include "doorbell.h"
 
 #include <limits.h>
 #include <linux/futex.h>
@@ -11,10 +11,10 @@ static void wait(_Atomic uint32_t *word, int how, uint32_t value, uint64_t nanos
     syscall(SYS_futex, word, how, value, nanoseconds ? &limit : NULL, NULL, 0);
 }
 
-void core_bell_ring(core_bell *bell) {
-    atomic_store_explicit(&bell->rung_at, core_now(), memory_order_relaxed);
-    atomic_fetch_add(&bell->count, 1);
-    syscall(SYS_futex, &bell->count, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+void core_doorbell_ring(core_doorbell *doorbell) {
+    atomic_store_explicit(&doorbell->rung_at, core_now(), memory_order_relaxed);
+    atomic_fetch_add(&doorbell->count, 1);
+    syscall(SYS_futex, &doorbell->count, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
 void core_event_write(int event) {
@@ -23,8 +23,8 @@ void core_event_write(int event) {
     if (event >= 0) (void)!write(event, &one, sizeof one);
 }
 
-void core_bell_wait(core_bell *bell, uint32_t heard, uint64_t nanoseconds) {
-    wait(&bell->count, FUTEX_WAIT, heard, nanoseconds);
+void core_doorbell_wait(core_doorbell *doorbell, uint32_t heard, uint64_t nanoseconds) {
+    wait(&doorbell->count, FUTEX_WAIT, heard, nanoseconds);
 }
 
 void core_word_wait(_Atomic uint32_t *word, uint32_t value, uint64_t nanoseconds) {

@@ -1,6 +1,6 @@
 // How threads wait, and are woken.
-#ifndef CORE_BELL_H
-#define CORE_BELL_H
+#ifndef CORE_DOORBELL_H
+#define CORE_DOORBELL_H
 
 #include <stdatomic.h>
 #include <stdint.h>
@@ -12,8 +12,8 @@
 void core_word_wait(_Atomic uint32_t *word, uint32_t value, uint64_t nanoseconds);
 void core_word_wake(_Atomic uint32_t *word);
 
-// Sleeps until `bell` is rung, unless it was since its count was `heard`, or for `nanoseconds`; 0 is for ever.
-void core_bell_wait(core_bell *bell, uint32_t heard, uint64_t nanoseconds);
+// Sleeps until `doorbell` is rung, unless it was since its count was `heard`, or for `nanoseconds`; 0 is for ever.
+void core_doorbell_wait(core_doorbell *doorbell, uint32_t heard, uint64_t nanoseconds);
 
 // Makes an eventfd readable; -1 is none.
 void core_event_write(int event);

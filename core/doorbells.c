@@ -1,0 +1,92 @@
+// What threads of Python sleep at.
+#include "binding.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct {
+    PyObject_HEAD
+    core_doorbell *doorbell, *own;
+    Py_buffer memory;
+    uint32_t heard;
+} Doorbell;
+
+static PyObject *doorbell_new(PyTypeObject *type, PyObject *args, PyObject *named) {
+    (void)named;
+    PyObject *memory = NULL;
+    if (!PyArg_ParseTuple(args, "|O", &memory)) return NULL;
+    Doorbell *self = (Doorbell *)PyType_GenericAlloc(type, 0);
+    if (self == NULL) return NULL;
+    if (memory != NULL) {
+        self->doorbell = memory_of(memory, &self->memory, sizeof(core_doorbell)) ? self->memory.buf : NULL;
+    } else {
+        self->doorbell = self->own = aligned_alloc(_Alignof(core_doorbell), sizeof(core_doorbell));
+        if (self->own != NULL) memset(self->own, 0, sizeof(core_doorbell));
+        else PyErr_NoMemory();
+    }
+    if (self->doorbell == NULL) {
+        Py_DECREF((PyObject *)self);
+        return NULL;
+    }
+    self->heard = atomic_load(&self->doorbell->count);
+    return (PyObject *)self;
+}
+
+static void doorbell_dealloc(Doorbell *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    if (self->memory.obj != NULL) PyBuffer_Release(&self->memory);
+    free(self->own);
+    PyObject_Free(self);
+    DECREF(type);
+}
+
+static PyObject *doorbell_ring(Doorbell *self, PyObject *none) {
+    (void)none;
+    atomic_fetch_add(&self->doorbell->count, 1);
+    if (atomic_load(&self->doorbell->sleep) != CORE_AWAKE) core_doorbell_ring(self->doorbell);
+    Py_RETURN_NONE;
+}
+
+static PyObject *doorbell_call(Doorbell *self, PyObject *none) {
+    (void)none;
+    atomic_thread_fence(memory_order_seq_cst);  // what this rank has said is seen by one who goes to sleep just now
+    if (atomic_load(&self->doorbell->sleep) == CORE_LISTENS) core_doorbell_ring(self->doorbell);
+    Py_RETURN_NONE;
+}
+
+static PyObject *doorbell_wait(Doorbell *self, PyObject *args, PyObject *named) {
+    static char *names[] = {"seconds", "for_all", NULL};
+    PyObject *limit;
+    int for_all = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "O|p", names, &limit, &for_all)) return NULL;
+    double seconds = limit == Py_None ? 0 : PyFloat_AsDouble(limit);
+    if (seconds == -1 && PyErr_Occurred()) return NULL;
+    uint64_t nanoseconds = limit == Py_None ? 0 : seconds > 0 ? (uint64_t)(seconds * 1e9) + 1 : 1;
+    atomic_store(&self->doorbell->sleep, for_all ? CORE_LISTENS : CORE_SLEEPS);
+    if (atomic_load(&self->doorbell->count) == self->heard) {
+        Py_BEGIN_ALLOW_THREADS;
+        core_doorbell_wait(self->doorbell, self->heard, nanoseconds);
+        Py_END_ALLOW_THREADS;
+    }
+    atomic_store(&self->doorbell->sleep, CORE_AWAKE);
+    self->heard = atomic_load(&self->doorbell->count);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef doorbell_methods[] = {
+    {"ring", (PyCFunction)doorbell_ring, METH_NOARGS, "Wake the thread that waits; from any thread."},
+    {"call", (PyCFunction)doorbell_call, METH_NOARGS, "Ring for another process: only where the owner waits for that too."},
+    {"wait", (PyCFunction)(void (*)(void))doorbell_wait, METH_VARARGS | METH_KEYWORDS,
+     "wait(seconds, for_all=True): return when it was rung, or after `seconds` (None: never).\n\n"
+     "Unless it is `for_all` other processes need not ring."},
+    {0},
+};
+static PyType_Slot doorbell_slots[] = {
+    {Py_tp_doc, "Doorbell(memory): rung by anybody, heard by one thread; a ring that nobody waits for is heard by the next wait.\n\n"
+                "Ringing one who is awake costs no system call. In `memory` of DOORBELL_BYTES, zeros at first, it is of all "
+                "processes that map it; without, of this one."},
+    {Py_tp_new, doorbell_new}, {Py_tp_dealloc, doorbell_dealloc}, {Py_tp_methods, doorbell_methods}, {0},
+};
+static PyType_Spec doorbell_spec = {"aiodist._core.Doorbell", sizeof(Doorbell), 0, Py_TPFLAGS_DEFAULT, doorbell_slots};
+
+int doorbells_add(PyObject *module) { return add_type(module, &doorbell_spec) == NULL ? -1 : 0; }
