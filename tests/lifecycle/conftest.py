@@ -130,8 +130,8 @@ class Jobs:
             pytest.fail(f"not over after {limit:g} s; it said:\n{text}\n{errors}", pytrace=False)
         exits = {}
         for file in self.folder.iterdir():
-            if file.name.isdecimal():
-                code, when = json.loads(file.read_text().splitlines()[-1])
+            if file.name.isdecimal() and (lines := file.read_text().splitlines()):  # not killed as it wrote that
+                code, when = json.loads(lines[-1])
                 exits[int(file.name)] = (code, when)
                 file.unlink()
         print(text, errors, sep="\n")  # whole, where the test fails: pytest cuts what an assertion shows
