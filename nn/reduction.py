@@ -95,9 +95,9 @@ def ask(
     try:
         handle = call()
     except Exception as error:  # noqa: BLE001  - the thread that waits is told
+        failed(error)
         if host.data.parts.dispatcher.refusal is None:  # the others wait for what this rank has not sent
             host.data.abort(f"rank {host.data.rank} cannot go on: {error}")
-        failed(error)
     else:
         come = lambda error: then(handle.result()) if error is None else failed(error)  # noqa: E731
         handle.add_waiter(arrival(host, late, come))

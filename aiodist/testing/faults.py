@@ -171,7 +171,7 @@ class Faults:
         @functools.wraps(call)
         def counted(*args: Any, **options: Any) -> Any:  # noqa: ANN401
             place: Any = current_place.get()
-            rank: int = Environment.read().rank if place is None else place.number
+            rank = Environment.read().rank if place is None else _number(place, args[0])
             if place is None:
                 self.check(local=False)
             number = self._calls[rank]
@@ -184,13 +184,20 @@ class Faults:
         return counted
 
 
+def _number(place: Any, owner: Communicator | ParameterServer) -> int:  # noqa: ANN401
+    """Return the number of the rank that calls: the loop may make a net's calls in the context of another rank."""
+    if place.job.elastic is not None or isinstance(owner, ParameterServer):
+        return int(place.number)
+    return owner.parts.dispatcher.ranks[owner.rank]
+
+
 def _strike(fault: Fault, place: Any) -> None:  # noqa: ANN401
     """Have this rank suffer what happens at a call."""
     match fault.kind:
         case FaultKind.KILL if place is None:
             os.kill(os.getpid(), signal.SIGKILL)
         case FaultKind.KILL:
-            place.job.kill(place.number)
+            place.job.kill(fault.rank)
             raise asyncio.CancelledError(str(fault))
         case FaultKind.RAISE:
             raise InjectedFault(str(fault))
