@@ -281,13 +281,14 @@ class DataParallel(ModuleLike):
             made = await share_furthest(own, module, state, [steps for steps, _ in told])
             reducer = Reducer(own, status, module, op=op, sizes=sizes, hook=hook)
         except BaseException as error:
-            alike = isinstance(error, MismatchError | TypeError | ValueError)  # all ranks find it
-            if not alike and own.parts.dispatcher.refusal is None:  # the others may wait for this rank
+            why, given_up = f"{own.name} was given up", own.parts.dispatcher.refusal is not None
+            if not given_up and not isinstance(error, MismatchError):  # which all ranks find; else they wait for this
                 how = "failed" if isinstance(error, Exception) else "was cancelled"
-                own.abort(f"rank {own.rank} {how} while a net was made: {error!r}")
-            if own.parts.dispatcher.refusal is not None:  # a rank may lack one of these: nobody is to wait for it there
+                why, given_up = f"rank {own.rank} {how} while a net was made: {error!r}", True
+                own.abort(why)
+            if given_up:  # a rank may lack one of these: nobody is to wait for it there
                 for each in made_of_it:
-                    each.abort(f"{own.name} was given up")
+                    each.abort(why)
             await hook.aclose()
             with suppress(CommunicatorError, PeerError):  # it was given up, which `error` tells
                 await own.aclose()

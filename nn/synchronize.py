@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from aiodist.checkpoints.saving import load_exactly
 from aiodist.communicator import Communicator
 from aiodist.communicator.arguments import check_rank
-from aiodist.errors import AiodistError, MismatchError
+from aiodist.errors import MismatchError
 from aiodist.handles import Handle
 from aiodist.nn.devices import cuda_devices
 from aiodist.nn.joiners import check_kinds
@@ -206,7 +206,7 @@ def _heard(coll: Communicator, what: str) -> Iterator[None]:
     """In this block of `what` the others wait for operations that this rank has not issued: they hear if it leaves."""
     try:
         yield
-    except AiodistError:  # which they get too
+    except Exception:  # which they find too
         raise
     except BaseException as error:
         coll.abort(f"rank {coll.rank} left {what}: {error!r}")

@@ -241,7 +241,7 @@ class Base:
 
     @property
     def backend(self) -> str:
-        """The library that carries it: "mpi", "gloo" or "local"."""
+        """The library that carries it: "mpi", "shm", "gloo" or "local"."""
         return self._transport.name
 
     @property

@@ -162,6 +162,12 @@ def networks(version_text: str) -> tuple[str, ...]:
 
 
 _SHM = "/dev/shm"
+_NAME_HOSTS = ("host", "H", "machinefile", "default-hostfile")
+"""How arguments of mpirun begin that give it hosts."""
+_SEGMENTS_ELSEWHERE = (
+    *("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory"),  # the user's
+    *("PRTE_MCA_prte_default_hostfile", "SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE"),  # mpirun's hosts
+)
 _STALE = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "PRTE_LAUNCHED", "MPI_LOCAL", "HYDI_", "HYDRA_PROXY")
 _STALE_EXACT = frozenset(
     f"AIODIST_{name}"
@@ -331,7 +337,9 @@ def mpirun_command(job: Job, mpi: Mpi, guard: list[str], session: str = "", segm
 
 def segments_in(job: Job, mpi: Mpi, environ: Mapping[str, str]) -> str:
     """Return in which folder of this host the ranks get one for the memory that they share; "" where they get none."""
-    own = "OMPI_MCA_btl_sm_backing_directory" in environ or job.hosts  # on other hosts there is no such folder
+    # On other hosts there is no such folder.
+    elsewhere = job.hosts or any(argument.lstrip("-").startswith(_NAME_HOSTS) for argument in job.mpi_args)
+    own = elsewhere or any(name in environ for name in _SEGMENTS_ELSEWHERE)
     if mpi.flavour is not Flavour.OPENMPI or _before_prrte(mpi) or own or not os.access(_SHM, os.W_OK):
         return ""
     return _SHM

@@ -101,16 +101,18 @@ class ParameterServerSession:
     async def _bind(self, coll: Communicator, me: ServerMember) -> list[ServerMember]:
         """Take a duplicate of `coll`, on which all ranks agree; return who they are."""
         self.coll = await duplicate(coll)
-        told = None
+        alike = False
         try:
             told = await self.told({"settings": self.settings.described(), "me": asdict(me)})
+            alike = True  # what is wrong with it all ranks find
             members = self._agreed(told)
+            alike = False
+            self._open(members)
         except BaseException as error:
-            if told is None and self.coll.parts.dispatcher.refusal is None:  # else all ranks find the same
+            if not alike and self.coll.parts.dispatcher.refusal is None:
                 self.coll.abort(f"its parameter server was given up on rank {coll.rank}: {error!r}")
             await self.coll.aclose()
             raise
-        self._open(members)
         return members
 
     async def told(self, mine: dict[str, Any]) -> list[dict[str, Any]]:

@@ -208,3 +208,10 @@ def test_n10_figures_against_numpy(numel: int) -> None:
         mean, variance = _mean_and_variance(t)
         assert mean == pytest.approx(wide.mean(), rel=1e-13)
         assert variance == pytest.approx(wide.var(), rel=1e-10, abs=1e-300)
+
+
+async def test_n10_what_cannot_be_compared_leaves_the_communicator_alone() -> None:
+    async with aiodist.init() as coll:
+        with pytest.raises(OverflowError):
+            await assert_synchronized(10**400, coll)
+        await coll.barrier()

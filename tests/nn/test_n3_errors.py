@@ -311,3 +311,24 @@ def test_n3_ranks_hear_of_one_whose_operation_fails(size: int, at: int) -> None:
     ends = run_ranks(size, main, timeout=30, faults=Faults(Fault("raise", failing, at)))
     assert isinstance(ends.pop(), InjectedFault)
     assert all(f"rank {failing} " in str(end) and not isinstance(end, OperationTimeout) for end in ends), ends
+
+
+def test_n3_ranks_hear_of_one_whose_optimizer_is_another() -> None:
+    """What torch raises of that is raised on one rank alone."""
+
+    async def main() -> BaseException | None:
+        async with aiodist.init(timeout=60) as coll:
+            module = torch.nn.Linear(2, 1)
+            alone = list(module.parameters())
+            groups: Any = [{"params": [p]} for p in alone] if coll.rank == 0 else alone
+            try:
+                net = await DataParallel.create(module, coll, torch.optim.SGD(groups, lr=0.1))
+                await net.backward(net(torch.ones(1, 2)).sum())
+            except Exception as error:  # noqa: BLE001  - looked at below
+                return error
+        return None
+
+    first, second = run_ranks(2, main, timeout=30)
+    assert isinstance(second, ValueError)
+    assert isinstance(first, aiodist.CommunicatorAborted)
+    assert "rank 1 failed while a net was made: ValueError('loaded state dict has a" in str(first)

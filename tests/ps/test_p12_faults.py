@@ -16,8 +16,9 @@ from torch import Tensor
 import aiodist
 from aiodist import Communicator, Handle
 from aiodist.errors import CommunicatorAborted, RemoteError
-from aiodist.ps import Asynchronous, ParameterServer, Synchronous
+from aiodist.ps import Asynchronous, ParameterServer, Synchronous, session
 from aiodist.ps.coalescer import Coalescer
+from aiodist.ps.context import Service
 from aiodist.testing import Fault, Faults, run_ranks
 
 NUMELS = [12, 120_000]
@@ -189,3 +190,29 @@ async def test_p12_a_rank_that_is_busy_for_long_is_not_given_up(coll: Communicat
         if coll.rank == 1:
             await asyncio.sleep(1e4)
         await ps.push("w", torch.ones(7))
+
+
+def test_p12_ranks_hear_of_one_that_cannot_open_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it lacks it lacks alone: descriptors, memory."""
+
+    async def main() -> Exception | None:
+        async with aiodist.init(timeout=60) as coll:
+            try:
+                async with ParameterServer(coll):
+                    pass
+            except Exception as error:  # noqa: BLE001  - looked at below
+                return error
+        return None
+
+    made: list[object] = []
+
+    def service(*args: Any) -> Service:
+        made.append(None)
+        if len(made) == 1:
+            raise OSError(24, "too many open files")
+        return Service(*args)
+
+    monkeypatch.setattr(session, "Service", service)
+    ends = run_ranks(2, main, timeout=30)
+    assert sorted(type(end).__name__ for end in ends) == ["CommunicatorAborted", "OSError"]
+    assert "too many open files" in str(ends[0]) + str(ends[1])

@@ -193,9 +193,8 @@ def _load(device: torch.device, code: bytes) -> Launch:
     _check(driver.cuModuleLoadData(ctypes.byref(module), code))
     _check(driver.cuModuleGetFunction(ctypes.byref(function), module, b"reduce"))
 
-    current = ctypes.c_void_p()
-
     def launch(arguments: Sequence[int], blocks: int, stream: int) -> None:
+        current = ctypes.c_void_p()
         packed = (ctypes.c_uint64 * len(arguments))(*arguments)
         pointer = (ctypes.c_void_p * 1)(ctypes.addressof(packed))
         _check(driver.cuCtxGetCurrent(ctypes.byref(current)))
