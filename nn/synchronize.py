@@ -203,12 +203,10 @@ def _check_balance(balance: Sequence[float], named: Sequence[tuple[str, Tensor]]
 
 @contextmanager
 def _heard(coll: Communicator, what: str) -> Iterator[None]:
-    """In this block of `what` the others wait for operations that this rank has not issued: they hear if it leaves."""
+    """The others wait for operations that this rank issues in this block of `what`: they hear where it is cancelled."""
     try:
         yield
-    except Exception:  # which they find too
-        raise
-    except BaseException as error:
+    except asyncio.CancelledError as error:
         coll.abort(f"rank {coll.rank} left {what}: {error!r}")
         raise
 

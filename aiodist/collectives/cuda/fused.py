@@ -198,7 +198,7 @@ def _load(device: torch.device, code: bytes) -> Launch:
         packed = (ctypes.c_uint64 * len(arguments))(*arguments)
         pointer = (ctypes.c_void_p * 1)(ctypes.addressof(packed))
         _check(driver.cuCtxGetCurrent(ctypes.byref(current)))
-        if current.value != context.value:  # to set it again takes the driver 0.15 ms while a kernel runs
+        if current.value != context.value:  # to set it again took 0.15 ms in a profile (H100)
             _check(driver.cuCtxSetCurrent(context))
         _check(driver.cuLaunchKernel(function, blocks, 1, 1, _THREADS, 1, 1, 0, ctypes.c_void_p(stream), pointer, None))
 
