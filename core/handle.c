@@ -146,9 +146,11 @@ static uint64_t looks_for(const Pacer *pacer, const core_engine *engine) {
 
 // Looks for a while whether it ends; true where something of Python must do so.
 static bool spin(Handle *self, Pacer *pacer, uint64_t now) {
-    if (self->issuer == NULL) return true;
-    Lane *lane = issuer_lane(self->issuer);
+    Issuer *issuer = self->issuer;
+    if (issuer == NULL) return true;
+    Lane *lane = issuer_lane(issuer);
     Completions *completions = lane->completions;
+    INCREF(issuer);  // settling gives the handle's back, and the lane with it
     uint64_t spins = looks_for(pacer, lane->engine->engine), until = now + spins;
     uint64_t heavy = heavy_bytes(pacer), limit = (uint64_t)(look_until(pacer, (double)now * 1e-9) * 1e9);
     drive_begin(completions);
@@ -167,6 +169,7 @@ static bool spin(Handle *self, Pacer *pacer, uint64_t now) {
     // The engine goes on with what is left, and wakes the loop, unless the loop is the first to hear what it waits for.
     if (self->status == status_pending) wait_for_word(lane);
     if (core_lane_busy(lane->lane)) core_engine_notice(lane->engine->engine, lane->lane, true);
+    DECREF(issuer);
     return self->status == status_pending && self->issuer == NULL;  // it goes on in another way
 }
 

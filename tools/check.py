@@ -5,8 +5,9 @@ With `--thorough` the tests that this leaves out are run, and no checks: `make t
 Many tests wait for processes, so there are several runs of pytest, two more at a time than there are cores; what the
 first prints is seen at once, what the others print in the end. Where a few tests failed, these run once more when
 nothing else does: many have a limit of time, and machines are shared. One that passes then is no failure; the summary
-names it. Other arguments are handed to pytest, which then runs once. The summary counts the tests that ran under each
-MPI: those that recorded a property `mpi` (pytest's `record_property("mpi", "Open MPI")`), or whose id names one.
+names it. So does a run of pytest that a signal has ended, a crash, as a whole: the summary shows what its threads were
+at. Other arguments are handed to pytest, which then runs once. The summary counts the tests that ran under each MPI:
+those that recorded a property `mpi` (pytest's `record_property("mpi", "Open MPI")`), or whose id names one.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ _FEW = 5
 """So many failed tests run once more; where more have failed, something is broken."""
 _SOME_FAILED = 1
 """What pytest exits with when it ran to its end."""
+_CRASH = "Fatal Python error"
+"""What faulthandler begins with, before the stacks of all threads."""
+_LAST_WORDS = 100
+"""So many lines of them are in the summary."""
 _MPI_IN_ID = {
     "Open MPI": re.compile(r"open_?mpi", re.IGNORECASE),
     "MPICH": re.compile("mpich", re.IGNORECASE),
@@ -59,6 +64,24 @@ class Step:
 
 _MYPY = Step("mypy", [sys.executable, "-m", "mypy"], log=BUILD / "mypy.log")
 """It takes half a minute where it has no cache: it runs beside the tests."""
+
+
+@dataclass(frozen=True, eq=False)
+class End:
+    """How a step ended: its exit code, or less than zero for the signal that did it."""
+
+    step: Step
+    code: int
+    seconds: float
+
+    def __str__(self) -> str:
+        said = "ok" if self.code == 0 else f"FAILED ({self.code})"
+        return f"{self.step.name:<18} {said:<12} {self.seconds:6.1f} s"
+
+    @property
+    def crashed(self) -> bool:
+        """Whether it is a run of pytest that a signal has ended."""
+        return self.step.report is not None and self.code < 0
 
 
 @dataclass(frozen=True)
@@ -113,22 +136,25 @@ def _pytest(name: str, arguments: list[str], *, shown: bool = False) -> Step:
 
 
 def again(part: Step) -> Step:
-    """Return what runs the failed tests of a part once more."""
+    """Return what runs the failed tests of a part once more; all of them where it crashed, and left no report."""
     assert part.report is not None
     name = f"{part.name} again"
     report = part.report.with_stem(f"{part.report.stem}-again")
     command = [word.replace(str(part.report), str(report)) for word in part.command]
-    return Step(name, [*command, "--last-failed", "--last-failed-no-failures=none"], report)
+    few = ["--last-failed", "--last-failed-no-failures=none"] if part.report.exists() else []
+    return Step(name, [*command, *few], report)
 
 
-def failed(report: Path) -> list[str]:
+def failed(report: Path | None) -> list[str]:
     """Return the names of the tests that a report calls failed."""
+    assert report is not None
     cases = ElementTree.parse(report).getroot().iter("testcase")
     return [f"{c.get('classname')}.{c.get('name')}" for c in cases if _outcome(c) in {"failed", "errors"}]
 
 
-def tally(*reports: ElementTree.Element) -> Tally:
+def tally(*paths: Path) -> Tally:
     """Return the counts of JUnit reports."""
+    reports = [ElementTree.parse(path).getroot() for path in paths]
     outcomes: Counter[str] = Counter()
     mpis: Counter[str] = Counter()
     for case in (case for report in reports for case in report.iter("testcase")):
@@ -152,8 +178,8 @@ def _mpis(case: ElementTree.Element) -> set[str]:
     return recorded or {mpi for mpi, pattern in _MPI_IN_ID.items() if pattern.search(name)}
 
 
-def run(step: Step) -> tuple[int, str]:
-    """Return its exit code, and its line of the summary."""
+def run(step: Step) -> End:
+    """Run it, with what it prints in its log where it has one."""
     start = time.monotonic()
     if step.report is not None:
         step.report.unlink(missing_ok=True)
@@ -162,8 +188,25 @@ def run(step: Step) -> tuple[int, str]:
     with contextlib.ExitStack() as stack:
         output = None if step.log is None else stack.enter_context(step.log.open("wb"))
         code = subprocess.call(step.command, cwd=ROOT, env=environ, stdout=output, stderr=output)
-    seconds = time.monotonic() - start
-    return code, f"{step.name:<18} {'ok' if code == 0 else f'FAILED ({code})':<12} {seconds:6.1f} s"
+    return End(step, code, time.monotonic() - start)
+
+
+def announced(step: Step) -> End:
+    """Run what prints by itself."""
+    print(f"\n=== {step.name}", flush=True)
+    return run(step)
+
+
+def printed(step: Step) -> str:
+    """Return what went into its log."""
+    return "" if step.log is None else step.log.read_text(errors="replace")
+
+
+def once_more(ends: list[End]) -> dict[End, End]:
+    """Run again what failed, where that was little, or crashed; return how that ended, by how it had ended before."""
+    some_failed = [end for end in ends if end.step.report is not None and end.code == _SOME_FAILED]
+    few = sum(len(failed(end.step.report)) for end in some_failed) <= _FEW
+    return {end: announced(again(end.step)) for end in ends if few and (end.crashed or end in some_failed)}
 
 
 def main(arguments: list[str]) -> int:
@@ -171,36 +214,28 @@ def main(arguments: list[str]) -> int:
     thorough = arguments[:1] == ["--thorough"]
     pytest_args = arguments[thorough:]
     BUILD.mkdir(exist_ok=True)
-    ended: list[tuple[int, str]] = []
-    for step in () if thorough else steps():
-        print(f"\n=== {step.name}", flush=True)
-        ended.append(run(step))
+    checks = [announced(step) for step in (() if thorough else steps())]
     parts = [*tests(pytest_args, thorough=thorough), *(() if thorough else (_MYPY,))]
     print(f"\n=== {parts[0].name}", flush=True)
+    ends: list[End] = []
     with ThreadPoolExecutor(_AT_A_TIME) as threads:
-        for part, end in zip(parts, threads.map(run, parts), strict=True):
-            ended.append(end)
-            if part.log is not None:
-                print(f"\n=== {part.name}", part.log.read_text(errors="replace"), sep="\n", flush=True)
-    reports = [part.report for part in parts if part.report is not None and part.report.exists()]
-    codes = [code for code, _ in ended]
-    shaky: list[str] = []
-    if sum(len(failed(report)) for report in reports) <= _FEW:
-        for place, part in enumerate(parts, len(ended) - len(parts)):
-            if part.report is not None and codes[place] == _SOME_FAILED:
-                names = failed(part.report)
-                repeat = again(part)
-                print(f"\n=== {repeat.name}", flush=True)
-                ended.append(run(repeat))
-                if ended[-1][0] == 0:
-                    codes[place] = 0
-                    shaky += names
+        for end in threads.map(run, parts):
+            ends.append(end)
+            if end.step.log is not None:
+                print(f"\n=== {end.step.name}", printed(end.step), sep="\n", flush=True)
+    repeats = once_more(ends)
     print("\n=== summary")
-    print("\n".join(line for _, line in ended))
-    print(tally(*(ElementTree.parse(report).getroot() for report in reports)))
-    for name in shaky:
-        print(f"failed at first, and passed when it ran once more: {name}")
-    return int(any(codes))
+    print(*checks, *ends, *repeats.values(), sep="\n")
+    counted = [repeats.get(end, end) if end.crashed else end for end in ends]
+    print(tally(*(report for end in counted if (report := end.step.report) is not None and report.exists())))
+    for first, second in repeats.items():
+        names = [f"{first.step.name}, which crashed"] if first.crashed else failed(first.step.report)
+        for name in names if second.code == 0 else ():
+            print(f"failed at first, and passed when it ran once more: {name}")
+        if first.crashed:
+            stacks = printed(first.step).rpartition(_CRASH)[2].splitlines()[:_LAST_WORDS]
+            print(f"\n=== what {first.step.name} was at when it crashed", *stacks, sep="\n")
+    return int(any(repeats.get(end, end).code for end in (*checks, *ends)))
 
 
 if __name__ == "__main__":

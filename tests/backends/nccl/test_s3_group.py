@@ -302,13 +302,13 @@ async def test_s3_a_released_group_is_made_again(world: Make) -> None:
 
 
 async def test_s3_a_rank_that_does_not_close_is_not_waited_for_long(
-    world: Make, monkeypatch: pytest.MonkeyPatch
+    world: Make, monkeypatch: pytest.MonkeyPatch, until: Until
 ) -> None:
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.05)
     w = world(2)
     await check(w)
     await ended(w, w.group(0), drained=True)
-    assert w.nccl.calls[-2:] == ["finalize", "abort"]
+    await until(lambda: w.nccl.calls[-2:] == ["finalize", "abort"])  # nor is its thread, on a busy machine
     # One whose abort does not come back either.
     let_go = threading.Event()
     comm = w.comm(1)
