@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
@@ -16,6 +17,8 @@ from tests.support.simulated_cuda.device import Event, SimulatedCuda, Stream
 
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
+
+    Until = Callable[[Callable[[], object]], Awaitable[None]]
 
 LOST = "device-side assert triggered"
 
@@ -85,7 +88,7 @@ async def test_n3_cuda_no_memory_for_gradients(
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 async def test_n3_cuda_a_device_that_is_lost(
-    coll: Communicator, strict_cuda: SimulatedCuda, trial: type[Trial], where: str, steps: int
+    coll: Communicator, strict_cuda: SimulatedCuda, trial: type[Trial], until: Until, where: str, steps: int
 ) -> None:
     """All that rank 1 asks of its device fails from then on."""
     net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.SMALL)
@@ -107,6 +110,7 @@ async def test_n3_cuda_a_device_that_is_lost(
 
     for _ in range(steps):
         await net.step(lambda: mse_loss(net(x), y), opt)
+    await until(lambda: not net.reducer.data.parts.dispatcher.pending())  # else what these steps lent is freed later
     await coll.barrier()
     await run_out(net, opt, forward, LOST, fails=coll.rank == 1)
 
