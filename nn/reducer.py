@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from aiodist.communicator import Communicator
@@ -436,7 +437,9 @@ class Reducer:
         """Backwards in this block add up gradients on this rank."""
         adds_to_sums = self.op == "sum" and self.data.size > 1
         trained = [slot for slot in self.slots if adds_to_sums and slot.parameter.requires_grad]
-        hooks = [slot.parameter.register_hook(partial(self._share, slot)) for slot in trained]
+        # On what adds to `.grad`, which has to stay meanwhile: `torch.autograd.grad` adds nothing.
+        adders = [(slot, get_gradient_edge(slot.parameter).node) for slot in trained]
+        hooks = [adder.register_prehook(partial(self._share, slot)) for slot, adder in adders]
         self.local += 1
         try:
             yield
@@ -453,7 +456,7 @@ class Reducer:
                 self._share(slot)
             self._summed = 0
 
-    def _share(self, slot: Slot, _: Tensor | None = None) -> None:
+    def _share(self, slot: Slot, _: object = None) -> None:
         """The same of one gradient; autograd calls it before it adds to that, in the thread that does."""
         if self._summed and slot.index not in self._shared:
             self._shared.add(slot.index)
