@@ -46,13 +46,17 @@ async def killed() -> None:
 
 
 async def raised() -> None:
-    """Rank 1 raises."""
+    """Rank 1 raises, once rank 0 waits for it."""
     async with aiodist.init() as coll:
         await coll.allreduce(torch.ones(100))
         with aiodist.span("last"):
             if coll.rank == 1:
+                await coll.recv(torch.empty(1), 0)
                 raise ValueError("boom")
-            await coll.allreduce(torch.ones(100))
+            last = coll.allreduce(torch.ones(100))
+            if coll.rank == 0:
+                await coll.send(torch.ones(1), 1)
+            await last
 
 
 async def late() -> None:
