@@ -210,6 +210,9 @@ class _JumpingSelector(selectors.DefaultSelector):
             if events or loop.ready or loop.executing:
                 return events
         if timeout is not None and (due is None or loop.now + timeout < due):
+            if loop.returning:  # for those who watch for stalls it is at work: they get all their time after that
+                self._quiet_since = loop.now
+                return self._grace(_GRACE_SECONDS)
             known = [(dispatcher.oplog.seq, len(dispatcher.pending())) for dispatcher in Dispatcher.of_loop(loop)]
             seen = sum(issued for issued, _ in known), sum(pending for _, pending in known)
             if seen != self._seen:  # some rank has got further
