@@ -152,9 +152,8 @@ def failed(report: Path | None) -> list[str]:
     return [f"{c.get('classname')}.{c.get('name')}" for c in cases if _outcome(c) in {"failed", "errors"}]
 
 
-def tally(*paths: Path) -> Tally:
+def tally(*reports: ElementTree.Element) -> Tally:
     """Return the counts of JUnit reports."""
-    reports = [ElementTree.parse(path).getroot() for path in paths]
     outcomes: Counter[str] = Counter()
     mpis: Counter[str] = Counter()
     for case in (case for report in reports for case in report.iter("testcase")):
@@ -226,13 +225,13 @@ def main(arguments: list[str]) -> int:
     repeats = once_more(ends)
     print("\n=== summary")
     print(*checks, *ends, *repeats.values(), sep="\n")
-    counted = [repeats.get(end, end) if end.crashed else end for end in ends]
-    print(tally(*(report for end in counted if (report := end.step.report) is not None and report.exists())))
+    counted = [(repeats.get(end, end) if end.crashed else end).step.report for end in ends]
+    print(tally(*(ElementTree.parse(report).getroot() for report in counted if report is not None and report.exists())))
     for first, second in repeats.items():
         names = [f"{first.step.name}, which crashed"] if first.crashed else failed(first.step.report)
         for name in names if second.code == 0 else ():
             print(f"failed at first, and passed when it ran once more: {name}")
-        if first.crashed:
+        if first.crashed and first.step.log is not None:
             stacks = printed(first.step).rpartition(_CRASH)[2].splitlines()[:_LAST_WORDS]
             print(f"\n=== what {first.step.name} was at when it crashed", *stacks, sep="\n")
     return int(any(repeats.get(end, end).code for end in (*checks, *ends)))

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -101,39 +102,64 @@ def test_each_test_is_in_one_part(tool: ModuleType, thorough: bool) -> None:
     assert [any(word.endswith(" and processes") for word in part) for part in parts].count(True) == 1
 
 
+@pytest.fixture
+def main(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[[str], tuple[int, str]]:
+    """`main(body)`: what `make test` comes to and prints for a test of this body, and one more beside it."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    soak\n    thorough\n")
+
+    def part(arguments: list[str], *, thorough: bool) -> list[object]:
+        return [tool._pytest("part", ["test_it.py"])]
+
+    for name, value in {"ROOT": tmp_path, "BUILD": tmp_path / "build", "steps": list, "tests": part}.items():
+        monkeypatch.setattr(tool, name, value)
+    monkeypatch.setattr(tool, "_MYPY", tool.Step("mypy", [sys.executable, "-c", ""]))
+
+    def main(body: str) -> tuple[int, str]:
+        (tmp_path / "test_it.py").write_text(
+            "import ctypes, pathlib\n"
+            "FILE = pathlib.Path('ran')\n"
+            f"def test_it():\n    ran = FILE.exists() or FILE.touch()\n    {body}\n"
+            "def test_other(): ...\n"
+        )
+        return tool.main([]), capfd.readouterr().out
+
+    return main
+
+
+@pytest.mark.parametrize("tool", ["check"], indirect=True)
+def test_a_test_that_failed_runs_once_more(tool: ModuleType, main: Callable[[str], tuple[int, str]]) -> None:
+    code, out = main("assert ran")
+    assert code == 0
+    assert "failed at first, and passed when it ran once more: test_it.test_it" in out.splitlines()
+    assert "run-last-failure" in out, "and it alone"
+
+
+@pytest.mark.parametrize("tool", ["check"], indirect=True)
+def test_a_run_that_crashed_runs_once_more_and_is_told_of(
+    tool: ModuleType, main: Callable[[str], tuple[int, str]]
+) -> None:
+    code, out = main("ran or ctypes.string_at(0)")
+    assert code == 0
+    summary = out.partition("=== summary")[2]
+    assert "FAILED (-11)" in summary
+    assert "failed at first, and passed when it ran once more: part, which crashed" in summary.splitlines()
+    assert "tests: 2 passed" in summary.splitlines()
+    assert "in test_it" in summary.partition("=== what part was at when it crashed")[2]
+
+
 @pytest.mark.parametrize("tool", ["check"], indirect=True)
 @pytest.mark.parametrize(
-    ("body", "code", "said"),
-    [
-        (
-            "assert FILE.exists() or FILE.touch()",
-            0,
-            "failed at first, and passed when it ran once more: test_it.test_it",
-        ),
-        ("assert False", 1, "tests: 1 failed, 1 passed"),
-    ],
+    ("body", "said"), [("assert False", "tests: 1 failed, 1 passed"), ("ctypes.string_at(0)", "tests: none")]
 )
-def test_a_test_that_failed_runs_once_more(
-    tool: ModuleType,
-    body: str,
-    code: int,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+def test_what_fails_twice_has_failed(
+    tool: ModuleType, main: Callable[[str], tuple[int, str]], body: str, said: str
 ) -> None:
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    soak\n    thorough\n")
-    (tmp_path / "test_it.py").write_text(
-        f"import pathlib\nFILE = pathlib.Path('ran')\ndef test_it():\n    {body}\ndef test_other(): ...\n"
-    )
-    monkeypatch.setattr(tool, "ROOT", tmp_path)
-    monkeypatch.setattr(tool, "BUILD", tmp_path / "build")
-    monkeypatch.setattr(tool, "steps", list)
-    monkeypatch.setattr(tool, "_MYPY", tool.Step("mypy", [sys.executable, "-c", ""]))
-    assert tool.main(["test_it.py"]) == code
-    out, _ = capfd.readouterr()
+    code, out = main(body)
+    assert code == 1
     assert said in out.splitlines()
-    assert "run-last-failure" in out, "and it alone"
+    assert "passed when it ran once more" not in out
 
 
 @pytest.mark.parametrize("tool", ["release"], indirect=True)
