@@ -32,6 +32,8 @@ _SHOWN_OPERATIONS, _SHOWN_RANKS = 8, 16
 _SLEEP_SECONDS = 1.0  # of a thread that waits for a lane, at a time: the operation may be given up
 _NOTHING_TO_SHOW = nullcontext()
 _event_lock = threading.Lock()
+blocked: dict[int, tuple[Handle[Any], float | None]] = {}
+"""By thread: the handle at which it is blocked, and until when at most; None: until that is over."""
 
 
 class Fence(Protocol):
@@ -266,6 +268,17 @@ class Handle(_core.Handle, Generic[T]):
         its core to others at once.
         """
         until = None if timeout is None else monotonic() + timeout
+        me = threading.get_ident()
+        before, blocked[me] = blocked.get(me), (self, until)
+        try:
+            return self._block_until(until, looks)
+        finally:
+            if before is None:
+                del blocked[me]
+            else:  # what was left of that one waits for this one
+                blocked[me] = before
+
+    def _block_until(self, until: float | None, looks: bool) -> bool:
         while self.in_lane:  # this thread may be the only one that runs
             left = _SLEEP_SECONDS if until is None else min(until - monotonic(), _SLEEP_SECONDS)
             if left <= 0:

@@ -17,6 +17,7 @@ from weakref import WeakSet, finalize
 from aiodist.handles import Account, Handle, Origin, Progress
 from aiodist.handles.combinators import EndWaiter
 from aiodist.handles.tracing import span, tracing
+from aiodist.handles.waiting import next_of, serve
 from aiodist.streams.modes import Modes, ModeSwitch
 
 P = ParamSpec("P")
@@ -182,7 +183,8 @@ class _Worker:
     def run(self) -> None:
         self.base = Modes.capture()
         computing, me = self.progress.computing, threading.get_ident()
-        while (item := self.queue.get()) is not None:
+        serve(self.queue)
+        while (item := next_of(self.queue)) is not None:
             computing.add(me)
             item.run(self)
             computing.discard(me)

@@ -17,6 +17,7 @@ from torch.futures import Future
 
 from aiodist.errors import AiodistError, OperationTimeout
 from aiodist.handles import Handle
+from aiodist.handles.waiting import next_of, serve
 
 
 class _Workers:
@@ -36,11 +37,9 @@ class _Workers:
         self.queue.put(job)
 
     def _serve(self) -> None:
-        item: Callable[[], None] | None = None  # whether it has a job: read by `watch.stillness`
+        serve(self.queue)
         while True:
-            item = self.queue.get()
-            item()
-            item = None
+            next_of(self.queue)()
             self._idle.release()
 
 

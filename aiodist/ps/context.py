@@ -25,6 +25,7 @@ from aiodist.backends.shm.neighbours import Neighbour
 from aiodist.codecs import Codec
 from aiodist.errors import AiodistError, PeerLost
 from aiodist.handles import Progress
+from aiodist.handles.waiting import next_of, serve
 from aiodist.ps.coalescer import Coalescer
 from aiodist.ps.rules import Rule
 from aiodist.ps.settings import Policy
@@ -179,7 +180,8 @@ class Service:
                 await asyncio.to_thread(self._thread.join, _BUSY_SECONDS)
 
     def _serve(self) -> None:
-        while (item := self._queue.get()) is not None:
+        serve(self._queue)
+        while (item := next_of(self._queue)) is not None:
             work, then = item
             error: BaseException | None = None
             if self._closed:

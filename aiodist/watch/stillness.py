@@ -8,21 +8,24 @@ counts as something that can. [Note: standing still] in docs/design/watch.md say
 from __future__ import annotations
 
 import asyncio
+import dis
 import gc
 import socket
+import sys
 import threading
 from collections import deque
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from concurrent.futures import thread as executors
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakValueDictionary
 
 from aiodist.control import Channel
 from aiodist.handles import Handle, Progress
-from aiodist.handles.origin import is_ours
+from aiodist.handles.handle import blocked
 from aiodist.handles.stacks import frames_of_thread, line_of_thread
 from aiodist.handles.timers import is_quiet
+from aiodist.handles.waiting import next_of, work_of
 
 _OWN_THREADS = (
     "aiodist-progress",
@@ -34,16 +37,26 @@ _OWN_THREADS = (
     "aiodist-trace",
 )
 """They run nothing of the program's; what they receive is told by the counts of messages."""
-_WAITS = frozenset(
-    code
-    for call in (
-        threading.Condition.wait,
-        threading.Thread.join,
-        getattr(threading.Thread, "_wait_for_tstate_lock", threading.Thread.join),
-    )
-    if (code := getattr(call, "__code__", None)) is not None
-)
-"""A thread that is in one of these without a time-out goes on only when another thread wakes it."""
+_TSTATE_WAIT = getattr(threading.Thread, "_wait_for_tstate_lock", threading.Thread.join).__code__
+"""Where `Thread.join` waits; since Python 3.13 in itself."""
+
+
+def _line_of_bare(call: Any, name: str) -> int:  # noqa: ANN401
+    """Return the last line of a function at which it calls a method of that name without arguments, 0 for none."""
+    found, asked = 0, False
+    for instruction in dis.get_instructions(call):
+        if instruction.argval == name:
+            asked = True
+        elif asked and instruction.opname == "CALL":
+            asked = False
+            if instruction.arg == 0 and instruction.positions is not None:
+                found = instruction.positions.lineno or 0
+    return found
+
+
+_CONDITION_LINE = _line_of_bare(threading.Condition.wait, "acquire")
+_JOIN_LINE = _line_of_bare(threading.Thread.join, "_wait_for_tstate_lock")
+"""A thread that stands at one of these was given no time-out: it goes on only when another thread wakes it."""
 
 
 def what_goes_on(progress: Progress, channel: Channel) -> str:
@@ -104,34 +117,43 @@ def stands_still(thread: threading.Thread) -> bool:
     frames = frames_of_thread(thread.ident or 0)
     if not frames:
         return not thread.is_alive()
-    frame = frames[-1][0]
-    code = frame.f_code
-    if _waits_for_work(frame):
+    if _waits_for_work(thread, frames[-1][0].f_code):
         return True
-    if code in _WAITS:
-        return frame.f_locals.get("timeout") in (None, -1)
-    return code is Handle.block.__code__ and frame.f_locals.get("until", 0) is None
+    if frames[-1][0].f_code is Handle._block_until.__code__:
+        _, until = blocked.get(thread.ident or 0, (None, 0.0))
+        return until is None
+    return _waits_for_ever(frames)
 
 
 def is_to_be_woken(thread: threading.Thread) -> bool:
     """Return whether it is a worker without work, or waits for a handle that is not over."""
-    frames = [frame for frame, _ in frames_of_thread(thread.ident or 0)]
-    if not frames or _waits_for_work(frames[-1]):
-        return bool(frames)
-    call, known = frames[-3:][0].f_code, frames[-3:][0].f_locals  # which waits for an event, and that for a condition
-    at_handle = frames[-1].f_code in _WAITS and is_ours(call.co_filename) and call.co_qualname == "Handle._block_at"
-    return at_handle and known["self"].is_pending and not known["event"].is_set()
-
-
-def _waits_for_work(frame: FrameType) -> bool:
-    """Return whether the worker of an executor, a stream or a parameter server has none, in hand or in its queue.
-
-    What a server's is given is counted, see `Progress.busy`.
-    """
-    code, known = frame.f_code, frame.f_locals
-    if code is executors._worker.__code__:
-        return known.get("work_item") is None and bool(known["work_queue"].empty())
-    if not is_ours(code.co_filename) or known.get("item") is not None:
+    codes = [frame.f_code for frame, _ in frames_of_thread(thread.ident or 0)]
+    if not codes or _waits_for_work(thread, codes[-1]):
+        return bool(codes)
+    # Which waits for an event, and that for a condition.
+    at_handle = codes[-1] is threading.Condition.wait.__code__ and codes[-3:][0] is Handle._block_at.__code__
+    handle, _ = blocked.get(thread.ident or 0, (None, None))
+    if not at_handle or handle is None:
         return False
-    name = code.co_qualname
-    return name == "Service._serve" or (name in ("_Worker.run", "_Workers._serve") and known["self"].queue.empty())
+    return handle.is_pending and not (handle._event is not None and handle._event.is_set())
+
+
+def _waits_for_work(thread: threading.Thread, code: CodeType) -> bool:
+    """Return whether the worker of an executor, a stream or a parameter server has none, in hand or in its queue."""
+    if code is executors._worker.__code__:
+        queue = executors._threads_queues.get(thread)
+    elif code is next_of.__code__:
+        queue = work_of.get(thread)
+    else:
+        return False
+    return queue is not None and queue.empty()
+
+
+def _waits_for_ever(frames: Sequence[tuple[FrameType, int]]) -> bool:
+    """Return whether it is a wait of `threading`, without a time-out."""
+    (frame, line), (caller, called_at) = frames[-1], frames[-2:][0]
+    if sys.version_info >= (3, 13) and frame.f_code is _TSTATE_WAIT:
+        return frame.f_locals.get("timeout") is None  # looks up this one, and copies nothing
+    if frame.f_code is _TSTATE_WAIT:
+        return caller.f_code is threading.Thread.join.__code__ and called_at == _JOIN_LINE
+    return frame.f_code is threading.Condition.wait.__code__ and line == _CONDITION_LINE

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -23,6 +25,7 @@ from aiodist.communicator.facts import CommFacts, Facts, PendingOp
 from aiodist.streams import HostStream
 from aiodist.testing import run_ranks
 from aiodist.watch.graph import locked
+from aiodist.watch.stillness import stands_still
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -159,6 +162,63 @@ def test_w4_a_worker_that_is_late_to_return_hides_no_deadlock() -> None:
                 await coll.recv(src=1 - coll.rank)
 
     run_ranks(2, main)
+
+
+LOOKED_AT = """
+import sys, threading, time
+from aiodist.watch.stillness import is_to_be_woken, stands_still
+
+class Slow:
+    def __del__(self):
+        time.sleep(2e-4)  # other threads run meanwhile
+
+lines = [f"v{i} = " + ("Slow()" if i < 2 else "[]") for i in range(60)]
+lines += ["time.sleep(1e-4)", "v0 = v1 = None", "time.sleep(1e-4)"]
+exec("def local():" + "; ".join(lines))
+
+def deep(n):
+    if n:
+        deep(n - 1)
+    else:
+        time.sleep(5e-4)
+
+def work():
+    while True:
+        local()
+        deep(9)
+
+thread = threading.Thread(target=work, daemon=True)
+thread.start()
+until = time.monotonic() + 2
+while time.monotonic() < until:
+    for _ in range(6):
+        assert not stands_still(thread) and not is_to_be_woken(thread)
+        time.sleep(1e-5)
+"""
+
+
+def test_w4_threads_that_run_are_looked_at() -> None:
+    """Where one was asked for its locals, the process crashed."""
+    subprocess.run([sys.executable, "-c", LOOKED_AT], check=True, timeout=60)
+
+
+def test_w4_how_long_a_thread_waits_is_seen() -> None:
+    lock, event, thread = threading.Condition(), threading.Event(), threading.Thread(target=time.sleep, args=(2,))
+
+    def at_condition(seconds: float | None) -> None:
+        with lock:
+            lock.wait(seconds)
+
+    thread.start()
+    for wait in (event.wait, at_condition, thread.join):
+        for seconds in (None, 1.5):
+            waiting = threading.Thread(target=wait, args=(seconds,))
+            waiting.start()
+            time.sleep(0.1)
+            assert stands_still(waiting) == (seconds is None), (wait, seconds)
+    with lock:
+        lock.notify_all()
+    event.set()
 
 
 # --- slow is no deadlock ---------------------------------------------------------------------------------------
