@@ -21,11 +21,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from aiodist.control import Channel
-from aiodist.handles import Handle, Progress
-from aiodist.handles.handle import blocked
+from aiodist.handles import Progress
 from aiodist.handles.stacks import frames_of_thread, line_of_thread
 from aiodist.handles.timers import is_quiet
-from aiodist.handles.waiting import next_of, work_of
+from aiodist.handles.waiting import AT_EVENT, IN_LANE, blocks_at_pending, blocks_for_ever, next_of, work_of
 
 _OWN_THREADS = (
     "aiodist-progress",
@@ -119,9 +118,8 @@ def stands_still(thread: threading.Thread) -> bool:
         return not thread.is_alive()
     if _waits_for_work(thread, frames[-1][0].f_code):
         return True
-    if frames[-1][0].f_code is Handle._block_until.__code__:
-        _, until = blocked.get(thread.ident or 0, (None, 0.0))
-        return until is None
+    if frames[-1][0].f_code is IN_LANE:
+        return blocks_for_ever(thread.ident or 0)
     return _waits_for_ever(frames)
 
 
@@ -131,11 +129,8 @@ def is_to_be_woken(thread: threading.Thread) -> bool:
     if not codes or _waits_for_work(thread, codes[-1]):
         return bool(codes)
     # Which waits for an event, and that for a condition.
-    at_handle = codes[-1] is threading.Condition.wait.__code__ and codes[-3:][0] is Handle._block_at.__code__
-    handle, _ = blocked.get(thread.ident or 0, (None, None))
-    if not at_handle or handle is None:
-        return False
-    return handle.is_pending and not (handle._event is not None and handle._event.is_set())
+    at_event = codes[-1] is threading.Condition.wait.__code__ and codes[-3:][0] is AT_EVENT
+    return at_event and blocks_at_pending(thread.ident or 0)
 
 
 def _waits_for_work(thread: threading.Thread, code: CodeType) -> bool:
