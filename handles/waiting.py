@@ -1,4 +1,4 @@
-"""What threads wait for, work or a handle, told by these themselves: others cannot know it from where they stand.
+"""Threads say what they wait for, work or a handle, so that others need not look into their frames.
 
 The locals of a frame are for its own thread. Until Python 3.13 to ask for those of another one copies all of them:
 where that ends an object whose destructor lets other threads run, the frame may be gone meanwhile, and the process
@@ -26,7 +26,7 @@ def serve(queue: SimpleQueue[Any]) -> None:
 
 
 def next_of(queue: SimpleQueue[T]) -> T:
-    """Return what this thread is to do next; while it is in here it has nothing to do."""
+    """Return what this thread is to do next. While it is in here, and the queue is empty, it has nothing to do."""
     return queue.get()
 
 

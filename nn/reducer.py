@@ -438,7 +438,8 @@ class Reducer:
         adds_to_sums = self.op == "sum" and self.data.size > 1
         trained = [slot for slot in self.slots if adds_to_sums and slot.parameter.requires_grad]
         # On what adds to `.grad`, which has to stay meanwhile: `torch.autograd.grad` adds nothing.
-        adders = [(slot, get_gradient_edge(slot.parameter).node) for slot in trained]
+        with torch.inference_mode(False):
+            adders = [(slot, get_gradient_edge(slot.parameter).node) for slot in trained]
         hooks = [adder.register_prehook(partial(self._share, slot)) for slot, adder in adders]
         self.local += 1
         try:

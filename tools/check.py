@@ -201,10 +201,20 @@ def printed(step: Step) -> str:
     return "" if step.log is None else step.log.read_text(errors="replace")
 
 
+def last_words(log: str) -> list[str]:
+    """Return the stacks of a run that crashed; the end of its log where there are none, as of one that was killed."""
+    lines = log.splitlines()
+    at = next((number for number, line in enumerate(lines) if line.startswith(_CRASH)), -_LAST_WORDS)
+    return lines[at:][:_LAST_WORDS]
+
+
 def once_more(ends: list[End]) -> dict[End, End]:
     """Run again what failed, where that was little, or crashed; return how that ended, by how it had ended before."""
     some_failed = [end for end in ends if end.step.report is not None and end.code == _SOME_FAILED]
     few = sum(len(failed(end.step.report)) for end in some_failed) <= _FEW
+    for end in ends:
+        if end.crashed and end.step.report is not None:
+            end.step.report.unlink(missing_ok=True)  # one that crashed in its very last moment has left one
     return {end: announced(again(end.step)) for end in ends if few and (end.crashed or end in some_failed)}
 
 
@@ -231,9 +241,8 @@ def main(arguments: list[str]) -> int:
         names = [f"{first.step.name}, which crashed"] if first.crashed else failed(first.step.report)
         for name in names if second.code == 0 else ():
             print(f"failed at first, and passed when it ran once more: {name}")
-        if first.crashed and first.step.log is not None:
-            stacks = printed(first.step).rpartition(_CRASH)[2].splitlines()[:_LAST_WORDS]
-            print(f"\n=== what {first.step.name} was at when it crashed", *stacks, sep="\n")
+        if first.crashed:
+            print(f"\n=== what {first.step.name} was at when it crashed", *last_words(printed(first.step)), sep="\n")
     return int(any(repeats.get(end, end).code for end in (*checks, *ends)))
 
 

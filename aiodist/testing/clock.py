@@ -210,27 +210,37 @@ class _JumpingSelector(selectors.DefaultSelector):
             if events or loop.ready or loop.executing:
                 return events
         if timeout is not None and (due is None or loop.now + timeout < due):
-            if loop.returning:  # for those who watch for stalls it is at work: they get all their time after that
-                self._quiet_since = loop.now
-                return self._grace(_GRACE_SECONDS)
-            known = [(dispatcher.oplog.seq, len(dispatcher.pending())) for dispatcher in Dispatcher.of_loop(loop)]
-            seen = sum(issued for issued, _ in known), sum(pending for _, pending in known)
-            if seen != self._seen:  # some rank has got further
-                self._seen, self._quiet_since = seen, loop.now
-            if loop.now - self._quiet_since < _QUIET_SECONDS:
-                loop.now += timeout
-                return []
-            if due is not None and loop.now < due - _LOOK_SECONDS:
-                loop.now = due - _LOOK_SECONDS
-                return []
+            given = self._give_time(timeout, due)
+            if given is not None:
+                return given
         if due is not None:
             loop.now = max(loop.now, due)
             return []
         self._quiet_since = loop.now
-        if loop.returning:  # for those who watch for stalls it is at work: they get more time
+        if loop.returning:  # as above
             return self._grace(_GRACE_SECONDS)
         loop.deadlocked()
         return []
+
+    def _give_time(self, timeout: float, due: float | None) -> list[tuple[selectors.SelectorKey, int]] | None:
+        """Let those who watch for stalls look before the program's timer is due; None: they have had their time."""
+        loop = self._loop
+        if loop.returning:
+            events = self._grace(_GRACE_SECONDS)
+            if events or loop.ready or loop.executing:
+                return events
+            self._quiet_since = loop.now  # for them it was at work: their time begins anew
+        known = [(dispatcher.oplog.seq, len(dispatcher.pending())) for dispatcher in Dispatcher.of_loop(loop)]
+        seen = sum(issued for issued, _ in known), sum(pending for _, pending in known)
+        if seen != self._seen:  # some rank has got further
+            self._seen, self._quiet_since = seen, loop.now
+        if loop.now - self._quiet_since < _QUIET_SECONDS:
+            loop.now += timeout
+            return []
+        if due is not None and loop.now < due - _LOOK_SECONDS:
+            loop.now = due - _LOOK_SECONDS
+            return []
+        return None
 
 
 class _OneThread(Progress):

@@ -134,7 +134,7 @@ def is_to_be_woken(thread: threading.Thread) -> bool:
 
 
 def _waits_for_work(thread: threading.Thread, code: CodeType) -> bool:
-    """Return whether the worker of an executor, a stream or a parameter server has none, in hand or in its queue."""
+    """Return whether the worker of an executor, a stream or a parameter server stands at its queue, which is empty."""
     if code is executors._worker.__code__:
         queue = executors._threads_queues.get(thread)
     elif code is next_of.__code__:

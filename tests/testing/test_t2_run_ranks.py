@@ -5,6 +5,8 @@ import gc
 import threading
 import time
 import weakref
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -379,3 +381,24 @@ def test_t2_threads_that_are_to_be_woken_do_not_hold_the_clock_up(monkeypatch: p
     began = time.monotonic()
     assert run_ranks(2, main, timeout=86400) == [3.0, 3.0]
     assert time.monotonic() - began < 50
+
+
+@pytest.mark.timeout(30)
+def test_t2_a_thread_that_was_given_up_holds_no_time_up() -> None:
+    """Its executor is told that it is done, and its worker is not back before it gets what it waits for."""
+
+    async def main() -> float:
+        async with aiodist.init() as coll:
+            loop, items = asyncio.get_running_loop(), SimpleQueue[int]()
+            handle = None if coll.rank else coll.recv(src=1)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.to_thread(items.get), 0.5)
+            await asyncio.sleep(5)
+            items.put(1)
+            if handle is None:
+                await coll.send(torch.ones(1), 0)
+            else:
+                await handle
+            return loop.time()
+
+    assert [5.4 < seconds < 6.5 for seconds in run_ranks(2, main)] == [True, True]

@@ -22,6 +22,7 @@ import aiodist
 from aiodist import Communicator, DeadlockError
 from aiodist.c10d.work import HandleWork
 from aiodist.communicator.facts import CommFacts, Facts, PendingOp
+from aiodist.handles.stacks import frames_of_thread
 from aiodist.streams import HostStream
 from aiodist.testing import run_ranks
 from aiodist.watch.graph import locked
@@ -202,23 +203,41 @@ def test_w4_threads_that_run_are_looked_at() -> None:
     subprocess.run([sys.executable, "-c", LOOKED_AT], check=True, timeout=60)
 
 
-def test_w4_how_long_a_thread_waits_is_seen() -> None:
-    lock, event, thread = threading.Condition(), threading.Event(), threading.Thread(target=time.sleep, args=(2,))
+@pytest.mark.parametrize("seconds", [None, 60.0])
+def test_w4_how_long_a_thread_waits_is_seen(seconds: float | None) -> None:
+    condition, event, over = threading.Condition(), threading.Event(), threading.Event()
+    other = threading.Thread(target=over.wait, daemon=True)
+    other.start()
 
     def at_condition(seconds: float | None) -> None:
-        with lock:
-            lock.wait(seconds)
+        with condition:
+            condition.wait(seconds)
 
-    thread.start()
-    for wait in (event.wait, at_condition, thread.join):
-        for seconds in (None, 1.5):
-            waiting = threading.Thread(target=wait, args=(seconds,))
-            waiting.start()
-            time.sleep(0.1)
-            assert stands_still(waiting) == (seconds is None), (wait, seconds)
-    with lock:
-        lock.notify_all()
-    event.set()
+    threads = [
+        threading.Thread(target=wait, args=(seconds,), daemon=True) for wait in (event.wait, at_condition, other.join)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        until = time.monotonic() + 20
+        while not all(map(_waits, threads)) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert [stands_still(thread) for thread in threads] == [seconds is None] * 3
+    finally:
+        event.set()
+        over.set()
+        with condition:
+            condition.notify_all()
+        for thread in threads:
+            thread.join()
+
+
+def _waits(thread: threading.Thread) -> bool:
+    """Return whether it is in a call of `threading` that has not returned for a while."""
+    frames = [frames_of_thread(thread.ident or 0)[-1:]]
+    time.sleep(0.05)
+    frames.append(frames_of_thread(thread.ident or 0)[-1:])
+    return bool(frames[0]) and frames[0] == frames[1] and frames[0][0][0].f_code.co_filename == threading.__file__
 
 
 # --- slow is no deadlock ---------------------------------------------------------------------------------------
