@@ -12,7 +12,7 @@ from enum import Enum
 from functools import partial
 from math import inf
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, Self, TypeVar, cast
 
 from aiodist import _core
 from aiodist.errors import OperationTimeout
@@ -32,7 +32,7 @@ _SHOWN_OPERATIONS, _SHOWN_RANKS = 8, 16
 _SLEEP_SECONDS = 1.0  # of a thread that waits for a lane, at a time: the operation may be given up
 _NOTHING_TO_SHOW = nullcontext()
 _event_lock = threading.Lock()
-blocked: dict[int, tuple[Handle[Any], float | None]] = {}
+_blocked: Final[dict[int, tuple[Handle[Any], float | None]]] = {}
 """By thread: the handle at which it is blocked, and until when at most; None: until that is over."""
 
 
@@ -269,14 +269,14 @@ class Handle(_core.Handle, Generic[T]):
         """
         until = None if timeout is None else monotonic() + timeout
         me = threading.get_ident()
-        before, blocked[me] = blocked.get(me), (self, until)
+        before, _blocked[me] = _blocked.get(me), (self, until)
         try:
             return self._block_until(until, looks)
         finally:
             if before is None:
-                del blocked[me]
+                del _blocked[me]
             else:  # what was left of that one waits for this one
-                blocked[me] = before
+                _blocked[me] = before
 
     def _block_until(self, until: float | None, looks: bool) -> bool:
         while self.in_lane:  # this thread may be the only one that runs
@@ -576,3 +576,23 @@ def plight(handles: Sequence[Handle[Any]]) -> tuple[str, dict[int, str]]:
         more = f" and {len(told) - _SHOWN_RANKS} more" if len(told) > _SHOWN_RANKS else ""
         words.append(f"late: {', '.join(told[:_SHOWN_RANKS])}{more}")
     return "".join(f"; {word}" for word in words), late
+
+
+IN_LANE: Final = Handle._block_until.__code__
+"""Where a thread stands that waits for a lane."""
+AT_EVENT: Final = Handle._block_at.__code__
+"""What a thread has called that waits for the event of a handle."""
+
+
+def blocks_for_ever(thread_id: int) -> bool:
+    """Return whether that thread waits for a handle, however long it takes."""
+    _, until = _blocked.get(thread_id, (None, 0.0))
+    return until is None
+
+
+def blocks_at_pending(thread_id: int) -> bool:
+    """Return whether that thread waits for a handle that is not over, and of which nothing is left for it to do."""
+    handle, _ = _blocked.get(thread_id, (None, None))
+    if handle is None or not handle.is_pending:
+        return False
+    return handle._event is None or not handle._event.is_set()

@@ -32,15 +32,8 @@ _GRACE_PARTS = 40
 _POLL_SECONDS = 2e-4  # of real time, between two looks at what only polling brings on
 _QUIET_SECONDS = 3.0  # of its time, in which those who watch for stalled operations find out what there is
 _LOOK_SECONDS = 0.5  # before what the program waits for: they ask once more then, ahead of a deadline
-_EXECUTORS = "asyncio_"
-_LIBRARY_THREADS = (
-    "aiodist-progress",
-    "aiodist-ps-",
-    "aiodist-future",
-    "aiodist-leave",
-    _EXECUTORS,
-    "pytest_timeout",
-)
+_WORKERS = ("asyncio_", "aiodist-future")  # of executors, and of torch's futures
+_LIBRARY_THREADS = ("aiodist-progress", "aiodist-ps-", "aiodist-leave", "pytest_timeout", *_WORKERS)
 
 
 class TimeLimit(Quiet, partial[None]):
@@ -117,8 +110,8 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
 
     @property
     def returning(self) -> bool:
-        """Whether a worker of an executor has told the loop that it is done, and is not back at its queue."""
-        return any(t.name.startswith(_EXECUTORS) and not stands_still(t) for t in threading.enumerate())
+        """Whether a worker has told the loop that it is done, and is not back at its queue."""
+        return any(t.name.startswith(_WORKERS) and not stands_still(t) for t in threading.enumerate())
 
     def shuffle(self) -> None:
         """Draw the order of what is ready."""

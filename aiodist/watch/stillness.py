@@ -22,9 +22,10 @@ from weakref import WeakValueDictionary
 
 from aiodist.control import Channel
 from aiodist.handles import Progress
+from aiodist.handles.handle import AT_EVENT, IN_LANE, blocks_at_pending, blocks_for_ever
 from aiodist.handles.stacks import frames_of_thread, line_of_thread
 from aiodist.handles.timers import is_quiet
-from aiodist.handles.waiting import AT_EVENT, IN_LANE, blocks_at_pending, blocks_for_ever, next_of, work_of
+from aiodist.handles.waiting import next_of, work_of
 
 _OWN_THREADS = (
     "aiodist-progress",
@@ -135,7 +136,7 @@ def is_to_be_woken(thread: threading.Thread) -> bool:
 
 def _waits_for_work(thread: threading.Thread, code: CodeType) -> bool:
     """Return whether the worker of an executor, a stream or a parameter server stands at its queue, which is empty."""
-    if code is executors._worker.__code__:
+    if (code.co_filename, code.co_name) == (executors.__file__, "_worker"):
         queue = executors._threads_queues.get(thread)
     elif code is next_of.__code__:
         queue = work_of.get(thread)

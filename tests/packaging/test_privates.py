@@ -25,7 +25,6 @@ EXCEPTIONS = {
     ("aiodist/backends/gloo/library.py", "_timeout"): "the same",
     ("aiodist/testing/clock.py", "_ready"): "asyncio's, of its event loop",
     ("aiodist/testing/clock.py", "_selector"): "the same",
-    ("aiodist/watch/stillness.py", "_worker"): "Python's, of executors",
     ("aiodist/watch/stillness.py", "_ready"): "asyncio's, of its event loop",
     ("aiodist/watch/stillness.py", "_selector"): "the same",
     ("aiodist/testing/ranks.py", "_context"): "asyncio's, of one of its handles",
