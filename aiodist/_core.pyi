@@ -1,7 +1,7 @@
 """The compiled core: collectives of a host, and waiting for them; see `core/`."""
 
 from collections.abc import Callable, Generator, MutableMapping, Sequence, Sized
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 Buffer = memoryview | bytearray
@@ -17,6 +17,7 @@ REFUSED: int
 UNLIKE: int
 
 def kernels() -> str: ...
+def frames_of_thread(thread_id: int, /) -> list[tuple[FrameType, int]]: ...
 def write_checked(fd: int, memory: Buffer, parts: list[tuple[int, int, int]], /) -> list[int]: ...
 def arrived(rings: tuple[Rings, ...], until: float, /) -> bool: ...
 

@@ -652,6 +652,37 @@ static PyObject *kernels(PyObject *module, PyObject *none) {
     return PyUnicode_FromString(core_kernels_level());
 }
 
+// Appends (frame, line) for each frame from `frame` on, which is given away, to the outermost; false with an exception set.
+static bool walk(PyObject *found, PyObject *frame) {
+    while (frame != NULL && frame != Py_None) {
+        PyObject *line = PyObject_GetAttrString(frame, "f_lineno"), *back = PyObject_GetAttrString(frame, "f_back");
+        PyObject *one = line == NULL || back == NULL ? NULL : PyTuple_Pack(2, frame, line);
+        bool failed = one == NULL || PyList_Append(found, one) < 0;
+        Py_XDECREF(one), Py_XDECREF(line), Py_DECREF(frame);
+        frame = back;
+        if (failed) break;
+    }
+    Py_XDECREF(frame);
+    return !PyErr_Occurred();
+}
+
+// Nothing in here lets another thread run, so all frames are of one moment. To make their objects takes memory, and until
+// Python 3.12 garbage is collected then: destructors would give the GIL away, and the frame that is looked at might go.
+static PyObject *frames_of_thread(PyObject *module, PyObject *thread) {
+    (void)module;
+    int collects = PyGC_Disable();
+    PyObject *current = PySys_GetObject("_current_frames"), *frames = current == NULL ? NULL : PyObject_CallNoArgs(current);
+    PyObject *found = frames == NULL ? NULL : PyList_New(0);
+    if (found != NULL) {
+        PyObject *frame = PyDict_GetItemWithError(frames, thread);
+        Py_XINCREF(frame);
+        if (PyErr_Occurred() || !walk(found, frame) || PyList_Reverse(found) < 0) Py_CLEAR(found);
+    }
+    Py_XDECREF(frames);
+    if (collects) PyGC_Enable();
+    return found;
+}
+
 static PyObject *write_checked(PyObject *module, PyObject *args) {
     (void)module;
     int fd, error = 0;
@@ -693,6 +724,9 @@ end:
 
 static PyMethodDef functions[] = {
     {"kernels", kernels, METH_NOARGS, "Return which kernels this processor runs: baseline, avx2 or avx512."},
+    {"frames_of_thread", frames_of_thread, METH_O,
+     "frames_of_thread(thread_id): return its frames as they stand at one moment, the outermost first, each with its line; "
+     "none of a thread that runs no Python."},
     {"write_checked", write_checked, METH_VARARGS,
      "write_checked(fd, memory, [(address, nbytes, crc), ...]): write these bytes one behind another, through the two "
      "halves of `memory` and without the GIL; return of each the CRC-32 of what had `crc`, with these bytes behind it."},

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import sysconfig
 from collections.abc import Iterable, Iterator
-from sys import _current_frames
-from traceback import walk_stack
 from types import CodeType, FrameType
 from typing import Any
 
+from aiodist import _core
 from aiodist.handles.origin import is_ours
 
 _SHOWN = 4
@@ -31,9 +30,11 @@ def frames_of_task(task: asyncio.Task[Any]) -> Iterator[FrameType]:
 
 
 def frames_of_thread(thread_id: int) -> list[tuple[FrameType, int]]:
-    """Return the frames of a thread with their lines, the outermost first; none of one that runs no Python."""
-    frame = _current_frames().get(thread_id)
-    return [] if frame is None else [*walk_stack(frame)][::-1]
+    """Return the frames of a thread with their lines, the outermost first; none of one that runs no Python.
+
+    They are of one moment. To walk them here would let the thread go on meanwhile, and Python 3.11 may crash then.
+    """
+    return _core.frames_of_thread(thread_id)
 
 
 def line_of_thread(thread_id: int) -> str:

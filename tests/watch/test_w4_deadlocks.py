@@ -166,7 +166,7 @@ def test_w4_a_worker_that_is_late_to_return_hides_no_deadlock() -> None:
 
 
 LOOKED_AT = """
-import sys, threading, time
+import gc, sys, threading, time
 from aiodist.watch.stillness import is_to_be_woken, stands_still
 
 class Slow:
@@ -190,16 +190,19 @@ def work():
 
 thread = threading.Thread(target=work, daemon=True)
 thread.start()
-until = time.monotonic() + 2
+gc.set_threshold(3)
+until = time.monotonic() + 3
 while time.monotonic() < until:
     for _ in range(6):
+        garbage = Slow()
+        garbage.itself, garbage = garbage, None
         assert not stands_still(thread) and not is_to_be_woken(thread)
         time.sleep(1e-5)
 """
 
 
 def test_w4_threads_that_run_are_looked_at() -> None:
-    """Where one was asked for its locals, the process crashed."""
+    """Where one was asked for its locals, or garbage was collected amid the look, the process crashed."""
     subprocess.run([sys.executable, "-c", LOOKED_AT], check=True, timeout=60)
 
 
