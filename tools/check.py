@@ -204,7 +204,7 @@ def printed(step: Step) -> str:
 def last_words(log: str) -> list[str]:
     """Return the stacks of a run that crashed; the end of its log where there are none, as of one that was killed."""
     lines = log.splitlines()
-    at = next((number for number, line in enumerate(lines) if line.startswith(_CRASH)), -_LAST_WORDS)
+    at = max((number for number, line in enumerate(lines) if line.startswith(_CRASH)), default=-_LAST_WORDS)
     return lines[at:][:_LAST_WORDS]
 
 
