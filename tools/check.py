@@ -5,9 +5,10 @@ With `--thorough` the tests that this leaves out are run, and no checks: `make t
 Many tests wait for processes, so there are several runs of pytest, two more at a time than there are cores; what the
 first prints is seen at once, what the others print in the end. Where a few tests failed, these run once more when
 nothing else does: many have a limit of time, and machines are shared. One that passes then is no failure; the summary
-names it. So does a run of pytest that a signal has ended, a crash, as a whole: the summary shows what its threads were
-at. Other arguments are handed to pytest, which then runs once. The summary counts the tests that ran under each MPI:
-those that recorded a property `mpi` (pytest's `record_property("mpi", "Open MPI")`), or whose id names one.
+names it, and what it met at first. So does a run of pytest that a signal has ended, a crash, as a whole: the summary
+shows what its threads were at. Other arguments are handed to pytest, which then runs once. The summary counts the tests
+that ran under each MPI: those that recorded a property `mpi` (pytest's `record_property("mpi", "Open MPI")`), or whose
+id names one.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _SOME_FAILED = 1
 _CRASH = "Fatal Python error"
 """What faulthandler begins with, before the stacks of all threads."""
 _LAST_WORDS = 100
-"""So many lines of them are in the summary."""
+"""So many lines of them are in the summary, and of what a test met."""
 _MPI_IN_ID = {
     "Open MPI": re.compile(r"open_?mpi", re.IGNORECASE),
     "MPICH": re.compile("mpich", re.IGNORECASE),
@@ -145,11 +146,17 @@ def again(part: Step) -> Step:
     return Step(name, [*command, *few], report)
 
 
-def failed(report: Path | None) -> list[str]:
-    """Return the names of the tests that a report calls failed."""
+def failed(report: Path | None) -> dict[str, str]:
+    """Return the tests that a report calls failed, by name, and what each met."""
     assert report is not None
     cases = ElementTree.parse(report).getroot().iter("testcase")
-    return [f"{c.get('classname')}.{c.get('name')}" for c in cases if _outcome(c) in {"failed", "errors"}]
+    return {f"{c.get('classname')}.{c.get('name')}": _met(c) for c in cases if _outcome(c) in {"failed", "errors"}}
+
+
+def _met(case: ElementTree.Element) -> str:
+    found = [case.find(tag) for tag in ("error", "failure")]
+    words = "\n".join(tag.get("message", "") for tag in found if tag is not None)
+    return "\n".join(f"    {line}" for line in words.splitlines()[:_LAST_WORDS])
 
 
 def tally(*reports: ElementTree.Element) -> Tally:
@@ -238,9 +245,9 @@ def main(arguments: list[str]) -> int:
     counted = [(repeats.get(end, end) if end.crashed else end).step.report for end in ends]
     print(tally(*(ElementTree.parse(report).getroot() for report in counted if report is not None and report.exists())))
     for first, second in repeats.items():
-        names = [f"{first.step.name}, which crashed"] if first.crashed else failed(first.step.report)
-        for name in names if second.code == 0 else ():
-            print(f"failed at first, and passed when it ran once more: {name}")
+        names = {f"{first.step.name}, which crashed": ""} if first.crashed else failed(first.step.report)
+        for name, met in names.items() if second.code == 0 else ():
+            print(f"failed at first, and passed when it ran once more: {name}", met, sep="\n")
         if first.crashed:
             print(f"\n=== what {first.step.name} was at when it crashed", *last_words(printed(first.step)), sep="\n")
     return int(any(repeats.get(end, end).code for end in (*checks, *ends)))
