@@ -213,7 +213,7 @@ class Compute:
     def _begin(
         self, *, active: bool = True, opinion: bool = True, differs: bool = False, whole: bool = False
     ) -> Reduction:
-        """Return a new pass; ask the others first which parameters are trained, where this rank cannot know.
+        """Return a new pass; ask the others first what they train, and who has data, where this rank cannot know.
 
         It `differs` where it trains others than before; without an `opinion` it has failed, or has no data left.
         """
@@ -225,7 +225,7 @@ class Compute:
             self._name_caller()
             self.reducer.steps.settle()
             verdict = None
-            if differs or (joining and not opinion):
+            if differs or (joining and not opinion) or self.reducer.adds_to_sums:
                 verdict = self._ask(StatusKind.JOIN if joining else StatusKind.ASK, opinion=opinion)
             return self.reducer.begin(verdict, active=active, opinion=opinion, whole=whole)
         except Exception as error:  # a device is lost: what the others wait for will not come

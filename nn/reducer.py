@@ -148,7 +148,7 @@ class Reducer:
         self._due: list[int] = []
         """Buckets that were probably full, and were not."""
         self._summed = 0
-        """Of how many ranks the gradients hold the sum, if of any: what is added is added to this rank's share."""
+        """Among how many ranks the gradients are shared, if they are a sum: what is added is added to this one's."""
         self._shared: set[int] = set()
         """The parameters whose gradient is this rank's share of that sum already."""
         self.thread: int | None = None
@@ -262,6 +262,11 @@ class Reducer:
                 )
         return True
 
+    @property
+    def adds_to_sums(self) -> bool:
+        """A pass in a `join` block adds to gradients that are a sum: who brings a share of it has to be known first."""
+        return self.joining > 0 and self._summed > 0 and any(p.grad is not None for p in self._parameters)
+
     def packed_status(self, kind: StatusKind, *, opinion: bool, known: bool = False) -> Tensor:
         """Return what this rank asks, or tells those that do; without `opinion` it trains what they train.
 
@@ -301,6 +306,8 @@ class Reducer:
         self.averaged = None
         if self._dealer.reorder():
             self._sentries.place(self._deal)
+        if self.joining and verdict is not None and self._summed:
+            self._summed = verdict.active
         self.share()
         self.hook.rescale(self.scaler)
         self._fired = {}

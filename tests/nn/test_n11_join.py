@@ -215,6 +215,26 @@ async def test_n11_a_sum_that_is_added_to(coll: Communicator) -> None:
     check(net.module, expected)
 
 
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("op", ["mean", "sum"])
+async def test_n11_gradients_are_kept_while_ranks_leave(coll: Communicator, op: Literal["mean", "sum"]) -> None:
+    """What was reduced while a rank had data counts whole when it has none."""
+    for counts in counts_of(coll):
+        net = await DataParallel.create(build(), coll, op=op, bucket_bytes=100, first_bucket_bytes=1)
+        seen = []
+        async with net.join():
+            for step in range(counts[coll.rank]):
+                await net.backward(loss_of(net, coll.rank, step))
+                seen.append([parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None])
+        expected = build()
+        for step, found in enumerate(seen):
+            active = [rank for rank, count in enumerate(counts) if step < count]
+            for rank in active:
+                (loss_of(expected, rank, step) / (len(active) if op == "mean" else 1)).backward()
+            torch.testing.assert_close(found, [parameter.grad for parameter in expected.parameters()])
+        await net.aclose()
+
+
 @pytest.mark.ranks(1)
 async def test_n11_what_is_no_optimizer_is_refused(coll: Communicator) -> None:
     """At the call, and not behind the last batch, where the others would wait."""
