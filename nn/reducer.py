@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from aiodist.communicator import Communicator
@@ -151,6 +152,8 @@ class Reducer:
         """Among how many ranks the gradients are shared, if they are a sum: what is added is added to this one's."""
         self._shared: set[int] = set()
         """The parameters whose gradient is this rank's share of that sum already."""
+        self._sharers: dict[int, tuple[Node, RemovableHandle]] = {}
+        """By parameter, in a `no_sync` block: what adds to its gradient, and the hook on that."""
         self.thread: int | None = None
         """The one that runs a backward of the net; None while none is under way."""
         self._loop_thread = get_ident()
@@ -442,19 +445,27 @@ class Reducer:
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Backwards in this block add up gradients on this rank."""
-        adds_to_sums = self.op == "sum" and self.data.size > 1
-        trained = [slot for slot in self.slots if adds_to_sums and slot.parameter.requires_grad]
-        # On what adds to `.grad`, which has to stay meanwhile: `torch.autograd.grad` adds nothing.
-        with torch.inference_mode(False):
-            adders = [(slot, get_gradient_edge(slot.parameter).node) for slot in trained]
-        hooks = [adder.register_prehook(partial(self._share, slot)) for slot, adder in adders]
         self.local += 1
         try:
+            self._share_first()
             yield
         finally:
             self.local -= 1
-            for hook in hooks:
-                hook.remove()
+            if not self.local:
+                for _, hook in self._sharers.values():
+                    hook.remove()
+                self._sharers.clear()
+
+    def _share_first(self) -> None:
+        """Have what adds to gradients in a `no_sync` block make shares of sums before it does."""
+        if self.op == "mean" or self.data.size == 1:
+            return
+        new = [slot for slot in self.slots if slot.parameter.requires_grad and slot.index not in self._sharers]
+        # On what adds to `.grad`, which has to stay meanwhile: `torch.autograd.grad` adds nothing.
+        with torch.inference_mode(False):
+            for slot in new:
+                adder = get_gradient_edge(slot.parameter).node
+                self._sharers[slot.index] = adder, adder.register_prehook(partial(self._share, slot))
 
     def share(self) -> None:
         """Before gradients are added to a sum of all ranks: keep this rank's share of it."""
@@ -476,6 +487,8 @@ class Reducer:
         """Have a backward outside be told, even if parameters were frozen or thawed since the last pass."""
         if self.thread is None:
             self._sentries.keep()
+        if self.local:
+            self._share_first()
 
     def _gradient_came(self, index: int, told: bool, _: Tensor) -> None:
         """See `Sentries`. The loop's thread runs no pass; those that autograd has for CUDA devices do."""

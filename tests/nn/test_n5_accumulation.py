@@ -111,6 +111,24 @@ async def test_n5_no_sync_behind_a_step_whose_gradients_are_kept(
     trial.assert_same_gradients(net, gradients_of(trial, coll.size, range(4), op))
 
 
+@pytest.mark.ranks(1, 3)
+@each_op
+@each_bucket
+async def test_n5_no_sync_with_parameters_that_are_thawed_in_it(
+    coll: Communicator, trial: type[Trial], op: Literal["mean", "sum"], sizes: dict[str, Any]
+) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, op=op, **sizes)
+    await net.backward(trial.loss(net, coll.rank, 0))
+    net.module.requires_grad_(False).get_submodule("0").requires_grad_(True)
+    with net.no_sync():
+        with net.no_sync():
+            net.module.requires_grad_(True)
+            loss = trial.loss(net, coll.rank, 1)
+        loss.backward()
+    await net.backward(trial.loss(net, coll.rank, 2))
+    trial.assert_same_gradients(net, gradients_of(trial, coll.size, range(3), op))
+
+
 @pytest.mark.ranks(2)
 @each_op
 @each_bucket
