@@ -17,7 +17,7 @@ from aiodist.codecs.base import wide
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
 from aiodist.nn.layout import flat_view, view_like
-from aiodist.streams.memory import dtype_name
+from aiodist.streams.memory import dtype_name, shares_memory
 
 
 def deal(
@@ -69,14 +69,16 @@ class Slot:
     """Where the gradient lies in the bucket, in the memory layout of the parameter."""
     result: Tensor | None = None
     """What becomes `.grad` when it is reduced."""
+    given: bool = False
+    """It was given to the user before the pass was over, and is the user's since."""
 
     def __post_init__(self) -> None:
         self.dtype = self.parameter.dtype
         self.nbytes = self.parameter.nbytes
 
     def surplus(self) -> bool:
-        """A gradient has come after its bucket was filled."""
-        return self.parameter.grad is not None and self.parameter.grad is not self.result
+        """A gradient has come after its bucket was filled, as far as it is not the user's already."""
+        return not self.given and self.parameter.grad is not None and self.parameter.grad is not self.result
 
     def used(self) -> bool:
         """It has brought something to this pass."""
@@ -88,7 +90,8 @@ class Bucket:
 
     While a pass goes on `.grad` holds what it brings, and nothing else: so a gradient that has come can be told from
     one that has not. It is copied into its place in the bucket once, and the place becomes `.grad`. A parameter that
-    has a bucket for itself is reduced where autograd left its gradient, with no copy at all.
+    has a bucket for itself is reduced where autograd left its gradient, with no copy at all, unless that is needed for
+    something else too.
     """
 
     def __init__(self, slots: Sequence[Slot], allocate: Callable[[int, torch.dtype], Tensor]) -> None:
@@ -116,7 +119,7 @@ class Bucket:
         """Begin a pass: set aside the gradients that are there."""
         for slot, view in zip(self.slots, self._views, strict=True):
             slot.view = view  # in the last pass it may have been in another bucket
-            slot.earlier, slot.result = slot.parameter.grad, None
+            slot.earlier, slot.result, slot.given = slot.parameter.grad, None, False
             if slot.earlier is not None:
                 slot.parameter.grad = None
 
@@ -160,7 +163,7 @@ class Bucket:
                 add_each(*added)
 
     def _take_whole(self, slot: Slot) -> bool:
-        """Reduce the only gradient where it is, unless its memory is in another order than the parameter's."""
+        """Reduce the only gradient where it is, unless its memory is another's too, or not as the parameter's."""
         grad, earlier = slot.parameter.grad, slot.earlier
         result = grad if earlier is None else earlier
         data = None if result is None else _flat(result, slot)
@@ -189,6 +192,8 @@ class Bucket:
     def blank(self) -> None:
         """Have zeros reduced: this rank has nothing to bring."""
         self.unused = list(self.slots)
+        if any(slot.earlier is not None for slot in self.slots):
+            self._flat = None  # where they may lie, and stay if no rank brings anything
         self.data = self._memory().zero_()
 
     def scale(self) -> None:
@@ -211,13 +216,18 @@ class Bucket:
     def release(self) -> None:
         """It is reduced: give back the memory of what is no result."""
 
-    def place(self, used: Callable[[int], object]) -> None:
-        """It is reduced: give each parameter its gradient, one that this rank had not if other ranks `used` it."""
+    def place(self, used: Callable[[int], object], *, empty: bool = False) -> None:
+        """It is reduced: give each parameter its gradient, one that this rank had not if other ranks `used` it.
+
+        Of an `empty` pass, to which no rank has brought anything, the gradients are those of before.
+        """
         for slot in self.unused:
             if used(slot.index):
                 slot.result = slot.view
         for slot in self.slots:
-            if slot.result is not None:
+            if empty:
+                slot.parameter.grad = slot.earlier
+            elif slot.result is not None and not slot.given:
                 slot.parameter.grad = slot.result
             slot.earlier = None
 
@@ -258,10 +268,13 @@ def _check_dtype(slot: Slot, grad: Tensor) -> None:
 
 
 def _flat(grad: Tensor, slot: Slot) -> Tensor | None:
-    """Return the gradient as flat memory in the order of the parameter's, the same on every rank; None if it is not."""
+    """Return the gradient as flat memory in the order of the parameter's, the same on every rank; None if it is not.
+
+    Nor if other tensors have that memory: it may be the gradient of something else too, from which backward goes on.
+    """
     _check_dense(slot, grad)
     parameter = slot.parameter
-    if grad.stride() != parameter.stride():
+    if grad.stride() != parameter.stride() or shares_memory(grad):
         return None
     return flat_view(grad)
 
@@ -354,10 +367,12 @@ class RowBucket(Bucket):
                 total.values().mul_(self.factor * self._share)
             slot.result, self.factor = total.to(rows.dtype), 1.0
 
-    def place(self, used: Callable[[int], object]) -> None:
-        """It may be used, if some rank `used` it: `finish` gives the parameter its gradient."""
+    def place(self, used: Callable[[int], object], *, empty: bool = False) -> None:
+        """It may be used, if some rank `used` it: `finish` gives the parameter its gradient. Otherwise as a bucket."""
         (slot,) = self.slots
         self._used = bool(used(slot.index))
+        if empty:
+            slot.parameter.grad = slot.earlier
         slot.earlier = None
         if not self._used:
             slot.result = self._gathered = None
@@ -365,8 +380,9 @@ class RowBucket(Bucket):
     def finish(self) -> None:
         """Sum the rows on the thread that uses them, since that takes long, unless they are summed already."""
         self.scale()
-        if self._used:
-            self.slots[0].parameter.grad = self.slots[0].result
+        (slot,) = self.slots
+        if self._used and not slot.given:
+            slot.parameter.grad = slot.result
 
 
 # --- what torch calls a communication hook ----------------------------------------------------------------------------

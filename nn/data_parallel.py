@@ -149,7 +149,8 @@ class DataParallel(ModuleLike):
         where the others call `rebind`, with as much `state`, and gets what they have. `PipelinedOptimizer`, `LocalSGD`
         or `ShardedOptimizer`, the class, stands for one that you make on this net next; `settings` may come behind it.
 
-        Raises `ValueError` for another `op`, sizes below 1 or a module with nothing to train, `TypeError` for
+        Raises `ValueError` for another `op`, sizes below 1, a module with nothing to train, or on several ranks an
+        embedding whose forward changes its weight (`max_norm`), which would come to differ, `TypeError` for
         parameters that `compress` does not take, `RuntimeError` when a parameter belongs to a `DataParallel` already.
         Costs three duplicates of `coll`, two small collectives, and one broadcast of all parameters and buffers; later
         memory for one more copy of the small gradients.
@@ -250,6 +251,8 @@ class DataParallel(ModuleLike):
         This rank has `made` so many steps, None where it is in the midst of one.
         """
         module, op, sizes = self._module, self._op, self._sizes
+        if coll.size > 1:
+            _check_forward(module)
         if coll.parts.registry.elastic is not None:
             state = (*state, self._stateful)
         own = await duplicate(coll)
@@ -395,8 +398,7 @@ class DataParallel(ModuleLike):
                 f"step({given}): expected a function that returns the loss, as `lambda: loss_fn(net(x), y)`, or a list "
                 "of such functions; and an optimizer"
             )
-        if self.reducer.local:
-            raise RuntimeError("net.step inside net.no_sync(): there, `await net.backward(loss)` adds up gradients")
+        self._check_reduces("step")
         self._check_owner(opt)
         if opt is not self._optimizer:
             self.check_updated()
@@ -451,9 +453,11 @@ class DataParallel(ModuleLike):
         """Yield each parameter with its reduced gradient, now its `.grad`, as they arrive, while backward goes on.
 
         `loss` has one element, a gradient the shape of its parameter. Parameters that this rank did not use come last.
-        Leaving early does not stop the reductions. Raises and costs as `step`.
+        A `.grad` that you replace or forget as it arrives stays so. Leaving early does not stop the reductions. Raises
+        and costs as `step`.
         """
         self._check()
+        self._check_reduces("gradients")
         self._check_owner()
         arrivals: asyncio.Queue[Bucket | None] = asyncio.Queue()
         work = self.compute.submit(self.compute.reduce, lambda: loss, on_arrival=arrivals.put_nowait)
@@ -493,8 +497,9 @@ class DataParallel(ModuleLike):
         A rank that has left the loop brings nothing to the others' reductions, and does not count in the mean. In
         the end all ranks have the parameters, and the state of `optimizers` (unless given, the one of the last
         `step`) and of the scaler and the schedulers of `settings`, of a rank that went on longest; buffers stay each
-        rank's own. In the block only `step` and `backward` may communicate. When the block raises, this rank does not
-        wait; the others get a `RemoteError`, those that have come to the end too.
+        rank's own. Every `.grad` is then the last reduction. With `op="sum"` what `no_sync` made shares of counts as
+        far as the ranks that hold them go on. In the block only `step` and `backward` may communicate. When the block
+        raises, this rank does not wait; the others get a `RemoteError`, those that have come to the end too.
         """
         self._check()
         if wrong := [type(each).__name__ for each in optimizers if not isinstance(each, Stateful)]:
@@ -627,6 +632,10 @@ class DataParallel(ModuleLike):
         if isinstance(self._optimizer, Driver) and self._optimizer.pending:
             raise RuntimeError("the last updates are still to be made: `await opt.flush()` first")
 
+    def _check_reduces(self, call: str) -> None:
+        if self.reducer.local:
+            raise RuntimeError(f"net.{call} inside net.no_sync(): there, `await net.backward(loss)` adds up gradients")
+
     def _check_owner(self, opt: object = None) -> None:
         owner = self.reducer.owner
         if owner is not None and owner is not opt:
@@ -701,6 +710,16 @@ def _caller_of(forward: Callable[..., object]) -> tuple[CodeType, int] | None:
     return (code, 0) if of_step and isinstance(code, CodeType) else None
 
 
+def _check_forward(module: nn.Module) -> None:
+    """Raise ValueError where forward changes parameters that are trained."""
+    for name, each in module.named_modules():
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None and each.weight.requires_grad:
+            raise ValueError(
+                f"the embedding {name!r} has max_norm={each.max_norm}: its forward would scale the rows of this rank's "
+                "batch alone, and ranks would come to differ; expected None, and rows that you scale behind each step"
+            )
+
+
 def check_optimizer(net: DataParallel, opt: Optimizer | Driver) -> None:
     """Raise TypeError for one that runs backward itself, ValueError for one of another net."""
     if isinstance(opt, Optimizer):
@@ -714,7 +733,7 @@ def check_optimizer(net: DataParallel, opt: Optimizer | Driver) -> None:
 def _pairs(slots: Iterable[Slot]) -> Iterator[tuple[nn.Parameter, Tensor]]:
     for slot in slots:
         if slot.result is not None:
-            slot.parameter.grad = slot.result
+            slot.parameter.grad, slot.given = slot.result, True
             yield cast(nn.Parameter, slot.parameter), slot.result
 
 

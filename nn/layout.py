@@ -115,15 +115,17 @@ class Parcel:
         """Return `tensors`, each in the memory order of its like, or of its dimensions; copied in only with `fill`."""
         parcel = cls()
         small: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
+        seen: set[int] = set()  # where tensors begin: two gradients may be one, which travels from where it lies once
         for i, t in enumerate(tensors):
             like = torch.empty(t.shape, device="meta") if likes is None else likes[i]
             if t.nbytes < WHOLE_BYTES:
                 small.setdefault((t.dtype, t.device), []).append((t, like))
-            elif memory_order(t) == memory_order(like) and (flat := flat_view(t)) is not None:
+            elif memory_order(t) != memory_order(like) or t.data_ptr() in seen or (flat := flat_view(t)) is None:
+                parcel._copied([(t, like)])
+            else:
+                seen.add(t.data_ptr())
                 parcel.flat.append(flat)
                 parcel.in_place.append(t)
-            else:
-                parcel._copied([(t, like)])
         for group in small.values():
             parcel._copied(group)
         if fill and parcel.pieces:

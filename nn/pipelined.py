@@ -45,7 +45,8 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
     buckets are those of the moment when it is made.
 
     The first step waits for all; from it is learnt which modules run, and so where each parameter is used. A
-    parameter that is used elsewhere later, while its update is on the way, has that step fail with `RuntimeError`.
+    parameter that is used elsewhere later, while its update is on the way, has that step fail with `RuntimeError`; but
+    where such a use has no gradient, as that of `weight.detach()` in a loss, it is not seen, and reads what is there.
     """
 
     pass_lag = 1
@@ -251,7 +252,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         scaler, made = self._settings.scaler, False
         before = None if self._undo is None or scaler is None else deepcopy(scaler.state_dict())
         try:
-            made = self._settings.update([{"params": [s.parameter for part in self._left for s in part.slots]}], make)
+            made = self._settings.update([group for part in self._left for group in part.optimizer.param_groups], make)
         except Exception as raised:  # noqa: BLE001  - told by the next step or flush, like one of the optimizer
             self._mishap = self._net.reducer.steps.mishap = raised
             self._failed = self._failed or raised

@@ -310,8 +310,9 @@ class Reducer:
         if self._dealer.reorder():
             self._sentries.place(self._deal)
         if self.joining and verdict is not None and self._summed:
-            self._summed = verdict.active
-        self.share()
+            self._summed = verdict.active or self._summed
+        if verdict is None or verdict.active:
+            self.share()
         self.hook.rescale(self.scaler)
         self._fired = {}
         self._due.clear()
@@ -480,8 +481,8 @@ class Reducer:
         if self._summed and slot.index not in self._shared:
             self._shared.add(slot.index)
             if slot.parameter.grad is not None:
-                with torch.no_grad():
-                    slot.parameter.grad.div_(self._summed)
+                with torch.no_grad():  # behind a `join` block all ranks have the sum, also of those that went on alone
+                    slot.parameter.grad.div_(self._summed if self.joining else self.data.size)
 
     def watch(self) -> None:
         """Have a backward outside be told, even if parameters were frozen or thawed since the last pass."""
@@ -551,9 +552,10 @@ class Reducer:
         return self._deal.learnt is not None
 
     def summed(self, reduction: Reduction) -> None:
-        """The gradients are those that `reduction` has reduced from now on."""
-        self._summed = reduction.participants if self.op == "sum" and self.data.size > 1 else 0
-        self._shared = set()
+        """The gradients are those that `reduction` has reduced from now on, if any rank has brought some."""
+        if reduction.participants:
+            self._summed = reduction.participants if self.op == "sum" and self.data.size > 1 else 0
+            self._shared = set()
 
     # --- passes: on the loop ------------------------------------------------------------------------------------
 

@@ -344,7 +344,7 @@ class Reduction(PassMachine[Bucket]):
             bucket.factor = self._host.data.size / status.active
             if not bucket.on_device:  # there it is scaled behind its reduction, on the stream that uses it
                 bucket.scale()
-        bucket.place(status.columns.__getitem__)
+        bucket.place(status.columns.__getitem__, empty=not status.active)
         if not isinstance(bucket, RowBucket):
             self._hook.settle(bucket)
         self.settled[index].resolve(None)

@@ -169,7 +169,7 @@ class ShardBucket(Bucket):
         self.names = []
         super().open()
 
-    def place(self, used: Callable[[int], object]) -> None:
+    def place(self, used: Callable[[int], object], *, empty: bool = False) -> None:
         """It is reduced: give the sections of this rank their gradients, and drop those of the parameters."""
         idle = {slot.index for slot in self.unused if not used(slot.index)}
         trained = {slot.index: slot.name for slot in self.slots if slot.index not in idle}

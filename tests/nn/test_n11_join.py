@@ -232,6 +232,17 @@ async def test_n11_gradients_are_kept_while_ranks_leave(coll: Communicator, op: 
             for rank in active:
                 (loss_of(expected, rank, step) / (len(active) if op == "mean" else 1)).backward()
             torch.testing.assert_close(found, [parameter.grad for parameter in expected.parameters()])
+        for step in range(max(counts)):  # behind the block all have the last reduction, and go on from there
+            active = [rank for rank, count in enumerate(counts) if len(seen) <= step < count]
+            for rank in active:
+                (loss_of(expected, rank, step) / (len(active) if op == "mean" else 1)).backward()
+        for again in range(2):
+            if again:
+                await net.backward(loss_of(net, coll.rank, 7))
+                for rank in range(coll.size):
+                    (loss_of(expected, rank, 7) / (coll.size if op == "mean" else 1)).backward()
+            trained = [[p.grad for p in module.parameters()] for module in (net, expected)]
+            torch.testing.assert_close(*trained)
         await net.aclose()
 
 

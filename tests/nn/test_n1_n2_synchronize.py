@@ -408,6 +408,18 @@ async def test_n2_a_step_equals_one_process_with_the_joined_batch(coll: Communic
         torch.testing.assert_close(p.grad, grad, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.ranks(2)
+async def test_n2_parameters_that_have_one_gradient(coll: Communicator) -> None:
+    """Autograd gives both parts of a sum the same memory."""
+    shape = (300, 100)
+    module = nn.ParameterList(torch.zeros(shape).view(-1) for _ in range(2))
+    factors = torch.stack([values(shape, torch.float32, rank) for rank in range(2)])
+    ((module[0].view(shape) + module[1].view(shape)) * factors[coll.rank]).sum().backward()
+    await synchronize_gradients(module, coll, op="sum")
+    for parameter in module:
+        torch.testing.assert_close(parameter.grad, factors.sum(0).view(-1))
+
+
 @pytest.mark.ranks(1, 2, 3)
 async def test_n2_none_is_zeros_where_another_rank_has_one(coll: Communicator) -> None:
     for width in (3, LARGE):

@@ -180,3 +180,19 @@ def test_n3_random_models_equal_one_process(trial: type[Trial], plan: Plan) -> N
             await assert_synchronized(net.module, coll)
 
     run_ranks(plan.ranks, main, plan.seed)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+async def test_n3_a_forward_that_changes_parameters_is_refused(
+    coll: Communicator, kind: type[nn.Embedding | nn.EmbeddingBag]
+) -> None:
+    """Each rank would scale the rows of its own batch."""
+    module = nn.ModuleDict({"words": kind(4, 2, max_norm=1.0)})
+    if coll.size == 1:
+        await DataParallel.create(module, coll)
+        return
+    with pytest.raises(ValueError, match=r"embedding 'words' has max_norm=1.0"):
+        await DataParallel.create(module, coll)
+    module["words"].requires_grad_(False)
+    await DataParallel.create(nn.ModuleList([module, nn.Linear(1, 1)]), coll)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -187,6 +188,53 @@ async def test_n4_gradients_stay_in_their_places(coll: Communicator, trial: type
         trial.assert_same_gradients(net, expected)
     assert places[1] == places[2] == places[3]
     assert len({p.grad.untyped_storage().data_ptr() for p in net.parameters() if p.grad is not None}) == 1
+
+
+class Dawdling(torch.autograd.Function):
+    """The identity, whose backward takes its time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        time.sleep(0.05)
+        return grads[0].clone()
+
+
+class OneGradient(nn.Module):
+    """Autograd gives parameters the gradient of a sum, as views that it does not call so, and goes on from there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first = nn.Linear(3, 5)
+        self.place = nn.Parameter(torch.randn(4, 5))
+        self.flat = nn.Parameter(torch.randn(20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        earlier: Tensor = Dawdling.apply(self.first(x))  # type: ignore[no-untyped-call]
+        return (earlier + self.place[None] + self.flat.view(1, 4, 5)).tanh().square().mean()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "all"])
+@pytest.mark.parametrize("kept", [True, False])
+async def test_n4_a_gradient_that_backward_goes_on_from_is_left_alone(
+    coll: Communicator, sizes: dict[str, Any], kept: bool
+) -> None:
+    net = await DataParallel.create(OneGradient().double(), coll, **sizes)
+    expected = OneGradient().double()
+    for step in range(4):
+        torch.manual_seed(step)
+        x = torch.randn(coll.size, 1, 4, 3, dtype=torch.float64)
+        for module in () if kept else (net, expected):
+            module.zero_grad()
+        await net.backward(net(x[coll.rank]))
+        (sum(expected(each) for each in x) / coll.size).backward()
+        seen, wanted = ([p.grad for p in module.parameters()] for module in (net, expected))
+        torch.testing.assert_close(seen, wanted)
 
 
 @pytest.fixture

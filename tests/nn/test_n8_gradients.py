@@ -101,6 +101,32 @@ async def test_n8_unused_parameters(coll: Communicator, trial: type[Trial]) -> N
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "all"])
+async def test_n8_what_becomes_of_a_gradient_that_has_come_is_the_users(
+    coll: Communicator, trial: type[Trial], sizes: dict[str, Any]
+) -> None:
+    """It is forgotten, and does not come back; or another one is put in its place."""
+    net = await DataParallel.create(trial.Mlp(), coll, **sizes)
+    for step in range(6):
+        expected = dict(expected_of(trial, coll.size, step).named_parameters())
+        names = {p: name for name, p in net.named_parameters()}
+        mine = torch.ones(()) if step % 2 else None
+        async for parameter, grad in net.gradients(trial.loss(net, coll.rank, step)):
+            torch.testing.assert_close(grad, expected[names[parameter]].grad)
+            parameter.grad = None if mine is None else mine.to(grad).expand_as(grad)
+        left = [p.grad for p in net.parameters()]
+        assert all(grad is None if mine is None else grad is not None and grad.unique() == mine for grad in left)
+        net.zero_grad()
+
+
+@pytest.mark.ranks(2)
+async def test_n8_there_are_none_within_no_sync(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll)
+    with net.no_sync(), pytest.raises(RuntimeError, match=r"net.gradients inside net.no_sync\(\)"):
+        await anext(net.gradients(trial.loss(net, coll.rank, 0)))
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("who", [{0}, {1}, {0, 1}], ids=str)
 async def test_n8_leaving_early(coll: Communicator, trial: type[Trial], who: set[int]) -> None:
     net = await DataParallel.create(trial.Mlp(), coll, **SMALL)

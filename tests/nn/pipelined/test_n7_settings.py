@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -120,6 +121,25 @@ def two_rates(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Return Adam with the matrices behind the biases, which learn faster."""
     biases, matrices = ([p for p in params if p.dim() == dim] for dim in (1, 2))
     return torch.optim.Adam([{"params": biases, "lr": 0.03}, {"params": matrices, "lr": 0.01}])
+
+
+@pytest.mark.ranks(2)
+async def test_n7_the_norm_is_of_what_the_optimizers_have(coll: Communicator, course: type[Course]) -> None:
+    def of_weights(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return course.sgd([p for p in params if p.dim() > 1])
+
+    trained = []
+    for pipelined in (False, True):
+        net = await course.split(course.mlp(), coll, bucket_bytes=1 << 20)
+        net.settings(clip_norm=1e-3)
+        opt = PipelinedOptimizer(net, of_weights) if pipelined else of_weights(net.parameters())
+        for step in range(4):
+            await net.step(course.loss_of, opt, net, coll.rank, step)
+        if isinstance(opt, PipelinedOptimizer):
+            await opt.flush()
+        trained.append(net.module)
+        await net.aclose()
+    course.same(*trained)
 
 
 @pytest.mark.ranks(2)
