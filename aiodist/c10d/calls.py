@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _storage_Use_Count
 from torch.autograd import graph
 from torch.distributed.distributed_c10d import _world
 
@@ -24,6 +23,7 @@ from aiodist.collectives.arithmetic import SUPPORTED
 from aiodist.communicator import Communicator
 from aiodist.errors import AiodistError, BackendUnavailable
 from aiodist.handles import Handle
+from aiodist.streams.memory import shares_memory
 from aiodist.types import ANY, Op
 
 _Op = dist.ReduceOp.RedOpType
@@ -52,6 +52,7 @@ _SCATTERED = dist.ReduceScatterOptions()
 
 Tensors = list[Tensor]
 Handles = Callable[[], list[Handle[Any]]]
+Finish = Callable[[], object] | None
 
 
 class AiodistProcessGroup(dist.ProcessGroup):
@@ -80,8 +81,8 @@ class AiodistProcessGroup(dist.ProcessGroup):
             return self._allreduce_sparse(tensors, opts)
         short = t.nbytes <= _SHORT_BYTES and t.dtype is not torch.float16
         compressed = not short and _called_by_reducer() and self.adopt(t)
-        divide = _division(tensors, opts, self.coll) if t.dtype in _WHOLE else None
-        work = self._work(lambda: [self.coll.allreduce(*_summand(t, opts)) for t in tensors], tensors, divide)
+        lines, finish = _lines(tensors, opts, self.coll)
+        work = self._work(lambda: [self.coll.allreduce(*_summand(line, opts)) for line in lines], tensors, finish)
         work.blocks = compressed
         return work
 
@@ -92,7 +93,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
 
         Return whether it is none, but 16-bit floats that torch's hook in C++ made of one for this call: without views.
         """
-        if _storage_Use_Count(bucket.untyped_storage()._cdata) <= 2:
+        if not shares_memory(bucket):
             return bucket.dtype is torch.float16
         if bucket.is_cpu and bucket.nbytes > _SHORT_BYTES:
             with suppress(ValueError, BackendUnavailable, MemoryError):
@@ -100,23 +101,31 @@ class AiodistProcessGroup(dist.ProcessGroup):
         return False
 
     def reduce(self, tensors: Tensors, opts: Any) -> HandleWork:
-        divide = _division(tensors if self.coll.rank == opts.rootRank else [], opts, self.coll)
-        issue: Handles = lambda: [self.coll.reduce(*_summand(t, opts), opts.rootRank) for t in tensors]  # noqa: E731
-        return self._work(issue, tensors, divide)
+        root = opts.rootRank
+        lines, finish = _lines(tensors, opts, self.coll)
+        kept = self.coll.rank != root  # only the root's is written
+        issue: Handles = lambda: [self.coll.reduce(*_summand(line, opts, kept=kept), root) for line in lines]  # noqa: E731
+        return self._work(issue, tensors, None if kept else finish)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _SCATTERED) -> HandleWork:
-        def issue() -> list[Handle[Any]]:
-            return [self._scatter_reduced(out, _joined(ts), opts, ts) for out, ts in zip(outputs, inputs, strict=True)]
+        for out, ts in zip(outputs, inputs, strict=True):
+            self._check_blocks(ts, out, "inputs", "output")
+        lines, finish = _lines(outputs, opts, self.coll)
 
-        return self._work(issue, outputs, _division(outputs, opts, self.coll))
+        def issue() -> list[Handle[Any]]:
+            return [self._scatter_reduced(out, _joined(ts), opts, ts) for out, ts in zip(lines, inputs, strict=True)]
+
+        return self._work(issue, outputs, finish)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _SCATTERED) -> HandleWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _SCATTERED) -> HandleWork:
-        pairs = list(zip(outputs, inputs, strict=True))
-        divide = _division(outputs, opts, self.coll)
-        return self._work(lambda: [self._scatter_reduced(out, t, opts) for out, t in pairs], outputs, divide)
+        for out, t in zip(outputs, inputs, strict=True):
+            self._check_whole(t, out, "input", "output")
+        lines, finish = _lines(outputs, opts, self.coll)
+        pairs = list(zip(lines, map(_line, inputs), strict=True))
+        return self._work(lambda: [self._scatter_reduced(out, t, opts) for out, t in pairs], outputs, finish)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -124,9 +133,12 @@ class AiodistProcessGroup(dist.ProcessGroup):
     # --- movement ---------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors, opts: Any) -> HandleWork:
-        return self._work(lambda: [self.coll.broadcast(_movable(t), opts.rootRank) for t in tensors], tensors)
+        lines, finish = _lines(tensors)
+        return self._work(lambda: [self.coll.broadcast(_movable(t), opts.rootRank) for t in lines], tensors, finish)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> HandleWork:
+        for ts, t in zip(outputs, inputs, strict=True):
+            self._check_blocks(ts, t, "outputs", "input")
         rooms, deal = _rooms(outputs)
 
         def issue() -> list[Handle[Any]]:
@@ -138,16 +150,23 @@ class AiodistProcessGroup(dist.ProcessGroup):
         return self.allgather([list(ts) for ts in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> HandleWork:
-        return self._work(lambda: [self.coll.allgather(_movable(input), out=_movable(output))], [output])
+        return self.all_gather_single_coalesced([output], [input])
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> HandleWork:
-        pairs = list(zip(outputs, inputs, strict=True))
-        return self._work(lambda: [self.coll.allgather(_movable(t), out=_movable(out)) for out, t in pairs], outputs)
+        for out, t in zip(outputs, inputs, strict=True):
+            self._check_whole(out, t, "output", "input")
+        lines, finish = _lines(outputs)
+        pairs = list(zip(lines, inputs, strict=True))
+        return self._work(
+            lambda: [self.coll.allgather(_movable(t), out=_movable(out)) for out, t in pairs], outputs, finish
+        )
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> HandleWork:
+        for ts, t in zip(outputs, inputs, strict=False):
+            self._check_blocks(ts, t, "outputs", "input")
         rooms, deal = _rooms(outputs)  # none but on the root
 
         def issue() -> list[Handle[Any]]:
@@ -157,27 +176,53 @@ class AiodistProcessGroup(dist.ProcessGroup):
         return self._work(issue, [t for ts in outputs for t in ts], deal)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> HandleWork:
+        for ts, out in zip(inputs, outputs, strict=False):
+            self._check_blocks(ts, out, "inputs", "output")
+        lines, finish = _lines(outputs)
+
         def issue() -> list[Handle[Any]]:
             sent = [list(map(_movable, ts)) for ts in inputs] or [None] * len(outputs)
             return [
-                self.coll.scatter(ts, opts.rootRank, out=_movable(out)) for ts, out in zip(sent, outputs, strict=True)
+                self.coll.scatter(ts, opts.rootRank, out=_movable(out)) for ts, out in zip(sent, lines, strict=True)
             ]
 
-        return self._work(issue, outputs)
+        return self._work(issue, outputs, finish)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> HandleWork:
-        sent, came = list(map(_movable, inputs)), list(map(_movable, outputs))
-        return self._work(lambda: [self.coll.alltoall(sent, out=came)], outputs)
+        self._check_blocks(outputs, inputs[self.coll.rank], "outputs", "input for this rank")
+        lines, finish = _lines(outputs)
+        sent, came = list(map(_movable, inputs)), list(map(_movable, lines))
+        return self._work(lambda: [self.coll.alltoall(sent, out=came)], outputs, finish)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> HandleWork:
+        [line], finish = _lines([output])
         if not output_sizes and not input_sizes:
-            return self._work(lambda: [self.coll.alltoall_single(_movable(input), out=_movable(output))], [output])
-        sent, came = _blocks(input, input_sizes, self.coll.size), _blocks(output, output_sizes, self.coll.size)
-        return self._work(lambda: [self.coll.alltoall(sent, out=came)], [output])
+            if output.numel() != input.numel():
+                raise ValueError(f"output has {output.numel()} elements: expected the {input.numel()} of input")
+            return self._work(
+                lambda: [self.coll.alltoall_single(_movable(input), out=_movable(line))], [output], finish
+            )
+        sent = _blocks(input, input.shape[0], input_sizes, self.coll.size)
+        came = _blocks(line, output.shape[0], output_sizes, self.coll.size)
+        return self._work(lambda: [self.coll.alltoall(sent, out=came)], [output], finish)
 
     alltoall_base = all_to_all_single
+
+    def _check_blocks(self, blocks: Tensors, mine: Tensor, many: str, one: str) -> None:
+        """Raise ValueError unless there is a block for each rank, this one's as large as `mine`."""
+        if len(blocks) != self.coll.size:
+            raise ValueError(f"there are {len(blocks)} {many}: expected {self.coll.size}, one for each rank")
+        if (seen := blocks[self.coll.rank].numel()) != mine.numel():
+            raise ValueError(f"this rank's of the {many} has {seen} elements: expected the {mine.numel()} of its {one}")
+
+    def _check_whole(self, whole: Tensor, block: Tensor, much: str, one: str) -> None:
+        """Raise ValueError unless `whole` has as many elements as all ranks' blocks."""
+        if whole.numel() != (expected := block.numel() * self.coll.size):
+            raise ValueError(
+                f"{much} has {whole.numel()} elements: expected {expected}, {self.coll.size} times those of {one}"
+            )
 
     # --- messages and meetings ---------------------------------------------------------------------------------------
 
@@ -185,7 +230,8 @@ class AiodistProcessGroup(dist.ProcessGroup):
         return self._work(lambda: [self.coll.send(_movable(t.contiguous()), dst, tag) for t in tensors], tensors)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> HandleWork:
-        return self._work(lambda: [self.coll.recv(_movable(t), src, tag) for t in tensors], tensors)
+        lines, finish = _lines(tensors)
+        return self._work(lambda: [self.coll.recv(_movable(t), src, tag) for t in lines], tensors, finish)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> HandleWork:
         return self.recv(tensors, ANY, tag)
@@ -307,11 +353,12 @@ class AiodistProcessGroup(dist.ProcessGroup):
 
     def _scatter_reduced(self, out: Tensor, t: Tensor, opts: Any, parts: Tensors | None = None) -> Handle[Any]:
         sizes = None if parts is None or len({p.numel() for p in parts}) == 1 else [p.numel() for p in parts]
-        summand, op = _summand(t, opts)
-        return self.coll.reduce_scatter(summand, op, sizes, out=_flat(out))
+        return self.coll.reduce_scatter(*_summand(t, opts, kept=True), sizes, out=out)
 
     def _allreduce_sparse(self, tensors: Tensors, opts: Any) -> HandleWork:
         """Sum sparse tensors, each rank's of its own entries: all get all entries."""
+        if opts.reduceOp.op != _Op.SUM:
+            raise ValueError(f"a sparse tensor and {opts.reduceOp.op}: expected SUM")
         [t] = tensors
         t = t.coalesce()
         indices, values = t.indices().t().contiguous(), t.values()
@@ -338,21 +385,39 @@ def _called_by_reducer() -> bool:
     return caller is None or caller.f_code is _BACKWARD
 
 
-def _summand(t: Tensor, opts: Any) -> tuple[Tensor, Op]:
-    """Return `t` flat and the operator, as a communicator takes them."""
+def _summand(line: Tensor, opts: Any, *, kept: bool = False) -> tuple[Tensor, Op]:
+    """Return flat `line` and the operator, as a communicator takes them; `kept`: it is the user's, and only read."""
     op = opts.reduceOp
     number = op.op.value
-    line, name = _flat(t), _OPS[number]
+    name = _OPS[number]
     if number == _PREMULTIPLIED:
-        line.mul_(op.__getstate__()[1])
-    return line, "sum" if name == "mean" and t.dtype in _WHOLE else name
+        factor = op.__getstate__()[1]
+        line = line * factor if kept else line.mul_(factor)
+    return line, "sum" if name == "mean" and line.dtype in _WHOLE else name
 
 
-def _division(sums: Tensors, opts: Any, coll: Communicator) -> Callable[[], object] | None:
-    """Return what makes `sums` the means that NCCL has for integers, without the rest; None where none was asked."""
-    if not sums or sums[0].dtype not in _WHOLE or opts.reduceOp.op != _Op.AVG:
-        return None
-    return lambda: [t.div_(coll.size, rounding_mode="trunc") for t in sums]
+def _lines(ts: Tensors, opts: Any = None, coll: Communicator | None = None) -> tuple[Tensors, Finish]:
+    """Return tensors that are written, flat, in the order of their dimensions, and what is to be done in the end.
+
+    That is to copy what lies in another order back to where it belongs; and with `opts` to make of sums of integers the
+    means that NCCL has, without the rest, where means were asked for.
+    """
+    lines = list(map(_line, ts))
+    apart = [(t, line) for t, line in zip(ts, lines, strict=True) if not t.is_contiguous()]
+    ranks = 1 if coll is None else coll.size
+    whole = [line for line in lines if line.dtype in _WHOLE] if opts is not None else []
+    if whole and opts.reduceOp.op != _Op.AVG:
+        whole = []
+    if not apart and not whole:
+        return lines, None
+
+    def finish() -> None:
+        for line in whole:
+            line.div_(ranks, rounding_mode="trunc")
+        for t, line in apart:
+            t.detach().copy_(line.view(t.shape))
+
+    return lines, finish
 
 
 def _rooms(outputs: list[Tensors]) -> tuple[list[Tensor], Callable[[], object] | None]:
@@ -375,22 +440,22 @@ def _rooms(outputs: list[Tensors]) -> tuple[list[Tensor], Callable[[], object] |
 # --- tensors as communicators take them: flat, dense, of dtypes that both know ----------------------------------------
 
 
-def _flat(t: Tensor) -> Tensor:
-    """Return the memory of `t` as one dimension; raise ValueError where it has gaps.
+def _line(t: Tensor) -> Tensor:
+    """Return the elements of `t` in the order of its dimensions, flat; a copy where memory has another order.
 
-    A tensor whose dimensions lie in another order (channels last) goes too: it has to lie alike on all ranks.
+    Raises ValueError where memory has gaps.
     """
     t = t.detach() if t.requires_grad else t
     if t.is_contiguous():
         return t if t.dim() == 1 else t.view(-1)
     if torch.ops.aten.is_non_overlapping_and_dense(t):
-        return t.as_strided((t.numel(),), (1,))
+        return t.contiguous().view(-1)
     raise ValueError(f"a tensor of shape {list(t.shape)} has strides {t.stride()}: expected contiguous memory")
 
 
 def _movable(t: Tensor) -> Tensor:
     """Return `t` flat, as bytes where its dtype is none that communicators know: for what only moves it."""
-    t = _flat(t)
+    t = _line(t)
     return t if t.dtype in SUPPORTED else t.view(torch.uint8)
 
 
@@ -412,14 +477,14 @@ def _joined(ts: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.detach().reshape(-1) for t in ts]) if lying is None else lying
 
 
-def _blocks(t: Tensor, sizes: Sequence[int], ranks: int) -> list[Tensor]:
-    """Return the flat blocks of `t` for each rank: `sizes` rows of it, or even blocks where there are none."""
+def _blocks(t: Tensor, rows: int, sizes: Sequence[int], ranks: int) -> list[Tensor]:
+    """Return the flat blocks of `t` for each rank: `sizes` of its `rows`, or even blocks where there are none."""
     line = _movable(t)
     if not sizes:
         return list(line.split(line.numel() // ranks)) if line.numel() else [line] * ranks
-    if sum(sizes) != t.shape[0]:
-        raise ValueError(f"split sizes {list(sizes)} add up to {sum(sizes)}: expected the {t.shape[0]} rows of dim 0")
-    row = line.numel() // max(1, t.shape[0])
+    if sum(sizes) != rows:
+        raise ValueError(f"split sizes {list(sizes)} add up to {sum(sizes)}: expected the {rows} rows of dim 0")
+    row = line.numel() // max(1, rows)
     return list(line.split([size * row for size in sizes]))
 
 

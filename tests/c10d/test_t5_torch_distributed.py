@@ -71,6 +71,8 @@ def test_t5_every_way_is_compared(found: Found) -> None:
     ("way", "said"),
     [
         ("own", "own ways agree"),
+        ("layouts", "all layouts agree"),
+        ("sizes", "sizes are as they are told"),
         ("opposite", "both orders agree"),
         ("shared", "right or told"),
         ("arena", "in the arena"),

@@ -76,6 +76,104 @@ def nested(depth):
     return more.wait()
 
 
+def layouts():
+    """Tensors that lie in another order than their dimensions, on one rank or on both, are what they read as."""
+    rank = dist.get_rank()
+    for shape in ((4, 6), (2, 4, 6, 8)):
+        plain = [torch.randn(shape, generator=torch.Generator().manual_seed(r)) for r in (0, 1)]
+        for mine in (True, rank == 0):
+
+            def lie(t, mine=mine):
+                return t.transpose(0, -1).contiguous().transpose(0, -1) if mine else t.clone()
+
+            x, other, total = lie(plain[rank]), plain[1 - rank], sum(plain)
+            blank = lambda t=x, lie=lie: lie(torch.full_like(t, -1.0))  # noqa: E731
+            for call, wanted in (
+                (lambda t: dist.all_reduce(t), total),
+                (lambda t: dist.reduce(t, 1), total if rank else plain[0]),
+                (lambda t: dist.broadcast(t, 1), plain[1]),
+            ):
+                t = lie(plain[rank])
+                call(t)
+                assert torch.allclose(t, wanted)
+            outs = [blank(), blank()]
+            dist.all_gather(outs, x)
+            assert all(map(torch.equal, outs, plain))
+            outs = [blank(), blank()] if rank else None
+            dist.gather(x, outs, 1)
+            assert not rank or all(map(torch.equal, outs, plain))
+            out = blank()
+            dist.scatter(out, [lie(t) for t in plain] if rank else None, 1)
+            assert torch.equal(out, plain[rank])
+            outs = [blank(), blank()]
+            dist.all_to_all(outs, [x, lie(other)])
+            assert all(torch.equal(out, t) for out, t in zip(outs, plain if rank == 0 else plain[::-1], strict=True))
+            dist.reduce_scatter(out, [x, lie(other)])
+            assert torch.allclose(out, total)
+            whole = lie(torch.full((2 * shape[0], *shape[1:]), -1.0))
+            dist.all_gather_into_tensor(whole, x)
+            assert torch.equal(whole, torch.cat(plain))
+            part = lie(torch.full((shape[0] // 2, *shape[1:]), -1.0))
+            dist.reduce_scatter_tensor(part, x)
+            assert torch.allclose(part, total.chunk(2)[rank])
+            out = blank()
+            for sizes in ((None, None), ([shape[0] // 2] * 2, [shape[0] // 2] * 2)):
+                dist.all_to_all_single(out, x, *sizes)
+                assert torch.equal(out, torch.cat([t.chunk(2)[rank] for t in plain]))
+            if rank:
+                dist.send(x, 0)
+            else:
+                dist.recv(out, 1)
+                assert torch.equal(out, other)
+    print("all layouts agree")
+
+
+def sizes():
+    """Outputs of another size than comes, operators that are not known, and inputs that are only read."""
+    rank = dist.get_rank()
+    x, four = torch.arange(2.0), torch.ones(4)
+
+    def refused(call, *args):
+        before = [t.clone() for t in args if isinstance(t, torch.Tensor)]
+        try:
+            call(*args)
+        except ValueError as error:
+            assert "expected" in str(error), error  # noqa: PT017
+        else:
+            raise AssertionError(f"{call.__name__}{args} was not refused")
+        assert all(map(torch.equal, before, [t for t in args if isinstance(t, torch.Tensor)]))
+
+    for wrong in (1, 3):
+        out = torch.empty(wrong).fill_(-1)
+        refused(dist.all_gather, [out, out.clone()], x)
+        refused(dist.gather, x, [out, out.clone()] if rank == 0 else None, 0) if rank == 0 else None
+        refused(dist.all_gather_into_tensor, out, x)
+        refused(dist.reduce_scatter_tensor, out, four)
+        refused(dist.reduce_scatter, out, [x, x.clone()])
+        refused(dist.scatter, out, [x, x.clone()] if rank == 0 else None, 0) if rank == 0 else None
+        refused(dist.all_to_all, [out, out.clone()], [x, x.clone()])
+        refused(dist.all_to_all_single, out, x)
+        refused(dist.all_gather, [x.clone()] * wrong, x)
+    try:
+        dist.all_reduce(torch.eye(2).to_sparse(), dist.ReduceOp.MAX)
+    except ValueError as error:
+        assert "expected SUM" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("the maximum of sparse tensors was not refused")
+    half = dist._make_nccl_premul_sum(0.5)
+    out = torch.empty(2)
+    dist.reduce_scatter_tensor(out, four, half)
+    assert (out.tolist(), four.tolist()) == ([1.0] * 2, [1.0] * 4)
+    dist.reduce(four, 1, half)
+    assert four.tolist() == [1.0] * 4
+    whole, numbers = torch.tensor([10 * (rank + 1)]), torch.tensor([10.0 * (rank + 1)])
+    with dist._coalescing_manager():
+        dist.all_reduce(whole, dist.ReduceOp.AVG)
+        dist.all_reduce(numbers, dist.ReduceOp.AVG)
+    assert [whole.item(), numbers.item()] == [15, 15.0]
+    print("sizes are as they are told")
+
+
 def killed():
     device = sys.argv[2] if len(sys.argv) > 2 else "cpu"
     net, x = DDP(nn.Linear(4, 4).to(device)), torch.ones(1, 4, device=device)
