@@ -50,7 +50,7 @@ class Deadline:
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = check_timeout(seconds, least=-inf)  # one that has passed already ends the block at once
-        self._timeout = asyncio.timeout(seconds)
+        self._timeout = asyncio.timeout(self._seconds)
         self._token: Token[Note | None] | None = None
         self._outer: Note | None = None
         self._seen: list[Handle[Any]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -42,7 +43,6 @@ class HostStream:
     def __init__(self, name: str = "stream") -> None:
         self.name = name
         self._seq = 0
-        self._synced = -1
         self._refuses: str | None = "is not open: use `async with`"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._worker: _Worker | None = None
@@ -52,9 +52,11 @@ class HostStream:
             raise RuntimeError(f"{self} cannot be opened twice")
         self._loop = asyncio.get_running_loop()
         self._progress = Progress.current()
-        self._account = Account(self._loop)
+        self._account = account = Account(self._loop)
         self._worker = worker = _Worker(self.name, self._progress)
         self._put = worker.queue.put
+        # Then, and not in `aclose`, which may be cancelled.
+        worker.ended.add_waiter(EndWaiter(lambda _: worker.see_out(account), lambda *_: None))
         # It runs too when the program ends, and then waits for what runs.
         self._finalizer = finalize(self, worker.abort)
         worker.thread.start()
@@ -85,8 +87,6 @@ class HostStream:
         worker.thread.join()
         _open.discard(self)
         self._finalizer.detach()
-        self._account.cover(self._synced)
-        self._account.judge()
 
     def abort(self) -> None:
         """End the thread after what runs now, and withdraw what is queued: the program failed. Waits for nothing."""
@@ -111,7 +111,6 @@ class HostStream:
         Raises and costs as `submit`.
         """
         handle = self._enqueue("sync", _nothing, (), {}, cancellable=False)
-        self._synced = handle.seq
         cover = self._account.cover
         handle.add_waiter(EndWaiter(lambda over: cover(over.seq), lambda *_: None))
         return handle
@@ -199,6 +198,13 @@ class _Worker:
             while True:
                 if (item := self.queue.get_nowait()) is not None:
                     item.cancel()
+
+    def see_out(self, account: Account) -> None:
+        """The thread has ended: tell of what was dropped; of a program that failed only the errors."""
+        if self.aborted:
+            account.cover(sys.maxsize)
+        else:
+            account.judge()
 
     def abort(self) -> None:
         """Nobody is left to submit or to wait: end after what runs now. Called by the garbage collector."""

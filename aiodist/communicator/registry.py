@@ -376,12 +376,14 @@ class Registry(Generic[C]):
             dispatcher.progress, kind, agreed.seq, origin=Origin.here(3), account=dispatcher.account
         )
         handle.polled, handle.keep = False, agreed
+        dispatcher.set_deadline(handle, None)
         # No messages: who is to send or receive one may do so only when it has made this.
         earlier = [pending for pending in dispatcher.pending_collectives() if not pending.detached]
 
         async def make() -> None:
             try:
-                table = await agreed
+                await all_over([agreed], dispatcher.progress.loop)  # also behind its deadline, which `handle` tells
+                table = agreed.result()
                 if earlier:
                     await all_over(earlier, dispatcher.progress.loop)
                 try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -198,3 +199,40 @@ def test_h7_what_was_lost_is_given_up_behind_the_end_of_the_world_too() -> None:
             lost.abort("the gradients are lost")
 
     run_ranks(2, main, elastic=(1, 2))
+
+
+@pytest.mark.parametrize("kind", ["dup", "split", "group"])
+def test_h8_what_is_made_goes_on_behind_a_deadline(kind: str) -> None:
+    """One await raises it and names the late rank; the next one has what was made."""
+
+    async def main() -> None:
+        async with aiodist.init(timeout=0.2) as coll:
+            if coll.rank == 1:
+                await asyncio.sleep(1)
+            arguments: dict[str, tuple[Any, ...]] = {"dup": (), "split": (0,), "group": ([0, 1],)}
+            made = getattr(coll, kind)(*arguments[kind])
+            if coll.rank == 0:
+                with pytest.raises(aiodist.OperationTimeout, match=rf"{kind} #0 .*goes on; late: rank 1") as caught:
+                    await made
+                assert set(caught.value.late) == {1}
+                await asyncio.sleep(1)
+            mine = await made
+            assert mine is not None
+            assert await mine.allreduce(coll.rank + 1, timeout=30) == 3
+
+    run_ranks(2, main)
+
+
+def test_h7_an_error_of_python_names_the_operation_too() -> None:
+    async def main() -> None:
+        async with aiodist.init() as coll:
+            if coll.rank == 0:
+                await coll.send(torch.zeros(2, dtype=torch.int8), 1)
+                return
+            with pytest.raises(TypeError, match="dtypes must agree") as caught:
+                await coll.recv(torch.zeros(2), 0)
+            (note, *_) = caught.value.__notes__
+            assert note.startswith("raised in recv #0 issued at ")
+            assert note.endswith(", communicator world, rank 1")
+
+    run_ranks(2, main)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-from typing import Any
+import time
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 import aiodist.handles
@@ -231,3 +233,18 @@ async def test_h8_a_deadline_in_a_waiting_thread(bench: Any) -> None:
         await asyncio.to_thread(operation.handle.wait)
     operation.finish("x")
     assert await asyncio.to_thread(operation.handle.wait) == "x"
+
+
+async def test_h8_a_number_of_numpy_is_as_long_as_it_says(bench: Any) -> None:
+    """In its own precision it would end before the clock's next number that it knows, or long behind."""
+    operation = await bench.issue()
+    began = time.monotonic()
+    operation.handle.set_deadline(np.float16(0.0625))
+    with pytest.raises(OperationTimeout):
+        await operation.handle
+    with pytest.raises(OperationTimeout):
+        async with aiodist.handles.timeout(cast(float, np.float16(0.0625))):
+            await operation.handle
+    assert 0.11 <= time.monotonic() - began < 5
+    operation.finish()
+    await operation.handle

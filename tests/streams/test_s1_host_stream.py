@@ -160,6 +160,27 @@ async def test_s1_a_cancelled_close_still_drains_and_can_be_repeated() -> None:
     await gather(blocked.handle, handle)
 
 
+@pytest.mark.parametrize("how", ["cancelled", "given up"])
+async def test_s1_errors_of_what_was_dropped_are_told_however_it_ends(how: str) -> None:
+    """Also where nobody waits for the end of the thread."""
+    told: asyncio.Queue[BaseException] = asyncio.Queue()
+    asyncio.get_running_loop().set_exception_handler(lambda _, said: told.put_nowait(said["exception"]))
+    stream = HostStream()
+    await stream.__aenter__()
+    blocked = await Blocked(stream).running()
+    stream.submit(int, "x")
+    if how == "cancelled":
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(stream.aclose(), 0.01)
+    blocked.release()
+    if how == "given up":
+        await stream.submit(int)
+        stream.abort()
+    assert type(await asyncio.wait_for(told.get(), 10)) is ValueError
+    await blocked.handle
+    assert told.empty()
+
+
 async def test_s1_close_drains_after_an_error_in_the_block() -> None:
     ran: list[int] = []
     with pytest.raises(LookupError):  # noqa: PT012  - a block is what is tested
