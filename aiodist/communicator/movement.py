@@ -230,7 +230,8 @@ class Movement(Base):
             check_apart(into, lists[0], t)
         terms = Terms(timeout, impl, name)
         p = self._primitives(terms, together=len(lists) > 1)
-        programs = [operations.alltoall(p, one, outs) for one in lists]
+        # Detached: an `out`, which may grow, may be one of them.
+        programs = [operations.alltoall(p, [t.detach() for t in one], outs) for one in lists]
         program = lockstep(programs) if nested else programs[0]
         sent = [t for one in lists for t in one]
         claims = claims_of(sent, *(outs or ()))
@@ -271,7 +272,8 @@ class Movement(Base):
         # The shape of what all send alike, else of a row.
         shape = str(list(t.shape if sizes is None else t.shape[1:]))
         form = how(None, impl, extra="" if sizes is None else "rows by sizes")
-        program = operations.alltoall_single(self._primitives(terms), t, out, sizes)
+        # Detached: `out`, which may grow, may be t itself.
+        program = operations.alltoall_single(self._primitives(terms), t.detach(), out, sizes)
         what = Fingerprint("alltoall_single", kind_of(t), shape, form)
         return self._issue(what, program, claims_of([t], out), [t], terms, outs=(out,))
 

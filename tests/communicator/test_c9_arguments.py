@@ -161,6 +161,20 @@ async def test_c1_alltoall_single_in_place_by_bruck_and_where_ranks_differ(coll:
         await coll.alltoall_single(t, sizes=[3, 3] if coll.rank else None)
 
 
+@pytest.mark.ranks(2)
+async def test_c1_what_comes_to_an_input_that_grows(coll: Communicator) -> None:
+    for rows in (1, 1000):
+        t = torch.arange(2.0 * rows) + 10 * coll.rank
+        sizes = [0, 2 * rows]
+        expected = await coll.alltoall_single(t.clone(), sizes=sizes)
+        assert torch.equal(await coll.alltoall_single(t, out=t, sizes=sizes), expected)
+    t = torch.empty(0) if coll.rank else torch.arange(3.0)
+    await coll.alltoall_single(t, out=t, sizes=[0, 0] if coll.rank else [1, 2])
+    assert t.tolist() == ([1.0, 2.0] if coll.rank else [0.0, 1.0, 2.0])  # what is longer keeps its end
+    ts = [torch.empty(0), torch.empty(0)] if coll.rank else [torch.ones(2), torch.ones(4)]
+    assert [t.numel() for t in await coll.alltoall(ts, out=ts)] == ([4, 0] if coll.rank else [2, 0])
+
+
 @pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"))
 async def test_c9_mistakes_over_a_library(coll: Communicator) -> None:
     for parameters in MISTAKES:
