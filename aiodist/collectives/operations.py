@@ -270,8 +270,10 @@ def reduce_scatter(
     if _alone(p):
         copy(flat(target), flat(t))
         return target
-    yield from computed(p, Operation("reduce_scatter", flat(t), flat(target), op=op, counts=counts))
-    return target
+    # All of `t` is read until the end.
+    result = torch.empty_like(target) if overlaps(target, t) else target
+    yield from computed(p, Operation("reduce_scatter", flat(t), flat(result), op=op, counts=counts))
+    return into(result, target)
 
 
 def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Program[Tensor]:

@@ -13,6 +13,7 @@ from aiodist.backends.base import Wanted, dtype_name
 from aiodist.collectives import operations
 from aiodist.collectives.arithmetic import SUPPORTED, check_op, wire_op
 from aiodist.collectives.cuda.queued import Queue
+from aiodist.collectives.metadata import overlaps
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.program import Program
 from aiodist.collectives.wrappers import copied_to_all, local_first, mapped, returning
@@ -158,11 +159,12 @@ class Reductions(Base):
         impl: Impl = "auto",
         name: str | None = None,
     ) -> Handle[Any]:
-        """Return this rank's block of the reduction, in new memory or in `out`; `t` is left alone.
+        """Return this rank's block of the reduction, in new memory or in `out`; else `t` is left alone.
 
         Every rank gives a `t` of the same shape `(rows, ...)`, cut along dim 0 into p blocks; the remainder goes to the
         first ranks, a row each. With `sizes`, a number of elements per rank, the same list everywhere, it is cut flat,
-        and the result has shape `(sizes[rank],)`. Sum unless said otherwise; lists as in `allreduce`.
+        and the result has shape `(sizes[rank],)`. `out` may be `t` itself, whose first elements it then takes, or this
+        rank's block of it. Sum unless said otherwise; lists as in `allreduce`.
 
         Raises ValueError unless `sizes` add up to t's elements, and for a `t` without dimensions that has no `sizes`;
         TypeError as `allreduce`. Cost: p-1 messages and n(p-1)/p bytes (ring), or log2(p) messages of as many
@@ -176,7 +178,8 @@ class Reductions(Base):
         blocks = [blocks_of(x, sizes, self.size) for x in ts]
         if out is not None:
             check_single(t, "out")
-            check_out(out, ts[0], numel=blocks[0][self.rank].numel())
+            counts = [block.numel() for block in blocks[0]]
+            check_out(out, ts[0], numel=counts[self.rank], block=ts[0].view(-1).split(counts)[self.rank])
 
         def reduce_scatter(p: Primitives, x: Tensor) -> Program[Any]:
             return operations.reduce_scatter(p, x, out, known, blocks_of(x, sizes, self.size))
@@ -184,7 +187,8 @@ class Reductions(Base):
         program = self._each(reduce_scatter, ts, t, terms)
         cut_as = "" if sizes is None else f"sizes {list(sizes)}"
         what = fingerprint_of("reduce_scatter", ts, op, impl=impl, given=t, extra=cut_as)
-        return self._issue(what, program, claims_of(ts, out), ts, terms, outs=(out,))
+        written = out if out is None or not overlaps(out, ts[0]) else ts[0]
+        return self._issue(what, program, claims_of(ts, written), ts, terms, outs=(out,))
 
     # --- stopping together ------------------------------------------------------------------------------------
 

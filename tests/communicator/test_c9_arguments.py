@@ -4,6 +4,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import aiodist
 from aiodist import Communicator
+from aiodist.schedules import SCHEDULES
 
 FLOATS = torch.arange(6.0)
 COMPLEX = torch.complex(FLOATS, FLOATS + 1)
@@ -173,6 +175,26 @@ async def test_c1_what_comes_to_an_input_that_grows(coll: Communicator) -> None:
     assert t.tolist() == ([1.0, 2.0] if coll.rank else [0.0, 1.0, 2.0])  # what is longer keeps its end
     ts = [torch.empty(0), torch.empty(0)] if coll.rank else [torch.ones(2), torch.ones(4)]
     assert [t.numel() for t in await coll.alltoall(ts, out=ts)] == ([4, 0] if coll.rank else [2, 0])
+
+
+@pytest.mark.drawn(6)
+@pytest.mark.ranks(1, 2, 3, 5)
+@pytest.mark.ranks(2, 3, backend=("shm", "gloo", "mpi"))
+@pytest.mark.parametrize("numel", [15, 60_000])
+async def test_c1_reduce_scatter_into_its_input(coll: Communicator, numel: int) -> None:
+    ranks, rank = coll.size, coll.rank
+    ways: list[Any] = ["auto", *SCHEDULES["reduce_scatter"], *(["shm"] if coll.backend == "shm" else [])]
+    total = torch.arange(numel) % 8 * ranks + sum(range(ranks))
+    for sizes in (None, [3] * (ranks - 1) + [numel - 3 * (ranks - 1)], [numel] + [0] * (ranks - 1)):
+        cut = sizes or [numel // ranks + (r < numel % ranks) for r in range(ranks)]
+        for impl, kind in product(ways, (torch.int64, torch.bfloat16)):
+            expected = total.split(cut)[rank].to(kind)
+            for own in (False, True):
+                t = (torch.arange(numel) % 8 + rank).to(kind)
+                out = t.split(cut)[rank] if own else t
+                found = await coll.reduce_scatter(t, sizes=sizes, out=out, impl=impl)
+                assert found.equal(expected), (impl, kind, sizes, own)
+                assert not found.numel() or found.data_ptr() == out.data_ptr()
 
 
 @pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"))
