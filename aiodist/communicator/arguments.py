@@ -27,7 +27,10 @@ class Terms(NamedTuple):
 
 
 def check_tensor(t: object, name: str = "t") -> Tensor:
-    """Return `t`; raise TypeError or ValueError unless it is a dense, contiguous tensor of a known dtype and device."""
+    """Return `t`; raise TypeError or ValueError unless it is a dense, contiguous tensor of a known dtype and device.
+
+    What is made of other tensors, as a DTensor is, has no memory to read.
+    """
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} is {type(t).__name__}: expected a torch.Tensor")
     if t.dtype not in SUPPORTED:
@@ -46,10 +49,21 @@ def check_tensor(t: object, name: str = "t") -> Tensor:
             f"{name} is a view that torch {'negates' if t.is_neg() else 'conjugates'} as it reads its memory: expected "
             "plain memory, see .resolve_conj() and .resolve_neg()"
         )
-    there, needed = t.untyped_storage().nbytes(), (t.storage_offset() + t.numel()) * t.itemsize
-    if t.numel() and there < needed:
-        raise ValueError(f"{name} of shape {list(t.shape)} has {there} bytes of memory: expected {needed}")
+    if t.numel():
+        _check_memory(t, name)
     return t
+
+
+def _check_memory(t: Tensor, name: str) -> None:
+    storage, needed = t.untyped_storage(), (t.storage_offset() + t.numel()) * t.itemsize
+    if (there := storage.nbytes()) < needed:
+        raise ValueError(f"{name} of shape {list(t.shape)} has {there} bytes of memory: expected {needed}")
+    # The storage of a fake tensor says so, of which torch warns who asks for its address.
+    if storage.device.type == "meta" or not t.data_ptr():
+        raise TypeError(
+            f"{name} is a {type(t).__name__} without memory of its own: expected plain memory, as .to_local() of a "
+            "DTensor is"
+        )
 
 
 def check_list(ts: object, count: int | None, name: str = "ts") -> list[Tensor]:

@@ -215,14 +215,14 @@ class Reductions(Base):
 
     def _quickly(self, t: Tensor, op: str, timeout: float | None, impl: str) -> Handle[Any] | None:
         """Issue an allreduce of one tensor in place that is a single call of a library, where it is one."""
-        if not self._can_be_quick or not t.is_cpu:
+        if not self._can_be_quick or not t.is_cpu or t.layout is not torch.strided:
             return None
         key = (t.dtype, t.shape, op, impl)
         try:
             plan = self._plans.get(key) or self._plan(key)
         except TypeError:  # what has no hash is no operator and names no implementation
             return None
-        if plan is None or t.layout is not torch.strided or not t.is_contiguous() or not t.data_ptr():
+        if plan is None or not t.is_contiguous() or not t.data_ptr():
             return None
         return self._dispatcher.quick(plan, t, timeout)
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 import aiodist
 from aiodist import Communicator
@@ -29,6 +31,22 @@ def emptied(numel: int, nbytes: int = 0) -> torch.Tensor:
 def bad(expected: type[Exception], match: str, call: Callable[[Any], Any]) -> Any:
     return pytest.param(expected, match, call, id=match)
 
+
+def wrapper() -> torch.Tensor:
+    """Return a tensor that is made of two others."""
+    return TwoTensor(torch.ones(3), torch.ones(3))
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+def jagged() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+
+NO_MEMORY = "without memory of its own: expected plain memory, as .to_local"
 
 MISTAKES = [
     # roots and ranks
@@ -62,6 +80,8 @@ MISTAKES = [
     bad(ValueError, r"t is a view that torch negates", lambda c: c.allreduce(COMPLEX.conj()[:1].imag)),
     bad(ValueError, r"out is a view that torch conjugates", lambda c: c.allreduce(COMPLEX, out=COMPLEX.conj())),
     bad(ValueError, r"layout torch\.sparse_coo: expected a dense", lambda c: c.allreduce(torch.ones(2).to_sparse())),
+    bad(ValueError, r"layout torch\.jagged: expected a dense", lambda c: c.allreduce(jagged())),
+    bad(ValueError, r"layout torch\.jagged: expected a dense", lambda c: c.broadcast(jagged())),
     bad(ValueError, r"lives on meta: expected a device", lambda c: c.allreduce(torch.ones(2, device="meta"))),
     # operators
     bad(ValueError, r"op='average': expected one of sum, mean", lambda c: c.allreduce(torch.ones(2), "average")),
@@ -84,6 +104,25 @@ MISTAKES = [
     bad(ValueError, r"t of shape \[3\] has 0 bytes of memory", lambda c: c.send(emptied(3), 0)),
     bad(ValueError, r"out of shape \[6\] has 0 bytes of memory", lambda c: c.allreduce(FLOATS, out=emptied(6))),
     bad(ValueError, r"t of shape \[99\] has 8 bytes of memory: expected 396", lambda c: c.gather(emptied(99, 8))),
+    *(
+        bad(TypeError, f"t is a {kind} {NO_MEMORY}", call)
+        for kind, make in (("TwoTensor", wrapper), ("FakeTensor", fake))
+        for call in (
+            lambda c, make=make: c.allreduce(make()),
+            lambda c, make=make: c.allgather(make()),
+            lambda c, make=make: c.broadcast(make()),
+            lambda c, make=make: c.scan(make()),
+            lambda c, make=make: c.alltoall_single(make(), sizes=[1, 2]),
+            lambda c, make=make: c.send(make(), 0),
+            lambda c, make=make: c.recv(make()),
+        )
+    ),
+    bad(TypeError, rf"t\[1\] is a TwoTensor {NO_MEMORY}", lambda c: c.allreduce([torch.ones(3), wrapper()])),
+    bad(TypeError, rf"ts\[1\] is a FakeTensor {NO_MEMORY}", lambda c: c.alltoall([torch.ones(3), fake()])),
+    bad(TypeError, f"out is a TwoTensor {NO_MEMORY}", lambda c: c.allreduce(torch.ones(3), out=wrapper())),
+    bad(TypeError, f"out is a FakeTensor {NO_MEMORY}", lambda c: c.reduce_scatter(torch.ones(6), out=fake())),
+    bad(TypeError, rf"out\[0\] is a TwoTensor {NO_MEMORY}", lambda c: c.alltoall(TWO, out=[wrapper(), wrapper()])),
+    bad(TypeError, f"t is a Tensor {NO_MEMORY}", lambda c: torch.func.functionalize(c.allreduce)(torch.ones(3))),
     # out
     bad(TypeError, r"out is list: expected a torch\.Tensor", lambda c: c.allreduce(torch.ones(2), out=[])),
     bad(TypeError, r"out holds int64, the input float32", lambda c: c.scan(FLOATS, out=torch.arange(6))),
