@@ -7,6 +7,7 @@ anything is read, and no length or index is taken from a code unchecked: damaged
 
 from __future__ import annotations
 
+import math
 import struct
 from enum import IntEnum
 from typing import Any, Protocol
@@ -28,6 +29,9 @@ STRETCH = 1 << 17
 
 Each call hands the interpreter over, and waits to have it back: so these are more than CHUNK.
 """
+
+SAFE_POWER = 100
+"""Powers of two that float32 has, with room."""
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What codecs of tensors take."""
@@ -142,6 +146,27 @@ def saturated(t: Tensor, dtype: torch.dtype) -> Tensor:
         return t
     largest = torch.finfo(dtype).max
     return torch.where(t.isinf(), t, t.clamp(-largest, largest)).to(dtype)
+
+
+def exponent_of(t: Tensor, top: int) -> int:
+    """Return the e for which t * 2**e has its largest finite element in [2**(top-1), 2**top); 0 where there is none."""
+    if not t.numel():
+        return 0
+    low, high = torch.aminmax(t)
+    largest = max(-low.item(), high.item())
+    if not math.isfinite(largest):
+        largest = t.abs().nan_to_num_(0.0, 0.0, 0.0).amax().item()
+    return top - math.frexp(largest)[1] if largest else 0
+
+
+def times_power(t: Tensor, exponent: int, to: torch.dtype | None = None) -> Tensor:
+    """Return t * 2**exponent, in `to`; exact where the result has its bits."""
+    t = t.to(to or wide(t.dtype))
+    while abs(exponent) > SAFE_POWER:  # subnormal or huge: no power of two of this dtype does it in one step
+        step = math.copysign(SAFE_POWER, exponent)
+        t = t * 2.0**step
+        exponent -= int(step)
+    return t * 2.0**exponent if exponent else t
 
 
 def part(payload: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from aiodist.codecs.base import CHUNK, Kind, part, wide
+from aiodist.codecs.base import CHUNK, Kind, exponent_of, part, times_power, wide
 from aiodist.codecs.gradients import Exchange, FloatCodec, Gather, Gradients, Sum, check_seed
 
 
@@ -50,7 +50,13 @@ class _LowRank(FloatCodec):
         return whole.view(-1)[:numel].to(dtype, copy=True)
 
     def factors(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Return A and B."""
+        """Return A and B, which share the magnitude of the matrix: so neither leaves the dtype."""
+        exponent = exponent_of(matrix, 0)
+        a, b = self._factored(times_power(matrix, exponent))
+        return times_power(a, -(exponent // 2)), times_power(b, exponent // 2 - exponent)
+
+    def _factored(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the factors of a matrix whose largest magnitude is near 1."""
         return _iterated(matrix, self.rank, self.seed, self._rounds)
 
     @staticmethod
@@ -72,9 +78,9 @@ class PowerSGD(_LowRank):
     By itself (`encode`, as a parameter server uses it) it begins from `seed` and makes two steps.
 
     The residual of all ranks together is what the product left out; so use it with one. A NaN anywhere in a matrix
-    comes out as NaN, and so may a matrix whose norm is near the end of its dtype. Cost: three multiplications of the
-    matrix with `rank` columns, and one more with a residual. Source: Vogels, Karimireddy, Jaggi 2019, "PowerSGD",
-    arXiv:1905.13727, algorithm 1 and 2.
+    comes out as NaN, and so may, in collectives, a matrix whose norm is near the end of its dtype. Cost: three
+    multiplications of the matrix with `rank` columns, and one more with a residual. Source: Vogels, Karimireddy, Jaggi
+    2019, "PowerSGD", arXiv:1905.13727, algorithm 1 and 2.
     """
 
     _rounds: ClassVar[int] = 1
@@ -119,7 +125,7 @@ class PowerSGD(_LowRank):
         """Return where the iteration begins: what it ended with, unless that says nothing."""
         shape = (matrix.shape[1], min(self.rank, *matrix.shape))
         if kept is not None and kept.shape == shape and bool(kept.isfinite().all()) and bool(kept.any()):
-            return kept.to(matrix.dtype)
+            return _near_one(kept.to(matrix.dtype))
         return _start(*shape, matrix.dtype, self.seed)
 
 
@@ -129,9 +135,8 @@ class SVD(_LowRank):
 
     In collectives each rank gathers the factors of all, of each parameter's matrix; a tensor of one dimension travels
     whole, as a matrix of one column. Alone it is biased: use it with a residual. A matrix with NaN or infinities has no
-    decomposition, and decodes to NaN throughout; one whose norm is near the end of its dtype (float32 for 16 bits), or
-    beyond it, to NaN or infinities. Source: Halko, Martinsson, Tropp 2011, doi:10.1137/090771806; for
-    gradients Wang et al. 2018, "ATOMO", arXiv:1806.04090.
+    decomposition, and decodes to NaN throughout; elements near the end of the dtype may decode to infinities. Source:
+    Halko, Martinsson, Tropp 2011, doi:10.1137/090771806; for gradients Wang et al. 2018, "ATOMO", arXiv:1806.04090.
     """
 
     _rounds: ClassVar[int] = 3
@@ -157,6 +162,9 @@ class SVD(_LowRank):
         if not bool(matrix.isfinite().all()):
             rank = min(self.rank, *matrix.shape)
             return matrix.new_full((len(matrix), rank), torch.nan), matrix.new_zeros(matrix.shape[1], rank)
+        return super().factors(matrix)
+
+    def _factored(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         a, b = _iterated(matrix, 2 * self.rank + 4, self.seed, self._rounds)
         u, s, v = torch.linalg.svd(b.T, full_matrices=False)
         rank = min(self.rank, *matrix.shape)
@@ -182,13 +190,18 @@ def _iterated(matrix: Tensor, rank: int, seed: int, rounds: int) -> tuple[Tensor
     return a, _transposed(matrix, a)
 
 
+def _near_one(t: Tensor) -> Tensor:
+    """Return `t` times the power of two that brings its largest magnitude near 1: products then stay in the dtype."""
+    return times_power(t, exponent_of(t, 0))
+
+
 def _start(rows: int, rank: int, dtype: torch.dtype, seed: int) -> Tensor:
     random = torch.Generator(device="cpu").manual_seed(seed)
     return torch.randn(rows, rank, dtype=dtype, device="cpu", generator=random)
 
 
 def _orthogonal(t: Tensor) -> Tensor:
-    basis: Tensor = torch.linalg.qr(t).Q
+    basis: Tensor = torch.linalg.qr(_near_one(t)).Q
     return basis
 
 

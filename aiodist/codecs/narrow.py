@@ -14,14 +14,24 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import dtype_name
-from aiodist.codecs.base import CHUNK, STRETCH, Kind, parse, part, saturated, wide
+from aiodist.codecs.base import (
+    CHUNK,
+    SAFE_POWER,
+    STRETCH,
+    Kind,
+    exponent_of,
+    parse,
+    part,
+    saturated,
+    times_power,
+    wide,
+)
 from aiodist.codecs.gradients import DrawingCodec, Exchange, FloatCodec, Gradients, NarrowSum, RoundingLoss, Sum
 
 _BIAS = 1 << 16  # exponents travel as unsigned numbers
 _LARGEST = 1200  # float64's are between -1074 and 1023
 _TOP = 15  # what is sent is below 2**15: rounding up does not overflow
 _BELOW = 2.0**15 - 2.0**4  # the last float16 below
-_SAFE = 100  # powers of two that float32 has, with room
 _LEVELS = 127  # of Int8, of either sign
 
 
@@ -49,7 +59,7 @@ class Half(FloatCodec):
         return 2 * numel
 
     def write(self, t: Tensor, payload: Tensor, number: int) -> int:
-        exponent = 0 if t.dtype is torch.float16 else _exponent(t)
+        exponent = 0 if t.dtype is torch.float16 else exponent_of(t, _TOP)
         payload.view(torch.float16).copy_(t if t.dtype is torch.float16 else _scaled(t, exponent))
         return exponent + _BIAS
 
@@ -58,25 +68,26 @@ class Half(FloatCodec):
         if abs(exponent) > _LARGEST or (dtype is torch.float16 and exponent):
             raise ValueError(f"a code by Half with exponent {exponent}: {dtype_name(dtype)} has none such")
         halves = part(payload, 0, numel, torch.float16)
-        return halves.clone() if dtype is torch.float16 else _times_power(halves, -exponent, to=wide(dtype)).to(dtype)
+        return halves.clone() if dtype is torch.float16 else times_power(halves, -exponent, to=wide(dtype)).to(dtype)
 
     def exchange(self, gradients: Gradients, kept: dict[str, Tensor]) -> Exchange:
         """See `GradientCodec`: the ranks agree on an exponent with which their sum does not overflow, and add up."""
         total, room = gradients.total, (gradients.size - 1).bit_length()
-        scale = torch.tensor([-_exponent(total) if bool(total.any()) else -_LARGEST], dtype=torch.int32, device="cpu")
+        mine = exponent_of(total, _TOP) if bool(total.any()) else _LARGEST
+        scale = torch.tensor([-mine], dtype=torch.int32, device="cpu")
         yield Sum(scale, "max")
         exponent = -int(scale) - room
         narrow = torch.empty(total.numel(), dtype=torch.float16, device="cpu")
         for values, to in zip(total.split(STRETCH), narrow.split(STRETCH), strict=True):
-            to.copy_(_times_power(values, exponent))
+            to.copy_(times_power(values, exponent))
             if gradients.feedback:
-                values.sub_(_times_power(to, -exponent, to=total.dtype))
-        usual = abs(exponent) <= _SAFE
+                values.sub_(times_power(to, -exponent, to=total.dtype))
+        usual = abs(exponent) <= SAFE_POWER
         lost = yield NarrowSum(narrow, gradients.out, 2.0**-exponent * gradients.factor if usual else 1.0)
         if gradients.feedback:
             _account_for(lost, total, -exponent)
         if not usual:
-            gradients.out.copy_(_times_power(gradients.out, -exponent)).mul_(gradients.factor)
+            gradients.out.copy_(times_power(gradients.out, -exponent)).mul_(gradients.factor)
 
 
 @dataclass(frozen=True)
@@ -118,36 +129,15 @@ class BFloat16(FloatCodec):
 
 def _account_for(lost: RoundingLoss, total: Tensor, exponent: int) -> None:
     """Keep what the sum of all ranks lost in its part of this rank, times 2**exponent."""
-    total[lost.start :][: lost.rest.numel()].add_(_times_power(lost.rest, exponent, to=total.dtype))
-
-
-def _exponent(t: Tensor) -> int:
-    """Return the e for which t * 2**e has its largest finite element in [2**14, 2**15); 0 where there is none."""
-    if not t.numel():
-        return 0
-    low, high = torch.aminmax(t)
-    largest = max(-low.item(), high.item())
-    if not math.isfinite(largest):
-        largest = t.abs().nan_to_num_(0.0, 0.0, 0.0).amax().item()
-    return _TOP - math.frexp(largest)[1] if largest else 0
+    total[lost.start :][: lost.rest.numel()].add_(times_power(lost.rest, exponent, to=total.dtype))
 
 
 def _scaled(t: Tensor, exponent: int) -> Tensor:
     """Return t * 2**exponent; what is finite does not round to a float16 that leaves the dtype when it comes back."""
-    scaled = _times_power(t, exponent)
+    scaled = times_power(t, exponent)
     if exponent > _TOP - math.frexp(torch.finfo(t.dtype).max)[1]:
         return scaled
     return torch.where(scaled.isinf(), scaled, scaled.clamp(-_BELOW, _BELOW))
-
-
-def _times_power(t: Tensor, exponent: int, to: torch.dtype | None = None) -> Tensor:
-    """Return t * 2**exponent, in `to`; exact where the result has its bits."""
-    t = t.to(to or wide(t.dtype))
-    while abs(exponent) > _SAFE:  # subnormal or huge: no power of two of this dtype does it in one step
-        step = math.copysign(_SAFE, exponent)
-        t = t * 2.0**step
-        exponent -= int(step)
-    return t * 2.0**exponent if exponent else t
 
 
 # --- eight bits or one, and a scale for each chunk --------------------------------------------------------------------
@@ -214,8 +204,9 @@ class _Scaled(FloatCodec):
 
 @dataclass(frozen=True)
 class Int8(_Scaled):
-    """Each 65,536 elements share a scale, their largest magnitude m; an element is off by at most m/254.
+    """Each 65,536 elements share a scale, their largest magnitude m.
 
+    An element is off by at most m/254 and the rounding of the dtype itself, which is up to m/512 for bfloat16.
     The code has 16 + numel bytes and 4 for each scale (8 for float64). A chunk that holds NaN or an infinity decodes to
     NaN throughout; one whose magnitudes are all below about 1e-36 (float32) decodes to zero.
     Source: Dettmers 2016, arXiv:1511.04561, with linear levels.

@@ -80,6 +80,9 @@ def test_n12_each_comes_as_near_as_it_says() -> None:
     chunks = list(t.split(CHUNK))
     for values, back in zip(chunks, Int8().decode(Int8().encode(t), t.dtype, t.numel()).split(CHUNK), strict=True):
         assert float((values - back).abs().max()) <= float(values.abs().max()) / 254 * (1 + 1e-4)
+    rounded = t[:CHUNK].bfloat16()
+    back = Int8().decode(Int8().encode(rounded), rounded.dtype, CHUNK)
+    assert float((rounded.double() - back).abs().max()) <= float(rounded.abs().max()) * (1 / 254 + 1 / 512)
     for values, back in zip(chunks, Sign().decode(Sign().encode(t), t.dtype, t.numel()).split(CHUNK), strict=True):
         expected = torch.where(values >= 0, 1.0, -1.0) * values.double().abs().mean().float()
         torch.testing.assert_close(back, expected)
@@ -102,6 +105,36 @@ def test_n12_matrices_of_low_rank_are_exact(codec: GradientCodec, shape: tuple[i
     rank = min(3, *shape)
     assert nbytes <= 4 * rank * sum(shape)
     torch.testing.assert_close(outs[0], flat, rtol=1e-4, atol=1e-4)
+
+
+SCALES = [(torch.float32, power) for power in (-38, -30, -25, -19, 19, 25, 30, 36)]
+SCALES += [(torch.float64, power) for power in (-305, -160, 160, 300)]
+
+
+@pytest.mark.parametrize("codec", [PowerSGD(2), SVD(2)], ids=str)
+@pytest.mark.parametrize(("dtype", "power"), SCALES)
+def test_n12_matrices_of_low_rank_are_exact_at_any_scale(codec: PowerSGD | SVD, dtype: torch.dtype, power: int) -> None:
+    draw = torch.Generator().manual_seed(1)
+    scale = 10.0**power
+    t = (torch.randn(60, 1, generator=draw) @ torch.randn(1, 60, generator=draw)).view(-1).to(dtype) * scale
+
+    def near(found: Tensor, ranks: int) -> bool:
+        return bool(((found - t * ranks).abs() <= 1e-4 * t.abs().max()).all())
+
+    assert near(codec.decode(codec.encode(t), dtype, t.numel()), 1)
+    kept: list[dict[str, Tensor]] = [{}, {}]
+    for step in range(3):  # the later ones begin where the one before ended
+        zeros = [torch.zeros_like(t)] * 2
+        outs, _ = exchanged(codec, gradients([t.clone(), t.clone()], zeros, number=step, shapes=[(60, 60)]), kept)
+        assert all(near(out, 2) for out in outs)
+
+
+@pytest.mark.parametrize("codec", [PowerSGD(2), SVD(2)], ids=str)
+def test_n12_matrices_of_the_largest_elements_stay_finite(codec: PowerSGD | SVD) -> None:
+    """Their norm is beyond the dtype."""
+    t = torch.full((3600,), 3e38)
+    t[::2] *= -1
+    torch.testing.assert_close(codec.decode(codec.encode(t), t.dtype, t.numel()), t, rtol=1e-5, atol=0.0)
 
 
 def test_n12_svd_is_the_best_there_is() -> None:
