@@ -89,7 +89,8 @@ def _progress_of(call: str, members: Sequence[Handle[Any]]) -> Progress:
 def gather(*handles: Handle[Any], return_exceptions: bool = False) -> Handle[list[Any]]:
     """Return a handle of the list of their results, in the order given.
 
-    The first error rejects it while the others go on; with `return_exceptions` errors stand in the list.
+    The first error rejects it while the others go on, and so does the first deadline of a member that passes: its
+    member goes on too, and has the result. With `return_exceptions` errors stand in the list.
     Unlike `asyncio.gather` it makes no task per member: 1,000 cost one waiter. Raises `TypeError` for what is
     no handle (`asyncio.gather` takes any awaitable), `RuntimeError` for a handle of another event loop.
     """

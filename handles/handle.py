@@ -234,8 +234,9 @@ class Handle(_core.Handle, Generic[T]):
 
         For any thread but the loop's. Raises `RuntimeError` on the loop's thread, which it would block, and
         `OperationTimeout` when the time, or the operation's own, runs out: the operation goes on and can be
-        waited for again. Needs nothing of the loop, which may stand still. In a forked child, to which no pending
-        operation belongs, it raises `RuntimeError`.
+        waited for again. Needs nothing of the loop, which may stand still, but for what is made of other handles
+        there: that of `gather`, of a list of receives, or of a new communicator. In a forked child, to which no
+        pending operation belongs, it raises `RuntimeError`.
         """
         self._consumed = True
         if self._progress.owns_thread():

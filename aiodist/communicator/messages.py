@@ -67,7 +67,8 @@ class PointToPoint(Base):
         Without `t`, a new tensor of the sender's shape and dtype. A shorter message fills the front (the handle's
         `nbytes` says how much came). Receives match in the order of issue. `cancel()` withdraws one that nothing
         matched, and loses no message. The handle's `source` and `tag` say where the message came from. A list receives
-        so many messages; `cancel()` withdraws all of them where nothing has matched any.
+        so many messages; `cancel()` withdraws all of them where nothing has matched any. Where their deadline passes
+        that is the end of the list's handle: its receives go on into their tensors.
 
         Raises on await TypeError for a message of another dtype and BackendError for one that is longer than `t`, which
         is consumed; PeerLost where `src` is gone. Cost: as `send`.
