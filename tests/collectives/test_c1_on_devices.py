@@ -74,6 +74,8 @@ async def one_round(coll: Communicator, dice: random.Random, impl: Impl) -> None
         ]
         sizes = [numel // n + (r < numel % n) for r in range(n)]
         scattered = coll.reduce_scatter(mine, op, impl=impl)
+        whole = mine.clone()
+        in_place = coll.reduce_scatter(whole, op, out=whole, impl=impl)
         cut = [t[: max(numel - r, 0)] for r, t in enumerate(ts)]
         collected = coll.allgather(mine[: max(numel - rank, 0)], impl=impl)
         into = torch.empty(0, dtype=kind, device=device)
@@ -95,6 +97,7 @@ async def one_round(coll: Communicator, dice: random.Random, impl: Impl) -> None
     same(scanned, reduced(ts[: rank + 1], op), what)
     same(before, reduced(ts[:rank], op) if rank else ts[0], what)
     same(await scattered, total.split(sizes)[rank], what)
+    same(await in_place, total.split(sizes)[rank], what)
     for got, expected in zip(await collected, cut, strict=True):
         same(got, expected, what)
     assert await joined is into
