@@ -394,11 +394,10 @@ class Handle(_core.Handle, Generic[T]):
         """Let `cancel()` call `canceller`, which withdraws the handle and returns True, or returns False."""
         self._canceller = canceller
 
-    def set_deadline(self, timeout: float, late: Callable[[], dict[int, str]] | None = None) -> None:
-        """Raise `OperationTimeout` in every wait `timeout` seconds from now; `late` names the ranks that are late."""
-        seconds = check_timeout(timeout)
-        assert seconds is not None
-        self._expires = monotonic() + seconds  # a number of numpy's may have fewer digits than that needs
+    def set_deadline(self, seconds: float, late: Callable[[], dict[int, str]] | None = None) -> None:
+        """Raise `OperationTimeout` in every wait `seconds` from now; `late` names the ranks that are late."""
+        check_timeout(seconds)
+        self._expires = monotonic() + float(seconds)  # one of numpy's may have fewer digits than that needs
         self._late = late
         self._progress.on_loop(partial(self._progress.timers.add, self._expires, self))
 
