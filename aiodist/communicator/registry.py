@@ -382,7 +382,9 @@ class Registry(Generic[C]):
 
         async def make() -> None:
             try:
-                await all_over([agreed], dispatcher.progress.loop)  # also behind its deadline, which `handle` tells
+                while agreed.is_pending:
+                    with suppress(OperationTimeout):  # its deadline is also that of `handle`, which tells of it
+                        await agreed
                 table = agreed.result()
                 if earlier:
                     await all_over(earlier, dispatcher.progress.loop)

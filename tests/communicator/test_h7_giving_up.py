@@ -236,3 +236,22 @@ def test_h7_an_error_of_python_names_the_operation_too() -> None:
             assert note.endswith(", communicator world, rank 1")
 
     run_ranks(2, main)
+
+
+def test_h7_what_is_given_up_while_it_is_made_is_told_to_who_awaits_it_alone() -> None:
+    told: list[str] = []
+
+    async def main(rank: int) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, said: told.append(said["message"]))
+        async with init() as coll:
+            parent = await coll.dup()
+            if rank == 0:
+                with suppress(CommunicatorAborted):
+                    await parent.dup()
+            else:
+                await asyncio.sleep(0.1)
+                parent.abort("because")
+
+    run_ranks(2, main)
+    gc.collect()
+    assert told == []
