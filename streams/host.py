@@ -200,11 +200,10 @@ class _Worker:
                     item.cancel()
 
     def see_out(self, account: Account) -> None:
-        """The thread has ended: tell of what was dropped; of a program that failed only the errors."""
+        """The thread has ended: tell of what was, or will be, dropped; of a program that failed only the errors."""
         if self.aborted:
             account.cover(sys.maxsize)
-        else:
-            account.judge()
+        account.judge()
 
     def abort(self) -> None:
         """Nobody is left to submit or to wait: end after what runs now. Called by the garbage collector."""

@@ -181,6 +181,20 @@ async def test_s1_errors_of_what_was_dropped_are_told_however_it_ends(how: str) 
     assert told.empty()
 
 
+async def test_s1_an_error_that_is_dropped_after_it_was_given_up_is_told_too() -> None:
+    told: asyncio.Queue[BaseException] = asyncio.Queue()
+    asyncio.get_running_loop().set_exception_handler(lambda _, said: told.put_nowait(said["exception"]))
+    stream = HostStream()
+    await stream.__aenter__()
+    kept, fine = stream.submit(int, "x"), stream.submit(int)
+    await stream.sync()
+    stream.abort()
+    await stream.aclose()
+    del fine, kept
+    assert type(await asyncio.wait_for(told.get(), 10)) is ValueError
+    assert told.empty()
+
+
 async def test_s1_close_drains_after_an_error_in_the_block() -> None:
     ran: list[int] = []
     with pytest.raises(LookupError):  # noqa: PT012  - a block is what is tested
