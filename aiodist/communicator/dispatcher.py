@@ -531,7 +531,8 @@ class Dispatcher:
         if isinstance(error, AiodistError):
             error.located(rank=self.transport.rank, comm=self.name, op=str(handle))
         else:
-            error.add_note(f"raised in {handle}, communicator {self.name}, rank {self.transport.rank}")
+            with suppress(Exception):  # it may be of the user's class
+                error.add_note(f"raised in {handle}, communicator {self.name}, rank {self.transport.rank}")
         with suppress(asyncio.InvalidStateError):  # a thread that waits has just found it done
             handle.reject(error)
 

@@ -255,3 +255,28 @@ def test_h7_what_is_given_up_while_it_is_made_is_told_to_who_awaits_it_alone() -
     run_ranks(2, main)
     gc.collect()
     assert told == []
+
+
+class TakesNoNote(Exception):
+    __notes__ = "no list"  # type: ignore[assignment]
+
+
+class RaisesWhenUnpickled:
+    def __reduce__(self) -> tuple[object, ...]:
+        return _raise, ()
+
+
+def _raise() -> None:
+    raise TakesNoNote("boom")
+
+
+def test_h7_an_error_that_takes_no_note_reaches_who_awaits_it() -> None:
+    async def main(rank: int) -> None:
+        async with init() as coll:
+            if rank == 1:
+                await coll.send_object(RaisesWhenUnpickled(), 0)
+                return
+            with pytest.raises(TakesNoNote, match="boom"):
+                await coll.recv_object(timeout=20)
+
+    run_ranks(2, main)
