@@ -130,6 +130,11 @@ class Compressor(CommHook):
 
     # --- what it keeps ------------------------------------------------------------------------------------------
 
+    @property
+    def checkpoint_kind(self) -> str:
+        """Name of the codec's class: residuals of one codec do not go to another."""
+        return type(self._compression.codec).__name__
+
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of what this rank keeps: `number`, `scale`, and `residuals` and `kept`, by parameter, flat.
 

@@ -193,6 +193,12 @@ class LocalSGD:
         """
         await self._net.run(self.make_updates)
 
+    @property
+    def checkpoint_kind(self) -> str:
+        """Name of the class, and of those of both optimizers and of `Elastic`, for a checkpoint."""
+        kinds = [type(each).__name__ for each in (self.optimizer, self.outer, self._elastic) if each is not None]
+        return f"{type(self).__name__} of {', '.join(kinds)}"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps and the state of both optimizers, of which that of `optimizer` is this rank's.
 

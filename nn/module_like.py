@@ -38,6 +38,8 @@ class ModuleLike:
     """The methods of `torch.nn.Module` that look at it, or switch it; names have no prefix."""
 
     _module: nn.Module
+    checkpoint_kind = "module"
+    """A checkpoint of it loads into the plain module, and the other way round."""
 
     @property
     def module(self) -> nn.Module:

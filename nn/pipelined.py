@@ -87,6 +87,12 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         """The parameter groups of all of them."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
+    @property
+    def checkpoint_kind(self) -> str:
+        """Name of the class, and of those of its optimizers, for a checkpoint."""
+        kinds = dict.fromkeys(type(each).__name__ for each in self.optimizers)
+        return f"{type(self).__name__} of {', '.join(sorted(kinds))}"
+
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the state of each, as torch's but with the numbers of its parameters in the module's order.
 

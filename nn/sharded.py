@@ -183,6 +183,11 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
 
     # --- for checkpoints, see `InPieces` ------------------------------------------------------------------------
 
+    @property
+    def checkpoint_kind(self) -> str:
+        """Name of the optimizer's class: its pieces are the state of a plain one, which may load them."""
+        return type(self.optimizer).__name__
+
     def pieces(self) -> dict[str, Any]:
         """Return the state dict of a plain optimizer, with this rank's `Piece` in the place of each tensor.
 

@@ -169,7 +169,7 @@ def _cut(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
 
 
 _FIRST_LINE = re.compile(rb'\{"aiodist checkpoint":(\d{1,9}),"nbytes":(\d{1,15}),"sha256":"([0-9a-f]{64})"\}')
-_VERSION = 1
+_VERSION = 2
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """What reading raises of JSON that is not as it was written."""
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from aiodist.checkpoints.parts import Net, Redivided, name_of
+from aiodist.checkpoints.kinds import kind_of, name_of
+from aiodist.checkpoints.parts import Net, Redivided
 from aiodist.checkpoints.values import Json, decode, encode
 from aiodist.types import Stateful
 
@@ -100,8 +101,10 @@ def own_states(
     said = {"random": encode(state, f"{name}/random", tensors)}
     if isinstance(net, Net) and net.compressor is not None:
         said["compressor"] = encode(net.compressor.state_dict(), f"{name}/compressor", tensors)
+        said["compressed"] = kind_of(net.compressor)
     said["buffers"] = encode(own_buffers(net), f"{name}/buffers", tensors)
     said["parts"] = [encode(each, f"{name}/{name_of(i)}", tensors) for i, each in enumerate(of_parts)]
+    said["kinds"] = list(map(kind_of, own))
     said["generators"] = [
         encode(each, f"{name}/generators/{i}", tensors) for i, each in enumerate(generator_states(own))
     ]
@@ -137,9 +140,23 @@ class OwnState:
     def read(cls, said: Sequence[Json], tensor: Callable[[str], Tensor], rank: int, size: int) -> OwnState:
         mine = {key: value for key, value in said[rank % len(said)].items() if key != "loaders"}
         if len(said) != size:
-            mine = {key: mine[key] for key in ("random", "generators")}
+            mine = {key: mine[key] for key in ("random", "generators", "kinds")}
         states = {key: decode(value, tensor) for key, value in mine.items()}
         return cls(states, [decode(of_rank["loaders"], tensor) for of_rank in said], rank, len(said) == size)
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of the objects of `own`."""
+        found: list[str] = self.states["kinds"]
+        return found
+
+    def compressor_differs(self, net: object) -> str | None:
+        """Return in words how the compression differs of which there are residuals, None if they may be loaded."""
+        if not isinstance(net, Net) or net.compressor is None or "compressed" not in self.states:
+            return None
+        saved, here = self.states["compressed"], kind_of(net.compressor)
+        why = f"the net has compress={here}, and the residuals of the checkpoint are of {saved}: expected the same"
+        return None if saved == here else why
 
     def of_part(self, number: int) -> Any:  # noqa: ANN401
         """Return what this rank had of that part, None where another number of ranks wrote the checkpoint."""

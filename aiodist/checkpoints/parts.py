@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from aiodist.checkpoints.format import TensorEntry, dtype_name
+from aiodist.checkpoints.kinds import kind_of, name_of
 from aiodist.checkpoints.values import Json, Piece, encode
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
@@ -207,11 +208,6 @@ class Delayed(Protocol):
         """Make all that are left; called on the compute thread, on all ranks."""
 
 
-def name_of(number: int) -> str:
-    """Return what a checkpoint calls a part: it is what the names of its tensors begin with."""
-    return "net" if number == 0 else f"part{number}"
-
-
 def check_parts(parts: Sequence[object]) -> None:
     for number, part in enumerate(parts):
         if not isinstance(part, Part):
@@ -287,19 +283,20 @@ class Taken:
         make_updates(parts)
         cuts = Cuts.of(parts[0])
         for number, part in enumerate(parts):
+            said: dict[str, Json] = {"kind": kind_of(part)}
             own = None
             if isinstance(part, InPieces):
-                self.parts.append({"state": self._encoded(part.pieces(), name_of(number))})
+                said["state"] = self._encoded(part.pieces(), name_of(number))
             elif isinstance(part, OfRanks):
                 alike, own = part.states()
-                self.parts.append({"state": encode(alike, name_of(number), self.alike)})
+                said["state"] = encode(alike, name_of(number), self.alike)
             else:
                 state = part.state_dict()
                 divided = cuts.changed(part, state, partial(Cut.piece, mine=writes_blocks))
-                said = {"state": self._encoded(divided, name_of(number))}
+                said["state"] = self._encoded(divided, name_of(number))
                 if isinstance(getattr(state, "_metadata", None), dict):  # versions of the modules
                     said["versions"] = encode(state._metadata, f"{name_of(number)}/versions", self.alike)
-                self.parts.append(said)
+            self.parts.append(said)
             self.own.append(own)
 
     def _encoded(self, state: Any, name: str) -> Json:  # noqa: ANN401

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from aiodist.checkpoints import folders
 from aiodist.checkpoints.format import FileFacts, Layout, TensorEntry, commit, copy_into, lay_out, parts_of, write_file
-from aiodist.checkpoints.own import OwnState, check_own, generator_states, own_buffers, own_loaders, own_states
+from aiodist.checkpoints.kinds import kind_of, kinds_differ, misfit, name_of
+from aiodist.checkpoints.own import OwnState, check_own, own_buffers, own_loaders, own_states
 from aiodist.checkpoints.parts import (
     Cut,
     Cuts,
@@ -258,17 +259,22 @@ def load(
     behind the saves and the steps that were asked for. All ranks compare every byte that they use with its checksum
     before anything is changed; what nobody uses they divide. Nothing is unpickled.
 
-    Give the same `parts` in the same order as to `save`, on any number of ranks. Rank r takes the random states, and
-    the generators of `own`, that rank r saved; a rank that saved none seeds its own anew, with seeds that follow from
-    what was saved. Loaders of `own`, residuals of compressed gradients, and the optimizer within an `nn.LocalSGD`
-    belong to a rank: where another number of ranks saved them, they stay as they are here, and that optimizer begins
-    anew. Each buffer of the net then comes from one of the ranks, so `net.synchronize_buffers()` before the save if
-    they differ. What of `own` has `load_state_dicts`, such as a `data.ShardQueue`, is given all ranks' states.
+    Give the same `parts` in the same order as to `save`, on any number of ranks: a checkpoint has the kind of each
+    part, and of each object of `own`, which are compared before anything is changed. Nets and modules are one kind,
+    whose names and shapes are compared; the kind of all else is the name of its class, a subclass is another, and an
+    attribute `checkpoint_kind` (a text) replaces that name. A `ShardedOptimizer` is of the kind of its optimizer. Rank
+    r takes the random states, and the generators of `own`, that rank r saved; a rank that saved none seeds its own
+    anew, with seeds that follow from what was saved. Loaders of `own`, residuals of compressed gradients, and the
+    optimizer within an `nn.LocalSGD` belong to a rank: where another number of ranks saved them, they stay as they are
+    here, and that optimizer begins anew. Each buffer of the net then comes from one of the ranks, so
+    `net.synchronize_buffers()` before the save if they differ. What of `own` has `load_state_dicts`, such as a
+    `data.ShardQueue`, is given all ranks' states.
 
     Raises TypeError and ValueError at the call as `save`. On await, on all ranks alike: FileNotFoundError where there
     is no checkpoint; `CheckpointDamaged`, which names file and place, where none is sound; ValueError where it is of
-    other parts; what a part raises when it takes its state, elsewhere as `RemoteError`: then some parts have it, and
-    others do not. Cost: each rank reads all that it needs, and holds it in memory until it is taken.
+    other parts, with both kinds, before anything has changed; what a part raises when it takes its state, elsewhere as
+    `RemoteError`: then some parts have it, and others do not. Cost: each rank reads all that it needs, and holds it in
+    memory until it is taken.
     """
     coll, _ = ranks_of(net, parts, own, coll)
     writer = Writer.of(coll)
@@ -349,17 +355,17 @@ class _Load:
         coll = self.writer.coll
         with Reader(folder) as reader:
             manifest = reader.manifest
+            kinds = [of_part["kind"] for of_part in manifest.parts]
+            _check(folder, kinds_differ(kinds, list(map(kind_of, self.parts))))
             self.of_rank = own = OwnState.read(manifest.own, reader.tensor, coll.rank, coll.size)
-            for what, seen, expected in (
-                ("parts", len(manifest.parts), len(self.parts)),
-                ("objects of a rank's own", len(own.loaders[0]), len(self.own)),
-                ("kinds of states in these", _kinds(own.states["generators"]), _kinds(generator_states(self.own))),
-            ):
-                if seen != expected:
-                    raise PartsDiffer(f"{folder} has {seen} {what}: expected {expected}, which are to be loaded")
+            _check(folder, kinds_differ(own.kinds, list(map(kind_of, self.own)), own=True))
+            _check(folder, own.compressor_differs(self.parts[0]))
             cuts = Cuts.of(self.parts[0])
             said = zip(self.parts, manifest.parts, strict=True)
             self.states = [_state(part, of_part, cuts, reader) for part, of_part in said]
+            for number, (part, state) in enumerate(zip(self.parts, self.states, strict=True)):
+                if (why := misfit(part, state)) is not None:
+                    raise PartsDiffer(f"{folder}: {name_of(number)}: {why}")
             self.extra = decode(manifest.extra, reader.tensor)
             reader.check_rest(coll.rank, coll.size)
             self.ranks = len(manifest.files)
@@ -377,8 +383,9 @@ class _Load:
         self.of_rank.restore_loaders(self.own)
 
 
-def _kinds(states: Sequence[Any]) -> list[str]:
-    return [type(state).__name__ for state in states]
+def _check(folder: Path, difference: str | None) -> None:
+    if difference is not None:
+        raise PartsDiffer(f"{folder}: {difference}")
 
 
 def load_exactly(part: Stateful | InPieces, state: Any) -> None:  # noqa: ANN401

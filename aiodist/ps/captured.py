@@ -22,6 +22,8 @@ from aiodist.ps.row_store import RowStore
 from aiodist.ps.shard import Shard
 from aiodist.ps.table_shard import TableShard
 
+KIND = "ParameterServer"
+"""Kind of the only part of a checkpoint."""
 _NAME = "net/tensors/"
 """What files call the values of tensors, with their names behind."""
 _Tensors = Sequence[tuple[int, str, Sequence[tuple[int, int, int]]]]
@@ -116,6 +118,9 @@ def restore(shard: Shard, reader: Reader, known: _Tensors, context: Context) -> 
 
     Raises MismatchError where names or what they mean are not those of the shards, CheckpointDamaged as `reader`.
     """
+    kinds = [part["kind"] for part in reader.manifest.parts]
+    if kinds != [KIND]:
+        raise MismatchError(f"{reader.folder} has {', '.join(kinds)}: expected a checkpoint of `ps.save`")
     tensors = described(reader.manifest.parts[0]["state"])
     names = {name for _, name, _ in known}
     if names != tensors.keys():

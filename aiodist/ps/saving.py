@@ -22,7 +22,7 @@ from aiodist.checkpoints.reading import Reader, of_all
 from aiodist.collectives.program import Program, run
 from aiodist.errors import CheckpointDamaged
 from aiodist.ps.answers import Freed, Restored
-from aiodist.ps.captured import Captured, capture, described, moved, restore, tensors_in
+from aiodist.ps.captured import KIND, Captured, capture, described, moved, restore, tensors_in
 from aiodist.ps.context import Service
 from aiodist.ps.wire import Order, OrderKind
 
@@ -153,7 +153,7 @@ class ServerSaving:
                 (FileFacts(*each["facts"]), [TensorEntry(*row) for row in each["entries"]], {"map": {"rank": rank}})
                 for each, rank in zip(found, ranks, strict=True)
             ]
-            parts = [{"state": tensors_in([each["said"] for each in found])}]
+            parts = [{"kind": KIND, "state": tensors_in([each["said"] for each in found])}]
             folder = yield from self._on_disk(partial(commit, path, number, written, parts, None))
             self._tell_saved(folder, {n: of["map"]["marks"]["map"] for n, of in described(parts[0]["state"]).items()})
             if call["keep"] is not None:

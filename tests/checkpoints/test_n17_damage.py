@@ -220,8 +220,8 @@ def test_n17_a_manifest_that_is_nested_too_deep(folder: Path, depth: int) -> Non
 
 def test_n17_a_manifest_of_a_later_version_says_so(folder: Path) -> None:
     path = folder / MANIFEST
-    path.write_bytes(path.read_bytes().replace(b'checkpoint":1,', b'checkpoint":2,', 1))
-    assert "version 2: expected 1" in damage(folder)
+    path.write_bytes(path.read_bytes().replace(b'checkpoint":2,', b'checkpoint":3,', 1))
+    assert "version 3: expected 2" in damage(folder)
 
 
 def test_n17_a_manifest_is_read_as_it_was_written(folder: Path) -> None:

@@ -383,6 +383,23 @@ async def test_p11_another_rule_with_a_state_is_told(coll: Communicator, tmp_pat
 
 
 @pytest.mark.ranks(2)
+async def test_p11_a_checkpoint_of_a_training_is_of_another_kind(coll: Communicator, tmp_path: Path) -> None:
+    path = Path(await coll.broadcast_object(str(tmp_path)))
+    module = torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
+    module.weight.fill_(1.0)
+    await aiodist.save(path / "training", module, coll=coll)
+    async with ParameterServer(coll, {"weight": torch.zeros(1, 1)}, timeout=SECONDS) as ps:
+        if coll.rank == 0:
+            with pytest.raises(MismatchError, match=r"has module: expected a checkpoint of `ps\.save`"):
+                await ps.load(path / "training")
+            await ps.save(path / "server")
+        await ps.barrier()
+    with pytest.raises(ValueError, match="net is module, and the checkpoint has ParameterServer"):
+        await aiodist.load(path / "server", module, coll=coll)
+    assert module.weight.item() == 1.0
+
+
+@pytest.mark.ranks(2)
 async def test_p11_what_cannot_be_written_or_read_is_raised_on_await(coll: Communicator, tmp_path: Path) -> None:
     path = Path(await coll.broadcast_object(str(tmp_path)))
     (path / "file").touch() if coll.rank == 0 else None
