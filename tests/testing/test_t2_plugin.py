@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 
 import pytest
@@ -171,10 +172,170 @@ def test_t2_a_wrong_marker_says_so(run: Run, pytester: pytest.Pytester) -> None:
     assert [complaint for complaint in wrong.values() if complaint not in result.stdout.str()] == []
 
 
-def test_t2_the_plugin_loads_no_torch() -> None:
-    code = f"import sys, {PLUGIN}; print(sorted({{'torch', 'numpy', 'mpi4py'}} & set(sys.modules)))"
+def test_t2_the_plugin_loads_nothing_of_aiodist_but_itself() -> None:
+    ours = "[name for name in sys.modules if name.startswith('aiodist') and '.' in name]"
+    code = f"import sys, {PLUGIN}; print(sorted({{'torch', 'numpy', 'mpi4py', 'asyncio'}} & set(sys.modules)), {ours})"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert answer.stdout == "[]\n"
+    assert answer.stdout == f"[] ['aiodist.testing', '{PLUGIN}']\n"
+
+
+def test_t2_a_run_without_marked_tests_has_one_hook_more() -> None:
+    """Nothing of ours is called for each test that runs: what a run without our mark costs is one look at each name."""
+    hooks = {name for name in vars(sys.modules[PLUGIN]) if name.startswith("pytest_")}
+    assert hooks == {"pytest_addoption", "pytest_configure", "pytest_pycollect_makeitem"}
+
+
+ODD = """
+    import functools
+    from unittest import mock
+    from unittest.mock import MagicMock, call, sentinel
+
+    class Anything:
+        def __getattr__(self, name):
+            return self
+
+        def __call__(self, *args, **kwargs):
+            return self
+
+    class Raises:
+        def __getattribute__(self, name):
+            raise RuntimeError(name)
+
+    class Classless:
+        @property
+        def __class__(self):
+            raise RuntimeError("no class")
+
+        def __call__(self):
+            pass
+
+    class Meta(type):
+        def __getattr__(cls, name):
+            raise RuntimeError(name)
+
+    class ByMeta(metaclass=Meta):
+        pass
+
+    def looped():
+        pass
+
+    looped.__wrapped__ = looped
+
+    def around_a_call():
+        pass
+
+    around_a_call.__wrapped__ = call
+
+    def with_odd_marks():
+        pass
+
+    with_odd_marks.__dict__["pytestmark"] = [Raises(), Classless(), call]
+
+    anything, raises, classless, magic = Anything(), Raises(), Classless(), MagicMock()
+    bound, partial, static, by_class = [].append, functools.partial(print), staticmethod(call), classmethod(call)
+    """
+
+
+ODD_NAMES = [
+    "call",
+    "sentinel",
+    "magic",
+    "anything",
+    "raises",
+    "classless",
+    "ByMeta",
+    "looped",
+    "around_a_call",
+    "with_odd_marks",
+    "bound",
+    "partial",
+    "static",
+    "by_class",
+]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_t2_modules_of_others_are_collected_as_without_it(run: Run, name: str) -> None:
+    """An object of another project may answer to any attribute, or raise: pytest alone decides what becomes of it."""
+    source = textwrap.dedent(ODD) + f"test_odd = TestOdd = {name}\n\nclass TestClass:\n    test_odd = {name}\n"
+    for text in (textwrap.dedent(ODD) + "def test_one():\n    pass\n", source):
+        with_it = run(text, "-W", "ignore", "--tb=short")
+        assert "aiodist/testing" not in with_it.stdout.str()
+        without = run(text, "-W", "ignore", "--tb=short", "-p", "no:aiodist", "-p", f"no:{PLUGIN}")
+        assert with_it.parseoutcomes() == without.parseoutcomes()
+        assert with_it.ret == without.ret
+    assert without.parseoutcomes() or without.ret
+
+
+def test_t2_the_mark_may_stand_on_classes_modules_and_decorated_functions(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        test_module="""
+        import functools, pytest
+
+        pytestmark = pytest.mark.ranks(2)
+
+        def decorated(function):
+            @functools.wraps(function)
+            async def around(*args, **kwargs):
+                await function(*args, **kwargs)
+            return around
+
+        async def test_module(coll):
+            await coll.barrier()
+
+        @pytest.mark.ranks(3)
+        @decorated
+        async def test_decorated(coll):
+            await coll.barrier()
+        """
+    )
+    result = run("""
+        import pytest
+        from unittest import mock
+
+        patched = 1
+
+        @pytest.mark.ranks(1)  # one patch cannot be entered by several tasks
+        @mock.patch(__name__ + ".patched")
+        async def test_patched(patched, coll):
+            assert isinstance(patched, mock.Mock)
+            await coll.barrier()
+
+        @pytest.mark.ranks(2)
+        class TestClass:
+            async def test_method(self, coll):
+                await coll.barrier()
+
+            @staticmethod
+            async def test_static(coll):
+                await coll.barrier()
+
+            @classmethod
+            async def test_class(cls, coll):
+                assert cls.__name__ == "TestClass"
+                await coll.barrier()
+        """)
+    result.assert_outcomes(passed=7)
+    result.stdout.fnmatch_lines(["*test_patched?1? PASSED*", "*test_class?2? PASSED*", "*test_decorated?3? PASSED*"])
+
+
+def test_t2_a_project_keeps_a_mark_of_that_name(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest("""
+        def pytest_configure(config):
+            config.addinivalue_line("markers", "ranks(n): how many machines the test describes")
+        """)
+    result = run("""
+        import pytest
+
+        @pytest.mark.ranks("many", by="rack")
+        def test_theirs():
+            pass
+
+        @pytest.mark.ranks(2)
+        async def test_ours(coll):
+            await coll.barrier()
+        """)
+    result.assert_outcomes(passed=2)
 
 
 def test_t2_processes_tell_how_each_test_went(
