@@ -262,14 +262,20 @@ class Compute:
         self.use(reduction)
 
     @called("net.backward")
-    def accumulate(self, loss: Tensor, how: dict[str, Any]) -> None:
-        """Run backward and leave its gradients on this rank."""
+    def accumulate(self, loss: Tensor, how: dict[str, Any], *, part: bool = False) -> None:
+        """Run backward and leave its gradients on this rank; with `part` later ones of the same step reduce them."""
         self.drain()
         self.reducer.newcomers.check()
         self.reducer.share()
         self._check_trusted()
-        with self.reducer.alone(), span("backward"):
+        with self.reducer.alone(part=part), span("backward"):
             loss.backward(**how)
+
+    @called("net.backward")
+    def keep(self, loss: Tensor, how: dict[str, Any]) -> None:
+        """As `accumulate`, for a later pass, which a step must not begin before."""
+        self.accumulate(loss, how)
+        self.reducer.kept = True
 
     @called("net.join")
     def bring_nothing(self) -> Reduction:
@@ -326,6 +332,9 @@ class Forward:
     what the closures returned, before it was scaled. The gradients of the backwards add up on this rank.
     """
 
+    reduces = True
+    """False if the step uses the gradients of this rank alone."""
+
     def __init__(
         self,
         closures: Sequence[Callable[[], Tensor]],
@@ -351,7 +360,7 @@ class Forward:
     def rest(self, loss: Tensor) -> Tensor:
         """Run backward of `loss`, and do the same with the other closures; return the loss of the last."""
         for closure in self._closures[1:]:
-            self._compute.accumulate(loss, {})
+            self._compute.accumulate(loss, {}, part=self.reduces)
             loss = self._run(closure)
         return loss
 

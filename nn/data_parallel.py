@@ -380,7 +380,8 @@ class DataParallel(ModuleLike):
         arguments may be dropped at once, also those made on other streams. What a reduction fails with later is
         raised by the next step or backward, at the latest by `aclose`.
 
-        Raises ValueError, before it computes, for an optimizer that has no parameter of this net. Raises what
+        Raises ValueError, before it computes, for an optimizer that has no parameter of this net, RuntimeError if it
+        would forget gradients that `no_sync` has kept. Raises what
         `forward`, backward or the optimizer raised here; `RemoteError` when another rank's forward or
         backward raised, and then no rank has made the step; what the communicator raises. The next step works,
         unless the communicator does not. Where the optimizer raised on some ranks only, their parameters differ from
@@ -399,6 +400,7 @@ class DataParallel(ModuleLike):
                 "of such functions; and an optimizer"
             )
         self._check_reduces("step")
+        self._check_kept()
         self._check_owner(opt)
         if opt is not self._optimizer:
             self.check_updated()
@@ -444,7 +446,7 @@ class DataParallel(ModuleLike):
         self._check()
         how: dict[str, Any] = {"gradient": gradient, "retain_graph": retain_graph, "inputs": inputs}
         if self.reducer.local:
-            await self._timely(self.compute.submit(self.compute.accumulate, loss, how))
+            await self._timely(self.compute.submit(self.compute.keep, loss, how))
             return
         self._check_owner()
         await self._timely(self.compute.submit(self.compute.reduce_all, lambda: loss, **how))
@@ -479,6 +481,7 @@ class DataParallel(ModuleLike):
     def no_sync(self) -> Iterator[None]:
         """Have each backward in the block add up gradients on this rank; the next one outside reduces the sum.
 
+        `step` raises RuntimeError until that backward, or until `zero_grad()` has dropped the sum.
         What was reduced before, and not forgotten, counts once in that, as with DDP: a mean stays what it is. With
         `op="sum"` the first backward in the block makes of it this rank's share, 1/size of it.
         """
@@ -635,6 +638,19 @@ class DataParallel(ModuleLike):
     def _check_reduces(self, call: str) -> None:
         if self.reducer.local:
             raise RuntimeError(f"net.{call} inside net.no_sync(): there, `await net.backward(loss)` adds up gradients")
+
+    def _check_kept(self) -> None:
+        if not self.reducer.kept:
+            return
+        gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
+        if any(gradient.is_sparse or bool(gradient.any()) for gradient in gradients):
+            raise RuntimeError(
+                "net.step forgets gradients before it computes new ones, also those that backwards in net.no_sync() "
+                "have added up: give it all forwards as a list, `await net.step([forward, …], opt)`, or have the next "
+                "backward reduce the sum, `await net.backward(loss)`, and then `await net.run(opt.step)`. "
+                "`net.zero_grad()` drops them"
+            )
+        self.reducer.kept = False
 
     def _check_owner(self, opt: object = None) -> None:
         owner = self.reducer.owner

@@ -292,6 +292,7 @@ class LocalSGD:
         try:
             self._begin()
             self.optimizer.zero_grad()
+            forward.reduces = False
             self._net.compute.accumulate(forward(), {})
             with span("optimizer"), self._net.reducer.steps.aside():
                 forward.settings.update(self.optimizer.param_groups, self.optimizer.step)

@@ -131,7 +131,7 @@ class Reducer:
         self.waiting: list[asyncio.Future[None]] = []
         """Awaits of a step, to be told of reductions that are late."""
         named = list(module.named_parameters())
-        self.steps = Steps(parameter for _, parameter in named)
+        self.steps = Steps(named)
         self.devices = Devices(self.progress, (parameter for _, parameter in named))
         self._lock = threading.Lock()
         """Held for what hooks note, and while nothing is waited for."""
@@ -154,8 +154,10 @@ class Reducer:
         """The parameters whose gradient is this rank's share of that sum already."""
         self._sharers: dict[int, tuple[Node, RemovableHandle]] = {}
         """By parameter, in a `no_sync` block: what adds to its gradient, and the hook on that."""
-        self.thread: int | None = None
-        """The one that runs a backward of the net; None while none is under way."""
+        self.kept = False
+        """Gradients were added up in a `no_sync` block, and not reduced since."""
+        self._versions: list[int] = []
+        """Of the parameters that this pass trains, as torch counts changes, when backward began."""
         self._loop_thread = get_ident()
         self.newcomers = Newcomers(module, self._parameters, self._taken)
         self._sentries = Sentries(self._gradient_came, module, self.slots, alone=data.size == 1)
@@ -333,7 +335,9 @@ class Reducer:
         )
         behind = self.last if self.devices else None
         self.last = Reduction(self, self._deal.buckets, terms, header=header, behind=behind, single=single)
-        self._current, self.thread = None if single else self.last, get_ident()
+        self.steps.current = self.last
+        self._current, self.steps.thread = None if single else self.last, get_ident()
+        self._versions = [] if single else self._deal.versions()
         return self.last
 
     @property
@@ -395,10 +399,10 @@ class Reducer:
 
     def end_backward(self, reduction: Reduction, error: BaseException | None = None) -> None:
         """Backward is over, and raised `error` if that is given. Raises what only its end shows to be wrong."""
-        self._current = self.thread = None
+        self._current = self.steps.thread = None
         trouble = None
         if error is None and reduction.terms.active and not (reduction.terms.refused or reduction.single):
-            trouble = self._surplus(reduction)
+            trouble = self._surplus(reduction) or self._changed(reduction)
             if trouble is None:
                 self._study(reduction)
         reduction.end_backward(error or trouble)
@@ -423,6 +427,21 @@ class Reducer:
                 )
         return None
 
+    def _changed(self, reduction: Reduction) -> RuntimeError | None:
+        """A parameter that was changed in this backward, but by what `net.gradients` has given."""
+        now = self._deal.versions()
+        if now == self._versions:
+            return None
+        for slot, before, after in zip(self._deal.trained_slots, self._versions, now, strict=True):
+            if before != after and reduction.withholds(id(slot.parameter)):
+                return RuntimeError(
+                    f"parameter {slot.name!r} was changed while backward ran (torch counts {after - before} changes), "
+                    "before its gradient was reduced: ranks may differ now. Change parameters between two steps, or as "
+                    "`net.gradients(loss)` yields them, and have all ranks load the same state, "
+                    "`net.load_state_dict(...)`"
+                )
+        return None
+
     def _study(self, reduction: Reduction) -> None:
         deal = self._deal
         learning = deal.learning
@@ -434,14 +453,17 @@ class Reducer:
     # --- hooks ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """A backward in this block is of this rank alone; where the order of gradients is not known, it is noted."""
+    def alone(self, *, part: bool) -> Iterator[None]:
+        """A backward in this block is of this rank alone, with `part` one whose gradients are reduced with later ones.
+
+        Where the order of gradients is not known, it is noted.
+        """
         self._fired = {}
-        self.thread = get_ident()
+        self.steps.thread, self.steps.partial = get_ident(), part
         try:
             yield
         finally:
-            self.thread = None
+            self.steps.thread, self.steps.partial = None, False
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -486,24 +508,27 @@ class Reducer:
 
     def watch(self) -> None:
         """Have a backward outside be told, even if parameters were frozen or thawed since the last pass."""
-        if self.thread is None:
+        if self.steps.thread is None:
             self._sentries.keep()
         if self.local:
             self._share_first()
 
     def _gradient_came(self, index: int, told: bool, _: Tensor) -> None:
         """See `Sentries`. The loop's thread runs no pass; those that autograd has for CUDA devices do."""
-        if self.thread != get_ident():
+        if self.steps.thread != get_ident():
             self._check_inside(index)
-        if told and self.thread is not None:
+        if told and self.steps.thread is not None:
             self._came(index)
 
     def _check_inside(self, index: int) -> None:
         name, parameter = self.slots[index].name, self.slots[index].parameter
         if self._taken.get(parameter, id(self)) != id(self):  # frozen here, and trained by that net since
             return
-        if self.thread is None:
-            if not self.local:
+        if self.steps.thread is None:
+            if self.local:
+                # Not what another net's backward leaves here (GANs): the next step may forget that.
+                self.kept = self.kept or not self.steps.others_in_backward
+            else:
                 raise RuntimeError(
                     f"parameter {name!r} got a gradient outside of net.step and net.backward, which reduce it: call "
                     "`await net.backward(loss)`, or add it up on this rank, `with net.no_sync():`. Where it is another "
@@ -566,6 +591,8 @@ class Reducer:
 
     def ended(self, reduction: Reduction, over: Callable[[], None]) -> None:
         status = reduction.status
+        if reduction.terms.active and reduction.error is None:
+            self.kept = False
         with self._lock:
             if not reduction.used:
                 self.summed(reduction)

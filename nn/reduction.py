@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -25,7 +25,7 @@ from aiodist.handles.combinators import EndWaiter
 from aiodist.handles.tracing import tracing
 from aiodist.nn.buckets import Bucket, CommHook, RowBucket
 from aiodist.nn.devices import Devices
-from aiodist.nn.pass_machine import PassMachine, Phase, Terms
+from aiodist.nn.pass_machine import PassMachine, Phase, Stage, Terms
 from aiodist.nn.pass_status import PassAccount, PassStatus, StatusKind
 from aiodist.nn.steps import Steps
 from aiodist.streams import Fence
@@ -170,6 +170,23 @@ class Reduction(PassMachine[Bucket]):
 
     def is_full(self, index: int) -> bool:
         return index in self._filled
+
+    @property
+    def withholding(self) -> bool:
+        """True while some gradient may not be used."""
+        return not self.usable.done()
+
+    def withholds(self, parameter: int) -> bool:
+        """Return True while the gradient of the parameter with this id may not be used."""
+        index = self._places.get(parameter)
+        if index is None or self.settled[index].done() or self.usable.done():
+            return False
+        return self.on_arrival is None or self.stages[index] is not Stage.REDUCED
+
+    @cached_property
+    def _places(self) -> Mapping[int, int]:
+        """The number of the bucket of each parameter, by the id of that."""
+        return {id(slot.parameter): i for i, bucket in enumerate(self.buckets) for slot in bucket.slots}
 
     @property
     def participants(self) -> int:

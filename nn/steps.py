@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from aiodist.communicator import Communicator
@@ -199,25 +199,43 @@ def _schedulers(given: Any) -> tuple[RateSchedule, ...]:
 # --- how many steps: the parameters of two ranks are alike only after as many -----------------------------------------
 
 
+class InFlight(Protocol):
+    """A pass, as far as a step of an optimizer looks at it."""
+
+    @property
+    def withholding(self) -> bool:
+        """True while some gradient is not reduced."""
+
+    def withholds(self, parameter: int) -> bool:
+        """Return True while the gradient of the parameter with this id is not reduced."""
+
+
 class Steps:
-    """Steps of one rank since the ranks were made alike, by any optimizer that has some of the `parameters`.
+    """Steps of one rank since the ranks were made alike, by any optimizer that has some of the `named` parameters.
 
     An optimizer counts once between two backwards of the net, however often it steps there: one whose `step` calls that
     of its base class is seen once or twice, as it happens. What steps before the first backward has no gradients of
-    the net. A hook of torch tells, one for all nets, while there are any; it costs a step of any optimizer 2 us.
+    the net. Two hooks of torch, one pair for all nets, tell of steps while there are nets; they cost a step of any
+    optimizer 3 us. The first of them refuses a step that would use gradients that are not reduced.
     """
 
     _every: ClassVar[tuple[weakref.ref[Steps], ...]] = ()
     """Of the nets that are open; never changed but replaced, since the hook reads it in any thread."""
-    _hook: ClassVar[RemovableHandle | None] = None
+    _hooks: ClassVar[tuple[RemovableHandle, ...]] = ()
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         self.made = 0
         """Up to the last backward."""
         self.mishap: BaseException | None = None
         """What an optimizer raised last on this rank, as far as is known."""
-        self._owned = frozenset(map(id, parameters))
+        self.thread: int | None = None
+        """The thread that runs a backward of the net; None between two of them."""
+        self.partial = False
+        """True in a backward of a list of closures, all but the last of which leave gradients on this rank."""
+        self.current: InFlight | None = None
+        """The newest pass."""
+        self._names = {id(parameter): name for name, parameter in named}
         self._since: dict[int, object] | None = None
         """What has made a step since the last backward, by its id; None where there was none."""
         self._aside: int | None = None
@@ -230,12 +248,37 @@ class Steps:
     def _list(cls, *new: weakref.ref[Steps], gone: Steps | None = None) -> None:
         with cls._lock:
             cls._every = (*(ref for ref in cls._every if ref() not in (None, gone)), *new)
-            if cls._hook is None and cls._every:
-                # Disabled: compiled code runs it as it is.
-                cls._hook = register_optimizer_step_post_hook(torch.compiler.disable(cls._stepped))
-            elif cls._hook is not None and not cls._every:
-                cls._hook.remove()
-                cls._hook = None
+            if cls._every and not cls._hooks:
+                # Disabled: compiled code runs them as they are.
+                before = register_optimizer_step_pre_hook(torch.compiler.disable(cls._about_to_step))
+                cls._hooks = before, register_optimizer_step_post_hook(torch.compiler.disable(cls._stepped))
+            elif not cls._every:
+                for hook in cls._hooks:
+                    hook.remove()
+                cls._hooks = ()
+
+    @classmethod
+    def _about_to_step(cls, opt: Optimizer, *_: object) -> None:
+        for ref in cls._every:
+            if (steps := ref()) is not None:
+                steps._check_reduced(opt)
+
+    def _check_reduced(self, opt: Optimizer) -> None:
+        """Raise RuntimeError if `opt` would step parameters whose gradients are not reduced."""
+        current = self.current
+        in_flight = current is not None and current.withholding
+        if not (self.partial or in_flight) or self._aside == get_ident():
+            return
+        within = self.partial or self.thread == get_ident()
+        for parameter in (id(p) for group in opt.param_groups for p in group["params"]):
+            if parameter in self._names and (within or (current is not None and current.withholds(parameter))):
+                raise RuntimeError(
+                    f"{type(opt).__name__}.step() was called while the gradient of parameter "
+                    f"{self._names[parameter]!r} was not reduced yet, as by a hook within backward: it would use the "
+                    "gradient of this rank alone, and ranks would come to differ. To update parameters while backward "
+                    "goes on, step as `async for parameter, gradient in net.gradients(loss)` yields them, or take "
+                    "`aiodist.nn.PipelinedOptimizer`; else step after `await net.backward(loss)`"
+                )
 
     @classmethod
     def _stepped(cls, opt: Optimizer, *_: object) -> None:
@@ -246,11 +289,17 @@ class Steps:
     def _see(self, opt: Optimizer) -> None:
         if self._since is None or self._aside == get_ident():
             return
-        if any(not self._owned.isdisjoint(map(id, group["params"])) for group in opt.param_groups):
+        if any(not self._names.keys().isdisjoint(map(id, group["params"])) for group in opt.param_groups):
             self.note(opt)
 
     def release(self) -> None:
         self._list(gone=self)
+        self.current = None
+
+    @property
+    def others_in_backward(self) -> bool:
+        """True while a backward of another net runs."""
+        return any(each.thread is not None for ref in self._every if (each := ref()) not in (None, self))
 
     # --- counting -----------------------------------------------------------------------------------------------
 

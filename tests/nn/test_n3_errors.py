@@ -180,6 +180,7 @@ async def test_n3_modes_that_build_no_graph(coll: Communicator, trial: type[Tria
             net.load_state_dict(trial.Mlp().state_dict())
     with net.no_sync():
         await net.backward(trial.loss(net, coll.rank, 0))
+    net.zero_grad()
     await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
     trial.assert_same(net, trial.alone(2, 1))
 

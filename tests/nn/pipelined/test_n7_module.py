@@ -56,13 +56,16 @@ async def test_n7_flush_any_time(coll: Communicator, course: type[Course]) -> No
 
 @pytest.mark.ranks(2)
 async def test_n7_gradients_from_before_do_not_count(coll: Communicator, course: type[Course]) -> None:
-    """As in any step: it begins by forgetting them."""
+    """As in any step: it refuses to drop them."""
     net = await course.split(course.mlp(), coll, 100)
     opt = PipelinedOptimizer(net, course.sgd)
     for step in range(3):
         await opt.flush()
         with net.no_sync():
             await net.backward(await net.run(course.loss_of, net, coll.rank, 50 + step))
+        with pytest.raises(RuntimeError, match=r"net\.step forgets gradients"):
+            await course.train(net, opt, coll, range(step, step + 1))
+        net.zero_grad()
         await course.train(net, opt, coll, range(step, step + 1))
     course.check(net.module, course.mlp(), coll.size, range(3))
 

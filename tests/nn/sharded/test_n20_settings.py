@@ -98,13 +98,14 @@ async def test_n20_learning_rates_by_hand_and_by_a_scheduler(coll: Communicator,
 
 @pytest.mark.ranks(2, 3)
 async def test_n20_closures_and_autocast(coll: Communicator, trial: type[Trial]) -> None:
-    """A list of closures adds up on this rank; `no_sync` is for `net.backward`, whose gradients the step forgets."""
+    """A list of closures adds up on this rank; `no_sync` is for `net.backward`, whose gradients no step takes."""
     net = await DataParallel.create(trial.Mlp(), coll)
     opt = ShardedOptimizer(net, trial.OPTIMIZERS["adam"])
     for step in range(3):
         closures = [partial(trial.loss, net, coll.rank, 10 * step + k) for k in range(3)]
         with net.no_sync():
             await net.backward(trial.loss(net, coll.rank, 99)) if step == 0 else None
+        net.zero_grad()
         await net.step(closures, opt)
     await opt.flush()
     expected = trial.Mlp()
