@@ -150,6 +150,9 @@ class DeadlockError(AiodistError):
         super().__init__(message, **where)  # type: ignore[arg-type]
         self.cycle = cycle
 
+    def __str__(self) -> str:
+        return str(self.args[0])  # which names each rank with what it waits in
+
 
 class OperationTimeout(AiodistError, TimeoutError):
     """A deadline passed; `late` maps each late rank that is known to where it is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _SHOWN_OPERATIONS, _SHOWN_RANKS = 8, 16
 _SLEEP_SECONDS = 1.0  # of a thread that waits for a lane, at a time: the operation may be given up
+_LOOK_SECONDS = 0.5  # how soon a thread that waits notices that the wait is pointless, see `block_unless`
 _NOTHING_TO_SHOW = nullcontext()
 _event_lock = threading.Lock()
 _blocked: Final[dict[int, tuple[Handle[Any], float | None]]] = {}
@@ -87,6 +89,26 @@ class FutureWaiter:
             self.future.set_result(None)
         else:
             self.future.set_exception(late)
+
+
+class _Blocked:
+    """A block in which the calling thread waits for `handle`, until that time at most."""
+
+    __slots__ = ("_before", "_me", "_now")
+
+    def __init__(self, handle: Handle[Any], until: float | None) -> None:
+        self._now = handle, until
+        self._me = threading.get_ident()
+
+    def __enter__(self) -> None:
+        self._before = _blocked.get(self._me)
+        _blocked[self._me] = self._now
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is None:
+            del _blocked[self._me]
+        else:  # what was left of that one waits for this one
+            _blocked[self._me] = self._before
 
 
 class Handle(_core.Handle, Generic[T]):
@@ -269,15 +291,19 @@ class Handle(_core.Handle, Generic[T]):
         its core to others at once.
         """
         until = None if timeout is None else monotonic() + timeout
-        me = threading.get_ident()
-        before, _blocked[me] = _blocked.get(me), (self, until)
-        try:
+        with _Blocked(self, until):
             return self._block_until(until, looks)
-        finally:
-            if before is None:
-                del _blocked[me]
-            else:  # what was left of that one waits for this one
-                _blocked[me] = before
+
+    def block_unless(self, gone: Callable[[], bool]) -> bool:
+        """As `block` without a time-out; return False soon after `gone()`, such as `loop.is_closed`, has become True.
+
+        A thread that is in here counts as one that waits for ever, or until the deadline of the operation.
+        """
+        with _Blocked(self, self._expires):
+            while not self._block_until(monotonic() + _LOOK_SECONDS, looks=True):
+                if gone():
+                    return False
+        return True
 
     def _block_until(self, until: float | None, looks: bool) -> bool:
         while self.in_lane:  # this thread may be the only one that runs
@@ -294,6 +320,8 @@ class Handle(_core.Handle, Generic[T]):
     def _block_at(self, event: threading.Event, until: float | None) -> bool:
         """Wait for `event`, which is set when it is over, and when what is left of it is offered to this thread."""
         while self._status is _PENDING:
+            if self._finisher is not None:
+                event.set()  # this thread is at work, see `stays_blocked`
             self._finish()
             if self._status is _PENDING and not event.wait(None if until is None else max(0.0, until - monotonic())):
                 return self._status is not _PENDING
@@ -579,16 +607,16 @@ def plight(handles: Sequence[Handle[Any]]) -> tuple[str, dict[int, str]]:
     return "".join(f"; {word}" for word in words), late
 
 
-IN_LANE: Final = Handle._block_until.__code__
-"""Where a thread stands that waits for a lane."""
+os.register_at_fork(after_in_child=_blocked.clear)
 AT_EVENT: Final = Handle._block_at.__code__
 """What a thread has called that waits for the event of a handle."""
 
 
-def blocks_for_ever(thread_id: int) -> bool:
-    """Return whether that thread waits for a handle, however long it takes."""
-    _, until = _blocked.get(thread_id, (None, 0.0))
-    return until is None
+def stays_blocked(thread_id: int) -> bool | None:
+    """Return whether that thread waits for a handle, however long it takes; None where it waits for no handle."""
+    if (blocked := _blocked.get(thread_id)) is None:
+        return None
+    return blocked[1] is None and blocks_at_pending(thread_id)
 
 
 def blocks_at_pending(thread_id: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, update_wrapper
 from types import CodeType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,13 +24,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-_LOOK_SECONDS = 0.5  # how soon the thread notices that its loop is gone
+
+_CALLS: Final = set[str]()
+"""What `called` has named."""
 
 
 def called(name: str) -> Callable[[F], F]:
     """Decorate what runs on the thread: errors and reports tell of it by `name`, the user's call."""
 
     def named(fn: F) -> F:
+        _CALLS.add(name)
         fn.__qualname__ = name
         return fn
 
@@ -81,9 +84,8 @@ class Compute:
             return
         progress = self.reducer.progress
         with span("wait", what=handle.called), progress.waiting():
-            while not handle.block(_LOOK_SECONDS):
-                if progress.loop.is_closed():
-                    raise RuntimeError(f"the event loop was closed while {handle} was under way")
+            if not handle.block_unless(progress.loop.is_closed):
+                raise RuntimeError(f"the event loop was closed while {handle} was under way")
 
     def drain(self) -> None:
         """Let the last pass come to its end: a step that left it early has no gradients of it yet.
@@ -235,7 +237,8 @@ class Compute:
     def _name_caller(self) -> None:
         if (running := self.stream.running) is not None:
             number, caller = self.named
-            self.reducer.name_caller(caller if number == running.seq and caller is not None else running.raw_origin)
+            place = caller if number == running.seq and caller is not None else running.raw_origin
+            self.reducer.name_caller(place, running.op if running.op in _CALLS else "")
 
     def _ask(self, kind: StatusKind, *, opinion: bool) -> PassStatus:
         if self.reducer.last is not None:

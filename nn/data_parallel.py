@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from aiodist.codecs import Codec
 from aiodist.communicator import Communicator
 from aiodist.communicator.duplicate import duplicate
-from aiodist.errors import CommunicatorError, MismatchError, PeerError
+from aiodist.errors import CommunicatorError, DeadlockError, MismatchError, PeerError
 from aiodist.handles import Handle
 from aiodist.handles.handle import FutureWaiter
 from aiodist.nn.buckets import Allreduce, Bucket, CommHook, Slot, row_parameters
@@ -293,7 +293,7 @@ class DataParallel(ModuleLike):
                 for each in made_of_it:
                     each.abort(why)
             await hook.aclose()
-            with suppress(CommunicatorError, PeerError):  # it was given up, which `error` tells
+            with suppress(CommunicatorError, DeadlockError, PeerError):  # it was given up, which `error` tells
                 await own.aclose()
             raise
         reducer.steps.alike(made)
@@ -689,6 +689,8 @@ class _Guest:
                 await net.compute.submit(net.compute.end)
         except Exception as error:  # noqa: BLE001  - raised at the end; cancelled, it is to give up instead
             failed = None if net.reducer.parted and isinstance(error, CommunicatorError) else error
+        if isinstance(failed, DeadlockError):  # raised where each rank of it waited
+            failed = None
         net._refuses = "is closed"
         await net.compute.stream.aclose()
         await net.reducer.hook.aclose()

@@ -244,10 +244,10 @@ class Reducer:
         self.progress.post(partial(ask, self, call, self.late, lambda _: told.resolve(then()), told.reject))
         return told
 
-    def name_caller(self, caller: tuple[CodeType, int]) -> None:
-        """Have reports name that line for what is issued from now on: the loop calls, on its behalf."""
+    def name_caller(self, caller: tuple[CodeType, int], call: str) -> None:
+        """Have reports name that line, and the user's `call` there, for what the loop issues from now on for it."""
         for comm in (self.data, self.status, *self.hook.comms):
-            comm.parts.dispatcher.oplog.caller = caller
+            comm.parts.dispatcher.oplog.name_caller(caller, call)
 
     # --- passes: on the thread that runs backward --------------------------------------------------------------
 

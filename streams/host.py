@@ -18,13 +18,12 @@ from weakref import WeakSet, finalize
 from aiodist.handles import Account, Handle, Origin, Progress
 from aiodist.handles.combinators import EndWaiter
 from aiodist.handles.tracing import span, tracing
-from aiodist.handles.waiting import next_of, serve
+from aiodist.handles.waiting import next_of
 from aiodist.streams.modes import Modes, ModeSwitch
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_ABANDONED_SECONDS = 0.5  # how soon a thread that waits for a handle notices that nobody wants it any more
 _EXIT_SECONDS = 5.0  # how long the end of the program waits for the work of a stream that nobody closed
 
 
@@ -182,13 +181,12 @@ class _Worker:
     def run(self) -> None:
         self.base = Modes.capture()
         computing, me = self.progress.computing, threading.get_ident()
-        serve(self.queue)
         while (item := next_of(self.queue)) is not None:
             computing.add(me)
             item.run(self)
             computing.discard(me)
             del item  # the next may be long in coming, and this one's handle may be all that holds a tensor
-            if self.aborted or self.loop.is_closed():
+            if self.is_abandoned():
                 self._cancel_all()
                 break
         self.ended.resolve(None)
@@ -198,6 +196,10 @@ class _Worker:
             while True:
                 if (item := self.queue.get_nowait()) is not None:
                     item.cancel()
+
+    def is_abandoned(self) -> bool:
+        """Return whether nobody wants its work any more."""
+        return self.aborted or self.loop.is_closed()
 
     def see_out(self, account: Account) -> None:
         """The thread has ended: tell of what was, or will be, dropped; of a program that failed only the errors."""
@@ -287,9 +289,7 @@ class _Gate:
         self.handle = handle
 
     def run(self, worker: _Worker) -> None:
-        while not self.handle.block(_ABANDONED_SECONDS):
-            if worker.aborted or worker.loop.is_closed():
-                return
+        self.handle.block_unless(worker.is_abandoned)
 
     def cancel(self) -> bool:
         return True

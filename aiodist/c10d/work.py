@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from aiodist.errors import AiodistError, OperationTimeout
 from aiodist.handles import Handle
-from aiodist.handles.waiting import next_of, serve
+from aiodist.handles.waiting import next_of
 
 
 class _Workers:
@@ -37,7 +37,6 @@ class _Workers:
         self.queue.put(job)
 
     def _serve(self) -> None:
-        serve(self.queue)
         while True:
             next_of(self.queue)()
             self._idle.release()

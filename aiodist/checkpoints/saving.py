@@ -87,7 +87,7 @@ def save(
     check_keep(keep)
     coll, replica = ranks_of(net, parts, own, coll)
     job = _Save(Path(path), [net, *parts], extra, own, coll, replica)
-    writer = Writer.of(coll)
+    writer = Writer.of(coll, "save")
     job.begin(writer)
     return writer.later("save", partial(job.finish, writer, keep))
 
@@ -277,7 +277,7 @@ def load(
     memory until it is taken.
     """
     coll, _ = ranks_of(net, parts, own, coll)
-    writer = Writer.of(coll)
+    writer = Writer.of(coll, "load")
     return writer.later("load", _Load(Path(path), [cast(Part, net), *parts], own, writer).run)
 
 

@@ -15,10 +15,12 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
+from aiodist.backends.base import again
 from aiodist.checkpoints.values import Json
 from aiodist.communicator import Communicator
-from aiodist.errors import CommunicatorAborted, MismatchError, PeerLost, RemoteError
+from aiodist.errors import CommunicatorAborted, DeadlockError, MismatchError, PeerLost, RemoteError
 from aiodist.handles import Handle, Origin, Progress
+from aiodist.handles.waiting import next_of
 from aiodist.streams import HostStream
 from aiodist.world.tracebacks import cause_in, folded
 
@@ -105,25 +107,28 @@ class Writer:
     It owns a duplicate of the communicator, a thread for files, and the memory into which shares are copied.
     """
 
-    def __init__(self, coll: Communicator) -> None:
+    def __init__(self, coll: Communicator, op: str) -> None:
+        """`op` is the call of the user's that makes it."""
         self.parent = coll
         self.progress = Progress.current()
         self.buffers = BufferPool(self.progress)
         self.coll: Communicator
         self.stream: HostStream
         registry, name = coll.parts.registry, coll.parts.registry.next_name(coll, "dup")
-        self._made: Handle[None] = registry.later(coll, "dup", coll.barrier(), lambda _: self._open(name))
+        agreed = coll.barrier()
+        coll.parts.dispatcher.oplog.calls[agreed.raw_origin] = op
+        self._made: Handle[None] = registry.later(coll, "dup", agreed, lambda _: self._open(name))
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
         self._seq = 0
 
     @classmethod
-    def of(cls, coll: Communicator) -> Writer:
-        """Return that of `coll`, made at first use: collective then. Raises what a call of `coll` would."""
+    def of(cls, coll: Communicator, op: str) -> Writer:
+        """Return that of `coll`, made at the first use, by `op`: collective then. Raises as a call of `coll`."""
         coll.parts.dispatcher.check_usable()
         known: dict[Communicator, Writer] = Progress.current().belongings.setdefault(cls, {})
         if coll not in known:
-            known[coll] = cls(coll)
+            known[coll] = cls(coll, op)
         return known[coll]
 
     def later(self, op: str, job: Callable[[], Awaitable[T]]) -> Handle[T]:
@@ -142,10 +147,15 @@ class Writer:
         try:
             async with self._turn:  # they come in the order in which they were asked for
                 await self._made
+                self.coll.parts.dispatcher.oplog.name_caller(handle.raw_origin, handle.op)
                 result = await job()
         except asyncio.CancelledError:
             why = f"communicator {self.parent.name!r} was given up while a checkpoint was under way"
-            handle.reject(CommunicatorAborted(why, comm=self.parent.name, rank=self.parent.rank, op=handle.op))
+            refusal = self.parent.parts.dispatcher.refusal
+            if isinstance(refusal, DeadlockError):
+                handle.reject(again(refusal))
+            else:
+                handle.reject(CommunicatorAborted(why, comm=self.parent.name, rank=self.parent.rank, op=handle.op))
         except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
             handle.reject(error)
         else:
@@ -212,7 +222,7 @@ class BufferPool:
         """Return `nbytes` of memory once the save before is written; for any thread but the loop's."""
         while True:
             with suppress(Empty):
-                return self._sized(self._free.get(timeout=_LOOK_SECONDS), nbytes)
+                return self._sized(next_of(self._free, _LOOK_SECONDS), nbytes)
             if self._progress.loop.is_closed() or self.given_up:
                 raise RuntimeError("the checkpoint before was given up")
 

@@ -10,13 +10,15 @@ class PendingOp(NamedTuple):
 
     comm: str
     text: str
-    """The operation, with the line that issued it."""
+    """The operation, with the line that issued it and its communicator, or the user's call that it is a part of."""
     number: int
     """Its place in the order of its communicator; of a named one, how often the name was used before."""
     name: str
     """"" where it has none."""
     peers: list[int]
     """The world ranks of which any could end it, by a message; empty where it needs all ranks."""
+    call: str = ""
+    """The user's call that it is a part of, such as "net.step"; "" where the user issued it."""
 
 
 class CommFacts(NamedTuple):

@@ -20,10 +20,12 @@ class Record(NamedTuple):
     seq: int
     what: Fingerprint
     origin: tuple[CodeType, int]
+    call: str = ""
+    """The user's call that it is a part of, such as "net.step"; "" where the user issued it."""
 
     def text(self) -> str:
         """Return what was issued and where."""
-        return f"{self.what} at {Origin(*self.origin)}"
+        return f"{f'{self.call} ({self.what})' if self.call else self.what} at {Origin(*self.origin)}"
 
     def told(self, *, pending: bool) -> dict[str, Any]:
         """Return it as JSON knows it."""
@@ -44,10 +46,20 @@ class OpLog(_core.Log):
 
     awaited: dict[int, Callable[[], None]]
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[tuple[CodeType, int], str] = {}
+        """By the place of a user's call, such as of "net.step", its name: the operations it issues are its parts."""
+
+    def name_caller(self, caller: tuple[CodeType, int], call: str) -> None:
+        """Have what is issued from now on be parts of the user's `call` at that place."""
+        self.caller = caller
+        self.calls[caller] = call
+
     def find(self, seq: int) -> Record | None:
         """Return the record of operation `seq`, or None where there is none yet, or none any more."""
         kept = self.kept(seq)
-        return None if kept is None else Record(*kept)
+        return None if kept is None else Record(*kept, self.calls.get(kept[-1], ""))
 
     def last(self) -> Record | None:
         """Return the record of the last operation."""

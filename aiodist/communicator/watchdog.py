@@ -25,7 +25,7 @@ from aiodist.communicator.oplog import OpLog, Record
 from aiodist.communicator.report import StallReporter
 from aiodist.control import Channel
 from aiodist.errors import AiodistError
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Handle, Origin, Progress
 from aiodist.handles.deadline import SHORT_SECONDS, Scopes
 from aiodist.handles.stacks import line_of_thread, lines_of_tasks
 from aiodist.handles.timers import Quiet
@@ -188,8 +188,8 @@ class Watch(Quiet):
             return member.last()
         parts = [f"communicator {comm!r} is not open there"] if comm else []
         active = [(name, member) for name, member in list(self.members.items()) if member.has_issued]
-        parts += [f"{member.last()} on {name!r}" for name, member in active[:_SHOWN]]
-        return "; ".join(parts if active else [*parts, "has issued nothing yet"])
+        parts += [f"{member.last()}{'' if member.is_inner else f' on {name!r}'}" for name, member in active[:_SHOWN]]
+        return "; ".join(dict.fromkeys(parts) if active else [*parts, "has issued nothing yet"])
 
     def tasks(self) -> Iterator[asyncio.Task[Any]]:
         """Yield the tasks of this rank: first the one that opened it, where it has the loop to itself then all."""
@@ -368,10 +368,18 @@ class Watchdog:
         """Whether this rank has issued anything here."""
         return self.issued > 0 or self._last_use is not None
 
+    @property
+    def is_inner(self) -> bool:
+        """Whether what this rank issued last here is a part of a call of the user's, which names it better."""
+        last = self._oplog.last()
+        return last is not None and bool(last.call)
+
     def last(self) -> str:
         """Return the last operation of this rank as words; from any thread."""
         last, use = self._oplog.last(), self._last_use
-        after = [] if last is None else [f"after {last.text()}"]
+        after = []
+        if last is not None:
+            after.append(f"after {f'{last.call} at {Origin(*last.origin)}' if last.call else last.text()}")
         after += [] if use is None else [f"by name after {use.name!r}, {use.text()}"]
         return ", ".join(after) or ("has issued no collective yet" if self.has_issued else "has issued nothing yet")
 
@@ -406,9 +414,17 @@ class Watchdog:
 
     def _wait(self, handle: Handle[Any], seconds: float) -> Wait:
         what = self.pending.get(handle)
-        to = f" {what}" if isinstance(what, Peer) else ""
         whom = [self._ranks[rank] for rank in self._missing(handle)] if seconds >= _LOOK_SECONDS else []
-        return Wait(f"{handle}{to} on {self._name!r}", round(seconds, 1), whom)
+        return Wait(self._words(handle, what), round(seconds, 1), whom)
+
+    def _words(self, handle: Handle[Any], meets: bool | Peer | Use | None) -> str:
+        """Return what reports call a pending operation: the user's call that it is a part of, if it is one."""
+        if call := self._call(handle):
+            return f"{call} issued at {handle.origin}"
+        return f"{handle}{f' {meets}' if isinstance(meets, Peer) else ''} on {self._name!r}"
+
+    def _call(self, handle: Handle[Any]) -> str:
+        return self._oplog.calls.get(handle.raw_origin, "") if self._oplog.calls else ""
 
     def facts(self) -> tuple[CommFacts, list[PendingOp]] | None:
         """Return what those who look for deadlocks need; None where something may end without another rank's doing."""
@@ -428,13 +444,13 @@ class Watchdog:
         return comm, [self._op(handle, meets) for handle, meets in pending]
 
     def _op(self, handle: Handle[Any], meets: bool | Peer | Use) -> PendingOp:
+        number, name, peers = handle.seq, "", list[int]()
         if isinstance(meets, Use):
-            return PendingOp(self._name, str(handle), meets.count, meets.name, [])
-        if not isinstance(meets, Peer):
-            return PendingOp(self._name, str(handle), handle.seq, "", [])
-        end = meets.dst if meets.src is None else meets.src
-        peers = [*self._ranks] if end == ANY or end is None else [self._ranks[end]]
-        return PendingOp(self._name, f"{handle} {meets}", handle.seq, "", peers)
+            number, name = meets.count, meets.name
+        elif isinstance(meets, Peer):
+            end = meets.dst if meets.src is None else meets.src
+            peers = [*self._ranks] if end == ANY or end is None else [self._ranks[end]]
+        return PendingOp(self._name, self._words(handle, meets), number, name, peers, self._call(handle))
 
     def _since(self, handle: Handle[Any]) -> float | None:
         """Return when the others were first told: of a collective or of the one that it comes behind."""

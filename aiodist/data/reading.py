@@ -19,6 +19,7 @@ from anyio import BrokenWorkerProcess, CapacityLimiter, from_thread, to_process,
 from aiodist.data.items import Item, Made, nbytes_of
 from aiodist.handles import Handle, Progress
 from aiodist.handles.tracing import span
+from aiodist.handles.waiting import next_of
 from aiodist.streams import HostStream, Modes
 
 T = TypeVar("T")
@@ -50,7 +51,7 @@ class WorkQueue(Generic[T]):
         """Return the next work, blocking until there is some; None when there is none to come."""
         while not self._stopped:
             try:
-                work = self._queue.get(timeout=_LOOK_SECONDS)
+                work = next_of(self._queue, _LOOK_SECONDS)
             except Empty:
                 self._stopped = self._loop.is_closed()
             else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from aiodist.checkpoints.own import set_torch_state, torch_state
-from aiodist.handles import Progress
-
-_LOOK_SECONDS = 0.5  # how soon a thread notices that its loop is gone
+from aiodist.handles import Handle, Progress
 
 Event = Literal["start", "sample", "forward", "criterion", "backward", "update", "epoch", "end"]
 """When hooks are called."""
@@ -158,12 +155,15 @@ class Hooks:
             result = hook(state)
             if inspect.iscoroutine(result):
                 with progress.waiting():
-                    _run_on_loop(result, progress.loop)
+                    _run_on_loop(result, progress)
 
 
-def _run_on_loop(coroutine: Coroutine[Any, Any, object], loop: asyncio.AbstractEventLoop) -> None:
-    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
-    while not concurrent.futures.wait([future], _LOOK_SECONDS).done:
-        if loop.is_closed():
-            raise RuntimeError(f"the event loop was closed while {coroutine!r} was running")
+def _run_on_loop(coroutine: Coroutine[Any, Any, object], progress: Progress) -> None:
+    future = asyncio.run_coroutine_threadsafe(coroutine, progress.loop)
+    over: Handle[None] = Handle(progress, "hook")
+    over.polled = False
+    future.add_done_callback(lambda _: over.resolve(None))
+    if not over.block_unless(progress.loop.is_closed):
+        raise RuntimeError(f"the event loop was closed while {coroutine!r} was running")
+    over.detach()
     future.result()

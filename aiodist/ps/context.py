@@ -25,7 +25,7 @@ from aiodist.backends.shm.neighbours import Neighbour
 from aiodist.codecs import Codec
 from aiodist.errors import AiodistError, PeerLost
 from aiodist.handles import Progress
-from aiodist.handles.waiting import next_of, serve
+from aiodist.handles.waiting import next_of
 from aiodist.ps.coalescer import Coalescer
 from aiodist.ps.rules import Rule
 from aiodist.ps.settings import Policy
@@ -180,7 +180,6 @@ class Service:
                 await asyncio.to_thread(self._thread.join, _BUSY_SECONDS)
 
     def _serve(self) -> None:
-        serve(self._queue)
         while (item := next_of(self._queue)) is not None:
             work, then = item
             error: BaseException | None = None

@@ -227,11 +227,10 @@ class Embedding(nn.Module):
                 if fetch.issued.done() or progress.loop.is_closed():
                     raise
         with progress.waiting():
-            while not handle.block(_LOOK_SECONDS):
+            if not handle.block_unless(partial(_is_pointless, handle, progress.loop)):
                 if progress.loop.is_closed():
                     raise RuntimeError(f"the event loop was closed while {handle} was under way")
-                if (left := handle.seconds_left()) is not None and left <= 0:
-                    handle.wait()  # tells who is late
+                handle.wait()  # tells who is late
         return handle.result(), handle.version
 
     @contextmanager
@@ -299,3 +298,9 @@ class Embedding(nn.Module):
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+
+def _is_pointless(handle: Handle[Any], loop: asyncio.AbstractEventLoop) -> bool:
+    """Return whether a thread should not wait for `handle` any longer: its loop is gone, or it is late."""
+    left = handle.seconds_left()
+    return loop.is_closed() or (left is not None and left <= 0)

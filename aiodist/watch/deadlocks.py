@@ -104,9 +104,10 @@ class Deadlocks(Quiet):
             with suppress(RuntimeError):  # the channel was closed
                 self._channel.send(rank, _TOPIC, message)
 
-    def _raise(self, text: str, cycle: list[int]) -> None:
-        for member in list(self._watch.members.values()):
-            if member.pending:
+    def _raise(self, text: str, cycle: list[int], comms: list[str]) -> None:
+        """Give up what this rank waits in, and the `comms` in which ranks of the deadlock wait: all raise the same."""
+        for name, member in list(self._watch.members.items()):
+            if member.pending or name in comms:
                 member.give_up(DeadlockError(text, cycle=tuple(cycle)))
 
     # --- the judge: on the thread that listens ---------------------------------------------------------------
@@ -150,6 +151,7 @@ class Deadlocks(Quiet):
         if the_round.answers.keys() == the_round.lock.waits.keys():
             self._round = None
             text = "\n".join(drawn(the_round.lock, the_round.answers))
-            message = ["lock", 0, [*the_round.lock.waits], [text, the_round.lock.cycle]]
+            comms = list(dict.fromkeys(wait.op.comm for waits in the_round.lock.waits.values() for wait in waits))
+            message = ["lock", 0, [*the_round.lock.waits], [text, the_round.lock.cycle, comms]]
             self._channel.broadcast(_TOPIC, message)
             self._heard(self._channel.rank, message)

@@ -15,6 +15,8 @@ from aiodist.communicator.facts import CommFacts, Facts, PendingOp
 from aiodist.control import name_ranks
 
 _SHOWN, _SHOWN_OF_A_RANK = 8, 3
+_TRAINING = ("net.", "opt.", "local.")
+"""How the calls begin that train a net."""
 
 
 class Blocked(NamedTuple):
@@ -93,9 +95,17 @@ def drawn(lock: Lock, stacks: Mapping[int, list[list[str]]]) -> Iterator[str]:
         waits = lock.waits[rank]
         if len(waits) > _SHOWN_OF_A_RANK:
             yield f"rank {rank} waits in {len(waits)} operations, the first of them:"
-        for wait in waits[:_SHOWN_OF_A_RANK]:
-            yield f"rank {rank} waits for {name_ranks(wait.ranks)} in {wait.op.text} on {wait.op.comm!r}"
+        lines = [f"rank {rank} waits for {name_ranks(wait.ranks)} in {wait.op.text}" for wait in waits]
+        yield from dict.fromkeys(lines[:_SHOWN_OF_A_RANK])
         for stack in stacks.get(rank, []):
             yield from (f"  {'   ' * depth}└─ {line}" for depth, line in enumerate(stack))
     if len(lock.waits) > _SHOWN:
         yield f"and {len(lock.waits) - _SHOWN} more ranks wait for these"
+    ops = [wait.op for waits in lock.waits.values() for wait in waits]
+    if any(op.call.startswith(_TRAINING) for op in ops):
+        yield (
+            "all ranks make the same steps and the same other calls, in one order: call on all ranks what only some "
+            "call here; ranks whose data end earlier wait for the others at the end of `async with net.join():`"
+        )
+    elif not all(op.peers for op in ops):
+        yield "all ranks of a communicator call its collectives, in one order: call on all what only some call here"

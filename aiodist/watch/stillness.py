@@ -22,10 +22,10 @@ from weakref import WeakValueDictionary
 
 from aiodist.control import Channel
 from aiodist.handles import Progress
-from aiodist.handles.handle import AT_EVENT, IN_LANE, blocks_at_pending, blocks_for_ever
+from aiodist.handles.handle import AT_EVENT, blocks_at_pending, stays_blocked
 from aiodist.handles.stacks import frames_of_thread, line_of_thread
 from aiodist.handles.timers import is_quiet
-from aiodist.handles.waiting import next_of, work_of
+from aiodist.handles.waiting import waits_for_work
 
 _OWN_THREADS = (
     "aiodist-progress",
@@ -37,6 +37,8 @@ _OWN_THREADS = (
     "aiodist-trace",
 )
 """They run nothing of the program's; what they receive is told by the counts of messages."""
+_OF_DISPLAYS = ("rich.live", "tqdm._monitor")
+"""Modules whose threads only draw progress bars."""
 _TSTATE_WAIT = getattr(threading.Thread, "_wait_for_tstate_lock", threading.Thread.join).__code__
 """Where `Thread.join` waits; since Python 3.13 in itself."""
 
@@ -75,7 +77,7 @@ def what_goes_on(progress: Progress, channel: Channel) -> str:
         return "its loop has set a timer"
     if any(others):
         return "its loop waits for a file, a socket or a signal"
-    for thread in threading.enumerate():
+    for thread in [*threading.enumerate(), *threading.enumerate()]:  # one may wake another after the look at that
         if thread.ident != progress.thread_id and thread.ident is not None and not stands_still(thread):
             return f"thread {thread.name!r} is at {line_of_thread(thread.ident) or 'work'}"
     return ""
@@ -112,16 +114,15 @@ def _is_loud(handle: Any) -> bool:  # noqa: ANN401
 
 def stands_still(thread: threading.Thread) -> bool:
     """Return whether another thread goes on only where somebody wakes it, or runs nothing of the program's."""
-    if thread.name.startswith(_OWN_THREADS):
+    if thread.name.startswith(_OWN_THREADS) or type(thread).__module__ in _OF_DISPLAYS:
         return True
     frames = frames_of_thread(thread.ident or 0)
     if not frames:
         return not thread.is_alive()
     if _waits_for_work(thread, frames[-1][0].f_code):
         return True
-    if frames[-1][0].f_code is IN_LANE:
-        return blocks_for_ever(thread.ident or 0)
-    return _waits_for_ever(frames)
+    blocked = stays_blocked(thread.ident or 0)
+    return _waits_for_ever(frames) if blocked is None else blocked
 
 
 def is_to_be_woken(thread: threading.Thread) -> bool:
@@ -135,13 +136,10 @@ def is_to_be_woken(thread: threading.Thread) -> bool:
 
 
 def _waits_for_work(thread: threading.Thread, code: CodeType) -> bool:
-    """Return whether the worker of an executor, a stream or a parameter server stands at its queue, which is empty."""
-    if (code.co_filename, code.co_name) == (executors.__file__, "_worker"):
-        queue = executors._threads_queues.get(thread)
-    elif code is next_of.__code__:
-        queue = work_of.get(thread)
-    else:
-        return False
+    """Return whether the worker of an executor, or a thread of ours, waits at its queue, which is empty."""
+    if (code.co_filename, code.co_name) != (executors.__file__, "_worker"):
+        return waits_for_work(thread.ident or 0)
+    queue = executors._threads_queues.get(thread)
     return queue is not None and queue.empty()
 
 
