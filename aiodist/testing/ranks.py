@@ -21,7 +21,7 @@ from aiodist.handles.stacks import line_of_task
 from aiodist.testing.clock import FakeClockLoop, TimeLimit
 from aiodist.testing.faults import Faults, FaultyHub
 from aiodist.types import check_timeout
-from aiodist.world.isolation import isolate
+from aiodist.world.isolation import isolate, isolated
 from aiodist.world.opening import RankPlace, current_place
 
 T = TypeVar("T")
@@ -83,7 +83,8 @@ async def gather_ranks(n: int, main: Main[T], *, elastic: tuple[int, int] | None
 
     As `run_ranks`, in the order and at the speed of that loop: real time, any loop, no deadlock found.
     """
-    return await _RanksJob(n, main, LocalHub(), story="gather_ranks", elastic=elastic).run(None)
+    with isolated():
+        return await _RanksJob(n, main, LocalHub(), story="gather_ranks", elastic=elastic).run(None)
 
 
 def kill_rank(number: int | None = None) -> None:

@@ -8,7 +8,11 @@ without nesting leave grad mode off for ever.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Generator
+import sysconfig
+import warnings
+from collections.abc import Coroutine, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
@@ -21,24 +25,82 @@ def isolate(loop: asyncio.AbstractEventLoop) -> None:
     A task begins with the modes of the code that made it; what runs outside tasks is left alone. A task factory that
     is there already goes on making the tasks. Doing it again changes nothing. Costs a microsecond a step.
     """
-    previous = loop.get_task_factory()
-    if not isinstance(previous, _Factory):
-        loop.set_task_factory(_Factory(previous))
+    _factory(loop).lasting = True
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Isolate the tasks that the running loop makes while this block, or another one like it, is open.
+
+    The task factory of before is put back then, unless somebody has set another one. The calling task has begun
+    already, and keeps the modes of its thread, which no isolated task changes. Two such tasks share modes: a
+    RuntimeWarning names each other task of the program that has begun before.
+    """
+    loop = asyncio.get_running_loop()
+    factory = _factory(loop)
+    _warn_of_others(loop)
+    factory.holders += 1
+    try:
+        yield
+    finally:
+        factory.holders -= 1
+        if not (factory.lasting or factory.holders) and loop.get_task_factory() is factory:
+            loop.set_task_factory(factory.previous)
+
+
+def _factory(loop: asyncio.AbstractEventLoop) -> _Factory:
+    """Return the one that isolates the tasks of `loop`, which has it from now on."""
+    current = loop.get_task_factory()
+    if not isinstance(current, _Factory):
+        current = _Factory(current)
+        loop.set_task_factory(current)
+    return current
+
+
+def _warn_of_others(loop: asyncio.AbstractEventLoop) -> None:
+    """Warn of tasks of the program that share torch's modes with the calling one, if that does."""
+    mine = asyncio.current_task(loop)
+    if mine is None or isinstance(mine.get_coro(), _Isolated):
+        return
+    for task in asyncio.all_tasks(loop) - {mine}:
+        coro: Any = task.get_coro()
+        code = getattr(coro, "cr_code", None)
+        if code is None or isinstance(coro, _Isolated) or _of_library(code.co_filename):
+            continue
+        frames = task.get_stack(limit=1)
+        line = frames[0].f_lineno if frames else code.co_firstlineno
+        warnings.warn(
+            f"task {task.get_name()!r} ({code.co_qualname}, {code.co_filename}:{line}) began before aiodist isolated "
+            "the tasks of this loop, so it shares torch's modes with the task that opens the world: a no_grad block of "
+            "one takes the other's graph away. Make the task after `aiodist.init()`, use `aiodist.run(main)`, or call "
+            "`aiodist.isolate(loop)` before you make it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _of_library(file: str) -> bool:
+    ours = str(Path(__file__).parents[1])
+    return file.startswith(("<", ours, *sysconfig.get_paths().values()))
 
 
 class _Factory:
     """Makes tasks of coroutines that carry modes, by way of the factory that was there before."""
 
     def __init__(self, previous: Any) -> None:  # noqa: ANN401  - typed differently from Python to Python
-        self._previous = previous
+        self.previous = previous
+        self.lasting = False
+        """True if the program wants it for the life of the loop."""
+        self.holders = 0
+        """Worlds that are open on the loop."""
 
     def __call__(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Future[Any]:  # noqa: ANN401
         kind = type(coro)
         if kind is CoroutineType or (kind is not _Isolated and asyncio.iscoroutine(coro)):
             coro = _Isolated(coro)
-        if self._previous is None:
+        if self.previous is None:
             return asyncio.Task(coro, loop=loop, **options)
-        task: asyncio.Future[Any] = self._previous(loop, coro, **options)
+        task: asyncio.Future[Any] = self.previous(loop, coro, **options)
         return task
 
 

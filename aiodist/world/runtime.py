@@ -22,7 +22,7 @@ from aiodist.errors import AiodistError
 from aiodist.handles import Handle, from_future
 from aiodist.streams import CudaStream, event_handle
 from aiodist.world.generation import RankWorld, WorldOptions
-from aiodist.world.isolation import isolate
+from aiodist.world.isolation import isolate, isolated
 from aiodist.world.leaving import Kept, abort, leave_in_time, the_end
 from aiodist.world.opening import Introduction, Limits, RankSeat, current_place, find_place
 from aiodist.world.recovery import Recovery
@@ -66,6 +66,9 @@ def init(  # noqa: PLR0913 - one for each option
 
     With `elastic=True`, under `aiodist run --elastic MIN:MAX`, ranks may die and others join: see `Communicator.shrink`
     and `grow`. Each of their worlds is opened with the same keywords. Ranks that leave while it opens are left out.
+
+    Tasks that the loop makes while the world is open have torch modes of their own, as with `isolate`; a RuntimeWarning
+    names tasks of the program that began before, and so share modes with the calling one.
 
     Leaving the block closes the world on all ranks, once what is in flight is over (30 s at most). When the block
     raises, nothing is waited for: the other ranks are told, and their operations raise `RemoteError` or `PeerLost`;
@@ -140,26 +143,27 @@ async def opened(
         if given is None:
             fold_tracebacks()  # it does not open: the program's frames alone are printed
         raise
-    process, patience = os.getpid(), None
-    try:
-        comm = await life.open()
+    with isolated():
+        process, patience = os.getpid(), None
         try:
-            yield comm
-        except GeneratorExit:  # the loop is closed
-            kept = life.registry.kept
-            if kept is None or not await kept.was_forgotten():
-                raise
-            patience = limits.forgotten
-        if os.getpid() == process:  # else it is a forked child's end of the block, which is nobody else's business
-            async with asyncio.timeout(patience):
-                await life.close()
-    except BaseException as error:
+            comm = await life.open()
+            try:
+                yield comm
+            except GeneratorExit:  # the loop is closed
+                kept = life.registry.kept
+                if kept is None or not await kept.was_forgotten():
+                    raise
+                patience = limits.forgotten
+            if os.getpid() == process:  # else it is a forked child's end of the block, which is nobody else's business
+                async with asyncio.timeout(patience):
+                    await life.close()
+        except BaseException as error:
+            if os.getpid() == process:
+                await _fail(life, wanted, error)
+            raise
         if os.getpid() == process:
-            await _fail(life, wanted, error)
-        raise
-    if os.getpid() == process:
-        await life.registry.close_memory()
-        await life.channel.aclose()
+            await life.registry.close_memory()
+            await life.channel.aclose()
 
 
 async def _life_of(

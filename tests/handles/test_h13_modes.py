@@ -19,7 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
+import aiodist
 from aiodist.streams import Modes
+from aiodist.world import isolation
 from aiodist.world.isolation import isolate
 from tests.support.hearing import heard
 
@@ -589,3 +591,96 @@ def test_h13_modes_applied_to_another_thread() -> None:
     thread.start()
     thread.join()
     assert there == [here, True]
+
+
+# --- loops that others started ---------------------------------------------------------------------------------------
+
+
+async def has_graph_beside_no_grad() -> bool:
+    """Return what `test_h13_no_grad_in_one_task_leaves_the_graph_of_another` compares."""
+    entered, trained = asyncio.Event(), asyncio.Event()
+
+    async def evaluate() -> None:
+        with torch.no_grad():
+            entered.set()
+            await trained.wait()
+
+    async def train() -> bool:
+        await entered.wait()
+        trained.set()
+        return (torch.ones(1, requires_grad=True) * 2).requires_grad
+
+    return (await asyncio.gather(evaluate(), train()))[1]
+
+
+@pytest.mark.parametrize("way", ["init", "open", "two"])
+def test_h13_a_world_isolates_the_tasks_of_its_loop_while_it_is_open(way: str) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert not await has_graph_beside_no_grad()
+        if way == "open":
+            coll = await aiodist.open()
+            assert await has_graph_beside_no_grad()
+            await coll.aclose()
+        else:
+            async with aiodist.init():
+                assert await has_graph_beside_no_grad()
+                if way == "two":
+                    with isolation.isolated():
+                        pass
+                assert await has_graph_beside_no_grad()
+        assert loop.get_task_factory() is None
+        assert torch.is_grad_enabled()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_h13_a_world_respects_the_factory_of_the_program(before: bool) -> None:
+    made: list[str] = []
+
+    def factory(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        made.append(coro.__qualname__)
+        return asyncio.Task(coro, loop=loop, **options)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        if before:
+            loop.set_task_factory(factory)
+        async with aiodist.init():
+            if before:
+                made.clear()
+                assert await has_graph_beside_no_grad()
+                assert len(made) == 2
+            else:
+                loop.set_task_factory(factory)
+        assert loop.get_task_factory() is factory
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_h13_a_task_that_began_before_the_world_is_named(lasting: bool) -> None:
+    async def evaluate() -> None:
+        await asyncio.sleep(20)
+
+    async def main() -> list[str]:
+        if lasting:
+            isolate(asyncio.get_running_loop())
+        early = asyncio.create_task(evaluate(), name="early")
+        await asyncio.sleep(0)
+        with heard() as caught:
+            async with aiodist.init():
+                pass
+        early.cancel()
+        return [str(w.message) for w in caught if w.category is RuntimeWarning]
+
+    messages = asyncio.run(main())
+    if lasting:
+        assert not messages
+    else:
+        (message,) = messages
+        line = inspect.getsourcelines(evaluate)[1] + 1
+        assert message.startswith("task 'early' (")
+        assert f"test_h13_modes.py:{line})" in message
+        assert "aiodist.run(main)" in message
