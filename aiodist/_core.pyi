@@ -254,7 +254,7 @@ class Issuer:
         pending: MutableMapping[Any, Any],
         inbox: Sized,
         to_fail: dict[int, Any],
-        ours: dict[str, bool],
+        ours: dict[str, bool | None],
         watch: object,
         publish: Callable[[], object],
         failed: Callable[[Any, Any], object],

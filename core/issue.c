@@ -95,9 +95,10 @@ typedef struct {
 
 // Whose file was looked at last.
 enum { SEEN = 32 };
+typedef enum { PROGRAMS, OURS, CALLS } whose;  // `CALLS`: of a `Call`, whose frames know the line that called
 typedef struct {
     PyObject *code;
-    bool ours;
+    whose file;
 } Seen;
 
 struct Issuer {
@@ -116,7 +117,7 @@ struct Issuer {
 };
 
 static PyTypeObject *issuer_type;
-static PyObject *s_back, *s_lasti, *s_filename, *s_watching, *s_keep_watch, *s_told, *s_way, *s_untyped_storage;
+static PyObject *s_back, *s_lasti, *s_filename, *s_locals, *s_self, *s_origin, *s_watching, *s_keep_watch, *s_told, *s_way, *s_untyped_storage;
 
 Lane *issuer_lane(Issuer *self) { return self->lane; }
 
@@ -158,14 +159,14 @@ static Plan *plan_for(Issuer *self, const dl_tensor *t, PyObject *op, PyObject *
     return alike && same(known->op, op) && same(known->impl, impl) ? known->plan : NULL;
 }
 
-// Returns whether nobody asks about `code`, since its file is one of ours.
-static bool is_ours(Issuer *self, PyObject *code) {
+// Returns whose file has `code`.
+static whose file_of(Issuer *self, PyObject *code) {
     Seen *seen = &self->seen[((uintptr_t)code >> 5) % SEEN];
-    if (seen->code == code) return seen->ours;
+    if (seen->code == code) return seen->file;
     PyObject *filename = PyObject_GetAttr(code, s_filename);
     PyObject *ours = filename == NULL ? NULL : PyObject_GetItem(self->ours, filename);
     if (ours == NULL) PyErr_Clear();
-    bool found = ours == Py_True;
+    whose found = ours == Py_True ? OURS : ours == Py_None ? CALLS : PROGRAMS;
     PyObject *before = seen->code;  // read now: to ask may have run Python, and this
     *seen = (Seen){code, found};
     Py_INCREF(code);  // nothing else is at its address meanwhile
@@ -173,19 +174,33 @@ static bool is_ours(Issuer *self, PyObject *code) {
     return found;
 }
 
+// Returns the place that a tuple (code, instruction) has, with a new reference to the code; NULL with an exception set.
+static origin origin_in(PyObject *pair) {
+    origin named;
+    if (!PyArg_ParseTuple(pair, "Oi", &named.code, &named.instruction)) return (origin){NULL, 0};
+    Py_INCREF(named.code);
+    return named;
+}
+
+// The same of the `Call` to which `frame` belongs.
+static origin origin_of_call(PyObject *frame) {
+    PyObject *locals = PyObject_GetAttr(frame, s_locals);
+    PyObject *call = locals == NULL ? NULL : PyObject_GetItem(locals, s_self);
+    PyObject *pair = call == NULL ? NULL : PyObject_GetAttr(call, s_origin);
+    origin found = pair == NULL ? (origin){NULL, 0} : origin_in(pair);
+    Py_XDECREF(pair), Py_XDECREF(call), Py_XDECREF(locals);
+    return found;
+}
+
 // Returns who is named, or the innermost place outside aiodist, with a new reference to its code; NULL with an exception set.
 static origin origin_of(Issuer *self) {
-    if (is_set(self->log->caller)) {
-        origin named;
-        if (!PyArg_ParseTuple(self->log->caller, "Oi", &named.code, &named.instruction)) return (origin){NULL, 0};
-        Py_INCREF(named.code);
-        return named;
-    }
+    if (is_set(self->log->caller)) return origin_in(self->log->caller);
     PyObject *frame = (PyObject *)PyEval_GetFrame();
     PyObject *code = NULL;
     Py_XINCREF(frame);
     if (frame == NULL) PyErr_SetString(PyExc_RuntimeError, "called from outside of Python");
     if (frame == NULL) return (origin){NULL, 0};
+    whose file = PROGRAMS;
     while (true) {
         PyObject *back = PyObject_GetAttr(frame, s_back);
         if (back == NULL || back == Py_None) {
@@ -196,7 +211,12 @@ static origin origin_of(Issuer *self) {
         frame = back;
         Py_XDECREF(code);
         code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
-        if (!is_ours(self, code)) break;
+        if ((file = file_of(self, code)) != OURS) break;
+    }
+    if (file == CALLS) {
+        origin found = origin_of_call(frame);
+        Py_DECREF(frame), Py_DECREF(code);
+        return found;
     }
     if (code == NULL) code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
     PyObject *lasti = PyObject_GetAttr(frame, s_lasti);
@@ -570,7 +590,7 @@ static PyType_Spec issuer_spec = {
 
 int issue_add(PyObject *module) {
     static const struct { PyObject **at; const char *text; } names[] = {
-        {&s_back, "f_back"}, {&s_lasti, "f_lasti"}, {&s_filename, "co_filename"},
+        {&s_back, "f_back"}, {&s_lasti, "f_lasti"}, {&s_filename, "co_filename"}, {&s_locals, "f_locals"}, {&s_self, "self"}, {&s_origin, "origin"},
         {&s_watching, "watching"}, {&s_keep_watch, "keep_watch"}, {&s_told, "_told"}, {&s_way, "shm"}, {&s_untyped_storage, "untyped_storage"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)

@@ -40,8 +40,11 @@ _CALLS_OURS = f"{_folder_of('torch')}/"
 """Its modules, autograd and `torch.distributed` call what issues: a program wants to know its own line."""
 
 
-class _Files(dict[str, bool]):
-    """Whether a file is one of ours, remembered: a look costs as much as one in a dict."""
+class _Files(dict[str, bool | None]):
+    """True for a file of ours, remembered: a look costs as much as one in a dict.
+
+    None is the file of `Call`, whose frames know the line that called.
+    """
 
     def __missing__(self, filename: str) -> bool:
         ours = self[filename] = is_ours(filename) or filename.startswith(_CALLS_OURS)
@@ -62,8 +65,9 @@ def whence(depth: int) -> tuple[CodeType, int]:
     frame = _getframe(depth)
     while True:
         code = frame.f_code
-        if not known_files[code.co_filename] or frame.f_back is None:
-            return code, frame.f_lasti
+        ours = known_files[code.co_filename]
+        if not ours or frame.f_back is None:
+            return (code, frame.f_lasti) if ours is not None else frame.f_locals["self"].origin
         frame = frame.f_back
 
 

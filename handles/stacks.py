@@ -9,6 +9,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from aiodist import _core
+from aiodist.handles.calls import call_of
 from aiodist.handles.origin import is_ours
 
 _SHOWN = 4
@@ -25,6 +26,9 @@ def frames_of_task(task: asyncio.Task[Any]) -> Iterator[FrameType]:
     coroutine: Any = task.get_coro()
     while coroutine is not None:
         yield from (frame for name in _FRAMES if (frame := getattr(coroutine, name, None)) is not None)
+        if (call := call_of(coroutine)) is not None:  # Python does not show what its generator awaits
+            coroutine = call.coroutine
+            continue
         awaits = (getattr(coroutine, name, None) for name in _AWAITS)
         coroutine = next((inner for inner in awaits if inner is not None), None)
 

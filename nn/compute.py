@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, update_wrapper
-from types import CodeType
 from typing import Any, Final, ParamSpec, TypeVar
 
 from torch import Tensor
@@ -49,8 +48,6 @@ class Compute:
     def __init__(self, stream: HostStream, reducer: Reducer) -> None:
         self.stream = stream
         self.reducer = reducer
-        self.named: tuple[int, tuple[CodeType, int] | None] = -1, None
-        """The number of some work, and what reports name for it instead of the line that asked for it, if anything."""
         self._trusted: Reduction | None = None
         """The pass whose gradients were used while their devices still reduced them."""
 
@@ -236,9 +233,7 @@ class Compute:
 
     def _name_caller(self) -> None:
         if (running := self.stream.running) is not None:
-            number, caller = self.named
-            place = caller if number == running.seq and caller is not None else running.raw_origin
-            self.reducer.name_caller(place, running.op if running.op in _CALLS else "")
+            self.reducer.name_caller(running.raw_origin, running.op if running.op in _CALLS else "")
 
     def _ask(self, kind: StatusKind, *, opinion: bool) -> PassStatus:
         if self.reducer.last is not None:
@@ -338,16 +333,8 @@ class Forward:
     reduces = True
     """False if the step uses the gradients of this rank alone."""
 
-    def __init__(
-        self,
-        closures: Sequence[Callable[[], Tensor]],
-        settings: StepSettings,
-        compute: Compute,
-        caller: tuple[CodeType, int] | None = None,
-    ) -> None:
-        """`caller` is what reports name for the step, where that is not the line that has called it."""
+    def __init__(self, closures: Sequence[Callable[[], Tensor]], settings: StepSettings, compute: Compute) -> None:
         self.settings = settings
-        self._caller = caller
         self._closures = closures
         self._compute = compute
         self._losses: list[Tensor] = []
@@ -373,8 +360,6 @@ class Forward:
         check_loss(loss, {})
         self._losses.append(loss.detach())
         self._compute.reducer.scaler = self.settings.scaler
-        if self._caller is not None and (running := self._compute.stream.running) is not None:
-            self._compute.named = running.seq, self._caller
         return loss if self.settings.scaler is None else self.settings.scaler.scale(loss)
 
     @property

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from inspect import signature
 from itertools import chain
-from types import CodeType
 from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar, Unpack, cast, runtime_checkable
 
 import torch
@@ -20,6 +19,7 @@ from aiodist.communicator import Communicator
 from aiodist.communicator.duplicate import duplicate
 from aiodist.errors import CommunicatorError, DeadlockError, MismatchError, PeerError
 from aiodist.handles import Handle
+from aiodist.handles.calls import located
 from aiodist.handles.handle import FutureWaiter
 from aiodist.nn.buckets import Allreduce, Bucket, CommHook, Slot, row_parameters
 from aiodist.nn.compression import Compression, Compressor, checked_compression
@@ -120,6 +120,7 @@ class DataParallel(ModuleLike):
     compute: Compute
 
     @classmethod
+    @located
     async def create(
         cls,
         module: nn.Module,
@@ -191,6 +192,7 @@ class DataParallel(ModuleLike):
         self._stateful.expect(found)
         return found.state
 
+    @located
     async def rebind(self, coll: Communicator, *state: Stateful) -> None:
         """Go on on another communicator, such as the world that `shrink` or `grow` has returned.
 
@@ -356,6 +358,7 @@ class DataParallel(ModuleLike):
             self._stateful.change(self._settings.stateful)
         return self._settings
 
+    @located
     async def step(
         self,
         forward: Callable[..., Tensor] | Sequence[Callable[..., Tensor]],
@@ -409,7 +412,7 @@ class DataParallel(ModuleLike):
             self._optimizer = opt
         self.reducer.devices.lend((args, kwargs))
         runs = [partial(each, *args, **kwargs) for each in closures]
-        work = Forward(runs, self._settings, self.compute, _caller_of(closures[0]))
+        work = Forward(runs, self._settings, self.compute)
         if isinstance(opt, Optimizer):
             return await self._timely(self.compute.submit(plain_step, work, opt, self.compute))
         await self._timely(self.compute.submit(opt.train, work))
@@ -428,6 +431,7 @@ class DataParallel(ModuleLike):
             return handle
         return self.compute.submit(fn, *args, **kwargs)
 
+    @located
     async def backward(
         self,
         loss: Tensor,
@@ -616,6 +620,7 @@ class DataParallel(ModuleLike):
 
     # --- the end ------------------------------------------------------------------------------------------------
 
+    @located
     async def aclose(self) -> None:
         """Take the hooks off, end the compute thread, once what was asked is done, and close its communicators.
 
@@ -715,17 +720,6 @@ def check_one_pass(opt: Optimizer) -> None:
             "a step runs them once, reduces, and updates with what is reduced: expected an optimizer whose step() "
             "needs no closure"
         )
-
-
-def _caller_of(forward: Callable[..., object]) -> tuple[CodeType, int] | None:
-    """Return the place of `forward` where a step is a task by itself, as under `wait_for` or `gather`.
-
-    What has made the task is not known there: all that is below it is the loop. None where the line of the call is.
-    """
-    task: Any = asyncio.current_task()
-    coroutine, code = None if task is None else task.get_coro(), getattr(forward, "__code__", None)
-    of_step = getattr(coroutine, "cr_code", None) is DataParallel.step.__code__
-    return (code, 0) if of_step and isinstance(code, CodeType) else None
 
 
 def _check_forward(module: nn.Module) -> None:

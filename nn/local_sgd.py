@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from aiodist.checkpoints.saving import load_exactly
 from aiodist.handles import Handle
+from aiodist.handles.calls import located
 from aiodist.handles.tracing import span
 from aiodist.nn.compute import Forward, called, plain_step
 from aiodist.nn.data_parallel import DataParallel, check_one_pass, check_optimizer
@@ -185,6 +186,7 @@ class LocalSGD:
         """The ranks' parameters may differ: `await flush()` before you take those of one rank."""
         return not self._alike
 
+    @located
     async def flush(self) -> None:
         """Return when all ranks have the same parameters, by an average of what they have; with `Elastic` the centre.
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from aiodist.errors import CommunicatorError
 from aiodist.handles import Handle
+from aiodist.handles.calls import located
 from aiodist.nn.buckets import Slot
 from aiodist.nn.compute import Forward, called
 from aiodist.nn.data_parallel import DataParallel
@@ -70,6 +71,7 @@ class UpdatedAhead(Generic[P]):
         """Updates are still to be made: `await flush()` before you look at parameters or state."""
         return bool(self._left)
 
+    @located
     async def flush(self) -> None:
         """Return when every update is made, and this rank has the parameters of all: the correct last step.
 

@@ -18,6 +18,7 @@ from aiodist.communicator import Communicator
 from aiodist.communicator.arguments import check_rank
 from aiodist.errors import MismatchError
 from aiodist.handles import Handle
+from aiodist.handles.calls import located
 from aiodist.nn.devices import cuda_devices
 from aiodist.nn.joiners import check_kinds
 from aiodist.nn.layout import (
@@ -41,6 +42,7 @@ _CHUNK = 1 << 20  # elements that are widened to float64 at a time
 # --- parameters and buffers ------------------------------------------------------------------------------------------
 
 
+@located
 async def synchronize_parameters(
     module: nn.Module, coll: Communicator, *, how: str = "root", root: int = 0, buffers: bool = True
 ) -> None:
@@ -233,6 +235,7 @@ def _issue(
 # --- looking -----------------------------------------------------------------------------------------------------
 
 
+@located
 async def assert_synchronized(x: object, coll: Communicator, *, rtol: float = 1e-7) -> None:
     """Return where all ranks hold the same in `x`, as far as the mean and the variance of magnitudes can tell.
 

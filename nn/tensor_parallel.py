@@ -17,6 +17,7 @@ from torch.autograd.function import Function
 from torch.nn.functional import embedding, linear
 
 from aiodist.communicator import Communicator
+from aiodist.handles.calls import located
 from aiodist.handles.origin import whence
 from aiodist.nn.functional import Line, allgather, allreduce, check_threaded, completed
 
@@ -200,6 +201,7 @@ def _block(whole: Tensor, coll: Communicator, dim: int) -> Tensor:
 # --- state ------------------------------------------------------------------------------------------------------------
 
 
+@located
 async def full_state_dict(module: nn.Module) -> dict[str, Any]:
     """Return, on all ranks, the state dict that `module` would have with torch's own layers in place of divided ones.
 

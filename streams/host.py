@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 from weakref import WeakSet, finalize
 
 from aiodist.handles import Account, Handle, Origin, Progress
+from aiodist.handles.calls import located
 from aiodist.handles.combinators import EndWaiter
 from aiodist.handles.tracing import span, tracing
 from aiodist.handles.waiting import next_of
@@ -68,6 +69,7 @@ class HostStream:
     ) -> None:
         await self.aclose()
 
+    @located
     async def aclose(self) -> None:
         """Let what is queued run, end the thread, and report handles that were dropped unconsumed; idempotent.
 

@@ -23,6 +23,7 @@ from aiodist.communicator.registry import Guest, Registry
 from aiodist.communicator.shared import SharedMemory
 from aiodist.errors import CommunicatorAborted
 from aiodist.handles import Handle, Origin
+from aiodist.handles.calls import located
 
 __all__ = ["Communicator", "CommunicatorStatistics", "Hierarchy", "Level", "root_levels"]
 
@@ -173,6 +174,7 @@ class Communicator(SharedMemory, Reductions, Movement, Objects):
         self._dispatcher.abort(error)
         self._dispatcher.disputes.tell_abort(str(error))
 
+    @located
     async def aclose(self) -> None:
         """Close it on all ranks: wait for what is in flight, at most 30 s, then release it. Collective.
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from aiodist.handles import Done, Handle, Permit, Progress, join
+from aiodist.handles.calls import located
 from aiodist.streams import CudaStream, OnStream, Staging
 
 
@@ -249,6 +250,7 @@ class ToDevice:
         if ended:
             self._over.resolve(None)
 
+    @located
     async def aclose(self) -> None:
         """Wait for the copies that are under way; nothing is put any more."""
         self.over()

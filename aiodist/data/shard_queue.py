@@ -21,6 +21,7 @@ from aiodist.data.queue_messages import Lap, QueueClient, QueueServer, Wires
 from aiodist.data.shards import EpochOrder, Part, Shards, Shuffle, check_order, checked_int
 from aiodist.errors import AiodistError, CommunicatorAborted, CommunicatorClosed, MismatchError, PeerError
 from aiodist.handles import Handle, Progress
+from aiodist.handles.calls import located
 from aiodist.streams import HostStream
 
 T = TypeVar("T")
@@ -181,6 +182,7 @@ class ShardQueue(Generic[T]):
 
     # --- other ranks -----------------------------------------------------------------------------------------
 
+    @located
     async def agree(self, step: int) -> int:
         """Return how many records all ranks together have been given since they called it last in this epoch.
 
@@ -199,6 +201,7 @@ class ShardQueue(Generic[T]):
         self._agreed = [*self._agreed[kept:], _Agreed(step, self.epoch, used)]
         return _total(used) - _total(before)
 
+    @located
     async def rebind(self, coll: Communicator, step: int | None = None) -> None:
         """Go on on another communicator, such as the world that `shrink` or `grow` has returned.
 
@@ -287,6 +290,7 @@ class ShardQueue(Generic[T]):
 
     # --- the end ---------------------------------------------------------------------------------------------
 
+    @located
     async def aclose(self) -> None:
         """Give back what was not used, and take no more. Collective: the first rank waits for all others.
 

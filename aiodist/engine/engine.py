@@ -15,6 +15,7 @@ from aiodist.engine.display import check_steps
 from aiodist.engine.state import Event, Hook, Hooks, Position, State
 from aiodist.engine.steppers import ClientStepper, PassStepper, Stepper
 from aiodist.engine.training import Assembly, EngineOptions, Training, evaluate
+from aiodist.handles.calls import located
 from aiodist.nn import DataParallel
 from aiodist.nn.data_parallel import Driver
 from aiodist.ps.training import TrainingClient
@@ -138,6 +139,7 @@ class Engine:
 
     # --- training and testing -------------------------------------------------------------------------------------
 
+    @located
     async def train(self, loader: Loader, *, epochs: int) -> dict[str, float]:
         """Train until there have been `epochs` epochs, those of earlier calls and of a loaded state included.
 
@@ -169,6 +171,7 @@ class Engine:
             self._training = None
         return dict(self._state.metrics)
 
+    @located
     async def test(self, loader: Loader) -> dict[str, float]:
         """Return mean loss and metrics over the data of all ranks, without gradients and with dropout and such off.
 
@@ -182,6 +185,7 @@ class Engine:
 
     # --- with other ranks -------------------------------------------------------------------------------------------
 
+    @located
     async def rebind(self, coll: Communicator, *state: Stateful) -> None:
         """Go on on another communicator, such as the world that `shrink` or `grow` has returned: `train` does so then.
 

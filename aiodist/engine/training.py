@@ -24,6 +24,7 @@ from aiodist.engine.display import Display, Profiling
 from aiodist.engine.state import Event, Hooks, Position, State
 from aiodist.engine.steppers import PassStepper, Stepper
 from aiodist.handles import Progress
+from aiodist.handles.calls import located
 from aiodist.nn import DataParallel
 
 T = TypeVar("T")
@@ -308,6 +309,7 @@ class Training:
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
+@located
 async def evaluate(
     model: Model, stepper: Stepper, assembly: Assembly, hooks: Hooks, state: State, loader: Loader
 ) -> dict[str, float]:

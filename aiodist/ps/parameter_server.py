@@ -19,6 +19,7 @@ from aiodist.collectives.program import Program
 from aiodist.communicator import Communicator
 from aiodist.communicator.claims import Claim, reading, writing
 from aiodist.handles import Handle, in_flight, join
+from aiodist.handles.calls import located
 from aiodist.ps.context import ParameterServerStatistics
 from aiodist.ps.embedding import BackwardPushes
 from aiodist.ps.names import NameEntry, Pushed, check_version, named, outs_of, pushed_of
@@ -400,6 +401,7 @@ class ParameterServer(Naming):
         asked = self._session.client.call(self.servers[0], "load", path=os.path.abspath(Path(path)), again=False)
         return self._session.run("load", _folder(asked), timeout)
 
+    @located
     async def rebind(
         self, coll: Communicator, *, servers: int | Sequence[int] | None = None, workers: Sequence[int] | None = None
     ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from aiodist.communicator import Communicator
 from aiodist.errors import RemoteError
+from aiodist.handles.calls import located
 
 Key = str | Tensor
 """How the server knows a tensor: by name, or as the tensor that was registered with it."""
@@ -72,6 +73,7 @@ class TrainingClient(ABC):
         """How many steps were made."""
         return self._steps
 
+    @located
     async def start(self) -> None:
         """Take the centre's weights; in a group collective.
 
@@ -83,6 +85,7 @@ class TrainingClient(ABC):
         await self._receive()
         await self._compute(self._begin)
 
+    @located
     async def step(self) -> None:
         """Make a local step with the gradients that are there, and talk to the server where it is due.
 
@@ -98,6 +101,7 @@ class TrainingClient(ABC):
         """Have the parameters hold this client's weights, for evaluation or a checkpoint, where they hold others."""
         yield
 
+    @located
     async def aclose(self) -> None:
         """Wait for what is in flight and leave this client's weights in the parameters; idempotent.
 

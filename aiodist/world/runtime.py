@@ -20,6 +20,7 @@ from aiodist.communicator.report import REPORT_SECONDS
 from aiodist.env import Environment, Starter
 from aiodist.errors import AiodistError
 from aiodist.handles import Handle, from_future
+from aiodist.handles.calls import located
 from aiodist.streams import CudaStream, event_handle
 from aiodist.world.generation import RankWorld, WorldOptions
 from aiodist.world.isolation import isolate, isolated
@@ -205,6 +206,7 @@ def _called_as(other: Callable[P, object]) -> Callable[[Callable[..., T]], Calla
 
 
 @_called_as(init)
+@located
 async def open(*args: Any, **options: Any) -> Communicator:  # noqa: ANN401  - as `init`
     """Open the world without a block, for notebooks and `python -m asyncio`: `coll = await aiodist.open()`.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -49,19 +50,66 @@ async def test_w1_reductions_are_told_with_the_line_of_the_step(coll: Communicat
         assert all(text.endswith(line) for text in newest(net)), newest(net)
 
 
-@pytest.mark.ranks(2)
-async def test_w1_a_step_that_is_a_task_is_told_with_the_line_of_its_forward(coll: Communicator) -> None:
-    """All that called it is the loop; a step under `wait_for` is such a task before Python 3.12."""
+async def in_gather(call: Coroutine[Any, Any, Any]) -> None:
+    await asyncio.gather(call, asyncio.sleep(0))
+
+
+async def in_wait_for(call: Coroutine[Any, Any, Any]) -> None:
+    await asyncio.wait_for(call, 60.0)
+
+
+async def in_task(call: Coroutine[Any, Any, Any]) -> None:
+    await asyncio.create_task(call)
+
+
+async def in_group(call: Coroutine[Any, Any, Any]) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(call)
+
+
+async def later(call: Coroutine[Any, Any, Any]) -> None:
+    await call
+
+
+@pytest.mark.ranks(2, backend=("local", "shm"))
+@pytest.mark.parametrize("how", [in_gather, in_wait_for, in_task, in_group, later])
+async def test_w1_a_step_that_is_a_task_is_told_with_the_line_of_its_call(
+    coll: Communicator, how: Callable[[Coroutine[Any, Any, Any]], Coroutine[Any, Any, None]]
+) -> None:
+    log = coll.parts.dispatcher.oplog
+    line = line_below()
+    made = nn.DataParallel.create(Trial.Mlp(), coll)
+    await how(made)
+    assert log.text(log.seq - 1).endswith(line), log.text(log.seq - 1)
     async with await nn.DataParallel.create(Trial.Mlp(), coll) as net:
         opt = Trial.OPTIMIZERS["sgd"](net.parameters())
-        line = line_below()
-        forward = lambda: Trial.loss(net, coll.rank, 0)  # noqa: E731
         for _ in range(2):
-            await asyncio.gather(net.step(forward, opt), asyncio.sleep(0))
-            assert all(text.endswith(f"{line}.<locals>.<lambda>") for text in newest(net)), newest(net)
+            line = line_below()
+            step = net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
+            await how(step)
+            assert all(text.endswith(line) for text in newest(net)), newest(net)
         line = line_below()
-        await net.backward(Trial.loss(net, coll.rank, 1))
+        backward = net.backward(Trial.loss(net, coll.rank, 1))
+        await how(backward)
         assert all(text.endswith(line) for text in newest(net)), newest(net)
+        line = line_below()
+        compared = nn.synchronize_parameters(net.module, coll)  # what it issues goes through the compiled way
+        await how(compared)
+        assert log.text(log.seq - 1).endswith(line), log.text(log.seq - 1)
+
+
+@pytest.mark.ranks(1)
+async def test_w1_a_step_that_nobody_awaits_is_reported_with_its_line(coll: Communicator) -> None:
+    async with await nn.DataParallel.create(Trial.Mlp(), coll) as net:
+        opt = Trial.OPTIMIZERS["sgd"](net.parameters())
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            line = line_below()
+            net.step(lambda: Trial.loss(net, coll.rank, 0), opt)  # type: ignore[unused-coroutine]
+    assert [str(each.message) for each in seen] == [
+        f"DataParallel.step called{line} was never awaited, so it did nothing"
+    ]
+    assert net.steps == 0
 
 
 @pytest.mark.ranks(2)

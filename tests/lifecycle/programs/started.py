@@ -55,7 +55,7 @@ def trains() -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     with aiodist.start() as coll:
-        net = coll.portal.call(nn.DataParallel.create, model, coll)
+        net: nn.DataParallel = coll.portal.call(nn.DataParallel.create, model, coll)
         x = torch.randn(6, 4)[coll.rank :: coll.size]
         opt = torch.optim.SGD(net.parameters(), lr=0.1)
 

@@ -1,0 +1,97 @@
+"""Coroutines that know the line of their call, and report it when they are dropped without an await."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Coroutine, Generator
+from functools import update_wrapper
+from sys import _getframe
+from types import CodeType, GeneratorType
+from typing import Any, ParamSpec, TypeVar
+
+from aiodist.handles.origin import Origin, known_files
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Call(Coroutine[Any, Any, T]):
+    """A coroutine of ours, to be awaited or made a task.
+
+    Operations that it issues are reported at the line of the call, wherever it runs: a task has no frame of its caller.
+    A warning names that line when it is dropped before it began.
+    """
+
+    __slots__ = ("coroutine", "origin", "shown")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], origin: tuple[CodeType, int], shown: dict[str, Any]) -> None:
+        self.coroutine = coroutine
+        """The one that does the work."""
+        self.origin = origin
+        """Code and instruction of the call, of which an `Origin` is made."""
+        self.shown = shown
+        """Global names of the module that called: Python keeps there which warnings it has shown."""
+
+    def send(self, value: Any, /) -> Any:  # noqa: ANN401
+        """Resume it with `value`."""
+        return self.coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:  # noqa: ANN401
+        """Raise an exception in it."""
+        return self.coroutine.throw(*error)
+
+    def close(self) -> None:
+        """End it."""
+        self.coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return (yield from self.coroutine.__await__())
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        """Return what a native coroutine has: `cr_code`, `cr_frame`, `cr_await`, `__qualname__`."""
+        return getattr(self.coroutine, name)
+
+    def __str__(self) -> str:
+        return f"{getattr(self.coroutine, '__qualname__', 'coroutine')} called at {Origin(*self.origin)}"
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+    def __del__(self) -> None:
+        if inspect.getcoroutinestate(self.coroutine) != inspect.CORO_CREATED:
+            return
+        self.coroutine.close()  # Python's own warning has no useful line
+        where = Origin(*self.origin)
+        text, registry = (
+            f"{self} was never awaited, so it did nothing",
+            self.shown.setdefault("__warningregistry__", {}),
+        )
+        warnings.warn_explicit(text, RuntimeWarning, where.filename, where.lineno, registry=registry)
+
+
+def call_of(awaited: object) -> Call[Any] | None:
+    """Return the call whose `__await__` has made the generator `awaited`, None for anything else."""
+    frame = awaited.gi_frame if isinstance(awaited, GeneratorType) else None
+    return frame.f_locals["self"] if frame is not None and frame.f_code is Call.__await__.__code__ else None
+
+
+def located(fn: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Decorate a coroutine function, whose coroutine is then a `Call`; that costs half a microsecond more."""
+
+    def begin(*args: P.args, **kwargs: P.kwargs) -> Call[T]:
+        frame = _getframe(1)
+        while (ours := known_files[frame.f_code.co_filename]) and frame.f_back is not None:
+            frame = frame.f_back
+        if ours is None:  # within another call
+            outer: Call[Any] = frame.f_locals["self"]
+            return Call(fn(*args, **kwargs), outer.origin, outer.shown)
+        return Call(fn(*args, **kwargs), (frame.f_code, frame.f_lasti), frame.f_globals)
+
+    if sys.version_info >= (3, 12):
+        inspect.markcoroutinefunction(begin)
+    return update_wrapper(begin, fn)
+
+
+known_files[Call.send.__code__.co_filename] = None
