@@ -109,6 +109,7 @@ struct Issuer {
     Pacer *pacer;
     Segments *segments;
     PyObject *account, *pending, *inbox, *to_fail, *ours, *watch, *publish, *failed, *observer;
+    PyObject *running;  // what the loop's thread had as its running loop when that was found to be the communicator's
     PyTypeObject *handle, *tensor, *parameter;
     const dl_exchange *exchange;  // of `tensor`
     char open, threads;
@@ -117,7 +118,8 @@ struct Issuer {
 };
 
 static PyTypeObject *issuer_type;
-static PyObject *s_back, *s_lasti, *s_filename, *s_locals, *s_self, *s_origin, *s_watching, *s_keep_watch, *s_told, *s_way, *s_untyped_storage;
+static PyObject *s_back, *s_lasti, *s_filename, *s_locals, *s_self, *s_origin, *s_watching, *s_keep_watch, *s_told, *s_way, *s_untyped_storage, *s_loop, *s_running;
+static PyObject *running_loop;  // asyncio's function
 
 Lane *issuer_lane(Issuer *self) { return self->lane; }
 
@@ -358,11 +360,35 @@ static Handle *issued(Issuer *self, const call *what, core_place place) {
     return h;
 }
 
-// Whether the calling thread may issue just now. Until the lane is joined somebody has to look for the other ranks: the
-// other way has the loop do so.
-static bool may_issue(Issuer *self, bool on_loop) {
-    return self->open && core_lane_joined(self->lane->lane) && (self->threads || on_loop) && PyObject_Size(self->inbox) == 0 &&
-           PyDict_Size(self->to_fail) == 0;
+// Returns whether the loop of the communicator runs in the calling thread, which is that loop's. Up to Python 3.13 asyncio
+// keeps in the state of each thread an object for its running loop, another one whenever that changes: a look at it is
+// a tenth of the call, and where there is none the call is made.
+static bool runs_loop(Issuer *self) {
+    PyObject *state = PyThreadState_GetDict();
+    PyObject *running = state == NULL ? NULL : PyDict_GetItemWithError(state, s_running);
+    if (running != NULL && running == self->running) return true;
+    PyObject *loop = PyObject_GetAttr((PyObject *)self->pacer, s_loop), *found = PyObject_CallNoArgs(running_loop);
+    bool same = loop != NULL && loop == found;
+    if (same && running != NULL) {
+        PyObject *before = self->running;
+        Py_INCREF(running);  // nothing else is at its address meanwhile
+        self->running = running;
+        Py_XDECREF(before);
+    }
+    Py_XDECREF(loop), Py_XDECREF(found);
+    PyErr_Clear();
+    return same;
+}
+
+enum from { ELSEWHERE, ON_LOOP, IN_THREAD };
+
+// Returns from where the calling thread may issue just now, ELSEWHERE where it may not. Until the lane is joined somebody
+// has to look for the other ranks: the other way has the loop do so.
+static enum from may_issue(Issuer *self) {
+    if (!self->open || !core_lane_joined(self->lane->lane) || PyObject_Size(self->inbox) != 0 || PyDict_Size(self->to_fail) != 0)
+        return ELSEWHERE;
+    if (PyThread_get_thread_ident() == self->pacer->thread) return runs_loop(self) ? ON_LOOP : ELSEWHERE;
+    return self->threads ? IN_THREAD : ELSEWHERE;
 }
 
 static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
@@ -396,11 +422,11 @@ static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
 static PyObject *issuer_allreduce(Issuer *self, PyObject *const *args, Py_ssize_t count) {
     if (count != 3) return PyErr_Format(PyExc_TypeError, "expected t, op and impl");
     PyObject *const tensors[4] = {args[0], args[0], args[0], Py_None};
-    bool on_loop = PyThread_get_thread_ident() == self->pacer->thread;
+    enum from from = may_issue(self);
     dl_tensor t;
-    Plan *plan = may_issue(self, on_loop) && describe(self, args[0], &t) ? plan_for(self, &t, args[1], args[2]) : NULL;
+    Plan *plan = from != ELSEWHERE && describe(self, args[0], &t) ? plan_for(self, &t, args[1], args[2]) : NULL;
     if (plan == NULL) Py_RETURN_NONE;
-    return issue(self, &(call){plan, tensors, address_of(&t), address_of(&t)}, on_loop);
+    return issue(self, &(call){plan, tensors, address_of(&t), address_of(&t)}, from == ON_LOOP);
 }
 
 // issue(plan, t, target, result, out): the handle; None where another way must be gone.
@@ -408,15 +434,15 @@ static PyObject *issuer_issue(Issuer *self, PyObject *const *args, Py_ssize_t co
     if (count != 5 || Py_TYPE(args[0]) != plan_type) return PyErr_Format(PyExc_TypeError, "expected plan, t, target, result and out");
     call what = {(Plan *)args[0], args + 1, 0, 0};
     PyObject *t = args[1], *target = args[2];
-    bool on_loop = PyThread_get_thread_ident() == self->pacer->thread;
+    enum from from = may_issue(self);
     dl_tensor found;
-    if (!may_issue(self, on_loop) || (t != Py_None && !describe(self, t, &found))) Py_RETURN_NONE;
+    if (from == ELSEWHERE || (t != Py_None && !describe(self, t, &found))) Py_RETURN_NONE;
     if (t != Py_None) what.in = what.out = address_of(&found);
     if (target != Py_None && target != t) {
         if (!describe(self, target, &found)) Py_RETURN_NONE;
         what.out = address_of(&found);
     }
-    return issue(self, &what, on_loop);
+    return issue(self, &what, from == ON_LOOP);
 }
 
 // The ranks agree on it, but not all brought what a lane can do together: it goes on in another way, with what it owns.
@@ -532,7 +558,7 @@ static PyObject *issuer_new(PyTypeObject *type, PyObject *args, PyObject *named)
 static int issuer_traverse(Issuer *self, visitproc visit, void *arg) {
     PyObject *const kept[] = {
         (PyObject *)self->lane, (PyObject *)self->claims, (PyObject *)self->log, (PyObject *)self->pacer, self->account, self->pending,
-        self->inbox, self->to_fail, self->ours, self->watch, self->publish, self->failed, self->observer, (PyObject *)self->handle,
+        self->inbox, self->to_fail, self->ours, self->watch, self->publish, self->failed, self->observer, self->running, (PyObject *)self->handle,
         (PyObject *)self->tensor, (PyObject *)self->parameter, (PyObject *)Py_TYPE((PyObject *)self),
     };
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_VISIT(kept[i]);
@@ -542,7 +568,7 @@ static int issuer_traverse(Issuer *self, visitproc visit, void *arg) {
 
 static int issuer_clear(Issuer *self) {
     PyObject **const kept[] = {&self->account, &self->pending, &self->inbox, &self->to_fail, &self->ours, &self->watch, &self->publish, &self->failed,
-                                &self->observer};
+                                &self->observer, &self->running};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_CLEAR(*kept[i]);
     for (size_t i = 0; i < KNOWN; i++) Py_CLEAR(self->known[i].plan);
     self->open = 0;
@@ -592,8 +618,13 @@ int issue_add(PyObject *module) {
     static const struct { PyObject **at; const char *text; } names[] = {
         {&s_back, "f_back"}, {&s_lasti, "f_lasti"}, {&s_filename, "co_filename"}, {&s_locals, "f_locals"}, {&s_self, "self"}, {&s_origin, "origin"},
         {&s_watching, "watching"}, {&s_keep_watch, "keep_watch"}, {&s_told, "_told"}, {&s_way, "shm"}, {&s_untyped_storage, "untyped_storage"},
+        {&s_loop, "loop"}, {&s_running, "__asyncio_running_event_loop__"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if ((*names[i].at = PyUnicode_InternFromString(names[i].text)) == NULL) return -1;
+    PyObject *asyncio = PyImport_ImportModule("asyncio.events");
+    running_loop = asyncio == NULL ? NULL : PyObject_GetAttrString(asyncio, "_get_running_loop");
+    Py_XDECREF(asyncio);
+    if (running_loop == NULL) return -1;
     return (plan_type = add_type(module, &plan_spec)) && (issuer_type = add_type(module, &issuer_spec)) ? 0 : -1;
 }

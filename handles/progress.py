@@ -33,6 +33,7 @@ import atexit
 import os
 import sys
 import threading
+from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -201,6 +202,13 @@ class Progress(_core.Pacer, Quiet):
     def owns_thread(self) -> bool:
         """Return True on the loop's thread."""
         return threading.get_ident() == self.thread_id
+
+    def check_here(self, subject: str, instead: str = "") -> None:
+        """Raise RuntimeError, with what to do `instead`, unless the calling thread runs this loop just now."""
+        if _get_running_loop() is not self.loop:
+            raise RuntimeError(
+                f"{subject} belongs to another thread or event loop: call it on the loop it was opened on{instead}"
+            )
 
     def add_poller(self, poller: Poller) -> None:
         """Poll `poller` from now on; from any thread."""

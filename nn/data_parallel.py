@@ -212,6 +212,7 @@ class DataParallel(ModuleLike):
         ranks as `create`, and `RuntimeError` where each rank's optimizer has raised in the midst of its step.
         Cost: that of `create`, a broadcast of `state`, and memory for what comes until all of it is there.
         """
+        self._check_loop()
         self._check_state(state)
         if self._refuses is None:
             if coll is self._home:
@@ -626,6 +627,7 @@ class DataParallel(ModuleLike):
 
         Collective; idempotent. `.grad` and parameters stay as they are, and the module may be wrapped anew.
         """
+        self._check_loop()
         await self._coll.aclose()
 
     async def __aenter__(self) -> Self:
@@ -668,6 +670,10 @@ class DataParallel(ModuleLike):
     def _check(self) -> None:
         if self._refuses is not None:
             raise RuntimeError(f"this DataParallel {self._refuses}")
+        self._check_loop()
+
+    def _check_loop(self) -> None:
+        self.reducer.progress.check_here(repr(self))
 
     def __repr__(self) -> str:
         return f"<DataParallel of {type(self._module).__name__} on {self._coll!r}>"

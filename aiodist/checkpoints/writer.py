@@ -125,7 +125,7 @@ class Writer:
     @classmethod
     def of(cls, coll: Communicator, op: str) -> Writer:
         """Return that of `coll`, made at the first use, by `op`: collective then. Raises as a call of `coll`."""
-        coll.parts.dispatcher.check_usable()
+        coll.parts.dispatcher.check_on_loop(f"{op}()")
         known: dict[Communicator, Writer] = Progress.current().belongings.setdefault(cls, {})
         if coll not in known:
             known[coll] = cls(coll, op)

@@ -52,10 +52,10 @@ class Communicator(SharedMemory, Reductions, Movement, Objects):
 
     Every call raises TypeError or ValueError for what it cannot take, BufferInFlight for a tensor that another
     operation owns, CommunicatorClosed, CommunicatorAborted or PeerError when there is no communicator any more, and
-    RuntimeError in another thread; before a byte moves, and the communicator goes on. The await raises MismatchError
-    when ranks issued different operations, PeerError when a rank is lost or failed, CommunicatorAborted when it was
-    given up, OperationTimeout when `timeout` has passed (the operation goes on) and BackendError for what a library
-    reports. Below is only what a call adds to that.
+    RuntimeError in another thread or on another event loop; before a byte moves, and the communicator goes on. The
+    await raises MismatchError when ranks issued different operations, PeerError when a rank is lost or failed,
+    CommunicatorAborted when it was given up, OperationTimeout when `timeout` has passed (the operation goes on) and
+    BackendError for what a library reports. Below is only what a call adds to that.
 
     In the costs p is the number of ranks and n the bytes of a rank's tensor; they are those of the schedules over
     messages, per rank. Within a host shared memory takes their place, and nothing is sent; among hosts every rank, or
@@ -185,6 +185,8 @@ class Communicator(SharedMemory, Reductions, Movement, Objects):
         The world that `aiodist.open` returned ends with all that belongs to it, as at the end of the block of
         `aiodist.init`.
         """
+        if not isinstance(self._dispatcher.refusal, RuntimeError):  # in a forked child no loop runs
+            self._dispatcher.check_loop()
         kept = self._registry.kept
         if kept is None or self.name != "world":
             await self._registry.close(self)

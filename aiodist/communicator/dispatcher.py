@@ -60,6 +60,10 @@ T = TypeVar("T")
 _FORK_SECONDS = 1.0
 _ANSWER_SECONDS = 0.5  # for what made an operation fail to be told by others: that ranks differ, or that one is gone
 _MOST_RECENT = 1024
+_ELSEWHERE = (
+    ". Other threads, with or without a loop, call what `await coll.dup(thread=True)` returns, and wait() for its "
+    "handles"
+)
 _KNOWN = (MismatchError, CommunicatorError, PeerError, asyncio.CancelledError)
 """Errors of a collective that the other ranks find, or are told of, by themselves."""
 
@@ -225,12 +229,12 @@ class Dispatcher:
         """Raise what a call must raise: closed, aborted, wrong thread or loop."""
         if self._refusal is not None:  # before all else: in a forked child asyncio says that no loop runs
             raise self._refusal.with_traceback(None)
-        if _get_running_loop() is not self.progress.loop and (self.issuing is None or self.progress.owns_thread()):
-            raise RuntimeError(
-                f"communicator {self.name!r} belongs to another thread or event loop: call it on the loop it was "
-                "opened on. Other threads, with or without a loop, call what `await coll.dup(thread=True)` returns, "
-                "and wait() for its handles"
-            )
+        if self.issuing is None or self.progress.owns_thread():
+            self.check_loop()
+
+    def check_loop(self) -> None:
+        """Raise RuntimeError unless the calling thread runs the loop that this communicator was opened on."""
+        self.progress.check_here(f"communicator {self.name!r}", _ELSEWHERE)
 
     def check_on_loop(self, call: str) -> None:
         """Raise what `check_usable` does, and `RuntimeError` in another thread though it may issue otherwise."""

@@ -112,6 +112,7 @@ class ShardQueue(Generic[T]):
     def _attach(self, coll: Communicator) -> None:
         parts = coll.parts
         self._coll = coll
+        self._progress = Progress.current()
         self._closed = False
         self._failure: AiodistError | None = None
         wires = Wires(parts.registry.channel, parts.dispatcher.ranks, parts.registry.next_name(coll, "shards"))
@@ -144,6 +145,7 @@ class ShardQueue(Generic[T]):
         then gets what others have given back since.
         """
         epoch = checked_int("epoch", epoch)
+        self._check_loop()
         self._leave_pass()
         lap = self._client.lap
         if epoch != lap.epoch:
@@ -165,6 +167,7 @@ class ShardQueue(Generic[T]):
         Raises `ValueError` where the states are those of other data, of another order or of different epochs, and
         changes nothing then.
         """
+        self._check_loop()
         for state in states:
             self._check_state(state)
         epochs = [state["epoch"] for state in states]
@@ -191,6 +194,7 @@ class ShardQueue(Generic[T]):
         used. Raises `MismatchError` where ranks are in different epochs. Cost: an `allgather_object`.
         """
         checked_int("step", step)
+        self._check_loop()
         told = await self._coll.allgather_object((self.epoch, self._client.used))
         if any(epoch != self.epoch for epoch, _ in told):
             raise MismatchError(f"ranks in epochs {[epoch for epoch, _ in told]} of {self.name}: expected the same")
@@ -215,6 +219,7 @@ class ShardQueue(Generic[T]):
         Where it raises `PeerError` nothing is forgotten: call it again. Raises `MismatchError` on all ranks where they
         have gone different ways: in different epochs, or with steps that were not agreed.
         """
+        self._check_loop()
         if coll is self._bound_to and not self._closed:
             return
         self._leave_pass()
@@ -271,12 +276,16 @@ class ShardQueue(Generic[T]):
 
     def counted_pass(self) -> QueuePass[T]:
         """Begin a pass whose consumer says itself what it has taken; for `prefetch`."""
+        self._check_loop()
         if self._pass is not None and self._pass.over:
             raise RuntimeError(f"{self}: the pass over epoch {self.epoch} has ended: call set_epoch() before another")
         self._leave_pass()
         order = EpochOrder(self._sizes, self._shuffle, self._seed, self.epoch)
         self._pass = QueuePass(self._client, self._shards, order, self._batch_size, self._wait)
         return self._pass
+
+    def _check_loop(self) -> None:
+        self._progress.check_here(f"queue {self.name!r}")
 
     def _leave_pass(self) -> None:
         if self._pass is not None:
@@ -296,6 +305,7 @@ class ShardQueue(Generic[T]):
 
         The communicator's close does this too. Again: nothing happens.
         """
+        self._check_loop()
         if self._closed:
             return
         self._closed = True

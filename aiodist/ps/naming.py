@@ -214,6 +214,7 @@ class Naming:
 
     async def _rebind(self, coll: Communicator, roles: Roles | None) -> None:
         session = self._session
+        session.check_loop()
         entries = [self._names[name] for name in self._names.names]
         rebinding = Rebinding(session, entries)
         self._prefetched.clear()

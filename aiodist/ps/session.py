@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from asyncio import _get_running_loop
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -70,6 +69,7 @@ class ParameterServerSession:
 
     async def open(self, begin: Callable[[], Awaitable[None]], join: Callable[[], Awaitable[None]]) -> None:
         """Open it with all ranks; `begin` makes the first calls. Where others go on with it `join` comes before."""
+        self.parent.parts.dispatcher.check_usable()
         if self._opened:
             raise RuntimeError("a parameter server cannot be opened twice: make another")
         self._opened = True
@@ -182,6 +182,7 @@ class ParameterServerSession:
             self._aborted(CommunicatorAborted(str(dispatcher.refusal)))
 
     async def exit(self, error: BaseException | None) -> None:
+        self.check_loop()
         try:
             if error is None:
                 await self._leave()
@@ -329,11 +330,10 @@ class ParameterServerSession:
     def check(self) -> None:
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
-        if _get_running_loop() is not self._loop:
-            raise RuntimeError(
-                f"parameter server {self.coll.name!r} belongs to another thread or event loop: call it on the loop it "
-                "was opened on"
-            )
+        self.check_loop()
+
+    def check_loop(self) -> None:
+        self.progress.check_here(f"parameter server {self.coll.name!r}")
 
     def check_worker(self, what: str) -> None:
         if self.parent.rank not in self.settings.workers:

@@ -130,8 +130,7 @@ class Recovery:
         """See `Communicator.shrink` and `grow`; `joiners` is 0 for the former."""
         what = "grow" if joiners else "shrink"
         dispatcher = comm.parts.dispatcher
-        if not dispatcher.progress.owns_thread():
-            raise RuntimeError(f"{what}() is called on the thread of the event loop that the world was opened on")
+        dispatcher.check_loop()
         if comm is not self._world.comm or isinstance(dispatcher.refusal, (CommunicatorClosed, RuntimeError)):
             raise dispatcher.refusal or CommunicatorError(f"{what}() is for the world: {comm.name!r} is a part of it")
         if self._under_way is not None:

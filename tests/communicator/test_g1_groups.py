@@ -13,6 +13,7 @@ import aiodist
 from aiodist import Communicator
 from aiodist.collectives.cuda import peers
 from aiodist.topology import Device, Means, Topology
+from tests.support.calls import CALLS
 from tests.support.hearing import heard
 from tests.support.simulated_cuda.simulation import simulated_cuda
 
@@ -266,35 +267,6 @@ async def test_h7_errors_say_where(coll: Communicator) -> None:
 
 # --- every call is a handle ----------------------------------------------------------------------------------------
 
-_CALLS: dict[str, Callable[[Any], Any]] = {
-    "allreduce": lambda c: c.allreduce(torch.ones(2)),
-    "scan": lambda c: c.scan(torch.ones(2)),
-    "exscan": lambda c: c.exscan(torch.ones(2)),
-    "reduce": lambda c: c.reduce(torch.ones(2)),
-    "reduce_scatter": lambda c: c.reduce_scatter(torch.ones(2)),
-    "broadcast": lambda c: c.broadcast(torch.ones(2)),
-    "allgather": lambda c: c.allgather(torch.ones(2)),
-    "gather": lambda c: c.gather(torch.ones(2)),
-    "scatter": lambda c: c.scatter([torch.ones(2)] * c.size),
-    "alltoall": lambda c: c.alltoall([torch.ones(2)] * c.size),
-    "alltoall_single": lambda c: c.alltoall_single(torch.ones(c.size)),
-    "barrier": lambda c: c.barrier(),
-    "send": lambda c: c.send(torch.ones(2), c.rank),
-    "recv": lambda c: c.recv(None, c.rank),
-    "sendrecv": lambda c: c.sendrecv(torch.ones(2), c.rank, c.rank),
-    "broadcast_object": lambda c: c.broadcast_object(1),
-    "allgather_object": lambda c: c.allgather_object(1),
-    "gather_object": lambda c: c.gather_object(1),
-    "scatter_object": lambda c: c.scatter_object([1] * c.size),
-    "alltoall_object": lambda c: c.alltoall_object([1] * c.size),
-    "send_object": lambda c: c.send_object(1, c.rank),
-    "recv_object": lambda c: c.recv_object(c.rank),
-    "dup": lambda c: c.dup(),
-    "group": lambda c: c.group([0]),
-    "split": lambda c: c.split(0),
-    "hierarchy": lambda c: c.hierarchy(),
-    "stopping": lambda c: c.stopping(),
-}
 _LOCAL = {"arena", "availability", "empty", "share_", "statistics", "admit", "leave_to_thread", "abort", "aclose"}
 _LOCAL |= {"request_stop", "shrink", "grow"}  # these two are for elastic worlds alone
 _ITERATORS = {"messages"}
@@ -308,8 +280,8 @@ async def test_h1_every_communicating_method_returns_a_handle(coll: Communicator
         for name in dir(type(coll))
         if not name.startswith("_") and not isinstance(getattr(type(coll), name), property)
     }
-    assert methods - _LOCAL - _ITERATORS == set(_CALLS)
-    for name, call in _CALLS.items():
+    assert methods - _LOCAL - _ITERATORS == set(CALLS)
+    for name, call in CALLS.items():
         handle = call(coll)
         assert isinstance(handle, aiodist.Handle), name
         assert handle.op == name
@@ -467,12 +439,12 @@ def test_g5_the_driver_is_asked_where_torch_uses_no_device(monkeypatch: pytest.M
     assert peers.peers_here() == [[], [], []]
 
 
-@pytest.mark.parametrize("what", [name for name in _CALLS if not name.startswith("recv")])
+@pytest.mark.parametrize("what", [name for name in CALLS if not name.startswith("recv")])
 def test_h7_a_dropped_handle_is_told_once_it_is_over(what: str) -> None:
     """Within 0.2 s, which no barrier covers."""
 
     async def main(coll: Communicator) -> None:
-        _CALLS[what](coll)
+        CALLS[what](coll)
         await coll.barrier()
         await asyncio.sleep(0.2)
         soon.append(len(told()))
