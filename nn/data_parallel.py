@@ -300,6 +300,7 @@ class DataParallel(ModuleLike):
                 await own.aclose()
             raise
         reducer.steps.alike(made)
+        reducer.steps.keep_own(self._settings.per_rank)
         stream = HostStream(f"compute {own.name}")
         await stream.__aenter__()
         self._home, self._coll = coll, own
@@ -351,12 +352,15 @@ class DataParallel(ModuleLike):
         `scaler`, a `torch.amp.GradScaler`, scales the loss, and unscales the reduced gradients before they are clipped;
         if one of these is not finite, all ranks leave out the step, on whichever of them it came up. `scheduler`, one
         or several of torch's, steps after each step that was made. `autocast` is a dtype or a `torch.autocast`, under
-        which forward runs, on the compute thread. Every rank must give the same. Raises ValueError and TypeError for
-        what these do not take.
+        which forward runs, on the compute thread. `per_rank` are parameters outside the net that each rank keeps for
+        itself, such as experts or a head of its own: an optimizer may have them beside the net's. They are clipped by
+        their own norm, and stay as they are where one of their gradients is not finite, on this rank alone. All else
+        every rank must give alike. Raises ValueError and TypeError for what these do not take.
         """
         if changes:
             self._settings = self._settings.changed(self._module, changes)
             self._stateful.change(self._settings.stateful)
+            self.reducer.steps.keep_own(self._settings.per_rank)
         return self._settings
 
     @located
@@ -411,6 +415,10 @@ class DataParallel(ModuleLike):
             self._stateful.check()
             check_optimizer(self, opt)
             self._optimizer = opt
+        if isinstance(opt, Optimizer):
+            self.reducer.steps.check_known(opt)
+        elif (check := getattr(opt, "check_parameters", None)) is not None:
+            check()
         self.reducer.devices.lend((args, kwargs))
         runs = [partial(each, *args, **kwargs) for each in closures]
         work = Forward(runs, self._settings, self.compute)
@@ -744,6 +752,7 @@ def check_optimizer(net: DataParallel, opt: Optimizer | Driver) -> None:
         check_one_pass(opt)
         # Of parameters that were put into the module later the step itself tells.
         check_trains(opt, chain((slot.parameter for slot in net.reducer.slots), net.module.parameters()), "this net")
+        net.reducer.steps.check_known(opt)
     elif (other := getattr(opt, "net", net)) is not net:
         raise ValueError(f"{type(opt).__name__} drives {other!r}: expected one that was made for {net!r}")
 

@@ -280,6 +280,10 @@ class LocalSGD:
 
     # --- on the compute thread ----------------------------------------------------------------------------------
 
+    def check_parameters(self) -> None:
+        """Raise ValueError if the optimizer has parameters that no net averages, and that are not this rank's own."""
+        self._net.reducer.steps.check_known(self.optimizer)
+
     @called("net.step")
     def train(self, forward: Forward) -> None:
         """Do one step, and the average that is due behind it; `net.step` calls it."""

@@ -21,7 +21,7 @@ from aiodist.nn.compute import Forward, called
 from aiodist.nn.data_parallel import DataParallel, check_one_pass
 from aiodist.nn.next_forward import UpdatedAhead
 from aiodist.nn.reduction import Reduction
-from aiodist.nn.steps import StepSettings, count_as_stepped
+from aiodist.nn.steps import StepSettings, check_only, count_as_stepped
 from aiodist.types import Stateful, check_trains
 
 
@@ -150,6 +150,11 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
             part.slots = slots
 
     # --- on the compute thread ----------------------------------------------------------------------------------
+
+    def check_parameters(self) -> None:
+        """Raise ValueError if an optimizer has other parameters than those of its bucket."""
+        for part in self._parts:
+            part.check()
 
     @called("net.step")
     def train(self, forward: Forward) -> None:
@@ -300,12 +305,18 @@ class _BucketOptimizer:
             raise TypeError(f"make_optimizer returned {type(self.optimizer).__name__}: expected an optimizer")
         check_one_pass(self.optimizer)
         check_trains(self.optimizer, [slot.parameter for slot in slots], "what make_optimizer was given")
+        self.check()
         self._twin: Optimizer = object.__new__(type(self.optimizer))
         self._twin.__dict__.update(self.optimizer.__dict__)
         self._twin.__dict__.pop("step", None)  # a scheduler's, which calls that of the optimizer
         self._settings: list[dict[str, Any]] = []
         self.numbers = [slot.index for slot in slots]
         """Those of the parameters, in the module's order."""
+
+    def check(self) -> None:
+        """Raise ValueError if the optimizer has parameters of other buckets, or of no net."""
+        given = {id(slot.parameter) for slot in self.slots}
+        check_only(self.optimizer, given, "what make_optimizer was given")
 
     def packed(self) -> list[int]:
         """Return the numbers of the parameters as torch's states count them: group after group."""

@@ -131,7 +131,7 @@ class Reducer:
         self.waiting: list[asyncio.Future[None]] = []
         """Awaits of a step, to be told of reductions that are late."""
         named = list(module.named_parameters())
-        self.steps = Steps(named)
+        self.steps = Steps(module)
         self.devices = Devices(self.progress, (parameter for _, parameter in named))
         self._lock = threading.Lock()
         """Held for what hooks note, and while nothing is waited for."""

@@ -19,7 +19,7 @@ from aiodist.nn.data_parallel import DataParallel, check_one_pass
 from aiodist.nn.next_forward import UpdatedAhead
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.shards import BucketMemory, BucketShard, ReduceScatter, ShardBucket, ShardGroup, ShardState
-from aiodist.nn.steps import StepSettings
+from aiodist.nn.steps import StepSettings, check_only
 from aiodist.streams.memory import dtype_name
 from aiodist.types import Stateful
 
@@ -206,6 +206,11 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         return self._state.divided(state)
 
     # --- on the compute thread ----------------------------------------------------------------------------------
+
+    def check_parameters(self) -> None:
+        """Raise ValueError if the optimizer has other tensors than what this rank owns."""
+        given = {id(mine.parameter) for shard in self._shards for mine in shard.sections.values()}
+        check_only(self.optimizer, given, "what make_optimizer was given")
 
     @called("net.step")
     def train(self, forward: Forward) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import update_wrapper
 from inspect import signature
+from operator import is_
 from threading import get_ident
 from typing import Any, ClassVar, ParamSpec, Protocol, TypedDict, TypeVar, cast
 
@@ -23,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from aiodist.communicator import Communicator
 from aiodist.nn.buckets import with_values
 from aiodist.nn.tensor_parallel import total_over
+from aiodist.streams.memory import dtype_name
 from aiodist.types import Stateful
 
 P = ParamSpec("P")
@@ -45,6 +47,7 @@ class Changes(TypedDict, total=False):
     scaler: GradScaler | None
     scheduler: RateSchedule | Iterable[RateSchedule] | None
     autocast: torch.autocast | torch.dtype | None
+    per_rank: Iterable[Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class StepSettings:
     """They step after each step that was made."""
     autocast: torch.autocast | None = None
     """Forward runs under it, on the compute thread."""
+    per_rank: Sequence[Tensor] = field(default=(), repr=False, compare=False)
+    """Parameters that each rank keeps for itself: no net reduces them, and this rank alone clips and checks them."""
     divided: Mapping[nn.Parameter, Communicator] = field(default_factory=dict, repr=False, compare=False)
     """The parameters of which this rank has a block, with the ranks that have the others."""
 
@@ -79,6 +84,8 @@ class StepSettings:
             given["autocast"] = torch.autocast(next(module.parameters()).device.type, dtype=autocast)
         elif not isinstance(autocast, torch.autocast | None):
             raise TypeError(f"autocast is {type(autocast).__name__}: expected a dtype, a torch.autocast, or None")
+        if "per_rank" in given:
+            given["per_rank"] = _per_rank(module, given["per_rank"])
         if "scheduler" in given:
             given["scheduler"] = _schedulers(given["scheduler"])
         return replace(self, **given)
@@ -103,9 +110,15 @@ class StepSettings:
 
         The scaler leaves it out, on all ranks alike, where a reduced gradient is not finite. Where ranks have different
         gradients, shards, `total` returns the sum over all ranks of a tensor; it is called as often on each. Ranks that
-        share divided layers clip by the norm of the whole model, and leave out the same steps. Raises `RuntimeError`
+        share divided layers clip by the norm of the whole model, and leave out the same steps. What is `per_rank` is
+        clipped by its own norm, and keeps its values where one of its gradients is not finite. Raises `RuntimeError`
         where the scaler finds no gradient at all, of which it could say whether it is finite.
         """
+        if self.per_rank:
+            mine = set(map(id, self.per_rank))
+            own = [p for group in groups for p in group["params"] if id(p) in mine]
+            groups = [{"params": [p for p in group["params"] if id(p) not in mine]} for group in groups]
+            self._prepare_own(own)
         if self.scaler is None:
             self._clip(groups, total)
             step()
@@ -137,6 +150,20 @@ class StepSettings:
         agreed = _Update([{"params": [flag]}], step)
         self.scaler.unscale_(cast(Optimizer, agreed))
         return agreed
+
+    def _prepare_own(self, parameters: Sequence[Any]) -> None:
+        """Unscale, check and clip the gradients of what this rank keeps for itself."""
+        held = [holder for _, holder in _reduced([{"params": parameters}])]
+        if self.scaler is not None and self.scaler.is_enabled():
+            for each in held:
+                each.grad.div_(self.scaler.scale(torch.ones((), device=each.grad.device)))
+            if not all(bool(each.grad.isfinite().all()) for each in held):
+                for parameter in parameters:
+                    parameter.grad = None
+                return
+        if self.clip_norm is not None and held:
+            norm = nn.utils.get_total_norm([each.grad for each in held])
+            nn.utils.clip_grads_with_norm_(held, self.clip_norm, norm)
 
     def _clip(self, groups: Groups, total: Callable[[Tensor], Tensor] | None) -> None:
         if self.clip_norm is None:
@@ -183,6 +210,19 @@ class _Update:
         self.made = True
 
 
+def _per_rank(module: nn.Module, given: Any) -> tuple[Tensor, ...]:
+    """Return the tensors that are `given`; raise TypeError for another kind, ValueError for one that `module` has."""
+    found = () if given is None else (given,) if isinstance(given, Tensor) else tuple(given)
+    if wrong := [type(each).__name__ for each in found if not isinstance(each, Tensor)]:
+        raise TypeError(f"per_rank has {', '.join(sorted(set(wrong)))}: expected parameters, as `head.parameters()`")
+    named = {id(p): name for name, p in module.named_parameters()}
+    if shared := [named[id(each)] for each in found if id(each) in named]:
+        raise ValueError(
+            f"per_rank has {shared[0]!r}, a parameter of the net, which reduces it: expected parameters of others"
+        )
+    return found
+
+
 def _schedulers(given: Any) -> tuple[RateSchedule, ...]:
     found = () if given is None else (given,) if hasattr(given, "step") else tuple(given)
     for scheduler in found:
@@ -211,7 +251,7 @@ class InFlight(Protocol):
 
 
 class Steps:
-    """Steps of one rank since the ranks were made alike, by any optimizer that has some of the `named` parameters.
+    """Steps of one rank since the ranks were made alike, by any optimizer that has some of the parameters of `module`.
 
     An optimizer counts once between two backwards of the net, however often it steps there: one whose `step` calls that
     of its base class is seen once or twice, as it happens. What steps before the first backward has no gradients of
@@ -224,7 +264,7 @@ class Steps:
     _hooks: ClassVar[tuple[RemovableHandle, ...]] = ()
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.made = 0
         """Up to the last backward."""
         self.mishap: BaseException | None = None
@@ -235,7 +275,13 @@ class Steps:
         """True in a backward of a list of closures, all but the last of which leave gradients on this rank."""
         self.current: InFlight | None = None
         """The newest pass."""
-        self._names = {id(parameter): name for name, parameter in named}
+        self._module = module
+        self.names: Mapping[int, str] = {id(parameter): name for name, parameter in module.named_parameters()}
+        """Of the net's parameters, by their ids."""
+        self._own: frozenset[int] = frozenset()
+        """Parameters that this rank keeps for itself, by their ids."""
+        self._trusted: tuple[Optimizer, list[list[Tensor]]] | None = None
+        """The optimizer that was looked at last, with the parameters that it had."""
         self._since: dict[int, object] | None = None
         """What has made a step since the last backward, by its id; None where there was none."""
         self._aside: int | None = None
@@ -262,6 +308,7 @@ class Steps:
         for ref in cls._every:
             if (steps := ref()) is not None:
                 steps._check_reduced(opt)
+                steps._check_own_step(opt)
 
     def _check_reduced(self, opt: Optimizer) -> None:
         """Raise RuntimeError if `opt` would step parameters whose gradients are not reduced."""
@@ -271,14 +318,52 @@ class Steps:
             return
         within = self.partial or self.thread == get_ident()
         for parameter in (id(p) for group in opt.param_groups for p in group["params"]):
-            if parameter in self._names and (within or (current is not None and current.withholds(parameter))):
+            if parameter in self.names and (within or (current is not None and current.withholds(parameter))):
                 raise RuntimeError(
                     f"{type(opt).__name__}.step() was called while the gradient of parameter "
-                    f"{self._names[parameter]!r} was not reduced yet, as by a hook within backward: it would use the "
+                    f"{self.names[parameter]!r} was not reduced yet, as by a hook within backward: it would use the "
                     "gradient of this rank alone, and ranks would come to differ. To update parameters while backward "
                     "goes on, step as `async for parameter, gradient in net.gradients(loss)` yields them, or take "
                     "`aiodist.nn.PipelinedOptimizer`; else step after `await net.backward(loss)`"
                 )
+
+    # --- whose parameters an optimizer has ----------------------------------------------------------------------
+
+    def keep_own(self, parameters: Iterable[Tensor]) -> None:
+        """From now on this rank keeps these `parameters` for itself."""
+        self._own, self._trusted = frozenset(map(id, parameters)), None
+
+    def check_known(self, opt: Optimizer, *, used: bool = False) -> None:
+        """Raise ValueError if `opt` has parameters to train that no net reduces, and that are not this rank's own.
+
+        With `used` only those that have a gradient count. Costs 25 us for 1,000 parameters as long as they stay.
+        """
+        groups = [group["params"] for group in opt.param_groups]
+        if self._trusted is not None and self._trusted[0] is opt and _same(self._trusted[1], groups):
+            return
+        strange = [p for params in groups for p in params if id(p) not in self.names and id(p) not in self._own]
+        if not strange:
+            self._trusted = opt, [list(params) for params in groups]
+        if not strange or len(strange) == sum(map(len, groups)):  # it has copies of all, or is not this net's
+            return
+        known = {id(p) for p in self._module.parameters()}  # of those that came later the pass tells
+        for other in (each for ref in self._every if (each := ref()) is not None):
+            known.update(other.names, other._own)
+        for p in strange:
+            if id(p) not in known and (p.grad is not None or p.requires_grad > used):
+                raise ValueError(
+                    f"{type(opt).__name__} has a parameter that no net reduces: {_place(opt, p)}. Each rank would "
+                    "train it on its own gradients, and ranks would come to differ. Train it in one net with the "
+                    "others, `DataParallel.create(aiodist.engine.WithCriterion(network, criterion), coll)`, or say "
+                    "that each rank keeps its own, `net.settings(per_rank=head.parameters())`"
+                )
+
+    def _check_own_step(self, opt: Optimizer) -> None:
+        """As `check_known`, before any step of an optimizer that has parameters of the net."""
+        if self._since is None or self._aside == get_ident():
+            return
+        if any(not self.names.keys().isdisjoint(map(id, group["params"])) for group in opt.param_groups):
+            self.check_known(opt, used=True)
 
     @classmethod
     def _stepped(cls, opt: Optimizer, *_: object) -> None:
@@ -289,12 +374,12 @@ class Steps:
     def _see(self, opt: Optimizer) -> None:
         if self._since is None or self._aside == get_ident():
             return
-        if any(not self._names.keys().isdisjoint(map(id, group["params"])) for group in opt.param_groups):
+        if any(not self.names.keys().isdisjoint(map(id, group["params"])) for group in opt.param_groups):
             self.note(opt)
 
     def release(self) -> None:
         self._list(gone=self)
-        self.current = None
+        self.current = self._trusted = None
 
     @property
     def others_in_backward(self) -> bool:
@@ -359,3 +444,32 @@ class Steps:
     def __str__(self) -> str:
         why = "" if self.mishap is None else f", since its optimizer raised {self.mishap!r}"
         return f"{self.made} step{'s' * (self.made != 1)} made{why}"
+
+
+def check_only(opt: Optimizer, given: Container[int], what: str) -> None:
+    """Raise ValueError if `opt` has parameters to train that are not `given`, by their ids: no net reduces them."""
+    for group in opt.param_groups:
+        for p in group["params"]:
+            if id(p) not in given and (p.requires_grad or p.grad is not None):
+                raise ValueError(
+                    f"{type(opt).__name__} has a parameter that is not of {what}: {_place(opt, p)}. No net reduces it "
+                    "there, and ranks would come to differ. Train it in one net with the others (`aiodist.engine."
+                    "WithCriterion` for a criterion), or if each rank keeps its own by an optimizer of its own"
+                )
+
+
+def _same(known: Sequence[Sequence[Tensor]], now: Sequence[Sequence[Tensor]]) -> bool:
+    """Return True if all are the same objects."""
+    return len(known) == len(now) and all(
+        len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(known, now, strict=True)
+    )
+
+
+def _place(opt: Optimizer, parameter: Tensor) -> str:
+    """Return where `opt` has a parameter, and what that is."""
+    for number, group in enumerate(opt.param_groups):
+        for i, each in enumerate(group["params"]):
+            if each is parameter:
+                name = f"{names[i]!r}, " if (names := group.get("param_names")) else ""
+                return f"{name}a {dtype_name(each.dtype)}{list(each.shape)}, number {i} of its group {number}"
+    raise AssertionError("it has that parameter")

@@ -143,8 +143,12 @@ def model_of(
     criterion: Callable[[Any, Any], Tensor] | None,
     metrics: dict[str, Metric],
     split: Split | None,
+    per_rank: Iterable[Tensor] = (),
 ) -> Model:
-    """Return the arguments of an engine, checked; `net` is called, and trains `module`."""
+    """Return the arguments of an engine, checked; `net` is called, and trains `module`.
+
+    Each rank keeps the parameters `per_rank` for itself.
+    """
     if isinstance(module, WithCriterion):
         if criterion is not None:
             raise ValueError("the net has a criterion, and another one is given: expected one of them")
@@ -152,7 +156,7 @@ def model_of(
     if criterion is not None and not callable(criterion):
         raise TypeError(f"criterion is {type(criterion).__name__}: expected a function of output and target")
     if isinstance(criterion, nn.Module):
-        known = {id(p) for p in module.parameters()}
+        known = {id(p) for p in (*module.parameters(), *per_rank)}
         own = [name for name, p in criterion.named_parameters() if id(p) not in known]
         if own:
             raise ValueError(

@@ -95,7 +95,8 @@ class Engine:
                 f"Engine({type(net).__name__}, {type(optimizer).__name__}): expected a DataParallel and an optimizer, "
                 "or a module and a client of a parameter server"
             )
-        self._model = model_of(net, module, criterion, checked_metrics(metrics), split)
+        per_rank = net.settings().per_rank if isinstance(net, DataParallel) else ()
+        self._model = model_of(net, module, criterion, checked_metrics(metrics), split, per_rank)
         self._assembly = Assembly(self._stepper.base if coll is None else coll)
         self._position = Position()
         self._bound_to: Communicator | None = None

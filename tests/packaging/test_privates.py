@@ -30,6 +30,7 @@ EXCEPTIONS = {
     ("aiodist/testing/ranks.py", "_context"): "asyncio's, of one of its handles",
     ("aiodist/world/generation.py", "_selector"): "asyncio's, of its event loop",
     ("nn/pipelined.py", "_version"): "torch's, of tensors",
+    ("nn/deals.py", "_version"): "the same",
     ("aiodist/checkpoints/kinds.py", "_schedulers"): "torch's, of a scheduler of schedulers",
     ("handles/handle.py", "_origin"): "its own: the compiled base has it",
     ("handles/handle.py", "_account"): "the same",
