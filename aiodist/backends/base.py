@@ -272,6 +272,8 @@ class Capabilities:
     devices: frozenset[str] = frozenset({"cpu"})
     overruns: bool = False
     """A message that is longer than its receive may crash the library, instead of failing."""
+    kept_from: int | None = None
+    """From so many bytes on a send to another rank ends only after its receive was posted; None: that is not known."""
     send_now: Callable[[bytearray, int, int], bool] | None = None
     """(data, dst, tag): send a few bytes, in order with `isend`; False where they would have to wait."""
 

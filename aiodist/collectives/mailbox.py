@@ -32,8 +32,9 @@ _HEADER = struct.Struct("<BBiqI")  # kind, form, source, tag, payload number
 _BEHIND, _INLINE, _IN_PIECES, _RETURNED = range(4)
 """Forms: the data follow in a message of their own, are in the header's, or follow as `DeviceMessages` sends them; or
 the receive that they were for was given up."""
-_SYNCHRONOUS = 0x80
-"""Added to the form of a message that asks for an answer."""
+_SYNCHRONOUS, _KEPT = 0x80, 0x40
+"""Added to the form of a message that asks for an answer; of one whose send ends only after a receive has matched it.
+"""
 _META_AT = _HEADER.size
 _DATA_AT = _META_AT + META_BYTES
 _FRAME_BYTES = 1024
@@ -72,6 +73,8 @@ class Wanted:
     """Makes it, where the message may and this process has used no device yet: it opens none for what may not come."""
     given: _Unexpected | None = None
     """The message that it was matched with."""
+    handle: object = None
+    """What waits for it, if that is one receive."""
 
     def cancel(self) -> None:
         """Nothing of it will be done on a device."""
@@ -92,6 +95,8 @@ class _Unexpected:
     data: Tensor | None = field(repr=False)
     synchronous: bool = False
     """Its sender waits for an answer."""
+    kept: bool = False
+    """Its send ends only after a receive has matched it; no receive has."""
     place: int = 0
     """Among all that came."""
     error: BaseException | None = None
@@ -126,6 +131,14 @@ class Mailbox:
         self._heard_of = 0
         self._unanswered: dict[int, Done] = {}
         """By payload number: the synchronous messages that nothing is known to have matched."""
+        self.taking: dict[Wanted, int] = {}
+        """The receives whose message is on its way, and the bytes of that."""
+        self._kept_from = transport.capabilities().kept_from
+        self.kept = 0
+        """How many messages are pending that end only after a receive has matched them, but for synchronous ones."""
+        self.kept_sent: Counter[int] = Counter()
+        """How many of these have ended, by rank; no more than that rank's receives have matched, see `kept_matched`."""
+        self.kept_matched: Counter[int] = Counter()
         self._parting: Done | None = None
         self._farewell_heard = False
 
@@ -142,6 +155,11 @@ class Mailbox:
     def unmatched(self) -> list[str]:
         """Return what came and no receive has matched, as words; from any thread."""
         return [str(message) for message in tuple(self._unexpected)]
+
+    def keeps(self, t: Tensor, dst: int) -> bool:
+        """Return whether a send of `t` ends only after a receive has matched it."""
+        kept = self._kept_from is not None and t.nbytes >= max(self._kept_from, _INLINE_BYTES + 1)
+        return kept and t.is_cpu and dst != self._transport.rank
 
     def send(self, t: Tensor, dst: int, tag: int, kind: int, done: Done, *, synchronous: bool = False) -> None:
         """Send `t`; `done` when it may be reused, which for this rank itself is at once.
@@ -174,6 +192,9 @@ class Mailbox:
         inline = flat.nbytes <= (_INLINE_BYTES if t.is_cpu else 0)
         form = _INLINE if inline else _BEHIND if t.is_cpu else _IN_PIECES
         marked = form | _SYNCHRONOUS if synchronous else form
+        if not synchronous and self.keeps(t, dst):
+            marked = form | _KEPT
+            done = self._keeping(dst, done)
         frame = self._frame(dst, kind, marked, tag, t, number, flat.nbytes if inline else 0)
         if inline:
             frame[_DATA_AT : _DATA_AT + flat.nbytes] = flat
@@ -186,6 +207,17 @@ class Mailbox:
             else:
                 assert self.device_messages is not None
                 guarded(partial(self.device_messages.send, self._transport, flat, dst, number), both)
+
+    def _keeping(self, dst: int, done: Done) -> Done:
+        """Return `done`, counting a message that is kept until a receive has matched it."""
+        self.kept += 1
+
+        def over(error: BaseException | None) -> None:
+            self.kept -= 1
+            self.kept_sent[dst] += error is None
+            done(error)
+
+        return over
 
     def _frame(self, dst: int, kind: int, form: int, tag: int, t: Tensor, number: int, room: int = 0) -> Tensor:
         """Return the header of message `number`, of `t`, to rank `dst`, with so much room behind it."""
@@ -317,16 +349,25 @@ class Mailbox:
                 return True
         return False
 
-    def _deliver(self, message: _Unexpected, wanted: Wanted) -> None:
+    def _match(self, message: _Unexpected, wanted: Wanted) -> None:
         wanted.given = message
         if message.synchronous:
             self._answer(message)
+        if message.kept:
+            message.kept = False
+            self.kept_matched[message.source] += 1
+        if message.data is None:
+            self.taking[wanted] = message.meta.nbytes
+
+    def _deliver(self, message: _Unexpected, wanted: Wanted) -> None:
+        self._match(message, wanted)
         meta = message.meta
         refusal = _refusal(meta, wanted.into)
         into = wanted.into if refusal is None else None
         work: DeviceWork | None = None
 
         def finish(error: BaseException | None) -> None:
+            self.taking.pop(wanted, None)
             if work is None:
                 wanted.cancel()
             if error is not None or refusal is not None:
@@ -400,9 +441,9 @@ def _read(frame: Tensor) -> _Unexpected:
     data = frame.numpy().data
     kind, form, source, tag, payload = _HEADER.unpack_from(data)
     meta = unpack_meta(data, _META_AT)
-    synchronous, form = bool(form & _SYNCHRONOUS), form & ~_SYNCHRONOUS
+    synchronous, kept, form = bool(form & _SYNCHRONOUS), bool(form & _KEPT), form & ~(_SYNCHRONOUS | _KEPT)
     inlined = frame[_DATA_AT : _DATA_AT + meta.nbytes] if form == _INLINE else None
-    return _Unexpected(kind, source, tag, payload, meta, form, inlined, synchronous)
+    return _Unexpected(kind, source, tag, payload, meta, form, inlined, synchronous, kept)
 
 
 def _fail(wanted: Wanted, error: BaseException | None) -> None:

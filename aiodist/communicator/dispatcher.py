@@ -327,6 +327,7 @@ class Dispatcher:
     def receive(self, handle: Handle[Any], wanted: Wanted) -> None:
         """Give `wanted` to the mailbox; `handle` can be withdrawn until something matches it."""
         handle.set_canceller(partial(self.cancel_receiving, [wanted]))
+        wanted.handle = handle
         self.start(partial(self.mailbox.receive, wanted), 0)
 
     def cancel_receiving(self, receives: Sequence[Wanted], together: Handle[Any] | None = None) -> bool:

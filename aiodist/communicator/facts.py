@@ -19,6 +19,8 @@ class PendingOp(NamedTuple):
     """The world ranks of which any could end it, by a message; empty where it needs all ranks."""
     call: str = ""
     """The user's call that it is a part of, such as "net.step"; "" where the user issued it."""
+    kept: bool = False
+    """True for a send that ends only after a receive has matched it, as all large ones."""
 
 
 class CommFacts(NamedTuple):
@@ -36,6 +38,10 @@ class CommFacts(NamedTuple):
     heard: list[list[int]]
     messages: int
     """How many messages this rank has issued, both ways."""
+    kept: list[list[int]]
+    """How many messages to each other rank have ended that end only after a receive has matched them."""
+    matched: list[list[int]]
+    """How many such messages of each rank a receive of this one has matched."""
 
 
 class Facts(NamedTuple):

@@ -237,7 +237,9 @@ class PointToPoint(Base):
     ) -> Handle[None]:
         nbytes = sum(t.nbytes for t in ts)
         work = self._work_of(ts)
-        peer = Peer(None, dst, tag, answered=synchronous and len(ts) == 1)
+        single = len(ts) == 1
+        kept = single and not synchronous and self._dispatcher.mailbox.keeps(ts[0], dst)
+        peer = Peer(None, dst, tag, answered=synchronous and single, kept=kept)
         handle, finish = self._message(work, op, nbytes, reading(*ts), timeout, peer)
         mailbox = self._dispatcher.mailbox
 

@@ -49,6 +49,8 @@ class Peer(NamedTuple):
     tag: int
     answered: bool = False
     """Of one message to `dst`: it is over only when a receive has matched it."""
+    kept: bool = False
+    """The same without an answer: the carrier keeps it until then."""
 
     def __str__(self) -> str:
         ends = []
@@ -328,6 +330,8 @@ class Watchdog:
         """Return the ranks that have to do something yet: issue the collective too, or their end of the message."""
         what = self.pending.get(handle)
         if isinstance(what, Peer):
+            if self._message_of(handle) is not None:  # both ends are in: it waits for no rank, but for its bytes
+                return []
             ends = [end for end in (what.src, what.dst) if end is not None]
             return list(self._reached) if ANY in ends else [end for end in dict.fromkeys(ends) if end in self._reached]
         if isinstance(what, Use):
@@ -415,7 +419,14 @@ class Watchdog:
     def _wait(self, handle: Handle[Any], seconds: float) -> Wait:
         what = self.pending.get(handle)
         whom = [self._ranks[rank] for rank in self._missing(handle)] if seconds >= _LOOK_SECONDS else []
-        return Wait(self._words(handle, what), round(seconds, 1), whom)
+        nbytes = self._message_of(handle) if isinstance(what, Peer) else None
+        under_way = "" if nbytes is None else f": its message of {nbytes} bytes is on its way"
+        return Wait(f"{self._words(handle, what)}{under_way}", round(seconds, 1), whom)
+
+    def _message_of(self, handle: Handle[Any]) -> int | None:
+        """Return the bytes of the message that a receive was matched with, and that is on its way; None for others."""
+        taking = tuple(self.mailbox.taking.items())
+        return next((nbytes for wanted, nbytes in taking if wanted.handle is handle), None)
 
     def _words(self, handle: Handle[Any], meets: bool | Peer | Use | None) -> str:
         """Return what reports call a pending operation: the user's call that it is a part of, if it is one."""
@@ -435,22 +446,26 @@ class Watchdog:
         if any(waits() for waits in self.unseen) or len(uses) > _MOST_NAMES:
             return None
         # Data of a message are on their way, or a send may be over before another rank receives it.
-        if receives != len(mailbox.wanted) or len(sends) != mailbox.unanswered or not all(s.answered for s in sends):
+        if receives != len(mailbox.wanted) or not all(s.answered or s.kept for s in sends):
+            return None
+        if len(sends) != mailbox.unanswered + mailbox.kept:
             return None
         world = self._ranks
-        sent, heard = ([[world[rank], n] for rank, n in sorted(of.items())] for of in (mailbox.sent, mailbox.heard))
+        counts = mailbox.sent, mailbox.heard, mailbox.kept_sent, mailbox.kept_matched
+        sent, heard, kept, matched = ([[world[rank], n] for rank, n in sorted(of.items())] for of in counts)
         names = [[name, count] for name, count in uses.items()]
-        comm = CommFacts(self._name, [*world], self._oplog.seq, names, sent, heard, self.messages)
+        comm = CommFacts(self._name, [*world], self._oplog.seq, names, sent, heard, self.messages, kept, matched)
         return comm, [self._op(handle, meets) for handle, meets in pending]
 
     def _op(self, handle: Handle[Any], meets: bool | Peer | Use) -> PendingOp:
-        number, name, peers = handle.seq, "", list[int]()
+        number, name, peers, kept = handle.seq, "", list[int](), False
         if isinstance(meets, Use):
             number, name = meets.count, meets.name
         elif isinstance(meets, Peer):
             end = meets.dst if meets.src is None else meets.src
             peers = [*self._ranks] if end == ANY or end is None else [self._ranks[end]]
-        return PendingOp(self._name, self._words(handle, meets), number, name, peers, self._call(handle))
+            kept = meets.kept
+        return PendingOp(self._name, self._words(handle, meets), number, name, peers, self._call(handle), kept)
 
     def _since(self, handle: Handle[Any]) -> float | None:
         """Return when the others were first told: of a collective or of the one that it comes behind."""

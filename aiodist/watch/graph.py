@@ -54,6 +54,10 @@ def _blocking(rank: int, op: PendingOp, comms: Mapping[int, Mapping[str, CommFac
     there = {other: comm for other in mine.ranks if (comm := comms.get(other, {}).get(op.comm)) is not None}
     if not op.peers:
         return [other for other, comm in there.items() if _issued(comm, op.name) <= op.number]
+    if op.kept:  # it ends only after a receive has matched it, and those that were have ended
+        (peer,) = op.peers
+        unmatched = peer in there and _found(mine.kept, peer) == _found(there[peer].matched, rank)
+        return op.peers if unmatched else []
     # Any of them could end it, and so may a message that is on its way.
     for other in op.peers:
         if other not in there or (other != rank and _found(there[other].sent, rank) != _found(mine.heard, other)):

@@ -14,6 +14,7 @@ import torch
 
 import aiodist
 from aiodist import Communicator
+from aiodist.backends.local import LocalTransport
 from aiodist.ps import ParameterServer
 from aiodist.testing import run_ranks
 from aiodist.types import check_period
@@ -399,3 +400,27 @@ async def test_w10_a_message_that_nobody_received_is_told_on_every_backend(coll:
     else:
         await side.aclose()
     assert await coll.allreduce(1) == coll.size
+
+
+def test_w10_a_message_on_its_way_is_no_deadlock(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report of a slow link has no edge from the receive to its sender, which has sent, and no cycle."""
+    receive = LocalTransport.irecv
+
+    def slow(self: LocalTransport, t: torch.Tensor, src: int, tag: int, done: Any) -> None:
+        if t.nbytes < 1 << 20:
+            receive(self, t, src, tag, done)
+
+    monkeypatch.setattr(LocalTransport, "irecv", slow)
+
+    async def main(coll: Communicator) -> None:
+        side, t = await coll.dup(), torch.ones(1 << 18)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(4):
+                await (side.send(t, 1) if coll.rank == 0 else side.recv(t, src=0))
+        side.abort("the link is slow")
+
+    text, *_ = _reports(main, caplog)
+    assert "a deadlock, unless" not in text
+    assert "its message of 1048576 bytes is on its way" in text

@@ -397,7 +397,7 @@ def _stories(draw: st.DrawFn) -> dict[int, Facts]:
     """Facts of up to four ranks, whether or not a program could come to them."""
     told = {}
     for rank in draw(st.sets(st.integers(0, 3), min_size=1)):
-        comms = [CommFacts(name, [0, 1, 2, 3], draw(st.integers(0, 2)), [], [], [], 0) for name in "ab"]
+        comms = [CommFacts(name, [0, 1, 2, 3], draw(st.integers(0, 2)), [], [], [], 0, [], []) for name in "ab"]
         op = st.builds(
             lambda comm, number, peers: PendingOp(comm, "op", number, "", sorted(peers)),
             st.sampled_from("ab"),
@@ -428,11 +428,77 @@ def test_w4_the_graph_finds_every_set_of_ranks_that_none_leaves(told: dict[int, 
 
 def test_w4_a_message_on_its_way_is_no_deadlock() -> None:
     def side(sent: int, heard: int, other: int) -> CommFacts:
-        return CommFacts("a", [0, 1], 0, [], [[other, sent]], [[other, heard]], 1)
+        return CommFacts("a", [0, 1], 0, [], [[other, sent]], [[other, heard]], 1, [], [])
 
     ops = {rank: [PendingOp("a", "recv #0", 0, "", [1 - rank])] for rank in (0, 1)}
     assert locked({0: Facts(ops[0], [side(0, 1, 1)]), 1: Facts(ops[1], [side(1, 0, 0)])})
     assert not locked({0: Facts(ops[0], [side(0, 0, 1)]), 1: Facts(ops[1], [side(1, 0, 0)])})
+
+
+def test_w4_large_sends_that_may_end_are_no_deadlock() -> None:
+    """A rank that has matched more of them than have ended there has one on its way."""
+
+    def side(ended: int, matched: int, other: int) -> CommFacts:
+        return CommFacts("a", [0, 1], 0, [], [], [], 1, [[other, ended]], [[other, matched]])
+
+    ops = {rank: [PendingOp("a", "send #0", 0, "", [1 - rank], "", True)] for rank in (0, 1)}
+    assert locked({0: Facts(ops[0], [side(2, 1, 1)]), 1: Facts(ops[1], [side(1, 2, 0)])})
+    assert not locked({0: Facts(ops[0], [side(2, 1, 1)]), 1: Facts(ops[1], [side(1, 3, 0)])})
+    assert not locked({0: Facts(ops[0], [side(2, 1, 1)])})
+
+
+async def _wrong_large_sends(kind: str, side: Communicator, other: Communicator) -> None:
+    rank, t = side.rank, torch.ones(LARGE)
+    following, before = (rank + 1) % side.size, (rank - 1) % side.size
+    if kind == "ring":
+        await side.send(t, following)
+        await side.recv(src=before)
+    elif kind == "other tag":
+        await side.send(t, following, tag=1)
+        await side.recv(src=before, tag=2)
+    elif kind == "receive of another tag":
+        await (side.recv(src=1, tag=7) if rank == 0 else side.send(t, following if rank > 1 else 0))
+    else:
+        if rank == 0:
+            await side.send(t, 1)
+        await other.barrier()
+
+
+LARGE = 1 << 19
+"""How many elements no carrier takes before they are received."""
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("kind", ["ring", "other tag", "receive of another tag", "barrier"])
+@pytest.mark.ranks(2, 3, backend=("shm", "mpi"))
+async def test_w4_large_sends_that_wait_for_one_another(coll: Communicator, kind: str) -> None:
+    side, other = await coll.dup(), await coll.dup()
+    t, following, before = torch.ones(LARGE), (coll.rank + 1) % coll.size, (coll.rank - 1) % coll.size
+    await asyncio.gather(side.send(t, following), side.recv(src=before))
+    await coll.barrier()
+    began = time.monotonic()
+    with pytest.raises(aiodist.AiodistError, match="deadlock: rank 0 waits for rank 1"):
+        await _wrong_large_sends(kind, side, other)
+    assert max(await coll.allgather_object(time.monotonic() - began)) < 1.5
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.ranks(2, backend=("shm", "gloo", "mpi"))
+async def test_w4_large_sends_to_slow_ranks_are_no_deadlock(coll: Communicator) -> None:
+    """A receive that is posted late, in both directions, in any order, and beside a barrier of another communicator."""
+    other, t, peer = await coll.dup(), torch.ones(LARGE), 1 - coll.rank
+    for late in (0, 1):
+        sent = [coll.send(t, peer, tag=tag) for tag in range(3)]
+        await asyncio.sleep(0.5 if coll.rank == late else 0)
+        for tag in (2, 0, 1):
+            assert (await coll.recv(src=peer, tag=tag)).sum() == LARGE
+        await asyncio.gather(*sent)
+        if coll.rank == late:
+            await coll.send(t, peer)
+        else:
+            await asyncio.to_thread(time.sleep, 0.5)
+            await coll.recv(src=peer)
+        await other.barrier()
 
 
 # --- random programs -------------------------------------------------------------------------------------------

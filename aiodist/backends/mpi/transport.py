@@ -24,6 +24,7 @@ from aiodist.types import ANY
 T = TypeVar("T")
 
 _SHORT_BYTES = 64 << 10
+_KEPT_BYTES = 1 << 20  # more than any MPI sends before its receive is posted
 _MPICH_MEMORY = " /dev/shm/mpich_shm_"
 
 
@@ -50,7 +51,7 @@ class MpiTransport:
     def capabilities(self) -> Capabilities:
         # Open MPI 5 frees memory twice when a receive is too short for a message that did not come at once.
         devices = frozenset({"cpu", "cuda"} if cuda_aware() else {"cpu"})
-        return Capabilities(short_receives=True, devices=devices, overruns=True)
+        return Capabilities(short_receives=True, devices=devices, overruns=True, kept_from=_KEPT_BYTES)
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """Isend of bytes, in pieces of at most 1 GiB."""

@@ -12,6 +12,7 @@ from aiodist.backends.base import Capabilities, Done, Native, Transport
 from aiodist.backends.shm.matching import Receive, Send
 from aiodist.backends.shm.messages import Messages
 from aiodist.backends.shm.neighbours import Neighbourhood
+from aiodist.backends.shm.peers import short_bytes
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.handles.progress import transport_lock
@@ -49,7 +50,8 @@ class ShmTransport:
         return self._messages.near
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(short_receives=True, send_now=self._send_now)
+        kept_from = short_bytes(len(self.near.members)) + 1
+        return Capabilities(short_receives=True, kept_from=kept_from, send_now=self._send_now)
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """Send `t`; done at once when it is short, else when its bytes were copied, all of them.
