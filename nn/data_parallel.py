@@ -31,7 +31,7 @@ from aiodist.nn.layout import check_same_structure, named_state
 from aiodist.nn.module_like import ModuleLike
 from aiodist.nn.reducer import DataParallelStatistics, Reducer
 from aiodist.nn.reduction import Reduction
-from aiodist.nn.steps import Changes, StepSettings
+from aiodist.nn.steps import Changes, StepSettings, hash_of
 from aiodist.nn.synchronize import share_furthest, share_longest, synchronize_buffers
 from aiodist.nn.tensor_parallel import divided_parameters
 from aiodist.streams import HostStream
@@ -330,9 +330,10 @@ class DataParallel(ModuleLike):
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load `state` into the module, on this rank; every rank must load the same.
 
-        After steps that some ranks have not made this is how the next step works again. Raises `RuntimeError` while
-        updates are pending, which would be made to what is loaded: `await opt.flush()` first; and while a step or a
-        backward is under way, which reads and writes the same: `await` it, or `await net.run(net.load_state_dict, …)`.
+        If ranks do not, the next step or backward raises `MismatchError` on all. After steps that some ranks have not
+        made this is how the next step works again. Raises `RuntimeError` while updates are pending, which would be made
+        to what is loaded: `await opt.flush()` first; and while a step or a backward is under way, which reads and
+        writes the same: `await` it, or `await net.run(net.load_state_dict, …)`.
         """
         self.check_updated()
         if not self.compute.is_current() and (self._passes or not (self._work is None or self._work.done())):
@@ -341,7 +342,7 @@ class DataParallel(ModuleLike):
                 "load behind it, `await net.run(net.load_state_dict, state)`"
             )
         self._module.load_state_dict(state, strict=strict)
-        self.reducer.steps.alike()
+        self.reducer.steps.alike(loaded=hash_of([slot.parameter for slot in self.reducer.slots]))
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -732,7 +733,8 @@ def check_one_pass(opt: Optimizer) -> None:
         raise TypeError(
             f"{type(opt).__name__} runs forward and backward by itself, as often as it likes (its `closure`), and here "
             "a step runs them once, reduces, and updates with what is reduced: expected an optimizer whose step() "
-            "needs no closure"
+            "needs no closure, or `await asyncio.to_thread(opt.step, closure)` with one that has the loop evaluate, as "
+            "in examples/lbfgs.py"
         )
 
 

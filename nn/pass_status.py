@@ -47,7 +47,7 @@ class PassStatus:
     issued: int
     """How many buckets the rank that is farthest has issued."""
     steps: tuple[int | None, ...]
-    """By rank: how many steps its optimizer has made; None where the rank brings nothing."""
+    """By rank: the mark of the steps that its optimizer has made; None if the rank brings nothing."""
     kinds: tuple[StatusKind, ...]
     """By rank."""
     stops: int = 0
@@ -166,10 +166,10 @@ def explained(status: PassStatus, accounts: Sequence[PassAccount], rank: int) ->
         )
     known = ["nothing" if made is None else account.steps for made, account in zip(status.steps, accounts, strict=True)]
     return MismatchError(
-        f"the parameters of the ranks differ, since they have made different numbers of steps: {in_words(known)}; "
-        "who alone raises in or before `opt.step()`, or leaves it out, stays behind; no rank "
-        "makes another one before every rank has loaded the same state, `net.load_state_dict(...)`, and that of its "
-        "optimizer",
+        "the parameters of the ranks differ, since they have made different numbers of steps or loaded different "
+        f"states: {in_words(known)}; a rank that alone raises in or before `opt.step()`, or skips it, stays behind, "
+        "and so does one that alone calls `net.load_state_dict`; no rank makes another one before every rank has "
+        "loaded the same state, `net.load_state_dict(...)`, and that of its optimizer",
         rank=rank,
     )
 

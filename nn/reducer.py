@@ -289,7 +289,7 @@ class Reducer:
             self.data.size,
             self.data.rank,
             kind=kind,
-            steps=self.steps.made if opinion else None,
+            steps=self.steps.mark if opinion else None,
             stop=self.asks_stop(),
         )
 
@@ -533,7 +533,8 @@ class Reducer:
                     f"parameter {name!r} got a gradient outside of net.step and net.backward, which reduce it: call "
                     "`await net.backward(loss)`, or add it up on this rank, `with net.no_sync():`. Where it is another "
                     "net's backward that runs through this one (GANs), freeze this one meanwhile, "
-                    "`net.module.requires_grad_(False)`, or let that run under `with net.no_sync():` of this one"
+                    "`net.module.requires_grad_(False)`, or let that run under `with net.no_sync():` of this one. The "
+                    "closure of an optimizer such as LBFGS has the loop await net.backward, as in examples/lbfgs.py"
                 )
         elif get_ident() == self._loop_thread:
             raise RuntimeError(

@@ -384,7 +384,7 @@ class Reduction(PassMachine[Bucket]):
             for slot in bucket.unused:
                 used[slot.index] = 0.0
         data = self._host.data
-        steps = self._host.steps.made if self.terms.active else None
+        steps = self._host.steps.mark if self.terms.active else None
         stop = self._host.asks_stop()
         told = PassStatus.pack(used, data.size, data.rank, failed=failed, steps=steps, issued=issued, stop=stop)
         self._add_up(told, self.told)

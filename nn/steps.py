@@ -13,6 +13,7 @@ from inspect import signature
 from operator import is_
 from threading import get_ident
 from typing import Any, ClassVar, ParamSpec, Protocol, TypedDict, TypeVar, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from aiodist.checkpoints.parts import bit_sums
 from aiodist.communicator import Communicator
 from aiodist.nn.buckets import with_values
 from aiodist.nn.tensor_parallel import total_over
@@ -267,6 +269,8 @@ class Steps:
     def __init__(self, module: nn.Module) -> None:
         self.made = 0
         """Up to the last backward."""
+        self.loaded = 0
+        """Hash of the state that was loaded last on this rank alone; 0 if the ranks were made alike since."""
         self.mishap: BaseException | None = None
         """What an optimizer raised last on this rank, as far as is known."""
         self.thread: int | None = None
@@ -435,15 +439,22 @@ class Steps:
         """The same; None where an optimizer has raised, and the parameters may be those of no step."""
         return self.total if self.mishap is None else None
 
-    def alike(self, made: int = 0) -> None:
-        """The ranks have the same parameters, those after so many steps."""
+    def alike(self, made: int = 0, loaded: int = 0) -> None:
+        """Note that the ranks have the same parameters, those after `made` steps, and of the state `loaded` if any."""
         self.made = made
+        self.loaded = loaded
         self.mishap = None
         self._since = None
 
+    @property
+    def mark(self) -> int:
+        """Number that is another one after other steps, or after a load of another state; exact as a float64."""
+        return self.loaded << 32 | self.made
+
     def __str__(self) -> str:
         why = "" if self.mishap is None else f", since its optimizer raised {self.mishap!r}"
-        return f"{self.made} step{'s' * (self.made != 1)} made{why}"
+        state = f" after a load of the state {self.loaded:x}" if self.loaded else ""
+        return f"{self.made} step{'s' * (self.made != 1)} made{state}{why}"
 
 
 def check_only(opt: Optimizer, given: Container[int], what: str) -> None:
@@ -473,3 +484,8 @@ def _place(opt: Optimizer, parameter: Tensor) -> str:
                 name = f"{names[i]!r}, " if (names := group.get("param_names")) else ""
                 return f"{name}a {dtype_name(each.dtype)}{list(each.shape)}, number {i} of its group {number}"
     raise AssertionError("it has that parameter")
+
+
+def hash_of(tensors: Sequence[Tensor]) -> int:
+    """Return 20 bits that are others, but for one case in a million, where values differ; never 0."""
+    return crc32(repr(bit_sums([t for t in tensors if t.numel()])).encode()) % ((1 << 20) - 1) + 1

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from operator import index
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -193,12 +194,12 @@ def check_int64(value: object, name: str) -> int | None:
 
 
 def is_number(x: object) -> bool:
-    """Return True for a Python number that travels as one: int and float, not bool."""
-    if isinstance(x, bool):
+    """Return True for a number that travels as one: an int or a float of Python or numpy, not bool."""
+    if isinstance(x, bool | np.bool_):
         raise TypeError("a bool is no number here: expected an int, a float or a tensor")
-    if isinstance(x, int) and x not in _INT64:
+    if isinstance(x, (int, np.integer)) and int(x) not in _INT64:
         raise OverflowError(f"{x} does not fit into 64 bits")
-    return isinstance(x, (int, float))
+    return isinstance(x, (int, float, np.integer, np.floating))
 
 
 def _inside(part: Tensor, whole: Tensor) -> bool:

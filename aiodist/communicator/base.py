@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -457,10 +458,11 @@ def tensors_of(t: object) -> list[Tensor]:
 
 
 def lift(t: Any, op: str | None) -> tuple[Any, Callable[[Any], Any]]:  # noqa: ANN401
-    """Return a Python number as a tensor with the way back; anything else as it is."""
+    """Return a number as a tensor with the way back; anything else as it is."""
     if not is_number(t):
         return t, lambda result: result
-    if not isinstance(t, int) or op == "mean":
+    t = float(t) if isinstance(t, (float, np.floating)) else int(t)
+    if isinstance(t, float) or op == "mean":
         return torch.tensor([t], dtype=torch.float64, device="cpu"), _number
     if op == "sum":  # of two halves, each of which has room for the carry of all ranks
         return torch.tensor([t >> 32, t & 0xFFFFFFFF], device="cpu"), _joined

@@ -5,6 +5,7 @@ from itertools import chain
 from pickle import PicklingError
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -137,6 +138,39 @@ async def test_c4_a_number_in_a_number_out(coll: Communicator) -> None:
     for call in (coll.allgather, coll.allreduce, coll.scan):
         with pytest.raises(ValueError, match="out= goes with one tensor"):
             call(1.0, out=torch.empty(n))
+
+
+@every
+@processes
+@pytest.mark.parametrize(
+    "kind", [getattr(np, name) for name in ("float16", "float32", "float64", "longdouble", "int8", "int64", "uint64")]
+)
+async def test_c4_a_number_of_numpy_is_one_of_python(coll: Communicator, kind: Any) -> None:
+    n, given = coll.size, kind(coll.rank + 1)
+    to = int if issubclass(kind, np.integer) else float
+    total = n * (n + 1) // 2
+    for seen, expected in (
+        (await coll.allreduce(given), total),
+        (await coll.allreduce(given, "max"), n),
+        (await coll.allreduce(given, "prod"), math.factorial(n)),
+        (await coll.broadcast(given, root=n - 1), n),
+        (await coll.scan(given), (coll.rank + 1) * (coll.rank + 2) // 2),
+        (await coll.reduce(given, root=0), None if coll.rank else total),
+    ):
+        assert seen == expected
+        assert seen is None or type(seen) is to
+    assert type(await coll.allreduce(given, "mean")) is float
+    if coll.rank:
+        assert type(await coll.exscan(given)) is to
+    else:
+        await coll.exscan(given)
+    for gathered in (await coll.allgather(given), await coll.gather(given)):
+        assert gathered is None or [type(each) for each in gathered] == [to] * n
+    assert await coll.allreduce(given if coll.rank else to(1)) == total  # meets a number of Python
+    with pytest.raises(TypeError, match="bool"):
+        coll.allreduce(np.True_)  # type: ignore[type-var]
+    with pytest.raises(OverflowError, match="64 bits"):
+        coll.allreduce(np.uint64(1 << 63))  # type: ignore[type-var]
 
 
 @every

@@ -185,6 +185,19 @@ def test_t3_two_ranks_end_where_one_process_does(
     same_weights(sections[name], sequential)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_n3_lbfgs_prints_what_it_says(ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
+    source = EXAMPLES / "lbfgs.py"
+    spec = importlib.util.spec_from_file_location("lbfgs", source)
+    assert spec is not None
+    assert spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    run_ranks(ranks, program.main)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert f"`{line}`" in source.read_text()
+
+
 @pytest.mark.thorough
 def test_n11_uneven_data_is_used_up(sections: dict[str, list[str]]) -> None:
     lines = sections["train_uneven"]

@@ -122,8 +122,33 @@ async def test_n3_only_one_rank_loads_a_state(coll: Communicator, trial: type[Tr
     await net.step(partial(trial.loss, net, coll.rank, 0), opt)
     if coll.rank:
         net.load_state_dict(trial.Mlp().state_dict())
-    with pytest.raises(aiodist.MismatchError, match="1 step made on rank 0; 0 steps made on rank 1"):
+    with pytest.raises(
+        aiodist.MismatchError, match=r"1 step made on rank 0; 0 steps made after a load of the state \w+ on rank 1"
+    ):
         await net.step(partial(trial.loss, net, coll.rank, 1), opt)
+
+
+@pytest.mark.ranks(2)
+async def test_n3_a_state_that_one_rank_loads_before_the_first_step(coll: Communicator, trial: type[Trial]) -> None:
+    """Or another one than the others; once all have loaded the same, the next step works."""
+    net = await DataParallel.create(trial.Mlp(), coll)
+    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    states = [{name: t + i for name, t in trial.Mlp().state_dict().items()} for i in range(2)]
+    alone = r"0 steps made on rank 0; 0 steps made after a load of the state \w+ on rank 1"
+    if coll.rank:
+        net.load_state_dict(states[1])
+    for _ in range(2):
+        with pytest.raises(aiodist.MismatchError, match=alone):
+            await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+    with pytest.raises(aiodist.MismatchError, match=alone):
+        await net.backward(trial.loss(net, coll.rank, 0))
+    net.load_state_dict(states[coll.rank])
+    with pytest.raises(aiodist.MismatchError, match=r"the state \w+ on rank 0; 0 steps made after a load of the state"):
+        await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+    net.load_state_dict(states[0])
+    await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+    await net.step(partial(trial.loss, net, coll.rank, 1), opt)
+    await assert_synchronized(net.module, coll)
 
 
 @pytest.mark.ranks(2)
@@ -135,7 +160,9 @@ async def test_n3_a_state_that_one_rank_cannot_load(coll: Communicator, trial: t
     state = trial.Mlp().state_dict()
     with pytest.raises(RuntimeError, match="size mismatch") if coll.rank else nullcontext():
         net.load_state_dict({**state, "0.weight": torch.zeros(1)} if coll.rank else state)
-    with pytest.raises(aiodist.MismatchError, match="0 steps made on rank 0; 1 step made on rank 1"):
+    with pytest.raises(
+        aiodist.MismatchError, match=r"0 steps made after a load of the state \w+ on rank 0; 1 step made on rank 1"
+    ):
         await net.step(partial(trial.loss, net, coll.rank, 1), opt)
 
 

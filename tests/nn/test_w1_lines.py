@@ -190,4 +190,4 @@ def test_w1_a_rank_that_does_not_step_is_reported_with_the_others_line(caplog: p
 
     run_ranks(2, rank)
     (report,) = [record.getMessage() for record in caplog.records]
-    assert f"rank 0 waits for rank 1 in allreduce #0 issued{lines[0]}" in report
+    assert f"rank 0 waits for rank 1 in net.step issued{lines[0]}" in report
