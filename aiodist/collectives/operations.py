@@ -353,7 +353,7 @@ def _agree_on_place(on_device: Mapping[int, bool]) -> None:
 def _joined_shape(metas: Sequence[Meta]) -> tuple[int, ...]:
     """Return the shape of all tensors concatenated along dim 0; numbers count as tensors of one element."""
     rows = [meta.shape or (1,) for meta in metas]
-    tails = {row[1:] for row in rows if torch.Size(row).numel()} or {rows[0][1:]}
+    tails = {row[1:] for row in rows if row[0]} or {rows[0][1:]}
     if len(tails) > 1:
         listed = ", ".join(f"rank {rank}: {meta}" for rank, meta in enumerate(metas))
         raise MismatchError(f"tensors that differ beyond dim 0 cannot be concatenated: {listed}")

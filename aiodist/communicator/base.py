@@ -23,7 +23,7 @@ from aiodist.collectives.program import Endpoint, Program
 from aiodist.collectives.wrappers import alike_lists, nothing, returning, side_by_side
 from aiodist.communicator.arguments import Terms, check_across, check_list, check_name, check_tensor, is_number
 from aiodist.communicator.claims import Claim
-from aiodist.communicator.direct import Direct
+from aiodist.communicator.direct import Direct, Never
 from aiodist.communicator.dispatcher import Dispatcher, QueuePlan, ReductionPlan
 from aiodist.communicator.fingerprint import Fingerprint, described
 from aiodist.communicator.gate import When
@@ -94,6 +94,11 @@ class Parts(NamedTuple):
     registry: Any
     """The `Registry` that made it."""
     repertoire: Repertoire
+    comparing: Callable[[Fingerprint], Any]
+    """Return the communicator for one call that moves tensors, in which ranks compare this in place of its own words.
+
+    For a front whose calls demand more of the ranks, such as counts that are alike.
+    """
 
 
 class Upkeep(NamedTuple):
@@ -139,12 +144,13 @@ class Base:
             self._repertoire, lambda edit: registry.edit(self, edit), lambda: dispatcher.large_bytes
         )
         self._can_be_quick = self._transport.size > 1
-        self._direct = Direct(dispatcher, self._device)
+        self._direct: Direct = Direct(dispatcher, self._device)
+        self._compared: Fingerprint | None = None
 
     @property
     def parts(self) -> Parts:
         """What is below the calls: for what is built upon a communicator within aiodist."""
-        return Parts(self._dispatcher, self._transport, self._registry, self._repertoire)
+        return Parts(self._dispatcher, self._transport, self._registry, self._repertoire, self._comparing)
 
     @property
     def upkeep(self) -> Upkeep:
@@ -302,6 +308,11 @@ class Base:
 
     # --- issuing --------------------------------------------------------------------------------------------
 
+    def _comparing(self, what: Fingerprint) -> Base:
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), _compared=what, _direct=Never())
+        return other
+
     def _issue(
         self,
         what: Fingerprint,
@@ -334,6 +345,7 @@ class Base:
                 what = replace(what, dtype=f"{what.dtype}{places}")
         # What NCCL does it queues now; what else a device does begins as on the host.
         when = When.NOW if where and "nccl" in self._repertoire.on_cuda else self._when(what.kind, nbytes)
+        what = self._compared or what
         try:
             handle: Handle[Any] = self._dispatcher.collective(
                 what,

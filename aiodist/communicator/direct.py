@@ -273,6 +273,15 @@ class Direct:
         dispatcher.go_on(handle, make, owned)
 
 
+class Never(Direct):
+    """For calls that all go the general way."""
+
+    def __init__(self) -> None: ...
+
+    def issue(self, *args: object, **kwargs: object) -> None:
+        """Return None."""
+
+
 def _as_claimed(t: Tensor, call: _Call, owned: Sequence[Claim]) -> Tensor:
     """Return `t` as it was at the call: the program may have given it other memory since."""
     start, _, _, memory = next((claim for claim in owned if not claim[2]), owned[0] if owned else (0, 0, False, None))

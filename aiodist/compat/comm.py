@@ -6,21 +6,33 @@ import asyncio
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from aiodist.communicator import Communicator
+from aiodist.communicator.arguments import check_rank, check_tag
+from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.threaded import ThreadedCommunicator
-from aiodist.compat.data import IN_PLACE, OPS, Buffer, Op, blocks_of, buffer_of
+from aiodist.compat.data import OPS, Buffer, Op, blocks_of, buffer_of, check_op
 from aiodist.compat.errors import CLASSES, MPIError, left_out, telling
+from aiodist.compat.operands import (
+    check_alike,
+    check_blocks,
+    check_counts,
+    fill_blocks,
+    in_place,
+    joined,
+    operands,
+    summable,
+    write_array,
+)
 from aiodist.compat.requests import ANY_SOURCE, ANY_TAG, PROC_NULL, UNDEFINED, Request, Status, block_on, on_loop
 from aiodist.handles import Handle, gather
 from aiodist.types import ReduceOp
 
 SUM = OPS["SUM"]
+COMM_TYPE_SHARED = 1
 
 _LEFT_OUT = {
     "probe iprobe mprobe improbe": "recv() of an object, which need not know the size",
@@ -63,12 +75,17 @@ class Comm:
         self.coll = coll
         self.alone = alone
         self._loop: asyncio.AbstractEventLoop = coll.parts.dispatcher.progress.loop
+        self._freed = False
 
     def __getattr__(self, name: str) -> NoReturn:
         left_out(f"Comm.{name}", _LEFT_OUT)
 
+    def __bool__(self) -> bool:
+        return not self._freed
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Comm) and other.coll is self.coll
+        """Return True for the same communicator; one that was freed is COMM_NULL."""
+        return isinstance(other, Comm) and (other.coll is self.coll if self and other else bool(self) == bool(other))
 
     def __hash__(self) -> int:
         return hash(self.coll)
@@ -96,18 +113,23 @@ class Comm:
 
     Clone = Dup
 
-    def Split(self, color: int = 0, key: int = 0) -> Comm | None:
-        """Return the communicator of the ranks that gave this color, by key; None (COMM_NULL) for UNDEFINED."""
+    def Split(self, color: int = 0, key: int = 0) -> Comm:
+        """Return the communicator of the ranks that gave this color, 0 or more, by key; COMM_NULL for UNDEFINED."""
+        if color < 0 and color != UNDEFINED:
+            raise MPIError(CLASSES["ERR_ARG"], f"color={color}: expected 0 or more, or UNDEFINED")
         made = self.coll.split(None if color == UNDEFINED else color, key).wait()
-        return None if color == UNDEFINED else Comm(made, self.alone)
+        return COMM_NULL if color == UNDEFINED else Comm(made, self.alone)
 
-    def Split_type(self, split_type: object, key: int = 0) -> Comm | None:
-        """Return the communicator of the ranks of this host, which is what COMM_TYPE_SHARED means."""
-        return self.Split(self.coll.node, key)
+    def Split_type(self, split_type: int, key: int = 0, info: object = None) -> Comm:
+        """Return the communicator of the ranks of this host, for COMM_TYPE_SHARED; COMM_NULL for UNDEFINED."""
+        if split_type not in (COMM_TYPE_SHARED, UNDEFINED):
+            raise MPIError(CLASSES["ERR_ARG"], f"split_type={split_type}: expected COMM_TYPE_SHARED, or UNDEFINED")
+        return self.Split(UNDEFINED if split_type == UNDEFINED else self.coll.node, key)
 
     def Free(self) -> None:
         """Close it, on all its ranks."""
         block_on(self._loop, self.coll.aclose)
+        self._freed = True
 
     def Abort(self, errorcode: int = 0) -> NoReturn:
         """End this process with `errorcode`, and with it the job."""
@@ -145,6 +167,7 @@ class Comm:
         status: Status | None = None,
     ) -> Any:
         """Send an object and return the one that comes."""
+        self._check_destination(dest, sendtag)
         coming = self.irecv(recvbuf, source, recvtag)
         self.send(sendobj, dest, sendtag)
         return coming.wait(status)
@@ -171,19 +194,23 @@ class Comm:
 
     def reduce(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM, root: int = 0) -> Any:
         """Return the objects of all ranks, joined by `op` (a function of two) in their order, on root."""
+        check_op(op)
         objs = self.gather(sendobj, root)
         return None if objs is None else functools.reduce(op, objs)
 
     def allreduce(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:
         """Return the objects of all ranks, joined by `op` in their order."""
+        check_op(op)
         return functools.reduce(op, self.allgather(sendobj))
 
     def scan(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:
         """Return those of rank 0 to this one, joined."""
+        check_op(op)
         return functools.reduce(op, self.allgather(sendobj)[: self.rank + 1])
 
     def exscan(self, sendobj: Any, op: Callable[[Any, Any], Any] = SUM) -> Any:
         """Return those of the ranks before this one, joined; None on rank 0."""
+        check_op(op)
         before = self.allgather(sendobj)[: self.rank]
         return functools.reduce(op, before) if before else None
 
@@ -191,17 +218,16 @@ class Comm:
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Send a buffer, which must not change until the request is over."""
-        return self._request(None if dest == PROC_NULL else self.coll.send(buffer_of(buf).octets, dest, tag))
+        return self._send(None if dest == PROC_NULL else buffer_of(buf).sent(), dest, tag)
 
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """Receive into a buffer; a shorter message fills its front."""
-        into = None if source == PROC_NULL else buffer_of(buf, written=True).octets
+        into = None if source == PROC_NULL else buffer_of(buf, written=True).sent()
         return self._request(None if into is None else self.coll.recv(into, source, tag))
 
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Send a buffer; the request is over once a receive has matched it."""
-        sent = None if dest == PROC_NULL else buffer_of(buf).octets
-        return self._request(None if sent is None else self.coll.send(sent, dest, tag, synchronous=True))
+        return self._send(None if dest == PROC_NULL else buffer_of(buf).sent(), dest, tag, synchronous=True)
 
     def Recv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> None:
         """Receive into a buffer; a shorter message fills its front, and `status` says how long it was."""
@@ -217,10 +243,8 @@ class Comm:
         recvtag: int = ANY_TAG,
     ) -> Request:
         """Send one buffer while another is received."""
-        coming, going = self.Irecv(recvbuf, source, recvtag).handle, self.Isend(sendbuf, dest, sendtag).handle
-        if coming is None or going is None:
-            return self._request(going if coming is None else coming)
-        return self._request(on_loop(self._loop, lambda: gather(coming, going)))
+        sent = None if dest == PROC_NULL else buffer_of(sendbuf).sent()
+        return self._both(*self._exchange(sent, dest, sendtag, recvbuf, source, recvtag))
 
     def Sendrecv(
         self,
@@ -233,8 +257,9 @@ class Comm:
         status: Status | None = None,
     ) -> None:
         """Send one buffer while another is received."""
-        coming = self.Irecv(recvbuf, source, recvtag)
-        self.Send(sendbuf, dest, sendtag)
+        sent = None if dest == PROC_NULL else buffer_of(sendbuf).sent()
+        coming, going = self._exchange(sent, dest, sendtag, recvbuf, source, recvtag)
+        going.wait()
         coming.wait(status)
 
     def Sendrecv_replace(
@@ -247,13 +272,43 @@ class Comm:
         status: Status | None = None,
     ) -> None:
         """Send what is in a buffer and receive into it."""
-        self.Sendrecv(buffer_of(buf).octets.clone(), dest, sendtag, buf, source, recvtag, status)
+        sent = buffer_of(buf).sent().clone()
+        coming, going = self._exchange(sent, dest, sendtag, buf, source, recvtag)
+        going.wait()
+        coming.wait(status)
 
     def Isendrecv_replace(
         self, buf: Any, dest: int, sendtag: int = 0, source: int = ANY_SOURCE, recvtag: int = ANY_TAG
     ) -> Request:
         """Send what is in a buffer and receive into it."""
-        return self.Isendrecv(buffer_of(buf).octets.clone(), dest, sendtag, buf, source, recvtag)
+        sent = buffer_of(buf).sent().clone()
+        return self._both(*self._exchange(sent, dest, sendtag, buf, source, recvtag))
+
+    def _send(self, sent: Tensor | None, dest: int, tag: int, *, synchronous: bool = False) -> Request:
+        """Send a tensor, or nothing if `dest` is PROC_NULL."""
+        if sent is None or dest == PROC_NULL:
+            return self._request(None)
+        return self._request(self.coll.send(sent, dest, tag, synchronous=synchronous))
+
+    def _exchange(
+        self, sent: Tensor | None, dest: int, sendtag: int, recvbuf: Any, source: int, recvtag: int
+    ) -> tuple[Request, Request]:
+        """Issue a receive and a send, or neither: arguments are checked first, for a receive may match at its call."""
+        self._check_destination(dest, sendtag)
+        coming = self.Irecv(recvbuf, source, recvtag)
+        return coming, self._send(sent, dest, sendtag)
+
+    def _check_destination(self, dest: int, tag: int) -> None:
+        if dest != PROC_NULL:
+            check_rank(dest, self.size, "dst")
+            check_tag(tag)
+
+    def _both(self, coming: Request, going: Request) -> Request:
+        """Return one request for a receive and a send."""
+        receive, send = coming.handle, going.handle
+        if receive is None or send is None:
+            return self._request(send if receive is None else receive)
+        return self._request(on_loop(self._loop, lambda: gather(receive, send)))
 
     # --- buffers: collectives ------------------------------------------------------------------------------
 
@@ -263,66 +318,100 @@ class Comm:
 
     def Ibcast(self, buf: Any, root: int = 0) -> Request:
         """Fill every rank's buffer with root's."""
-        return self._request(self.coll.broadcast(buffer_of(buf, written=self.rank != root).octets, root))
+        data = buffer_of(buf, written=self.rank != root)
+        if (t := data.typed()) is not None:
+            return self._request(self.coll.broadcast(t, root))
+        return self._request(self._comparing("bcast", data, data.length, root=root).broadcast(data.octets, root))
 
     def Igather(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
-        """Fill root's buffer with all ranks', in their order."""
+        """Fill root's buffer with all ranks', in their order: blocks of one length."""
         into = buffer_of(recvbuf, self.size, written=True) if self.rank == root else None
-        mine = into.blocks(self.size)[root].clone() if into and _in_place(sendbuf) else buffer_of(sendbuf).octets
-        return self._request(self.coll.gather(mine, root, out=None if into is None else into.octets))
+        if into is not None and in_place(sendbuf):
+            mine = into.block(self.rank, self.size).copied()
+        else:
+            mine = buffer_of(sendbuf)
+            if into is not None:
+                check_blocks(mine.length, into, self.size)
+        coll = self._comparing("gather", mine, mine.length, root=root)
+        return self._request(coll.gather(mine.octets, root, out=None if into is None else into.octets))
 
     def Iscatter(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
-        """Fill each rank's buffer with its block of root's."""
-        parts = buffer_of(sendbuf, self.size).blocks(self.size) if self.rank == root else None
-        out = None if parts and _in_place(recvbuf) else buffer_of(recvbuf, written=True).octets
-        return self._request(self.coll.scatter(parts, root, out=out))
+        """Fill each rank's buffer with its block of root's: blocks of one length."""
+        whole = buffer_of(sendbuf, self.size) if self.rank == root else None
+        if whole is not None and in_place(recvbuf):
+            into, out = whole.block(self.rank, self.size), None
+        else:
+            into = buffer_of(recvbuf, written=True)
+            out = into.octets
+            if whole is not None:
+                check_blocks(into.length, whole, self.size)
+        coll = self._comparing("scatter", into, into.length, root=root)
+        return self._request(coll.scatter(None if whole is None else whole.blocks(self.size), root, out=out))
 
     def Iallgather(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """Fill every rank's buffer with all ranks', in their order."""
+        """Fill every rank's buffer with all ranks', in their order: blocks of one length."""
         into = buffer_of(recvbuf, self.size, written=True)
-        mine = into.blocks(self.size)[self.rank] if _in_place(sendbuf) else buffer_of(sendbuf).octets
-        return self._request(self.coll.allgather(mine, out=into.octets))
+        if in_place(sendbuf):
+            mine = into.block(self.rank, self.size)
+        else:
+            mine = buffer_of(sendbuf)
+            check_blocks(mine.length, into, self.size)
+        if mine.length and (t := mine.typed()) is not None and (out := into.typed()) is not None:
+            # As rows, which are to be alike.
+            return self._request(self.coll.allgather(t.view(1, -1), out=out.view(self.size, -1)))
+        coll = self._comparing("allgather", mine, mine.length)
+        return self._request(coll.allgather(mine.octets, out=into.octets))
 
     def Ialltoall(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """Fill the buffer with the blocks that all ranks have for this one."""
-        into = buffer_of(recvbuf, self.size, written=True).octets
-        mine = into.clone() if _in_place(sendbuf) else buffer_of(sendbuf, self.size).octets
-        return self._request(self.coll.alltoall_single(mine, out=into))
+        """Fill the buffer with the blocks that all ranks have for this one: blocks of one length."""
+        into = buffer_of(recvbuf, self.size, written=True)
+        mine = into.copied() if in_place(sendbuf) else buffer_of(sendbuf, self.size)
+        check_alike(mine, into)
+        if (t := mine.typed()) is not None and (out := into.typed()) is not None:
+            return self._request(self.coll.alltoall_single(t, out=out))
+        coll = self._comparing("alltoall", mine, mine.length)
+        return self._request(coll.alltoall_single(mine.octets, out=into.octets))
 
     def Igatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
         """As `Igather`, of blocks of different lengths: [data, counts, displacements, datatype] on root."""
         into = blocks_of(recvbuf, self.size, written=True) if self.rank == root else None
-        mine = into[root].octets.clone() if into and _in_place(sendbuf) else buffer_of(sendbuf).octets
-        return self._request(self.coll.gather(mine, root), None if into is None else partial(_fill, into))
+        mine = into[root].copied() if into and in_place(sendbuf) else buffer_of(sendbuf)
+        coll = self._comparing("gatherv", mine, root=root)
+        return self._request(coll.gather(mine.octets, root), None if into is None else partial(fill_blocks, into))
 
     def Iscatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Request:
         """As `Iscatter`, of blocks of different lengths."""
-        parts = [block.octets for block in blocks_of(sendbuf, self.size)] if self.rank == root else None
-        out = None if parts and _in_place(recvbuf) else buffer_of(recvbuf, written=True).octets
-        return self._request(self.coll.scatter(parts, root, out=out))
+        parts = blocks_of(sendbuf, self.size) if self.rank == root else None
+        into = parts[root] if parts and in_place(recvbuf) else buffer_of(recvbuf, written=True)
+        out = None if parts and in_place(recvbuf) else into.octets
+        coll = self._comparing("scatterv", into, root=root)
+        return self._request(coll.scatter(None if parts is None else [part.octets for part in parts], root, out=out))
 
     def Iallgatherv(self, sendbuf: Any, recvbuf: Any) -> Request:
         """As `Iallgather`, of blocks of different lengths."""
         into = blocks_of(recvbuf, self.size, written=True)
-        mine = into[self.rank].octets.clone() if _in_place(sendbuf) else buffer_of(sendbuf).octets
-        return self._request(self.coll.allgather(mine), partial(_fill, into))
+        mine = into[self.rank].copied() if in_place(sendbuf) else buffer_of(sendbuf)
+        return self._request(self._comparing("allgatherv", mine).allgather(mine.octets), partial(fill_blocks, into))
 
     def Ialltoallv(self, sendbuf: Any, recvbuf: Any) -> Request:
         """As `Ialltoall`, of blocks of different lengths."""
         into = blocks_of(recvbuf, self.size, written=True)
-        given = into if _in_place(sendbuf) else blocks_of(sendbuf, self.size)
-        parts = [block.octets.clone() if given is into else block.octets for block in given]
-        return self._request(self.coll.alltoall(parts), partial(_fill, into))
+        given = [block.copied() for block in into] if in_place(sendbuf) else blocks_of(sendbuf, self.size)
+        coll = self._comparing("alltoallv", given[0])
+        return self._request(coll.alltoall([block.octets for block in given]), partial(fill_blocks, into))
 
     def Ireduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Request:
         """Reduce all ranks' buffers into root's."""
-        mine, into = _operands(sendbuf, recvbuf) if self.rank == root else (buffer_of(sendbuf), None)
-        if (t := _summable(mine, op)) is not None:
+        mine, into = operands(sendbuf, recvbuf) if self.rank == root else (buffer_of(sendbuf), None)
+        check_op(op, mine.number_kind)
+        if into is not None:
+            check_alike(mine, into)
+        if (t := summable(mine, op)) is not None:
             out = None if into is None else into.octets.view(t.dtype)
             return self._request(self.coll.reduce(t, op.native or ReduceOp.SUM, root, out=out))
-        gathered = self.coll.gather(mine.octets, root)
+        gathered = self._comparing("reduce", mine, mine.length, op=op, root=root).gather(mine.octets, root)
         return self._request(
-            gathered, None if into is None else (lambda parts: _write(into.octets, _joined(parts, mine, op)))
+            gathered, None if into is None else (lambda parts: write_array(into.octets, joined(parts, mine, op)))
         )
 
     def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
@@ -344,38 +433,41 @@ class Comm:
 
         Without counts the ranks tell one another theirs first, which blocks.
         """
-        mine, into = _operands(sendbuf, recvbuf)
+        mine, into = operands(sendbuf, recvbuf)
+        check_op(op, mine.number_kind)
         if recvcounts is None:
             recvcounts = self.allgather(into.length)
         counts = [int(count) for count in recvcounts]
+        check_counts(counts, self.size, mine, into.length - counts[self.rank] if len(counts) == self.size else 0)
         size, first = into.dtype.itemsize, sum(counts[: self.rank])
         out = into.octets[: counts[self.rank] * size]
-        if (t := _summable(mine, op)) is not None:
-            t = t.clone() if _in_place(sendbuf) else t
+        if (t := summable(mine, op)) is not None:
+            t = t.clone() if in_place(sendbuf) else t
             return self._request(self.coll.reduce_scatter(t, op.native or ReduceOp.SUM, counts, out=out.view(t.dtype)))
         block = slice(first * size, (first + counts[self.rank]) * size)
-        return self._request(
-            self.coll.allgather(mine.octets), lambda parts: _write(out, _joined([p[block] for p in parts], mine, op))
-        )
+        gathered = self._comparing("reduce_scatter", mine, mine.length, op=op).allgather(mine.octets)
+        return self._request(gathered, lambda parts: write_array(out, joined([p[block] for p in parts], mine, op)))
 
     def Ireduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Request:
         """As `Ireduce_scatter`, of blocks of one length."""
-        whole = buffer_of(recvbuf if _in_place(sendbuf) else sendbuf, self.size)
+        whole = buffer_of(recvbuf if in_place(sendbuf) else sendbuf, self.size)
         length = whole.length // self.size
         return self.Ireduce_scatter(sendbuf, recvbuf, [length] * self.size, op)
 
     def _reduced(self, name: str, sendbuf: Any, recvbuf: Any, op: Op, ranks: slice) -> Request:
         """Issue the reduction called `name`, into which the `ranks` go."""
-        mine, into = _operands(sendbuf, recvbuf)
-        if (t := _summable(mine, op)) is not None:
-            out = None if _in_place(sendbuf) else into.octets.view(t.dtype)
+        mine, into = operands(sendbuf, recvbuf)
+        check_op(op, mine.number_kind)
+        check_alike(mine, into)
+        if (t := summable(mine, op)) is not None:
+            out = None if in_place(sendbuf) else into.octets.view(t.dtype)
             return self._request(getattr(self.coll, name)(t, op.native, out=out))
 
         def finish(parts: list[Tensor]) -> None:
             if chosen := parts[ranks]:
-                _write(into.octets, _joined(chosen, mine, op))
+                write_array(into.octets, joined(chosen, mine, op))
 
-        return self._request(self.coll.allgather(mine.octets), finish)
+        return self._request(self._comparing(name, mine, mine.length, op=op).allgather(mine.octets), finish)
 
     send, ssend, Send, Ssend = _blocking(isend), _blocking(issend), _blocking(Isend), _blocking(Issend)
     bsend, ibsend, Bsend, Ibsend, Rsend, Irsend = send, isend, Send, Isend, Send, Isend
@@ -388,50 +480,41 @@ class Comm:
     Reduce_scatter, Reduce_scatter_block = _blocking(Ireduce_scatter), _blocking(Ireduce_scatter_block)
     Scan, Exscan = _blocking(Iscan), _blocking(Iexscan)
 
+    def _comparing(
+        self, name: str, data: Buffer, count: int | None = None, *, op: Op | None = None, root: int | None = None
+    ) -> Communicator:
+        """Return the communicator for one call whose ranks compare MPI's words: datatype, count, operator, root."""
+        size = None if count is None else f"[{count}]"
+        what = Fingerprint(name, data.words(), size, None if op is None else op.name, root)
+        return cast(Communicator, self.coll.parts.comparing(what))
+
     def _request(self, handle: Handle[Any] | None, finish: Callable[[Any], Any] | None = None) -> Request:
         return Request(self._loop, handle, finish)
 
 
-def _in_place(spec: object) -> bool:
-    """Return True where a call finds its input in the other buffer: mpi4py takes None for IN_PLACE too."""
-    return spec is None or spec is IN_PLACE
+class NullComm(Comm):
+    """`COMM_NULL`: false; each call raises an `MPI.Exception` of ERR_COMM."""
+
+    def __init__(self) -> None:
+        self._freed = True
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattribute__(name)
+        if name in ("name", "Get_name"):
+            return "MPI_COMM_NULL" if name == "name" else lambda: "MPI_COMM_NULL"
+        if callable(getattr(Comm, name, None)):
+            return partial(self._refuse, name)
+        if hasattr(Comm, name) or name in ("coll", "alone"):
+            self._refuse(name)
+        return super().__getattribute__(name)
+
+    def __hash__(self) -> int:
+        return object.__hash__(self)
+
+    @staticmethod
+    def _refuse(name: str, *_: object, **__: object) -> NoReturn:
+        raise MPIError(CLASSES["ERR_COMM"], f"{name} of COMM_NULL, which has no ranks: expected a communicator")
 
 
-def _operands(sendbuf: Any, recvbuf: Any) -> tuple[Buffer, Buffer]:
-    """Return what a reduction reads and what it writes; raise TypeError where their elements differ."""
-    into = buffer_of(recvbuf, written=True)
-    mine = into if _in_place(sendbuf) else buffer_of(sendbuf)
-    if mine.kind != into.kind:
-        raise TypeError(f"sendbuf of {mine.kind}, recvbuf of {into.kind}: expected elements of one type")
-    return mine, into
-
-
-def _summable(buffer: Buffer, op: Op) -> Tensor | None:
-    """Return the numbers of a reduction that a communicator has itself, else None."""
-    t = buffer.numbers()
-    if op.native is None or t is None:
-        return None
-    orders = op.native in (ReduceOp.MAX, ReduceOp.MIN)
-    bits = op.native in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-    fits = not (t.is_complex() and orders) and not (bits and (t.is_floating_point() or t.is_complex()))
-    return t if fits and (t.dtype is not torch.bool or orders or bits) else None
-
-
-def _joined(parts: Sequence[Tensor], like: Buffer, op: Op) -> np.ndarray[Any, Any]:
-    """Return all `parts`, bytes of arrays as `like`, joined by `op` in their order."""
-    arrays = [part.numpy().view(like.dtype) for part in parts]
-    return np.ascontiguousarray(functools.reduce(op.arrays, arrays)).astype(like.dtype, copy=False)
-
-
-def _write(into: Tensor, array: np.ndarray[Any, Any]) -> None:
-    into[: array.nbytes].numpy()[:] = array.view(np.uint8)
-
-
-def _fill(blocks: Sequence[Buffer], parts: Sequence[Tensor]) -> None:
-    """Copy what came from each rank into its block; raise `MPIError` where that is too short."""
-    for rank, (block, part) in enumerate(zip(blocks, parts, strict=True)):
-        if part.numel() > block.octets.numel():
-            sent = part.numel() // block.dtype.itemsize
-            said = f"rank {rank} sent {sent} elements: expected at most {block.length}"
-            raise MPIError(CLASSES["ERR_TRUNCATE"], said)
-        block.octets[: part.numel()].copy_(part)
+COMM_NULL = NullComm()

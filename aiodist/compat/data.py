@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aiodist.compat.errors import left_out
+from aiodist.compat.errors import CLASSES, MPIError, left_out
 from aiodist.types import ReduceOp
 
 DERIVED = "a contiguous copy of what is to travel, by numpy"
@@ -35,6 +35,27 @@ class Datatype:
 
     def __getattr__(self, name: str) -> NoReturn:
         left_out(f"Datatype.{name}", {"Create_* Commit Dup Resized Get_*extent Pack* Unpack*": DERIVED})
+
+
+class NullDatatype(Datatype):
+    """`DATATYPE_NULL`: false; each call that needs a datatype raises an `MPI.Exception` of ERR_TYPE."""
+
+    def __init__(self) -> None:
+        super().__init__("MPI_DATATYPE_NULL", np.dtype("V"))
+
+    def __bool__(self) -> bool:
+        return False
+
+    def Get_size(self) -> int:
+        """Raise: it has no elements."""
+        raise MPIError(CLASSES["ERR_TYPE"], "DATATYPE_NULL is no datatype of elements: expected one such as MPI.INT")
+
+    size = property(Get_size)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if not name.startswith("_"):
+            self.Get_size()
+        raise AttributeError(name)
 
 
 _CODES = {
@@ -73,6 +94,8 @@ class Op:
     """Of two numpy arrays."""
     native: ReduceOp | None = None
     """What a communicator calls it, None where it has none."""
+    takes: str = "biufcmMSUV"
+    """Kinds of numpy's dtypes that it takes in buffers."""
 
     @classmethod
     def Create(cls, function: Callable[[Any, Any, Any], Any], commute: bool = False) -> Op:
@@ -90,11 +113,54 @@ class Op:
         return cls("user", lambda a, b: function(a, b, None), arrays)
 
     def Free(self) -> None:
-        """Do nothing, as there is nothing to free."""
+        """Do nothing, as there is nothing to free; raise `MPIError` of ERR_OP for an operator of MPI's."""
+        if self.name in OPS:
+            raise MPIError(CLASSES["ERR_OP"], f"{self.name} is an operator of MPI: expected one of Op.Create")
 
     def __call__(self, a: Any, b: Any) -> Any:
         """Return `a op b` of two objects."""
         return self.objects(a, b)
+
+
+class NullOp(Op):
+    """`OP_NULL`: false; each call that is given it raises an `MPI.Exception` of ERR_OP."""
+
+    def __init__(self) -> None:
+        super().__init__("MPI_OP_NULL", self._refuse, self._refuse)
+
+    def __bool__(self) -> bool:
+        return False
+
+    def Free(self) -> None:
+        """Raise: there is nothing to free."""
+        self._refuse()
+
+    @staticmethod
+    def _refuse(*_: Any) -> NoReturn:
+        raise MPIError(CLASSES["ERR_OP"], "OP_NULL is no operator: expected one such as MPI.SUM, or of Op.Create")
+
+
+def check_op(op: Any, kind: str | None = None) -> None:
+    """Raise unless `op` is an operator, and takes elements of a `kind` of numpy's dtypes in buffers.
+
+    TypeError for another object, `MPIError` of ERR_OP for an operator.
+    """
+    if isinstance(op, NullOp):
+        op.Free()
+    if kind is None:
+        if not callable(op):
+            raise TypeError(f"op is {type(op).__name__}: expected an operator such as MPI.SUM, or a function of two")
+        return
+    if not isinstance(op, Op):
+        raise TypeError(f"op is {type(op).__name__}: expected an operator such as MPI.SUM, or of Op.Create")
+    if not op.takes:
+        raise MPIError(CLASSES["ERR_OP"], f"{op.name} takes no buffers here: expected objects, allreduce() or reduce()")
+    if kind not in op.takes:
+        kinds = ", ".join(_KIND_NAMES[one] for one in op.takes)
+        raise MPIError(CLASSES["ERR_OP"], f"{op.name} of {_KIND_NAMES.get(kind, kind)}: expected {kinds}")
+
+
+_KIND_NAMES = {"b": "bool", "i": "integers", "u": "unsigned integers", "f": "floats", "c": "complex numbers"}
 
 
 def _located(better: Callable[[Any, Any], bool]) -> Callable[[Any, Any], Any]:
@@ -109,28 +175,29 @@ def _located(better: Callable[[Any, Any], bool]) -> Callable[[Any, Any], Any]:
 
 
 def _no_arrays(a: object, b: object) -> object:
-    raise TypeError("MAXLOC and MINLOC take Python objects, pairs (value, place): use allreduce() or reduce()")
+    raise TypeError("expected Python objects")
 
 
 OPS = {
     op.name: op
     for op in (
-        Op("SUM", operator.add, np.add, ReduceOp.SUM),
-        Op("PROD", operator.mul, np.multiply, ReduceOp.PROD),
-        Op("MAX", max, np.maximum, ReduceOp.MAX),
-        Op("MIN", min, np.minimum, ReduceOp.MIN),
-        Op("BAND", operator.and_, np.bitwise_and, ReduceOp.BAND),
-        Op("BOR", operator.or_, np.bitwise_or, ReduceOp.BOR),
-        Op("BXOR", operator.xor, np.bitwise_xor, ReduceOp.BXOR),
-        Op("LAND", lambda a, b: bool(a) and bool(b), np.logical_and),
-        Op("LOR", lambda a, b: bool(a) or bool(b), np.logical_or),
-        Op("LXOR", lambda a, b: bool(a) != bool(b), np.logical_xor),
-        Op("MAXLOC", _located(operator.gt), _no_arrays),
-        Op("MINLOC", _located(operator.lt), _no_arrays),
-        Op("REPLACE", lambda a, b: b, lambda a, b: b),
-        Op("NO_OP", lambda a, b: a, lambda a, b: a),
+        Op("SUM", operator.add, np.add, ReduceOp.SUM, "iufc"),
+        Op("PROD", operator.mul, np.multiply, ReduceOp.PROD, "iufc"),
+        Op("MAX", max, np.maximum, ReduceOp.MAX, "biuf"),
+        Op("MIN", min, np.minimum, ReduceOp.MIN, "biuf"),
+        Op("BAND", operator.and_, np.bitwise_and, ReduceOp.BAND, "biu"),
+        Op("BOR", operator.or_, np.bitwise_or, ReduceOp.BOR, "biu"),
+        Op("BXOR", operator.xor, np.bitwise_xor, ReduceOp.BXOR, "biu"),
+        Op("LAND", lambda a, b: bool(a) and bool(b), np.logical_and, None, "biu"),
+        Op("LOR", lambda a, b: bool(a) or bool(b), np.logical_or, None, "biu"),
+        Op("LXOR", lambda a, b: bool(a) != bool(b), np.logical_xor, None, "biu"),
+        Op("MAXLOC", _located(operator.gt), _no_arrays, None, ""),
+        Op("MINLOC", _located(operator.lt), _no_arrays, None, ""),
+        Op("REPLACE", lambda a, b: b, _no_arrays, None, ""),
+        Op("NO_OP", lambda a, b: a, _no_arrays, None, ""),
     )
 }
+DATATYPE_NULL, OP_NULL = NullDatatype(), NullOp()
 
 
 # --- buffers ----------------------------------------------------------------------------------------------------------
@@ -154,9 +221,22 @@ class Buffer(NamedTuple):
         """What the elements are."""
         return self.torch_kind or self.dtype
 
+    @property
+    def number_kind(self) -> str:
+        """The kind of numbers, as a letter of numpy's dtypes: torch's own types are floats."""
+        return "f" if self.torch_kind is not None else self.dtype.kind
+
     def blocks(self, count: int) -> list[Tensor]:
         """Return the bytes in so many equal blocks."""
         return list(self.octets.view(count, self.octets.numel() // count))
+
+    def block(self, number: int, count: int) -> Buffer:
+        """Return one of so many equal blocks."""
+        return self._replace(octets=self.blocks(count)[number])
+
+    def copied(self) -> Buffer:
+        """Return the elements in memory of their own."""
+        return self._replace(octets=self.octets.clone())
 
     @property
     def length(self) -> int:
@@ -177,6 +257,24 @@ class Buffer(NamedTuple):
         """Return the elements as a tensor of numbers; None where torch has no such arithmetic."""
         kind = self.torch_kind or _KINDS.get(self.dtype)
         return None if kind is None else self.octets.view(kind)
+
+    def typed(self) -> Tensor | None:
+        """Return the elements as a tensor that a communicator moves and compares by its dtype; None for others."""
+        kind = self.torch_kind or _KINDS.get(self.dtype)
+        return self.octets.view(kind) if kind in _MOVED else None
+
+    def sent(self) -> Tensor:
+        """Return the elements as a message carries them: unsigned integers as signed, types of no tensor as bytes."""
+        signed = np.dtype(f"i{self.dtype.itemsize}") if self.dtype.kind == "u" and self.dtype.isnative else self.dtype
+        t = self._replace(dtype=signed).typed() if self.dtype.itemsize > 1 else self.typed()
+        return self.octets if t is None else t
+
+    def words(self) -> str:
+        """Return what ranks compare of a datatype."""
+        return str(self.torch_kind or (self.dtype.name if self.dtype.isnative else self.dtype.str))
+
+
+_MOVED = {*_KINDS.values(), torch.bfloat16}
 
 
 def buffer_of(spec: Any, blocks: int = 1, *, written: bool = False) -> Buffer:
@@ -230,6 +328,8 @@ def _parsed(spec: Any, written: bool) -> tuple[tuple[Any, Any], Buffer]:
     whole = _memory(data, written)
     if given is not None:
         kind = DATATYPES.get(given, given) if isinstance(given, str) else given
+        if isinstance(kind, Datatype):
+            kind.Get_size()  # which raises for DATATYPE_NULL
         whole = Buffer(whole.octets, kind.dtype if isinstance(kind, Datatype) else np.dtype(kind))
     return (counts, places), whole
 
@@ -242,16 +342,18 @@ def _memory(data: Any, written: bool) -> Buffer:
     if data is None:
         return Buffer(torch.empty(0, dtype=torch.uint8, device="cpu"), np.dtype("B"))
     if isinstance(data, Tensor):
-        if not data.is_cpu or not data.is_contiguous():
+        t = data.detach() if data.is_contiguous() else data.detach().permute(_in_memory(data.stride()))
+        if not t.is_cpu or not t.is_contiguous():
             raise TypeError(f"a tensor on {data.device}, strides {data.stride()}: expected a contiguous one on the CPU")
-        memory = data.detach().reshape(-1).view(torch.uint8)
+        memory = t.reshape(-1).view(torch.uint8)
         try:
             return Buffer(memory, torch.empty(0, dtype=data.dtype, device="cpu").numpy().dtype)
         except TypeError:  # bfloat16 and others
             return Buffer(memory, np.dtype(f"V{data.itemsize}"), data.dtype)
-    array = data if isinstance(data, np.ndarray) else _array(data)
+    given = data if isinstance(data, np.ndarray) else _array(data)
+    array = given if given.flags.c_contiguous else given.transpose(_in_memory(given.strides))
     if not array.flags.c_contiguous:
-        raise TypeError(f"an array of shape {array.shape}, strides {array.strides}: expected a contiguous one")
+        raise TypeError(f"an array of shape {given.shape}, strides {given.strides}: expected a contiguous one")
     octets = array.reshape(-1).view(np.uint8)
     if not octets.flags.writeable:
         if written:
@@ -260,9 +362,16 @@ def _memory(data: Any, written: bool) -> Buffer:
     return Buffer(torch.from_numpy(octets), array.dtype)
 
 
+def _in_memory(strides: Sequence[int]) -> list[int]:
+    """Return the dimensions in the order of their strides: elements travel as they lie in memory, as with mpi4py."""
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
 def _array(data: Any) -> np.ndarray[Any, Any]:
     try:
         view = memoryview(data)
+        if not view.c_contiguous:
+            return np.asarray(view)
         return np.frombuffer(view, np.dtype(view.format or "B")) if view.nbytes else np.empty(0, view.format or "B")
     except (TypeError, BufferError, ValueError) as error:
         raise TypeError(f"{type(data).__name__} is no contiguous buffer: {error}") from None

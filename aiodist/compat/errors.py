@@ -97,6 +97,26 @@ def left_out(name: str, table: dict[str, str]) -> NoReturn:
     raise AttributeError(f"aiodist.compat.mpi has no {name}")
 
 
+class Null:
+    """A null object of a kind that this front leaves out: false; each call raises an `MPI.Exception`."""
+
+    def __init__(self, name: str, error_class: str) -> None:
+        """`error_class` is the name of the class of its errors."""
+        self._name = name
+        self._class = error_class
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise MPIError(CLASSES[self._class], f"{name} of {self._name}: expected an object that is not null")
+
+
 class Told:
     """In this block an error of aiodist is raised as the `MPIError` that a program for mpi4py looks for."""
 
@@ -107,6 +127,17 @@ class Told:
     ) -> None:
         if isinstance(error, AiodistError) and not isinstance(error, MPIError):
             raise MPIError(CLASSES[_class_of(error)], str(error)) from error
+
+
+class Outcome(Told):
+    """The same of an operation: a message that met a receive of another datatype is an error of ERR_TYPE."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, TypeError):
+            raise MPIError(CLASSES["ERR_TYPE"], str(error)) from error
+        super().__exit__(kind, error, traceback)
 
 
 def _class_of(error: AiodistError) -> str:

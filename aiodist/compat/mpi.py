@@ -16,19 +16,26 @@ from importlib.metadata import version
 from time import perf_counter
 from typing import Any, Final
 
-from aiodist.compat.comm import Comm
-from aiodist.compat.data import DATATYPES, DERIVED, IN_PLACE, OPS, Datatype, Op
-from aiodist.compat.errors import CLASSES, LeftOut, MPIError, Told, error_class, error_string, left_out
-from aiodist.compat.requests import ANY_SOURCE, ANY_TAG, PROC_NULL, UNDEFINED, Request, Status
+from aiodist.compat.comm import COMM_NULL, COMM_TYPE_SHARED, Comm
+from aiodist.compat.data import DATATYPE_NULL, DATATYPES, DERIVED, IN_PLACE, OP_NULL, OPS, Datatype, Op
+from aiodist.compat.dims import Compute_dims
+from aiodist.compat.errors import CLASSES, LeftOut, MPIError, Null, Told, error_class, error_string, left_out
+from aiodist.compat.requests import ANY_SOURCE, ANY_TAG, PROC_NULL, REQUEST_NULL, UNDEFINED, Request, Status
 from aiodist.world.background import start
 
 __all__ = [
     "ANY_SOURCE",
     "ANY_TAG",
+    "COMM_NULL",
+    "COMM_TYPE_SHARED",
+    "DATATYPE_NULL",
     "IN_PLACE",
+    "OP_NULL",
     "PROC_NULL",
+    "REQUEST_NULL",
     "UNDEFINED",
     "Comm",
+    "Compute_dims",
     "Datatype",
     "LeftOut",
     "Op",
@@ -36,13 +43,13 @@ __all__ = [
     "Status",
 ]
 
-COMM_NULL: Final = None
-DATATYPE_NULL: Final = None
-OP_NULL: Final = None
-REQUEST_NULL: Final = None
+GROUP_NULL: Final = Null("GROUP_NULL", "ERR_GROUP")
+INFO_NULL: Final = Null("INFO_NULL", "ERR_ARG")
+ERRHANDLER_NULL: Final = Null("ERRHANDLER_NULL", "ERR_ARG")
+FILE_NULL: Final = Null("FILE_NULL", "ERR_ARG")
+MESSAGE_NULL: Final = Null("MESSAGE_NULL", "ERR_REQUEST")
 BOTTOM: Final = object()
 BSEND_OVERHEAD: Final = 0
-COMM_TYPE_SHARED: Final = 1
 THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
 Intracomm = Comm
 Exception = MPIError
@@ -52,12 +59,13 @@ Get_processor_name = socket.gethostname
 
 _LEFT_OUT = {
     "Win WIN_* LOCK_*": "aiodist.ParameterServer, or `coll.empty`, which the ranks of a host share",
-    "File FILE_NULL MODE_* SEEK_*": "aiodist.save, or numpy.memmap",
+    "File MODE_* SEEK_*": "aiodist.save, or numpy.memmap",
     "Group": "`coll.group(ranks)`",
     "Info Errhandler Session INFO_* ERRHANDLER_* ERRORS_*": "the arguments of aiodist.init",
     "COMBINER_* DISTRIBUTE_* ORDER_*": DERIVED,
     "Cartcomm Graphcomm Distgraphcomm Topocomm Intercomm": "Comm.Split",
     "Prequest Grequest Message": "Request",
+    "Pickle pickle": "Python's pickle, as the calls for objects do; send the bytes that another serializer makes",
     "ERR_*": "other classes: nothing raises these",
     "Add_error_class Add_error_code Add_error_string": "an exception of your own",
     "Alloc_mem Free_mem Get_address": "ordinary memory",

@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from aiodist.compat.data import DATATYPES, Datatype
-from aiodist.compat.errors import Told
+from aiodist.compat.errors import CLASSES, MPIError, Outcome
 from aiodist.handles import Handle
 from aiodist.types import ANY
 
@@ -59,32 +59,44 @@ def _without(call: Any, told: Callable[[Any], Any]) -> Any:
 class Request:
     """What `Isend`, `irecv`, `Iallreduce` and the like return: wait for it, test it, or `await` it on the loop.
 
-    It is true until its outcome was seen, as a request of MPI is until it is null.
+    It is true until its outcome was seen; then it is null, and equal to `REQUEST_NULL`, as with MPI.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, handle: Handle[Any] | None, finish: Callable[[Any], Any] | None = None
+        self,
+        loop: asyncio.AbstractEventLoop | None,
+        handle: Handle[Any] | None,
+        finish: Callable[[Any], Any] | None = None,
     ) -> None:
-        """`finish` makes the result of what the handle returns; there is none of a message from or to PROC_NULL."""
+        """`finish` makes the result of what the handle returns; there is none of a message from or to PROC_NULL.
+
+        A request without a loop is null.
+        """
         self.handle = handle
         self._loop = loop
         self._finish = finish
         self._result: Any = None
-        self._seen = False
+        self._seen = loop is None
 
     def __bool__(self) -> bool:
         return not self._seen
 
+    def __eq__(self, other: object) -> bool:
+        """Return True for the same request; all null ones are equal."""
+        return self is other or (isinstance(other, Request) and not (self or other))
+
+    __hash__ = object.__hash__
+
     def __await__(self) -> Generator[Any, None, Any]:
         if self.handle is not None and not self._seen:
-            with Told():
+            with Outcome():
                 yield from self.handle.__await__()
         return self._see(None)
 
     def wait(self, status: Status | None = None) -> Any:
         """Return the object that came, None of other operations, blocking this thread; raise what went wrong."""
         if self.handle is not None and not self._seen:
-            with Told():
+            with Outcome():
                 self.handle.wait()
         return self._see(status)
 
@@ -103,16 +115,22 @@ class Request:
 
     def Cancel(self) -> None:
         """Withdraw a receive that nothing has matched; of others nothing changes."""
-        if self.handle is not None:
+        self._check_not_null()
+        if self.handle is not None and self._loop is not None:
             on_loop(self._loop, self.handle.cancel)
 
     cancel = Cancel
 
     def Free(self) -> None:
         """Forget it; the operation goes on."""
+        self._check_not_null()
         if self.handle is not None:
             self.handle.detach()
         self._seen = True
+
+    def _check_not_null(self) -> None:
+        if not self:
+            raise MPIError(CLASSES["ERR_REQUEST"], "the request is null: expected one whose outcome was not seen yet")
 
     @property
     def _over(self) -> bool:
@@ -123,7 +141,7 @@ class Request:
         if not self._seen:
             self._seen = True
             if handle is None or not handle.cancelled():
-                with Told():
+                with Outcome():
                     result = None if handle is None else handle.result()
                 self._result = result if self._finish is None else self._finish(result)
         if status is not None and handle is None:
@@ -188,6 +206,9 @@ class Request:
     Waitany, Testany = _without(waitany, lambda found: found[0]), _without(testany, lambda found: found[:2])
 
 
+REQUEST_NULL = Request(None, None)
+
+
 def _each(statuses: list[Status] | None, requests: Sequence[object]) -> list[Status | None]:
     """Return a status for each request, of `statuses`, which grows to their number."""
     if statuses is None:
@@ -201,7 +222,9 @@ def _block_until_one_is_over(requests: Sequence[Request]) -> None:
     left = [request for request in requests if request]
     if left and not any(request._over for request in left):
         handles = [request.handle for request in left if request.handle is not None]
-        block_on(left[0]._loop, lambda: _first(handles))
+        loop = left[0]._loop
+        assert loop is not None
+        block_on(loop, lambda: _first(handles))
 
 
 async def _first(handles: Sequence[Handle[Any]]) -> None:

@@ -62,6 +62,19 @@ def test_t6_over_processes(nursery: str, name: str, ranks: int) -> None:
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {name}" for rank in range(ranks)]
 
 
+AGREEING = ["disagreements", "lengths", "messages", "orders", "nulls", "nulls_of_calls", "arguments"]
+
+
+@pytest.mark.parametrize("mpi", ["none", "openmpi"])
+@pytest.mark.parametrize("name", AGREEING)
+def test_t6_what_ranks_agree_on(nursery: str, name: str, mpi: str) -> None:
+    """Other datatypes, counts, operators and null objects are an `MPI.Exception` on each rank, as is a short block."""
+    ranks = 3 if mpi == "none" else 2
+    done = run(ranks, *stub(nursery, PROGRAMS / "agreeing.py", name), mpi=mpi)
+    assert done.returncode == 0, done
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {name}" for rank in range(ranks)]
+
+
 @pytest.mark.parametrize("name", ["reductions", "tensors", "synchronous", "mistakes"])
 def test_t6_alone(nursery: str, name: str) -> None:
     command = [sys.executable, *stub(nursery, PROGRAMS / "compat.py", name)]
