@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from numbers import Real
 from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
@@ -94,3 +96,37 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any, /) -> object:  # noqa: ANN401
         """Take that state."""
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_DEEPEST = 8
+
+
+def settings_text(value: object, depth: int = 0) -> str:
+    """Return the type of `value` and its settings as text, the same on ranks that have made it alike.
+
+    That is the `repr` unless an address is in it, as in that of a class without a `__repr__`: then its class with its
+    public attributes, the fields of a dataclass, the items of a list, tuple or dict, or the name of a function.
+    """
+    text = repr(value)
+    if not _ADDRESS.search(text):
+        return text
+    if depth < _DEEPEST:
+        if type(value) in (list, tuple):
+            return f"[{', '.join(settings_text(each, depth + 1) for each in value)}]"  # type: ignore[attr-defined]
+        if type(value) is dict:
+            return f"{{{', '.join(f'{key!r}: {settings_text(each, depth + 1)}' for key, each in value.items())}}}"
+        if (name := getattr(value, "__qualname__", None)) is not None:
+            return f"{getattr(value, '__module__', '')}.{name}"
+        told = ", ".join(f"{key}={settings_text(each, depth + 1)}" for key, each in _settings(value))
+        return f"{type(value).__qualname__}({told})"
+    return _ADDRESS.sub("", text)
+
+
+def _settings(value: object) -> list[tuple[str, object]]:
+    """Return the names and values by which an object was made, as far as its attributes show it."""
+    if is_dataclass(value):
+        return [(field.name, getattr(value, field.name)) for field in fields(value) if field.repr]
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+    return sorted((name, each) for name, each in found.items() if not name.startswith("_"))

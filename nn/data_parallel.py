@@ -35,7 +35,7 @@ from aiodist.nn.steps import Changes, StepSettings, hash_of
 from aiodist.nn.synchronize import share_furthest, share_longest, synchronize_buffers
 from aiodist.nn.tensor_parallel import divided_parameters
 from aiodist.streams import HostStream
-from aiodist.types import Stateful, check_trains
+from aiodist.types import Stateful, check_trains, settings_text
 
 __all__ = ["DataParallel", "DataParallelStatistics", "Driver", "check_one_pass", "check_optimizer"]
 
@@ -272,7 +272,8 @@ class DataParallel(ModuleLike):
             kinds = ", ".join((each.kind if isinstance(each, Expected) else type(each)).__name__ for each in owners)
             also = (
                 placement(named),
-                f"op={op!r}, compress={self._compression!r} and buckets of {sizes.bucket} and {sizes.first} bytes",
+                f"op={op!r}, compress={settings_text(self._compression)} "
+                f"and buckets of {sizes.bucket} and {sizes.first} bytes",
                 f"frozen: {frozen or 'nothing'}",
                 f"sparse gradients: {sparse or 'none'}",
             )

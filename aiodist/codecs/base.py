@@ -40,7 +40,7 @@ _DTYPES = (*FLOATS, torch.uint8)
 
 
 class Codec(Protocol):
-    """Makes tensors smaller. A frozen dataclass: its repr says all that sender and receiver must have in common.
+    """Makes tensors smaller. Ranks compare its type and its settings: its repr, or without one its public attributes.
 
     What `decode` returns equals what was encoded only for a codec that says so. `code.nbytes` is what travels.
     """

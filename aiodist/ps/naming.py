@@ -26,7 +26,7 @@ from aiodist.ps.rules import RULES
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import STARTS, ReadMode, Roles, RuleLike, Settings, Span, Start, one_of, place, spread
 from aiodist.ps.table import Table
-from aiodist.types import check_timeout
+from aiodist.types import check_timeout, settings_text
 
 _MISSING: Any = object()
 _NORMAL = Normal()
@@ -184,7 +184,7 @@ class Naming:
             rule=entry.rule_number,
             start=entry.start,
             servers=[span.rank for span in entry.spans],
-            codec=repr(entry.codec),
+            codec=settings_text(entry.codec),
             table=str(entry.table),
             again=data is None,
         )

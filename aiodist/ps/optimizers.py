@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from aiodist.ps.rules import COMPLEX, FLOATS, Rule, bare
+from aiodist.types import settings_text
 
 _WHOLE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
 """Those of torch.optim that look at a tensor as a whole, or at its shape: its shards would be updated otherwise."""
@@ -113,7 +114,7 @@ class OptimizerRule(Rule):
             state.optimizer.load_state_dict({"state": kept, "param_groups": given["param_groups"]})
 
     def __repr__(self) -> str:
-        told = ", ".join(f"{key}={value!r}" for key, value in sorted(self.settings.items()))
+        told = ", ".join(f"{key}={settings_text(value)}" for key, value in sorted(self.settings.items()))
         return f"{self.kind.__module__}.{self.kind.__qualname__}({told})"
 
     def _make(self, parameter: torch.nn.Parameter, **changes: object) -> Optimizer:

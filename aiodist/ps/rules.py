@@ -17,6 +17,7 @@ from torch import Tensor
 
 from aiodist.backends.base import dtype_name
 from aiodist.collectives.arithmetic import SUPPORTED
+from aiodist.types import settings_text
 
 State: TypeAlias = Any
 """What lies beside a shard; only its rule knows what that is."""
@@ -31,7 +32,8 @@ _SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 class Rule:
     """How a shard changes by what is pushed.
 
-    Derive from it for a rule with state or settings, and give an instance; say the settings in its `repr`.
+    Derive from it for a rule with state or settings, and give an instance. Ranks compare its `repr`, which shows the
+    public attributes of the instance unless you define another.
     """
 
     name: str
@@ -108,7 +110,12 @@ class Rule:
             raise ValueError(f"rule {self.name}: {', '.join(given)}: it has no state")
 
     def __repr__(self) -> str:
-        return self.name
+        told = ", ".join(
+            f"{key}={settings_text(value)}"
+            for key, value in sorted(vars(self).items())
+            if not key.startswith("_") and key not in Rule.__annotations__
+        )
+        return f"{self.name}({told})" if told else self.name
 
 
 class Function(Rule):
@@ -147,6 +154,9 @@ class _Known(Rule):
 
     def apply(self, shard: Tensor, value: Tensor, alpha: float, state: None) -> None:
         self.change(shard, value, alpha)
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 def _copy(shard: Tensor, value: Tensor, alpha: float) -> None:

@@ -23,6 +23,7 @@ from aiodist.ps.machines import Asynchronously, Boundedly, FirstOf, Machine, Sca
 from aiodist.ps.rules import RULES, Rule, as_rule
 from aiodist.ps.wire import Reads
 from aiodist.schedules.plan import cut
+from aiodist.types import settings_text
 
 _SAMPLES = (0, 1, 2, 3, 5, 10, 100)
 
@@ -257,7 +258,7 @@ class Settings:
 
     def described(self) -> dict[str, str]:
         """Return each as text, equal on ranks where it means the same."""
-        return {field.name: repr(getattr(self, field.name)) for field in fields(self)}
+        return {field.name: settings_text(getattr(self, field.name)) for field in fields(self)}
 
     def rule(self, given: RuleLike | None) -> tuple[int, Rule]:
         for number, (name, known) in enumerate(self.rules.items()):
