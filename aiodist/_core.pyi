@@ -261,6 +261,8 @@ class Issuer:
         handle: type[Handle],
         tensor: type[Any],
         parameter: type[Any],
+        increment: Callable[[Sequence[Any]], object],
+        grad_enabled: Callable[[], bool],
         /,
     ) -> None: ...
     def allreduce(self, t: object, op: str, impl: str, /) -> Handle | None: ...

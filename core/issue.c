@@ -111,6 +111,7 @@ struct Issuer {
     PyObject *account, *pending, *inbox, *to_fail, *ours, *watch, *publish, *failed, *observer;
     PyObject *running;  // what the loop's thread had as its running loop when that was found to be the communicator's
     PyTypeObject *handle, *tensor, *parameter;
+    PyObject *increment, *grad_enabled;  // of torch: count writes of tensors; return True while autograd records
     const dl_exchange *exchange;  // of `tensor`
     char open, threads;
     Known known[KNOWN];
@@ -118,7 +119,7 @@ struct Issuer {
 };
 
 static PyTypeObject *issuer_type;
-static PyObject *s_back, *s_lasti, *s_filename, *s_locals, *s_self, *s_origin, *s_watching, *s_keep_watch, *s_told, *s_way, *s_untyped_storage, *s_loop, *s_running;
+static PyObject *s_back, *s_lasti, *s_filename, *s_locals, *s_self, *s_origin, *s_watching, *s_keep_watch, *s_told, *s_way, *s_untyped_storage, *s_requires_grad, *s_loop, *s_running;
 static PyObject *running_loop;  // asyncio's function
 
 Lane *issuer_lane(Issuer *self) { return self->lane; }
@@ -307,6 +308,33 @@ static void keep_memory(Handle *h) {
     }
 }
 
+// Has autograd see that `tensor` has a new version.
+static void count_write(const Issuer *self, PyObject *tensor) {
+    PyObject *one = tensor == NULL ? NULL : PyTuple_Pack(1, tensor);
+    PyObject *counted = one == NULL ? NULL : PyObject_CallFunctionObjArgs(self->increment, one, NULL);
+    if (PyErr_Occurred()) PyErr_WriteUnraisable(self->increment);
+    Py_XDECREF(one), Py_XDECREF(counted);
+}
+
+// Returns the tensor of the user's that is written; NULL where there is none. New memory has no version to compare.
+static PyObject *written(const Plan *plan, PyObject *tensor, PyObject *target, PyObject *out) {
+    if (is_set(target) && target != tensor) return is_set(out) ? target : NULL;
+    return plan->writes ? tensor : NULL;
+}
+
+// NULL after another way took over, or the end.
+static PyObject *written_by(const Handle *h) {
+    return h->plan == NULL ? NULL : written((const Plan *)h->plan, h->tensor, h->target, h->out);
+}
+
+// Returns true if autograd would have to record a write into `tensor`, which the other way refuses.
+static bool is_recorded(const Issuer *self, PyObject *tensor) {
+    if (tensor == NULL || !has(tensor, s_requires_grad, Py_True)) return false;
+    PyObject *enabled = PyObject_CallNoArgs(self->grad_enabled);
+    Py_XDECREF(enabled);
+    return enabled != Py_False;
+}
+
 // What is to be done with which tensors: (t, target, result, out), of which t lies at `in` and target at `out`.
 typedef struct {
     Plan *plan;
@@ -394,6 +422,10 @@ static enum from may_issue(Issuer *self) {
 static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
     core_place place = {CORE_NOWHERE, 0};
     PyObject *const *tensors = what->tensors;
+    if (is_recorded(self, written(what->plan, tensors[0], tensors[1], tensors[3]))) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
     // In place, the result of a reduction is left in its input.
     bool windows = tensors[0] != Py_None && (what->plan->op.kind > CORE_BROADCAST || tensors[1] == tensors[0]);
     if ((windows && !place_of(self, what->in, what->plan->nbytes, &place)) || !keep_watch(self)) return NULL;
@@ -413,6 +445,7 @@ static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
     drive_end(completions);
     if (h->status == status_pending) {
         keep_memory(h);
+        count_write(self, written_by(h));
         core_engine_notice(lane->engine->engine, lane->lane, heavy);
     }
     return (PyObject *)h;
@@ -451,8 +484,10 @@ static PyObject *go_on(Handle *h, const claim *claims, unsigned count) {
     keep_memory(h);
     for (unsigned i = 0; owned != NULL && i < count; i++) {
         PyObject *memory = h->memory[h->target != NULL && claims[i].writes];
-        PyObject *one = Py_BuildValue("(KKOO)", (unsigned long long)claims[i].start, (unsigned long long)claims[i].nbytes,
-                                      claims[i].writes ? Py_True : Py_False, is_set(memory) ? memory : Py_None);
+        PyObject *tensor = claims[i].writes ? written_by(h) : NULL;
+        PyObject *one = Py_BuildValue("(KKOOO)", (unsigned long long)claims[i].start, (unsigned long long)claims[i].nbytes,
+                                      claims[i].writes ? Py_True : Py_False, is_set(memory) ? memory : Py_None,
+                                      tensor == NULL ? Py_None : tensor);
         if (one == NULL || PyList_Append(owned, one) < 0) Py_CLEAR(owned);
         Py_XDECREF(one);
     }
@@ -470,6 +505,7 @@ void issuer_settle(Handle *h) {
     h->issuer = NULL;
     PyObject *told = NULL;
     lane_keep(self->lane, &h->native, h->tensor);
+    count_write(self, written_by(h));
     if (state != CORE_UNLIKE) release(self, claims, count);
     if (state == CORE_UNLIKE) {
         told = go_on(h, claims, count);
@@ -529,10 +565,10 @@ static PyObject *issuer_forget(Issuer *self, PyObject *none) {
 static PyObject *issuer_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     (void)named;
     PyObject *lane, *claims, *log, *pacer, *segments, *account, *pending, *inbox, *to_fail, *ours, *watch, *publish, *failed, *handle,
-        *tensor, *parameter;
-    if (!PyArg_ParseTuple(args, "O!O!O!O!O!OO!OO!O!OOOOOO", lane_type, &lane, claims_type, &claims, log_type, &log, pacer_type, &pacer,
+        *tensor, *parameter, *increment, *grad_enabled;
+    if (!PyArg_ParseTuple(args, "O!O!O!O!O!OO!OO!O!OOOOOOOO", lane_type, &lane, claims_type, &claims, log_type, &log, pacer_type, &pacer,
                           segments_type, &segments, &account, &PyDict_Type, &pending, &inbox, &PyDict_Type, &to_fail, &PyDict_Type, &ours,
-                          &watch, &publish, &failed, &handle, &tensor, &parameter))
+                          &watch, &publish, &failed, &handle, &tensor, &parameter, &increment, &grad_enabled))
         return NULL;
     PyObject *capsule = PyObject_GetAttrString(tensor, "__dlpack_c_exchange_api__");
     const dl_exchange *exchange = capsule == NULL ? NULL : PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
@@ -548,8 +584,9 @@ static PyObject *issuer_new(PyTypeObject *type, PyObject *args, PyObject *named)
     self->account = account, self->pending = pending, self->inbox = inbox, self->to_fail = to_fail, self->ours = ours, self->watch = watch;
     self->segments = (Segments *)segments, self->publish = publish, self->failed = failed;
     self->handle = (PyTypeObject *)handle, self->tensor = (PyTypeObject *)tensor, self->parameter = (PyTypeObject *)parameter;
+    self->increment = increment, self->grad_enabled = grad_enabled;
     PyObject *const kept[] = {lane,    claims, log,   pacer,   segments, account, pending, inbox,
-                              to_fail, ours,   watch, publish, failed,   handle,  tensor,  parameter};
+                              to_fail, ours,   watch, publish, failed,   handle,  tensor,  parameter, increment, grad_enabled};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_INCREF(kept[i]);
     self->open = 1;
     return (PyObject *)self;
@@ -559,7 +596,7 @@ static int issuer_traverse(Issuer *self, visitproc visit, void *arg) {
     PyObject *const kept[] = {
         (PyObject *)self->lane, (PyObject *)self->claims, (PyObject *)self->log, (PyObject *)self->pacer, self->account, self->pending,
         self->inbox, self->to_fail, self->ours, self->watch, self->publish, self->failed, self->observer, self->running, (PyObject *)self->handle,
-        (PyObject *)self->tensor, (PyObject *)self->parameter, (PyObject *)Py_TYPE((PyObject *)self),
+        (PyObject *)self->tensor, (PyObject *)self->parameter, self->increment, self->grad_enabled, (PyObject *)Py_TYPE((PyObject *)self),
     };
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) Py_VISIT(kept[i]);
     for (size_t i = 0; i < KNOWN; i++) Py_VISIT((PyObject *)self->known[i].plan);
@@ -584,7 +621,7 @@ static void issuer_dealloc(Issuer *self) {
     for (size_t i = 0; i < SEEN; i++) Py_XDECREF(self->seen[i].code);
     Py_XDECREF((PyObject *)self->lane), Py_XDECREF((PyObject *)self->claims), Py_XDECREF((PyObject *)self->log);
     Py_XDECREF((PyObject *)self->pacer), Py_XDECREF((PyObject *)self->handle), Py_XDECREF((PyObject *)self->tensor);
-    Py_XDECREF((PyObject *)self->parameter), Py_XDECREF((PyObject *)self->segments);
+    Py_XDECREF((PyObject *)self->parameter), Py_XDECREF((PyObject *)self->segments), Py_XDECREF(self->increment), Py_XDECREF(self->grad_enabled);
     PyObject_GC_Del(self);
     DECREF(type);
 }
@@ -618,7 +655,7 @@ int issue_add(PyObject *module) {
     static const struct { PyObject **at; const char *text; } names[] = {
         {&s_back, "f_back"}, {&s_lasti, "f_lasti"}, {&s_filename, "co_filename"}, {&s_locals, "f_locals"}, {&s_self, "self"}, {&s_origin, "origin"},
         {&s_watching, "watching"}, {&s_keep_watch, "keep_watch"}, {&s_told, "_told"}, {&s_way, "shm"}, {&s_untyped_storage, "untyped_storage"},
-        {&s_loop, "loop"}, {&s_running, "__asyncio_running_event_loop__"},
+        {&s_requires_grad, "requires_grad"}, {&s_loop, "loop"}, {&s_running, "__asyncio_running_event_loop__"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if ((*names[i].at = PyUnicode_InternFromString(names[i].text)) == NULL) return -1;

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 from aiodist import _core
 from aiodist.errors import BufferInFlight
 
-Claimed = tuple[int, int, bool, object]  # first byte, how many, whether they are written, what keeps them alive
+Claimed = tuple[int, int, bool, Unpack[tuple[object, ...]]]  # first byte, how many, True if they are written, and more
 
 
 class InFlight(_core.Claims):
@@ -24,7 +25,7 @@ class InFlight(_core.Claims):
 
     def acquire_all(self, claims: Sequence[Claimed], owner: object) -> None:
         """Claim all of them, or none where one cannot be had."""
-        for i, (start, nbytes, writes, _) in enumerate(claims):
+        for i, (start, nbytes, writes, *_) in enumerate(claims):
             if (holder := self.claim(start, nbytes, writes, owner)) is not None:
                 self.release_all(claims[:i])
                 verb = "write" if writes else "read"
@@ -32,7 +33,7 @@ class InFlight(_core.Claims):
 
     def release_all(self, claims: Sequence[Claimed]) -> None:
         """Give back what `acquire_all` claimed."""
-        for start, nbytes, writes, _ in claims:
+        for start, nbytes, writes, *_ in claims:
             self.release(start, nbytes, writes)
 
 

@@ -210,13 +210,14 @@ def _issue(
     given = t.detach().contiguous().resolve_conj()
     progress = coll.parts.dispatcher.progress
     if not t.is_cuda or progress.owns_thread():
-        return call(given, out)
+        with torch.no_grad():  # the graph of `out` is there
+            return call(given, out)
     made: Future[Handle[Tensor]] = Future()  # the loop alone issues what works on devices
     stream, line = torch.cuda.current_stream(t.device), line_for(coll)
 
     def make() -> None:
         try:
-            with OnStream(stream), _told_with(coll, line):
+            with OnStream(stream), _told_with(coll, line), torch.no_grad():
                 made.set_result(call(given, out))
         except BaseException as error:  # noqa: BLE001  - it belongs to the thread that waits
             made.set_exception(error)

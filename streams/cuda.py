@@ -16,6 +16,7 @@ from aiodist.streams.current import OnStream, check_not_capturing
 from aiodist.streams.events import Events, Fence, device_error
 from aiodist.streams.memory import dtype_name
 from aiodist.streams.staging import Staging
+from aiodist.streams.writes import check_writable, increment_version
 
 __all__ = ["CudaStream", "check_not_capturing", "event_handle", "lend"]
 
@@ -104,13 +105,16 @@ class CudaStream:
                 f"copy of {dtype_name(t.dtype)} {list(t.shape)} into {dtype_name(into.dtype)} {list(into.shape)}: "
                 "expected the same"
             )
+        check_writable(into, "copy", "into")
         handle: Handle[Tensor] = self._handle("copy", t.nbytes)
         claims = [(into.data_ptr(), into.nbytes, True, into), (t.data_ptr(), t.nbytes, False, t)]
         in_flight.acquire_all(claims, handle)
+        increment_version([into])
         fence = handle.fence = Fence(self._progress, self.device)
         handle.keep = (into, t)
 
         def finish(error: BaseException | None) -> None:
+            increment_version([into])
             in_flight.release_all(claims)
             _end(handle, fence, into, error)
 

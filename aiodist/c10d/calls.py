@@ -24,6 +24,7 @@ from aiodist.communicator import Communicator
 from aiodist.errors import AiodistError, BackendUnavailable
 from aiodist.handles import Handle
 from aiodist.streams.memory import shares_memory
+from aiodist.streams.writes import increment_version
 from aiodist.types import ANY, Op
 
 _Op = dist.ReduceOp.RedOpType
@@ -428,13 +429,17 @@ def _rooms(outputs: list[Tensors]) -> tuple[list[Tensor], Callable[[], object] |
         for ts, line in zip(outputs, lying, strict=True)
     ]
     apart = [(room, ts) for room, ts, line in zip(rooms, outputs, lying, strict=True) if line is None]
+    dealt = [ts for ts, line in zip(outputs, lying, strict=True) if line is not None]
+    written = [t for ts in dealt for t in ts[1:] if t._base is None or t._base is not ts[0]._base]
+    increment_version(written)  # those that do not share the version of the first, which the communicator writes
 
     def deal() -> None:
         for room, ts in apart:
             for t, part in zip(ts, room.split([t.numel() for t in ts]), strict=True):
                 t.detach().copy_(part.view(t.shape))
+        increment_version(written)
 
-    return list(map(_movable, rooms)), deal if apart else None
+    return list(map(_movable, rooms)), deal if apart or written else None
 
 
 # --- tensors as communicators take them: flat, dense, of dtypes that both know ----------------------------------------

@@ -1,4 +1,4 @@
-"""What an operation owns of the user's memory until it is over."""
+"""What an operation owns of the user's memory until it is over, and what autograd is told of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor, UntypedStorage
+
+from aiodist.handles import in_flight
+from aiodist.streams.writes import check_writable, increment_version
 
 
 class Claim(NamedTuple):
@@ -16,6 +19,8 @@ class Claim(NamedTuple):
     writes: bool
     memory: UntypedStorage
     """Kept while it is claimed, so that nobody else is given it: an `out` that grows takes new memory."""
+    written: Tensor | None = None
+    """The tensor whose version autograd compares; None for bytes that are read."""
 
 
 def reading(*tensors: Tensor) -> list[Claim]:
@@ -25,7 +30,7 @@ def reading(*tensors: Tensor) -> list[Claim]:
 
 def writing(*tensors: Tensor) -> list[Claim]:
     """Return the claims of an operation that writes `tensors`."""
-    return [Claim(t.data_ptr(), t.nbytes, True, t.untyped_storage()) for t in tensors]
+    return [Claim(t.data_ptr(), t.nbytes, True, t.untyped_storage(), t) for t in tensors]
 
 
 def claims_of(inputs: Sequence[Tensor], *outs: Tensor | None) -> list[Claim]:
@@ -34,3 +39,22 @@ def claims_of(inputs: Sequence[Tensor], *outs: Tensor | None) -> list[Claim]:
     inside = [(w.start, w.start + w.nbytes) for w in written]
     read = [c for c in reading(*inputs) if not any(a <= c.start and c.start + c.nbytes <= b for a, b in inside)]
     return written + read
+
+
+def acquire(claims: Sequence[Claim], owner: object) -> None:
+    """Claim all of them for `owner`, or none.
+
+    Raises RuntimeError for a tensor that `check_writable` refuses, BufferInFlight for bytes that are in flight.
+    """
+    written = [claim.written for claim in claims if claim.written is not None]
+    for t in written:
+        if t.requires_grad:
+            check_writable(t, owner)
+    in_flight.acquire_all(claims, owner)
+    increment_version(written)
+
+
+def release(claims: Sequence[Claim]) -> None:
+    """Give back what `acquire` claimed: what was written has a new version."""
+    increment_version([claim.written for claim in claims if claim.written is not None])
+    in_flight.release_all(claims)

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from aiodist.backends.base import once
 from aiodist.collectives.program import Program, run
-from aiodist.communicator.claims import Claim
+from aiodist.communicator.claims import Claim, release
 from aiodist.communicator.gate import Entry
-from aiodist.handles import Handle, Progress, in_flight
+from aiodist.handles import Handle, Progress
 from aiodist.handles.progress import transport_lock
 
 
@@ -90,7 +90,7 @@ class Completion:
     def _release(self) -> None:
         self._left -= 1
         if self._left == 0:
-            in_flight.release_all(self._claims)
+            release(self._claims)
             self._claims = ()
             if self._failed:
                 self._owner.freed(self._handle)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from aiodist import _core
@@ -260,17 +260,17 @@ class Direct:
         handle: Handle[Any],
         t: Tensor,
         out: Tensor | None,
-        owned: Sequence[Claim],
+        owned: Sequence[tuple[int, int, bool, UntypedStorage, Tensor | None]],
     ) -> None:
-        """The ranks agree, but the lane did not do it; `owned` are its claims."""
-        dispatcher, seq = self._dispatcher, handle.seq
+        """The ranks agree, but the lane did not do it; `owned` are the fields of its claims."""
+        dispatcher, seq, claims = self._dispatcher, handle.seq, [Claim(*one) for one in owned]
 
         def make() -> Program[Any]:
             ep = Endpoint(dispatcher.transport, tag_of(seq), traffic=dispatcher.traffic(seq), key=key_of(seq))
             p = Primitives(ep, repertoire, call.impl, device=self._device)
-            return _PROGRAMS[call.kind](p, _as_claimed(t, call, owned), out, call)
+            return _PROGRAMS[call.kind](p, _as_claimed(t, call, claims), out, call)
 
-        dispatcher.go_on(handle, make, owned)
+        dispatcher.go_on(handle, make, claims)
 
 
 class Never(Direct):
@@ -284,14 +284,14 @@ class Never(Direct):
 
 def _as_claimed(t: Tensor, call: _Call, owned: Sequence[Claim]) -> Tensor:
     """Return `t` as it was at the call: the program may have given it other memory since."""
-    start, _, _, memory = next((claim for claim in owned if not claim[2]), owned[0] if owned else (0, 0, False, None))
-    inside = any(begin <= t.data_ptr() < begin + nbytes for begin, nbytes, *_ in owned)
-    if memory is None or (inside and t.dtype is call.dtype and t.shape == call.shape):
+    claim = next((claim for claim in owned if not claim.writes), next(iter(owned), None))
+    inside = any(one.start <= t.data_ptr() < one.start + one.nbytes for one in owned)
+    if claim is None or claim.memory is None or (inside and t.dtype is call.dtype and t.shape == call.shape):
         return t
-    offset = (start - memory.data_ptr()) // call.dtype.itemsize
+    offset = (claim.start - claim.memory.data_ptr()) // call.dtype.itemsize
     return (
         torch.empty(0, dtype=call.dtype, device="cpu")
-        .set_(memory, offset, (call.shape.numel(),), (1,))
+        .set_(claim.memory, offset, (call.shape.numel(),), (1,))
         .view(call.shape)
     )
 

@@ -25,7 +25,7 @@ from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
 from aiodist.collectives.program import Program
 from aiodist.collectives.traffic import Differ, Traffic
 from aiodist.collectives.wrappers import nothing
-from aiodist.communicator.claims import Claim
+from aiodist.communicator.claims import Claim, acquire, release
 from aiodist.communicator.completion import Completion, through_gate
 from aiodist.communicator.disputes import Disputes
 from aiodist.communicator.fingerprint import Fingerprint
@@ -53,6 +53,7 @@ from aiodist.handles.origin import Origin, known_files, whence
 from aiodist.handles.progress import transport_lock
 from aiodist.handles.tracing import Ended
 from aiodist.streams.events import device_error
+from aiodist.streams.writes import increment_version
 from aiodist.types import ANY
 
 T = TypeVar("T")
@@ -187,6 +188,8 @@ class Dispatcher:
             Handle,
             Tensor,
             Parameter,
+            increment_version,
+            torch.is_grad_enabled,
         )
         issuer.threads = self.issuing is not None
         return issuer
@@ -381,14 +384,14 @@ class Dispatcher:
         self, plan: ReductionPlan | QueuePlan, t: Tensor, timeout: float | None
     ) -> tuple[Handle[Tensor], Done]:
         """Return the handle of an allreduce of `t`, and what to call once when it is over."""
-        claim = Claim(t.data_ptr(), plan.nbytes, True, t.untyped_storage())
+        claim = Claim(t.data_ptr(), plan.nbytes, True, t.untyped_storage(), t)
         handle: Handle[Tensor] = self._handle("allreduce", plan.nbytes, (claim,), timeout, what=plan.what)
         if self._observer is not None and (traffic := self.traffic(handle.seq)) is not None:
             traffic.way = plan.way
         return handle, partial(self._quick_done, handle, claim, t)
 
     def _quick_done(self, handle: Handle[Tensor], claim: Claim, t: Tensor, error: BaseException | None) -> None:
-        in_flight.release(*claim[:3])
+        release((claim,))
         if error is None:
             self.over(handle, t, None)
         else:
@@ -419,7 +422,7 @@ class Dispatcher:
 
     def _go_on(self, handle: Handle[Any], make: Callable[[], Program[Any]], claims: Sequence[Claim]) -> None:
         if handle not in self._pending:
-            in_flight.release_all(claims)
+            release(claims)
             return
         completion = Completion(self, handle, claims)
         entry = Entry(handle.seq, 0, traffic=self.traffic(handle.seq))
@@ -484,7 +487,7 @@ class Dispatcher:
             handle = Handle(self.progress, op, self.oplog.seq, nbytes, origin, self.account)
         if timeout is not None or self.timeout is not None:
             self._set_deadline(handle, timeout)
-        in_flight.acquire_all(claims, handle)
+        acquire(claims, handle)
         self._pending[handle] = meets or True
         if self._observer is not None:
             handle.observe(self._observer.issued(handle, meets))

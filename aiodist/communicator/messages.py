@@ -21,6 +21,7 @@ from aiodist.communicator.completion import Completion
 from aiodist.communicator.pickling import unpack
 from aiodist.communicator.watchdog import Peer
 from aiodist.handles import Handle, gather, in_flight
+from aiodist.streams.writes import check_writable
 from aiodist.types import ANY, check_timeout
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ class PointToPoint(Base):
         self._dispatcher.check_on_loop("recv() of a list")
         check_timeout(timeout)
         claims = writing(*ts)
+        for i, t in enumerate(ts):
+            check_writable(t, "recv of a list", f"t[{i}]")
         in_flight.acquire_all(claims, "recv of a list")
         in_flight.release_all(claims)
         works: list[list[DeviceWork]] = []

@@ -33,6 +33,7 @@ from aiodist.communicator.base import (
 from aiodist.communicator.claims import claims_of, reading, writing
 from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of, how, kind_of
 from aiodist.handles import Handle
+from aiodist.streams.writes import check_written
 from aiodist.types import Impl
 
 Data = TypeVar("Data", Tensor, int, float, list[Tensor])
@@ -60,6 +61,8 @@ class Movement(Base):
         10.1007/s10586-007-0012-0.
         """
         root, terms = check_rank(root, self.size), Terms(timeout, impl, name)
+        if root == self.rank:
+            check_written(t, "broadcast")
         if across:
             return self._broadcast_across(t, root, terms)
         direct: Handle[Any] | None = self._direct.issue("broadcast", t, None, terms, root=root)
@@ -151,7 +154,9 @@ class Movement(Base):
         root, terms = check_rank(root, self.size), Terms(timeout, impl, name)
         lifted, convert = lift(t, None)
         ts = tensors_of(lifted)
-        out = out if self.rank == root else None
+        if self.rank != root:
+            check_written(out, "gather", "out")
+            out = None
         if out is not None:
             check_single(t, "out")
             check_out(out, ts[0], numel=None)

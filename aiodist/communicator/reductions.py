@@ -24,6 +24,7 @@ from aiodist.communicator.dispatcher import QueuePlan, ReductionPlan
 from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of, how
 from aiodist.handles import Handle
 from aiodist.streams import Events
+from aiodist.streams.writes import check_written
 from aiodist.types import Impl, Op, ReduceOp, check_timeout
 
 Data = TypeVar("Data", Tensor, int, float, list[Tensor])
@@ -141,6 +142,8 @@ class Reductions(Base):
         Thakur, Rabenseifner, Gropp 2005, DOI 10.1177/1094342005051521.
         """
         root, terms = check_rank(root, self.size), Terms(timeout, impl, name)
+        if root != self.rank:
+            check_written(t[:1] if across and isinstance(t, list) else out, "reduce", "t" if across else "out")
         if across:
             return self._reduction_across("reduce", t, op, terms, root)
         if (direct := self._direct.issue("reduce", t, out, terms, op=op, root=root)) is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from aiodist.compat.errors import CLASSES, MPIError, left_out
+from aiodist.streams.writes import check_writable
 from aiodist.types import ReduceOp
 
 DERIVED = "a contiguous copy of what is to travel, by numpy"
@@ -342,6 +343,8 @@ def _memory(data: Any, written: bool) -> Buffer:
     if data is None:
         return Buffer(torch.empty(0, dtype=torch.uint8, device="cpu"), np.dtype("B"))
     if isinstance(data, Tensor):
+        if written:
+            check_writable(data, "a receive or collective", "its buffer")
         t = data.detach() if data.is_contiguous() else data.detach().permute(_in_memory(data.stride()))
         if not t.is_cpu or not t.is_contiguous():
             raise TypeError(f"a tensor on {data.device}, strides {data.stride()}: expected a contiguous one on the CPU")

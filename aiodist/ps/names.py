@@ -17,6 +17,7 @@ from aiodist.ps.row_store import check_settings as check_row_settings
 from aiodist.ps.rows import TableSpec
 from aiodist.ps.rules import Rule
 from aiodist.ps.settings import Span
+from aiodist.streams.writes import check_writable
 
 
 @dataclass(eq=False, slots=True)
@@ -251,14 +252,20 @@ def _pushed(entry: NameEntry, value: Any, number: int, rule: Rule, alpha: float)
 
 
 def outs_of(entries: Sequence[NameEntry], out: Any, single: bool) -> list[Tensor | None]:  # noqa: ANN401
-    """Return where what comes down goes: nowhere yet, for an object."""
+    """Return where what comes down goes: nowhere yet, for an object.
+
+    Raises RuntimeError for one that autograd records; parameters that were init()ed are there to be written.
+    """
     given = [None] * len(entries) if out is None else ([out] if single else listed("out", out))
     if len(given) != len(entries):
         raise ValueError(f"{len(given)} out tensors for {len(entries)}: expected one for each")
-    return [
-        None if entry.codec is not None else entry.check(entry.tensor if t is None else t, "out")
-        for entry, t in zip(entries, given, strict=True)
-    ]
+    outs: list[Tensor | None] = []
+    for entry, t in zip(entries, given, strict=True):
+        into = None if entry.codec is not None else entry.check(entry.tensor if t is None else t, "out")
+        if into is not None and into.requires_grad and not (into is entry.tensor and into.is_leaf):
+            check_writable(into, f"pull of {entry.name!r}", "out")
+        outs.append(into)
+    return outs
 
 
 def listed(name: str, given: object) -> list[Any]:

@@ -17,8 +17,8 @@ from aiodist.checkpoints.saving import check_keep
 from aiodist.codecs import Codec
 from aiodist.collectives.program import Program
 from aiodist.communicator import Communicator
-from aiodist.communicator.claims import Claim, reading, writing
-from aiodist.handles import Handle, in_flight, join
+from aiodist.communicator.claims import Claim, acquire, reading, writing
+from aiodist.handles import Handle, join
 from aiodist.handles.calls import located
 from aiodist.ps.context import ParameterServerStatistics
 from aiodist.ps.embedding import BackwardPushes
@@ -454,7 +454,7 @@ class ParameterServer(Naming):
             claims = writing(*(t for t in into if t is not None and t.nbytes))
             taken = {claim.start for claim in claims}
             claims += [c for c in reading(*(v for _, v, _ in pushed)) if c.nbytes > small and c.start not in taken]
-            in_flight.acquire_all(claims, handle)
+            acquire(claims, handle)
 
         def result() -> Any:  # noqa: ANN401
             found = [_result(part, out) for part, out in zip(parts, outs, strict=True)]

@@ -17,9 +17,9 @@ from torch import Tensor
 from aiodist.backends.base import Done
 from aiodist.backends.inplace import copy
 from aiodist.codecs import ErrorFeedback, Incoming
-from aiodist.communicator.claims import Claim
+from aiodist.communicator.claims import Claim, release
 from aiodist.errors import AiodistError
-from aiodist.handles import Handle, in_flight
+from aiodist.handles import Handle
 from aiodist.ps.coalescer import keep
 from aiodist.ps.context import Context
 from aiodist.ps.names import NameEntry
@@ -75,7 +75,7 @@ class Operation:
                 land(self._landed)
             return not self._left
         self.seconds = perf_counter() - self._began
-        in_flight.release_all(self._claims)
+        release(self._claims)
         self._claims = ()
         handle = self.handle
         handle.version = self.version

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from aiodist.backends.base import dtype_name
 from aiodist.backends.inplace import flat, writable
-from aiodist.communicator.claims import Claim, reading, writing
-from aiodist.handles import Handle, Progress, in_flight
+from aiodist.communicator.claims import Claim, acquire, reading, writing
+from aiodist.handles import Handle, Progress
 from aiodist.ps.names import NameEntry, Names, check_version, checked_as
 from aiodist.ps.requests import Operation, PullPart
 from aiodist.ps.rows import ID_BYTES, GroupedIds, TableSpec, grouped, packed_rows
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import READS, ReadMode, Synchronous, one_of
 from aiodist.ps.wire import TABLE
+from aiodist.streams.writes import check_writable
 
 
 class Table:
@@ -100,6 +101,7 @@ class Table:
         chosen = self.group(ids)
         with torch.inference_mode(False):
             given = torch.empty(*chosen.shape, self.dim, dtype=self.dtype, device="cpu") if out is None else out
+        check_writable(given, f"pull of {self.name!r}", "out")
         into = flat(self._checked(given, "out", chosen)).detach().view(-1, self.dim)
 
         def spread(rows: Tensor) -> Tensor:
@@ -130,7 +132,7 @@ class Table:
         version = check_version(at_least)
         nbytes = chosen.ids.numel() * self._spec.row_bytes
         handle = self._session.handle("pull_rows", nbytes, timeout, depth=4)
-        in_flight.acquire_all(claims, handle)
+        acquire(claims, handle)
         pool = self._session.context.pool
         room = pool.take_room(chosen.ids.nbytes)  # servers may look at it until all is over
         room[: chosen.ids.nbytes].view(torch.int64).copy_(chosen.ids)
@@ -194,7 +196,7 @@ class Table:
     ) -> Handle[None]:
         session, rooms = self._session, list[Tensor]()
         handle = session.handle("push_rows", rows.nbytes, timeout, depth=4)
-        in_flight.acquire_all(claims, handle)
+        acquire(claims, handle)
 
         def room(nbytes: int) -> Tensor:
             rooms.append(session.context.pool.take_room(nbytes))
