@@ -29,6 +29,7 @@ from aiodist.compat.operands import (
 )
 from aiodist.compat.requests import ANY_SOURCE, ANY_TAG, PROC_NULL, UNDEFINED, Request, Status, block_on, on_loop
 from aiodist.handles import Handle, gather
+from aiodist.streams.writes import check_written
 from aiodist.types import ReduceOp
 
 SUM = OPS["SUM"]
@@ -318,6 +319,7 @@ class Comm:
 
     def Ibcast(self, buf: Any, root: int = 0) -> Request:
         """Fill every rank's buffer with root's."""
+        check_written(buf[0] if isinstance(buf, (list, tuple)) else buf, "Bcast", "its buffer")
         data = buffer_of(buf, written=self.rank != root)
         if (t := data.typed()) is not None:
             return self._request(self.coll.broadcast(t, root))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from aiodist.compat.data import IN_PLACE, Buffer, Op, buffer_of
 from aiodist.compat.errors import CLASSES, MPIError
+from aiodist.streams.writes import increment_version
 from aiodist.types import ReduceOp
 
 
@@ -74,6 +75,7 @@ def joined(parts: Sequence[Tensor], like: Buffer, op: Op) -> np.ndarray[Any, Any
 
 def write_array(into: Tensor, array: np.ndarray[Any, Any]) -> None:
     into[: array.nbytes].numpy()[:] = array.view(np.uint8)
+    increment_version([into])
 
 
 def fill_blocks(blocks: Sequence[Buffer], parts: Sequence[Tensor]) -> None:

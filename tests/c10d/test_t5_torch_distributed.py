@@ -154,6 +154,13 @@ def test_t5_wrap_in_an_asyncio_program(nursery: str) -> None:
         assert "side by side" in output
 
 
+@pytest.mark.processes
+def test_t5_calls_raise_the_versions_of_what_they_write(nursery: str) -> None:
+    for code, output in started(PROGRAMS / "versions.py", nursery=nursery):
+        assert code == 0, output
+        assert "versions" in output
+
+
 def test_t5_import_torch_loads_nothing_of_ours() -> None:
     assert not [point for point in metadata.entry_points(group="torch.backends") if "aiodist" in point.value]
     code = "import sys, torch, torch.distributed; assert not [m for m in sys.modules if m.startswith('aiodist')]"

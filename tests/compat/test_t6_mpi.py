@@ -49,6 +49,7 @@ def test_t6_the_tutorial_prints_what_it_prints_with_mpi4py(nursery: str, ranks: 
     [
         ("reductions", 3),
         ("tensors", 3),
+        ("versions", 2),
         ("awaited", 2),
         ("mistakes", 2),
         ("synchronous", 2),

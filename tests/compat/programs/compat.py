@@ -64,9 +64,51 @@ def tensors() -> None:
         comm.Allreduce(MPI.IN_PLACE, t, MPI.MAX)
         assert t.tolist() == [comm.size] * len(t), (kind, t)
     net = torch.nn.Linear(3, 2)
-    comm.Bcast(net.weight, 0)
+    with torch.no_grad():
+        comm.Bcast(net.weight, 0)
     assert comm.allreduce(net.weight.sum().item(), MPI.MAX) == net.weight.sum().item()
     assert comm.allreduce([comm.rank], MPI.Op.Create(lambda a, b, datatype: a + b)) == list(range(comm.size))
+
+
+def versions() -> None:
+    """What a call writes into a torch tensor has a new version for autograd, and what autograd records is refused."""
+    comm, n = MPI.COMM_WORLD, 4
+    other = 1 - comm.rank
+    last = comm.rank == comm.size - 1
+    counts = [n] * comm.size
+    calls: dict[str, tuple[int, int, Callable[[Any, Any], object]]] = {  # what is read and written, in blocks of n
+        "Allreduce": (1, 1, comm.Allreduce),
+        "Allreduce of a function": (1, 1, lambda a, b: comm.Allreduce(a, b, MPI.LAND)),
+        "Scan": (1, 1, comm.Scan),
+        "Exscan": (1, 1, comm.Exscan),
+        "Reduce": (1, last, lambda a, b: comm.Reduce(a, b if last else None, root=comm.size - 1)),
+        "Reduce_scatter_block": (comm.size, 1, comm.Reduce_scatter_block),
+        "Allgather": (1, comm.size, comm.Allgather),
+        "Allgatherv": (1, comm.size, lambda a, b: comm.Allgatherv(a, [b, counts])),
+        "Gather": (1, comm.size * last, lambda a, b: comm.Gather(a, b if last else None, root=comm.size - 1)),
+        "Scatter": (comm.size * last, 1, lambda a, b: comm.Scatter(a if last else None, b, root=comm.size - 1)),
+        "Alltoall": (comm.size, comm.size, comm.Alltoall),
+        "Alltoallv": (comm.size, comm.size, lambda a, b: comm.Alltoallv([a, counts], [b, counts])),
+        "Sendrecv": (1, 1, lambda a, b: comm.Sendrecv(a, other, recvbuf=b)),
+        "Bcast": (0, 1, lambda _, b: comm.Bcast(b, root=0)),
+    }
+    for name, (reads, writes, call) in calls.items():
+        sent, into = torch.ones(reads * n), torch.ones(writes * n)
+        versions = sent._version, into._version
+        call(sent, into)
+        wrote = writes and not (name == "Bcast" and comm.rank == 0) and not (name == "Exscan" and comm.rank == 0)
+        assert sent._version == versions[0], name
+        assert into._version > versions[1] or not wrote, name
+        if not writes:
+            call(sent.requires_grad_(), into)
+            continue
+        try:
+            call(sent, into.detach().requires_grad_())
+        except RuntimeError as error:
+            assert "autograd does not record" in str(error), error
+        else:
+            raise AssertionError(name)
+        call(sent.requires_grad_(), into)
 
 
 def awaited() -> None:
