@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Unpack
 
 from aiodist import _core
 from aiodist.errors import BufferInFlight
 
-Claimed = tuple[int, int, bool, Unpack[tuple[object, ...]]]  # first byte, how many, True if they are written, and more
+Claimed = tuple[int, int, bool, *tuple[object, ...]]  # first byte, how many, True if they are written, and more
 
 
 class InFlight(_core.Claims):

@@ -1,4 +1,4 @@
-"""C3: autograd sees what a call writes, as it sees torch's in-place operations; calls that it would not record raise."""
+"""C3: autograd sees what a call writes, as it sees in-place operations; writes that it would have to record raise."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ CALLS: dict[str, Callable[[Communicator, Make, int], Call]] = {
         else Call(lambda x: c.reduce([*x], root=ROOT, across=True), [], [m(n), m(n)], [0])
     ),
     "reduce_scatter": lambda c, m, n: Call(lambda x: c.reduce_scatter(x[0]), [], [m(n * c.size)]),
-    "reduce_scatter out": lambda c, m, n: Call(
-        lambda x: c.reduce_scatter(x[1], out=x[0]), [m(n)], [m(n * c.size)]
-    ),
+    "reduce_scatter out": lambda c, m, n: Call(lambda x: c.reduce_scatter(x[1], out=x[0]), [m(n)], [m(n * c.size)]),
     "reduce_scatter sizes": lambda c, m, n: Call(
         lambda x: c.reduce_scatter(x[1], sizes=[n] * c.size, out=x[0]), [m(n)], [m(n * c.size)]
     ),
@@ -126,10 +124,9 @@ CALLS: dict[str, Callable[[Communicator, Make, int], Call]] = {
         [m(n), m(n)],
     ),
     "sendrecv": lambda c, m, n: Call(lambda x: c.sendrecv(x[0], _after(c), _before(c)), [], [m(n)]),
-    "sendrecv out": lambda c, m, n: Call(
-        lambda x: c.sendrecv(x[1], _after(c), _before(c), x[0]), [m(n)], [m(n)]
-    ),
+    "sendrecv out": lambda c, m, n: Call(lambda x: c.sendrecv(x[1], _after(c), _before(c), x[0]), [m(n)], [m(n)]),
 }
+
 
 def _rooted(coll: Communicator, writes: bool, issue: Callable[[Sequence[Tensor]], Any], *ts: Tensor) -> Call:
     """Return a call that writes all of `ts` on some ranks, and reads them on the others."""
@@ -296,7 +293,9 @@ async def test_c3_what_autograd_saves_while_it_is_in_flight_raises_too(coll: Com
         await coll.barrier()
         if coll.rank != 0:
             await asyncio.sleep(0.05)
-            await (coll.send(torch.zeros(numel), 0) if kind == "recv" else _issued(CALLS[kind](coll, torch.ones, numel)))
+            await (
+                coll.send(torch.zeros(numel), 0) if kind == "recv" else _issued(CALLS[kind](coll, torch.ones, numel))
+            )
             continue
         into = torch.ones(numel)
         call = Call(lambda x: coll.recv(x[0]), [into], []) if kind == "recv" else CALLS[kind](coll, torch.ones, numel)
