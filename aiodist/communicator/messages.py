@@ -71,8 +71,8 @@ class PointToPoint(Base):
         so many messages; `cancel()` withdraws all of them where nothing has matched any. Where their deadline passes
         that is the end of the list's handle: its receives go on into their tensors.
 
-        Raises on await TypeError for a message of another dtype and BackendError for one that is longer than `t`, which
-        is consumed; PeerLost where `src` is gone. Cost: as `send`.
+        Raises RuntimeError if `t` requires grad (in grad mode); on await TypeError for a message of another dtype and
+        BackendError for one that is longer than `t`, which is consumed; PeerLost where `src` is gone. Cost: as `send`.
         """
         src, tag = check_rank(src, self.size, "src", any_rank=True), check_tag(tag, any_tag=True)
         if isinstance(t, list):

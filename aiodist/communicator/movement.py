@@ -55,7 +55,8 @@ class Movement(Base):
         """Return root's elements, in place: `t` keeps its shape, only dtype and number of elements must be root's.
 
         A list is one operation; with `across=True` root's first tensor goes into every tensor of every list, which are
-        as in `allreduce`. A Python number gives root's number.
+        as in `allreduce`. A Python number gives root's number. Raises RuntimeError on every rank whose `t` requires
+        grad (in grad mode).
         Cost: at most log2(p) messages of n bytes (tree), or one in parts along a chain (long tensors). Source: Thakur,
         Rabenseifner, Gropp 2005, DOI 10.1177/1094342005051521; Pješivac-Grbović et al. 2007, DOI
         10.1007/s10586-007-0012-0.

@@ -55,7 +55,8 @@ class Reductions(Base):
         CUDA device of its own. A Python number gives a number, and ints their exact sum, of any size. Integer tensors
         wrap around. 16-bit floats are summed in float32 and rounded once.
 
-        Raises TypeError for `mean` of integer tensors and for operators that the dtype lacks, OverflowError for an int
+        Raises TypeError for `mean` of integer tensors and for operators that the dtype lacks, RuntimeError if a tensor
+        that would be written requires grad (in grad mode), OverflowError for an int
         that does not fit into 64 bits, and on await where a product of ints does not.
         Cost: 2(p-1) messages and 2n(p-1)/p bytes (ring, for long tensors), or log2(p) messages of n bytes (doubling,
         for short ones). Source: Patarasuk, Yuan 2009, DOI 10.1016/j.jpdc.2008.09.002; Thakur, Rabenseifner, Gropp 2005,

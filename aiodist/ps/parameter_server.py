@@ -240,9 +240,9 @@ class ParameterServer(Naming):
         `at_least`; with "lock-free" it is read while others write. The handle's `version` says which (of a list the
         lowest). Under `Synchronous` it waits for the steps of this rank's pushes.
 
-        Raises KeyError for an unknown name, TypeError and ValueError for another dtype, shape or number of `out`;
-        PeerLost on await when the server is gone. Cost: its bytes once over the network; none within a host, from an
-        arena.
+        Raises KeyError for an unknown name, TypeError and ValueError for another dtype, shape or number of `out`,
+        RuntimeError for an `out` that requires grad (in grad mode); PeerLost on await when the server is gone. Cost:
+        its bytes once over the network; none within a host, from an arena.
         """
         self._session.check()
         entries, single = self._names.resolve(what)

@@ -72,13 +72,18 @@ def tensors() -> None:
 
 def versions() -> None:
     """What a call writes into a torch tensor has a new version for autograd, and what autograd records is refused."""
+
+    def multiply(a: memoryview, b: memoryview, datatype: object) -> None:
+        np.frombuffer(b, "f")[:] *= np.frombuffer(a, "f")
+
+    product = MPI.Op.Create(multiply)
     comm, n = MPI.COMM_WORLD, 4
     other = 1 - comm.rank
     last = comm.rank == comm.size - 1
     counts = [n] * comm.size
     calls: dict[str, tuple[int, int, Callable[[Any, Any], object]]] = {  # what is read and written, in blocks of n
         "Allreduce": (1, 1, comm.Allreduce),
-        "Allreduce of a function": (1, 1, lambda a, b: comm.Allreduce(a, b, MPI.LAND)),
+        "Allreduce of a function": (1, 1, lambda a, b: comm.Allreduce(a, b, product)),
         "Scan": (1, 1, comm.Scan),
         "Exscan": (1, 1, comm.Exscan),
         "Reduce": (1, last, lambda a, b: comm.Reduce(a, b if last else None, root=comm.size - 1)),
