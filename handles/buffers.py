@@ -27,6 +27,8 @@ class InFlight(_core.Claims):
         for i, (start, nbytes, writes, *_) in enumerate(claims):
             if (holder := self.claim(start, nbytes, writes, owner)) is not None:
                 self.release_all(claims[:i])
+                if holder is owner:
+                    raise BufferInFlight(f"{owner} would have the same memory twice: {_twice(claims, i)}")
                 verb = "write" if writes else "read"
                 raise BufferInFlight(f"{owner} would {verb} memory that {holder} still owns: await that first")
 
@@ -34,6 +36,15 @@ class InFlight(_core.Claims):
         """Give back what `acquire_all` claimed."""
         for start, nbytes, writes, *_ in claims:
             self.release(start, nbytes, writes)
+
+
+def _twice(claims: Sequence[Claimed], i: int) -> str:
+    """Return which claim overlaps claim `i`, which comes later, as words of the caller's."""
+    start, nbytes, writes, _ = claims[i]
+    j = next(j for j, (at, size, *_) in enumerate(claims[:i]) if at < start + nbytes and start < at + size)
+    if writes and claims[j][2]:
+        return f"t[{i}] overlaps t[{j}], and both are written; expected tensors with memory of their own"
+    return "what it reads overlaps what it writes; expected other memory for one of these"
 
 
 in_flight = InFlight()

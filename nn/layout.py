@@ -25,6 +25,7 @@ from aiodist.errors import MismatchError
 WHOLE_BYTES = 1 << 16
 """From here on a tensor travels from where it lies; smaller ones are copied together, to save messages."""
 
+_SHOWN = 4  # names of tensors in an error
 _DIGEST_BITS = (1 << 62) - 1
 
 Named = Sequence[tuple[str, Tensor]]
@@ -215,23 +216,25 @@ async def check_same_structure(named: Named, coll: Communicator, *also: str, any
     """
     check_memory(named)
     orders = () if any_order else [describe_order(name, t) for name, t in named]
-    await agree([*also, *(describe(name, t) for name, t in named), *orders], coll)
+    await agree([*also, *(describe(name, t) for name, t in named)], coll, orders)
 
 
-async def agree(lines: Sequence[str], coll: Communicator) -> None:
-    """Raise where the ranks did not bring the same `lines`.
+async def agree(lines: Sequence[str], coll: Communicator, then: Sequence[str] = ()) -> None:
+    """Raise where the ranks did not bring the same `lines`, and `then` more.
 
     Collective. The `MismatchError` is raised on every rank; it names the first line that differs, with the ranks that
     have the one or the other. Only digests travel unless there is a difference: an allreduce of 16 bytes.
     """
-    mine = digest(lines)
+    mine = digest([*lines, *then])
     with torch.inference_mode(False):  # the thread that reduces it may be in another mode
         both = torch.tensor([mine, -mine], dtype=torch.int64, device="cpu")
     await coll.allreduce(both, "max")
     highest, lowest = both.tolist()
     if highest != -lowest:
-        by_rank = await coll.allgather_object(list(lines))
-        raise MismatchError(_first_difference(by_rank), rank=coll.rank, comm=coll.name)
+        by_rank = await coll.allgather_object((list(lines), list(then)))
+        firsts, thens = zip(*by_rank, strict=True)
+        differ = firsts if any(first != firsts[0] for first in firsts) else thens
+        raise MismatchError(_first_difference(differ), rank=coll.rank, comm=coll.name)
 
 
 def _first_difference(by_rank: Sequence[Sequence[str]]) -> str:
@@ -240,10 +243,18 @@ def _first_difference(by_rank: Sequence[Sequence[str]]) -> str:
     >>> _first_difference([["a float32[3]"], ["a float32[4]", "b int64[]"], ["a float32[3]"]])
     'ranks disagree: a float32[3] on ranks 0 and 2; a float32[4] on rank 1'
     """
-    for lines in zip_longest(*by_rank):
+    for number, lines in enumerate(zip_longest(*by_rank)):
+        if None in lines:
+            return f"ranks disagree: {in_words([_rest(lines[number:]) for lines in by_rank])}"
         if len(set(lines)) > 1:
-            return f"ranks disagree: {in_words([line or 'nothing more' for line in lines])}"
+            return f"ranks disagree: {in_words(lines)}"
     return "ranks disagree, but not in what they describe"  # their digests did: another version of aiodist
+
+
+def _rest(lines: Sequence[str]) -> str:
+    """Return the lines that other ranks lack, the first few by name."""
+    more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return f"{', '.join(lines[:_SHOWN])}{more}" if lines else "nothing more"
 
 
 def in_words(texts: Sequence[str]) -> str:

@@ -115,7 +115,7 @@ def allgather(p: Primitives, t: Tensor, out: Tensor | None) -> Program[list[Tens
         whole = torch.empty(sum(counts), dtype=t.dtype, device=t.device)
     else:
         shape = _joined_shape(metas)
-        out = fit(out, shape, t.dtype)
+        out = fit(out, shape, t.dtype, counts)
         whole = numbers_of(out)
     if whole.numel():
         own = whole.split(counts)[p.ep.rank]
@@ -153,7 +153,7 @@ def gather(p: Primitives, t: Tensor, out: Tensor | None, root: int) -> Program[l
     if out is None:
         parts = [torch.empty(meta.shape, dtype=meta.dtype, device=t.device) for meta in metas]
     else:
-        out = fit(out, _joined_shape(metas), t.dtype)
+        out = fit(out, _joined_shape(metas), t.dtype, [meta.numel for meta in metas])
         parts = list(numbers_of(out).split([meta.numel for meta in metas]))
     yield from p.exchange(Exchange(t, [], [(rank, parts[rank]) for rank in others]))
     copy(numbers_of(parts[root]), numbers_of(t))
@@ -295,8 +295,10 @@ def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Program[
     return packed
 
 
-def fit(out: Tensor, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
+def fit(out: Tensor, shape: tuple[int, ...], kind: torch.dtype, sent: Sequence[int] = ()) -> Tensor:
     """Return `out` as `shape`: narrowed when it is larger, grown when it is too small and owns its memory.
+
+    `sent` are the elements that each rank sent, if those are not alike.
 
     Raises ValueError where it cannot grow (a view, or memory that was lent), TypeError for another dtype.
     """
@@ -309,7 +311,10 @@ def fit(out: Tensor, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
         raise ValueError(f"out= is a node of autograd of shape {list(out.shape)}: expected {list(shape)}, the result's")
     if out.numel() < numel:
         if not owns_memory(out):
-            raise ValueError(f"out= has room for {out.numel()} elements of {numel} and cannot grow: it owns no memory")
+            most = max(range(len(sent)), key=sent.__getitem__, default=0)
+            by = f"; rank {most} sent the most, {sent[most]}" if len(set(sent)) > 1 else ""
+            room = f"out= has room for {out.numel()} elements of {numel} and cannot grow: it owns no memory"
+            raise ValueError(f"{room}{by}")
         # New memory, not resize_: what is claimed as in flight stays with the handle until the end.
         return out.set_(torch.empty(shape, dtype=kind, device=out.device))  # type: ignore[no-any-return, call-overload]
     return out.view(-1)[:numel].view(shape)

@@ -108,7 +108,6 @@ class Disputes:
         """What others showed of operations that this rank does not know to be disputed yet."""
         self._early_stops: dict[int, list[tuple[int, list[Any]]]] = {}
         """The same of operations that failed there."""
-        self._first: int | None = None
         channel.subscribe(self._topic, self._heard)
 
     def close(self) -> None:
@@ -234,8 +233,8 @@ class Disputes:
         dispute.over = True
         since = ""
         if seq < NAMED:
-            since = "" if self._first is None else f" (out of step since #{self._first})"
-            self._first = seq if self._first is None else min(self._first, seq)
+            first = self._first_of(seq)
+            since = "" if first == seq else f" (out of step since #{first})"
         unspecified = dispute.entry.traffic is not None and not dispute.entry.refused
         data = "; what the operation was to fill is unspecified" if unspecified else ""
         what = f"{self._judge.called(seq)}{since}"
@@ -250,12 +249,16 @@ class Disputes:
 
     def _is_third(self, seq: int) -> bool:
         """Return whether so many in a row have differed that the ranks are out of step; named ones are in no row."""
-        first, end = seq, seq + 1
-        while self._is_over(first - 1):
-            first -= 1
+        first, end = self._first_of(seq), seq + 1
         while self._is_over(end):
             end += 1
         return seq < NAMED and end - first >= _MOST_IN_A_ROW
+
+    def _first_of(self, seq: int) -> int:
+        """Return the first of the operations in a row, up to `seq`, on which ranks have differed."""
+        while self._is_over(seq - 1):
+            seq -= 1
+        return seq
 
     def _is_over(self, seq: int) -> bool:
         dispute = self._open.get(seq)
@@ -278,4 +281,5 @@ def _sides(texts: dict[int, str]) -> str:
     by_text: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
         by_text.setdefault(text, []).append(rank)
-    return "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in by_text.items())
+    differ = ", edited in different ways" if len(by_text) == 1 else ""  # what a table holds no text says
+    return "; ".join(f"{name_ranks(ranks)}: {text}{differ}" for text, ranks in by_text.items())

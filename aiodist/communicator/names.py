@@ -66,7 +66,7 @@ class Named(Use):
     def text(self) -> str:
         """Return what was issued and where; with the table, where that is not the usual one."""
         assert self.record is not None
-        return f"{self.record.text()}{f' by selector table {self.edition:08x}' if self.edition else ''}"
+        return f"{self.record.text()}{' with an edited selector' if self.edition else ''}"
 
 
 @dataclass(eq=False, slots=True)

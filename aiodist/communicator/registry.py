@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
@@ -137,6 +138,8 @@ class Registry(Generic[C]):
         self._open: list[C] = []
         self._closing: dict[C, asyncio.Future[None]] = {}
         """Each with what is done when it is closed."""
+        self.closed_at: tuple[CodeType, int] | None = None
+        """The line of the program that closes the world, if its loop runs in another thread, where no frame is its."""
         self.kept: OpenBlock | None = None
         """The world's block, where `aiodist.open` keeps it open: closing the world ends that."""
         self.portal: BlockingPortal | None = None
@@ -546,8 +549,11 @@ class Registry(Generic[C]):
 
     async def _meet(self, communicator: C, until: float) -> MismatchError | None:
         """Meet all ranks for the last time; return what was found when another had one call more, and then came."""
+        dispatcher = communicator.parts.dispatcher
+        if self.closed_at is not None:
+            dispatcher.oplog.caller = self.closed_at
         try:
-            await communicator.parts.dispatcher.barrier(self._left(until), "close")
+            await dispatcher.barrier(self._left(until), "close")
         except MismatchAborted:
             raise
         except MismatchError as error:

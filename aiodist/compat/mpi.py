@@ -21,7 +21,9 @@ from aiodist.compat.data import DATATYPE_NULL, DATATYPES, DERIVED, IN_PLACE, OP_
 from aiodist.compat.dims import Compute_dims
 from aiodist.compat.errors import CLASSES, LeftOut, MPIError, Null, Told, error_class, error_string, left_out
 from aiodist.compat.requests import ANY_SOURCE, ANY_TAG, PROC_NULL, REQUEST_NULL, UNDEFINED, Request, Status
+from aiodist.errors import AiodistError
 from aiodist.world.background import start
+from aiodist.world.tracebacks import fold_tracebacks, print_error
 
 __all__ = [
     "ANY_SOURCE",
@@ -89,8 +91,16 @@ class _World:
             if self.opened is None:
                 coll = self._open.enter_context(start())
                 self.opened = Comm(coll, coll.split(coll.rank).wait())
-                atexit.register(self.close)
+                atexit.register(self._at_exit)
+                fold_tracebacks()
             return self.opened
+
+    def _at_exit(self) -> None:
+        """Close the world; show what that raises as if the program had raised it."""
+        try:
+            self.close()
+        except (AiodistError, RuntimeError, OSError) as error:  # Python would call it ignored, and show frames of ours
+            print_error(error)
 
     def close(self) -> None:
         """Close the world; the others hear of what ended this program, if that was an exception."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiodist.errors import ConfigError
+from aiodist.launch.tracebacks import Tracebacks
 from aiodist.launch.wire import Kind
 
 if TYPE_CHECKING:
@@ -219,6 +220,7 @@ class Streams:
         self._console = Console(broken)
         self._logs = Logs(job.log_dir, job.ranks)
         self._prefix = job.prefix
+        self._tracebacks = Tracebacks()
         self._lines: dict[tuple[int, Kind], Lines] = {}
         for rank in range(job.ranks):
             self._add_lines(rank)
@@ -242,18 +244,26 @@ class Streams:
 
     def _add_lines(self, rank: int) -> None:
         for kind in (Kind.OUT, Kind.ERR):
-            self._lines[rank, kind] = Lines(f"[{rank}] ".encode() if self._prefix else b"")
+            self._lines[rank, kind] = Lines(self._prefix_of(rank))
+
+    def _prefix_of(self, rank: int) -> bytes:
+        return f"[{rank}] ".encode() if self._prefix else b""
 
     async def write(self, rank: int, kind: Kind, data: bytes) -> None:
         """Print the whole lines of what a rank wrote; wait while nobody reads them."""
         with self._saying():
             self._logs.write(rank, kind, data)
-        await self._console.write(kind, self._lines[rank, kind].feed(data, asyncio.get_running_loop().time()))
+        said = self._lines[rank, kind].feed(data, asyncio.get_running_loop().time())
+        if kind is Kind.ERR:
+            said = self._tracebacks.feed(rank, said, self._prefix_of(rank))
+        await self._console.write(kind, said)
 
     async def finish(self, rank: int) -> None:
         """Print what the rank wrote after its last line end."""
-        for kind in (Kind.OUT, Kind.ERR):
-            await self._console.write(kind, self._lines[rank, kind].flush())
+        await self._console.write(Kind.OUT, self._lines[rank, Kind.OUT].flush())
+        prefix = self._prefix_of(rank)
+        said = self._tracebacks.feed(rank, self._lines[rank, Kind.ERR].flush(), prefix)
+        await self._console.write(Kind.ERR, said + self._tracebacks.finish(rank, prefix))
 
     async def overheard(self, data: bytes) -> None:
         """Print what mpirun itself says."""

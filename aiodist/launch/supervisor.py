@@ -24,6 +24,7 @@ _AFTER_KILL = 1.5  # seconds for what was killed to be gone and for its last out
 _TOLD = 2.5  # seconds that ranks have to end by themselves, when the control channel told them who failed
 _MPIRUN_GRACE = 0.5  # seconds for the ends of its ranks to become known after its own
 _TIMED_OUT = 124  # as timeout(1) has it
+_SIGNALLED = 128  # and the signal's number is the code, as shells have it
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -57,6 +58,8 @@ class Supervisor:
         if job.timeout is not None:
             self._times["finish"] = self._loop.time() + job.timeout
         self._mpirun_code = 0
+        self._asked = 0.0
+        """When ranks were asked to stop, by the loop's clock."""
 
     def started(self, rank: int) -> None:
         """There is one more rank, of an elastic job."""
@@ -108,7 +111,7 @@ class Supervisor:
                 if "give up" not in self._times:
                     self._times["kill"] = self._loop.time()
             case Signalled(signum):
-                self.code = 128 + signum
+                self.code = _SIGNALLED + signum
                 self._stop(signal.SIGTERM if signum == signal.SIGPIPE else signum)
 
     def _tick(self) -> None:
@@ -132,6 +135,11 @@ class Supervisor:
         if self._is_due("stop", now):
             self._ranks.signal(signal.SIGTERM)
         if self._is_due("kill", now):
+            if self._left and self.code is not None and self.code > _SIGNALLED:
+                self._say(
+                    f"aiodist run: {name_ranks(self._left)} had not ended {now - self._asked:.1f} s after "
+                    f"{signal.Signals(self.code - _SIGNALLED).name}: killed; --kill-after gives them more seconds"
+                )
             self._times["give up"] = now + _AFTER_KILL
             self._ranks.signal(signal.SIGKILL)
 
@@ -175,6 +183,7 @@ class Supervisor:
     def _stop(self, signum: int, patience: float = 0.0) -> None:
         if not self.stopping:
             self.stopping = True
+            self._asked = self._loop.time()
             if signum == signal.SIGINT:
                 self._say(f"aiodist run: interrupted; stopping {name_ranks(self._left)}")
             now = self._loop.time()

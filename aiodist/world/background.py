@@ -15,10 +15,12 @@ from anyio.from_thread import start_blocking_portal
 from aiodist.communicator import Communicator, Hierarchy
 from aiodist.communicator.report import REPORT_SECONDS
 from aiodist.communicator.threaded import ThreadedCommunicator
+from aiodist.handles.origin import is_ours, whence
 from aiodist.world.isolation import isolate
 from aiodist.world.leaving import stopping_by_signals
 from aiodist.world.opening import Limits
 from aiodist.world.runtime import best_loop, init
+from aiodist.world.tracebacks import fold_tracebacks
 
 
 @contextmanager
@@ -81,12 +83,14 @@ def in_thread(block: AbstractAsyncContextManager[Communicator]) -> Iterator[Thre
         coll = portal.call(block.__aenter__)
         assert isinstance(coll, ThreadedCommunicator)
         coll.parts.registry.portal = portal
+        opened_at = whence(1)
         thread, process, left = portal.call(threading.current_thread), os.getpid(), False
 
         def at_exit() -> None:
             nonlocal left
             if os.getpid() == process and not left:
                 left = True
+                coll.parts.registry.closed_at = opened_at
                 with suppress(Exception):  # the others are told, and the process has its exit code already
                     portal.call(_leave_late, block, coll)
                 portal.call(portal.stop, True)
@@ -96,6 +100,7 @@ def in_thread(block: AbstractAsyncContextManager[Communicator]) -> Iterator[Thre
         try:
             yield coll
         except BaseException as error:
+            fold_tracebacks()
             raised = None if left else portal.call(_leave, block, error)
             if raised is None or raised is error:
                 raise
@@ -103,7 +108,10 @@ def in_thread(block: AbstractAsyncContextManager[Communicator]) -> Iterator[Thre
         finally:
             left = True  # from Python 3.14 on one that is unregistered by what runs at exit is called all the same
             atexit.unregister(at_exit)
+        here = whence(1)
+        coll.parts.registry.closed_at = opened_at if is_ours(here[0].co_filename) else here
         if (raised := portal.call(_leave, block, None)) is not None:
+            fold_tracebacks()
             raise raised
 
 

@@ -43,6 +43,9 @@ def folded(error: BaseException, *, programs: bool = False) -> str:
                 part.__notes__ = [*(part.__notes__ or ()), *_hints(told)]
             part.stack = _Folded(part.stack)
             part.stack.explained = isinstance(told, _EXPLAINED)
+            cause = told.__cause__
+            if isinstance(cause, AiodistError) and str(cause) and str(cause) in str(told):
+                part.__cause__ = None  # `told` is the same in the words of another library
     return "".join(text.format())
 
 
@@ -80,6 +83,18 @@ def _print_folded(kind: type[BaseException], error: BaseException, trace: Traceb
     except Exception:  # noqa: BLE001  - it must be shown in any case
         sys.__excepthook__(kind, error, trace)
         return
+    _show(text)
+
+
+def print_error(error: Exception) -> None:
+    """Print an error that ends a program of which no frame is left, as at exit."""
+    if sys.excepthook is _print_folded:
+        _show(folded(error, programs=True))
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _show(text: str) -> None:
     hint = "(AIODIST_TRACEBACK=full shows these frames too)\n" if _MARK in text else ""
     print(text + hint, end="", file=sys.stderr)  # noqa: T201
 

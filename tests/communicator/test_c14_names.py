@@ -474,7 +474,7 @@ async def test_c14_a_selector_that_ranks_edit_meanwhile_is_told(coll: Communicat
     other = await coll.dup()
     if coll.rank == 0:
         other.selector.set("allreduce", "ring")
-    with pytest.raises(aiodist.MismatchError, match=r"by selector table [0-9a-f]{8}"):
+    with pytest.raises(aiodist.MismatchError, match="with an edited selector"):
         await other.allreduce(torch.ones(3), name="edited")
     if coll.rank == 1:
         other.selector.set("allreduce", "ring")

@@ -454,3 +454,10 @@ async def test_c3_growing_out_does_not_lend_its_old_memory_to_others(coll: Commu
         fresh = [torch.empty(8) for _ in range(8)]  # would get the memory that an out gave up
         handles += [coll.allreduce(t) for t in fresh]
         await aiodist.gather(*handles)
+
+
+@pytest.mark.ranks(2)
+async def test_c9_an_out_that_is_too_small_names_the_rank_that_sent_most(coll: Communicator) -> None:
+    room, mine = torch.empty(20)[:12], torch.ones(4 + 5 * coll.rank)
+    with pytest.raises(ValueError, match=r"room for 12 elements of 13 .*; rank 1 sent the most, 9"):
+        await coll.allgather(mine, out=room)

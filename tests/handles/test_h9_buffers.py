@@ -87,6 +87,16 @@ def test_h9_the_error_names_the_earlier_operation() -> None:
     table.acquire(50, 50, False, "before it")
 
 
+def test_h9_one_operation_with_the_same_memory_twice_is_told_so() -> None:
+    table = InFlight()
+    owner = "allreduce #4"
+    with pytest.raises(BufferInFlight, match=r"the same memory twice: t\[2\] overlaps t\[0\], and both are written"):
+        table.acquire_all([(0, 10, True, None), (10, 10, True, None), (5, 1, True, None)], owner)
+    with pytest.raises(BufferInFlight, match="what it reads overlaps what it writes"):
+        table.acquire_all([(0, 10, True, None), (5, 10, False, None)], owner)
+    assert len(table) == 0
+
+
 def test_h9_a_reader_that_is_over_is_not_named() -> None:
     table = InFlight()
     table.acquire(0, 10, False, "first")

@@ -36,6 +36,14 @@ def test_t5_alone(jobs: Jobs) -> None:
 
 
 @NONE
+def test_t5_a_rank_that_closes_is_told_with_the_line_of_its_program(run: Run) -> None:
+    ended = run("started.py", "uneven")
+    assert ended.code == 1, ended
+    assert re.search(r"rank 0: allreduce .* rank 1: close at \S+/started\.py:\d+ in uneven", ended.errors), ended
+    assert "Thread.run" not in ended.errors
+
+
+@NONE
 def test_t5_what_is_made_of_coroutines_runs_by_the_portal(run: Run) -> None:
     ended = run("started.py", "trains")
     assert (ended.code, ended.errors) == (0, ""), ended

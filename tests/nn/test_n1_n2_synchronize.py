@@ -297,7 +297,7 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "fewer": (
         lambda: nn.ModuleDict({"first": nn.Linear(3, 4)}),
-        r"second\.weight float32\[2, 4\].*nothing more",
+        r"second\.weight float32\[2, 4\], second\.bias float32\[2\] on .*nothing more",
     ),
 }
 

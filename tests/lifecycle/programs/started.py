@@ -50,6 +50,13 @@ def calls() -> None:
         say(f"then: {type(error).__name__}")
 
 
+def uneven() -> None:
+    """The first rank makes a call that the others do not: they close."""
+    with aiodist.start() as coll:
+        if coll.rank == 0:
+            coll.allreduce(1).wait()
+
+
 def trains() -> None:
     """What is made of coroutines runs by the portal, equal to one process on the joined batch."""
     torch.manual_seed(0)

@@ -1,0 +1,103 @@
+"""L5: the console shows the traceback of the rank that failed, and of ranks that only heard of it a line each."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aiodist.launch.tracebacks import Tracebacks
+
+if TYPE_CHECKING:
+    from tests.launch.conftest import Launcher
+
+OWN = """\
+Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    aiodist.run(main)
+  … 4 frames of aiodist and asyncio
+  File "train.py", line 6, in main
+    raise ValueError("broken")
+ValueError: broken
+(AIODIST_TRACEBACK=full shows these frames too)
+"""
+HEARD = """\
+Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    aiodist.run(main)
+  … 4 frames of aiodist and asyncio
+  File "train.py", line 7, in main
+    await coll.allreduce(t)
+  … 2 frames of aiodist and asyncio
+aiodist.errors.RemoteError: rank 1 failed: ValueError: broken
+Traceback (most recent call last):
+  File "train.py", line 6, in main
+    raise ValueError("broken")
+ValueError: broken
+(AIODIST_TRACEBACK=full shows these frames too)
+"""
+LINE = "aiodist.errors.RemoteError: rank 1 failed: ValueError: broken (at train.py:7 in main)\n"
+
+
+def _console(*said: tuple[int, str], prefix: bool = True) -> str:
+    """Return what is shown of what ranks said, one after the other, before they ended in the order of ranks."""
+    shown, tracebacks = b"", Tracebacks()
+    before = {rank: f"[{rank}] " if prefix else "" for rank, _ in said}
+    for rank, text in said:
+        for line in text.splitlines(keepends=True):
+            shown += tracebacks.feed(rank, (before[rank] + line).encode(), before[rank].encode())
+    for rank in sorted(before):
+        shown += tracebacks.finish(rank, before[rank].encode())
+    return shown.decode()
+
+
+def _of(rank: int, text: str) -> str:
+    return "".join(f"[{rank}] {line}" for line in text.splitlines(keepends=True))
+
+
+def test_l5_who_heard_of_it_has_a_line() -> None:
+    assert _console((1, OWN), (0, HEARD), (2, HEARD)) == _of(1, OWN) + _of(0, LINE) + _of(2, LINE)
+    assert _console((0, HEARD), (1, OWN), (2, HEARD)) == _of(1, OWN) + _of(2, LINE) + _of(0, LINE)
+    assert _console((1, OWN), (0, HEARD), prefix=False) == OWN + LINE
+
+
+def test_l5_the_first_is_whole_where_no_rank_shows_its_own() -> None:
+    assert _console((0, HEARD), (2, HEARD)) == _of(0, HEARD) + _of(2, LINE)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "epoch 1\nTraceback (most recent call last):\n",
+        HEARD.replace("  … 4 frames of aiodist and asyncio\n", "").replace("  … 2 frames of aiodist and asyncio\n", ""),
+        HEARD.replace("RemoteError", "MismatchError") + "more\n",
+        HEARD.rpartition("(AIODIST")[0],
+        OWN + OWN,
+    ],
+)
+def test_l5_all_else_is_shown_as_it_is(text: str) -> None:
+    assert _console((0, text)) == _of(0, text)
+
+
+def test_l5_what_comes_after_stays() -> None:
+    assert _console((1, OWN), (0, f"before\n{HEARD}after\n")) == _of(1, OWN) + _of(0, f"before\n{LINE}after\n")
+
+
+@pytest.mark.timeout(60)
+def test_l5_ranks_that_are_killed_after_a_signal_are_named(plain: Launcher) -> None:
+    plain.script(
+        """
+        import signal
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        say("ready")
+        time.sleep(60)
+        """
+    )
+    with plain.started("--no-prefix", "--kill-after", "0.5", "script.py", n=2) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert "ranks 0, 1 had not ended 0.5 s after SIGTERM: killed; --kill-after gives them more seconds" in told
