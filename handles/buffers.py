@@ -40,7 +40,7 @@ class InFlight(_core.Claims):
 
 def _twice(claims: Sequence[Claimed], i: int) -> str:
     """Return which claim overlaps claim `i`, which comes later, as words of the caller's."""
-    start, nbytes, writes, _ = claims[i]
+    start, nbytes, writes, *_ = claims[i]
     j = next(j for j, (at, size, *_) in enumerate(claims[:i]) if at < start + nbytes and start < at + size)
     if writes and claims[j][2]:
         return f"t[{i}] overlaps t[{j}], and both are written; expected tensors with memory of their own"
