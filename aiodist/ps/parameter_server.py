@@ -133,7 +133,7 @@ class ParameterServer(Naming):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._session.exit(error)
+        await self._session.exit(error, partial(self._rebind, roles=None))
 
     # --- who -------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from aiodist.errors import (
     AiodistError,
     CommunicatorAborted,
     CommunicatorClosed,
+    CommunicatorError,
     MismatchError,
     OperationTimeout,
     PeerLost,
@@ -181,11 +182,17 @@ class ParameterServerSession:
         if dispatcher.refusal is not None:  # lost in the meantime
             self._aborted(CommunicatorAborted(str(dispatcher.refusal)))
 
-    async def exit(self, error: BaseException | None) -> None:
+    async def exit(
+        self, error: BaseException | None, rebind: Callable[[Communicator], Awaitable[None]] | None = None
+    ) -> None:
+        """Leave with all ranks, or after an `error` without them.
+
+        In an elastic world whose ranks regroup meanwhile, this rank goes with them by `rebind`, and leaves there.
+        """
         self.check_loop()
         try:
             if error is None:
-                await self._leave()
+                await self._leave_last(rebind)
         except BaseException as raised:
             error = raised
             raise
@@ -193,7 +200,38 @@ class ParameterServerSession:
             if error is not None:
                 self.abort_everywhere(error)
             await self.context.service.ended()  # what it works on is the caller's again
-            await self.coll.aclose()
+            try:
+                await self.coll.aclose()
+            except PeerLost as lost:
+                if lost.lost not in self.context.gone:  # else the others have left without it
+                    raise
+
+    async def _leave_last(self, rebind: Callable[[Communicator], Awaitable[None]] | None) -> None:
+        while True:
+            try:
+                await self._leave()
+            except (PeerLost, CommunicatorError) as error:
+                if rebind is None or not self._superseded(error):
+                    raise
+            else:
+                return
+            rebound = False
+            while not rebound:
+                coll = await self.parent.shrink()  # what that raises is the end
+                try:
+                    await rebind(coll)
+                except (PeerLost, CommunicatorError) as error:
+                    if self.parent is not coll or not self._superseded(error):
+                        raise
+                else:
+                    rebound = True
+
+    def _superseded(self, error: AiodistError) -> bool:
+        """Return True if the ranks of the elastic world regroup, which `error` may come of."""
+        parts = self.parent.parts
+        if parts.registry.elastic is None or isinstance(parts.dispatcher.refusal, CommunicatorClosed):
+            return False
+        return parts.dispatcher.refusal is not None or (isinstance(error, PeerLost) and error.lost >= 0)
 
     async def _leave(self) -> None:
         """End in order: nobody waits for this rank any more, nothing of mine is open, and all ranks have left."""

@@ -22,3 +22,15 @@ def test_p12_each_push_counts_once_where_a_server_process_is_killed(run: Run, ba
         lost, found = ended.said(rank)
         assert lost.startswith("lost: "), ended
         assert found == f"found: [[300.0], [300.0]] {rank} of 4", ended
+
+
+@pytest.mark.parametrize(("servers", "dies"), [(1, "worker"), (2, "worker"), (2, "server")])
+def test_p12_servers_that_wait_at_the_end_of_the_block_go_on_by_themselves(
+    run: Run, servers: int, dies: str, tmp_path: Path
+) -> None:
+    n = 2 + servers
+    ended = run("ps_loop.py", str(tmp_path), str(servers), dies, n=n, options=("--elastic", "1:4"))
+    assert ended.code == 0, ended
+    for rank in set(range(n)) - {1 if dies == "worker" else n - 1}:
+        said = "serves" if rank >= 2 else "2 rounds, at least 40: True"
+        assert ended.said(rank) == [f"rank {rank}: {said}", f"rank {rank}: left"], ended
