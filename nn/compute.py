@@ -333,8 +333,12 @@ class Forward:
     reduces = True
     """False if the step uses the gradients of this rank alone."""
 
-    def __init__(self, closures: Sequence[Callable[[], Tensor]], settings: StepSettings, compute: Compute) -> None:
+    def __init__(
+        self, closures: Sequence[Callable[[], Tensor]], settings: StepSettings, compute: Compute, driver: object = None
+    ) -> None:
+        """`driver` is the optimizer or driver that makes the step."""
         self.settings = settings
+        self._driver = driver
         self._closures = closures
         self._compute = compute
         self._losses: list[Tensor] = []
@@ -360,6 +364,7 @@ class Forward:
         check_loss(loss, {})
         self._losses.append(loss.detach())
         self._compute.reducer.scaler = self.settings.scaler
+        self._compute.reducer.steps.declare(self._driver, self.settings)
         return loss if self.settings.scaler is None else self.settings.scaler.scale(loss)
 
     @property

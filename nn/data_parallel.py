@@ -419,11 +419,11 @@ class DataParallel(ModuleLike):
             self._optimizer = opt
         if isinstance(opt, Optimizer):
             self.reducer.steps.check_known(opt)
-        elif (check := getattr(opt, "check_parameters", None)) is not None:
+        elif (check := getattr(opt, "_check_parameters", None)) is not None:
             check()
         self.reducer.devices.lend((args, kwargs))
         runs = [partial(each, *args, **kwargs) for each in closures]
-        work = Forward(runs, self._settings, self.compute)
+        work = Forward(runs, self._settings, self.compute, opt)
         if isinstance(opt, Optimizer):
             return await self._timely(self.compute.submit(plain_step, work, opt, self.compute))
         await self._timely(self.compute.submit(opt.train, work))

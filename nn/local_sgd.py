@@ -280,7 +280,7 @@ class LocalSGD:
 
     # --- on the compute thread ----------------------------------------------------------------------------------
 
-    def check_parameters(self) -> None:
+    def _check_parameters(self) -> None:
         """Raise ValueError if the optimizer has parameters that no net averages, and that are not this rank's own."""
         self._net.reducer.steps.check_known(self.optimizer)
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from aiodist.errors import AiodistError, MismatchError, RemoteError
+from aiodist.nn.hyperparameters import Lines, different
 from aiodist.nn.layout import in_words
 from aiodist.world.tracebacks import cause_in
 
 _NAMES = 5  # that a message lists
+_ROWS = 5  # of numbers of each rank
 LEFT_OVER = float(1 << 20)
 """In the column of a frozen parameter that has a gradient all the same: of before, when it was trained."""
 
@@ -52,9 +54,11 @@ class PassStatus:
     """By rank."""
     stops: int = 0
     """How many ranks ask all to stop behind this pass."""
+    settings: tuple[int, ...] = ()
+    """By rank: a hash of the settings of its step; 0 where it tells none."""
 
     @staticmethod
-    def pack(
+    def pack(  # noqa: PLR0913  - one for each column
         columns: Iterable[float],
         ranks: int,
         rank: int,
@@ -64,10 +68,12 @@ class PassStatus:
         steps: int | None = None,
         issued: int = 0,
         stop: bool = False,
+        settings: int = 0,
     ) -> Tensor:
         """Return the status of one rank, to be added to the others'; `steps` is None where it brings nothing."""
-        by_rank = [0.0] * (4 * ranks)
-        by_rank[rank::ranks] = float(issued), float(failed), 0.0 if steps is None else steps + 1.0, float(kind)
+        by_rank = [0.0] * (_ROWS * ranks)
+        made = 0.0 if steps is None else steps + 1.0
+        by_rank[rank::ranks] = float(issued), float(failed), made, float(kind), float(settings)
         told = [*columns, float(steps is not None), float(stop), *by_rank]
         return torch.tensor(told, dtype=torch.float64, device="cpu")
 
@@ -80,9 +86,9 @@ class PassStatus:
         ([1.0, 0.0], (), 1, 3, (7,), (<StatusKind.END: 0>,), 1)
         """
         values = status.tolist()
-        *columns, active, stops = values[: -4 * ranks]
-        by_rank = values[-4 * ranks :]
-        issued, failed, steps, kinds = (by_rank[i * ranks : (i + 1) * ranks] for i in range(4))
+        *columns, active, stops = values[: -_ROWS * ranks]
+        by_rank = values[-_ROWS * ranks :]
+        issued, failed, steps, kinds, settings = (by_rank[i * ranks : (i + 1) * ranks] for i in range(_ROWS))
         return cls(
             columns=columns,
             failures=tuple([r for r, told in enumerate(failed) if told]),
@@ -91,6 +97,7 @@ class PassStatus:
             steps=tuple([round(count) - 1 if count else None for count in steps]),
             kinds=tuple([StatusKind(round(kind)) for kind in kinds]),
             stops=round(stops),
+            settings=tuple(map(round, settings)),
         )
 
     def all_are(self, kind: StatusKind) -> bool:
@@ -98,17 +105,22 @@ class PassStatus:
 
     def agreed(self, kind: StatusKind) -> bool:
         """Return whether all ranks mean this, train the same parameters, and these are alike."""
-        return self.all_are(kind) and self.alike and self.wanted() is not None
+        return self.all_are(kind) and self.alike and self.same_settings and self.wanted() is not None
 
     @property
     def sound(self) -> bool:
         """No rank failed, all are at the end of the same pass, and all parameters are those after as many steps."""
-        return not self.failures and self.all_are(StatusKind.END) and self.alike
+        return not self.failures and self.all_are(StatusKind.END) and self.alike and self.same_settings
 
     @property
     def alike(self) -> bool:
         """All parameters are those after as many steps."""
         return len({count for count in self.steps if count is not None}) < 2
+
+    @property
+    def same_settings(self) -> bool:
+        """True if the ranks that tell settings of their steps have the same."""
+        return len({told for told in self.settings if told}) < 2
 
     def wanted(self) -> tuple[list[bool], list[bool]] | None:
         """Return which parameters are trained, and which are to be reduced; None where ranks disagree.
@@ -140,6 +152,8 @@ class PassAccount:
     """How many backwards it has behind it."""
     steps: str
     """How many steps its optimizer has made, in words."""
+    settings: Lines | None = None
+    """What its step is made with; None where it brings nothing."""
 
 
 def explained(status: PassStatus, accounts: Sequence[PassAccount], rank: int) -> AiodistError:
@@ -158,7 +172,9 @@ def explained(status: PassStatus, accounts: Sequence[PassAccount], rank: int) ->
     frozen = [account.frozen for account in accounts]
     if len({names for names in frozen if names is not None}) > 1:
         return MismatchError(_frozen(frozen), rank=rank)
-    if len({made for made in status.steps if made is not None}) < 2:
+    if status.alike and not status.same_settings:
+        return MismatchError(_settings([account.settings for account in accounts]), rank=rank)
+    if status.alike:
         return MismatchError(
             "ranks disagree on what is to be reduced: a frozen parameter has a gradient on some of them only: "
             "`net.zero_grad()` forgets it",
@@ -209,6 +225,15 @@ def _frozen(frozen: Sequence[tuple[str, ...] | None]) -> str:
     return (
         f"ranks train different parameters: {in_words([said(mine) for mine in frozen])}; no rank has made this step, "
         "and the next one works once all freeze the same"
+    )
+
+
+def _settings(by_rank: Sequence[Lines | None]) -> str:
+    name, values = different(by_rank) or ("optimizers", ["other ones"] * len(by_rank))
+    return (
+        f"ranks make this step with different settings, {name}: {in_words(values)}; every rank must have the same "
+        "clipping, scaler, autocast, optimizer and hyperparameters (lr, …), or ranks come to differ. No rank has made "
+        "this step, and the next one works once all have the same"
     )
 
 

@@ -151,7 +151,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
     # --- on the compute thread ----------------------------------------------------------------------------------
 
-    def check_parameters(self) -> None:
+    def _check_parameters(self) -> None:
         """Raise ValueError if an optimizer has other parameters than those of its bucket."""
         for part in self._parts:
             part.check()

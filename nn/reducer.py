@@ -291,6 +291,7 @@ class Reducer:
             kind=kind,
             steps=self.steps.mark if opinion else None,
             stop=self.asks_stop(),
+            settings=self.steps.settings_hash if kind is StatusKind.AVERAGE else 0,
         )
 
     def ask(self, status: Tensor) -> Handle[PassStatus]:
@@ -619,7 +620,8 @@ class Reducer:
 
     def account(self, failure: str | None, *, active: bool) -> PassAccount:
         frozen = tuple(slot.name for slot in self.slots if not slot.parameter.requires_grad)
-        return PassAccount(failure, frozen if active else None, self.statistics.passes, str(self.steps))
+        steps, settings = self.steps, self.steps.settings_lines() if active else None
+        return PassAccount(failure, frozen if active else None, self.statistics.passes, str(steps), settings)
 
     def _learn(self, dealt: Deal, over: Callable[[], None]) -> None:
         """Have rank 0 tell in which order its gradients came; the same on all ranks, even where theirs differs."""

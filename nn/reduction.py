@@ -143,6 +143,7 @@ class Reduction(PassMachine[Bucket]):
         usable = self.usable  # and not this object, which would know itself
         self._note_settled = join(len(self.buckets), lambda _: usable.resolve(None))
         self._header = header
+        self._settings = host.steps.settings_hash if terms.active else 0
         self._filled: set[int] = set()
         self._permits: dict[int, Permit | None] = {}
         """Of the buckets that wait for leave, or are under way."""
@@ -386,7 +387,16 @@ class Reduction(PassMachine[Bucket]):
         data = self._host.data
         steps = self._host.steps.mark if self.terms.active else None
         stop = self._host.asks_stop()
-        told = PassStatus.pack(used, data.size, data.rank, failed=failed, steps=steps, issued=issued, stop=stop)
+        told = PassStatus.pack(
+            used,
+            data.size,
+            data.rank,
+            failed=failed,
+            steps=steps,
+            issued=issued,
+            stop=stop,
+            settings=self._settings,
+        )
         self._add_up(told, self.told)
 
     def _add_up(self, told: Tensor, then: Callable[[PassStatus], None]) -> None:

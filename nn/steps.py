@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import update_wrapper
+from functools import cached_property, update_wrapper
 from inspect import signature
 from operator import is_
 from threading import get_ident
@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from aiodist.checkpoints.parts import bit_sums
 from aiodist.communicator import Communicator
 from aiodist.nn.buckets import with_values
+from aiodist.nn.hyperparameters import Lines, SettingsHash, described, optimizers_of
 from aiodist.nn.tensor_parallel import total_over
 from aiodist.streams.memory import dtype_name
 from aiodist.types import Stateful
@@ -91,6 +92,22 @@ class StepSettings:
         if "scheduler" in given:
             given["scheduler"] = _schedulers(given["scheduler"])
         return replace(self, **given)
+
+    def lines(self) -> Lines:
+        """Return what ranks compare of them."""
+        scaler = self.scaler
+        how = "None"
+        if scaler is not None:
+            rates = (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval())
+            how = f"{type(scaler).__name__}{rates if scaler.is_enabled() else ' (disabled)'}"
+        cast = self.autocast
+        to = "None" if cast is None or not cast._enabled else f"{cast.device}, {cast.fast_dtype}"
+        clip = "None" if self.clip_norm is None else repr(float(self.clip_norm))
+        return [("clip_norm", clip), ("scaler", how), ("autocast", to)]
+
+    @cached_property
+    def described(self) -> str:
+        return repr(self.lines())
 
     @property
     def whole(self) -> bool:
@@ -275,6 +292,13 @@ class Steps:
         """What an optimizer raised last on this rank, as far as is known."""
         self.thread: int | None = None
         """The thread that runs a backward of the net; None between two of them."""
+        self.settings_hash = 0
+        """Of the settings that the step of the newest pass is made with; 0 if they are not known."""
+        self._declared: tuple[object, StepSettings] | None = None
+        """The optimizer or driver of the step that is under way, and its settings."""
+        self._compared: tuple[list[Optimizer], StepSettings | None] = [], None
+        """What `settings_hash` is of."""
+        self._hash = SettingsHash()
         self.partial = False
         """True in a backward of a list of closures, all but the last of which leave gradients on this rank."""
         self.current: InFlight | None = None
@@ -401,6 +425,27 @@ class Steps:
         """A backward begins: what was noted before it counts. The last one must be over."""
         noted, self._since = self._since, {}
         self.made += len(noted or ())
+        declared, self._declared = self._declared, None
+        drivers = [*(noted or {}).values(), *(() if declared is None else declared[:1])]
+        optimizers = list({id(opt): opt for each in drivers for opt in optimizers_of(each)}.values())
+        self._compared = optimizers, None if declared is None else declared[1]
+        told = "" if declared is None else declared[1].described
+        self.settings_hash = self._hash.of(optimizers, told, self._own) if drivers else 0
+
+    def declare(self, driver: object, settings: StepSettings) -> None:
+        """The next pass is that of a step with these."""
+        self._declared = driver, settings
+
+    def settings_lines(self) -> Lines:
+        """Return what `settings_hash` is of, in words."""
+        optimizers, settings = self._compared
+        lines = [] if settings is None else settings.lines()
+        for opt in optimizers:
+            mine = (self.names.get(id(p)) for group in opt.param_groups for p in group["params"])
+            first = next((name for name in mine if name is not None), None)
+            of = f", the optimizer of {first!r}" if first is not None and len(optimizers) > 1 else ""
+            lines += [(f"{name}{of}", value) for name, value in described(opt, self._own)]
+        return lines
 
     @contextmanager
     def making(self) -> Iterator[None]:

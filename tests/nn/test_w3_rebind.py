@@ -374,6 +374,9 @@ class Fails(torch.optim.SGD):
 
     fails = False
 
+    def __repr__(self) -> str:
+        return "Luck"
+
     def step(self, closure: Any = None) -> Any:
         if self.fails:
             self.fails = False
@@ -415,11 +418,21 @@ def noting(made: list[torch.optim.Optimizer], kind: Any) -> Any:
     return make
 
 
+class Luck:
+    """A setting that ranks do not compare by value."""
+
+    fails = False
+
+
 class SometimesFails(torch.optim.SGD):
     """Has changed one parameter when it raises, which one of its settings has it do."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.param_groups[0]["luck"] = Luck()
+
     def step(self, closure: Any = None) -> Any:
-        if self.param_groups[0].get("fails"):
+        if self.param_groups[0]["luck"].fails:
             self.param_groups[0]["params"][0].data.zero_()
             raise ArithmeticError("no luck")
         return super().step(closure)
@@ -445,13 +458,13 @@ def test_w3_what_a_pipelined_optimizer_made_in_part_is_taken_back(failing: list[
             for step in range(2):
                 await net.step(partial(share, net, step, coll.rank, coll.size), opt)
             await opt.flush()
-            made[1].param_groups[0]["fails"] = number in failing
+            made[1].param_groups[0]["luck"].fails = number in failing
             with pytest.raises(ArithmeticError) if number in failing else nullcontext():
                 await net.step(partial(share, net, 2, coll.rank, coll.size), opt)
                 await opt.flush()
             coll = await coll.shrink()
             await net.rebind(coll, opt)
-            made[1].param_groups[0]["fails"] = False
+            made[1].param_groups[0]["luck"].fails = False
             made_whole = net.steps
             for step in range(made_whole, 5):
                 await net.step(partial(share, net, step, coll.rank, coll.size), opt)
@@ -473,14 +486,14 @@ def test_w3_several_steps_that_were_made_in_part_are_all_taken_back() -> None:
             net, opt, made = await sometimes_failing(number, coll)
             await whole_step(net, opt, partial(share, net, 0, coll.rank, coll.size))
             for failing in (0, 1):
-                made[failing].param_groups[0]["fails"] = True
+                made[failing].param_groups[0]["luck"].fails = True
                 with pytest.raises(ArithmeticError):
                     await whole_step(net, opt, partial(share, net, 1, coll.rank, coll.size))
-                made[failing].param_groups[0]["fails"] = False
+                made[failing].param_groups[0]["luck"].fails = False
             await net.rebind(coll := await coll.shrink(), opt)
             assert net.steps == 1
             for step in range(1, 5):
-                made[0].param_groups[0]["fails"] = made[1].param_groups[0]["fails"] = False
+                made[0].param_groups[0]["luck"].fails = made[1].param_groups[0]["luck"].fails = False
                 await whole_step(net, opt, partial(share, net, step, coll.rank, coll.size))
             return bytes_of(net.module), net.module
 
@@ -503,10 +516,10 @@ def test_w3_a_step_behind_a_load_is_taken_back_to_what_was_loaded(turns: int) ->
                 build(number), coll, PipelinedOptimizer, op="sum", first_bucket_bytes=1, bucket_bytes=1
             )
             opt = PipelinedOptimizer(net, make)
-            made[1].param_groups[0]["fails"] = True
+            made[1].param_groups[0]["luck"].fails = True
             with pytest.raises(ArithmeticError):
                 await whole_step(net, opt, partial(share, net, 0, coll.rank, coll.size))
-            made[1].param_groups[0]["fails"] = False
+            made[1].param_groups[0]["luck"].fails = False
             net.load_state_dict(build(5).state_dict())
             step = whole_step(net, opt, partial(share, net, 0, coll.rank, coll.size))
             with suppress(PeerError):
@@ -541,7 +554,7 @@ def test_w3_a_state_that_was_loaded_is_not_taken_back() -> None:
         async with aiodist.init(elastic=True) as coll:
             net = await DataParallel.create(build(number), coll, PipelinedOptimizer, op="sum", first_bucket_bytes=1)
             opt = PipelinedOptimizer(net, make)
-            made[1].param_groups[0]["fails"] = True
+            made[1].param_groups[0]["luck"].fails = True
             with pytest.raises(ArithmeticError):
                 await whole_step(net, opt, partial(share, net, 0, coll.rank, coll.size))
             net.load_state_dict(build(5).state_dict())
@@ -555,12 +568,12 @@ def test_w3_a_state_that_was_loaded_is_not_taken_back() -> None:
 def test_w3_what_an_update_has_changed_is_taken_back_to_the_bit() -> None:
     """State of float32 beside parameters of 16 bits, and the scale of a scaler."""
 
-    class Wide(torch.optim.SGD):
+    class Wide(SometimesFails):
         def step(self, closure: Any = None) -> Any:
             for p in self.param_groups[0]["params"]:
                 self.state[p].setdefault("sum", torch.zeros(p.shape)).add_(p.grad.float() / 3)
                 p.data.sub_(p.grad)
-            if self.param_groups[0].get("fails"):
+            if self.param_groups[0]["luck"].fails:
                 raise ArithmeticError("no luck")
             return None
 
@@ -576,7 +589,7 @@ def test_w3_what_an_update_has_changed_is_taken_back_to_the_bit() -> None:
             await net.step(lambda: net(x).square().sum(), opt)
             await opt.flush()
             before = bytes_of(module, scaler), [each.state_dict()["state"] for each in copy.deepcopy(made)]
-            made[1].param_groups[0]["fails"] = True
+            made[1].param_groups[0]["luck"].fails = True
             with pytest.raises(ArithmeticError):
                 await whole_step(net, opt, lambda: net(x).square().sum())
             changed = bytes_of(module, scaler)

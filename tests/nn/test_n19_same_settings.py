@@ -1,0 +1,189 @@
+"""N19: settings that differ by rank are told at the first step in which they do, with the values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import StepLR
+
+import aiodist
+from aiodist import Communicator, nn
+from aiodist.nn import DataParallel, assert_synchronized
+
+if TYPE_CHECKING:
+    from tests.nn.conftest import Trial
+
+on_ranks = pytest.mark.ranks(2, 3)
+
+
+async def step(net: DataParallel, opt: Any, trial: type[Trial], rank: int, number: int = 0) -> None:
+    await net.step(partial(trial.loss, net, rank, number), opt)
+
+
+CLIP: dict[str, tuple[Callable[[bool], Any], str]] = {
+    "clip_norm": (lambda odd: {"clip_norm": 1.0 if odd else 0.5}, r"clip_norm: .*0\.5 on rank.*1\.0 on rank"),
+    "no clip_norm": (lambda odd: {"clip_norm": 1.0 if odd else None}, r"clip_norm: .*None on rank.*1\.0 on rank"),
+    "scaler": (lambda odd: {"scaler": torch.amp.GradScaler("cpu") if odd else None}, r"scaler: None.*GradScaler"),
+    "autocast": (lambda odd: {"autocast": torch.bfloat16 if odd else None}, r"autocast: None.*bfloat16"),
+}
+
+
+@on_ranks
+@pytest.mark.parametrize("what", CLIP)
+async def test_n19_settings_that_differ(coll: Communicator, trial: type[Trial], what: str) -> None:
+    make, words = CLIP[what]
+    net = await DataParallel.create(trial.Mlp(), coll)
+    opt = SGD(net.parameters(), lr=0.1)
+    await step(net, opt, trial, coll.rank)
+    known = [p.detach().clone() for p in net.parameters()]
+    net.settings(**make(coll.rank == 1))
+    for _ in range(2):
+        with pytest.raises(aiodist.MismatchError, match=words):
+            await step(net, opt, trial, coll.rank)
+        assert all(map(torch.equal, known, net.parameters()))
+    net.settings(clip_norm=None, scaler=None, autocast=None)
+    await step(net, opt, trial, coll.rank)
+    await assert_synchronized(net.module, coll)
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[Any, bool], Any], str]] = {
+    "class": (lambda p, odd: Adam(p, lr=0.1) if odd else SGD(p, lr=0.1), r"the class of the optimizer: SGD.*Adam"),
+    "lr": (lambda p, odd: SGD(p, lr=0.2 if odd else 0.1), r"lr of group 0 of SGD: 0\.1 on rank.*0\.2 on rank"),
+    "momentum": (lambda p, odd: SGD(p, lr=0.1, momentum=0.5 * odd), r"momentum of group 0 of SGD: 0\.0.*0\.5"),
+    "betas": (lambda p, odd: Adam(p, betas=(0.9, 0.5 if odd else 0.9)), r"betas of group 0 of Adam: .*0\.5"),
+    "nesterov": (lambda p, odd: SGD(p, lr=0.1, momentum=0.9, nesterov=odd), r"nesterov of group 0 .*False.*True"),
+    "tensor": (lambda p, odd: SGD(p, lr=torch.tensor(0.5 if odd else 0.25)), r"lr of group 0 .*0\.25.*0\.5"),
+    "group": (
+        lambda p, odd: SGD([{"params": p[:1]}, {"params": p[1:], "lr": 0.3 if odd else 0.1}], lr=0.1),
+        r"lr of group 1 of SGD: 0\.1.*0\.3",
+    ),
+    "groups": (
+        lambda p, odd: SGD([{"params": p}] if odd else [{"params": p[:1]}, {"params": p[1:]}], lr=0.1),
+        r"of group 1 of SGD.*nothing",
+    ),
+}
+
+
+@on_ranks
+@pytest.mark.parametrize("what", OPTIMIZERS)
+async def test_n19_hyperparameters_that_differ(coll: Communicator, trial: type[Trial], what: str) -> None:
+    make, words = OPTIMIZERS[what]
+    net = await DataParallel.create(trial.Mlp(), coll)
+    opt = make(list(net.parameters()), coll.rank == 1)
+    with pytest.raises(aiodist.MismatchError, match=words):
+        await step(net, opt, trial, coll.rank)
+    trial.assert_same(net, trial.Mlp())
+    await step(net, SGD(net.parameters(), lr=0.1), trial, coll.rank)
+    trial.assert_same(net, trial.alone(coll.size, 1))
+
+
+@on_ranks
+@pytest.mark.parametrize("way", ["step", "own", "changed"])
+async def test_n19_rates_that_come_to_differ(coll: Communicator, trial: type[Trial], way: str) -> None:
+    """By a scheduler, or by hand, in the step for which they do; where the program steps by itself at its backward."""
+    net = await DataParallel.create(trial.Mlp(), coll)
+    opt = SGD(net.parameters(), lr=0.1)
+    schedule = StepLR(opt, 2 if coll.rank == 1 else 1, gamma=0.5)
+
+    async def one(number: int) -> None:
+        if way == "own":
+            opt.zero_grad()
+            await net.backward(trial.loss(net, coll.rank, number))
+            opt.step()
+            schedule.step()
+            return
+        await step(net, opt, trial, coll.rank, number)
+        if way == "step":
+            schedule.step()
+        elif coll.rank != 1:
+            opt.param_groups[0]["lr"] = 0.05
+
+    await one(0)
+    known = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(aiodist.MismatchError, match=r"lr of group 0 of SGD: 0\.05 on rank.*0\.1 on rank"):
+        await one(1)
+    assert all(map(torch.equal, known, net.parameters()))
+    opt.param_groups[0]["lr"] = 0.1
+    await step(net, opt, trial, coll.rank, 1)
+    trial.assert_same(net, trial.alone(coll.size, 2))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["pipelined", "sharded", "local", "plain", "outer"])
+async def test_n19_drivers_whose_rates_differ(coll: Communicator, trial: type[Trial], kind: str) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll)
+    lr = 0.1 + 0.1 * coll.rank
+
+    def sgd(params: Any) -> SGD:
+        return SGD(params, lr=0.1 if kind == "outer" else lr)
+
+    drivers: dict[str, Callable[[], Any]] = {
+        "pipelined": lambda: nn.PipelinedOptimizer(net, sgd),
+        "sharded": lambda: nn.ShardedOptimizer(net, sgd),
+        "local": lambda: nn.LocalSGD(net, sgd(net.parameters()), every=2),
+        "plain": lambda: nn.LocalSGD(net, sgd(net.parameters()), every=1),
+        "outer": lambda: nn.LocalSGD(net, sgd(net.parameters()), every=2, outer=lambda p: SGD(p, lr=lr)),
+    }
+    opt = drivers[kind]()
+
+    async def train() -> None:
+        for number in range(2):
+            await step(net, opt, trial, coll.rank, number)
+        await opt.flush()
+
+    with pytest.raises(aiodist.MismatchError, match=r"lr of group 0 of SGD.*: 0\.1 on rank 0; 0\.2 on rank 1"):
+        await train()
+    if kind == "pipelined":  # the second step had begun
+        with pytest.raises(aiodist.MismatchError, match="different settings"):
+            await opt.flush()
+
+
+@on_ranks
+async def test_n19_what_may_differ(coll: Communicator, trial: type[Trial]) -> None:
+    """Values that are equal, what each rank keeps for itself, how many closures; other objects."""
+    torch.manual_seed(coll.rank)
+    head = torch.nn.Linear(3, 3).double()
+    net = await DataParallel.create(trial.Mlp(), coll, per_rank=head.parameters())
+    groups: list[dict[str, Any]] = [{"params": net.parameters(), "lr": 1 if coll.rank == 1 else 1.0, "tag": object()}]
+    more = [torch.nn.Parameter(torch.zeros(3)) for _ in range(coll.rank)]
+    net.settings(per_rank=[*head.parameters(), *more])
+    opt = SGD(
+        [*groups, *({"params": [p]} for p in more), {"params": head.parameters(), "lr": 0.1 * (1 + coll.rank)}], lr=0.1
+    )
+    for number in range(2):
+        forwards = [lambda: trial.loss(net, coll.rank, 0) / (1 + coll.rank)] * (1 + coll.rank)
+        await net.step(forwards, opt)
+        assert number == net.steps - 1
+    await assert_synchronized(net.module, coll)
+
+
+@on_ranks
+async def test_n19_several_optimizers_in_another_order(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll)
+    first, *others = net.parameters()
+    opts = [SGD([first], lr=0.1), Adam(others, lr=0.02)]
+    for number in range(3):
+        net.zero_grad()
+        await net.backward(trial.loss(net, coll.rank, number))
+        for opt in opts if coll.rank else reversed(opts):
+            opt.step()
+    await assert_synchronized(net.module, coll)
+    opts[1].param_groups[0]["lr"] *= 1 + coll.rank
+    with pytest.raises(aiodist.MismatchError, match=r"lr of group 0 of Adam, the .*: 0\.02 on rank 0; 0\.04 on rank 1"):
+        await net.backward(trial.loss(net, coll.rank, 3))
+
+
+@pytest.mark.ranks(2)
+async def test_n19_ranks_without_data_tell_no_settings(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll, clip_norm=1.0)
+    opt = Adam(net.parameters(), lr=0.02)
+    async with net.join():
+        for number in range(1 + 2 * coll.rank):
+            await step(net, opt, trial, coll.rank, number)
+    await step(net, opt, trial, coll.rank, 9)
+    await assert_synchronized(net.module, coll)
