@@ -374,9 +374,6 @@ class Fails(torch.optim.SGD):
 
     fails = False
 
-    def __repr__(self) -> str:
-        return "Luck"
-
     def step(self, closure: Any = None) -> Any:
         if self.fails:
             self.fails = False
@@ -422,6 +419,9 @@ class Luck:
     """A setting that ranks do not compare by value."""
 
     fails = False
+
+    def __repr__(self) -> str:
+        return "Luck"
 
 
 class SometimesFails(torch.optim.SGD):
