@@ -14,6 +14,7 @@ import torch
 from aiodist.backends.base import Transport, again, ours
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.backends.shm import Lanes, Neighbourhood, ShmNative
+from aiodist.backends.shm.tables import HostTable
 from aiodist.collectives.between import Between
 from aiodist.collectives.choice.table import Edit, Table
 from aiodist.collectives.cuda.accelerator import Accelerator
@@ -127,7 +128,10 @@ class Registry(Generic[C]):
         self.near = near
         """The ranks of this host, and this rank's memory that they can map."""
         self._lanes = Lanes(Progress.current(), near) if near is not None else None
-        self._alone = alone
+        self.alone = alone
+        """Why no other rank shares memory with this one."""
+        self.tables: list[HostTable] = []
+        """Tables that this rank made: their descriptors name them until the world is closed."""
         self._sharing = sharing
         self.accelerator: Accelerator | None = None
         """What this rank has of CUDA, where any rank has something."""
@@ -216,7 +220,7 @@ class Registry(Generic[C]):
         mine = self.accelerator
         cuda = "there is no CUDA device here" if mine is None else mine.kit(name, ranks, topology)
         within = self._shared_memory(name, ranks)
-        return Repertoire(transport, table, hosts=hosts, within=within, alone=self._alone, cuda=cuda)
+        return Repertoire(transport, table, hosts=hosts, within=within, alone=self.alone, cuda=cuda)
 
     def _shared_memory(self, name: str, ranks: Sequence[int]) -> ShmNative | None:
         """Return the collectives among those of `ranks` that share memory, if this rank is not the only one."""
@@ -272,6 +276,7 @@ class Registry(Generic[C]):
         if self._broken not in self._progress.on_broken:  # it was done
             return
         self._progress.on_broken.remove(self._broken)
+        self.tables.clear()
         try:
             if self.accelerator is not None:
                 await self.accelerator.aclose()

@@ -1,15 +1,26 @@
-"""Tensors in memory that the ranks of a host share."""
+"""Tensors in memory that the ranks of a host map: an arena for each rank, and tables that are one for all."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import TypeVar
+from functools import partial
+from math import prod
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from aiodist.backends.base import dtype_name
 from aiodist.backends.shm.moving import move
+from aiodist.backends.shm.tables import HostTable, Named, mapped
+from aiodist.collectives import operations
+from aiodist.communicator import pickling
+from aiodist.communicator.arguments import Terms
 from aiodist.communicator.base import Base
+from aiodist.communicator.fingerprint import Fingerprint
+from aiodist.errors import BackendUnavailable
+from aiodist.handles import Handle
 
 _CPU = torch.device("cpu")
 Shared = TypeVar("Shared", bound=Tensor | nn.Module)
@@ -26,6 +37,9 @@ class SharedMemory(Base):
     ) -> Tensor:
         """Return an uninitialised tensor in memory that the other ranks of this host can map: its *arena*.
 
+        The tensor is this rank's own: no other rank reads its elements, but for collectives, which reduce in place
+        there. `shared_table` makes one that all ranks see.
+
         Local and at once, from any thread; ranks may call it differently. It is a plain tensor, and views of it count.
         Collectives of `impl="shm"` copy nothing of it: the ranks work in one another's tensors, between issue and
         done. Its pages are reserved, and go back when the last tensor in them dies. Raises MemoryError, with how many
@@ -38,6 +52,77 @@ class SharedMemory(Base):
         if near is None or torch.device(device).type != "cpu":
             return torch.empty(size, dtype=dtype, device=device)
         return near.arena.empty(size, dtype)
+
+    def shared_table(
+        self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32, *, timeout: float | None = None
+    ) -> Handle[Tensor]:
+        """Return a tensor of zeros that is in memory once for all ranks of this host: what one writes all read.
+
+        Collective, with the same shape and dtype on every rank. Each host has one table, of `shape` elements; over
+        ranks of one process (`local`) it is there once too. One rank of a host writes, and all read after a barrier:
+
+            table = await coll.shared_table((1_000_000, 64))
+            if coll.local_rank == 0:
+                table.copy_(torch.load("embedding.pt"))
+            await coll.barrier()
+
+        It is a plain tensor on the CPU. Nothing orders its accesses but the program's own barriers, and a collective
+        that writes into it would have several ranks write at one place. Its pages are reserved. They are freed when the
+        world is closed and the last tensor has died, and if all processes are killed: no file has its name.
+
+        Raises TypeError or ValueError for a shape or a dtype that cannot be. On await, on every rank: MismatchError if
+        ranks ask for different ones, MemoryError if a host lacks the pages, and BackendUnavailable if ranks of a host
+        share no memory (AIODIST_SHM=0). Cost: an `allgather_object`, and one mapping.
+        """
+        size = _checked_shape(shape, dtype)
+        topology = self.topology
+        here = topology.ranks_on(topology.host_of[self.rank])
+        offer = self._offer(here, prod(size) * dtype.itemsize)
+        packed, terms = pickling.pack(offer.named if isinstance(offer, HostTable) else offer), Terms(timeout)
+        program = operations.allgather(self._primitives(terms), packed, None)
+        what = Fingerprint("shared_table", dtype_name(dtype), str(list(size)))
+        return self._issue(what, program, [], [packed], terms, partial(self._table, here, size, dtype, offer))
+
+    def _offer(self, here: Sequence[int], nbytes: int) -> HostTable | str | MemoryError | None:
+        """Return this rank's part in making a table: the table, nothing, or why it cannot be made."""
+        near = self._registry.near
+        if len(here) == 1 or not nbytes:
+            return None
+        if self.backend != "local" and near is None:
+            return self._registry.alone
+        if self.rank != here[0]:
+            return None
+        try:
+            table = HostTable(self._dispatcher.ranks[self.rank], nbytes)
+        except MemoryError as error:
+            return error
+        if near is not None:
+            for rank in here[1:]:
+                near.neighbours[self._dispatcher.ranks[rank]].tell({"table": table.named.fd}, table.named.fd)
+        return table
+
+    def _table(
+        self, here: Sequence[int], size: Sequence[int], dtype: torch.dtype, offer: object, parts: Sequence[Tensor]
+    ) -> Tensor:
+        """Return the table, once all ranks have said what they offer."""
+        said: list[Any] = pickling.unpack_each(parts)
+        for rank, one in enumerate(said):
+            if isinstance(one, MemoryError):
+                raise MemoryError(f"shared_table on rank {rank}: {one}")
+            if isinstance(one, str):
+                raise BackendUnavailable(
+                    f"shared_table: rank {rank} shares no memory with the ranks of its host: {one}; expected shared "
+                    "memory, or one rank a host"
+                )
+        if isinstance(offer, HostTable):
+            self._registry.tables.append(offer)
+        named: Named | None = said[here[0]]
+        if named is None:
+            return torch.zeros(tuple(size), dtype=dtype, device="cpu")
+        near = self._registry.near
+        own = near is None or self.rank == here[0]  # a descriptor of this process
+        memory = mapped(named.fd, named.nbytes) if own or near is None else near.neighbours[named.rank].table(named)
+        return torch.frombuffer(memory, dtype=dtype, count=prod(size)).view(tuple(size))
 
     def arena(self, nbytes: int) -> None:
         """Reserve room for `nbytes` of later `empty` calls on this rank, until the world is closed.
@@ -74,3 +159,16 @@ class SharedMemory(Base):
             named = {"t": t} if isinstance(t, Tensor) else dict([*t.named_parameters(), *t.named_buffers()])
             move(self._registry.near.arena, named)
         return t
+
+
+def _checked_shape(shape: int | Sequence[int], dtype: object) -> tuple[int, ...]:
+    """Return `shape` as a tuple; raise TypeError or ValueError unless a tensor of `dtype` can have it."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {type(dtype).__name__}: expected a torch.dtype")
+    try:
+        sides = tuple(map(operator.index, shape if isinstance(shape, Sequence) else (shape,)))
+    except TypeError:
+        raise TypeError(f"shape is {shape!r}: expected an int, or a list of ints") from None
+    if min(sides, default=0) < 0:
+        raise ValueError(f"shape is {list(sides)}: expected sides of 0 or more")
+    return sides

@@ -89,6 +89,7 @@ class ThreadedCommunicator(Communicator):
     alltoall = _issues(Communicator.alltoall)
     alltoall_single = _issues(Communicator.alltoall_single)
     barrier = _issues(Communicator.barrier)
+    shared_table = _issues(Communicator.shared_table)
 
     send = _issues(Communicator.send)
     recv = _issues(Communicator.recv)

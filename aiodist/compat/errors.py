@@ -24,7 +24,7 @@ C = TypeVar("C", bound=type)
 _NAMES = (
     *("SUCCESS", "ERR_BUFFER", "ERR_COUNT", "ERR_TYPE", "ERR_TAG", "ERR_COMM", "ERR_RANK", "ERR_ROOT", "ERR_GROUP"),
     *("ERR_OP", "ERR_TOPOLOGY", "ERR_DIMS", "ERR_ARG", "ERR_UNKNOWN", "ERR_TRUNCATE", "ERR_OTHER", "ERR_INTERN"),
-    *("ERR_IN_STATUS", "ERR_PENDING", "ERR_REQUEST", "ERR_PROC_FAILED", "ERR_REVOKED"),
+    *("ERR_IN_STATUS", "ERR_PENDING", "ERR_REQUEST", "ERR_PROC_FAILED", "ERR_REVOKED", "ERR_WIN"),
 )
 CLASSES = MappingProxyType({name: number for number, name in enumerate(_NAMES)})
 """Numbers by name: those that programs compare with. What a class is for is MPI's."""

@@ -21,6 +21,7 @@ from aiodist.compat.data import DATATYPE_NULL, DATATYPES, DERIVED, IN_PLACE, OP_
 from aiodist.compat.dims import Compute_dims
 from aiodist.compat.errors import CLASSES, LeftOut, MPIError, Null, Told, error_class, error_string, left_out
 from aiodist.compat.requests import ANY_SOURCE, ANY_TAG, PROC_NULL, REQUEST_NULL, UNDEFINED, Request, Status
+from aiodist.compat.windows import WIN_NULL, Win
 from aiodist.errors import AiodistError
 from aiodist.world.background import start
 from aiodist.world.tracebacks import fold_tracebacks, print_error
@@ -36,6 +37,7 @@ __all__ = [
     "PROC_NULL",
     "REQUEST_NULL",
     "UNDEFINED",
+    "WIN_NULL",
     "Comm",
     "Compute_dims",
     "Datatype",
@@ -43,6 +45,7 @@ __all__ = [
     "Op",
     "Request",
     "Status",
+    "Win",
 ]
 
 GROUP_NULL: Final = Null("GROUP_NULL", "ERR_GROUP")
@@ -60,7 +63,7 @@ Wtime = perf_counter
 Get_processor_name = socket.gethostname
 
 _LEFT_OUT = {
-    "Win WIN_* LOCK_*": "aiodist.ParameterServer, or `coll.empty`, which the ranks of a host share",
+    "WIN_* LOCK_*": "Win.Allocate_shared, `coll.shared_table`, or aiodist.ParameterServer",
     "File MODE_* SEEK_*": "aiodist.save, or numpy.memmap",
     "Group": "`coll.group(ranks)`",
     "Info Errhandler Session INFO_* ERRHANDLER_* ERRORS_*": "the arguments of aiodist.init",

@@ -63,7 +63,7 @@ def test_t6_over_processes(nursery: str, name: str, ranks: int) -> None:
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {name}" for rank in range(ranks)]
 
 
-AGREEING = ["disagreements", "lengths", "messages", "orders", "nulls", "nulls_of_calls", "arguments"]
+AGREEING = ["disagreements", "lengths", "messages", "orders", "nulls", "nulls_of_calls", "arguments", "windows"]
 
 
 @pytest.mark.parametrize("mpi", ["none", "openmpi"])

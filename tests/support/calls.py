@@ -39,6 +39,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "alltoall_object": lambda c: c.alltoall_object([1] * c.size),
     "send_object": lambda c: c.send_object(1, c.rank),
     "recv_object": lambda c: c.recv_object(c.rank),
+    "shared_table": lambda c: c.shared_table(2),
     "dup": lambda c: c.dup(),
     "group": lambda c: c.group([0]),
     "split": lambda c: c.split(0),

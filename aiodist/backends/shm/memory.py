@@ -231,6 +231,22 @@ def segment_fd(name: str, nbytes: int) -> int:
     return fd
 
 
+def reserved_fd(name: str, nbytes: int) -> tuple[int, int]:
+    """Return the descriptor of a new memfd whose pages are there, and its bytes, in whole pages; raise MemoryError."""
+    room = _in_pages(nbytes)
+    _check_room(room)
+    try:
+        fd = segment_fd(name, room)
+        try:
+            os.posix_fallocate(fd, 0, room)
+        except BaseException:
+            os.close(fd)
+            raise
+    except OSError as error:
+        raise _lack(room, error) from error
+    return fd, room
+
+
 def check_segment(fd: int, nbytes: int) -> None:
     """Raise ValueError, saying what was seen, unless `fd` is of `nbytes` and can never be shorter."""
     try:

@@ -26,6 +26,7 @@ from torch import Tensor
 from aiodist import _core
 from aiodist.backends.base import in_thread
 from aiodist.backends.shm.memory import Arena, Place, check_segment, segment_fd
+from aiodist.backends.shm.tables import Named, mapped
 from aiodist.control import exchange
 from aiodist.errors import BackendError
 from aiodist.handles.progress import leave_doorbell, sleep_at
@@ -51,6 +52,7 @@ class Neighbour:
         self._link = link
         self._unsent: deque[tuple[bytes, int | None]] = deque()
         self._descriptors: dict[int, tuple[int, int]] = {}
+        self._tables: dict[int, int] = {}  # descriptors here of tables that it made, by those there
         self._segments: dict[int, Tensor] = {}
         self.core = _core.Memory()  # what is mapped of its memory, for the compiled core
         self._doorbell: _core.Doorbell | None = None
@@ -93,6 +95,9 @@ class Neighbour:
         if "segment" in message:
             for fd in fds:  # none where this process has no descriptor left: who wants to map it is told
                 self._descriptors[message["segment"]] = (fd, message["nbytes"])
+        elif "table" in message:
+            for fd in fds:
+                self._tables[message["table"]] = fd
         elif "event" in message:
             for fd in fds:
                 self.core.set_event(fd)
@@ -141,6 +146,20 @@ class Neighbour:
         self.core.map(number, memory_of(segment))
         return segment
 
+    def table(self, named: Named) -> mmap.mmap:
+        """Return the bytes of a table that it made; raise BackendError unless they can be mapped."""
+        self.listen()
+        fd = self._tables.pop(named.fd, None)
+        if fd is None:
+            raise BackendError(f"rank {self.rank} made a table of {named.nbytes} bytes, whose descriptor never came")
+        try:
+            return mapped(fd, named.nbytes)
+        except (OSError, ValueError) as error:
+            said = f"a table of rank {self.rank}, {named.nbytes} bytes as it says, cannot be mapped: {error}"
+            raise BackendError(said) from error
+        finally:
+            os.close(fd)
+
     @property
     def doorbell(self) -> _core.Doorbell:
         """What its progress thread sleeps at."""
@@ -161,7 +180,10 @@ class Neighbour:
         self._link.close()
         for fd, _ in self._descriptors.values():
             os.close(fd)
+        for fd in self._tables.values():
+            os.close(fd)
         self._descriptors.clear()
+        self._tables.clear()
         self._segments.clear()
         self._doorbell = None
 

@@ -274,6 +274,41 @@ def arguments() -> None:
             getattr(MPI, name)
 
 
+def windows() -> None:
+    """`Win.Allocate_shared` is one table for all ranks of the host."""
+    comm = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    rank, size = comm.rank, comm.size
+    win = MPI.Win.Allocate_shared(8 * (rank + 1), 8, comm=comm)
+    mine = np.frombuffer(win.tomemory(), "d")
+    assert mine.tolist() == [0] * (rank + 1)
+    mine[:] = rank + 1
+    win.Fence()
+    for other in range(size):
+        part, unit = win.Shared_query(other)
+        assert unit == 8
+        assert np.frombuffer(part, "d").tolist() == [other + 1] * (other + 1)
+    whole, _ = win.Shared_query(MPI.PROC_NULL)
+    assert np.frombuffer(whole, "d").tolist() == [1]
+    win.Lock_all()
+    win.Sync()
+    win.Unlock_all()
+    refused(lambda: win.Shared_query(size), MPI.ERR_RANK)
+    win.Free()
+    assert not win
+    refused(win.Fence, MPI.ERR_WIN)
+    refused(MPI.WIN_NULL.Fence, MPI.ERR_WIN)
+    refused(lambda: MPI.Win.Allocate_shared(-1, comm=comm), MPI.ERR_ARG)
+    alone = MPI.Win.Allocate_shared(8 if rank == 0 else 0, 8, MPI.INFO_NULL, comm)
+    part, _ = alone.Shared_query(0)
+    if rank == 0:
+        np.frombuffer(part, "d")[:] = 7
+    comm.Barrier()
+    assert np.frombuffer(part, "d").tolist() == [7]
+    for name in ("Create", "Allocate"):
+        with pytest.raises(NotImplementedError, match="Allocate_shared"):
+            getattr(MPI.Win, name)
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()
     print(sys.argv[1])

@@ -146,7 +146,7 @@ def mistakes() -> None:
     for call, kind, text in (
         (lambda: comm.Probe(), NotImplementedError, "recv"),
         (lambda: comm.Create_cart([2]), NotImplementedError, "Split"),
-        (lambda: MPI.Win, NotImplementedError, "ParameterServer"),
+        (lambda: MPI.WIN_NULL.Put, NotImplementedError, "ParameterServer"),
         (lambda: MPI.NoSuchThing, AttributeError, "NoSuchThing"),
         (lambda: comm.Recv(b"abc", 0), TypeError, "read-only"),
         (lambda: comm.Send(np.ones((4, 4))[:, 1], 0), TypeError, "contiguous"),
@@ -158,7 +158,7 @@ def mistakes() -> None:
         (lambda: comm.group, NotImplementedError, "Split"),
         (lambda: comm.Set_errhandler(1), NotImplementedError, "except"),
         (lambda: comm.bcast(1, root=99), MPI.Exception, "root=99"),
-        (lambda: MPI.ERR_WIN, NotImplementedError, "other classes"),
+        (lambda: MPI.ERR_FILE, NotImplementedError, "other classes"),
         (lambda: MPI.ERR_NO_SUCH_FILE, NotImplementedError, "other classes"),
         (lambda: MPI.DOUBLE.Create_vector(2, 1, 4), NotImplementedError, "a contiguous copy"),
         (lambda: MPI.INT.Commit(), NotImplementedError, "a contiguous copy"),
