@@ -287,7 +287,7 @@ async def test_h1_every_communicating_method_returns_a_handle(coll: Communicator
         assert handle.op == name
         assert handle.nbytes >= 0
         assert f"{name} #" in str(handle)
-        assert __file__ in str(handle)
+        assert "calls.py" in str(handle)
         await handle
         assert handle.done()
 
