@@ -194,6 +194,11 @@ class Dispatcher:
         issuer.threads = self.issuing is not None
         return issuer
 
+    @property
+    def watch(self) -> Watch:
+        """What looks at the pending operations of this rank."""
+        return self._watch
+
     @classmethod
     def of_loop(cls, loop: asyncio.AbstractEventLoop) -> list[Dispatcher]:
         """Return those of the communicators that live on `loop`."""

@@ -177,6 +177,10 @@ class Watch(Quiet):
         """Return what this rank waits in; from any thread."""
         return [wait for member in list(self.members.values()) for wait in member.waits(self.report.told)]
 
+    def here(self) -> str:
+        """Return where this rank is as words; on the loop's thread."""
+        return self._here("", True).text(loop_answers=None)
+
     def _here(self, comm: str, on_loop: bool) -> Whereabouts:
         """Answer another rank's question."""
         lines = lines_of_tasks(self.tasks()) if on_loop else [line_of_thread(self._thread_id)]

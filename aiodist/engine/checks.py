@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from aiodist.engine.state import State
 from aiodist.errors import MismatchError
 from aiodist.nn import DataParallel
+from aiodist.nn.layout import in_words
 
 
 def _place(state: State) -> str:
@@ -61,6 +62,15 @@ def _check_finite(what: str, state: State, t: Tensor) -> None:
 
 
 # --- ranks that differ ------------------------------------------------------------------------------------------------
+
+
+def check_same_epoch(places: Sequence[tuple[int, int]]) -> None:
+    """Raise MismatchError unless all ranks begin the same epoch, of as many; each of `places` is a rank's of both."""
+    if any(place != places[0] for place in places):
+        words = in_words([f"epoch {done + 1} of {epochs}" for done, epochs in places])
+        raise MismatchError(
+            f"ranks begin different epochs: {words}; expected the same epochs= on all, and a state that all have loaded"
+        )
 
 
 def fingerprints(module: nn.Module) -> list[int]:

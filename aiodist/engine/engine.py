@@ -156,7 +156,8 @@ class Engine:
 
         Raises what a hook, the loader, forward, backward or the optimizer raised on this rank; RemoteError, with the
         traceback, on the others, in the step that they are about to make or at the end of the epoch. When it is
-        cancelled the others raise RemoteError or CommunicatorAborted. Cost: two allgathers of small objects an epoch.
+        cancelled the others raise RemoteError or CommunicatorAborted. All raise MismatchError, before a step, if
+        they begin different epochs, or have different `epochs`. Cost: two allgathers of small objects an epoch.
         """
         if not isinstance(epochs, int) or epochs < 0:
             raise ValueError(f"epochs={epochs!r}: expected a number of epochs")

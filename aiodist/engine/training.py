@@ -173,9 +173,14 @@ class Training:
         await self._assembly.exchange(None, await self._call("end"))
 
     async def _begin_together(self, failure: Exception | None) -> list[bool]:
-        """Return which ranks ask all to stop, before an epoch."""
+        """Return which ranks ask all to stop, before an epoch; raise `MismatchError` unless all begin the same one."""
+        place = (self._position.epoch, self._state.epochs)
         try:
-            return await self._assembly.exchange(self._asks_stop(), failure)
+            told = await self._assembly.exchange((self._asks_stop(), place), failure)
+            stops, places = [stop for stop, _ in told], [place for _, place in told]
+            if not any(stops):
+                checks.check_same_epoch(places)
+            return stops
         except asyncio.CancelledError:
             if self._position.epoch < self._state.epochs:
                 with suppress(Exception):  # such as that of a net which was given up

@@ -25,6 +25,7 @@ from aiodist.handles import Origin
 from aiodist.world.tracebacks import folded
 
 _LOOK_SECONDS = 0.05
+_STILL_SECONDS = 2.0  # after a signal; a launcher that has no other `--kill-after` kills a second later
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _over = threading.Event()
 _watchers: list[threading.Thread] = []
@@ -52,8 +53,11 @@ def stopping_by_signals(current: Callable[[], Communicator]) -> Iterator[None]:
         world = current()
         world.request_stop()
         told = f"rank {world.rank} was asked to stop by {signal.Signals(signum).name}, and asks all: at their next look"
+        progress = world.parts.dispatcher.progress
         # Not here: what was interrupted may hold the lock of a handler of logging.
-        world.parts.dispatcher.progress.post(partial(logging.getLogger("aiodist").warning, told))
+        progress.post(partial(logging.getLogger("aiodist").warning, told))
+        later = partial(_tell_where, current, signal.Signals(signum).name)
+        progress.post(partial(progress.loop.call_later, _STILL_SECONDS, later))
 
     for signum in _SIGNALS:
         signal.signal(signum, heard)
@@ -61,6 +65,15 @@ def stopping_by_signals(current: Callable[[], Communicator]) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+def _tell_where(current: Callable[[], Communicator], name: str) -> None:
+    """Log where this rank is some time after a signal: the launcher may be about to kill it."""
+    world = current()
+    dispatcher = world.parts.dispatcher
+    if dispatcher.refusal is None:
+        told = f"rank {world.rank} has not ended {_STILL_SECONDS:g} s after {name}: {dispatcher.watch.here()}"
+        logging.getLogger("aiodist").warning(told)
 
 
 class End(NamedTuple):

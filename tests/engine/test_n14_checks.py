@@ -265,3 +265,24 @@ async def test_n14_a_trace_of_each_rank(coll: Communicator, job: type["Job"], tm
     await engine.train(job.pairs(coll.rank, 2), epochs=1)
     await coll.barrier()
     assert {file.name for file in folder.iterdir()} == {"rank0-steps1-1.json", "rank1-steps1-1.json"}  # noqa: ASYNC240
+
+
+# --- epochs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("what", ["state", "epochs"])
+async def test_n14_ranks_in_different_epochs_are_told_when_one_begins(
+    coll: Communicator, job: type["Job"], what: str
+) -> None:
+    engine, steps = await made(coll, job), list[State]()
+    engine.on("forward", steps.append)
+    await engine.train(job.pairs(coll.rank, 2), epochs=1)
+    state = engine.state_dict()
+    await engine.train(job.pairs(coll.rank, 2), epochs=2)
+    before = len(steps)
+    if what == "state" and coll.rank == 1:
+        engine.load_state_dict(state)
+    with pytest.raises(MismatchError, match="ranks begin different epochs: epoch 3 of 4 on rank 0; epoch"):
+        await engine.train(job.pairs(coll.rank, 2), epochs=4 + (what == "epochs" and coll.rank))
+    assert len(steps) == before

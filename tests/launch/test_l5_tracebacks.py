@@ -84,6 +84,39 @@ def test_l5_what_comes_after_stays() -> None:
     assert _console((1, OWN), (0, f"before\n{HEARD}after\n")) == _of(1, OWN) + _of(0, f"before\n{LINE}after\n")
 
 
+@pytest.mark.timeout(90)
+def test_l11_a_rank_that_is_killed_in_a_save_has_told_its_line(plain: Launcher) -> None:
+    plain.script(
+        """
+        import torch, aiodist
+        from aiodist.checkpoints import saving
+
+        def slow(*_):
+            say("ready")
+            time.sleep(60)
+
+        async def main():
+            async with aiodist.init(stop_on_signal=True) as coll:
+                saving.write_file = slow
+                torch.manual_seed(0)
+                await aiodist.save("checkpoints", torch.nn.Linear(2, 1), coll=coll)  # here
+
+        aiodist.run(main)
+        """
+    )
+    (line,) = (n for n, text in enumerate((plain.folder / "script.py").read_text().splitlines(), 1) if "# here" in text)
+    with plain.started("--no-prefix", "script.py", n=2) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=30)
+    assert process.returncode == 143
+    for rank in range(2):
+        assert f"rank {rank} has not ended 2 s after SIGTERM: " in told
+    assert f"script.py:{line} in main" in told
+    assert "ranks 0, 1 had not ended 3.0 s after SIGTERM: killed" in told
+
+
 @pytest.mark.timeout(60)
 def test_l5_ranks_that_are_killed_after_a_signal_are_named(plain: Launcher) -> None:
     plain.script(
