@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
@@ -135,7 +136,8 @@ class DataParallel(ModuleLike):
         """Return `module` ready to train: rank 0's parameters and buffers everywhere, gradients averaged.
 
         Every rank calls it with the same arguments and a module of the same names, shapes and dtypes, of which the same
-        are frozen, else all raise `MismatchError` naming the first that differs. `op` is "mean" or "sum" of the ranks'
+        are frozen, else all raise `MismatchError` naming the first that differs; ranks that are threads of one process
+        give a module each, else all raise it too. `op` is "mean" or "sum" of the ranks'
         gradients. These travel in buckets of `bucket_bytes`, the first of `first_bucket_bytes`, in the order in which
         the first backward had them; None are 4 and 1 MiB, with parameters on CUDA devices 32 and 4.
         Sparse gradients of embeddings (`sparse=True`, on the CPU) stay sparse: their rows are gathered and summed.
@@ -281,11 +283,14 @@ class DataParallel(ModuleLike):
             if self._compression is not None:
                 hook = Compressor(self._compression, own, op, module.named_parameters())
                 await hook.open()
-            told = await own.allgather_object((made, None if self._expected else self._stateful.kinds))
+            told = await own.allgather_object(
+                (made, None if self._expected else self._stateful.kinds, _place_of(module, own))
+            )
+            _check_apart([place for *_, place in told])
             if self._stateful in state:
-                check_kinds([kinds for _, kinds in told])
+                check_kinds([kinds for _, kinds, _ in told])
             # From where it writes to `admit` nothing suspends.
-            made = await share_furthest(own, module, state, [steps for steps, _ in told])
+            made = await share_furthest(own, module, state, [steps for steps, *_ in told])
             reducer = Reducer(own, status, module, op=op, sizes=sizes, hook=hook)
         except BaseException as error:
             why, given_up = f"{own.name} was given up", own.parts.dispatcher.refusal is not None
@@ -737,6 +742,22 @@ def check_one_pass(opt: Optimizer) -> None:
             "needs no closure, or `await asyncio.to_thread(opt.step, closure)` with one that has the loop evaluate, as "
             "in examples/lbfgs.py"
         )
+
+
+def _place_of(module: nn.Module, coll: Communicator) -> tuple[int, int, int]:
+    """Return the host, the process and the address of the first parameter that is trained."""
+    return coll.node, os.getpid(), next((id(p) for p in module.parameters() if p.requires_grad), 0)
+
+
+def _check_apart(places: Sequence[tuple[int, int, int]]) -> None:
+    """Raise MismatchError if two ranks have given the same module, as threads of one process can."""
+    for rank, place in enumerate(places):
+        if (first := places.index(place)) != rank and place[-1]:
+            raise MismatchError(
+                f"ranks {first} and {rank} have given the same module object: expected one for each rank. Ranks of "
+                "`run_ranks` and of the pytest plugin are threads of one process, which share what a fixture returns: "
+                "make the module in the test, or give `copy.deepcopy(module)`"
+            )
 
 
 def _check_forward(module: nn.Module) -> None:

@@ -18,7 +18,8 @@ names none, `--aiodist-backend=local,mpi` does, or else it is local alone. Sever
 not installed is a skip. All tests with the same backend and size run in one job of processes, after all others: pytest
 runs on each rank, with all of them in its arguments. After a failure the rest run in a new job. The failure shown is
 the one that came first.
-Fixtures are set up on each rank, and nowhere else.
+In a job fixtures are set up on each rank, and nowhere else. Local ranks share them: a module that a fixture returns is
+one object for all ranks, so make it in the test, or have the fixture return a function that makes it.
 
 The plugin is loaded in every run of pytest where aiodist is installed. It looks at functions that pytest collects and
 that carry the mark, and imports the rest of aiodist with the first of them, torch when a test needs it. A project that

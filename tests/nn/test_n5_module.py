@@ -277,3 +277,19 @@ async def test_n5_parameters_that_come_later_on_one_rank(coll: Communicator, tri
     net.module.pop(-1)
     await net.step(partial(trial.loss, net, coll.rank, 3), opt)
     await assert_synchronized(net.module, coll)
+
+
+@pytest.mark.ranks(3)
+async def test_n5_a_module_that_local_ranks_share_is_refused(coll: Communicator) -> None:
+    """As one that a fixture of pytest returns, which is one object for all ranks that are threads of a process."""
+    given = await coll.allgather_object(id(_SHARED))
+    assert len(set(given)) == 1
+    text = r"ranks 0 and 1 have given the same module object: .* copy\.deepcopy\(module\)"
+    with pytest.raises(aiodist.MismatchError, match=text):
+        await DataParallel.create(_SHARED, coll)
+    async with await DataParallel.create(copy.deepcopy(_SHARED), coll) as net:
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        await net.step(lambda: net(torch.ones(2)).sum(), opt)
+
+
+_SHARED = torch.nn.Linear(2, 1)
