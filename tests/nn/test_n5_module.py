@@ -284,7 +284,7 @@ async def test_n5_a_module_that_local_ranks_share_is_refused(coll: Communicator)
     """As one that a fixture of pytest returns, which is one object for all ranks that are threads of a process."""
     given = await coll.allgather_object(id(_SHARED))
     assert len(set(given)) == 1
-    text = r"ranks 0 and 1 have given the same module object: .* copy\.deepcopy\(module\)"
+    text = r"ranks 0 and 1 have given the same module object: .*`copy\.deepcopy\(module\)"
     with pytest.raises(aiodist.MismatchError, match=text):
         await DataParallel.create(_SHARED, coll)
     async with await DataParallel.create(copy.deepcopy(_SHARED), coll) as net:
