@@ -3,57 +3,36 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from operator import attrgetter
 from sys import _getframe
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, Backend
 from torch.autograd import graph
 from torch.distributed.distributed_c10d import _world
 
 from aiodist.c10d.home import Home
+from aiodist.c10d.lines import Tensors, blocks_of, flat, flat_all, joined, movable, rooms_of, summand
+from aiodist.c10d.signatures import signatures
 from aiodist.c10d.work import HandleWork
-from aiodist.collectives.arithmetic import SUPPORTED
 from aiodist.communicator import Communicator
 from aiodist.errors import AiodistError, BackendUnavailable
 from aiodist.handles import Handle
 from aiodist.streams.memory import shares_memory
-from aiodist.streams.writes import increment_version
-from aiodist.types import ANY, Op
+from aiodist.types import ANY
 
 _Op = dist.ReduceOp.RedOpType
-_OPS: Mapping[int, Op] = MappingProxyType(
-    {
-        _Op.SUM.value: "sum",
-        _Op.AVG.value: "mean",
-        _Op.PRODUCT.value: "prod",
-        _Op.MIN.value: "min",
-        _Op.MAX.value: "max",
-        _Op.BAND.value: "band",
-        _Op.BOR.value: "bor",
-        _Op.BXOR.value: "bxor",
-        _Op.PREMUL_SUM.value: "sum",
-    }
-)
-"""By the numbers of torch's operators, which it compares in Python."""
-
-_WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _BACKWARD = graph._engine_run_backward.__code__
-_PREMULTIPLIED: int = _Op.PREMUL_SUM.value
 _ON_DEVICE = attrgetter("is_cuda")
 _SHORT_BYTES = 1 << 15  # what travels with its entry is copied anyway
-_REDUCED = dist.AllreduceOptions()
-_SCATTERED = dist.ReduceScatterOptions()
 
-Tensors = list[Tensor]
 Handles = Callable[[], list[Handle[Any]]]
-Finish = Callable[[], object] | None
 
 
 class AiodistProcessGroup(dist.ProcessGroup):
@@ -73,21 +52,28 @@ class AiodistProcessGroup(dist.ProcessGroup):
         self._timeout = timeout.total_seconds()
         self._turn = threading.RLock()
         self._batch: list[HandleWork] | None = None
+        self._issued = self._splits = 0
 
     # --- reductions -------------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Tensors, opts: Any = _REDUCED) -> HandleWork:
+    @signatures(dist.AllreduceOptions, "tensors* opts", "tensors* op timeout", "tensor op timeout")
+    def allreduce(self, tensors: Tensors, opts: Any) -> HandleWork:
         t = tensors[0]
         if t.is_sparse:
             return self._allreduce_sparse(tensors, opts)
         short = t.nbytes <= _SHORT_BYTES and t.dtype is not torch.float16
         compressed = not short and _called_by_reducer() and self.adopt(t)
-        lines, finish = _lines(tensors, opts, self.coll)
-        work = self._work(lambda: [self.coll.allreduce(*_summand(line, opts)) for line in lines], tensors, finish)
+        work = self._allreduce(tensors, opts)
         work.blocks = compressed
         return work
 
-    allreduce_coalesced = allreduce
+    @signatures(dist.AllreduceCoalescedOptions, "tensors* opts")
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> HandleWork:
+        return self._allreduce(tensors, opts)
+
+    def _allreduce(self, tensors: Tensors, opts: Any) -> HandleWork:
+        lines, finish = flat_all(tensors, opts, self.coll)
+        return self._work(lambda: [self.coll.allreduce(*summand(line, opts)) for line in lines], tensors, finish, opts)
 
     def adopt(self, bucket: Tensor) -> bool:
         """Move a bucket of DDP's into the arena, where that can be: the reducer keeps it, and nobody has its address.
@@ -101,113 +87,131 @@ class AiodistProcessGroup(dist.ProcessGroup):
                 self.coll.share_(bucket)
         return False
 
+    @signatures(dist.ReduceOptions, "tensors* opts", "tensor root op timeout")
     def reduce(self, tensors: Tensors, opts: Any) -> HandleWork:
         root = opts.rootRank
-        lines, finish = _lines(tensors, opts, self.coll)
+        lines, finish = flat_all(tensors, opts, self.coll)
         kept = self.coll.rank != root  # only the root's is written
-        issue: Handles = lambda: [self.coll.reduce(*_summand(line, opts, kept=kept), root) for line in lines]  # noqa: E731
-        return self._work(issue, tensors, None if kept else finish)
+        issue: Handles = lambda: [self.coll.reduce(*summand(line, opts, kept=kept), root) for line in lines]  # noqa: E731
+        return self._work(issue, tensors, None if kept else finish, opts)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _SCATTERED) -> HandleWork:
+    @signatures(dist.ReduceScatterOptions, "output_tensors* input_tensors** opts", "output input* op timeout")
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> HandleWork:
         for out, ts in zip(outputs, inputs, strict=True):
             self._check_blocks(ts, out, "inputs", "output")
-        lines, finish = _lines(outputs, opts, self.coll)
+        lines, finish = flat_all(outputs, opts, self.coll)
 
         def issue() -> list[Handle[Any]]:
-            return [self._scatter_reduced(out, _joined(ts), opts, ts) for out, ts in zip(lines, inputs, strict=True)]
+            return [self._scatter_reduced(out, joined(ts), opts, ts) for out, ts in zip(lines, inputs, strict=True)]
 
-        return self._work(issue, outputs, finish)
+        return self._work(issue, outputs, finish, opts)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _SCATTERED) -> HandleWork:
+    @signatures(dist.ReduceScatterOptions, "outputTensor inputTensor opts")
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> HandleWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _SCATTERED) -> HandleWork:
+    @signatures(dist.ReduceScatterOptions, "outputs* inputs* opts")
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> HandleWork:
         for out, t in zip(outputs, inputs, strict=True):
             self._check_whole(t, out, "input", "output")
-        lines, finish = _lines(outputs, opts, self.coll)
-        pairs = list(zip(lines, map(_line, inputs), strict=True))
-        return self._work(lambda: [self._scatter_reduced(out, t, opts) for out, t in pairs], outputs, finish)
+        lines, finish = flat_all(outputs, opts, self.coll)
+        pairs = list(zip(lines, map(flat, inputs), strict=True))
+        return self._work(lambda: [self._scatter_reduced(out, t, opts) for out, t in pairs], outputs, finish, opts)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # --- movement ---------------------------------------------------------------------------------------------------
 
+    @signatures(dist.BroadcastOptions, "tensors* opts", "tensor root timeout")
     def broadcast(self, tensors: Tensors, opts: Any) -> HandleWork:
-        lines, finish = _lines(tensors)
-        return self._work(lambda: [self.coll.broadcast(_movable(t), opts.rootRank) for t in lines], tensors, finish)
+        lines, finish = flat_all(tensors)
+        return self._work(
+            lambda: [self.coll.broadcast(movable(t), opts.rootRank) for t in lines], tensors, finish, opts
+        )
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> HandleWork:
+    @signatures(AllgatherOptions, "output_tensors** input_tensors* opts", "output_tensors* input_tensor timeout")
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> HandleWork:
         for ts, t in zip(outputs, inputs, strict=True):
             self._check_blocks(ts, t, "outputs", "input")
-        rooms, deal = _rooms(outputs)
+        rooms, deal = rooms_of(outputs)
 
         def issue() -> list[Handle[Any]]:
-            return [self.coll.allgather(_movable(t), out=room) for room, t in zip(rooms, inputs, strict=True)]
+            return [self.coll.allgather(movable(t), out=room) for room, t in zip(rooms, inputs, strict=True)]
 
-        return self._work(issue, [t for ts in outputs for t in ts], deal)
+        return self._work(issue, [t for ts in outputs for t in ts], deal, opts)
 
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> HandleWork:
+    @signatures(AllgatherOptions, "output_lists** input_list* opts")
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> HandleWork:
         return self.allgather([list(ts) for ts in zip(*outputs, strict=True)], inputs, opts)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> HandleWork:
-        return self.all_gather_single_coalesced([output], [input])
+    @signatures(AllgatherOptions, "output input opts")
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> HandleWork:
+        return self.all_gather_single_coalesced([output], [input], opts)
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> HandleWork:
+    @signatures(AllgatherOptions, "outputs* inputs* opts")
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> HandleWork:
         for out, t in zip(outputs, inputs, strict=True):
             self._check_whole(out, t, "output", "input")
-        lines, finish = _lines(outputs)
+        lines, finish = flat_all(outputs)
         pairs = list(zip(lines, inputs, strict=True))
         return self._work(
-            lambda: [self.coll.allgather(_movable(t), out=_movable(out)) for out, t in pairs], outputs, finish
+            lambda: [self.coll.allgather(movable(t), out=movable(out)) for out, t in pairs], outputs, finish, opts
         )
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @signatures(dist.GatherOptions, "output_tensors** input_tensors* opts", "output_tensors* input_tensor root timeout")
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> HandleWork:
         for ts, t in zip(outputs, inputs, strict=False):
             self._check_blocks(ts, t, "outputs", "input")
-        rooms, deal = _rooms(outputs)  # none but on the root
+        rooms, deal = rooms_of(outputs)  # none but on the root
 
         def issue() -> list[Handle[Any]]:
             outs = rooms or [None] * len(inputs)
-            return [self.coll.gather(_movable(t), opts.rootRank, out=out) for t, out in zip(inputs, outs, strict=True)]
+            return [self.coll.gather(movable(t), opts.rootRank, out=out) for t, out in zip(inputs, outs, strict=True)]
 
-        return self._work(issue, [t for ts in outputs for t in ts], deal)
+        return self._work(issue, [t for ts in outputs for t in ts], deal, opts)
 
+    @signatures(
+        dist.ScatterOptions, "output_tensors* input_tensors** opts", "output_tensor input_tensors* root timeout"
+    )
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> HandleWork:
         for ts, out in zip(inputs, outputs, strict=False):
             self._check_blocks(ts, out, "inputs", "output")
-        lines, finish = _lines(outputs)
+        lines, finish = flat_all(outputs)
 
         def issue() -> list[Handle[Any]]:
-            sent = [list(map(_movable, ts)) for ts in inputs] or [None] * len(outputs)
-            return [
-                self.coll.scatter(ts, opts.rootRank, out=_movable(out)) for ts, out in zip(sent, lines, strict=True)
-            ]
+            sent = [list(map(movable, ts)) for ts in inputs] or [None] * len(outputs)
+            return [self.coll.scatter(ts, opts.rootRank, out=movable(out)) for ts, out in zip(sent, lines, strict=True)]
 
-        return self._work(issue, outputs, finish)
+        return self._work(issue, outputs, finish, opts)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> HandleWork:
+    @signatures(dist.AllToAllOptions, "output_tensors* input_tensors* opts")
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> HandleWork:
         self._check_blocks(outputs, inputs[self.coll.rank], "outputs", "input for this rank")
-        lines, finish = _lines(outputs)
-        sent, came = list(map(_movable, inputs)), list(map(_movable, lines))
-        return self._work(lambda: [self.coll.alltoall(sent, out=came)], outputs, finish)
+        lines, finish = flat_all(outputs)
+        sent, came = list(map(movable, inputs)), list(map(movable, lines))
+        return self._work(lambda: [self.coll.alltoall(sent, out=came)], outputs, finish, opts)
 
+    @signatures(
+        dist.AllToAllOptions,
+        "output input output_split_sizes+ input_split_sizes+ opts",
+        "output input output_split_sizes+ input_split_sizes+ timeout",
+    )
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
+        self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any
     ) -> HandleWork:
-        [line], finish = _lines([output])
+        [line], finish = flat_all([output])
         if not output_sizes and not input_sizes:
             if output.numel() != input.numel():
                 raise ValueError(f"output has {output.numel()} elements: expected the {input.numel()} of input")
-            return self._work(
-                lambda: [self.coll.alltoall_single(_movable(input), out=_movable(line))], [output], finish
-            )
-        sent = _blocks(input, input.shape[0], input_sizes, self.coll.size)
-        came = _blocks(line, output.shape[0], output_sizes, self.coll.size)
-        return self._work(lambda: [self.coll.alltoall(sent, out=came)], [output], finish)
+            issue: Handles = lambda: [self.coll.alltoall_single(movable(input), out=movable(line))]  # noqa: E731
+            return self._work(issue, [output], finish, opts)
+        sent = blocks_of(input, input.shape[0], input_sizes, self.coll.size)
+        came = blocks_of(line, output.shape[0], output_sizes, self.coll.size)
+        return self._work(lambda: [self.coll.alltoall(sent, out=came)], [output], finish, opts)
 
     alltoall_base = all_to_all_single
 
@@ -227,19 +231,19 @@ class AiodistProcessGroup(dist.ProcessGroup):
 
     # --- messages and meetings ---------------------------------------------------------------------------------------
 
-    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> HandleWork:
-        return self._work(lambda: [self.coll.send(_movable(t.contiguous()), dst, tag) for t in tensors], tensors)
+    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> HandleWork:
+        return self._work(lambda: [self.coll.send(movable(t.contiguous()), dstRank, tag) for t in tensors], tensors)
 
-    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> HandleWork:
-        lines, finish = _lines(tensors)
-        return self._work(lambda: [self.coll.recv(_movable(t), src, tag) for t in lines], tensors, finish)
+    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> HandleWork:
+        lines, finish = flat_all(tensors)
+        return self._work(lambda: [self.coll.recv(movable(t), srcRank, tag) for t in lines], tensors, finish)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> HandleWork:
         return self.recv(tensors, ANY, tag)
 
-    def barrier(self, opts: Any = None) -> HandleWork:
-        seconds = -1.0 if opts is None else opts.timeout.total_seconds()
-        return self._work(lambda: [self.coll.barrier()], [], seconds=seconds if seconds > 0 else None)
+    @signatures(dist.BarrierOptions, "opts", "timeout")
+    def barrier(self, opts: Any) -> HandleWork:
+        return self._work(lambda: [self.coll.barrier()], [], None, opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Return when every rank has called it; raise with the ranks that are late, and where each of them is.
@@ -250,7 +254,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
         seconds = self._timeout if timeout is None else timeout.total_seconds()
         issue: Handles = lambda: [self.coll.barrier(timeout=seconds)]  # noqa: E731  - it asks in time who is late
         try:
-            self._work(issue, [], seconds=seconds).wait()
+            self._work(issue, []).wait(timedelta(seconds=seconds))
         except dist.DistBackendError as error:
             late = sorted(getattr(error.__cause__, "late", ()))
             raise dist.DistBackendError(f"{self._unmet(late, wait_all_ranks)}: {error}") from error.__cause__
@@ -310,10 +314,56 @@ class AiodistProcessGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> AiodistProcessGroup:
         return self
 
+    def _get_sequence_number_for_group(self) -> int:
+        return self._issued
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: each group begins at 0."""
+
+    @property
+    def options(self) -> Backend.Options:
+        """Options as a backend in C++ has them: its name, the timeout, and the group's name and global ranks."""
+        options = Backend.Options("aiodist", timedelta(seconds=self._timeout))
+        options.group_name = self._name
+        options.global_ranks_in_group = list(self.coll.parts.dispatcher.ranks)
+        return options
+
+    use_pg_for_symm_mem_rendezvous = False
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> AiodistProcessGroup | None:
+        """Return a group of some of this group's ranks, or None if this rank is not among them; they alone call it."""
+        chosen = sorted(ranks)
+        if self.rank() not in chosen:
+            return None
+        self._splits += 1
+        name = group_name or f"{self._name}:split:{self._splits}"
+        coll = self.home.group(f"{name}-{self._splits}", chosen, self.coll)
+        seconds = self._timeout if timeout is None else timeout.total_seconds()
+        made = AiodistProcessGroup(coll, self.home, dist.PrefixStore(name, self._store), timedelta(seconds=seconds))
+        made.setGroupName(name)
+        made.setGroupDesc(group_desc or f"{self._desc}:split:{self._splits}")
+        return made
+
+    def merge_remote_group(self, *_: object, **__: object) -> AiodistProcessGroup:
+        raise RuntimeError("aiodist does not merge groups: make one of all ranks over a store, by init_process_group")
+
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
 
     def abort(self) -> None:
         self.coll.abort("torch.distributed aborted the process group")
@@ -331,14 +381,16 @@ class AiodistProcessGroup(dist.ProcessGroup):
     # --- issuing ------------------------------------------------------------------------------------------------------
 
     def _work(
-        self, issue: Handles, tensors: Tensors, finish: Callable[[], object] | None = None, seconds: float | None = None
+        self, issue: Handles, tensors: Tensors, finish: Callable[[], object] | None = None, opts: Any = None
     ) -> HandleWork:
+        seconds = -1.0 if opts is None else opts.timeout.total_seconds()
         try:
             with self._turn:
+                self._issued += 1
                 handles = self._on_loop(issue) if any(map(_ON_DEVICE, tensors)) else issue()
         except AiodistError as error:
             raise dist.DistBackendError(str(error)) from error
-        work = HandleWork(handles, tensors, self._timeout if seconds is None else seconds, finish)
+        work = HandleWork(handles, tensors, seconds if seconds > 0 else self._timeout, finish)
         if self._batch is not None:
             self._batch.append(work)
         return work
@@ -354,7 +406,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
 
     def _scatter_reduced(self, out: Tensor, t: Tensor, opts: Any, parts: Tensors | None = None) -> Handle[Any]:
         sizes = None if parts is None or len({p.numel() for p in parts}) == 1 else [p.numel() for p in parts]
-        return self.coll.reduce_scatter(*_summand(t, opts, kept=True), sizes, out=out)
+        return self.coll.reduce_scatter(*summand(t, opts, kept=True), sizes, out=out)
 
     def _allreduce_sparse(self, tensors: Tensors, opts: Any) -> HandleWork:
         """Sum sparse tensors, each rank's of its own entries: all get all entries."""
@@ -374,7 +426,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
             total = torch.sparse_coo_tensor(*entries, t.shape, device=t.device).coalesce()
             tensors[0].copy_(total)
 
-        return self._work(issue, tensors, finish)
+        return self._work(issue, tensors, finish, opts)
 
 
 def _called_by_reducer() -> bool:
@@ -382,115 +434,8 @@ def _called_by_reducer() -> bool:
 
     Nor above it where gradients are made on a device, which has a thread of autograd's own.
     """
-    caller = _getframe(1).f_back
+    caller = _getframe(2).f_back  # above `allreduce`, and the wrapper that gives it its signatures
     return caller is None or caller.f_code is _BACKWARD
-
-
-def _summand(line: Tensor, opts: Any, *, kept: bool = False) -> tuple[Tensor, Op]:
-    """Return flat `line` and the operator, as a communicator takes them; `kept`: it is the user's, and only read."""
-    op = opts.reduceOp
-    number = op.op.value
-    name = _OPS[number]
-    if number == _PREMULTIPLIED:
-        factor = op.__getstate__()[1]
-        line = line * factor if kept else line.mul_(factor)
-    return line, "sum" if name == "mean" and line.dtype in _WHOLE else name
-
-
-def _lines(ts: Tensors, opts: Any = None, coll: Communicator | None = None) -> tuple[Tensors, Finish]:
-    """Return tensors that are written, flat, in the order of their dimensions, and what is to be done in the end.
-
-    That is to copy what lies in another order back to where it belongs; and with `opts` to make of sums of integers the
-    means that NCCL has, without the rest, where means were asked for.
-    """
-    lines = list(map(_line, ts))
-    apart = [(t, line) for t, line in zip(ts, lines, strict=True) if not t.is_contiguous()]
-    ranks = 1 if coll is None else coll.size
-    whole = [line for line in lines if line.dtype in _WHOLE] if opts is not None else []
-    if whole and opts.reduceOp.op != _Op.AVG:
-        whole = []
-    if not apart and not whole:
-        return lines, None
-
-    def finish() -> None:
-        for line in whole:
-            line.div_(ranks, rounding_mode="trunc")
-        for t, line in apart:
-            t.detach().copy_(line.view(t.shape))
-
-    return lines, finish
-
-
-def _rooms(outputs: list[Tensors]) -> tuple[list[Tensor], Callable[[], object] | None]:
-    """Return a flat tensor for what is to end in each list, and what copies it there; None: it lies there already."""
-    lying = [_together(ts) for ts in outputs]
-    rooms = [
-        ts[0].new_empty(sum(t.numel() for t in ts)) if line is None else line
-        for ts, line in zip(outputs, lying, strict=True)
-    ]
-    apart = [(room, ts) for room, ts, line in zip(rooms, outputs, lying, strict=True) if line is None]
-    dealt = [ts for ts, line in zip(outputs, lying, strict=True) if line is not None]
-    written = [t for ts in dealt for t in ts[1:] if t._base is None or t._base is not ts[0]._base]
-    increment_version(written)  # those that do not share the version of the first, which the communicator writes
-
-    def deal() -> None:
-        for room, ts in apart:
-            for t, part in zip(ts, room.split([t.numel() for t in ts]), strict=True):
-                t.detach().copy_(part.view(t.shape))
-        increment_version(written)
-
-    return list(map(_movable, rooms)), deal if apart or written else None
-
-
-# --- tensors as communicators take them: flat, dense, of dtypes that both know ----------------------------------------
-
-
-def _line(t: Tensor) -> Tensor:
-    """Return the elements of `t` in the order of its dimensions, flat; a copy where memory has another order.
-
-    Raises ValueError where memory has gaps.
-    """
-    t = t.detach() if t.requires_grad else t
-    if t.is_contiguous():
-        return t if t.dim() == 1 else t.view(-1)
-    if torch.ops.aten.is_non_overlapping_and_dense(t):
-        return t.contiguous().view(-1)
-    raise ValueError(f"a tensor of shape {list(t.shape)} has strides {t.stride()}: expected contiguous memory")
-
-
-def _movable(t: Tensor) -> Tensor:
-    """Return `t` flat, as bytes where its dtype is none that communicators know: for what only moves it."""
-    t = _line(t)
-    return t if t.dtype in SUPPORTED else t.view(torch.uint8)
-
-
-def _together(ts: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors that are alike and lie one behind the other in one storage as one flat tensor, else None."""
-    first = ts[0]
-    start, nbytes, storage = first.data_ptr(), first.nbytes, first.untyped_storage().data_ptr()
-    for i, t in enumerate(ts):
-        if t.data_ptr() != start + i * nbytes or t.nbytes != nbytes or t.dtype is not first.dtype:
-            return None
-        if t.untyped_storage().data_ptr() != storage or not t.is_contiguous():
-            return None
-    return first.detach().as_strided((len(ts) * first.numel(),), (1,))
-
-
-def _joined(ts: Sequence[Tensor]) -> Tensor:
-    """Return the elements of all `ts` in one flat tensor, which is a copy only where they do not lie so already."""
-    lying = _together(ts)
-    return torch.cat([t.detach().reshape(-1) for t in ts]) if lying is None else lying
-
-
-def _blocks(t: Tensor, rows: int, sizes: Sequence[int], ranks: int) -> list[Tensor]:
-    """Return the flat blocks of `t` for each rank: `sizes` of its `rows`, or even blocks where there are none."""
-    line = _movable(t)
-    if not sizes:
-        return list(line.split(line.numel() // ranks)) if line.numel() else [line] * ranks
-    if sum(sizes) != rows:
-        raise ValueError(f"split sizes {list(sizes)} add up to {sum(sizes)}: expected the {rows} rows of dim 0")
-    row = line.numel() // max(1, rows)
-    return list(line.split([size * row for size in sizes]))
 
 
 # --- what torch asks for ----------------------------------------------------------------------------------------------

@@ -9,14 +9,15 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from itertools import count
+from time import monotonic
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from aiodist.communicator import Communicator
-from aiodist.control import connect
+from aiodist.control import connect, name_ranks
 from aiodist.env import Environment
-from aiodist.errors import AiodistError
+from aiodist.errors import AiodistError, OperationTimeout
 from aiodist.world.background import in_thread
 from aiodist.world.opening import Introduction, Limits
 from aiodist.world.runtime import opened
@@ -40,7 +41,7 @@ class Home:
     @classmethod
     def open(cls, store: dist.Store, rank: int, size: int, timeout: float) -> Home:
         """Open a world on a loop in a thread, whose ranks meet in `store`."""
-        meeting = Introduction(rank, size, _exchange(store, rank, size))
+        meeting = Introduction(rank, size, _exchange(store, rank, size, timeout))
         stack = ExitStack()
         world = stack.enter_context(in_thread(opened(Limits(rendezvous=timeout), meeting=meeting, thread=True)))
         return cls(world, stack)
@@ -51,10 +52,11 @@ class Home:
             raise RuntimeError("torch.distributed would block the event loop here: call it in a thread (to_thread)")
         return asyncio.run_coroutine_threadsafe(make(), self.loop).result()
 
-    def group(self, name: str, ranks: Sequence[int]) -> Communicator:
-        """Return a communicator of some of the world's `ranks`, which alone call it, with a `name` of its own."""
+    def group(self, name: str, ranks: Sequence[int], parent: Communicator | None = None) -> Communicator:
+        """Return a communicator of `ranks` of `parent`, which alone call it, with a new `name`; None: of the world."""
+        parent = parent or self.world
         safe = "".join(c if c.isalnum() else "-" for c in name)
-        made: Communicator = self.call(lambda: self.world.parts.registry.among(self.world, f"c10d-{safe}", ranks))
+        made: Communicator = self.call(lambda: parent.parts.registry.among(parent, f"c10d-{safe}", ranks))
         return made
 
     def release(self, communicator: Communicator) -> None:
@@ -75,14 +77,32 @@ async def _close(communicator: Communicator) -> None:
         await communicator.aclose()
 
 
-def _exchange(store: dist.Store, rank: int, size: int) -> Callable[[bytes], Coroutine[Any, Any, list[bytes]]]:
-    """Return what gives each rank the words of all, by torch's store."""
-    rounds = count()
+def _exchange(
+    store: dist.Store, rank: int, size: int, seconds: float
+) -> Callable[[bytes], Coroutine[Any, Any, list[bytes]]]:
+    """Return what gives each rank the words of all, by torch's store, until `seconds` from now.
+
+    It raises OperationTimeout with the ranks that have not come by then, however long the store itself would wait.
+    """
+    rounds, until = count(), monotonic() + seconds
+
+    def met(number: int) -> list[bytes]:
+        keys = [f"aiodist/{number}/{other}" for other in range(size)]
+        try:
+            store.wait(keys, timedelta(seconds=max(0.01, until - monotonic())))
+        except dist.DistStoreError as error:
+            late = {other: "never came" for other, key in enumerate(keys) if not store.check([key])}
+            if not late:
+                raise
+            waited = f"{name_ranks(late)} did not come to the process group within {seconds:g} s"
+            how = f"start all {size} ranks, or pass a longer timeout"
+            raise OperationTimeout(f"{waited}: {how}", late=late) from error
+        return [store.get(key) for key in keys]
 
     async def exchange(said: bytes) -> list[bytes]:
         number = next(rounds)
         store.set(f"aiodist/{number}/{rank}", said.decode())
-        return await asyncio.to_thread(lambda: [store.get(f"aiodist/{number}/{other}") for other in range(size)])
+        return await asyncio.to_thread(met, number)
 
     return exchange
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
@@ -87,9 +88,11 @@ class HandleWork(dist.Work):
         except OperationTimeout as error:  # in the words of gloo, which programs look for
             raise dist.DistBackendError(f"{error.op}: Timed out waiting {1e3 * (seconds or 0):g}ms: {error}") from error
         except AiodistError as error:
+            self._wait_for_future()
             raise dist.DistBackendError(str(error)) from error
         if self._finishing is not None:
             self._finish()
+        self._wait_for_future()
         return True
 
     def synchronize(self) -> None:
@@ -101,11 +104,11 @@ class HandleWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether it is over, well or not."""
+        """Return True if it is finished, well or not, and its future with it."""
         over = all(handle.done() for handle in self._handles)
         if over and self.exception() is None:
             self._finish()
-        return over
+        return over and (self._future is None or self._future.done())
 
     def is_success(self) -> bool:
         """Return whether it is over and raised nothing."""
@@ -130,8 +133,9 @@ class HandleWork(dist.Work):
     def get_future(self) -> Future[list[Tensor]]:
         """Return a future of the tensors, for DDP's reducer and hooks.
 
-        A worker thread waits and runs the callbacks. With `blocks` it is one of C++, which Python makes only of what is
-        there: this waits for that.
+        The future of a finished operation is finished, and runs a callback inline. Else a worker thread waits and runs
+        the callbacks; `wait` returns after the future is finished. With `blocks` it is one of C++, which Python makes
+        only of what is there: this waits for that.
         """
         if self.blocks:
             self.wait()
@@ -140,8 +144,17 @@ class HandleWork(dist.Work):
         if self._future is None:
             over: Future[None] = Future()
             self._future = over.then(self._outcome)
-            _workers.run(partial(self._complete, over))
+            if all(handle.done() for handle in self._handles):
+                over.set_result(None)
+            else:
+                _workers.run(partial(self._complete, over))
         return self._future
+
+    def _wait_for_future(self) -> None:
+        """Block until the worker thread has finished the future, if there is one; its callbacks may still run."""
+        if self._future is not None and all(handle.done() for handle in self._handles):
+            with suppress(RuntimeError):  # the operation's own error, which the caller has
+                self._future.wait()
 
     def _complete(self, over: Future[None]) -> None:
         for handle in self._handles:

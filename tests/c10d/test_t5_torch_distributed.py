@@ -6,13 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
-from aiodist.errors import BackendUnavailable
+from aiodist.c10d.home import Home
+from aiodist.errors import BackendUnavailable, OperationTimeout
 from aiodist.launch.commands import mpirun_environment
 from aiodist.launch.discover import find_mpi
 from tests.support.environ import python_path
@@ -37,7 +41,7 @@ WAYS = (
     *("functional_collectives", "object_collectives", "groups", "coalescing", "messages", "uneven_alltoall"),
     *("channels_last", "operators", "ddp_hook_of_its_own", "ddp_unused_parameters"),
     *("ddp_post_local_sgd", "fsdp2_mixed_precision", "dtensor_layouts", "pipeline_1f1b"),
-    *("checkpoint_in_the_background", "autograd_collectives"),
+    *("checkpoint_in_the_background", "autograd_collectives", "works"),
 )
 
 
@@ -64,6 +68,31 @@ def test_t5_comes_to_what_gloo_comes_to(found: Found, way: str) -> None:
 @pytest.mark.processes
 def test_t5_every_way_is_compared(found: Found) -> None:
     assert set(WAYS) == set(found["aiodist", 0])
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(240)
+def test_t5_every_signature_of_torchs_process_group(nursery: str, tmp_path: Path) -> None:
+    """What the installed torch documents, called by position and by name, comes to what gloo comes to."""
+    for backend in ("gloo", "aiodist"):
+        for code, output in started(PROGRAMS / "every_signature.py", backend, tmp_path, nursery=nursery):
+            assert code == 0, output
+    for rank in (0, 1):
+        theirs, ours = (json.loads((tmp_path / f"{b}-{rank}.json").read_text()) for b in ("gloo", "aiodist"))
+        assert {name: value for name, value in ours.items() if name in theirs} == theirs
+        assert len(theirs) > 100
+        assert all(name.startswith("alltoall ") for name in ours.keys() - theirs.keys())
+
+
+@pytest.mark.processes
+def test_t5_the_groups_timeout_bounds_the_meeting() -> None:
+    """One rank of two comes: the group's 1 s counts, not the 60 s of the store."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    began = time.monotonic()
+    with pytest.raises(OperationTimeout, match="rank 1 did not come to the process group within 1 s") as raised:
+        Home.open(store, 0, 2, 1.0)
+    assert time.monotonic() - began < 20
+    assert raised.value.late == {1: "never came"}
 
 
 @pytest.mark.processes

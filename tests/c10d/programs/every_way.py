@@ -8,8 +8,10 @@ On the CPU, or on device argv[3]; weights and data come from the CPU's generator
 import faulthandler
 import json
 import sys
+import threading
 import traceback
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -439,6 +441,34 @@ def operators():
         dist.all_reduce(t, op)
         found.append(t.tolist())
     return found
+
+
+@case
+def works():
+    """A finished work, and its future, which is finished and calls inline; asked for before the end and after it."""
+    found = []
+    for early in (True, False) * 20:
+        work = dist.all_reduce(torch.ones(4) * rank, async_op=True)
+        future = work.get_future() if early else None
+        work.wait()
+        ran = []
+        future = future or work.get_future()
+        chained = future.then(lambda done, ran=ran: ran.append(threading.current_thread() is threading.main_thread()))
+        chained.wait()
+        found.append([future.done(), ran, [t.tolist() for t in future.value()], [t.tolist() for t in work.result()]])
+        found.append([work.is_completed(), work.is_success(), work.exception() is None, work.synchronize()])
+        found.append([work.wait(timedelta(seconds=9)), work.get_future().done()])
+    work = dist.barrier(async_op=True)
+    work.wait()
+    found.append([work.is_completed(), work.get_future().done()])
+    y = torch.zeros(3)
+    if rank == 0:
+        dist.isend(torch.arange(3.0), 1).wait()
+    else:
+        work = dist.irecv(y, 0)
+        work.wait()
+        found.append([work.is_completed(), work._source_rank()])
+    return [*found, y.tolist()]
 
 
 (folder / f"{backend}-{rank}.json").write_text(json.dumps(results))

@@ -1,0 +1,145 @@
+"""Tensors as communicators take them: flat, dense, of dtypes that both know; and what copies results back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aiodist.collectives.arithmetic import SUPPORTED
+from aiodist.communicator import Communicator
+from aiodist.streams.writes import increment_version
+from aiodist.types import Op
+
+Tensors = list[Tensor]
+Finish = Callable[[], object] | None
+
+_Op = dist.ReduceOp.RedOpType
+_OPS: Mapping[int, Op] = MappingProxyType(
+    {
+        _Op.SUM.value: "sum",
+        _Op.AVG.value: "mean",
+        _Op.PRODUCT.value: "prod",
+        _Op.MIN.value: "min",
+        _Op.MAX.value: "max",
+        _Op.BAND.value: "band",
+        _Op.BOR.value: "bor",
+        _Op.BXOR.value: "bxor",
+        _Op.PREMUL_SUM.value: "sum",
+    }
+)
+"""By the numbers of torch's operators, which it compares in Python."""
+
+_WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_PREMULTIPLIED: int = _Op.PREMUL_SUM.value
+
+
+def summand(line: Tensor, opts: Any, *, kept: bool = False) -> tuple[Tensor, Op]:
+    """Return flat `line` and the operator, as a communicator takes them; `kept`: it is the user's, and only read."""
+    op = opts.reduceOp
+    number = op.op.value
+    name = _OPS[number]
+    if number == _PREMULTIPLIED:
+        factor = op.__getstate__()[1]
+        line = line * factor if kept else line.mul_(factor)
+    return line, "sum" if name == "mean" and line.dtype in _WHOLE else name
+
+
+def flat_all(ts: Tensors, opts: Any = None, coll: Communicator | None = None) -> tuple[Tensors, Finish]:
+    """Return tensors that are written, flat, in the order of their dimensions, and what is to be done in the end.
+
+    That is to copy what lies in another order back to where it belongs; and with `opts` to make of sums of integers the
+    means that NCCL has, without the rest, where means were asked for.
+    """
+    lines = list(map(flat, ts))
+    apart = [(t, line) for t, line in zip(ts, lines, strict=True) if not t.is_contiguous()]
+    ranks = 1 if coll is None else coll.size
+    whole = [line for line in lines if line.dtype in _WHOLE] if opts is not None else []
+    if whole and opts.reduceOp.op != _Op.AVG:
+        whole = []
+    if not apart and not whole:
+        return lines, None
+
+    def finish() -> None:
+        for line in whole:
+            line.div_(ranks, rounding_mode="trunc")
+        for t, line in apart:
+            t.detach().copy_(line.view(t.shape))
+
+    return lines, finish
+
+
+def rooms_of(outputs: list[Tensors]) -> tuple[list[Tensor], Callable[[], object] | None]:
+    """Return a flat tensor for what is to end in each list, and what copies it there; None: it lies there already."""
+    lying = [together(ts) for ts in outputs]
+    rooms = [
+        ts[0].new_empty(sum(t.numel() for t in ts)) if line is None else line
+        for ts, line in zip(outputs, lying, strict=True)
+    ]
+    apart = [(room, ts) for room, ts, line in zip(rooms, outputs, lying, strict=True) if line is None]
+    dealt = [ts for ts, line in zip(outputs, lying, strict=True) if line is not None]
+    written = [t for ts in dealt for t in ts[1:] if t._base is None or t._base is not ts[0]._base]
+    increment_version(written)  # those that do not share the version of the first, which the communicator writes
+
+    def deal() -> None:
+        for room, ts in apart:
+            for t, part in zip(ts, room.split([t.numel() for t in ts]), strict=True):
+                t.detach().copy_(part.view(t.shape))
+        increment_version(written)
+
+    return list(map(movable, rooms)), deal if apart or written else None
+
+
+# --- tensors as communicators take them: flat, dense, of dtypes that both know ----------------------------------------
+
+
+def flat(t: Tensor) -> Tensor:
+    """Return the elements of `t` in the order of its dimensions, flat; a copy where memory has another order.
+
+    Raises ValueError where memory has gaps.
+    """
+    t = t.detach() if t.requires_grad else t
+    if t.is_contiguous():
+        return t if t.dim() == 1 else t.view(-1)
+    if torch.ops.aten.is_non_overlapping_and_dense(t):
+        return t.contiguous().view(-1)
+    raise ValueError(f"a tensor of shape {list(t.shape)} has strides {t.stride()}: expected contiguous memory")
+
+
+def movable(t: Tensor) -> Tensor:
+    """Return `t` flat, as bytes where its dtype is none that communicators know: for what only moves it."""
+    t = flat(t)
+    return t if t.dtype in SUPPORTED else t.view(torch.uint8)
+
+
+def together(ts: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors that are alike and lie one behind the other in one storage as one flat tensor, else None."""
+    first = ts[0]
+    start, nbytes, storage = first.data_ptr(), first.nbytes, first.untyped_storage().data_ptr()
+    for i, t in enumerate(ts):
+        if t.data_ptr() != start + i * nbytes or t.nbytes != nbytes or t.dtype is not first.dtype:
+            return None
+        if t.untyped_storage().data_ptr() != storage or not t.is_contiguous():
+            return None
+    return first.detach().as_strided((len(ts) * first.numel(),), (1,))
+
+
+def joined(ts: Sequence[Tensor]) -> Tensor:
+    """Return the elements of all `ts` in one flat tensor, which is a copy only where they do not lie so already."""
+    lying = together(ts)
+    return torch.cat([t.detach().reshape(-1) for t in ts]) if lying is None else lying
+
+
+def blocks_of(t: Tensor, rows: int, sizes: Sequence[int], ranks: int) -> list[Tensor]:
+    """Return the flat blocks of `t` for each rank: `sizes` of its `rows`, or even blocks where there are none."""
+    line = movable(t)
+    if not sizes:
+        return list(line.split(line.numel() // ranks)) if line.numel() else [line] * ranks
+    if sum(sizes) != rows:
+        raise ValueError(f"split sizes {list(sizes)} add up to {sum(sizes)}: expected the {rows} rows of dim 0")
+    row = line.numel() // max(1, rows)
+    return list(line.split([size * row for size in sizes]))
