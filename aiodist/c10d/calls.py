@@ -32,6 +32,8 @@ _BACKWARD = graph._engine_run_backward.__code__
 _ON_DEVICE = attrgetter("is_cuda")
 _SHORT_BYTES = 1 << 15  # what travels with its entry is copied anyway
 
+_ABORTED = "torch.distributed aborted the process group"
+
 Handles = Callable[[], list[Handle[Any]]]
 
 
@@ -366,7 +368,10 @@ class AiodistProcessGroup(dist.ProcessGroup):
     _set_default_timeout = set_timeout
 
     def abort(self) -> None:
-        self.coll.abort("torch.distributed aborted the process group")
+        if self.coll is self.home.world:
+            self.home.abort(_ABORTED)
+        else:
+            self.coll.abort(_ABORTED)
 
     def shutdown(self) -> None:
         if self.coll is self.home.world:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import socket
+import sys
+import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -14,10 +16,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from aiodist.c10d.work import workers
 from aiodist.communicator import Communicator
 from aiodist.control import connect, name_ranks
 from aiodist.env import Environment
-from aiodist.errors import AiodistError, OperationTimeout
+from aiodist.errors import AiodistError, CommunicatorAborted, OperationTimeout
 from aiodist.world.background import in_thread
 from aiodist.world.opening import Introduction, Limits
 from aiodist.world.runtime import opened
@@ -44,6 +47,7 @@ class Home:
         meeting = Introduction(rank, size, _exchange(store, rank, size, timeout))
         stack = ExitStack()
         world = stack.enter_context(in_thread(opened(Limits(rendezvous=timeout), meeting=meeting, thread=True)))
+        workers.add_group()
         return cls(world, stack)
 
     def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -69,7 +73,31 @@ class Home:
         """Close the world with all that was made in it, and its loop. Collective."""
         block, self._block = self._block, None
         if block is not None:
-            block.close()
+            try:
+                block.close()
+            finally:
+                workers.discard_group()
+
+    def abort(self, reason: str) -> None:
+        """Abort the world, on this rank: the others learn that it has left. A thread closes all that the world has."""
+        block, self._block = self._block, None
+        if block is None:
+            self.world.abort(reason)
+            return
+        error = CommunicatorAborted(f"communicator {self.world.name!r} was aborted: {reason}", comm=self.world.name)
+        with suppress(RuntimeError):  # the interpreter ends, and the world was left
+            threading.Thread(target=_end, args=(block, error), name="aiodist-abort").start()
+        workers.discard_group()
+
+    def __del__(self) -> None:
+        # Else it is closed, its program has it, or it was left when the interpreter ended, which starts no thread.
+        if getattr(self, "_block", None) is not None and not sys.is_finalizing():
+            self.abort("the process group was dropped")
+
+
+def _end(block: ExitStack, error: CommunicatorAborted) -> None:
+    with suppress(CommunicatorAborted):
+        block.__exit__(type(error), error, None)
 
 
 async def _close(communicator: Communicator) -> None:

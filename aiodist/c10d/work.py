@@ -22,14 +22,29 @@ from aiodist.handles.waiting import next_of
 
 
 class _Workers:
-    """Threads that run jobs, each until it is over: a job never waits for a thread that another one holds.
+    """Threads that run jobs, each until it is finished: a job never waits for a thread that another one holds.
 
     The callbacks of torch's PowerSGD hook wait for other futures, so a fixed number of threads could block for good.
+    Idle threads end with the last group.
     """
 
     def __init__(self) -> None:
-        self.queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._idle = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        self._groups = 0
+
+    def add_group(self) -> None:
+        """Keep idle threads until `discard_group`."""
+        with self._lock:
+            self._groups += 1
+
+    def discard_group(self) -> None:
+        """End the idle threads if this was the last group."""
+        with self._lock:
+            self._groups -= 1
+            while self._groups == 0 and self._idle.acquire(blocking=False):
+                self.queue.put(None)
 
     def run(self, job: Callable[[], None]) -> None:
         """Have an idle thread run `job`, or a new one."""
@@ -38,12 +53,16 @@ class _Workers:
         self.queue.put(job)
 
     def _serve(self) -> None:
-        while True:
-            next_of(self.queue)()
-            self._idle.release()
+        while (job := next_of(self.queue)) is not None:
+            job()
+            with self._lock:
+                if self._groups == 0:
+                    return
+                self._idle.release()
 
 
-_workers = _Workers()
+workers = _Workers()
+"""Of this process: they run the callbacks of futures."""
 
 
 class HandleWork(dist.Work):
@@ -147,7 +166,7 @@ class HandleWork(dist.Work):
             if all(handle.done() for handle in self._handles):
                 over.set_result(None)
             else:
-                _workers.run(partial(self._complete, over))
+                workers.run(partial(self._complete, over))
         return self._future
 
     def _wait_for_future(self) -> None:
@@ -180,7 +199,7 @@ class HandleWork(dist.Work):
         for handle in self._handles:  # torch's programs may drop what they do not wait for; errors are told
             handle.detach()
         if self._finisher is not None and not self.is_completed():  # the results get where they belong all the same
-            _workers.run(partial(_finish_dropped, self._handles, self._finisher))
+            workers.run(partial(_finish_dropped, self._handles, self._finisher))
 
 
 def _finish_dropped(handles: Sequence[Handle[object]], finish: Callable[[], object]) -> None:

@@ -41,6 +41,7 @@ class WorldOptions:
     limits: Limits
     environment: Environment
     alone: bool  # this rank has its process to itself
+    program: bool  # True: an error that ends this world ends the program, with its exit code
     timeout: float | None = None
     report: float | None = REPORT_SECONDS
     levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None

@@ -9,7 +9,7 @@ import os
 import sys
 from asyncio import _get_running_loop
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -18,7 +18,7 @@ import torch
 from aiodist.communicator import Communicator, Hierarchy
 from aiodist.communicator.report import REPORT_SECONDS
 from aiodist.env import Environment, Starter
-from aiodist.errors import AiodistError
+from aiodist.errors import AiodistError, CommunicatorAborted
 from aiodist.handles import Handle, from_future
 from aiodist.handles.calls import located
 from aiodist.streams import CudaStream, event_handle
@@ -32,6 +32,9 @@ from aiodist.world.tracebacks import fold_tracebacks
 __all__ = ["as_handle", "init", "isolate", "open", "opened", "run"]
 
 P = ParamSpec("P")
+_QUIET = (CommunicatorAborted, GeneratorExit, TimeoutError)
+"""Ends of a world, other than a program's, that are no failure: aborted, dropped, or not closed by the others."""
+
 T = TypeVar("T")
 
 
@@ -138,7 +141,7 @@ async def opened(
         environment = Environment.read()
         if meeting is not None:
             environment = replace(environment, rank=meeting.rank, size=meeting.size, mpi=False, rendezvous=None)
-        wanted = WorldOptions(limits, environment, given is None, **options)
+        wanted = WorldOptions(limits, environment, given is None, given is None and meeting is None, **options)
         life = await _life_of(wanted, backend, given, meeting, elastic=elastic)
     except AiodistError:
         if given is None:
@@ -183,10 +186,15 @@ async def _life_of(
 async def _fail(life: Recovery | RankWorld, options: WorldOptions, error: BaseException) -> None:
     """The block raised: tell the others and let go, in time."""
     limits = options.limits
+    if not options.program and isinstance(error, _QUIET):
+        await life.abort(error if isinstance(error, AiodistError) else CommunicatorAborted("the world was dropped"))
+        with suppress(TimeoutError, AiodistError, OSError):
+            await life.channel.aclose()
+        return
     end = await the_end(error)
     if options.alone:
         fold_tracebacks()
-    if options.alone and life.channel.size > 1:
+    if options.program and life.channel.size > 1:
         await leave_in_time(end.exitcode, limits.leave)
     await life.cancel()
     patient = options.environment.starter is Starter.MPI

@@ -137,6 +137,25 @@ def test_t5_a_killed_rank_is_named_within_a_second(nursery: str) -> None:
     assert "the loss was told" in output
 
 
+@pytest.mark.processes
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("way", ["aborted", "dropped", "shut down"])
+def test_t5_groups_that_are_given_up_leave_nothing(way: str) -> None:
+    """Neither threads, descriptors nor maps; and the program ends with its own exit code, after its at-exit calls."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAMS / "given_up.py"), way, "12"],
+        env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all flat" in done.stdout, done.stdout
+    assert "at-exit ran" in done.stdout, done.stdout
+    assert "Traceback" not in done.stderr, done.stderr
+
+
 def command(starter: str) -> tuple[list[str], dict[str, str]]:
     """Return what starts two ranks, and the variables that it needs; skip the test where its MPI is missing."""
     if starter == "torchrun":
