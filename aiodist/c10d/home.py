@@ -46,7 +46,10 @@ class Home:
         """Open a world on a loop in a thread, whose ranks meet in `store`."""
         meeting = Introduction(rank, size, _exchange(store, rank, size, timeout))
         stack = ExitStack()
-        world = stack.enter_context(in_thread(opened(Limits(rendezvous=timeout), meeting=meeting, thread=True)))
+        try:
+            world = stack.enter_context(in_thread(opened(Limits(rendezvous=timeout), meeting=meeting, thread=True)))
+        except OperationTimeout as error:  # in the words of torch's stores, which programs look for
+            raise dist.DistStoreError(f"wait timeout after {1e3 * timeout:g}ms: {error}") from error
         workers.add_group()
         return cls(world, stack)
 

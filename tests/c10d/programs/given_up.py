@@ -78,7 +78,9 @@ left = sorted({thread.name for thread in threading.enumerate() if thread.name.st
 print(
     f"before {before} after {after} threads {left} {1e3 * seconds:.1f} ms of wall {1e3 * cpu:.1f} ms of CPU", flush=True
 )
-if after[0] <= 1 and all(now <= then + 10 for now, then in zip(after, before)):  # caches; fewer than groups
+if after[0] <= 1 and all(
+    now <= then + 10 for now, then in zip(after, before, strict=True)
+):  # caches; fewer than groups
     print("all flat", flush=True)
 last = groups("last")  # neither aborted nor shut down when the program ends
 sys.exit(0)
