@@ -186,7 +186,7 @@ async def _life_of(
 async def _fail(life: Recovery | RankWorld, options: WorldOptions, error: BaseException) -> None:
     """The block raised: tell the others and let go, in time."""
     limits = options.limits
-    if not options.program and isinstance(error, _QUIET):
+    if not options.program and isinstance(error, _QUIET) and isinstance(life, RankWorld):
         await life.abort(error if isinstance(error, AiodistError) else CommunicatorAborted("the world was dropped"))
         with suppress(TimeoutError, AiodistError, OSError):
             await life.channel.aclose()
