@@ -166,6 +166,16 @@ class Service:
         self._progress.offloaded += 1
         self._queue.put((work, then))
 
+    def later(self, seconds: float, call: Callable[[], object]) -> None:
+        """Have the loop make a call in so many seconds, with the transport lock held, unless this is closed then."""
+        progress, due = self._progress, partial(self._due, call)
+        progress.post(lambda: progress.loop.call_later(seconds, progress.start, due))
+
+    def _due(self, call: Callable[[], object]) -> None:
+        if not self._closed:
+            call()
+            self._flush()
+
     def close(self) -> None:
         """End the thread behind the work that it does just now; waits for nothing; with the transport lock held."""
         self._closed = True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -249,6 +251,29 @@ def _pushed(entry: NameEntry, value: Any, number: int, rule: Rule, alpha: float)
         if value is None:
             raise ValueError(f"{entry.name!r} has no .grad: expected one, since rule {rule.name!r} takes gradients")
     return Pushed(entry, flat(entry.check(value)), number)
+
+
+def check_apart(pushed: Sequence[Pushed], entries: Sequence[NameEntry], outs: Sequence[Tensor | None]) -> None:
+    """Raise ValueError where a tensor of `outs` overlaps what is pushed, unless it is that of the same name.
+
+    Servers answer apart: what comes from one would be written over what another has still to read.
+    """
+    starts = sorted((each.value.data_ptr(), i) for i, each in enumerate(pushed) if each.value.nbytes)
+    ends = list(accumulate((start + pushed[i].value.nbytes for start, i in starts), max))
+    for entry, out in zip(entries, outs, strict=True):
+        if out is None or not out.nbytes:
+            continue
+        first, place = out.data_ptr(), bisect_left(starts, (out.data_ptr() + out.nbytes,)) - 1
+        while place >= 0 and ends[place] > first:
+            start, i = starts[place]
+            other, value, _ = pushed[i]
+            itself = other is entry and start == first and value.nbytes == out.nbytes
+            if not itself and start + value.nbytes > first:
+                raise ValueError(
+                    f"out for {entry.name!r} overlaps the values for {other.name!r} without being them: expected the "
+                    "values of the same tensor, or other memory"
+                )
+            place -= 1
 
 
 def outs_of(entries: Sequence[NameEntry], out: Any, single: bool) -> list[Tensor | None]:  # noqa: ANN401

@@ -71,6 +71,11 @@ class OptimizerRule(Rule):
             parameter = torch.nn.Parameter(bare(shard))  # shares its memory
             return OptimizerState(self._make(parameter), parameter)
 
+    def move(self, state: OptimizerState, shard: Tensor) -> None:
+        """Have `state` lie beside `shard`, which holds what its shard does."""
+        with torch.inference_mode(False):
+            state.parameter.data = bare(shard)
+
     def apply(self, shard: Tensor, value: Tensor, alpha: float, state: OptimizerState) -> None:
         """Do a step with the gradient `alpha * value`: as it is, not copied, for an `alpha` of 1."""
         parameter = state.parameter

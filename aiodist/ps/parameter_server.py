@@ -22,7 +22,7 @@ from aiodist.handles import Handle, join
 from aiodist.handles.calls import located
 from aiodist.ps.context import ParameterServerStatistics
 from aiodist.ps.embedding import BackwardPushes
-from aiodist.ps.names import NameEntry, Pushed, check_version, named, outs_of, pushed_of
+from aiodist.ps.names import NameEntry, Pushed, check_apart, check_version, named, outs_of, pushed_of
 from aiodist.ps.naming import Naming
 from aiodist.ps.rebinding import join as joined
 from aiodist.ps.requests import Operation, PullPart
@@ -260,12 +260,17 @@ class ParameterServer(Naming):
         alpha: float = 1.0,
         timeout: float | None = None,
     ) -> Handle[Any]:
-        """Push, and return what the tensors are after that: `push` and `pull` in one; raises and costs what both do."""
+        """Push, and return what the tensors are after that: `push` and `pull` in one; raises and costs what both do.
+
+        A tensor of `out` may be the very tensor that is pushed for the same name. Raises ValueError for one that
+        overlaps what is pushed in any other way.
+        """
         self._session.check()
         entries, single = found = self._names.resolve(what)
         pushed = self._pushed(found, values, rule, alpha)
         pulls = entries, outs_of(entries, out, single), single
-        return self._call("push_pull", timeout, (pushed, alpha), pulls, (READS[self._read_mode], 0))
+        reads = Reads.SNAPSHOT if self._read_mode == "snapshot" else Reads.AFTER_OWN
+        return self._call("push_pull", timeout, (pushed, alpha), pulls, (reads, 0))
 
     def pushing(self, what: object = None, *, alpha: float = 1.0) -> BackwardPushes:
         """Return a block in whose backward passes each gradient is pushed as soon as it is there.
@@ -445,6 +450,8 @@ class ParameterServer(Naming):
         """Push with that alpha, then pull into the outs, of one or of several; `how` is what a pull may see."""
         (pushed, alpha), (entries, outs, single), client = pushes, pulls, self._session.client
         into = [None if out is None else flat(out) for out in outs]
+        if pushed and outs:
+            check_apart(pushed, entries, into)
         moved = [value for _, value, _ in pushed] or [t for t in into if t is not None]
         nbytes = sum([t.nbytes for t in moved])
         handle = self._session.handle(op, nbytes, timeout, depth=4)

@@ -27,6 +27,9 @@ from aiodist.ps.settings import Span
 from aiodist.ps.wire import Kind, Order, OrderKind, Reads, Stage
 
 _Key = tuple[int, int]  # client, number
+_READ_SECONDS, _READ_RATE = 0.05, 1e9
+"""How long a step waits for readers before it leaves the memory to them: that, and the bytes at that rate."""
+_TICK_SECONDS = 2e-3  # of the loop's clock
 
 
 class Shard:
@@ -69,11 +72,22 @@ class Shard:
         self._arrived: dict[_Key, tuple[Request, float]] = {}
         self._orders: deque[Order] = deque()
         self._readers: set[_Key] = set()
+        self._waiting: list[Pulling] = []
+        """Reads `AFTER_OWN` of clients whose own pushes are not applied yet."""
+        self._applying: Sequence[Pushing] = ()
         self._lookers: dict[_Key, Tensor] = {}  # lock-free: they see what they see, but not other tensors' memory
+        self._aside: dict[_Key, Tensor] = {}
+        """Readers that took long, and the memory that was left to them."""
+        self._left = False
+        """The memory was left to readers: what changes it takes other memory first."""
+        self._held_since: float | None = None
+        """When the next step began to wait for readers, on the clock of the loop."""
         self.unseen: Callable[[], object] = lambda: None
         """Called when nobody looks at the memory any more."""
         self._lent = False
         """A checkpoint is written from the memory: what changes it takes other memory first."""
+        self._borrowed: Tensor | None = None
+        """The memory that a checkpoint is written from."""
         self._busy = False
         self._advancing = False
         # What is applied when it comes, here alone and in no time, needs no order.
@@ -89,12 +103,15 @@ class Shard:
     def release(self, client: int, number: int) -> None:
         self._readers.discard((client, number))
         self._lookers.pop((client, number), None)
+        if (memory := self._aside.pop((client, number), None)) is not None:
+            self._give_back(memory)
         self._seen()
 
     def leave(self, client: int, *, gone: bool) -> None:
         if gone:
             self._readers = {reader for reader in self._readers if reader[0] != client}
             self._lookers = {looker: seen for looker, seen in self._lookers.items() if looker[0] != client}
+            self._aside = {reader: seen for reader, seen in self._aside.items() if reader[0] != client}
             if client in self._servers and self.refusal is None:
                 self._orders.clear()
                 self.refuse(self._context.lost(client))
@@ -132,6 +149,9 @@ class Shard:
         for key in [key for key in self._arrived if key not in ordered]:
             request, _ = self._arrived.pop(key)
             self._answers.refuse(request, error)
+        waiting, self._waiting = self._waiting, []
+        for read in waiting:
+            self._answers.refuse(read, error)
         self._answers.applied()
 
     def deliver(self, request: Request) -> None:
@@ -141,8 +161,11 @@ class Shard:
             return
         if isinstance(request, Pushing) and self._context.policy.accepts:
             self._answers.done(request, Stage.ACCEPTED)
-        elif isinstance(request, Pulling) and request.reads == Reads.LOCK_FREE:
-            self._serve(request)
+        elif isinstance(request, Pulling) and request.reads != Reads.SNAPSHOT:
+            if request.reads == Reads.AFTER_OWN and self._holds_push(request.client):
+                self._waiting.append(request)
+            else:
+                self._serve(request)
             return
         if self.machine is not None:
             self._decide(self.machine, request)
@@ -150,9 +173,24 @@ class Shard:
             self._arrived[(request.client, request.number)] = (request, perf_counter())
             self.advance()
 
+    def _serve_waiting(self) -> None:
+        """Serve the lock-free reads whose clients have nothing here any more that is still to be applied."""
+        if self._waiting:
+            ready = [read for read in self._waiting if not self._holds_push(read.client)]
+            self._waiting = [read for read in self._waiting if read not in ready]
+            for read in ready:
+                self._serve(read)
+
+    def _holds_push(self, client: int) -> bool:
+        """Return True while a push of `client` is still to be applied, unless it was copied when it was accepted."""
+        if self._context.policy.accepts:
+            return False
+        held = any(key[0] == client and isinstance(each, Pushing) for key, (each, _) in self._arrived.items())
+        return held or any(push.client == client for push in self._applying)
+
     def fill(self, request: Pushing) -> None:
         assert request.value is not None
-        self._leave_lent()
+        self._take_other_memory()
         self.data.copy_(request.value)
         self._answers.recycle(request)
         self._answers.done(request, Stage.APPLIED)
@@ -234,7 +272,7 @@ class Shard:
                     self._orders.popleft()
                     self._turned(self, order)
                     continue
-                if order.kind == OrderKind.APPLY and self._readers:
+                if order.kind == OrderKind.APPLY and self._readers and not self._leave_to_readers():
                     return
                 requests = self._gather(order)
                 if requests is None:
@@ -243,6 +281,7 @@ class Shard:
                 self._carry_out(order, requests)
         finally:
             self._advancing = False
+            self._serve_waiting()
             self._answers.applied()
 
     def _gather(self, order: Order) -> list[tuple[Request, float]] | None:
@@ -302,17 +341,23 @@ class Shard:
 
         None where that cannot be: there are states that only their rules can copy, or an object.
         """
-        rules = (rule for rule in self._context.rules if self.state_of(rule) is not None)
-        if self.replaces or not all(isinstance(rule, OptimizerRule) for rule in rules):
+        if self.replaces or not self._can_move:
             return None
         self._lent, lent = True, self.data
+        self._borrowed = lent
 
         def release_lent() -> None:
-            self._lent = False
+            self._lent, self._borrowed = False, None
             if self.data is not lent and not self.looked_at:
                 self._context.pool.release(lent.view(torch.uint8))
 
         return release_lent
+
+    @property
+    def _can_move(self) -> bool:
+        """There are no states that only their rules can copy."""
+        rules = (rule for rule in self._context.rules if self.state_of(rule) is not None)
+        return all(isinstance(rule, OptimizerRule) for rule in rules)
 
     def copied(self, context: Context) -> Restored:
         """Return copies of what it has, in memory of `context`, which may be that of another communicator."""
@@ -325,17 +370,24 @@ class Shard:
                 rule.load_state_dict(made, rule.state_dict(state))
         return restored
 
-    def _leave_lent(self) -> None:
-        """Have memory that nothing is written from, before it changes."""
+    def _take_other_memory(self) -> None:
+        """Have memory that no checkpoint is written from, and that was left to nobody, before it changes."""
         if self._lent:
             self._move_to(self.copied(self._context))
+        elif self._left:
+            data = self._context.pool.take(self.data.nbytes).view(self.data.dtype)
+            data.copy_(self.data)
+            self.data, self._left = data, False
+            for rule in self._context.rules:
+                if isinstance(rule, OptimizerRule) and (state := self.state_of(rule)) is not None:
+                    rule.move(state, data)
 
     def _move_to(self, restored: Restored) -> None:
-        self.data, self._lent = restored.data, False
+        self.data, self._lent, self._left = restored.data, False, False
         self._states = {id(self._context.rules[number]): state for number, state in restored.states.items()}
 
     def take(self, restored: Restored) -> None:
-        if not self._lent:
+        if not (self._lent or self._left):
             self._context.pool.release(self.data.view(torch.uint8))
         self._move_to(restored)
         self._restart(restored)
@@ -352,14 +404,37 @@ class Shard:
     def hold(self, request: Pulling) -> None:
         """Keep the memory until `release`, since somebody looks at it; as it is, unless the read is lock-free."""
         reader = (request.client, request.number)
-        if request.reads == Reads.LOCK_FREE:
+        if request.reads != Reads.SNAPSHOT:
             self._lookers[reader] = self.data  # what replaces an object must not free what is looked at
         else:
             self._readers.add(reader)
 
     @property
     def looked_at(self) -> bool:
-        return bool(self._readers or self._lookers)
+        return bool(self._readers or self._lookers or self._aside)
+
+    def _leave_to_readers(self) -> bool:
+        """Leave the memory to those who read it once they have taken long: the next step takes a copy of it.
+
+        False while it waits: for readers to end, or to take long. A process that was stopped may read for ever. There
+        is one copy at a time: while some still read what was left to them, a step waits for who reads the next version.
+        """
+        loop = self._context.progress.loop
+        patience = _READ_SECONDS + self.data.nbytes / _READ_RATE
+        if self._held_since is None:
+            self._held_since = loop.time()
+            self._context.service.later(patience + _TICK_SECONDS, self.advance)
+        if loop.time() - self._held_since < patience or self._aside or not self._can_move:
+            return False
+        self._aside, self._readers = dict.fromkeys(self._readers, self.data), set()
+        self._left = not self.replaces
+        return True
+
+    def _give_back(self, memory: Tensor) -> None:
+        """A reader has ended that the memory was left to: keep it for others when it was the last."""
+        kept = (self.data, self._borrowed, *self._aside.values(), *self._lookers.values())
+        if not self.replaces and all(memory is not other for other in kept):
+            self._context.pool.release(memory.view(torch.uint8))
 
     def _change(self, request: Change) -> None:
         if (error := error_of(partial(self._configure, request.settings))) is not None:
@@ -373,8 +448,10 @@ class Shard:
     # --- applying ----------------------------------------------------------------------------------------------
 
     def _apply(self, order: Order, pushes: list[tuple[Pushing, float]]) -> None:
+        self._held_since = None
+
         def over(error: BaseException | None) -> None:
-            was_busy, self._busy = self._busy, False
+            was_busy, self._busy, self._applying = self._busy, False, ()
             self._finished(order.version, [push for push, _ in pushes], error)
             if was_busy:
                 self.advance()
@@ -382,8 +459,9 @@ class Shard:
         if self._can_swap(pushes):
             push = pushes[0][0]
             assert push.value is not None
-            self.data, push.buffer = push.value, None if self._lent else self.data.view(torch.uint8)
-            self._lent = False
+            kept = self._lent or self._left
+            self.data, push.buffer = push.value, None if kept else self.data.view(torch.uint8)
+            self._lent = self._left = False
             over(None)
             return
         work = partial(self._compute, pushes)
@@ -394,7 +472,7 @@ class Shard:
         elif self._is_light(pushes):
             over(error_of(work))
         else:
-            self._busy = True
+            self._busy, self._applying = True, [push for push, _ in pushes]
             self._context.service.run(work, over)
 
     def _is_light(self, pushes: Sequence[tuple[Pushing, float]]) -> bool:
@@ -405,7 +483,7 @@ class Shard:
     def _compute(self, pushes: Sequence[tuple[Pushing, float]]) -> None:
         if not pushes:  # all of them died on the way
             return
-        self._leave_lent()
+        self._take_other_memory()
         rules = self._context.rules
         pieces = []
         for push, weight in pushes:

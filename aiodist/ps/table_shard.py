@@ -50,6 +50,10 @@ class TableShard(Shard):
         """Change no row until its rows are gathered, in a lock-free read too: growing tensors move."""
         self._readers.add((request.client, request.number))
 
+    def _leave_to_readers(self) -> bool:
+        """Wait for them: they gather rows on this server, whatever becomes of their processes."""
+        return False
+
     def take(self, restored: Restored) -> None:
         assert restored.store is not None
         self.store = restored.store

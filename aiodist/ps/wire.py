@@ -48,6 +48,8 @@ class Reads(IntEnum):
 
     SNAPSHOT = 0
     LOCK_FREE = 1
+    AFTER_OWN = 2
+    """Lock-free, once what the client pushed before is applied: that may lie where the values go."""
 
 
 class Stage(IntEnum):

@@ -1,0 +1,128 @@
+"""A worker whose process is stopped in the midst of a read, or of a push: `stopped.py reader|table|pusher|twice`."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import aiodist
+from aiodist.ps import Adam, ParameterServer
+from aiodist.ps.requests import PullPart
+
+NUMEL = 8 << 20
+PUSHES = 10
+LIMIT = 60.0
+
+
+def stop_in_the_midst(times: int) -> None:
+    """Have this process stop itself in each of its next reads, when half of the bytes are there."""
+    fill, left = PullPart.fill, [times]
+
+    def half(part: PullPart, src: int, t: Tensor) -> None:
+        if part.place is None or t.nbytes < 4096 or not left[0]:
+            fill(part, src, t)
+            return
+        left[0] -= 1
+        into, middle = part.place(src).view(torch.uint8), t.nbytes // 2
+        into[:middle].copy_(t[:middle])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        into[middle:].copy_(t[middle:])
+
+    PullPart.fill = half  # type: ignore[assignment, method-assign]
+
+
+def until_stopped(pid: int) -> None:
+    until = time.monotonic() + LIMIT
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+        if time.monotonic() > until:
+            raise TimeoutError(f"process {pid} was not stopped")
+        time.sleep(0.01)
+
+
+def version(t: Tensor) -> str:
+    return "mixed" if bool(t.min() != t.max()) else f"{t[0].item():g}"
+
+
+async def reads(coll: aiodist.Communicator, ps: ParameterServer, pids: list[int], name: str) -> None:
+    """Rank 2 is stopped while it reads, and rank 1 pushes meanwhile."""
+    t = torch.ones(NUMEL)
+    for _ in range(2):
+        await coll.barrier()
+        if coll.rank == 2:
+            looks = coll.backend != "gloo"  # else the data come in a message
+            stop_in_the_midst(looks)
+            pulled = ps.pull(name, t)
+            if not looks:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            await pulled
+            print(f"{name} read: {version(t)} of version {pulled.version}", flush=True)
+        if coll.rank == 1:
+            until_stopped(pids[2])
+            for _ in range(PUSHES):
+                await ps.push(name, t, timeout=LIMIT)
+            os.kill(pids[2], signal.SIGCONT)
+        await coll.barrier()
+    if coll.rank == 2:
+        await ps.pull(name, t)
+        print(f"{name} last: {version(t)}", flush=True)
+
+
+async def rows(coll: aiodist.Communicator, ps: ParameterServer, pids: list[int]) -> None:
+    table = await ps.embedding("rows", 256, init=0.0)
+    ids, values = torch.arange(20_000), torch.ones(20_000, 256)
+    if coll.rank == 1:
+        await table.push(ids, values)
+    await coll.barrier()
+    if coll.rank == 2:
+        stop_in_the_midst(1)
+        print(f"rows read: {version((await table.pull(ids)).view(-1))}", flush=True)
+    if coll.rank == 1:
+        until_stopped(pids[2])
+        for _ in range(PUSHES):
+            await table.push(ids, values, timeout=LIMIT)
+        os.kill(pids[2], signal.SIGCONT)
+    await coll.barrier()
+
+
+async def pushes(coll: aiodist.Communicator, ps: ParameterServer, pids: list[int]) -> None:
+    """Rank 1 is stopped while it pushes, and rank 2 reads meanwhile."""
+    t = torch.ones(NUMEL)
+    await coll.barrier()
+    if coll.rank == 1:
+        pushed = ps.push("add", t)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        await pushed
+    if coll.rank == 2:
+        until_stopped(pids[1])
+        seen = []
+        for _ in range(PUSHES):
+            await ps.pull("add", t, timeout=LIMIT)
+            seen.append(version(t))
+        print(f"read: {set(seen) <= {'0', '1'}}", flush=True)
+        os.kill(pids[1], signal.SIGCONT)
+    await coll.barrier()
+
+
+async def main() -> None:
+    async with aiodist.init() as coll:
+        pids = await coll.allgather_object(os.getpid())
+        tensors = {"add": torch.zeros(NUMEL), "adam": torch.zeros(NUMEL), "copy": torch.zeros(NUMEL)}
+        ps = ParameterServer(coll, {"add": tensors["add"]}, servers=[0], workers=[1, 2], rules={"adam": Adam(lr=1.0)})
+        async with ps:
+            if sys.argv[1] == "pusher":
+                await pushes(coll, ps, pids)
+            elif sys.argv[1] == "table":
+                await rows(coll, ps, pids)
+            elif sys.argv[1] == "reader":
+                await ps.init("copy", tensors["copy"], rule="copy")
+                await ps.init("adam", tensors["adam"], rule="adam")
+                for name in ("add", "copy", "adam"):
+                    await reads(coll, ps, pids, name)
+            print("over", flush=True)
+
+
+aiodist.run(main)
