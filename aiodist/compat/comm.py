@@ -10,6 +10,7 @@ from typing import Any, NoReturn, cast
 
 from torch import Tensor
 
+from aiodist.collectives.metadata import overlaps
 from aiodist.communicator import Communicator
 from aiodist.communicator.arguments import check_rank, check_tag
 from aiodist.communicator.fingerprint import Fingerprint
@@ -296,6 +297,8 @@ class Comm:
     ) -> tuple[Request, Request]:
         """Issue a receive and a send, or neither: arguments are checked first, for a receive may match at its call."""
         self._check_destination(dest, sendtag)
+        if sent is not None and source != PROC_NULL and overlaps(sent, buffer_of(recvbuf, written=True).octets):
+            raise ValueError("sendbuf overlaps recvbuf: expected other memory, or Sendrecv_replace of one buffer")
         coming = self.Irecv(recvbuf, source, recvtag)
         return coming, self._send(sent, dest, sendtag)
 

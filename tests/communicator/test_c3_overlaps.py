@@ -169,11 +169,12 @@ async def _tried(coll: Communicator, number: int, layout: Layout) -> bool:
     return True
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.ranks(2, backend=("openmpi", "shm"))
 async def test_c3_tensors_of_a_call_that_overlap_give_what_copies_give_or_are_refused(coll: Communicator) -> None:
     taken: dict[str, int] = {}
-    for number, layout in enumerate(drawn(LAYOUTS, 400)):
+    for number, layout in enumerate(drawn(LAYOUTS, 250)):
         if await _tried(coll, number, layout):
             taken[layout.call] = taken.get(layout.call, 0) + 1
     assert len(taken) > 15, taken  # not all are refused

@@ -53,6 +53,7 @@ def test_t6_the_tutorial_prints_what_it_prints_with_mpi4py(nursery: str, ranks: 
         ("awaited", 2),
         ("mistakes", 2),
         ("synchronous", 2),
+        ("overlaps", 2),
         ("errors", 1),
         ("errors", 3),
     ],

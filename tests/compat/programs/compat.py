@@ -228,6 +228,22 @@ def expect(call: Callable[[], Any], kind: type[Exception], text: str) -> None:
         call()
 
 
+def overlaps() -> None:
+    """Buffers of one call that overlap: refused before anything is issued, or as on copies."""
+    comm = MPI.COMM_WORLD
+    other = (comm.rank + 1) % comm.size
+    whole = np.arange(8.0) + comm.rank
+    for _ in range(2):
+        expect(lambda: comm.Sendrecv(whole[:5], other, recvbuf=whole[3:]), ValueError, "sendbuf overlaps recvbuf")
+        expect(lambda: comm.Isendrecv(whole[:5], other, recvbuf=whole[3:]), ValueError, "sendbuf overlaps recvbuf")
+        expect(lambda: comm.Allreduce(whole[:5], whole[3:]), ValueError, "out overlaps the input")
+    into = np.empty(5)
+    comm.Sendrecv(whole[:5], other, recvbuf=into)  # no receive of the calls before takes it
+    assert into.tolist() == (np.arange(5.0) + (comm.rank - 1) % comm.size).tolist()
+    comm.Sendrecv_replace(whole, other)
+    assert whole[0] == (comm.rank - 1) % comm.size
+
+
 def synchronous() -> None:
     """A synchronous send is over only when a receive has matched it."""
     comm = MPI.COMM_WORLD
