@@ -25,7 +25,7 @@ EXCEPTIONS = {
     ("aiodist/backends/gloo/library.py", "_timeout"): "the same",
     ("aiodist/testing/clock.py", "_ready"): "asyncio's, of its event loop",
     ("aiodist/testing/clock.py", "_selector"): "the same",
-    ("aiodist/c10d/calls.py", "_base"): "torch's, of views, which share a version",
+    ("aiodist/c10d/lines.py", "_base"): "torch's, of views, which share a version",
     ("aiodist/watch/stillness.py", "_ready"): "asyncio's, of its event loop",
     ("aiodist/watch/stillness.py", "_selector"): "the same",
     ("aiodist/testing/ranks.py", "_context"): "asyncio's, of one of its handles",
