@@ -163,6 +163,8 @@ class Handle:
     _observer: Callable[..., object] | None
     _consumed: bool
     _detached: bool
+    _given_up: bool
+    _posted: bool
     _looked_at: bool
     polled: bool
     def __init__(

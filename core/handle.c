@@ -110,7 +110,8 @@ static int handle_clear(Handle *self) {
 }
 
 static void handle_finalize(Handle *self) {
-    if (self->consumed || self->status == status_pending || self->status == NULL) return;
+    bool kept = self->status == status_pending && !self->posted;  // its operation ends it, and drops it then
+    if (self->consumed || self->status == NULL || kept) return;
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     PyObject *result = PyObject_CallMethodObjArgs((PyObject *)self, s_dropped, NULL);
@@ -175,7 +176,6 @@ static bool spin(Handle *self, Pacer *pacer, uint64_t now) {
 
 static PyObject *handle_await(Handle *self) {
     Pacer *pacer = (Pacer *)self->progress;
-    self->consumed = 1;
     uint64_t now = core_now();
     if (self->status == status_pending) {
         if (spin(self, pacer, now)) {
@@ -188,6 +188,7 @@ static PyObject *handle_await(Handle *self) {
     // Awaits that never suspend would starve the loop: once a millisecond one of them yields.
     if (pacer->fair && (double)now * 1e-9 - pacer->last_ran > FAIR && PyThread_get_thread_ident() == pacer->thread)
         return PyObject_CallMethodObjArgs((PyObject *)self, s_yielding, NULL);
+    self->consumed = 1;
     if (self->status == status_returned) return ready(self->value == NULL ? Py_None : self->value);
     return PyObject_CallMethodObjArgs((PyObject *)self, s_failed, NULL);
 }
@@ -299,6 +300,7 @@ static PyMemberDef handle_members[] = {
     OBJECT("source", source), OBJECT("tag", tag), OBJECT("version", version), OBJECT("_observer", observer),
     OFFERS("seq", T_LONGLONG, Handle, seq, 0, NULL), OFFERS("nbytes", T_PYSSIZET, Handle, nbytes, 0, NULL),
     OFFERS("_consumed", T_BOOL, Handle, consumed, 0, NULL), OFFERS("_detached", T_BOOL, Handle, detached, 0, NULL),
+    OFFERS("_given_up", T_BOOL, Handle, given_up, 0, NULL), OFFERS("_posted", T_BOOL, Handle, posted, 0, NULL),
     OFFERS("_looked_at", T_BOOL, Handle, looked_at, 0, NULL), OFFERS("polled", T_BOOL, Handle, polled, 0, NULL),
     {0},
 };

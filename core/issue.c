@@ -289,7 +289,10 @@ static bool acquire(Issuer *self, Handle *h) {
         if (held != NULL) {  // said in Python
             PyObject *said = PyObject_CallMethod((PyObject *)self->claims, "acquire", "KKOO", (unsigned long long)one->start,
                                                  (unsigned long long)one->nbytes, one->writes ? Py_True : Py_False, h);
-            Py_XDECREF(said);
+            if (said != NULL) {  // what had it was dropped, and is withdrawn now
+                Py_DECREF(said);
+                continue;
+            }
         }
         release(self, claims, i);
         return false;

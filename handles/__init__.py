@@ -6,6 +6,7 @@ from aiodist.handles.combinators import as_completed, gather
 from aiodist.handles.deadline import timeout
 from aiodist.handles.handle import Fence, Handle
 from aiodist.handles.origin import Origin, listed
+from aiodist.handles.posted import Posted
 from aiodist.handles.progress import LARGE_BYTES, Poller, Progress
 from aiodist.handles.scheduler import Lane, Permit, Scheduler
 from aiodist.handles.sources import Done, Source, from_future, from_source, join
@@ -20,6 +21,7 @@ __all__ = [
     "Origin",
     "Permit",
     "Poller",
+    "Posted",
     "Progress",
     "Scheduler",
     "Source",

@@ -8,6 +8,7 @@ import warnings
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from aiodist.errors import CommunicatorError, PeerError
 from aiodist.handles.origin import Origin, described
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class _Dropped(NamedTuple):
     seq: int
     whence: tuple[CodeType, int] | None
     error: BaseException | None
+    given_up: bool
+    """An await of it ended without its outcome."""
 
     @property
     def origin(self) -> Origin | None:
@@ -59,12 +62,20 @@ class Account:
         self._shown: dict[Any, Any] = {}
         """What `warnings` keeps of the lines that it has shown."""
 
-    def dropped(self, op: str, seq: int, whence: tuple[CodeType, int] | None, error: BaseException | None) -> None:
-        """Take note of a finished handle; called by the garbage collector, on any thread, so it only appends."""
-        if isinstance(error, self.forgiven):
-            return
-        if error is not None or seq > self._covered:
-            self._dropped.append(_Dropped(op, seq, whence, error))
+    def dropped(
+        self,
+        op: str,
+        seq: int,
+        whence: tuple[CodeType, int] | None,
+        error: BaseException | None,
+        *,
+        given_up: bool = False,
+    ) -> None:
+        """Take note of a handle; called by the garbage collector, on any thread, so it only appends."""
+        if isinstance(error, self.forgiven) or (given_up and isinstance(error, (CommunicatorError, PeerError))):
+            return  # every later call raises the latter
+        if error is not None or given_up or seq > self._covered:
+            self._dropped.append(_Dropped(op, seq, whence, error, given_up))
             if self._prompt:
                 self._judge_soon()
 
@@ -74,8 +85,8 @@ class Account:
         entries = [self._dropped.popleft() for _ in range(len(self._dropped))]
         self._dropped.extend(entry for entry in entries if entry.seq > seq)
         for entry in entries:
-            if entry.seq <= seq:
-                self._report(entry)
+            if entry.seq <= seq and not self._report(entry) and entry.given_up:
+                self._warn(entry)
 
     def judge(self) -> None:
         """Tell of what nothing has covered, now and, from now on, as soon as it is dropped."""
@@ -103,14 +114,17 @@ class Account:
     def _report(self, entry: _Dropped) -> bool:
         if entry.error is None or isinstance(entry.error, asyncio.CancelledError):
             return False
-        message = f"{described(entry.op, entry.seq, entry.origin)} raised, and nobody awaited it"
+        why = "raised after its await had ended" if entry.given_up else "raised, and nobody awaited it"
+        message = f"{described(entry.op, entry.seq, entry.origin)} {why}"
         self._loop.call_exception_handler({"message": message, "exception": entry.error})
         return True
 
     def _warn(self, entry: _Dropped) -> None:
         where = entry.origin
+        lost = "was given up: its await ended early, and its result was dropped"
+        what = lost if entry.given_up else "was never awaited"
         if where is None:
-            warnings.warn(f"{entry.op} was never awaited", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{entry.op} {what}", RuntimeWarning, stacklevel=2)
         else:  # without its number: in a loop each would be another text, and none the same as before
-            message = f"{entry.op} issued at {where} was never awaited"
+            message = f"{entry.op} issued at {where} {what}"
             warnings.warn_explicit(message, RuntimeWarning, where.filename, where.lineno, registry=self._shown)

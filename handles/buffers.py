@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from aiodist import _core
 from aiodist.errors import BufferInFlight
 
 Claimed = tuple[int, int, bool, *tuple[object, ...]]  # first byte, how many, True if they are written, and more
+
+
+@runtime_checkable
+class Lapsing(Protocol):
+    """An owner that the program may have dropped."""
+
+    def lapse(self) -> bool:
+        """Give back all its bytes where that is so; return whether it did."""
 
 
 class InFlight(_core.Claims):
@@ -25,7 +34,9 @@ class InFlight(_core.Claims):
     def acquire_all(self, claims: Sequence[Claimed], owner: object) -> None:
         """Claim all of them, or none where one cannot be had."""
         for i, (start, nbytes, writes, *_) in enumerate(claims):
-            if (holder := self.claim(start, nbytes, writes, owner)) is not None:
+            while (holder := self.claim(start, nbytes, writes, owner)) is not None:
+                if isinstance(holder, Lapsing) and holder.lapse():
+                    continue
                 self.release_all(claims[:i])
                 if holder is owner:
                     raise BufferInFlight(f"{owner} would have the same memory twice: {_twice(claims, i)}")

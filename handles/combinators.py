@@ -6,9 +6,11 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import ref
 
 from aiodist.handles.handle import Handle
 from aiodist.handles.origin import Origin
+from aiodist.handles.posted import Posted
 from aiodist.handles.progress import Progress
 from aiodist.handles.sources import join
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Together(Handle[T]):
+class Together(Posted[T]):
     """A handle over others, such as `gather` returns: they lie in `keep` until it is done."""
 
     __slots__ = ()
@@ -56,23 +58,86 @@ class EndWaiter:
 
 
 class _Gathering:
-    def __init__(self, outer: Handle[list[Any]], members: tuple[Handle[Any], ...], keep_errors: bool) -> None:
-        self.outer = outer
+    """The operation of what `gather` returns: see `Stoppable`."""
+
+    def __init__(self, outer: Together[list[Any]], members: tuple[Handle[Any], ...], keep_errors: bool) -> None:
         self.members = members
-        self.left = len(members)
         self.keep_errors = keep_errors
+        self.paused = False
         self.late: dict[Handle[Any], OperationTimeout] = {}
+        self._waits = set(members)
+        self._posted = {m: None for m in members if isinstance(m, Posted) and not m.retrieved}
+        """Members that no other code waits for, and that can be stopped."""
+        self._held: Posted[Any] | None = outer if not self._posted else None
+        self._outer: ref[Posted[Any]] | None = None
+        self._progress = outer._progress
+        if self._posted:
+            self._follow(outer)
+
+    def _follow(self, outer: Posted[Any]) -> None:
+        self._outer = ref(outer, self._dropped)
+
+    def _dropped(self, _: object) -> None:
+        """The program has dropped what it was gathered for; the collector of garbage may call."""
+        self._progress.post(self._pause_members)
+
+    def _pause_members(self) -> None:
+        self._outer = None
+        for member in self._posted:  # what one gives back another may be given, and gives back in turn
+            member.leave_early(self)
+
+    def begin(self, members: Iterable[Handle[Any]]) -> None:
+        """Wait for `members`."""
+        for member in members:
+            if not member.is_pending:
+                self.wake(member, None)
+            elif member in self._posted:
+                member.join(self)
+            else:
+                member.add_waiter(self)
 
     def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
-        self.left -= 1
-        if self.outer.done():
+        self._waits.discard(handle)
+        outer = self._held or (None if self._outer is None else self._outer())
+        if self.paused or outer is None or not outer.is_pending:
             return
         if late is not None:
             self.late[handle] = late
-        if not self.keep_errors and (error := late or handle.outcome_error()) is not None:
-            self.outer.reject(error)
-        elif self.left == 0:
-            self.outer.resolve([self.late.get(h) or _value(h) for h in self.members])
+        error = handle.peek() if handle in self._posted else handle.outcome_error()
+        if not self.keep_errors and (failure := late or error) is not None:
+            self._outer = None
+            outer.reject(failure)
+            for member in self._posted:
+                member.consume()
+        elif not self._waits:
+            self._outer = None
+            outer.resolve([self.late.get(h) or _value(h) for h in self.members])
+
+    def hold(self, handle: Posted[Any] | None, /) -> None:
+        """See `Stoppable`; where no member can be stopped its members hold it anyway."""
+        if self._posted:
+            self._held = handle
+
+    def settled(self) -> None:
+        """See `Stoppable`."""
+        self._held = None
+
+    def pause(self, handle: Posted[Any], /) -> None:
+        """See `Stoppable`: all that its receives were given goes to others."""
+        if not (self._posted and (handle.is_pending or handle.is_good)):
+            return
+        if not handle.is_pending:
+            handle.revoke()
+            handle.keep = self.members
+        self.paused = True
+        self._pause_members()
+
+    def resume(self, handle: Posted[Any], /) -> None:
+        """See `Stoppable`."""
+        self.paused = False
+        self._follow(handle)
+        self._waits.update(self._posted)
+        self.begin(self._posted)
 
 
 def _progress_of(call: str, members: Sequence[Handle[Any]]) -> Progress:
@@ -100,13 +165,10 @@ def gather(*handles: Handle[Any], return_exceptions: bool = False) -> Handle[lis
     )
     outer.keep = handles
     gathering = _Gathering(outer, handles, return_exceptions)
+    outer.belong(gathering)
     if not handles:
         outer.resolve([])
-    for member in handles:
-        if member.done():
-            gathering.wake(member, None)
-        else:
-            member.add_waiter(gathering)
+    gathering.begin(handles)
     return outer
 
 
@@ -142,7 +204,10 @@ async def as_completed(handles: Iterable[Handle[T]]) -> AsyncGenerator[Handle[T]
             yield handle
     finally:
         for member in members:
-            member.remove_waiter(queue)
+            if isinstance(member, Posted) and member.is_pending:
+                member.leave_early(queue)
+            else:
+                member.remove_waiter(queue)
 
 
 def all_over(handles: Sequence[Handle[Any]], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:

@@ -160,8 +160,21 @@ class Handle(_core.Handle, Generic[T]):
     def _yielding(self) -> Generator[Any, None, T]:
         """Let the loop run once: awaits that never suspend would starve it."""
         self._progress.last_ran = perf_counter()
-        yield
+        try:
+            yield
+        except GeneratorExit:  # see `_suspend`
+            self._given_up = True
+            self._progress.post(self._leave)
+            raise
+        except BaseException:
+            self._given_up = True
+            self._leave()
+            raise
+        self._consumed = True
         return self._outcome()
+
+    def _leave(self) -> None:
+        """A wait is over."""
 
     def _failed(self) -> Generator[Any, None, T]:
         yield from ()
@@ -177,22 +190,33 @@ class Handle(_core.Handle, Generic[T]):
         if asyncio.get_running_loop() is not loop:
             raise RuntimeError(f"{self} belongs to another event loop: await it there, or use wait() in a thread")
         if (late := self._expired()) is not None:
+            self._given_up = True
             raise late
         waiter = FutureWaiter(loop.create_future())
-        self.add_waiter(waiter)
+        self._add_waiter(waiter)
         try:
             yield from waiter.future
-        except asyncio.CancelledError as error:
-            error.add_note(f"while awaiting {self}, which goes on{plight([self])[0]}")
-            if (note := current_deadline.get()) is not None:
-                note(self)
+        except GeneratorExit:  # perhaps from a collection of garbage, in the midst of anything
+            self._given_up = True
+            self._progress.post(partial(self.remove_waiter, waiter))
             raise
-        finally:
+        except BaseException as error:  # an await without the outcome is no consumption
+            self._given_up = True
+            if isinstance(error, asyncio.CancelledError):
+                error.add_note(f"while awaiting {self}, which goes on{plight([self])[0]}")
+                if (note := current_deadline.get()) is not None:
+                    note(self)
             self.remove_waiter(waiter)
+            raise
+        self._consumed = True
+        self.remove_waiter(waiter)
 
     def add_waiter(self, waiter: Waiter) -> None:
         """Call `waiter.wake` on the loop when this handle is done or late; on the loop's thread only."""
         self._consumed = True
+        self._add_waiter(waiter)
+
+    def _add_waiter(self, waiter: Waiter) -> None:
         if self._waiters is None:
             self._waiters = []
         self._waiters.append(waiter)
@@ -212,9 +236,7 @@ class Handle(_core.Handle, Generic[T]):
 
     def add_observer(self, waiter: Waiter) -> None:
         """As `add_waiter`, on behalf of nobody: it is no sign that somebody looks at the outcome."""
-        consumed = self._consumed
-        self.add_waiter(waiter)
-        self._consumed = consumed
+        self._add_waiter(waiter)
 
     def cancelled(self) -> bool:
         """Return True when it was withdrawn by `cancel()`."""
@@ -222,16 +244,16 @@ class Handle(_core.Handle, Generic[T]):
 
     def result(self) -> T:
         """Return the result, or raise what the operation raised; `InvalidStateError` while pending."""
-        self._consumed = True
         if self.is_pending:
             raise asyncio.InvalidStateError(f"{self} is not done: await it")
+        self._consumed = True
         return self._outcome()
 
     def exception(self) -> BaseException | None:
         """Return what the operation raised, None for a result; raise `InvalidStateError` while pending."""
-        self._consumed = True
         if self.is_pending:
             raise asyncio.InvalidStateError(f"{self} is not done: await it")
+        self._consumed = True
         if self._status is Status.CANCELLED:
             raise asyncio.CancelledError(f"{self} was withdrawn")
         return self.outcome_error()
@@ -260,12 +282,16 @@ class Handle(_core.Handle, Generic[T]):
         there: that of `gather`, of a list of receives, or of a new communicator. In a forked child, to which no
         pending operation belongs, it raises `RuntimeError`.
         """
-        self._consumed = True
         if self._progress.owns_thread():
             raise RuntimeError(f"wait() would block the event loop: await {self} instead")
         if not self._look():
             self._progress.check_not_forked(self)
-            self._block(timeout)
+            try:
+                self._block(timeout)
+            except BaseException:  # as of an await
+                self._given_up = True
+                raise
+        self._consumed = True
         return self._outcome()
 
     def _block(self, timeout: float | None) -> None:
@@ -557,10 +583,12 @@ class Handle(_core.Handle, Generic[T]):
         return None if self._origin is None else Origin(*self._origin)
 
     def _dropped(self) -> None:
-        """It is over, nobody has looked at it, and it goes."""
+        """Report an outcome that no code retrieved: the finalizer of a finished handle, or of a posted one."""
         error = self._value if self._status is Status.RAISED else None
         account = self._account or Account(self._progress.loop, prompt=True)
-        account.dropped(self.called, self.seq, self._origin, error)
+        if error is None and self._given_up and self._value is None:
+            return  # its result says nothing
+        account.dropped(self.called, self.seq, self._origin, error, given_up=self._given_up)
 
     def __repr__(self) -> str:
         return f"<Handle {self} {self._status.value}>"

@@ -17,7 +17,7 @@ from torch._C import fork
 from torch.futures import Future
 
 from aiodist.errors import AiodistError, OperationTimeout
-from aiodist.handles import Handle
+from aiodist.handles import Handle, Posted
 from aiodist.handles.waiting import next_of
 
 
@@ -196,9 +196,14 @@ class HandleWork(dist.Work):
                     finish()
 
     def __del__(self) -> None:
+        receives = False
         for handle in self._handles:  # torch's programs may drop what they do not wait for; errors are told
-            handle.detach()
-        if self._finisher is not None and not self.is_completed():  # the results get where they belong all the same
+            if isinstance(handle, Posted):  # a receive that nothing has matched is withdrawn, as by gloo
+                handle.consume()
+                receives = True
+            else:
+                handle.detach()
+        if self._finisher is not None and not receives and not self.is_completed():  # results get where they belong
             workers.run(partial(_finish_dropped, self._handles, self._finisher))
 
 

@@ -8,6 +8,7 @@ behaves the same. A synchronous message asks for an answer, a header of its own 
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from bisect import insort
 from collections import Counter
@@ -42,6 +43,7 @@ _INLINE_BYTES = _FRAME_BYTES - _DATA_AT
 _HEADER_TAG = 0
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _PAYLOAD_TAGS = 1 << 20
+_MOST_LINES = 4096
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,13 @@ class Arrived:
     nbytes: int
     kind: int
     """What it carries: `Mailbox.TENSOR` or `Mailbox.OBJECT`."""
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """An object in place of its bytes: of a message that was received, and given back."""
+
+    obj: Any
 
 
 @dataclass(eq=False)
@@ -75,6 +84,8 @@ class Wanted:
     """The message that it was matched with."""
     handle: object = None
     """What waits for it, if that is one receive."""
+    take: Callable[[], bool] = lambda: True
+    """Asked when a message matches: False where nothing wants it any more, and the receive is withdrawn."""
 
     def cancel(self) -> None:
         """Nothing of it will be done on a device."""
@@ -102,6 +113,8 @@ class _Unexpected:
     error: BaseException | None = None
     """What it came to, where it was put back; `waiting` is told when that is known, or its data."""
     waiting: list[Done] = field(default_factory=list)
+    unpacked: Unpacked | None = field(default=None, repr=False)
+    """The object that it carries, where a receive had unpacked it."""
 
     def __str__(self) -> str:
         what = self.meta if self.kind == Mailbox.TENSOR else f"an object of {self.meta.nbytes} bytes"
@@ -128,6 +141,7 @@ class Mailbox:
         """How many headers went to each other rank, and came from each: equal on both where none is on its way."""
         self.heard: Counter[int] = Counter()
         self._sent = 0
+        self._lines: dict[int, object] = {}
         self._heard_of = 0
         self._unanswered: dict[int, Done] = {}
         """By payload number: the synchronous messages that nothing is known to have matched."""
@@ -152,6 +166,20 @@ class Mailbox:
         """How many synchronous messages nothing is known to have matched."""
         return len(self._unanswered)
 
+    def note(self, number: int, line: object) -> None:
+        """Keep for a while which line sent message `number`."""
+        self._lines[number] = line
+        if len(self._lines) > _MOST_LINES:
+            del self._lines[next(iter(self._lines))]
+
+    def line_of(self, number: int) -> object | None:
+        """Return which line sent message `number`; None where that is no longer kept."""
+        return self._lines.get(number)
+
+    def leftovers(self) -> list[tuple[int, int, str]]:
+        """Return what came and no receive has matched: its source, the number that it has there, and words."""
+        return [(message.source, message.payload, str(message)) for message in tuple(self._unexpected)]
+
     def unmatched(self) -> list[str]:
         """Return what came and no receive has matched, as words; from any thread."""
         return [str(message) for message in tuple(self._unexpected)]
@@ -161,11 +189,14 @@ class Mailbox:
         kept = self._kept_from is not None and t.nbytes >= max(self._kept_from, _INLINE_BYTES + 1)
         return kept and t.is_cpu and dst != self._transport.rank
 
-    def send(self, t: Tensor, dst: int, tag: int, kind: int, done: Done, *, synchronous: bool = False) -> None:
+    def send(
+        self, t: Tensor, dst: int, tag: int, kind: int, done: Done, *, line: object = None, synchronous: bool = False
+    ) -> None:
         """Send `t`; `done` when it may be reused, which for this rank itself is at once.
 
-        `synchronous`: not before a receive has matched it.
+        `line` is where it was issued. `synchronous`: not before a receive has matched it.
         """
+        self.note(self._sent % _PAYLOAD_TAGS + 1, line)
         guarded(lambda told: self._send(t, dst, tag, kind, synchronous, told), done)
 
     def _send(self, t: Tensor, dst: int, tag: int, kind: int, synchronous: bool, done: Done) -> None:
@@ -246,8 +277,9 @@ class Mailbox:
         """Give `wanted` the first message that matches, now or when it comes."""
         for message in self._unexpected:
             if _matches(wanted, message):
-                self._unexpected.remove(message)
-                self._deliver(message, wanted)
+                if self._takes(wanted):
+                    self._unexpected.remove(message)
+                    self._deliver(message, wanted)
                 return
         self._wanted.append(wanted)
         try:
@@ -322,16 +354,15 @@ class Mailbox:
         if not self._matched(message):
             self._unexpected.append(message)
 
-    def put_back(self, wanted: Wanted) -> Callable[[Arrived | None, BaseException | None], None] | None:
-        """Have what `wanted` was given, and nobody will see, go to the next receive that matches; in its place.
+    def put_back(self, wanted: Wanted) -> Callable[[Arrived | None, BaseException | None], None]:
+        """Have what `wanted` was given, and nobody will see, lie in its old place again: `match_again` comes next.
 
-        Return what to tell when the transfer, which may go on, is over; None where nothing has matched.
+        Return what to tell when the transfer, which may go on, is over.
         """
-        if (message := wanted.given) is None:
-            return None
+        message = wanted.given
+        assert message is not None
         message.form, message.data = _RETURNED, None
-        if not self._matched(message):
-            insort(self._unexpected, message, key=lambda other: other.place)
+        insort(self._unexpected, message, key=lambda other: other.place)
 
         def over(arrived: Arrived | None, error: BaseException | None) -> None:
             message.data = None if arrived is None else bytes_of(arrived.data.cpu())
@@ -340,13 +371,38 @@ class Mailbox:
 
         return over
 
+    def take_back(self, wanted: Wanted, data: Tensor | Unpacked) -> None:
+        """As `put_back`, where the message has come: it is `data`."""
+        message = wanted.given
+        assert message is not None
+        message.form = _RETURNED
+        if isinstance(data, Unpacked):
+            message.unpacked = data
+        else:
+            front = bytes_of(data.cpu())[: message.meta.nbytes]
+            message.data = front if wanted.into is None else front.clone()
+        insort(self._unexpected, message, key=lambda other: other.place)
+
+    def match_again(self) -> None:
+        """Give what was put back to receives that wait."""
+        for message in [message for message in self._unexpected if message.form == _RETURNED]:
+            if self._wanted and self._matched(message):
+                self._unexpected.remove(message)
+
     def _matched(self, message: _Unexpected) -> bool:
         """Return True, and deliver it, where a receive waits for such a message."""
-        for wanted in self._wanted:
-            if _matches(wanted, message):
-                self._wanted.remove(wanted)
+        while (wanted := next((one for one in self._wanted if _matches(one, message)), None)) is not None:
+            self._wanted.remove(wanted)
+            if self._takes(wanted):
                 self._deliver(message, wanted)
                 return True
+        return False
+
+    def _takes(self, wanted: Wanted) -> bool:
+        """Return whether `wanted` takes a message that matches; else it is withdrawn."""
+        if wanted.take():
+            return True
+        _fail(wanted, asyncio.CancelledError())
         return False
 
     def _match(self, message: _Unexpected, wanted: Wanted) -> None:
@@ -363,7 +419,7 @@ class Mailbox:
         self._match(message, wanted)
         meta = message.meta
         refusal = _refusal(meta, wanted.into)
-        into = wanted.into if refusal is None else None
+        into: Any = message.unpacked or (wanted.into if refusal is None else None)
         work: DeviceWork | None = None
 
         def finish(error: BaseException | None) -> None:
@@ -394,7 +450,7 @@ class Mailbox:
                 work = wanted.work
                 self._take_to_device(message, front, work, told)
 
-        guarded(take, finish)
+        guarded(take if message.unpacked is None else _there, finish)
 
     def _take(self, message: _Unexpected, flat: Tensor, done: Done) -> None:
         if message.error is not None:
@@ -444,6 +500,10 @@ def _read(frame: Tensor) -> _Unexpected:
     synchronous, kept, form = bool(form & _SYNCHRONOUS), bool(form & _KEPT), form & ~(_SYNCHRONOUS | _KEPT)
     inlined = frame[_DATA_AT : _DATA_AT + meta.nbytes] if form == _INLINE else None
     return _Unexpected(kind, source, tag, payload, meta, form, inlined, synchronous, kept)
+
+
+def _there(done: Done) -> None:
+    done(None)
 
 
 def _fail(wanted: Wanted, error: BaseException | None) -> None:

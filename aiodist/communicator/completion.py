@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -33,6 +34,9 @@ class Owner(Protocol):
     def finish(self, handle: Handle[Any], call: Callable[[], object]) -> None:
         """Have `call` settle `handle` without the transport lock, where the user's code may run."""
 
+    def locked(self, call: Callable[[], object]) -> None:
+        """Make `call` with the transport lock held; from any thread that does not hold it."""
+
     def later(self, call: Callable[[], object]) -> None:
         """Make `call` on the loop when other ranks have had time to tell what they know; from any thread."""
 
@@ -46,30 +50,43 @@ class Completion:
     """
 
     _owner: Owner
-    _handle: Handle[Any]
+    handle: Handle[Any] | None
+    """None while it is nobody's concern: of a receive that nothing has matched."""
     _claims: Sequence[Claim]
     _convert: Callable[[Any], Any] | None = None
     """Makes the result of what came, on the loop's thread or one that waits: it may run the user's code."""
+    given_back: Callable[[Any, BaseException | None], None] | None = field(default=None, init=False)
+    """Told what came in place of `handle`: another receive has the message by now."""
     _failed: bool = field(default=False, init=False)
     _left: int = field(default=1, init=False)
 
     def __call__(self, result: object, error: BaseException | None) -> None:
         """The outcome is `result`, or `error`."""
-        owner, handle = self._owner, self._handle
-        if error is None and self._convert is not None:
+        owner, handle = self._owner, self.handle
+        if error is None and self._convert is not None and handle is not None:
             owner.finish(handle, partial(self._converted, self._convert, result))
             return
         self._failed = error is not None
         self._release()
+        if handle is None:
+            return
         if error is None:
             owner.over(handle, result, None)
         else:
             owner.fell_out(handle, error)
 
-    def run(self, program: Program[Any], entry: Entry | None = None) -> None:
-        """Run `program` to that end; its outcome counts when the ranks agree, where it entered a gate."""
+    def run(
+        self,
+        program: Program[Any],
+        entry: Entry | None = None,
+        then: Callable[[Any, BaseException | None], None] | None = None,
+    ) -> None:
+        """Run `program` to that end; its outcome counts when the ranks agree, where it entered a gate.
+
+        `then` is told the outcome in place of this, and tells it.
+        """
         self._left += 1
-        finish = self if entry is None else partial(through_gate, self._owner, entry, self)
+        finish = (then or self) if entry is None else partial(through_gate, self._owner, entry, self)
         run(program, finish, self._release)
 
     def refuse(self, program: Program[Any], error: BaseException | None) -> None:
@@ -79,21 +96,34 @@ class Completion:
 
     def _converted(self, convert: Callable[[Any], Any], result: object) -> None:
         """On the loop's thread, or on one that waits for the handle."""
+        if self.given_back is not None:
+            self._owner.locked(partial(self._returned, result))
+            return
         try:
             value, error = convert(result), None
         except BaseException as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
             value, error = None, raised
         with nullcontext() if self._owner.progress.owns_thread() else transport_lock:
             self._release()
-            self._owner.over(self._handle, value, error)
+            if self.handle is not None:
+                self._owner.over(self.handle, value, error)
+
+    def _returned(self, result: object) -> None:
+        assert self.given_back is not None
+        self.given_back(result, None)
+        self(None, asyncio.CancelledError())
+
+    def release(self) -> None:
+        """It will have no outcome: give its memory back."""
+        self._release()
 
     def _release(self) -> None:
         self._left -= 1
         if self._left == 0:
             release(self._claims)
             self._claims = ()
-            if self._failed:
-                self._owner.freed(self._handle)
+            if self._failed and self.handle is not None:
+                self._owner.freed(self.handle)
 
 
 def through_gate(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from aiodist import _core
 from aiodist.backends.base import NAMED, Begin, Done, Refused, Transport, again, key_of, once, ours
 from aiodist.collectives.cuda.queued import Queue
 from aiodist.collectives.implementations import Repertoire
-from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
+from aiodist.collectives.mailbox import Arrived, Mailbox
 from aiodist.collectives.program import Program
 from aiodist.collectives.traffic import Differ, Traffic
 from aiodist.collectives.wrappers import nothing
@@ -33,6 +33,8 @@ from aiodist.communicator.gate import Entry, Gate, When
 from aiodist.communicator.issuing import Issuing
 from aiodist.communicator.names import Named, NamedHandle, Names
 from aiodist.communicator.oplog import OpLog
+from aiodist.communicator.pending import Pending
+from aiodist.communicator.receiving import Receiving, Reception
 from aiodist.communicator.watchdog import Peer, Use, Watch, Watchdog
 from aiodist.control import Channel, Exit
 from aiodist.errors import (
@@ -46,10 +48,10 @@ from aiodist.errors import (
     OperationTimeout,
     PeerError,
 )
-from aiodist.handles import LARGE_BYTES, Account, Handle, Progress, in_flight, listed
+from aiodist.handles import LARGE_BYTES, Account, Handle, Posted, Progress, in_flight, listed
 from aiodist.handles.combinators import all_over
 from aiodist.handles.handle import plight
-from aiodist.handles.origin import Origin, known_files, whence
+from aiodist.handles.origin import known_files, whence
 from aiodist.handles.progress import transport_lock
 from aiodist.handles.tracing import Ended
 from aiodist.streams.events import device_error
@@ -57,6 +59,7 @@ from aiodist.streams.writes import increment_version
 from aiodist.types import ANY
 
 T = TypeVar("T")
+H = TypeVar("H", bound=Handle[Any])
 
 _FORK_SECONDS = 1.0
 _ANSWER_SECONDS = 0.5  # for what made an operation fail to be told by others: that ranks differ, or that one is gone
@@ -147,11 +150,11 @@ class Dispatcher:
         self._recent: dict[int, Traffic] = {}
         """Of the last operations that leave this host."""
         self._rooms: list[Tensor] | None = [] if transport.capabilities().overruns else None
-        self._pending: dict[Handle[Any], bool | Peer | Use] = {}
-        """In order of issue; True for collectives, which all ranks number alike, else whom or by what they meet."""
+        self.operations = Pending()
+        """What is not over."""
         self._refusal: AiodistError | RuntimeError | None = None
         self._watch = Watch.of(self.progress, channel)
-        self._watchdog = Watchdog(name, self._pending, self.oplog, self.ranks, self.mailbox, self._watch)
+        self._watchdog = Watchdog(name, self.operations, self.oplog, self.ranks, self.mailbox, self._watch)
         self._watchdog.uses = self.names.uses
         self._watchdog.give_up = self.abort_everywhere
         self.account = Account(self.progress.loop, prompt=True, witness=self._watchdog)
@@ -178,7 +181,7 @@ class Dispatcher:
             self.progress,
             near.arena.addresses,
             self.account,
-            self._pending,
+            self.operations.issued,
             self.progress.inbox,
             self.disputes.to_fail,
             known_files,
@@ -332,25 +335,50 @@ class Dispatcher:
         """See `Owner`."""
         self.progress.post(lambda: self.progress.loop.call_later(_ANSWER_SECONDS, call))
 
-    def receive(self, handle: Handle[Any], wanted: Wanted) -> None:
-        """Give `wanted` to the mailbox; `handle` can be withdrawn until something matches it."""
-        handle.set_canceller(partial(self.cancel_receiving, [wanted]))
-        wanted.handle = handle
-        self.start(partial(self.mailbox.receive, wanted), 0)
+    def locked(self, call: Callable[[], object]) -> None:
+        """See `Owner`; on the loop's thread, which may hold the lock already, too."""
+        if self.progress.owns_thread():
+            self.progress.exclusively(call)
+        else:
+            with transport_lock:
+                call()
 
-    def cancel_receiving(self, receives: Sequence[Wanted], together: Handle[Any] | None = None) -> bool:
+    def receive(self, op: str, asked: Reception, timeout: float | None) -> tuple[Posted[Any], Receiving]:
+        """Return the handle of a receive, which is the program's alone until a message matches, and what it does."""
+        handle: Posted[Any] = self._new_handle(Posted, op, asked.nbytes, timeout)
+        receiving = Receiving(self, handle, asked)
+        acquire(asked.claims, receiving)
+        try:
+            post = receiving.post(handle)
+        except BaseException:
+            release(asked.claims)
+            raise
+        self._watch_over(handle, asked.peer)
+        self._took_note(handle, asked.peer)
+        self.start(post, 0)
+        return handle, receiving
+
+    def dropped(self, gone: ref[Handle[Any]]) -> None:
+        """The program has dropped the handle of a receive: withdraw that soon; the collector of garbage may call."""
+        if (receiving := self.operations.posted.get(gone)) is not None:
+            self.progress.post(receiving.lapse)
+
+    def stand_in(self, handle: Handle[Any]) -> Handle[Any]:
+        """Return a handle of what is left of the operation of `handle`, which is no longer about that."""
+        return Handle(self.progress, handle.op, handle.seq, 0, handle.raw_origin, self.account).detach()
+
+    def cancel_receiving(self, receives: Sequence[Receiving], together: Handle[Any] | None = None) -> bool:
         """Withdraw them all, and first what waits for them `together`; False, and it all goes on, where one matched."""
         withdrawn = False
 
         def now() -> None:
             nonlocal withdrawn
             self.progress.called()  # the receives themselves may still be to be made
-            withdrawn = all(map(self.mailbox.waits, receives))
+            withdrawn = all(receiving.waits() for receiving in receives)
             if withdrawn and together is not None:
                 together.set_cancelled()
-            for wanted in receives if withdrawn else ():
-                self.mailbox.cancel(wanted)
-                wanted.finish(None, asyncio.CancelledError())
+            for receiving in receives if withdrawn else ():
+                receiving.cancel_posted()
 
         self.progress.exclusively(now)
         return withdrawn
@@ -408,7 +436,7 @@ class Dispatcher:
         self.progress.post(partial(self.progress.exclusively, partial(self._conclude_in_lane, handle, error)))
 
     def _conclude_in_lane(self, handle: Handle[Any], error: AiodistError) -> None:
-        if handle not in self._pending:
+        if handle not in self.operations:
             return
         self.freed(handle)
         if isinstance(error, MismatchError):
@@ -426,7 +454,7 @@ class Dispatcher:
         self.progress.start_from_thread(partial(self._go_on, handle, make, claims))
 
     def _go_on(self, handle: Handle[Any], make: Callable[[], Program[Any]], claims: Sequence[Claim]) -> None:
-        if handle not in self._pending:
+        if handle not in self.operations:
             release(claims)
             return
         completion = Completion(self, handle, claims)
@@ -459,10 +487,13 @@ class Dispatcher:
     ) -> tuple[Handle[Any], Completion]:
         """Return the handle of a point-to-point operation with `peer`, and what to call when it is over."""
         handle: Handle[Any] = self._handle(op, nbytes, claims, timeout, peer)
-        self._watchdog.messages += 1
-        if self.on_receive is not None and peer.src is not None and peer.src != ANY and op != "aclose":
-            self.on_receive(handle, peer.src)
+        self._took_note(handle, peer)
         return handle, Completion(self, handle, claims, convert)
+
+    def _took_note(self, handle: Handle[Any], peer: Peer) -> None:
+        self._watchdog.messages += 1
+        if self.on_receive is not None and peer.src is not None and peer.src != ANY and handle.op != "aclose":
+            self.on_receive(handle, peer.src)
 
     def start(self, call: Callable[[], None], nbytes: int) -> None:
         """Make a call with the transport lock held; what copies or reduces a lot leaves the loop alone."""
@@ -481,26 +512,34 @@ class Dispatcher:
         what: Fingerprint | None = None,
     ) -> Handle[Any]:
         """`what` it is, where it is the next in the order of all ranks."""
-        if self._refusal is not None or _get_running_loop() is not self.progress.loop:
-            self.check_usable()
-        origin = self.oplog.caller or whence(4)
         handle: Handle[Any]
         if isinstance(meets, Named):
-            handle = NamedHandle(self.progress, op, meets.count, nbytes, origin, self.account)
-            handle.name = meets.name
+            named: NamedHandle[Any] = self._new_handle(NamedHandle, op, nbytes, timeout, meets.count)
+            named.name = meets.name
+            handle = named
         else:
-            handle = Handle(self.progress, op, self.oplog.seq, nbytes, origin, self.account)
+            handle = self._new_handle(Handle, op, nbytes, timeout)
+        acquire(claims, handle)
+        self.operations.issued[handle] = meets or True
+        self._watch_over(handle, meets)
+        if what is not None:
+            self.oplog.record(what, handle.raw_origin)
+        return handle
+
+    def _new_handle(self, kind: type[H], op: str, nbytes: int, timeout: float | None, number: int | None = None) -> H:
+        if self._refusal is not None or _get_running_loop() is not self.progress.loop:
+            self.check_usable()
+        origin = self.oplog.caller or whence(5)
+        handle = kind(self.progress, op, self.oplog.seq if number is None else number, nbytes, origin, self.account)
         if timeout is not None or self.timeout is not None:
             self._set_deadline(handle, timeout)
-        acquire(claims, handle)
-        self._pending[handle] = meets or True
+        return handle
+
+    def _watch_over(self, handle: Handle[Any], meets: Peer | Named | None) -> None:
         if self._observer is not None:
             handle.observe(self._observer.issued(handle, meets))
         if not self._watch.watching:
             self._watch.keep_watch()
-        if what is not None:
-            self.oplog.record(what, origin)
-        return handle
 
     def set_deadline(self, handle: Handle[Any], timeout: float | None) -> None:
         """Have it be over within `timeout` seconds, or those of the communicator, if either has a number."""
@@ -518,7 +557,7 @@ class Dispatcher:
     def over(self, handle: Handle[Any], result: object, error: BaseException | None) -> None:
         """See `Owner`."""
         number = self._number(handle) if self._rejected or error is not None else -1
-        self._pending.pop(handle, None)
+        self.operations.pop(handle)
         if self._rejected:
             error = self._rejected.pop(number, error)  # it ended with zeros, which others sent in place of theirs
         if error is not None:
@@ -532,7 +571,7 @@ class Dispatcher:
 
     def _number(self, handle: Handle[Any]) -> int:
         """Return the number that the ranks give a pending collective; -1 of what is none, or over."""
-        meets = self._pending.get(handle)
+        meets = self.operations.issued.get(handle)
         return handle.seq if meets is True else meets.number if isinstance(meets, Use) else -1
 
     def _failed(self, handle: Handle[Any], error: BaseException) -> None:
@@ -575,7 +614,7 @@ class Dispatcher:
 
         def conclude() -> None:
             self._failing.pop(number, None)
-            if handle in self._pending and not handle.done():
+            if handle in self.operations and not handle.done():
                 self.reject(number, error)
                 self.disputes.tell_failed(number, error)
 
@@ -621,7 +660,7 @@ class Dispatcher:
         number = self._number(handle)
         error = self._rejected.pop(number, None)
         self._freed.discard(number)
-        if error is not None and self._pending.pop(handle, None) is not None:
+        if error is not None and self.operations.issued.pop(handle, None) is not None:
             self._failed(handle, error)
 
     def freed(self, handle: Handle[Any]) -> None:
@@ -633,7 +672,7 @@ class Dispatcher:
 
     def _collective_of(self, seq: int) -> Handle[Any] | None:
         """Return the handle of collective `seq` while it is pending."""
-        return next((handle for handle in list(self._pending) if self._number(handle) == seq), None)
+        return next((handle for handle in list(self.operations.issued) if self._number(handle) == seq), None)
 
     def doubt(self, seq: int) -> None:
         """See `Judge`."""
@@ -687,20 +726,20 @@ class Dispatcher:
     @property
     def pending_more(self) -> bool:
         """Whether several operations are not over."""
-        return len(self._pending) > 1
+        return len(self.operations) > 1
 
     def pending(self) -> list[Handle[Any]]:
         """Return what is not over, in order of issue."""
-        return [handle for handle in list(self._pending) if handle.is_pending]
+        return [handle for handle in self.operations if handle.is_pending]
 
     def pending_collectives(self) -> list[Handle[Any]]:
         """Return those of them that all ranks take part in."""
-        return [handle for handle, what in list(self._pending.items()) if what is True and handle.is_pending]
+        return [handle for handle, what in list(self.operations.issued.items()) if what is True and handle.is_pending]
 
     def cancel_receives(self) -> None:
         """Withdraw every receive that nothing matched, and warn of each: of one that nobody awaited for all to see."""
         for handle in self.pending():
-            forgotten = not handle.consumed
+            forgotten = not (handle.consumed or handle.awaited)
             if handle.op.startswith("recv") and handle.cancel() and (where := handle.origin) is not None:
                 message = f"{handle} was never matched{' nor awaited' * forgotten}, and withdrawn at close"
                 kind = RuntimeWarning if forgotten else ResourceWarning
@@ -724,14 +763,6 @@ class Dispatcher:
             handle, finish = self.message("aclose", 0, (), seconds, Peer((rank - 1) % size, None, 0))
             self.start(partial(self.mailbox.part, partial(finish, None)), 0)
             await handle
-
-    def _warn_of(self, came: list[str]) -> None:
-        """Warn of messages that nobody received."""
-        more = f" and {len(came) - 8} more" if len(came) > 8 else ""
-        what = f"{len(came)} message{'s' * (len(came) > 1)}: {', '.join(came[:8])}{more}"
-        where = f"communicator {self.name!r} is closed, and rank {self.transport.rank} never received"
-        line = Origin.here()
-        warnings.warn_explicit(f"{where} {what}", RuntimeWarning, line.filename, line.lineno)
 
     def peer_lost(self, exit: Exit) -> None:
         """A rank of this communicator is gone: what is pending and every later call raise that."""
@@ -787,7 +818,7 @@ class Dispatcher:
     def _fail_all(self, error: AiodistError) -> None:
         for handle in self.pending():
             self._failed(handle, self._rejected.get(self._number(handle)) or again(error))
-        self._pending.clear()
+        self.operations.clear()
         self._freed.clear()
         self._rejected.clear()
         self.mailbox.abort(error)
@@ -805,16 +836,13 @@ class Dispatcher:
         return aborted
 
     def close(self) -> None:
-        """Refuse every later call; warn of messages that nobody received."""
+        """Refuse every later call."""
         self._watchdog.close()
         self.unsubscribe()
-        orderly = self._refusal is None
-        if orderly:
+        if self._refusal is None:
             with self.undisturbed():
                 self._refuse(CommunicatorClosed(f"communicator {self.name!r} is closed", comm=self.name))
         self.account.judge()
-        if orderly and (came := self.mailbox.unmatched()):
-            self._warn_of(came)
 
     def unsubscribe(self) -> None:
         """Hear nothing of other ranks any more."""

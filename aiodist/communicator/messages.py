@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
-from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
+from aiodist.collectives.mailbox import Arrived, Mailbox
 from aiodist.collectives.metadata import overlaps
 from aiodist.collectives.program import Program
 from aiodist.communicator.arguments import check_list, check_out, check_rank, check_tag, check_tensor
 from aiodist.communicator.base import Base, tensors_of
-from aiodist.communicator.claims import reading, writing
+from aiodist.communicator.claims import acquire, reading, writing
 from aiodist.communicator.completion import Completion
 from aiodist.communicator.pickling import unpack
+from aiodist.communicator.receiving import Receiving, Reception
 from aiodist.communicator.watchdog import Peer
 from aiodist.handles import Handle, gather, in_flight
 from aiodist.streams.writes import check_writable
 from aiodist.types import ANY, check_timeout
-
-if TYPE_CHECKING:
-    from aiodist.backends.base import Done
 
 
 class Message(NamedTuple):
@@ -78,19 +74,18 @@ class PointToPoint(Base):
         if isinstance(t, list):
             return self._receive_list(check_list(t, None, "t"), src, tag, timeout)
         into = None if t is None else check_tensor(t)
-        return self._receive(into, self._work_for(into), src, tag, timeout)[0]
+        return self._receive(into, src, tag, timeout)[0]
 
-    def _receive(
-        self, into: Tensor | None, works: list[DeviceWork], src: int, tag: int, timeout: float | None
-    ) -> tuple[Handle[Any], Wanted]:
+    def _receive(self, into: Tensor | None, src: int, tag: int, timeout: float | None) -> tuple[Handle[Any], Receiving]:
         nbytes, claims = (0, []) if into is None else (into.nbytes, writing(into))
-        handle, finish = self._message(works, "recv", nbytes, claims, timeout, Peer(src, None, tag))
-        work = next(iter(works), None)
-        later = self._work_later() if into is None and not works else None
-        wanted = Wanted(Mailbox.TENSOR, src, tag, into, finish, work, later)
-        self._dispatcher.receive(handle, wanted)
-        attach(handle, works, into)
-        return handle, wanted
+        work = partial(self._receives_with, into)
+        asked = Reception(Peer(src, None, tag), Mailbox.TENSOR, into, claims, work, nbytes=nbytes)
+        return self._dispatcher.receive("recv", asked, timeout)
+
+    def _receives_with(self, into: Tensor | None) -> tuple[list[DeviceWork], Callable[[], DeviceWork] | None]:
+        """Return what a receive does on devices, and what makes the work of a message that may come from one."""
+        works = self._work_for(into)
+        return works, self._work_later() if into is None and not works else None
 
     def _receive_list(self, ts: list[Tensor], src: int, tag: int, timeout: float | None) -> Handle[list[Tensor]]:
         """Issue all of them or none, and withdraw all or none."""
@@ -101,16 +96,12 @@ class PointToPoint(Base):
             check_writable(t, "recv of a list", f"t[{i}]")
         in_flight.acquire_all(claims, "recv of a list")
         in_flight.release_all(claims)
-        works: list[list[DeviceWork]] = []
-        try:
-            works.extend(map(self._work_for, ts))
-        except BaseException:
-            for work in chain(*works):
+        for t in ts:  # each raises now what it would raise
+            for work in self._work_for(t):
                 work.cancel()
-            raise
-        issued = [self._receive(t, work, src, tag, timeout) for t, work in zip(ts, works, strict=True)]
+        issued = [self._receive(t, src, tag, timeout) for t in ts]
         together = gather(*[handle for handle, _ in issued])
-        receives = [wanted for _, wanted in issued]
+        receives = [receiving for _, receiving in issued]
         together.set_canceller(lambda: self._dispatcher.cancel_receiving(receives, together))
         return together
 
@@ -158,29 +149,37 @@ class PointToPoint(Base):
         if into is not None and overlaps(into, t):
             raise ValueError("out overlaps the input: expected other memory, since both are in flight at once")
         claims = [*reading(t), *(writing(into) if into is not None else [])]
-        works = self._work_for(t if into is None and t.is_cuda else into)
-        sending = self._work_of([t])
-        peer = Peer(src, dst, tag)
-        handle, finish = self._message([*sending, *works], "sendrecv", t.nbytes, claims, timeout, peer)
-        mailbox = self._dispatcher.mailbox
+        dispatcher, mailbox, peer = self._dispatcher, self._dispatcher.mailbox, Peer(src, dst, tag)
+        in_flight.acquire_all(claims, "sendrecv")
+        in_flight.release_all(claims)
+        works = self._work_of([t])
+        work = partial(self._exchanges_with, t, into)
+        asked = Reception(peer, Mailbox.TENSOR, into, claims[1:], work, nbytes=t.nbytes)
+        try:
+            handle, receiving = dispatcher.receive("sendrecv", asked, timeout)
+        except BaseException:
+            for one in works:
+                one.cancel()
+            raise
+        sending = dispatcher.stand_in(handle)
+        receiving.goes_with(sending)
+        acquire(claims[:1], sending)
+        finish = Completion(dispatcher, sending, claims[:1])
+        line = ("sendrecv", handle.seq, *handle.raw_origin)
 
-        def program() -> Program[Arrived]:
-            box: list[Arrived] = []
+        def sent(_: object, error: BaseException | None) -> None:
+            finish(None, error)
+            receiving.sent(error)
 
-            def receive(done: Done) -> None:
-                def finish(arrived: Arrived | None, error: BaseException | None) -> None:
-                    if arrived is not None:
-                        box.append(arrived)
-                    done(error)
+        def program() -> Program[None]:
+            yield [partial(mailbox.send, t, dst, tag, Mailbox.TENSOR, line=line)]
 
-                mailbox.receive(Wanted(Mailbox.TENSOR, src, tag, into, finish, next(iter(works), None)))
-
-            yield [partial(mailbox.send, t, dst, tag, Mailbox.TENSOR), receive]
-            return box[0]
-
-        self._dispatcher.start(partial(finish.run, on_devices(program(), sending)), t.nbytes)
-        attach(handle, [*sending, *works], (t, into))
+        dispatcher.start(partial(finish.run, on_devices(program(), works), then=sent), t.nbytes)
+        attach(handle, [*works, *receiving.works], (t, into))
         return handle
+
+    def _exchanges_with(self, t: Tensor, into: Tensor | None) -> tuple[list[DeviceWork], None]:
+        return self._work_for(t if into is None and t.is_cuda else into), None
 
     def messages(
         self, src: int = ANY, tag: int = ANY, *, timeout: float | None = None
@@ -203,37 +202,11 @@ class PointToPoint(Base):
 
     async def _messages(self, src: int, tag: int, timeout: float | None) -> AsyncGenerator[Message, None]:
         while True:
-            handle, wanted = self._next_message(src, tag, timeout)
-            try:
-                arrived = await handle
-            except BaseException:
-                self._dispatcher.progress.exclusively(partial(self._cancel, handle, wanted))
-                raise
+            peer = Peer(src, None, tag)
+            asked = Reception(peer, ANY, None, [], lambda: ([], self._work_later()))
+            arrived: Arrived = await self._dispatcher.receive("messages", asked, timeout)[0]
             of_object = arrived.kind == Mailbox.OBJECT
             yield Message(arrived.source, arrived.tag, unpack(arrived.data) if of_object else arrived.data)
-
-    def _next_message(self, src: int, tag: int, timeout: float | None) -> tuple[Handle[Arrived], Wanted]:
-        """Issue a receive of a tensor or of an object; its result is all that is known of the message."""
-        handle, finish = self._dispatcher.message("messages", 0, [], timeout, Peer(src, None, tag))
-
-        def whole(arrived: Arrived | None, error: BaseException | None) -> None:
-            finish(None if arrived is None else replace(arrived, data=arrived), error)
-
-        wanted = Wanted(ANY, src, tag, None, whole, work_later=self._work_later())
-        self._dispatcher.receive(handle, wanted)
-        return handle, wanted
-
-    def _cancel(self, handle: Handle[Arrived], wanted: Wanted) -> None:
-        """Withdraw a receive, and what it was given; the transport lock is held."""
-        if handle.cancel() or (over := self._dispatcher.mailbox.put_back(wanted)) is None:
-            return
-
-        def tell(handle: Handle[Arrived]) -> None:
-            error = handle.exception()
-            there = partial(over, None if error is not None else handle.result(), error)
-            self._dispatcher.progress.exclusively(there)
-
-        handle.add_done_callback(tell)
 
     def _send(
         self, op: str, ts: list[Tensor], dst: int, tag: int, kind: int, timeout: float | None, synchronous: bool
@@ -244,10 +217,10 @@ class PointToPoint(Base):
         kept = single and not synchronous and self._dispatcher.mailbox.keeps(ts[0], dst)
         peer = Peer(None, dst, tag, answered=synchronous and single, kept=kept)
         handle, finish = self._message(work, op, nbytes, reading(*ts), timeout, peer)
-        mailbox = self._dispatcher.mailbox
+        mailbox, line = self._dispatcher.mailbox, (op, handle.seq, *handle.raw_origin)
 
         def program() -> Program[None]:
-            yield [partial(mailbox.send, t, dst, tag, kind, synchronous=synchronous) for t in ts]
+            yield [partial(mailbox.send, t, dst, tag, kind, line=line, synchronous=synchronous) for t in ts]
 
         self._dispatcher.start(partial(finish.run, on_devices(program(), work)), nbytes)
         attach(handle, work, ts)

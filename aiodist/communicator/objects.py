@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from aiodist.collectives import operations
-from aiodist.collectives.mailbox import Arrived, Mailbox, Wanted
+from aiodist.collectives.cuda.on_device import DeviceWork
+from aiodist.collectives.mailbox import Arrived, Mailbox
 from aiodist.collectives.wrappers import returning
 from aiodist.communicator import pickling as objects
 from aiodist.communicator.arguments import Terms, check_rank, check_tag
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.messages import PointToPoint
+from aiodist.communicator.receiving import Reception
 from aiodist.communicator.watchdog import Peer
 from aiodist.handles import Handle
 from aiodist.types import ANY
@@ -99,15 +101,18 @@ class Objects(PointToPoint):
     def recv_object(self, src: int = ANY, tag: int = ANY, *, timeout: float | None = None) -> Handle[Any]:
         """Return the next object from `src` with `tag`; matching, `cancel`, errors and cost as of `recv`."""
         src, tag = check_rank(src, self.size, "src", any_rank=True), check_tag(tag, any_tag=True)
-        handle, finish = self._dispatcher.message("recv_object", 0, [], timeout, Peer(src, None, tag), _unpacked)
-        self._dispatcher.receive(handle, Wanted(Mailbox.OBJECT, src, tag, None, finish))
-        return handle
+        asked = Reception(Peer(src, None, tag), Mailbox.OBJECT, None, [], _on_the_host, _unpacked)
+        return self._dispatcher.receive("recv_object", asked, timeout)[0]
 
     def _pack_each(self, objs: Sequence[Any] | None) -> list[Tensor]:
         if objs is None or len(objs) != self.size:
             seen = "None" if objs is None else f"{len(objs)} objects"
             raise ValueError(f"objs is {seen}: expected {self.size}, one for each rank")
         return [objects.pack(obj) for obj in objs]
+
+
+def _on_the_host() -> tuple[list[DeviceWork], None]:
+    return [], None
 
 
 def _unpacked(arrived: Arrived) -> Arrived:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aiodist.collectives.mailbox import Unpacked
+
 _LENGTH = struct.Struct("<Q")
 
 
@@ -41,8 +43,10 @@ def unpack_each(parts: Sequence[Tensor]) -> list[Any]:
     return [unpack(part.clone()) for part in parts]
 
 
-def unpack(packed: Tensor) -> Any:  # noqa: ANN401
+def unpack(packed: Tensor | Unpacked) -> Any:  # noqa: ANN401
     """Return the object; its buffers share `packed`'s memory."""
+    if isinstance(packed, Unpacked):
+        return packed.obj
     view = packed.numpy().data
     (count,) = _LENGTH.unpack_from(view)
     lengths = [_LENGTH.unpack_from(view, _LENGTH.size * (1 + i))[0] for i in range(count)]

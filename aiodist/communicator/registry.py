@@ -22,6 +22,7 @@ from aiodist.collectives.implementations import Repertoire
 from aiodist.communicator.base import WaitingCall
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.gate import Entry, Gate
+from aiodist.communicator.leftovers import made_by_program, unreceived, warn_of_open
 from aiodist.communicator.movement import Movement
 from aiodist.control.generations import Generation
 from aiodist.errors import (
@@ -158,6 +159,10 @@ class Registry(Generic[C]):
         self._children: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._guests: dict[C, list[Guest]] = {}
+        self._made: dict[C, Origin] = {}
+        """Which line of the program made a communicator; none is kept of those that aiodist makes for itself."""
+        self.unreceived: list[str] = []
+        """Messages that no rank received, of this rank or to it, on communicators that are closed."""
         self._progress = Progress.current()
         self._progress.on_broken.append(self._broken)
 
@@ -385,6 +390,7 @@ class Registry(Generic[C]):
         )
         handle.polled, handle.keep = False, agreed
         dispatcher.set_deadline(handle, None)
+        origin = made_by_program(handle.origin)
         # No messages: who is to send or receive one may do so only when it has made this.
         earlier = [pending for pending in dispatcher.pending_collectives() if not pending.detached]
 
@@ -401,8 +407,10 @@ class Registry(Generic[C]):
                 except BackendError:  # which may follow from what is heard of only then, and ends this: a rank is gone
                     await asyncio.sleep(_ANSWER_SECONDS)
                     raise
+                self._note(made, origin)
                 handle.resolve(made)
             except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
+                agreed.detach()
                 fail(error)
 
         def fail(error: BaseException) -> None:
@@ -426,6 +434,11 @@ class Registry(Generic[C]):
         dispatcher.on_abort.append(given_up)
         task.add_done_callback(over)
         return handle
+
+    def _note(self, made: object, origin: Origin | None) -> None:
+        for communicator in self._open if origin is not None else ():
+            if communicator is made and origin is not None:
+                self._made.setdefault(communicator, origin)
 
     def next_name(self, parent: C, kind: str) -> str:
         """Return a name for what is made from `parent`: the same on all ranks, which make things in the same order."""
@@ -496,6 +509,8 @@ class Registry(Generic[C]):
         # By name, since tasks may make communicators in another order on each rank. "a/b" sorts behind "a".
         all_here, path = (*self._open, *self._closing), f"{communicator.name}/"
         below = [c for c in all_here if c is communicator or c.name.startswith(path)]
+        if communicator.name == "world":
+            warn_of_open((c.name, self._made[c]) for c in below if c in self._made and c in self._open)
         for member in sorted(below, key=lambda c: c.name, reverse=True):
             await self._close(member, until)
 
@@ -505,6 +520,7 @@ class Registry(Generic[C]):
         if communicator not in self._open:
             return
         self._open.remove(communicator)
+        self._made.pop(communicator, None)
         closed = self._closing[communicator] = asyncio.get_running_loop().create_future()  # it still hears of losses
         self._shared = {key: made for key, made in self._shared.items() if made is not communicator}
         dispatcher = communicator.parts.dispatcher
@@ -519,9 +535,12 @@ class Registry(Generic[C]):
                 await dispatcher.drain(self._left(until))
                 mismatch = await self._meet(communicator, until)
                 await dispatcher.part(self._left(until))
+                self.unreceived += await unreceived(communicator, self._left(until))
                 drained = True
                 if mismatch is not None:
                     raise mismatch
+                if communicator.name == "world" and self.unreceived:
+                    raise MismatchError("; ".join(self.unreceived), rank=communicator.rank, comm=communicator.name)
         except BaseException as error:
             for guest in reversed(guests):
                 guest.abort()

@@ -22,6 +22,7 @@ from aiodist.collectives.mailbox import Mailbox
 from aiodist.communicator.facts import CommFacts, PendingOp
 from aiodist.communicator.inquiry import Inquiry, Wait, Whereabouts
 from aiodist.communicator.oplog import OpLog, Record
+from aiodist.communicator.pending import Pending
 from aiodist.communicator.report import StallReporter
 from aiodist.control import Channel
 from aiodist.errors import AiodistError
@@ -212,16 +213,13 @@ class Watchdog:
     def __init__(
         self,
         name: str,
-        pending: Mapping[Handle[Any], bool | Peer | Use],
+        pending: Pending,
         oplog: OpLog,
         ranks: Sequence[int],
         mailbox: Mailbox,
         watch: Watch,
     ) -> None:
-        """`pending` holds operations in order of issue: True for collectives, else whom or by what they meet.
-
-        The dispatcher adds to it and removes. `ranks` are the world ranks of the communicator's.
-        """
+        """The dispatcher adds to `pending` and removes. `ranks` are the world ranks of the communicator's."""
         self.pending = pending
         self.watch = watch
         self.messages = 0
@@ -509,7 +507,7 @@ class Watchdog:
         if not name:
             self._reached[src] = max(self._reached[src], issued)
             return
-        for meets in list(self.pending.values()):
+        for meets in list(self.pending.issued.values()):
             if isinstance(meets, Use) and meets.name == name and meets.count < issued:
                 meets.came.add(src)
 

@@ -222,8 +222,11 @@ def test_h7_a_loop_that_forgets_is_shown_once_a_line() -> None:
 def test_h7_an_error_that_nobody_saw_is_reported_once() -> None:
     async def main(coll: Communicator) -> None:
         coll.send(torch.ones(4), 1 - coll.rank).detach()
-        coll.recv(torch.ones(2), 1 - coll.rank)  # too short
+        short = coll.recv(torch.ones(2), 1 - coll.rank)
         await coll.barrier()
+        await asyncio.sleep(0.2)
+        del short
+        await asyncio.sleep(0)
 
     warned, told = _world(main)
     assert [text for text in told if "recv #0" in text] == told
@@ -234,11 +237,15 @@ def test_h7_an_error_that_nobody_saw_is_reported_once() -> None:
 def test_h7_a_receive_that_somebody_awaited_and_nothing_matched_is_told_more_quietly() -> None:
     async def main(coll: Communicator) -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(coll.recv(None, 1 - coll.rank, tag=5), 0.1)
+            await asyncio.wait_for(coll.recv(None, 1 - coll.rank, tag=4), 0.1)  # over, for all that
+        tasks.append(asyncio.ensure_future(coll.recv(None, 1 - coll.rank, tag=5)))
+        await asyncio.sleep(0.1)
 
+    tasks: list[asyncio.Future[Any]] = []
     warned, _ = _world(main)
     assert len(warned) == 2
     assert all("never matched, and withdrawn" in w for w in warned)
+    assert all(task.cancelled() for task in tasks)
 
 
 def test_h7_a_receive_that_nothing_matched_is_withdrawn_and_reported_at_close() -> None:
@@ -448,6 +455,8 @@ def test_h7_a_dropped_handle_is_told_once_it_is_over(what: str) -> None:
         await coll.barrier()
         await asyncio.sleep(0.2)
         soon.append(len(told()))
+        if what.startswith("send") and what != "sendrecv":
+            await (coll.recv() if what == "send" else coll.recv_object())
 
     def told() -> list[warnings.WarningMessage]:
         return [w for w in caught if "was never awaited" in str(w.message)]

@@ -377,13 +377,38 @@ def test_w10_a_message_that_nobody_received_is_told_at_close() -> None:
             else:
                 await coll.recv(tag=9)
 
-    with heard("default") as caught:
+    with heard("default") as caught, pytest.raises(aiodist.MismatchError, match="never received") as raised:
         run_ranks(2, main)
-    (warning,) = caught
-    assert warning.category is RuntimeWarning
-    known = "communicator 'world' is closed, and rank 0 never received 2 messages: rank 1 sent tag 4 float32[10], "
-    assert str(warning.message).startswith(known + "rank 1 sent tag 6 an object of")
-    assert (warning.filename, warning.lineno) == (__file__, inspect.getsourcelines(main)[1] + 1)
+    assert "then by rank" in str(raised.value.__notes__)  # both exit codes say so
+    first = inspect.getsourcelines(main)[1]
+    texts = {warning.lineno - first: str(warning.message) for warning in caught}
+    assert {warning.category for warning in caught} == {RuntimeWarning}
+    assert sorted(texts) == [1, 3, 4]  # the block, and each send
+    known = "communicator 'world' is closed, and rank 0 never received 2 messages: rank 1 sent tag 4 float32[10] by "
+    assert texts[1].startswith(f"{known}send #0 issued at {__file__}:{first + 3} in ")
+    sent = (
+        "rank 0 never received a message on communicator 'world': rank 1 sent tag 4 float32[10] by send #0 issued at "
+    )
+    assert texts[3].startswith(f"{sent}{__file__}:{first + 3}")
+    assert f"by send_object #0 issued at {__file__}:{first + 4}" in texts[4]
+
+
+def test_w10_a_communicator_that_is_never_closed_is_told() -> None:
+    """With the line that made it; not those that aiodist makes for itself."""
+
+    async def main() -> None:
+        async with aiodist.init() as coll:
+            await coll.dup()
+            for closed in (await coll.split(0), await coll.dup()):
+                await closed.aclose()
+            await aiodist.nn.DataParallel.create(torch.nn.Linear(1, 1), coll)
+
+    with heard() as caught:
+        run_ranks(2, main)
+    first = inspect.getsourcelines(main)[1]
+    assert [(w.category, w.lineno - first) for w in caught] == [(ResourceWarning, 2)] * 2
+    assert "communicator 'world/dup1.0', made at " in str(caught[0].message)
+    assert "was never closed" in str(caught[0].message)
 
 
 @pytest.mark.ranks(2, 3, backend=("gloo", "mpi", "shm"))
@@ -397,9 +422,13 @@ async def test_w10_a_message_that_nobody_received_is_told_on_every_backend(coll:
         with pytest.warns(RuntimeWarning, match=known) as caught:
             await side.aclose()
         assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line)]
+    elif coll.rank == 0:
+        with pytest.warns(RuntimeWarning, match=r"rank 1 never received a message .* by send #0 issued at .*silence"):
+            await side.aclose()
     else:
         await side.aclose()
     assert await coll.allreduce(1) == coll.size
+    coll.parts.registry.unreceived.clear()  # else the end of the world raises what was told
 
 
 def test_w10_a_message_on_its_way_is_no_deadlock(

@@ -1,0 +1,73 @@
+"""The operations of a communicator that are not over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import Any, Protocol
+from weakref import ref
+
+from aiodist.handles import Handle
+
+
+class Receive(Protocol):
+    """A receive that nothing has matched."""
+
+    paused: bool
+    """True while it takes no message."""
+
+    @property
+    def peer(self) -> Any:  # noqa: ANN401
+        """Where the message is to come from."""
+
+    @property
+    def handle(self) -> Handle[Any] | None:
+        """Its handle; None once the program has dropped that."""
+
+    def lapse(self) -> bool:
+        """Withdraw it where the program has dropped its handle; return whether it did."""
+
+
+class Pending:
+    """Handles of operations, each with what it meets: True for collectives, else a `Peer` or the `Use` of a name.
+
+    It holds them all but those of receives that nothing has matched, which are the program's alone: see `Receiving`.
+    Any thread may look; each change is one step of a dict.
+    """
+
+    def __init__(self) -> None:
+        self.issued: MutableMapping[Handle[Any], Any] = {}
+        """In order of issue. The compiled core adds to it."""
+        self.posted: dict[ref[Handle[Any]], Receive] = {}
+        """Receives that nothing has matched, in order of issue; those that are paused, too."""
+
+    def items(self) -> list[tuple[Handle[Any], Any]]:
+        """Return each handle with what it meets."""
+        waiting = [one for one in list(self.posted.values()) if not one.paused]
+        posted = [(handle, one.peer) for one in waiting if (handle := one.handle) is not None]
+        return [*self.issued.items(), *posted] if posted else list(self.issued.items())
+
+    def get(self, handle: Handle[Any]) -> Any:  # noqa: ANN401
+        """Return what `handle` meets; None for one that is not of this communicator, or over."""
+        meets = self.issued.get(handle)
+        if meets is None and (one := self.posted.get(ref(handle))) is not None:
+            return one.peer
+        return meets
+
+    def pop(self, handle: Handle[Any]) -> None:
+        """Forget `handle`, which is over."""
+        if self.issued.pop(handle, None) is None:
+            self.posted.pop(ref(handle), None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.issued.clear()
+        self.posted.clear()
+
+    def __iter__(self) -> Iterator[Handle[Any]]:
+        return iter([handle for handle, _ in self.items()])
+
+    def __contains__(self, handle: Handle[Any]) -> bool:
+        return handle in self.issued or ref(handle) in self.posted
+
+    def __len__(self) -> int:
+        return len(self.issued) + sum([not one.paused for one in list(self.posted.values())])

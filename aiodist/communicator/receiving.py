@@ -1,0 +1,318 @@
+"""A receive, from its issue to its end.
+
+[Note: states of a receive] Each change is made with the transport lock held.
+
+- *posted*: it lies in the mailbox, or in the inbox on its way there. Its handle is the program's alone: this has a weak
+  reference, and a strong one (`_held`) only while code waits. A handle that is dropped ends it (`cancel_posted`).
+- *matched*: a message is its own, and travels perhaps. From here on `Pending` holds the handle, up to the end.
+- *over*: the handle is settled.
+- *paused*: the last wait ended without the outcome, by cancellation or a deadline. A posted receive is taken out of the
+  mailbox. What a matched one was given goes back into it, in its old place, for the next receive that matches: also
+  while it still travels, or when it has come and no code has seen that. The handle is pending. The memory that the
+  caller gave is free. The next wait posts it again, behind the receives of that time.
+
+A message that travels into the caller's memory cannot go back before it is there: that receive is not paused.
+
+Who writes what: `take`, `_pause` and `_finish` run with the lock held. `hold` and the waiters of the handle are written
+by the loop's thread, and `Posted._threads` by the thread that waits. So `_pause` looks again, with the lock held,
+whether code waits. The mailbox asks `take` at the match, which makes the weak reference a strong one or finds that the
+handle is gone, in one step: a message never goes to a handle that nothing holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import ref
+
+from aiodist.backends.base import again
+from aiodist.collectives.cuda.on_device import DeviceWork, attach
+from aiodist.collectives.mailbox import Arrived, Mailbox, Unpacked, Wanted
+from aiodist.communicator.claims import acquire, release
+from aiodist.communicator.completion import Completion, Owner
+from aiodist.communicator.pending import Pending
+from aiodist.errors import AiodistError
+from aiodist.handles import Handle, Posted
+from aiodist.handles.origin import described
+from aiodist.types import ANY
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aiodist.communicator.claims import Claim
+    from aiodist.communicator.watchdog import Peer
+
+
+@dataclass(frozen=True)
+class Reception:
+    """What a receive was called with."""
+
+    peer: Peer
+    kind: int
+    """Of the messages that it takes; ANY takes both, and then the result is the `Arrived` itself."""
+    into: Tensor | None
+    claims: Sequence[Claim]
+    work: Callable[[], tuple[list[DeviceWork], Callable[[], DeviceWork] | None]]
+    """Returns what it does on devices, and what makes the work of a message that may come from one."""
+    convert: Callable[[Any], Any] | None = None
+    nbytes: int = 0
+
+
+class Mailroom(Owner, Protocol):
+    """What a receive needs of its communicator's `Dispatcher`."""
+
+    mailbox: Mailbox
+    operations: Pending
+
+    @property
+    def refusal(self) -> AiodistError | RuntimeError | None:
+        """Why calls are refused."""
+
+    def dropped(self, gone: ref[Handle[Any]], /) -> None:
+        """The program has dropped the handle of a receive."""
+
+    def stand_in(self, handle: Handle[Any], /) -> Handle[Any]:
+        """Return a handle of what is left of the operation of `handle`."""
+
+    def cancel_receiving(self, receives: Sequence[Receiving], /) -> bool:
+        """Withdraw them all, or none."""
+
+
+class Receiving:
+    """See the module; the operation of a `Posted` handle."""
+
+    __slots__ = (
+        "_arrived",
+        "_asked",
+        "_called",
+        "_completion",
+        "_dispatcher",
+        "_held",
+        "_sending",
+        "_wanted",
+        "paused",
+        "ref",
+    )
+
+    def __init__(self, dispatcher: Mailroom, handle: Posted[Any], asked: Reception) -> None:
+        self.paused = True
+        self.ref: ref[Handle[Any]] = ref(handle, dispatcher.dropped)
+        hash(self.ref)  # kept from now on: a reference to what is gone has none
+        self._asked = asked
+        self._dispatcher = dispatcher
+        self._called = (handle.called, handle.seq, handle.origin)
+        self._held: Handle[Any] | None = None
+        self._wanted: Wanted | None = None
+        self._completion: Completion | None = None
+        self._sending: Handle[None] | None = None
+        """The other half of a `sendrecv`, while that goes on."""
+        self._arrived: tuple[Completion, Arrived] | None = None
+        """What came before that was over."""
+        handle.belong(self)
+
+    def __str__(self) -> str:
+        return described(*self._called)
+
+    @property
+    def peer(self) -> Peer:
+        """Where the message is to come from."""
+        return self._asked.peer
+
+    @property
+    def works(self) -> list[DeviceWork]:
+        """What it does on devices."""
+        return [] if self._wanted is None or self._wanted.work is None else [self._wanted.work]
+
+    @property
+    def handle(self) -> Handle[Any] | None:
+        """Its handle; None once the program has dropped that."""
+        return self.ref()
+
+    # --- as `Stoppable` ---------------------------------------------------------------------------------------
+
+    def hold(self, handle: Posted[Any] | None, /) -> None:
+        """See `Stoppable`."""
+        self._held = handle
+
+    def settled(self) -> None:
+        """See `Stoppable`."""
+        self._held = None
+        if self._completion is not None:
+            self._completion.handle = None
+        if self._wanted is not None:
+            self._wanted.handle = None
+
+    def resume(self, handle: Posted[Any], /) -> None:
+        """See `Stoppable`; raises BufferInFlight where another operation has the memory now."""
+        acquire(self._asked.claims, self)
+        self._dispatcher.locked(partial(self._resume, handle))
+        self._dispatcher.progress.liven()
+
+    def pause(self, handle: Posted[Any], /) -> None:
+        """See `Stoppable`."""
+        self._dispatcher.locked(partial(self._pause, handle))
+
+    # --- with the transport lock held -------------------------------------------------------------------------
+
+    def post(self, handle: Posted[Any]) -> Callable[[], None]:
+        """Return what has the mailbox give it the first message that matches; what it writes is claimed.
+
+        The lock need not be held here, but for what is returned.
+        """
+        works, later = self._asked.work()
+        asked, dispatcher = self._asked, self._dispatcher
+        self.paused = False
+        completion = Completion(dispatcher, None, asked.claims, asked.convert)
+        work = next(iter(works), None)
+        finish = partial(self._finish, completion)
+        assert asked.peer.src is not None
+        wanted = Wanted(asked.kind, asked.peer.src, asked.peer.tag, asked.into, finish, work, later, take=self.take)
+        self._completion, self._wanted = completion, wanted
+        handle.set_canceller(self.cancel)
+        dispatcher.operations.posted[self.ref] = self
+        attach(handle, works, asked.into)
+        return partial(dispatcher.mailbox.receive, wanted)
+
+    def take(self) -> bool:
+        """A message matches: hold the handle from now on; False where the program has dropped that."""
+        completion, handle = self._completion, self.ref()
+        assert completion is not None
+        if handle is None:
+            return False
+        completion.handle = handle
+        if self._wanted is not None:
+            self._wanted.handle = handle
+        self._dispatcher.operations.issued[handle] = self.peer
+        self._dispatcher.operations.posted.pop(self.ref, None)
+        return True
+
+    def cancel(self) -> bool:
+        """Withdraw it where nothing has matched it."""
+        return self._dispatcher.cancel_receiving([self])
+
+    def waits(self) -> bool:
+        """Return whether nothing has matched it."""
+        assert self._wanted is not None
+        return self.paused or self._dispatcher.mailbox.waits(self._wanted)
+
+    def cancel_posted(self) -> None:
+        """It never happened; nothing has matched it."""
+        assert self._wanted is not None
+        if self.paused:
+            handle = self.handle
+            self._dispatcher.operations.posted.pop(self.ref, None)
+            if handle is not None and handle.is_pending:
+                handle.set_cancelled()
+        else:
+            self._dispatcher.mailbox.cancel(self._wanted)
+            self._wanted.finish(None, asyncio.CancelledError())
+
+    def lapse(self) -> bool:
+        """Withdraw it where the program has dropped its handle; return whether it did. From any thread."""
+        done = False
+
+        def now() -> None:
+            nonlocal done
+            self._dispatcher.progress.called()  # the receive itself may still be to be made
+            if self.handle is None and self.ref in self._dispatcher.operations.posted and self.waits():
+                self.cancel_posted()
+                done = True
+
+        if self.handle is None:
+            self._dispatcher.locked(now)
+        return done
+
+    def _finish(self, completion: Completion, arrived: Arrived | None, error: BaseException | None) -> None:
+        if completion.given_back is not None:
+            completion.given_back(arrived, error)
+            completion(None, asyncio.CancelledError())
+        elif arrived is not None and self._sending is not None:
+            self._arrived = (completion, arrived)
+        else:
+            if completion.handle is None and not self.take():
+                self._dispatcher.operations.posted.pop(self.ref, None)
+            self._leave_sending()
+            whole = arrived is not None and self._asked.kind == ANY
+            completion(replace(arrived, data=arrived) if arrived is not None and whole else arrived, error)
+
+    def _resume(self, handle: Posted[Any]) -> None:
+        why = self._dispatcher.refusal
+        if self.paused and handle.is_pending and why is None:
+            try:
+                self.post(handle)()
+            except BaseException:
+                release(self._asked.claims)
+                raise
+            return
+        release(self._asked.claims)
+        if self.paused and handle.is_pending and why is not None:
+            self._dispatcher.operations.posted.pop(self.ref, None)
+            self.paused = False
+            handle.reject(again(why) if isinstance(why, AiodistError) else why)
+
+    def _pause(self, handle: Posted[Any]) -> None:
+        mailbox, wanted, completion = self._dispatcher.mailbox, self._wanted, self._completion
+        assert wanted is not None
+        assert completion is not None
+        self._dispatcher.progress.called()
+        if self.paused or handle.attended or not (handle.is_pending or not handle.consumed):
+            return
+        if handle.is_pending and mailbox.waits(wanted):
+            mailbox.cancel(wanted)
+            completion.release()
+        elif handle.is_pending and wanted.given is not None and self._asked.into is None:
+            self._hand_over(handle, completion, mailbox.put_back(wanted))
+        elif handle.is_good:
+            mailbox.take_back(wanted, self._value_of(handle))
+            handle.revoke()
+        else:
+            return
+        self.paused = True
+        self._leave_sending()
+        self._dispatcher.operations.posted[self.ref] = self
+        mailbox.match_again()
+
+    def _hand_over(self, handle: Handle[Any], completion: Completion, over: Callable[..., None]) -> None:
+        """The message goes to another receive; what travels yet is waited for in place of `handle`."""
+        stand_in = self._dispatcher.stand_in(handle)
+        self._dispatcher.operations.issued[stand_in] = self.peer
+        self._dispatcher.operations.issued.pop(handle, None)
+        completion.handle, completion.given_back = stand_in, over
+        if (came := self._arrived) is not None:
+            self._arrived = None
+            self._finish(came[0], came[1], None)
+
+    def _value_of(self, handle: Handle[Any]) -> Any:  # noqa: ANN401
+        """Return what came, as the mailbox is to have it."""
+        value = handle.result()
+        if self._asked.kind == ANY:
+            return value.data
+        return Unpacked(value) if self._asked.kind == Mailbox.OBJECT else value
+
+    # --- the other half of a sendrecv -------------------------------------------------------------------------
+
+    def goes_with(self, sending: Handle[None]) -> None:
+        """It is over only when `sending` is too."""
+        self._sending = sending
+
+    def sent(self, error: BaseException | None) -> None:
+        """The other half is over; with the transport lock held."""
+        self._sending = None
+        came, self._arrived = self._arrived, None
+        if came is not None:
+            self._finish(came[0], None if error is not None else came[1], error)
+        elif error is not None and (handle := self.handle) is not None and handle.is_pending:
+            if self.paused:
+                handle.reject(error)
+            elif self.waits():
+                assert self._wanted is not None
+                self._dispatcher.mailbox.cancel(self._wanted)
+                self._wanted.finish(None, error)
+
+    def _leave_sending(self) -> None:
+        """The receive has no outcome: what is sent yet is waited for by itself."""
+        if self._sending is not None:
+            self._dispatcher.operations.issued[self._sending] = self.peer
