@@ -191,8 +191,12 @@ async def as_completed(handles: Iterable[Handle[T]]) -> AsyncGenerator[Handle[T]
     queue = _Queue()
     members = list(handles)
     loop = _progress_of("as_completed", members).loop
+    posted: list[Handle[Any]] = [member for member in members if isinstance(member, Posted) and not member.retrieved]
     for member in members:
-        member.add_waiter(queue)  # also where it is done: who waits for it has awaited it
+        if isinstance(member, Posted) and member in posted:
+            member.join(queue)
+        else:
+            member.add_waiter(queue)  # also where it is done: who waits for it has awaited it
     try:
         for _ in members:
             while not queue.finished:
@@ -201,10 +205,12 @@ async def as_completed(handles: Iterable[Handle[T]]) -> AsyncGenerator[Handle[T]
             handle, late = queue.finished.popleft()
             if late is not None:
                 raise late
+            if handle in posted:
+                posted.remove(handle)
             yield handle
     finally:
         for member in members:
-            if isinstance(member, Posted) and member.is_pending:
+            if isinstance(member, Posted) and member in posted:
                 member.leave_early(queue)
             else:
                 member.remove_waiter(queue)
