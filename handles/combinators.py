@@ -70,6 +70,8 @@ class _Gathering:
         """Members that no other code waits for, and that can be stopped."""
         self._held: Posted[Any] | None = outer if not self._posted else None
         self._outer: ref[Posted[Any]] | None = None
+        self._unseen: list[Posted[Any]] = []
+        """Members whose outcome no code had retrieved before all were done."""
         self._progress = outer._progress
         if self._posted:
             self._follow(outer)
@@ -111,6 +113,7 @@ class _Gathering:
                 member.consume()
         elif not self._waits:
             self._outer = None
+            self._unseen = [member for member in self._posted if not member.consumed]
             outer.resolve([self.late.get(h) or _value(h) for h in self.members])
 
     def hold(self, handle: Posted[Any] | None, /) -> None:
@@ -129,6 +132,8 @@ class _Gathering:
         if not handle.is_pending:
             handle.revoke()
             handle.keep = self.members
+            for member in self._unseen:
+                member.consume(False)
         self.paused = True
         self._pause_members()
 

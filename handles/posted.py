@@ -117,9 +117,9 @@ class Posted(Handle[T]):
         self._attend()
         self._add_waiter(waiter)
 
-    def consume(self) -> None:
-        """Know that its outcome is retrieved, or need not be."""
-        self._consumed = True
+    def consume(self, retrieved: bool = True) -> None:
+        """Know whether its outcome is retrieved, or need not be."""
+        self._consumed = retrieved
 
     def peek(self) -> BaseException | None:
         """Return what `outcome_error` does, and retrieve nothing."""
