@@ -104,7 +104,7 @@ class Shard:
         self._readers.discard((client, number))
         self._lookers.pop((client, number), None)
         if (memory := self._aside.pop((client, number), None)) is not None:
-            self._give_back(memory)
+            self._recycle(memory)
         self._seen()
 
     def leave(self, client: int, *, gone: bool) -> None:
@@ -430,8 +430,8 @@ class Shard:
         self._left = not self.replaces
         return True
 
-    def _give_back(self, memory: Tensor) -> None:
-        """A reader has ended that the memory was left to: keep it for others when it was the last."""
+    def _recycle(self, memory: Tensor) -> None:
+        """Return memory that was left to a reader to the pool, if no other reader has it."""
         kept = (self.data, self._borrowed, *self._aside.values(), *self._lookers.values())
         if not self.replaces and all(memory is not other for other in kept):
             self._context.pool.release(memory.view(torch.uint8))

@@ -51,7 +51,7 @@ class TableShard(Shard):
         self._readers.add((request.client, request.number))
 
     def _leave_to_readers(self) -> bool:
-        """Wait for them: they gather rows on this server, whatever becomes of their processes."""
+        """Wait for them: they gather rows on this server, also if their processes are stopped."""
         return False
 
     def take(self, restored: Restored) -> None:

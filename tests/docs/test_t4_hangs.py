@@ -24,7 +24,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 CROSSED, STOPPED = blocks("hangs.md", "python")[0], blocks("handle.md", "python")[-1]
-DEADLOCK, LATE, TABLE, BLOCKED = blocks("hangs.md", "text")
+DEADLOCK, BESIDE, LATE, TABLE, BLOCKED = blocks("hangs.md", "text")
 TIMEOUT, REPORT = blocks("handle.md", "text")
 TRAIN = """import asyncio, time, torch, aiodist
 
@@ -36,6 +36,23 @@ async def main():
         for seconds in (3, 9) if coll.rank else ():
             load(seconds); await asyncio.sleep(0)
         await coll.allreduce(torch.ones(3))
+
+aiodist.run(main)
+"""
+SAVES = """import torch, aiodist
+from aiodist.nn import DataParallel
+
+
+async def main():
+    async with aiodist.init() as coll:
+        net = await DataParallel.create(torch.nn.Linear(4, 1), coll)
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        x = torch.ones(8, 4)
+        for step in range(6):
+            # every rank makes the steps, and rank 0 alone saves
+            await net.step(lambda: net(x).sum(), opt)
+            if coll.rank == 0 and step % 4 == 3:
+                await aiodist.save("saved", net, opt)
 
 aiodist.run(main)
 """
@@ -108,11 +125,12 @@ def timeless(text: str) -> str:
     ("name", "program", "shown"),
     [
         ("crossed.py", CROSSED, [DEADLOCK]),
+        ("train.py", SAVES, [BESIDE]),
         ("blocked.py", STOPPED, [TIMEOUT]),
         pytest.param("train.py", TRAIN, [LATE, BLOCKED], marks=pytest.mark.thorough),
         pytest.param("train.py", UNLIKE, [REPORT], marks=pytest.mark.thorough),
     ],
-    ids=["deadlock", "timeout", "late", "report"],
+    ids=["deadlock", "beside a net", "timeout", "late", "report"],
 )
 def test_t4_a_wait_is_told_as_the_page_shows(
     nursery: str, tmp_path: Path, name: str, program: str, shown: list[str]
