@@ -157,7 +157,7 @@ def model_of(
         raise TypeError(f"criterion is {type(criterion).__name__}: expected a function of output and target")
     if isinstance(criterion, nn.Module):
         known = {id(p) for p in (*module.parameters(), *per_rank)}
-        own = [name for name, p in criterion.named_parameters() if id(p) not in known]
+        own = [name for name, p in criterion.named_parameters() if p.requires_grad and id(p) not in known]
         if own:
             raise ValueError(
                 f"the criterion has a parameter {own[0]!r} that the net does not train: expected a net of "

@@ -146,6 +146,23 @@ async def test_n3_what_does_not_train_may_be_there(coll: Communicator, trial: ty
 
 
 @pytest.mark.ranks(2)
+async def test_n14_a_criterion_may_have_parameters_that_are_frozen(coll: Communicator, trial: type[Trial]) -> None:
+    """As a loss of the features of another network."""
+
+    class Features(torch.nn.Linear):
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+            return mse_loss(super().forward(output), super().forward(target))
+
+    net = await DataParallel.create(trial.Mlp(), coll)
+    criterion = Features(3, 2, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"the criterion has a parameter 'weight' that the net does not train"):
+        Engine(net, SGD(net.parameters(), lr=0.1), criterion)
+    engine = Engine(net, SGD(net.parameters(), lr=0.1), criterion.requires_grad_(False))
+    await engine.train([trial.batch(coll.rank, step) for step in range(2)], epochs=1)
+    await assert_synchronized(net.module, coll)
+
+
+@pytest.mark.ranks(2)
 async def test_n14_a_criterion_trains_with_its_network(coll: Communicator, trial: type[Trial]) -> None:
     both = WithCriterion(trial.Mlp(), Head(coll.rank))
     net = await DataParallel.create(both, coll, clip_norm=0.5)
