@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import sys
 import warnings
@@ -91,6 +92,8 @@ def located(fn: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[An
 
     if sys.version_info >= (3, 12):
         inspect.markcoroutinefunction(begin)
+    else:
+        begin._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]
     return update_wrapper(begin, fn)
 
 

@@ -37,6 +37,7 @@ async def test_w1_a_call_is_a_coroutine_for_asyncio() -> None:
         await double(-1)
     with pytest.raises(ValueError, match="-2"):
         await asyncio.create_task(double(-2))
+    assert asyncio.iscoroutinefunction(double)
     call = double(7)
     assert asyncio.iscoroutine(call)
     assert inspect.isawaitable(call)
