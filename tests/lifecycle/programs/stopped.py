@@ -125,4 +125,5 @@ async def main() -> None:
             print("over", flush=True)
 
 
-aiodist.run(main)
+if __name__ == "__main__":
+    aiodist.run(main)
