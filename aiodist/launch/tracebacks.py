@@ -11,6 +11,8 @@ _END = b"(AIODIST_TRACEBACK=full shows these frames too)"
 _FOLDED = "  … ".encode()
 _HEARD = re.compile(rb"aiodist\.errors\.(RemoteError|PeerLost|CommunicatorAborted): ")
 _FRAME = re.compile(rb'  File "(.*)", line (\d+), in (.*)')
+_CHAINED = (b" exception occurred:", b" following exception:")
+"""How the lines end between the tracebacks of two errors, of which one came from the other."""
 _MOST_LINES = 2000
 
 
@@ -44,7 +46,7 @@ class Tracebacks:
         known = self._open.pop(rank, None)
         if known is None:
             return b""
-        if known.ended and self._shown:
+        if known.ended and self._shown and not _raised_more(known, prefix):
             return _summary(known, prefix)
         self._shown = True
         return b"".join(known.lines)
@@ -71,6 +73,18 @@ class Tracebacks:
         if (known.ended and self._shown) or len(known.lines) > _MOST_LINES:
             return self.finish(rank, prefix)
         return b""
+
+
+def _raised_more(known: _Open, prefix: bytes) -> bool:
+    """Return whether the rank raised an error of its own after the one that it heard of, whose text may have a chain."""
+    assert known.error is not None
+    lines = [line.removeprefix(prefix).rstrip(b"\n") for line in known.lines]
+    after = lines[lines.index(known.error) + 1 :]
+    if not any(line.endswith(_CHAINED) for line in after):
+        return False
+    frames = [number for number, line in enumerate(after) if line.startswith(b"  ")]
+    raised = after[frames[-1] + 1] if frames else b""
+    return not raised or raised not in known.error
 
 
 def _summary(known: _Open, prefix: bytes) -> bytes:

@@ -37,6 +37,15 @@ Traceback (most recent call last):
 ValueError: broken
 (AIODIST_TRACEBACK=full shows these frames too)
 """
+END = "(AIODIST_TRACEBACK=full shows these frames too)\n"
+CHAINED = """
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "train.py", line 8, in main
+    raise RuntimeError("nothing was saved")
+RuntimeError: nothing was saved
+"""
 LINE = "aiodist.errors.RemoteError: rank 1 failed: ValueError: broken (at train.py:7 in main)\n"
 
 
@@ -62,6 +71,13 @@ def test_l5_who_heard_of_it_has_a_line() -> None:
     assert _console((1, OWN), (0, HEARD), prefix=False) == OWN + LINE
 
 
+def test_l5_who_heard_of_an_error_with_a_context_has_a_line() -> None:
+    heard = HEARD.replace("ValueError: broken\nTraceback", "RuntimeError: nothing was saved\nTraceback")
+    heard = heard.replace(END, CHAINED + END)
+    line = LINE.replace("ValueError: broken", "RuntimeError: nothing was saved")
+    assert _console((1, OWN), (0, heard)) == _of(1, OWN) + _of(0, line)
+
+
 def test_l5_the_first_is_whole_where_no_rank_shows_its_own() -> None:
     assert _console((0, HEARD), (2, HEARD)) == _of(0, HEARD) + _of(2, LINE)
 
@@ -74,14 +90,45 @@ def test_l5_the_first_is_whole_where_no_rank_shows_its_own() -> None:
         HEARD.replace("RemoteError", "MismatchError") + "more\n",
         HEARD.rpartition("(AIODIST")[0],
         OWN + OWN,
+        HEARD.replace(END, CHAINED + END),
     ],
 )
 def test_l5_all_else_is_shown_as_it_is(text: str) -> None:
     assert _console((0, text)) == _of(0, text)
+    assert _console((1, OWN), (0, text)) == _of(1, OWN) + _of(0, text)
 
 
 def test_l5_what_comes_after_stays() -> None:
     assert _console((1, OWN), (0, f"before\n{HEARD}after\n")) == _of(1, OWN) + _of(0, f"before\n{LINE}after\n")
+
+
+@pytest.mark.timeout(90)
+def test_l5_one_error_is_a_line_for_each_other_rank_and_whole_in_their_logs(plain: Launcher) -> None:
+    plain.script(
+        """
+        import torch, aiodist
+
+        async def main():
+            async with aiodist.init() as coll:
+                if coll.rank == 1:
+                    raise ValueError("broken")
+                await coll.allreduce(torch.ones(2))
+
+        aiodist.run(main)
+        """
+    )
+    done = plain.run("--log-dir", "logs", "script.py", n=4)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert sum("RemoteError: rank 1 failed: ValueError: broken (at " in line for line in lines) == 3
+    own = (plain.folder / "logs" / "rank-1.err").read_text()
+    assert [line.removeprefix("[1] ") for line in lines if line.startswith("[1] ")] == own.splitlines()
+    assert len(lines) == len(own.splitlines()) + 3 + 1  # and the exit code
+    for rank in (0, 2, 3):
+        log = (plain.folder / "logs" / f"rank-{rank}.err").read_text()
+        assert log.startswith("Traceback (most recent call last):\n")
+        assert "    await coll.allreduce(torch.ones(2))\n" in log
+        assert '    raise ValueError("broken")\n' in log
 
 
 @pytest.mark.timeout(90)
