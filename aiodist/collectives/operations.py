@@ -7,7 +7,7 @@ Every function returns a program. Arguments have been checked: tensors are dense
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ def allgather(p: Primitives, t: Tensor, out: Tensor | None) -> Program[list[Tens
         whole = torch.empty(sum(counts), dtype=t.dtype, device=t.device)
     else:
         shape = _joined_shape(metas)
-        out = fit(out, shape, t.dtype, counts)
+        out = fit(out, shape, t.dtype, enumerate(counts))
         whole = numbers_of(out)
     if whole.numel():
         own = whole.split(counts)[p.ep.rank]
@@ -153,7 +153,7 @@ def gather(p: Primitives, t: Tensor, out: Tensor | None, root: int) -> Program[l
     if out is None:
         parts = [torch.empty(meta.shape, dtype=meta.dtype, device=t.device) for meta in metas]
     else:
-        out = fit(out, _joined_shape(metas), t.dtype, [meta.numel for meta in metas])
+        out = fit(out, _joined_shape(metas), t.dtype, enumerate(meta.numel for meta in metas))
         parts = list(numbers_of(out).split([meta.numel for meta in metas]))
     yield from p.exchange(Exchange(t, [], [(rank, parts[rank]) for rank in others]))
     copy(numbers_of(parts[root]), numbers_of(t))
@@ -193,7 +193,7 @@ def scatter(
         metas += [unpack_meta(packed, i * META_BYTES) for i in range(count - 1)]
     if out is not None and metas:
         _agree_on_place({ep.rank: not out.is_cpu, root: metas[0].on_device})
-    targets = [_room(meta, out, p.device if meta.on_device else _CPU) for meta in metas]
+    targets = [_room(meta, out, p.device if meta.on_device else _CPU, root) for meta in metas]
     if not any(meta.on_device for meta in metas):
         p.release()
     if targets:
@@ -221,7 +221,7 @@ def alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) 
     result = [torch.empty(0, device="cpu")] * ep.size
     for rank, meta in metas.items():
         _agree_on_place({ep.rank: not ts[ep.rank].is_cpu, rank: meta.on_device})
-        result[rank] = _room(meta, out[rank] if out is not None else None, ts[ep.rank].device)
+        result[rank] = _room(meta, out[rank] if out is not None else None, ts[ep.rank].device, rank)
     sends, receives = ([(rank, each[rank]) for rank in others] for each in (ts, result))
     yield from p.exchange(Exchange(ts[ep.rank], sends, receives))
     result[ep.rank] = into(ts[ep.rank], out[ep.rank] if out is not None else None)
@@ -245,13 +245,14 @@ def alltoall_single(p: Primitives, t: Tensor, out: Tensor | None, sizes: Sequenc
     if sizes is None:
         sizes = coming = [t.shape[0] // ranks] * ranks
     else:
-        arriving = torch.empty(ranks, dtype=torch.int64, device="cpu")
+        told = torch.empty(ranks, dtype=torch.int64, device="cpu")
         one = [1] * ranks
-        yield from p.run(Operation("alltoall", torch.tensor(sizes, device="cpu"), arriving, counts=one, received=one))
+        yield from p.run(Operation("alltoall", torch.tensor(sizes, device="cpu"), told, counts=one, received=one))
         yield from p.ep.known()
-        coming, data = arriving.tolist(), p.afterwards()
+        coming, data = told.tolist(), p.afterwards()
     shape = (sum(coming), *t.shape[1:])
-    result = t.new_empty(shape) if out is None else fit(out, shape, t.dtype)
+    arriving = ((rank, size * row) for rank, size in enumerate(coming))
+    result = t.new_empty(shape) if out is None else fit(out, shape, t.dtype, arriving)
     if out is not None and overlaps(result, t):
         t = t.clone()
     sent, received = [size * row for size in sizes], [size * row for size in coming]
@@ -295,10 +296,10 @@ def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Program[
     return packed
 
 
-def fit(out: Tensor, shape: tuple[int, ...], kind: torch.dtype, sent: Sequence[int] = ()) -> Tensor:
+def fit(out: Tensor, shape: tuple[int, ...], kind: torch.dtype, sent: Iterable[tuple[int, int]] = ()) -> Tensor:
     """Return `out` as `shape`: narrowed when it is larger, grown when it is too small and owns its memory.
 
-    `sent` are the elements that each rank sent, if those are not alike.
+    `sent` has the ranks that sent the elements, and the number from each, unless that is the same on all.
 
     Raises ValueError where it cannot grow (a view, or memory that was lent), TypeError for another dtype.
     """
@@ -311,18 +312,28 @@ def fit(out: Tensor, shape: tuple[int, ...], kind: torch.dtype, sent: Sequence[i
         raise ValueError(f"out= is a node of autograd of shape {list(out.shape)}: expected {list(shape)}, the result's")
     if out.numel() < numel:
         if not owns_memory(out):
-            most = max(range(len(sent)), key=sent.__getitem__, default=0)
-            by = f"; rank {most} sent the most, {sent[most]}" if len(set(sent)) > 1 else ""
             room = f"out= has room for {out.numel()} elements of {numel} and cannot grow: it owns no memory"
-            raise ValueError(f"{room}{by}")
+            raise ValueError(f"{room}{_whence(dict(sent))}")
         # New memory, not resize_: what is claimed as in flight stays with the handle until the end.
         return out.set_(torch.empty(shape, dtype=kind, device=out.device))  # type: ignore[no-any-return, call-overload]
     return out.view(-1)[:numel].view(shape)
 
 
-def _room(meta: Meta, out: Tensor | None, device: torch.device) -> Tensor:
+def _whence(sent: Mapping[int, int]) -> str:
+    """Return which rank sent too much, as the end of a sentence; "" if all sent as much."""
+    if len(sent) == 1:
+        ((rank, numel),) = sent.items()
+        return f"; rank {rank} sent {numel}"
+    if len(set(sent.values())) < 2:
+        return ""
+    most = max(sent, key=sent.__getitem__)
+    return f"; rank {most} sent the most, {sent[most]}"
+
+
+def _room(meta: Meta, out: Tensor | None, device: torch.device, src: int | None = None) -> Tensor:
+    """Return where what `meta` describes is to come, from rank `src` if it comes from another rank."""
     if out is not None:
-        return fit(out, meta.shape, meta.dtype)
+        return fit(out, meta.shape, meta.dtype, () if src is None else [(src, meta.numel)])
     return torch.empty(meta.shape, dtype=meta.dtype, device=device)
 
 

@@ -76,7 +76,7 @@ class Tracebacks:
 
 
 def _raised_more(known: _Open, prefix: bytes) -> bool:
-    """Return whether the rank raised an error of its own after the one that it heard of, whose text may have a chain."""
+    """Return whether the rank raised an error after the one that it heard of, whose own text may be a chain."""
     assert known.error is not None
     lines = [line.removeprefix(prefix).rstrip(b"\n") for line in known.lines]
     after = lines[lines.index(known.error) + 1 :]

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aiodist
-from aiodist import Communicator
+from aiodist import Communicator, RemoteError
 from aiodist.schedules import SCHEDULES
 
 FLOATS = torch.arange(6.0)
@@ -461,3 +461,16 @@ async def test_c9_an_out_that_is_too_small_names_the_rank_that_sent_most(coll: C
     room, mine = torch.empty(20)[:12], torch.ones(4 + 5 * coll.rank)
     with pytest.raises(ValueError, match=r"room for 12 elements of 13 .*; rank 1 sent the most, 9"):
         await coll.allgather(mine, out=room)
+    with pytest.raises(ValueError, match=r"room for 12 elements of 13 .*; rank 1 sent the most, 9"):
+        await coll.alltoall_single(torch.ones(8 + 10 * coll.rank), sizes=[4 + 5 * coll.rank] * 2, out=room)
+
+
+@pytest.mark.ranks(2)
+async def test_c9_an_out_that_is_too_small_names_the_rank_that_sent_it(coll: Communicator) -> None:
+    rows = [torch.ones(2), torch.ones(9)] if coll.rank == 0 else None
+    with pytest.raises((ValueError, RemoteError), match=r"room for 3 elements of 9 .*; rank 0 sent 9"):
+        await coll.scatter(rows, root=0, out=torch.empty(20)[:3])
+    mine = [torch.ones(2), torch.ones(9 if coll.rank == 0 else 2)]
+    outs = [torch.empty(20)[:3], torch.empty(20)[:3]]
+    with pytest.raises((ValueError, RemoteError), match=r"room for 3 elements of 9 .*; rank 0 sent 9"):
+        await coll.alltoall(mine, out=outs)

@@ -92,6 +92,17 @@ def test_t6_the_others_hear_of_what_ends_one_rank(nursery: str) -> None:
     assert "rank 1 failed: ValueError: rank 1 has had enough" in done.stderr
 
 
+def test_t6_a_mismatch_is_told_once_by_each_rank(nursery: str) -> None:
+    done = run(3, *stub(nursery, PROGRAMS / "compat.py", "mismatched"), seconds=60)
+    assert done.returncode == 1
+    of_ranks = [[line for line in done.stderr.splitlines() if line.startswith(f"[{rank}] ")] for rank in range(3)]
+    for lines in of_ranks:
+        assert sum("ranks disagree on operation #" in line for line in lines) == 1
+        assert sum("of aiodist and asyncio" in line for line in lines) == 1
+        assert len(lines) <= 12
+    assert len(done.stderr.splitlines()) <= sum(map(len, of_ranks)) + 1  # and an exit code
+
+
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """mpi4py's own tests, of the version that is installed."""

@@ -280,6 +280,15 @@ def raised() -> None:
         raise
 
 
+def mismatched() -> None:
+    """One rank calls another collective; nobody catches what that raises."""
+    comm = MPI.COMM_WORLD
+    if comm.rank == 1:
+        comm.Barrier()
+    else:
+        comm.Bcast(np.zeros(4))
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()
     print(sys.argv[1])
