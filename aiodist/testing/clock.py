@@ -24,7 +24,7 @@ from aiodist import _core
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.handles.progress import Progress, transport_lock
 from aiodist.handles.timers import Expiring, Quiet, Timers, is_quiet, may_pass
-from aiodist.watch.stillness import is_to_be_woken, stands_still
+from aiodist.watch.stillness import foreign_threads, is_to_be_woken, stands_still
 
 _GRACE_SECONDS = 0.05  # real time for sockets and threads to come with something, before the clock jumps
 _LAST_GRACE_SECONDS = 2.0  # and before it is a deadlock
@@ -98,10 +98,11 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
     def outside(self) -> bool:
         """Whether something may come from a socket or from a thread of the program's that needs nothing first."""
         apart = (threading.current_thread(), threading.main_thread())
-        return len(self.selector.get_map()) > self._own_files or any(
+        known = any(
             thread not in apart and not thread.name.startswith(_LIBRARY_THREADS) and not is_to_be_woken(thread)
             for thread in threading.enumerate()
         )
+        return len(self.selector.get_map()) > self._own_files or known or bool(foreign_threads())
 
     @property
     def executing(self) -> bool:

@@ -1,15 +1,19 @@
 """Whether a rank stands still: nothing in its process can run code of the program but the end of an operation.
 
 Everything that can is looked at: what the loop has ready, its timers, files and signal handlers, the work of devices
-and streams, what was asked on the control channel, and every other thread. What is of a kind that is not known here
-counts as something that can. [Note: standing still] in docs/design/watch.md says why that is enough.
+and streams, what was asked on the control channel, every other thread, and the process's signal handlers. What is of a
+kind that is not known here counts as something that can. [Note: standing still] in docs/design/watch.md says why that
+is enough.
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` makes constants of handlers, which takes long
 import asyncio
 import dis
+import functools
 import gc
+import signal
 import socket
 import sys
 import threading
@@ -39,6 +43,9 @@ _OWN_THREADS = (
 """They run nothing of the program's; what they receive is told by the counts of messages."""
 _OF_DISPLAYS = ("rich.live", "tqdm._monitor")
 """Modules whose threads only draw progress bars."""
+_NUMBERS = tuple(map(int, signal.valid_signals()))
+_HANDLERS_OF = ("_signal", "asyncio", "uvloop", "aiodist", "torch", "lightning", "pytorch_lightning", "pytest_timeout")
+"""Packages whose signal handlers end the program or note the signal; those of a loop are looked at with the loop."""
 _TSTATE_WAIT = getattr(threading.Thread, "_wait_for_tstate_lock", threading.Thread.join).__code__
 """Where `Thread.join` waits; since Python 3.13 in itself."""
 
@@ -77,10 +84,26 @@ def what_goes_on(progress: Progress, channel: Channel) -> str:
         return "its loop has set a timer"
     if any(others):
         return "its loop waits for a file, a socket or a signal"
-    for thread in [*threading.enumerate(), *threading.enumerate()]:  # one may wake another after the look at that
-        if thread.ident != progress.thread_id and thread.ident is not None and not stands_still(thread):
-            return f"thread {thread.name!r} is at {line_of_thread(thread.ident) or 'work'}"
+    if thread := _thread_at_work(progress):
+        return thread
+    if any(_may_wake(_signal.getsignal(number)) for number in _NUMBERS):
+        return "a signal handler of the program may wake it"
     return ""
+
+
+def _thread_at_work(progress: Progress) -> str:
+    """Return which thread does not stand still and where it is, "" where all do; the loop's is not looked at."""
+    for thread in [*threading.enumerate(), *threading.enumerate()]:  # one may wake another after the look at that
+        if thread.ident != progress.thread_id and (thread.ident is None or not stands_still(thread)):
+            return f"thread {thread.name!r} is at {line_of_thread(thread.ident or 0) or 'work'}"
+    if foreign := foreign_threads():
+        return f"a thread that `threading` did not start is at {line_of_thread(min(foreign)) or 'work'}"
+    return ""
+
+
+def foreign_threads() -> set[int]:
+    """Return the threads that run Python code and that `threading` does not know: those of libraries."""
+    return sys._current_frames().keys() - {thread.ident for thread in threading.enumerate()}
 
 
 def _state_of(progress: Progress) -> tuple[list[Any], list[Any], list[Sized]] | None:
@@ -110,6 +133,17 @@ def _is_loud(handle: Any) -> bool:  # noqa: ANN401
     if (call := getattr(handle, "_callback", None)) is None:
         call = next(filter(callable, gc.get_referents(handle)), None)
     return not is_quiet(call, closing=True)
+
+
+def _may_wake(handler: Any) -> bool:  # noqa: ANN401
+    """Return whether a signal handler may wake the loop or a thread: it is the program's, and calls something."""
+    if not callable(handler):
+        return False
+    call = handler.func if isinstance(handler, functools.partial) else handler
+    if str(getattr(call, "__module__", "")).partition(".")[0] in _HANDLERS_OF:
+        return False
+    code = getattr(call, "__code__", None)
+    return code is None or any("CALL" in instruction.opname for instruction in dis.get_instructions(code))
 
 
 def stands_still(thread: threading.Thread) -> bool:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
+import contextlib
 import inspect
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import chain, combinations
 from typing import Any, NamedTuple
 
@@ -270,13 +275,24 @@ async def _from_thread(issue: Callable[[], object]) -> None:
     threading.Thread(target=later, daemon=True).start()
 
 
+async def _from_thread_of_no_name(issue: Callable[[], object]) -> None:
+    """As native libraries have them, which call back into the program."""
+    loop = asyncio.get_running_loop()
+
+    def later() -> None:
+        time.sleep(0.8)
+        loop.call_soon_threadsafe(issue)
+
+    _thread.start_new_thread(later, ())
+
+
 async def _from_stream(issue: Callable[[], object]) -> None:
     async with HostStream() as stream:
         await stream.submit(time.sleep, 0.8)
     issue()
 
 
-WAYS = [_after_sleep, _by_timer, _from_executor, _from_thread, _from_stream]
+WAYS = [_after_sleep, _by_timer, _from_executor, _from_thread, _from_thread_of_no_name, _from_stream]
 
 
 async def _crossed_but_for(coll: Communicator, way: Callable[[Callable[[], object]], Awaitable[None]]) -> None:
@@ -305,10 +321,52 @@ async def test_w4_what_may_yet_be_issued_is_no_deadlock(coll: Communicator, way:
 
 
 @pytest.mark.drawn(1)
-@pytest.mark.parametrize("way", [_from_executor, _from_thread, _from_stream])
+@pytest.mark.parametrize("way", [_from_executor, _from_thread, _from_thread_of_no_name, _from_stream])
 @pytest.mark.ranks(2, backend=("shm", "gloo", "mpi"))
 async def test_w4_what_may_yet_be_issued_is_none_on_processes(coll: Communicator, way: Any) -> None:
     await _crossed_but_for(coll, way)
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[[int, Any], object]) -> Iterator[None]:
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("waits", [asyncio.Event, threading.Event])
+@pytest.mark.ranks(2, backend="shm")
+async def test_w4_what_a_signal_handler_may_wake_is_no_deadlock(coll: Communicator, waits: Any) -> None:
+    """It wakes the loop, or a thread that nothing else can wake."""
+    if coll.rank == 1:
+        await coll.recv(src=0)
+        await coll.send(torch.ones(2), dst=0)
+        return
+    reply = coll.recv(src=1)
+    loop, told = asyncio.get_running_loop(), waits()
+    command = ["sh", "-c", f"sleep 1; kill -USR1 {os.getpid()}"]
+    wake = partial(loop.call_soon_threadsafe, told.set) if waits is asyncio.Event else told.set
+    with _handled(lambda *_: wake()), subprocess.Popen(command):  # noqa: ASYNC220
+        await (told.wait() if waits is asyncio.Event else asyncio.to_thread(told.wait))
+    await coll.send(torch.ones(2), dst=1)
+    await reply
+
+
+def test_w4_signal_handlers_that_wake_nothing_hide_nothing() -> None:
+    asked = 0
+
+    def note(number: int, _: object) -> None:
+        nonlocal asked
+        asked = number
+
+    async def main(coll: Communicator) -> None:
+        await coll.recv(src=1 - coll.rank)
+
+    with _handled(note):
+        assert _told(2, main).keys() == {0, 1}
 
 
 def test_w4_a_deadline_may_end_the_wait() -> None:
