@@ -43,6 +43,8 @@ _OWN_THREADS = (
 """They run nothing of the program's; what they receive is told by the counts of messages."""
 _OF_DISPLAYS = ("rich.live", "tqdm._monitor")
 """Modules whose threads only draw progress bars."""
+_OF_WRITERS = ("tensorboard.summary.writer.event_file_writer",)
+"""Modules whose threads only write files: one that waits, if with a time-out, waits for something to write."""
 _NUMBERS = tuple(map(int, signal.valid_signals()))
 _HANDLERS_OF = ("_signal", "asyncio", "uvloop", "aiodist", "torch", "lightning", "pytorch_lightning", "pytest_timeout")
 """Packages whose signal handlers end the program or note the signal; those of a loop are looked at with the loop."""
@@ -154,6 +156,8 @@ def stands_still(thread: threading.Thread) -> bool:
     if not frames:
         return not thread.is_alive()
     if _waits_for_work(thread, frames[-1][0].f_code):
+        return True
+    if type(thread).__module__ in _OF_WRITERS and frames[-1][0].f_code is threading.Condition.wait.__code__:
         return True
     blocked = stays_blocked(thread.ident or 0)
     return _waits_for_ever(frames) if blocked is None else blocked

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import inspect
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -238,6 +239,37 @@ def test_w4_how_long_a_thread_waits_is_seen(seconds: float | None) -> None:
             condition.notify_all()
         for thread in threads:
             thread.join()
+
+
+def test_w4_a_thread_that_waits_for_what_tensorboard_writes_hides_nothing() -> None:
+    """It looks at its queue with a time-out. While it writes, a thread of the program may wait for it."""
+    events: queue.Queue[Callable[[], object] | None] = queue.Queue()
+    writing, over = threading.Event(), threading.Event()
+
+    class Writer(threading.Thread):
+        __module__ = "tensorboard.summary.writer.event_file_writer"
+
+        def run(self) -> None:
+            while (event := events.get(True, 60)) is not None:
+                event()
+
+    def write() -> None:
+        writing.set()
+        while not over.is_set():
+            time.sleep(0.01)
+
+    thread = Writer(daemon=True)
+    thread.start()
+    until = time.monotonic() + 20
+    while not _waits(thread) and time.monotonic() < until:
+        pass
+    assert stands_still(thread)
+    events.put(write)
+    assert writing.wait(20)
+    assert not stands_still(thread)
+    over.set()
+    events.put(None)
+    thread.join()
 
 
 def _waits(thread: threading.Thread) -> bool:
