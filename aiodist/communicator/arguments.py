@@ -131,20 +131,19 @@ def check_name(name: object) -> str:
     return name
 
 
-def check_out(
-    out: object, t: Tensor, *, numel: int | None, own_block: bool = False, block: Tensor | None = None
-) -> Tensor:
+def check_out(out: object, t: Tensor, *, numel: int | None, own_block: bool = False, part: bool = False) -> Tensor:
     """Return `out`; raise unless it holds `t`'s dtype, has room for `numel` (None: it may grow) and does not overlap.
 
-    It may be exactly `t`, or the `block` of it; with `own_block` a part of it may be `t`.
+    It may be exactly `t`; with `part` it may be a part of `t`, and with `own_block` a part of it may be `t`.
     """
     checked = check_tensor(out, "out")
     if checked.dtype is not t.dtype:
         raise TypeError(f"out holds {dtype_name(checked.dtype)}, the input {dtype_name(t.dtype)}: expected the same")
     if numel is not None and checked.numel() < numel and not owns_memory(checked):
         raise ValueError(f"out has room for {checked.numel()} elements: expected {numel}, and it cannot grow")
-    same = any(checked.data_ptr() == x.data_ptr() and checked.numel() == x.numel() for x in (t, block) if x is not None)
-    if overlaps(checked, t) and not same and not (own_block and _inside(t, checked)):
+    within = (own_block and _inside(t, checked)) or (part and _inside(checked, t))
+    same = checked.data_ptr() == t.data_ptr() and checked.numel() == t.numel()
+    if overlaps(checked, t) and not same and not within:
         raise ValueError("out overlaps the input without being it: expected the input itself or other memory")
     return checked
 

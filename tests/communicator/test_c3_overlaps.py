@@ -143,10 +143,6 @@ async def _tried(coll: Communicator, number: int, layout: Layout) -> bool:
     call, ins, outs = (ROOTED if rooted else CALLS)[layout.call]
     n_ins = len(_blocks(ins, coll.size))
     places = _places(coll, layout, _blocks(ins, coll.size), _blocks(outs, coll.size))
-    if layout.call.startswith("reduce_scatter") and not layout.own:
-        (t, length), (out, _) = places[:2]
-        if 0 <= out - t < length and (out - t) % layout.numel == 0:  # one rank's block, which that rank alone may give
-            return False
     total = max(sum(place) for place in places) + 3
     base = coll.empty(total) if layout.arena else torch.empty(total)
     base.copy_(torch.arange(total).remainder(97) * (coll.rank + 1))
