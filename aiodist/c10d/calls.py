@@ -18,7 +18,7 @@ from torch.autograd import graph
 from torch.distributed.distributed_c10d import _world
 
 from aiodist.c10d.home import Home
-from aiodist.c10d.lines import Tensors, blocks_of, flat, flat_all, joined, movable, rooms_of, summand
+from aiodist.c10d.lines import Tensors, blocks_of, check_apart, flat, flat_all, joined, movable, rooms_of, summand
 from aiodist.c10d.signatures import signatures
 from aiodist.c10d.work import HandleWork
 from aiodist.communicator import Communicator
@@ -116,6 +116,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> HandleWork:
         for out, t in zip(outputs, inputs, strict=True):
             self._check_whole(t, out, "input", "output")
+        check_apart(outputs, inputs)
         lines, finish = flat_all(outputs, opts, self.coll)
         pairs = list(zip(lines, map(flat, inputs), strict=True))
         return self._work(lambda: [self._scatter_reduced(out, t, opts) for out, t in pairs], outputs, finish, opts)
@@ -155,6 +156,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> HandleWork:
         for out, t in zip(outputs, inputs, strict=True):
             self._check_whole(out, t, "output", "input")
+        check_apart(outputs, inputs)
         lines, finish = flat_all(outputs)
         pairs = list(zip(lines, inputs, strict=True))
         return self._work(
@@ -389,6 +391,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
         self, issue: Handles, tensors: Tensors, finish: Callable[[], object] | None = None, opts: Any = None
     ) -> HandleWork:
         seconds = -1.0 if opts is None else opts.timeout.total_seconds()
+        check_apart(tensors)
         try:
             with self._turn:
                 self._issued += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -92,6 +93,28 @@ def rooms_of(outputs: list[Tensors]) -> tuple[list[Tensor], Callable[[], object]
         increment_version(written)
 
     return list(map(movable, rooms)), deal if apart or written else None
+
+
+def check_apart(outputs: Sequence[Tensor], inputs: Sequence[Tensor] = ()) -> None:
+    """Raise ValueError where two `outputs` of a call overlap, or one of them overlaps an input with another number.
+
+    The operations of a call run in any order. An output and its own input are for the operation itself to check.
+    """
+    if len(outputs) < 2:
+        return
+    every = [(t.data_ptr(), True, i, t) for i, t in enumerate(outputs)]
+    every += [(t.data_ptr(), False, i, t) for i, t in enumerate(inputs)]
+    kinds = ("input", "output")
+    last: list[tuple[int, bool, int, Tensor]] = []  # of those so far that may reach further
+    for one in sorted((each for each in every if each[3].nbytes), key=itemgetter(0, 1, 2)):
+        start, writes, i, _ = one
+        last = [each for each in last if each[0] + each[3].nbytes > start]
+        for _, wrote, j, _ in last:
+            if (writes and wrote) or ((writes or wrote) and i != j):
+                raise ValueError(
+                    f"{kinds[writes]} {i} overlaps {kinds[wrote]} {j}: expected tensors with memory of their own"
+                )
+        last.append(one)
 
 
 # --- tensors as communicators take them: flat, dense, of dtypes that both know ----------------------------------------

@@ -167,8 +167,8 @@ class Reductions(Base):
 
         Every rank gives a `t` of the same shape `(rows, ...)`, cut along dim 0 into p blocks; the remainder goes to the
         first ranks, a row each. With `sizes`, a number of elements per rank, the same list everywhere, it is cut flat,
-        and the result has shape `(sizes[rank],)`. `out` may be `t` itself, whose first elements it then takes, or a part
-        of it, such as this rank's block. Sum unless said otherwise; lists as in `allreduce`.
+        and the result has shape `(sizes[rank],)`. `out` may be `t` itself, whose first elements it then takes, or any
+        part of it. Sum unless said otherwise; lists as in `allreduce`.
 
         Raises ValueError unless `sizes` add up to t's elements, and for a `t` without dimensions that has no `sizes`;
         TypeError as `allreduce`. Cost: p-1 messages and n(p-1)/p bytes (ring), or log2(p) messages of as many

@@ -211,6 +211,13 @@ def test_t5_calls_raise_the_versions_of_what_they_write(nursery: str) -> None:
         assert "versions" in output
 
 
+@pytest.mark.processes
+def test_t5_tensors_that_overlap_give_what_copies_give_or_are_refused(nursery: str) -> None:
+    for code, output in started(PROGRAMS / "overlaps.py", nursery=nursery):
+        assert code == 0, output
+        assert "overlaps" in output
+
+
 def test_t5_import_torch_loads_nothing_of_ours() -> None:
     assert not [point for point in metadata.entry_points(group="torch.backends") if "aiodist" in point.value]
     code = "import sys, torch, torch.distributed; assert not [m for m in sys.modules if m.startswith('aiodist')]"
