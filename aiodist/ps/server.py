@@ -419,7 +419,7 @@ class Server:
         shard.refuse(Freed(f"{shard.name!r} was freed"))
         if shard.machine is not None:
             self._counted.append(shard.machine.counts)
-        if shard.looked_at:
+        if shard.readers:
             self._retired[shard.key] = shard
             shard.unseen = partial(self._retired.pop, shard.key, None)
         self.saving.check()

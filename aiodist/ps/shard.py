@@ -22,14 +22,10 @@ from aiodist.ps.answers import Answers, Change, Pulling, Pushing, Request, Resto
 from aiodist.ps.context import LIGHT_BYTES, Context, error_of
 from aiodist.ps.machines import Apply, Drop, Machine, Serve
 from aiodist.ps.optimizers import OptimizerRule
+from aiodist.ps.readers import Reader, Readers
 from aiodist.ps.rules import RULES, Function, Piece, Rule, apply_step
 from aiodist.ps.settings import Span
 from aiodist.ps.wire import Kind, Order, OrderKind, Reads, Stage
-
-_Key = tuple[int, int]  # client, number
-_READ_SECONDS, _READ_RATE = 0.05, 1e9
-"""How long a step waits for readers before it leaves the memory to them: that, and the bytes at that rate."""
-_TICK_SECONDS = 2e-3  # of the loop's clock
 
 
 class Shard:
@@ -69,19 +65,14 @@ class Shard:
         self.marks: dict[int, int] = {}
         """Of each client the number of its last push that was applied, or failed."""
         self._states: dict[int, Any] = {}
-        self._arrived: dict[_Key, tuple[Request, float]] = {}
+        self._arrived: dict[Reader, tuple[Request, float]] = {}
         self._orders: deque[Order] = deque()
-        self._readers: set[_Key] = set()
+        self.readers = Readers(context)
         self._waiting: list[Pulling] = []
         """Reads `AFTER_OWN` of clients whose own pushes are not applied yet."""
         self._applying: Sequence[Pushing] = ()
-        self._lookers: dict[_Key, Tensor] = {}  # lock-free: they see what they see, but not other tensors' memory
-        self._aside: dict[_Key, Tensor] = {}
-        """Readers that took long, and the memory that was left to them."""
         self._left = False
         """The memory was left to readers: what changes it takes other memory first."""
-        self._held_since: float | None = None
-        """When the next step began to wait for readers, on the clock of the loop."""
         self.unseen: Callable[[], object] = lambda: None
         """Called when nobody looks at the memory any more."""
         self._lent = False
@@ -101,17 +92,13 @@ class Shard:
             self.advance()
 
     def release(self, client: int, number: int) -> None:
-        self._readers.discard((client, number))
-        self._lookers.pop((client, number), None)
-        if (memory := self._aside.pop((client, number), None)) is not None:
+        if (memory := self.readers.release((client, number))) is not None:
             self._recycle(memory)
         self._seen()
 
     def leave(self, client: int, *, gone: bool) -> None:
         if gone:
-            self._readers = {reader for reader in self._readers if reader[0] != client}
-            self._lookers = {looker: seen for looker, seen in self._lookers.items() if looker[0] != client}
-            self._aside = {reader: seen for reader, seen in self._aside.items() if reader[0] != client}
+            self.readers.leave(client)
             if client in self._servers and self.refusal is None:
                 self._orders.clear()
                 self.refuse(self._context.lost(client))
@@ -122,7 +109,7 @@ class Shard:
     def _seen(self) -> None:
         """Go on where a reader may look no more."""
         self.advance()
-        if not self.looked_at:
+        if not self.readers:
             self.unseen()
 
     def rest(self, client: int) -> None:
@@ -230,7 +217,9 @@ class Shard:
         if isinstance(action, Serve) and isinstance(request, Pulling):
             self._serve(request)
             return True
-        if not isinstance(action, Apply) or not isinstance(request, Pushing) or len(action.parts) > 1 or self._readers:
+        if not isinstance(action, Apply) or not isinstance(request, Pushing):
+            return False
+        if len(action.parts) > 1 or self.readers.snapshots:
             return False
         pushes = [(request, action.parts[0].weight)]
         if not self._is_light(pushes):
@@ -267,12 +256,12 @@ class Shard:
             while self._orders and not self._busy:
                 order = self._orders[0]
                 if order.kind in (OrderKind.SAVE, OrderKind.LOAD):
-                    if order.kind == OrderKind.LOAD and (self._readers or self._lookers):
+                    if order.kind == OrderKind.LOAD and (self.readers.snapshots or self.readers.lookers):
                         return
                     self._orders.popleft()
                     self._turned(self, order)
                     continue
-                if order.kind == OrderKind.APPLY and self._readers and not self._leave_to_readers():
+                if order.kind == OrderKind.APPLY and self.readers.snapshots and not self._leave_to_readers():
                     return
                 requests = self._gather(order)
                 if requests is None:
@@ -348,7 +337,7 @@ class Shard:
 
         def release_lent() -> None:
             self._lent, self._borrowed = False, None
-            if self.data is not lent and not self.looked_at:
+            if self.data is not lent and not self.readers:
                 self._context.pool.release(lent.view(torch.uint8))
 
         return release_lent
@@ -403,37 +392,19 @@ class Shard:
 
     def hold(self, request: Pulling) -> None:
         """Keep the memory until `release`, since somebody looks at it; as it is, unless the read is lock-free."""
-        reader = (request.client, request.number)
-        if request.reads != Reads.SNAPSHOT:
-            self._lookers[reader] = self.data  # what replaces an object must not free what is looked at
-        else:
-            self._readers.add(reader)
-
-    @property
-    def looked_at(self) -> bool:
-        return bool(self._readers or self._lookers or self._aside)
+        self.readers.hold((request.client, request.number), self.data, snapshot=request.reads == Reads.SNAPSHOT)
 
     def _leave_to_readers(self) -> bool:
-        """Leave the memory to those who read it once they have taken long: the next step takes a copy of it.
-
-        False while it waits: for readers to end, or to take long. A process that was stopped may read for ever. There
-        is one copy at a time: while some still read what was left to them, a step waits for who reads the next version.
-        """
-        loop = self._context.progress.loop
-        patience = _READ_SECONDS + self.data.nbytes / _READ_RATE
-        if self._held_since is None:
-            self._held_since = loop.time()
-            self._context.service.later(patience + _TICK_SECONDS, self.advance)
-        if loop.time() - self._held_since < patience or self._aside or not self._can_move:
+        """Leave the memory to those who read it once they have taken long; False while a step waits for them."""
+        if not self._can_move or not self.readers.leave_to(self.data, self.advance):
             return False
-        self._aside, self._readers = dict.fromkeys(self._readers, self.data), set()
         self._left = not self.replaces
         return True
 
     def _recycle(self, memory: Tensor) -> None:
         """Return memory that was left to a reader to the pool, if no other reader has it."""
-        kept = (self.data, self._borrowed, *self._aside.values(), *self._lookers.values())
-        if not self.replaces and all(memory is not other for other in kept):
+        kept = memory is self.data or memory is self._borrowed or self.readers.see(memory)
+        if not self.replaces and not kept:
             self._context.pool.release(memory.view(torch.uint8))
 
     def _change(self, request: Change) -> None:
@@ -448,7 +419,7 @@ class Shard:
     # --- applying ----------------------------------------------------------------------------------------------
 
     def _apply(self, order: Order, pushes: list[tuple[Pushing, float]]) -> None:
-        self._held_since = None
+        self.readers.stepped()
 
         def over(error: BaseException | None) -> None:
             was_busy, self._busy, self._applying = self._busy, False, ()
@@ -515,7 +486,7 @@ class Shard:
 
     def _can_swap(self, pushes: Sequence[tuple[Pushing, float]]) -> bool:
         """Return True when what was pushed can become the shard's memory itself."""
-        if len(pushes) != 1 or self._lookers or any(state is not None for state in self._states.values()):
+        if len(pushes) != 1 or self.readers.lookers or any(state is not None for state in self._states.values()):
             return False
         push, weight = pushes[0]
         copies = self._context.rules[push.rule] is RULES["copy"] and weight == push.alpha == 1

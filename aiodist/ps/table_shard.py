@@ -41,14 +41,14 @@ class TableShard(Shard):
             raise ValueError(f"ids that belong to other servers than {self._context.rank}")
 
     def release(self, client: int, number: int) -> None:
-        room = self._lookers.get((client, number))
+        room = self.readers.lookers.get((client, number))
         if room is not None:
             self._context.pool.release(room)
         super().release(client, number)
 
     def hold(self, request: Pulling) -> None:
         """Change no row until its rows are gathered, in a lock-free read too: growing tensors move."""
-        self._readers.add((request.client, request.number))
+        self.readers.snapshots.add((request.client, request.number))
 
     def _leave_to_readers(self) -> bool:
         """Wait for them: they gather rows on this server, also if their processes are stopped."""
@@ -81,11 +81,11 @@ class TableShard(Shard):
                 self._answers.refuse(request, error)
             elif request.client not in self._context.gone:
                 if not inline:  # the client may look at it until it says `RELEASE`
-                    self._lookers[(request.client, request.number)] = found[0]
+                    self.readers.lookers[(request.client, request.number)] = found[0]
                 self._answers.send(self, request, version, found[0][:nbytes])
                 if inline:
                     self._context.pool.release(found[0])
-            self._readers.discard((request.client, request.number))
+            self.readers.snapshots.discard((request.client, request.number))
             self.advance()
 
         if self._busy:  # a read that waits for no step

@@ -181,7 +181,7 @@ async def test_p2_memory_of_a_freed_tensor_goes_when_its_last_reader_has_it(coll
             await coll.barrier()
             return
         shard = next(iter(ps._session.server.shards.values()))
-        while not shard.looked_at:  # noqa: ASYNC110  - the pull is on its way
+        while not shard.readers:  # noqa: ASYNC110  - the pull is on its way
             await asyncio.sleep(0)
         free = ps.free("w")
         await coll.barrier()
