@@ -113,9 +113,9 @@ class StepSettings:
         """Return what ranks compare of them."""
         scaler = self.scaler
         how = "None"
-        if scaler is not None:
+        if scaler is not None and scaler.is_enabled():  # one that is disabled has no rates, and does nothing
             rates = (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval())
-            how = f"{type(scaler).__name__}{rates if scaler.is_enabled() else ' (disabled)'}"
+            how = f"{type(scaler).__name__}{rates}"
         cast = self.autocast
         to = "None" if cast is None or not cast._enabled else f"{cast.device}, {cast.fast_dtype}"
         clip = "None" if self.clip_norm is None else repr(float(self.clip_norm))

@@ -51,6 +51,16 @@ async def test_n19_settings_that_differ(coll: Communicator, trial: type[Trial], 
     await assert_synchronized(net.module, coll)
 
 
+@pytest.mark.ranks(2)
+async def test_n19_a_scaler_that_is_disabled_is_none(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll)
+    opt = SGD(net.parameters(), lr=0.1)
+    net.settings(scaler=torch.amp.GradScaler("cpu", enabled=False) if coll.rank else None)
+    for number in range(2):
+        await step(net, opt, trial, coll.rank, number)
+    trial.assert_same(net, trial.alone(2, 2))
+
+
 OPTIMIZERS: dict[str, tuple[Callable[[Any, bool], Any], str]] = {
     "class": (lambda p, odd: Adam(p, lr=0.1) if odd else SGD(p, lr=0.1), r"the class of the optimizer: SGD.*Adam"),
     "lr": (lambda p, odd: SGD(p, lr=0.2 if odd else 0.1), r"lr of group 0 of SGD: 0\.1 on rank.*0\.2 on rank"),
