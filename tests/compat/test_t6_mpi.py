@@ -64,6 +64,13 @@ def test_t6_over_processes(nursery: str, name: str, ranks: int) -> None:
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {name}" for rank in range(ranks)]
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_t6_buffers_that_overlap_give_what_copies_give_or_are_refused(nursery: str, ranks: int) -> None:
+    done = run(ranks, *stub(nursery, PROGRAMS / "overlaps.py"))
+    assert done.returncode == 0, done
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] overlaps" for rank in range(ranks)]
+
+
 AGREEING = ["disagreements", "lengths", "messages", "orders", "nulls", "nulls_of_calls", "arguments", "windows"]
 
 
