@@ -403,8 +403,7 @@ class Shard:
 
     def _recycle(self, memory: Tensor) -> None:
         """Return memory that was left to a reader to the pool, if no other reader has it."""
-        kept = memory is self.data or memory is self._borrowed or self.readers.see(memory)
-        if not self.replaces and not kept:
+        if not (self.replaces or memory is self.data or memory is self._borrowed or self.readers.see(memory)):
             self._context.pool.release(memory.view(torch.uint8))
 
     def _change(self, request: Change) -> None:
