@@ -529,7 +529,7 @@ class Dispatcher:
     def _new_handle(self, kind: type[H], op: str, nbytes: int, timeout: float | None, number: int | None = None) -> H:
         if self._refusal is not None or _get_running_loop() is not self.progress.loop:
             self.check_usable()
-        origin = self.oplog.caller or whence(5)
+        origin = self.oplog.caller or whence(4)
         handle = kind(self.progress, op, self.oplog.seq if number is None else number, nbytes, origin, self.account)
         if timeout is not None or self.timeout is not None:
             self._set_deadline(handle, timeout)

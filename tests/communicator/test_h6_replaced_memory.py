@@ -65,7 +65,8 @@ async def test_h6_the_result_is_where_the_tensor_was_at_the_call(coll: Communica
     with torch.no_grad():
         net.weight.fill_(coll.rank + 1.0)
     weight, was = net.weight, net.weight.detach()
-    await in_flight(coll, CALLS[kind], weight, lambda _: net.half())
+    with torch.no_grad():
+        await in_flight(coll, CALLS[kind], weight, lambda _: net.half())
     assert was.eq(EXPECTED.get(kind, [3.0, 3.0])[coll.rank]).all()
     assert coll.rank or weight.dtype is torch.float16
 
