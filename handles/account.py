@@ -48,14 +48,21 @@ class Account:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, *, prompt: bool = False, witness: Witness | None = None
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        prompt: bool = False,
+        results: bool = True,
+        witness: Witness | None = None,
     ) -> None:
+        """`results` is True if a result is reported that is dropped after its await has ended early."""
         self.witness = witness
         """Who is asked about the operations while they are pending."""
         self.forgiven: tuple[type[BaseException], ...] = ()
         """Errors that nobody need retrieve: this rank has failed, and says so itself."""
         self._loop = loop
         self._prompt = prompt
+        self._results = results
         self._judging = False
         self._dropped: deque[_Dropped] = deque()
         self._covered = -1
@@ -74,6 +81,8 @@ class Account:
         """Take note of a handle; called by the garbage collector, on any thread, so it only appends."""
         if isinstance(error, self.forgiven) or (given_up and isinstance(error, (CommunicatorError, PeerError))):
             return  # every later call raises the latter
+        if given_up and error is None and not self._results:
+            return
         if error is not None or given_up or seq > self._covered:
             self._dropped.append(_Dropped(op, seq, whence, error, given_up))
             if self._prompt:

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextvars import Context, copy_context
-from queue import Empty, SimpleQueue
+from queue import Empty
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 from weakref import WeakSet, finalize
@@ -19,7 +19,7 @@ from aiodist.handles import Account, Handle, Origin, Progress
 from aiodist.handles.calls import located
 from aiodist.handles.combinators import EndWaiter
 from aiodist.handles.tracing import span, tracing
-from aiodist.handles.waiting import next_of
+from aiodist.handles.waiting import JobQueue
 from aiodist.streams.modes import Modes, ModeSwitch
 
 P = ParamSpec("P")
@@ -52,7 +52,7 @@ class HostStream:
             raise RuntimeError(f"{self} cannot be opened twice")
         self._loop = asyncio.get_running_loop()
         self._progress = Progress.current()
-        self._account = account = Account(self._loop)
+        self._account = account = Account(self._loop, results=False)
         self._worker = worker = _Worker(self.name, self._progress)
         self._put = worker.queue.put
         # Then, and not in `aclose`, which may be cancelled.
@@ -168,7 +168,7 @@ class _Worker:
     """The thread's side of a stream; holds no reference to the stream, which may be dropped."""
 
     def __init__(self, name: str, progress: Progress) -> None:
-        self.queue: SimpleQueue[_QueuedCall | _Gate | None] = SimpleQueue()
+        self.queue: JobQueue[_QueuedCall | _Gate | None] = JobQueue()
         self.progress = progress
         self.loop = progress.loop
         self.aborted = False
@@ -183,7 +183,7 @@ class _Worker:
     def run(self) -> None:
         self.base = Modes.capture()
         computing, me = self.progress.computing, threading.get_ident()
-        while (item := next_of(self.queue)) is not None:
+        while (item := self.queue.get()) is not None:
             computing.add(me)
             item.run(self)
             computing.discard(me)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from queue import SimpleQueue
 from time import monotonic
 
 import torch
@@ -18,7 +17,7 @@ from torch.futures import Future
 
 from aiodist.errors import AiodistError, OperationTimeout
 from aiodist.handles import Handle, Posted
-from aiodist.handles.waiting import next_of
+from aiodist.handles.waiting import JobQueue
 
 
 class _Workers:
@@ -29,7 +28,7 @@ class _Workers:
     """
 
     def __init__(self) -> None:
-        self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.queue: JobQueue[Callable[[], None] | None] = JobQueue()
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
         self._groups = 0
@@ -53,7 +52,7 @@ class _Workers:
         self.queue.put(job)
 
     def _serve(self) -> None:
-        while (job := next_of(self.queue)) is not None:
+        while (job := self.queue.get()) is not None:
             job()
             with self._lock:
                 if self._groups == 0:

@@ -8,7 +8,7 @@ import mmap
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from hashlib import sha256
-from queue import Empty, SimpleQueue
+from queue import Empty
 from time import sleep, thread_time
 from typing import TypeVar, cast
 
@@ -20,7 +20,7 @@ from aiodist.checkpoints.values import Json
 from aiodist.communicator import Communicator
 from aiodist.errors import CommunicatorAborted, DeadlockError, MismatchError, PeerLost, RemoteError
 from aiodist.handles import Handle, Origin, Progress
-from aiodist.handles.waiting import next_of
+from aiodist.handles.waiting import JobQueue
 from aiodist.streams import HostStream
 from aiodist.world.tracebacks import cause_in, folded
 
@@ -213,7 +213,7 @@ class BufferPool:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._free: SimpleQueue[Tensor] = SimpleQueue()
+        self._free: JobQueue[Tensor] = JobQueue()
         self._free.put(torch.empty(0, dtype=torch.uint8, device="cpu"))
         self.given_up = False
         """Nothing is written any more: a thread that waits for memory need not."""
@@ -222,7 +222,7 @@ class BufferPool:
         """Return `nbytes` of memory once the save before is written; for any thread but the loop's."""
         while True:
             with suppress(Empty):
-                return self._sized(next_of(self._free, _LOOK_SECONDS), nbytes)
+                return self._sized(self._free.get(_LOOK_SECONDS), nbytes)
             if self._progress.loop.is_closed() or self.given_up:
                 raise RuntimeError("the checkpoint before was given up")
 

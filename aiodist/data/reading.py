@@ -9,7 +9,7 @@ import traceback
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
 from contextvars import copy_context
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import Empty
 from threading import get_ident
 from time import perf_counter
 from typing import Any, Generic, TypeVar
@@ -19,7 +19,7 @@ from anyio import BrokenWorkerProcess, CapacityLimiter, from_thread, to_process,
 from aiodist.data.items import Item, Made, nbytes_of
 from aiodist.handles import Handle, Progress
 from aiodist.handles.tracing import span
-from aiodist.handles.waiting import next_of
+from aiodist.handles.waiting import JobQueue
 from aiodist.streams import HostStream, Modes
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class WorkQueue(Generic[T]):
     """Work for threads that wait for it; `put` and `stop` may be called from any thread."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[T | None] = SimpleQueue()
+        self._queue: JobQueue[T | None] = JobQueue()
         self._loop = asyncio.get_running_loop()
         self._stopped = False
 
@@ -51,7 +51,7 @@ class WorkQueue(Generic[T]):
         """Return the next work, blocking until there is some; None when there is none to come."""
         while not self._stopped:
             try:
-                work = next_of(self._queue, _LOOK_SECONDS)
+                work = self._queue.get(_LOOK_SECONDS)
             except Empty:
                 self._stopped = self._loop.is_closed()
             else:

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from queue import SimpleQueue
 from threading import Lock
 from time import perf_counter
 from typing import Any
@@ -25,7 +24,7 @@ from aiodist.backends.shm.neighbours import Neighbour
 from aiodist.codecs import Codec
 from aiodist.errors import AiodistError, PeerLost
 from aiodist.handles import Progress
-from aiodist.handles.waiting import next_of
+from aiodist.handles.waiting import JobQueue
 from aiodist.ps.coalescer import Coalescer
 from aiodist.ps.rules import Rule
 from aiodist.ps.settings import Policy
@@ -142,7 +141,7 @@ class Service:
         self._progress = progress
         self._name = name
         self._flush = flush
-        self._queue: SimpleQueue[tuple[Work, Done] | None] = SimpleQueue()
+        self._queue: JobQueue[tuple[Work, Done] | None] = JobQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -190,7 +189,7 @@ class Service:
                 await asyncio.to_thread(self._thread.join, _BUSY_SECONDS)
 
     def _serve(self) -> None:
-        while (item := next_of(self._queue)) is not None:
+        while (item := self._queue.get()) is not None:
             work, then = item
             error: BaseException | None = None
             if self._closed:

@@ -195,6 +195,17 @@ async def test_s1_an_error_that_is_dropped_after_it_was_given_up_is_told_too() -
     assert told.empty()
 
 
+async def test_s1_a_result_whose_await_ended_early_may_be_dropped() -> None:
+    with heard() as caught:
+        async with HostStream() as stream:
+            blocked = await Blocked(stream).running()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(stream.submit(lambda: 5), 0.01)
+            blocked.release()
+            await blocked.handle
+    assert not caught
+
+
 async def test_s1_close_drains_after_an_error_in_the_block() -> None:
     ran: list[int] = []
     with pytest.raises(LookupError):  # noqa: PT012  - a block is what is tested
