@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Container,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from inspect import signature
@@ -38,7 +28,7 @@ from aiodist.nn.compute import Compute, Forward, plain_step
 from aiodist.nn.deals import Sizes
 from aiodist.nn.devices import cuda_devices, placement
 from aiodist.nn.joiners import Expected, SettingsState, check_kinds
-from aiodist.nn.layout import check_same_structure, named_parameters, named_state
+from aiodist.nn.layout import check_same_structure, named_state
 from aiodist.nn.module_like import ModuleLike
 from aiodist.nn.reducer import DataParallelStatistics, Reducer
 from aiodist.nn.reduction import Reduction
@@ -173,15 +163,14 @@ class DataParallel(ModuleLike):
         if not isinstance(module, nn.Module) or not isinstance(coll, Communicator):
             given = f"{type(module).__name__}, {type(coll).__name__}"
             raise TypeError(f"create({given}): expected a module of torch, and a Communicator")
-        known = StepSettings(divided=divided_parameters(module)).changed(module, settings, first=True)
-        reduced = named_parameters(module, known.without)
+        known = StepSettings(divided=divided_parameters(module)).changed(module, settings)
         usual = SIZES_ON_CUDA if cuda_devices(module.parameters()) else SIZES
         sizes = Sizes(
             usual.bucket if bucket_bytes is None else bucket_bytes,
             usual.first if first_bucket_bytes is None else first_bucket_bytes,
         )
-        Reducer.check_free(reduced)
-        compression = None if compress is None else checked_compression(compress, reduced)
+        Reducer.check_free(module.named_parameters())
+        compression = None if compress is None else checked_compression(compress, module.named_parameters())
         net = cls.__new__(cls)
         net._module, net._op, net._sizes, net._compression, net._settings = module, op, sizes, compression, known
         net._passes = set()
@@ -266,10 +255,9 @@ class DataParallel(ModuleLike):
 
         This rank has `made` so many steps, None where it is in the midst of one.
         """
-        module, op, sizes, without = self._module, self._op, self._sizes, self._settings.without
-        reduced = named_parameters(module, without)
+        module, op, sizes = self._module, self._op, self._sizes
         if coll.size > 1:
-            _check_forward(module, without)
+            _check_forward(module)
         if coll.parts.registry.elastic is not None:
             state = (*state, self._stateful)
         own = await duplicate(coll)
@@ -279,10 +267,10 @@ class DataParallel(ModuleLike):
         try:
             made_of_it.append(side := await duplicate(own))
             made_of_it.append(status := await duplicate(own))
-            frozen = ", ".join(name for name, p in reduced if not p.requires_grad)
-            named = named_state(module, without=without)
+            frozen = ", ".join(name for name, p in module.named_parameters() if not p.requires_grad)
+            named = named_state(module)
             rows = row_parameters(module)
-            sparse = ", ".join(name for name, p in reduced if p in rows)
+            sparse = ", ".join(name for name, p in module.named_parameters() if p in rows)
             kinds = ", ".join((each.kind if isinstance(each, Expected) else type(each)).__name__ for each in owners)
             also = (
                 placement(named),
@@ -293,7 +281,7 @@ class DataParallel(ModuleLike):
             )
             await check_same_structure(named, own, *also, f"state: {kinds or 'none'}")
             if self._compression is not None:
-                hook = Compressor(self._compression, own, op, reduced)
+                hook = Compressor(self._compression, own, op, module.named_parameters())
                 await hook.open()
             told = await own.allgather_object(
                 (made, None if self._expected else self._stateful.kinds, _place_of(module, own))
@@ -302,8 +290,8 @@ class DataParallel(ModuleLike):
             if self._stateful in state:
                 check_kinds([kinds for _, kinds, _ in told])
             # From where it writes to `admit` nothing suspends.
-            made = await share_furthest(own, named, state, [steps for steps, *_ in told])
-            reducer = Reducer(own, status, module, op=op, sizes=sizes, hook=hook, without=without)
+            made = await share_furthest(own, module, state, [steps for steps, *_ in told])
+            reducer = Reducer(own, status, module, op=op, sizes=sizes, hook=hook)
         except BaseException as error:
             why, given_up = f"{own.name} was given up", own.parts.dispatcher.refusal is not None
             if not given_up and not isinstance(error, MismatchError):  # which all ranks find; else they wait for this
@@ -371,11 +359,10 @@ class DataParallel(ModuleLike):
         `scaler`, a `torch.amp.GradScaler`, scales the loss, and unscales the reduced gradients before they are clipped;
         if one of these is not finite, all ranks leave out the step, on whichever of them it came up. `scheduler`, one
         or several of torch's, steps after each step that was made. `autocast` is a dtype or a `torch.autocast`, under
-        which forward runs, on the compute thread. `per_rank` are parameters that each rank keeps for itself, such as
-        experts or a head of its own: an optimizer may have them beside the net's. They are of other modules, or, given
-        to `create`, of the net's own, which neither shares nor reduces them then. They are clipped by their own norm,
-        and stay as they are where one of their gradients is not finite, on this rank alone. All else every rank must
-        give alike. Raises ValueError and TypeError for what these do not take.
+        which forward runs, on the compute thread. `per_rank` are parameters outside the net that each rank keeps for
+        itself, such as experts or a head of its own: an optimizer may have them beside the net's. They are clipped by
+        their own norm, and stay as they are where one of their gradients is not finite, on this rank alone. All else
+        every rank must give alike. Raises ValueError and TypeError for what these do not take.
         """
         if changes:
             self._settings = self._settings.changed(self._module, changes)
@@ -573,8 +560,7 @@ class DataParallel(ModuleLike):
             await self.reducer.owner.flush()
             return
         settings = [each for each in self._settings.stateful if all(each is not given for given in drivers)]
-        named = named_parameters(self._module, self._settings.without)
-        steps = await share_longest(self._coll, (mine, self.reducer.steps.made), named, drivers, settings)
+        steps = await share_longest(self._coll, (mine, self.reducer.steps.made), self._module, drivers, settings)
         self.reducer.steps.alike(steps)
 
     def _leave_join(self, error: BaseException, entered: int, _: object = None) -> None:
@@ -608,12 +594,6 @@ class DataParallel(ModuleLike):
     def compressor(self) -> Compressor | None:
         """What compresses the gradients, None where nothing does; its `state_dict` is this rank's, for a checkpoint."""
         return self.reducer.hook if isinstance(self.reducer.hook, Compressor) else None
-
-    @property
-    def per_rank_names(self) -> list[str]:
-        """Names of the module's parameters that each rank keeps for itself, as `create` was given `per_rank`."""
-        without = self._settings.without
-        return [name for name, p in self._module.named_parameters() if id(p) in without]
 
     @property
     def steps(self) -> int:
@@ -684,7 +664,7 @@ class DataParallel(ModuleLike):
     def _check_kept(self) -> None:
         if not self.reducer.kept:
             return
-        gradients = [slot.parameter.grad for slot in self.reducer.slots if slot.parameter.grad is not None]
+        gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
         if any(gradient.is_sparse or bool(gradient.any()) for gradient in gradients):
             raise RuntimeError(
                 "net.step forgets gradients before it computes new ones, also those that backwards in net.no_sync() "
@@ -780,12 +760,10 @@ def _check_apart(places: Sequence[tuple[int, int, int]]) -> None:
             )
 
 
-def _check_forward(module: nn.Module, without: Container[int]) -> None:
-    """Raise ValueError where forward changes parameters that are trained, all but those `without`."""
+def _check_forward(module: nn.Module) -> None:
+    """Raise ValueError where forward changes parameters that are trained."""
     for name, each in module.named_modules():
-        if not isinstance(each, nn.Embedding | nn.EmbeddingBag) or each.max_norm is None:
-            continue
-        if each.weight.requires_grad and id(each.weight) not in without:
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None and each.weight.requires_grad:
             raise ValueError(
                 f"the embedding {name!r} has max_norm={each.max_norm}: its forward would scale the rows of this rank's "
                 "batch alone, and ranks would come to differ; expected None, and rows that you scale behind each step"

@@ -8,7 +8,7 @@ shapes and dtypes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 
@@ -157,24 +157,13 @@ class Parcel:
 # --- names and kinds -------------------------------------------------------------------------------------------------
 
 
-def named_state(
-    module: nn.Module, *, parameters: bool = True, buffers: bool = True, without: Container[int] = ()
-) -> list[tuple[str, Tensor]]:
-    """Return the parameters and then the buffers of `module` with their names; what is shared comes once.
-
-    The parameters whose ids are in `without` are skipped.
-    """
-    named = named_parameters(module, without) if parameters else ()
-    found = chain(named, module.named_buffers() if buffers else ())
+def named_state(module: nn.Module, *, parameters: bool = True, buffers: bool = True) -> list[tuple[str, Tensor]]:
+    """Return the parameters and then the buffers of `module` with their names; what is shared comes once."""
+    found = chain(module.named_parameters() if parameters else (), module.named_buffers() if buffers else ())
     seen: dict[object, tuple[str, Tensor]] = {}
     for name, t in found:
         seen.setdefault(_place(t), (name, t))
     return list(seen.values())
-
-
-def named_parameters(module: nn.Module, without: Container[int]) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of `module` with their names, without those whose ids are in `without`."""
-    return [(name, p) for name, p in module.named_parameters() if id(p) not in without]
 
 
 def _place(t: Tensor) -> object:

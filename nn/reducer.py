@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,6 @@ from aiodist.nn.blocks import block_numbers
 from aiodist.nn.buckets import Allreduce, Bucket, CommHook, Slot, row_parameters
 from aiodist.nn.deals import Deal, Dealer, MakeBucket, Newcomers, Sentries, Sizes
 from aiodist.nn.devices import Devices
-from aiodist.nn.layout import named_parameters
 from aiodist.nn.pass_machine import Terms
 from aiodist.nn.pass_status import LEFT_OVER, PassAccount, PassStatus, StatusKind
 from aiodist.nn.reduction import WINDOW_BYTES, Reduction, ask
@@ -98,9 +97,7 @@ class Reducer:
         op: Literal["mean", "sum"],
         sizes: Sizes,
         hook: CommHook,
-        without: Container[int] = (),
     ) -> None:
-        """`without` has the ids of parameters of `module` that each rank keeps for itself."""
         self.data, self.status = data, status
         """The communicators of the gradients, and of what ranks tell each other."""
         self.op = op
@@ -133,8 +130,8 @@ class Reducer:
         self.progress = Progress.current()
         self.waiting: list[asyncio.Future[None]] = []
         """Awaits of a step, to be told of reductions that are late."""
-        named = named_parameters(module, without)
-        self.steps = Steps(module, named)
+        named = list(module.named_parameters())
+        self.steps = Steps(module)
         self.devices = Devices(self.progress, (parameter for _, parameter in named))
         self._lock = threading.Lock()
         """Held for what hooks note, and while nothing is waited for."""
@@ -162,7 +159,7 @@ class Reducer:
         self._versions: list[int] = []
         """Of the parameters that this pass trains, as torch counts changes, when backward began."""
         self._loop_thread = get_ident()
-        self.newcomers = Newcomers(module, module.parameters(), self._taken)
+        self.newcomers = Newcomers(module, self._parameters, self._taken)
         self._sentries = Sentries(self._gradient_came, module, self.slots, alone=data.size == 1)
         self._take(self._deal.trained, self._deal.trained)
 

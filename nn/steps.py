@@ -67,20 +67,11 @@ class StepSettings:
     """Forward runs under it, on the compute thread."""
     per_rank: Sequence[Tensor] = field(default=(), repr=False, compare=False)
     """Parameters that each rank keeps for itself: no net reduces them, and this rank alone clips and checks them."""
-    inside: Sequence[Tensor] = field(default=(), repr=False, compare=False)
-    """Those of them that the net's module has: named when the net was made, they stay so."""
     divided: Mapping[nn.Parameter, Communicator] = field(default_factory=dict, repr=False, compare=False)
     """The parameters of which this rank has a block, with the ranks that have the others."""
 
-    @property
-    def without(self) -> frozenset[int]:
-        """Ids of the parameters of the module that the net does not reduce."""
-        return frozenset(map(id, self.inside))
-
-    def changed(self, module: nn.Module, changes: Changes, *, first: bool = False) -> StepSettings:
+    def changed(self, module: nn.Module, changes: Changes) -> StepSettings:
         """Return these settings with `changes`, of which a dtype of autocast is for the device of `module`.
-
-        With `first` the net is made now, and `per_rank` may have parameters of `module`.
 
         Raises ValueError for a `clip_norm` not above 0, TypeError for what is none of what a setting takes.
         """
@@ -97,14 +88,7 @@ class StepSettings:
         elif not isinstance(autocast, torch.autocast | None):
             raise TypeError(f"autocast is {type(autocast).__name__}: expected a dtype, a torch.autocast, or None")
         if "per_rank" in given:
-            found = _per_rank(given["per_rank"])
-            ids = {id(p) for p in module.parameters()}
-            if first:
-                given["inside"] = tuple(p for p in found if id(p) in ids)
-            else:
-                _check_outside(module, found, self.without)
-                found = tuple({id(p): p for p in (*self.inside, *found)}.values())
-            given["per_rank"] = found
+            given["per_rank"] = _per_rank(module, given["per_rank"])
         if "scheduler" in given:
             given["scheduler"] = _schedulers(given["scheduler"])
         return replace(self, **given)
@@ -245,22 +229,17 @@ class _Update:
         self.made = True
 
 
-def _per_rank(given: Any) -> tuple[Tensor, ...]:
-    """Return the tensors that are `given`; raise TypeError for another kind."""
+def _per_rank(module: nn.Module, given: Any) -> tuple[Tensor, ...]:
+    """Return the tensors that are `given`; raise TypeError for another kind, ValueError for one that `module` has."""
     found = () if given is None else (given,) if isinstance(given, Tensor) else tuple(given)
     if wrong := [type(each).__name__ for each in found if not isinstance(each, Tensor)]:
         raise TypeError(f"per_rank has {', '.join(sorted(set(wrong)))}: expected parameters, as `head.parameters()`")
-    return found
-
-
-def _check_outside(module: nn.Module, given: Iterable[Tensor], without: Container[int]) -> None:
-    """Raise ValueError if some `given` is a parameter that the net of `module` reduces, all but those `without`."""
-    named = {id(p): name for name, p in module.named_parameters() if id(p) not in without}
-    if shared := [named[id(each)] for each in given if id(each) in named]:
+    named = {id(p): name for name, p in module.named_parameters()}
+    if shared := [named[id(each)] for each in found if id(each) in named]:
         raise ValueError(
-            f"per_rank has {shared[0]!r}, a parameter of the net, which reduces it: expected parameters of others, or "
-            "name it when the net is made, `DataParallel.create(module, coll, per_rank=…)`"
+            f"per_rank has {shared[0]!r}, a parameter of the net, which reduces it: expected parameters of others"
         )
+    return found
 
 
 def _schedulers(given: Any) -> tuple[RateSchedule, ...]:
@@ -304,8 +283,7 @@ class Steps:
     _hooks: ClassVar[tuple[RemovableHandle, ...]] = ()
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> None:
-        """`named` are the parameters of `module` that the net reduces."""
+    def __init__(self, module: nn.Module) -> None:
         self.made = 0
         """Up to the last backward."""
         self.loaded = 0
@@ -326,7 +304,7 @@ class Steps:
         self.current: InFlight | None = None
         """The newest pass."""
         self._module = module
-        self.names: Mapping[int, str] = {id(parameter): name for name, parameter in named}
+        self.names: Mapping[int, str] = {id(parameter): name for name, parameter in module.named_parameters()}
         """Of the net's parameters, by their ids."""
         self._own: frozenset[int] = frozenset()
         """Parameters that this rank keeps for itself, by their ids."""

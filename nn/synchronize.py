@@ -22,7 +22,6 @@ from aiodist.handles.calls import located
 from aiodist.nn.devices import cuda_devices
 from aiodist.nn.joiners import check_kinds
 from aiodist.nn.layout import (
-    Named,
     Parcel,
     agree,
     check_memory,
@@ -60,10 +59,7 @@ async def synchronize_parameters(
     tensors (for a mean, an allreduce); contiguous ones of 64 KiB and more are not copied.
     """
     _check_how(how, root, coll)
-    await _synchronize(named_state(module, buffers=buffers), coll, how, root)
-
-
-async def _synchronize(named: Named, coll: Communicator, how: str, root: int) -> None:
+    named = named_state(module, buffers=buffers)
     check_dense("tensor", named)
     check_memory(named)
     with _heard(coll, "synchronize_parameters"):
@@ -334,13 +330,13 @@ def _close(figures: Tensor, rtol: float) -> Tensor:
 async def share_longest(
     coll: Communicator,
     made: tuple[int, int],
-    named: Named,
+    module: nn.Module,
     optimizers: Sequence[Stateful],
     settings: Sequence[Stateful],
 ) -> int:
     """Give all ranks the parameters and the state of optimizers and settings of the first rank that `made` most passes.
 
-    `named` are the parameters; `made` are passes, and steps of the optimizer. Returns how many steps that rank made.
+    `made` are passes, and steps of the optimizer; returns how many steps that rank has made.
 
     Buffers stay each rank's own. Collective; costs one small exchange when all made as many. Else every rank must give
     as many `optimizers`, and `settings` of the same kinds: all raise `ValueError` or `MismatchError` where that is not
@@ -359,7 +355,7 @@ async def share_longest(
             "give them to every rank, `net.join(opt)`"
         )
     root = passes.index(max(passes))
-    await _synchronize(named, coll, "root", root)
+    await synchronize_parameters(module, coll, root=root, buffers=False)
     owners = [*optimizers, *settings]
     states = await _states_of(coll, root, owners)
     if coll.rank != root:
@@ -370,18 +366,19 @@ async def share_longest(
 
 
 async def share_furthest(
-    coll: Communicator, named: Named, states: Sequence[Stateful], told: Sequence[int | None]
+    coll: Communicator, module: nn.Module, states: Sequence[Stateful], told: Sequence[int | None]
 ) -> int:
     """Give all ranks parameters, buffers and `states` of the first rank that has made most steps; return how many.
 
-    `named` are the parameters and buffers. `told` says how many each has made; None: a rank is in the midst of one, and
-    gives nothing. Raises RuntimeError on all where all are. In an elastic world what comes is written only once all of
-    it is here, since `root` may die meanwhile; then nothing suspends.
+    `told` says how many each has made; None: a rank is in the midst of one, and gives nothing. Raises RuntimeError on
+    all where all are. In an elastic world what comes is written only once all of it is here, since `root` may die
+    meanwhile; then nothing suspends.
     """
     most = max((count for count in told if count is not None), default=None)
     if most is None:
         raise RuntimeError("each rank's optimizer has raised in the midst of a step: load the last checkpoint first")
     root = told.index(most)
+    named = named_state(module)
     check_dense("tensor", named)
     mine = [distinct(t.detach()) for _, t in named]
     elastic = coll.parts.registry.elastic is not None and coll.rank != root

@@ -112,7 +112,7 @@ def own_states(
 
 
 def own_buffers(net: object) -> dict[str, Tensor]:
-    """Return what ranks do not have alike of a net: buffers, as running statistics, and parameters of each rank."""
+    """Return the buffers of a net that several ranks have: they do not have them alike, as running statistics."""
     return _buffers(net) if isinstance(net, Net) and net.coll.size > 1 else {}
 
 
@@ -120,9 +120,8 @@ def _buffers(net: object) -> dict[str, Tensor]:
     module = getattr(net, "module", net)
     if not isinstance(module, nn.Module):
         return {}
-    kept, own = module.state_dict(), net.per_rank_names if isinstance(net, Net) else ()
-    found = {name: p.detach() for name, p in module.named_parameters(remove_duplicate=False) if name in own}
-    return found | {name: t for name, t in module.named_buffers() if name in kept}
+    kept = module.state_dict()
+    return {name: t for name, t in module.named_buffers() if name in kept}
 
 
 @dataclass

@@ -196,10 +196,6 @@ class Net(Protocol):
     def compressor(self) -> Stateful | None:
         """What keeps residuals of this rank's own, if anything does."""
 
-    @property
-    def per_rank_names(self) -> Sequence[str]:
-        """Of the parameters that each rank keeps for itself."""
-
     def run(self, fn: Any, /, *args: Any) -> Handle[Any]:  # noqa: ANN401
         """Return the handle of `fn(*args)`, which runs on the thread behind what was asked earlier."""
 

@@ -82,9 +82,7 @@ def fingerprints(module: nn.Module) -> list[int]:
 def check_alike(module: nn.Module, by_rank: Sequence[Sequence[int]], state: State) -> None:
     """Raise MismatchError, naming the first that differs, unless all ranks have the same `fingerprints`."""
     names = [name for name, _ in module.named_parameters()]
-    own = state.net.per_rank_names if isinstance(state.net, DataParallel) else ()
-    told = (each for each in zip(names, *by_rank, strict=False) if each[0] not in own)
-    apart = [(name, hashes) for name, *hashes in told if len(set(hashes)) > 1]
+    apart = [(name, hashes) for name, *hashes in zip(names, *by_rank, strict=False) if len(set(hashes)) > 1]
     if not apart:
         return
     name, hashes = apart[0]
@@ -103,7 +101,7 @@ def check_alike(module: nn.Module, by_rank: Sequence[Sequence[int]], state: Stat
 
 def check_reduced(net: DataParallel) -> None:
     """Raise RuntimeError where the module has a parameter that the net does not reduce: one that is new."""
-    known = {id(p) for p in (*(slot.parameter for slot in net.reducer.slots), *net.settings().per_rank)}
+    known = {id(slot.parameter) for slot in net.reducer.slots}
     new = [name for name, p in net.named_parameters() if p.requires_grad and id(p) not in known]
     if new:
         raise RuntimeError(

@@ -274,5 +274,5 @@ async def test_n19_what_a_rank_cannot_keep(coll: Communicator, trial: type[Trial
     net = await DataParallel.create(trial.Mlp(), coll)
     with pytest.raises(TypeError, match="per_rank has Linear, int: expected parameters"):
         net.settings(per_rank=[torch.nn.Linear(1, 1), 3])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match=r"per_rank has '0\.weight', a parameter of the net, .*create\(.*per_rank="):
+    with pytest.raises(ValueError, match=r"per_rank has '0\.weight', a parameter of the net"):
         net.settings(per_rank=net.parameters())
