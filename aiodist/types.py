@@ -87,6 +87,17 @@ def check_trains(optimizer: Any, parameters: Iterable[object], whose: str) -> No
         )
 
 
+def place_in(optimizer: Any, parameter: Any) -> str:  # noqa: ANN401
+    """Return where `optimizer` has a parameter, and its name, dtype and shape."""
+    for number, group in enumerate(optimizer.param_groups):
+        for i, each in enumerate(group["params"]):
+            if each is parameter:
+                name = f"{names[i]!r}, " if (names := group.get("param_names")) else ""
+                dtype = str(each.dtype).removeprefix("torch.")
+                return f"{name}a {dtype}{list(each.shape)}, number {i} of its group {number}"
+    raise AssertionError("it has that parameter")
+
+
 @runtime_checkable
 class Stateful(Protocol):
     """A loader, an optimizer, a scheduler: what gives and takes its state."""

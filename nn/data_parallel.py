@@ -27,9 +27,11 @@ from aiodist.nn.compression import Compression, Compressor, checked_compression
 from aiodist.nn.compute import Compute, Forward, plain_step
 from aiodist.nn.deals import Sizes
 from aiodist.nn.devices import cuda_devices, placement
+from aiodist.nn.hyperparameters import optimizers_of
 from aiodist.nn.joiners import Expected, SettingsState, check_kinds
 from aiodist.nn.layout import check_same_structure, named_state
 from aiodist.nn.module_like import ModuleLike
+from aiodist.nn.per_rank import Shared, SharedState, as_list
 from aiodist.nn.reducer import DataParallelStatistics, Reducer
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.steps import Changes, StepSettings, hash_of
@@ -145,7 +147,9 @@ class DataParallel(ModuleLike):
         next step raises `MismatchError` on all, with their names, and no rank makes it. It costs one small exchange
         where something has changed. What is frozen takes no part, unless it has a gradient of before. Parameters that
         come to the module later are a `RuntimeError` of the next step, unless they are frozen: nobody reduces them.
-        `settings` are those of the method of that name.
+        `settings` are those of the method of that name. `per_rank` may also be, or have, submodules, parameters and
+        buffers of `module`, or their names: each rank keeps those for itself, and they may differ in shape. So are
+        the names that torch's DistributedDataParallel ignores, in `module._ddp_params_and_buffers_to_ignore`.
         With `compress`, a codec of `aiodist.codecs` or a `Compression`, gradients travel as codes, made on the host;
         what these leave out is sent later (`compressor`). Sparse gradients go as they are.
         All ranks get rank 0's `state` too, such as the optimizer's. In an elastic world a rank that joins calls this
@@ -163,16 +167,19 @@ class DataParallel(ModuleLike):
         if not isinstance(module, nn.Module) or not isinstance(coll, Communicator):
             given = f"{type(module).__name__}, {type(coll).__name__}"
             raise TypeError(f"create({given}): expected a module of torch, and a Communicator")
-        known = StepSettings(divided=divided_parameters(module)).changed(module, settings)
+        divided, per_rank = divided_parameters(module), as_list(settings.get("per_rank"))
+        shared = Shared(module, per_rank, divided)
+        known = StepSettings(divided=divided).changed(shared, {**settings, "per_rank": per_rank})
         usual = SIZES_ON_CUDA if cuda_devices(module.parameters()) else SIZES
         sizes = Sizes(
             usual.bucket if bucket_bytes is None else bucket_bytes,
             usual.first if first_bucket_bytes is None else first_bucket_bytes,
         )
-        Reducer.check_free(module.named_parameters())
-        compression = None if compress is None else checked_compression(compress, module.named_parameters())
+        Reducer.check_free(shared.named_parameters())
+        compression = None if compress is None else checked_compression(compress, shared.named_parameters())
         net = cls.__new__(cls)
-        net._module, net._op, net._sizes, net._compression, net._settings = module, op, sizes, compression, known
+        net._module, net._shared, net._op, net._sizes = module, shared, op, sizes
+        net._compression, net._settings = compression, known
         net._passes = set()
         for each in state:
             if isinstance(each, type) and not (hasattr(each, "retreat") and hasattr(each, "resume")):
@@ -181,7 +188,7 @@ class DataParallel(ModuleLike):
         stands = [Expected(each) if isinstance(each, type) else each for each in state]
         net._expected = tuple(each for each in stands if isinstance(each, Expected))
         net._stateful = SettingsState(known.stateful)
-        await net._bind(coll, stands, stands, 0)
+        await net._bind(coll, stands, _alike("create", stands, known.per_rank), 0)
         return net
 
     def expected_state(self, driver: Recovering, load: Callable[[Any], None]) -> Any:
@@ -227,6 +234,7 @@ class DataParallel(ModuleLike):
         for device in cuda_devices(self._module.parameters()):
             torch.cuda.synchronize(device)  # the compute thread had a stream of its own
         shared = [each.retreat() if isinstance(each, Recovering) else each for each in state]
+        shared = _alike("rebind", shared, self._settings.per_rank)
         for parameter in self._module.parameters():
             parameter.grad = None
         await self._bind(coll, state, shared, self.reducer.steps.whole)
@@ -238,6 +246,7 @@ class DataParallel(ModuleLike):
         if self._settings.divided:
             what = "layers are divided among ranks, and blocks may be lost: make it anew, and load the last checkpoint"
             raise RuntimeError(f"rebind of a module whose {what}")
+        _alike("rebind", state, self._settings.per_rank)
         for each in (*state, self._optimizer):
             if isinstance(each, Driver) and not isinstance(each, Recovering | Optimizer):
                 raise TypeError(
@@ -255,9 +264,9 @@ class DataParallel(ModuleLike):
 
         This rank has `made` so many steps, None where it is in the midst of one.
         """
-        module, op, sizes = self._module, self._op, self._sizes
+        shared, op, sizes = self._shared, self._op, self._sizes
         if coll.size > 1:
-            _check_forward(module)
+            _check_forward(shared)
         if coll.parts.registry.elastic is not None:
             state = (*state, self._stateful)
         own = await duplicate(coll)
@@ -267,10 +276,10 @@ class DataParallel(ModuleLike):
         try:
             made_of_it.append(side := await duplicate(own))
             made_of_it.append(status := await duplicate(own))
-            frozen = ", ".join(name for name, p in module.named_parameters() if not p.requires_grad)
-            named = named_state(module)
-            rows = row_parameters(module)
-            sparse = ", ".join(name for name, p in module.named_parameters() if p in rows)
+            frozen = ", ".join(name for name, p in shared.named_parameters() if not p.requires_grad)
+            named = named_state(shared)
+            rows = row_parameters(shared.module)
+            sparse = ", ".join(name for name, p in shared.named_parameters() if p in rows)
             kinds = ", ".join((each.kind if isinstance(each, Expected) else type(each)).__name__ for each in owners)
             also = (
                 placement(named),
@@ -281,17 +290,17 @@ class DataParallel(ModuleLike):
             )
             await check_same_structure(named, own, *also, f"state: {kinds or 'none'}")
             if self._compression is not None:
-                hook = Compressor(self._compression, own, op, module.named_parameters())
+                hook = Compressor(self._compression, own, op, shared.named_parameters())
                 await hook.open()
             told = await own.allgather_object(
-                (made, None if self._expected else self._stateful.kinds, _place_of(module, own))
+                (made, None if self._expected else self._stateful.kinds, _place_of(shared, own))
             )
             _check_apart([place for *_, place in told])
             if self._stateful in state:
                 check_kinds([kinds for _, kinds, _ in told])
             # From where it writes to `admit` nothing suspends.
-            made = await share_furthest(own, module, state, [steps for steps, *_ in told])
-            reducer = Reducer(own, status, module, op=op, sizes=sizes, hook=hook)
+            made = await share_furthest(own, shared, state, [steps for steps, *_ in told])
+            reducer = Reducer(own, status, shared, op=op, sizes=sizes, hook=hook)
         except BaseException as error:
             why, given_up = f"{own.name} was given up", own.parts.dispatcher.refusal is not None
             if not given_up and not isinstance(error, MismatchError):  # which all ranks find; else they wait for this
@@ -326,6 +335,7 @@ class DataParallel(ModuleLike):
     def state_dict(self) -> dict[str, Any]:
         """Return the module's own: no prefix, so that it loads into the plain module.
 
+        It has what is `per_rank` too, with this rank's values.
         As torch's it holds the parameters themselves, which a step changes, also one that is under way: a copy of what
         they are between two steps is `await net.run(lambda: copy.deepcopy(net.state_dict()))`. Raises `RuntimeError`
         while updates are pending: `await opt.flush()` first.
@@ -359,13 +369,14 @@ class DataParallel(ModuleLike):
         `scaler`, a `torch.amp.GradScaler`, scales the loss, and unscales the reduced gradients before they are clipped;
         if one of these is not finite, all ranks leave out the step, on whichever of them it came up. `scheduler`, one
         or several of torch's, steps after each step that was made. `autocast` is a dtype or a `torch.autocast`, under
-        which forward runs, on the compute thread. `per_rank` are parameters outside the net that each rank keeps for
-        itself, such as experts or a head of its own: an optimizer may have them beside the net's. They are clipped by
-        their own norm, and stay as they are where one of their gradients is not finite, on this rank alone. All else
-        every rank must give alike. Raises ValueError and TypeError for what these do not take.
+        which forward runs, on the compute thread. `per_rank` are parameters, or modules with such, that each rank keeps
+        for itself, such as experts or a head of its own: an optimizer may have them with the net's. They are clipped by
+        their own norm, and stay as they are if one of their gradients is not finite, on this rank alone. Those outside
+        of the net's module may change; those of it are fixed by `create`. All else every rank must give alike. Raises
+        ValueError and TypeError for what these do not take.
         """
         if changes:
-            self._settings = self._settings.changed(self._module, changes)
+            self._settings = self._settings.changed(self._shared, changes)
             self._stateful.change(self._settings.stateful)
             self.reducer.steps.keep_own(self._settings.per_rank)
         return self._settings
@@ -422,6 +433,9 @@ class DataParallel(ModuleLike):
             self._stateful.check()
             check_optimizer(self, opt)
             self._optimizer = opt
+        if self._settings.per_rank and (self.reducer.joining or self._coll.parts.registry.elastic is not None):
+            what = "join" if self.reducer.joining else "rebind"
+            _alike(what, [opt], self._settings.per_rank)
         if isinstance(opt, Optimizer):
             self.reducer.steps.check_known(opt)
         elif (check := getattr(opt, "_check_parameters", None)) is not None:
@@ -527,6 +541,7 @@ class DataParallel(ModuleLike):
         self._check()
         if wrong := [type(each).__name__ for each in optimizers if not isinstance(each, Stateful)]:
             raise TypeError(f"join({', '.join(wrong)}): expected optimizers, as `net.join(opt)`")
+        _alike("join", optimizers, self._settings.per_rank)
         finished = self.run(self.compute.finish)  # a step that failed here may not have ended yet
         try:
             await finished
@@ -559,8 +574,9 @@ class DataParallel(ModuleLike):
         if self.reducer.owner is not None:  # this rank has made the others' steps
             await self.reducer.owner.flush()
             return
+        alike = _alike("join", drivers, self._settings.per_rank)
         settings = [each for each in self._settings.stateful if all(each is not given for given in drivers)]
-        steps = await share_longest(self._coll, (mine, self.reducer.steps.made), self._module, drivers, settings)
+        steps = await share_longest(self._coll, (mine, self.reducer.steps.made), self._shared, alike, settings)
         self.reducer.steps.alike(steps)
 
     def _leave_join(self, error: BaseException, entered: int, _: object = None) -> None:
@@ -574,7 +590,12 @@ class DataParallel(ModuleLike):
         broadcast of all buffers, for a mean an allreduce.
         """
         self._check()
-        return synchronize_buffers(self._module, self._side, how=how, root=root)
+        return synchronize_buffers(self._shared, self._side, how=how, root=root)
+
+    @property
+    def per_rank(self) -> Sequence[Tensor]:
+        """The parameters that each rank keeps for itself, of the module and of others; see `settings`."""
+        return self._settings.per_rank
 
     @property
     def stop_requested(self) -> bool:
@@ -664,7 +685,7 @@ class DataParallel(ModuleLike):
     def _check_kept(self) -> None:
         if not self.reducer.kept:
             return
-        gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self._shared.parameters() if p.grad is not None]
         if any(gradient.is_sparse or bool(gradient.any()) for gradient in gradients):
             raise RuntimeError(
                 "net.step forgets gradients before it computes new ones, also those that backwards in net.no_sync() "
@@ -732,6 +753,26 @@ class _Guest:
         net.reducer.release()
 
 
+def _alike(call: str, state: Sequence[T], per_rank: Sequence[Tensor]) -> list[T | SharedState]:
+    """Return what ranks give one another of `state`: of an optimizer nothing of the parameters that are `per_rank`.
+
+    Raises ValueError for a driver with such parameters, and an optimizer whose state is not of torch's form.
+    """
+    own = frozenset(map(id, per_rank))
+    found: list[T | SharedState] = []
+    for each in state:
+        optimizers = optimizers_of(each) if own and isinstance(each, Optimizer | Driver) else []
+        mixed = [opt for opt in optimizers if any(id(p) in own for group in opt.param_groups for p in group["params"])]
+        if mixed and not (isinstance(each, Optimizer) and type(each).load_state_dict is Optimizer.load_state_dict):
+            raise ValueError(
+                f"{call}: {type(each).__name__} has parameters that each rank keeps for itself (per_rank), and {call} "
+                "gives all ranks one rank's state of it. Give those parameters an optimizer of their own, and step it "
+                "after `net.step` with `await net.run(own.step)`"
+            )
+        found.append(SharedState(mixed[0], own) if mixed else each)
+    return found
+
+
 def check_one_pass(opt: Optimizer) -> None:
     """Raise TypeError for an optimizer whose step needs a function that computes the loss, such as LBFGS."""
     _, *kinds = signature(type(opt).step).parameters.values()  # a scheduler wraps what the optimizer itself has
@@ -744,9 +785,9 @@ def check_one_pass(opt: Optimizer) -> None:
         )
 
 
-def _place_of(module: nn.Module, coll: Communicator) -> tuple[int, int, int]:
+def _place_of(shared: Shared, coll: Communicator) -> tuple[int, int, int]:
     """Return the host, the process and the address of the first parameter that is trained."""
-    return coll.node, os.getpid(), next((id(p) for p in module.parameters() if p.requires_grad), 0)
+    return coll.node, os.getpid(), next((id(p) for p in shared.parameters() if p.requires_grad), 0)
 
 
 def _check_apart(places: Sequence[tuple[int, int, int]]) -> None:
@@ -760,10 +801,12 @@ def _check_apart(places: Sequence[tuple[int, int, int]]) -> None:
             )
 
 
-def _check_forward(module: nn.Module) -> None:
-    """Raise ValueError where forward changes parameters that are trained."""
-    for name, each in module.named_modules():
-        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None and each.weight.requires_grad:
+def _check_forward(shared: Shared) -> None:
+    """Raise ValueError where forward changes parameters that are trained and that all ranks have alike."""
+    trained = {id(p) for p in shared.parameters() if p.requires_grad}
+    embeddings = [(n, m) for n, m in shared.module.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    for name, each in embeddings:
+        if each.max_norm is not None and id(each.weight) in trained:
             raise ValueError(
                 f"the embedding {name!r} has max_norm={each.max_norm}: its forward would scale the rows of this rank's "
                 "batch alone, and ranks would come to differ; expected None, and rows that you scale behind each step"

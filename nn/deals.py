@@ -228,7 +228,7 @@ class Sentries:
         self._tells = not alone
         index_of = {id(slot.parameter): slot.index for slot in slots}
         owned = (list(m.parameters(recurse=alone)) for m in ([module] if alone else module.modules()))
-        self._owned = [[index_of[id(p)] for p in mine] for mine in owned if mine]
+        self._owned = [[index_of[id(p)] for p in mine if id(p) in index_of] for mine in owned if mine]
         self._deal: Deal | None = None
         self._trained: list[bool] = []
         """When they were placed."""

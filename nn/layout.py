@@ -8,9 +8,10 @@ shapes and dtypes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +158,17 @@ class Parcel:
 # --- names and kinds -------------------------------------------------------------------------------------------------
 
 
-def named_state(module: nn.Module, *, parameters: bool = True, buffers: bool = True) -> list[tuple[str, Tensor]]:
+class HasState(Protocol):
+    """A module, or what shows a part of one."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return each parameter with its name."""
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Return each buffer with its name."""
+
+
+def named_state(module: HasState, *, parameters: bool = True, buffers: bool = True) -> list[tuple[str, Tensor]]:
     """Return the parameters and then the buffers of `module` with their names; what is shared comes once."""
     found = chain(module.named_parameters() if parameters else (), module.named_buffers() if buffers else ())
     seen: dict[object, tuple[str, Tensor]] = {}

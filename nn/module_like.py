@@ -8,6 +8,8 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
 
 from torch import nn
 
+from aiodist.nn.per_rank import Shared
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -38,6 +40,7 @@ class ModuleLike:
     """The methods of `torch.nn.Module` that look at it, or switch it; names have no prefix."""
 
     _module: nn.Module
+    _shared: Shared
     checkpoint_kind = "module"
     """A checkpoint of it loads into the plain module, and the other way round."""
 
@@ -45,6 +48,11 @@ class ModuleLike:
     def module(self) -> nn.Module:
         """The module that was given, the very object."""
         return self._module
+
+    @property
+    def shared(self) -> Shared:
+        """What all ranks have alike: the module without the parameters and buffers that are `per_rank`."""
+        return self._shared
 
     @property
     def training(self) -> bool:

@@ -14,7 +14,7 @@ from types import CodeType
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
@@ -29,6 +29,7 @@ from aiodist.nn.deals import Deal, Dealer, MakeBucket, Newcomers, Sentries, Size
 from aiodist.nn.devices import Devices
 from aiodist.nn.pass_machine import Terms
 from aiodist.nn.pass_status import LEFT_OVER, PassAccount, PassStatus, StatusKind
+from aiodist.nn.per_rank import Shared
 from aiodist.nn.reduction import WINDOW_BYTES, Reduction, ask
 from aiodist.nn.steps import Steps
 
@@ -92,7 +93,7 @@ class Reducer:
         self,
         data: Communicator,
         status: Communicator,
-        module: nn.Module,
+        shared: Shared,
         *,
         op: Literal["mean", "sum"],
         sizes: Sizes,
@@ -130,9 +131,9 @@ class Reducer:
         self.progress = Progress.current()
         self.waiting: list[asyncio.Future[None]] = []
         """Awaits of a step, to be told of reductions that are late."""
-        named = list(module.named_parameters())
-        self.steps = Steps(module)
-        self.devices = Devices(self.progress, (parameter for _, parameter in named))
+        module, named = shared.module, list(shared.named_parameters())
+        self.steps = Steps(shared)
+        self.devices = Devices(self.progress, module.parameters())
         self._lock = threading.Lock()
         """Held for what hooks note, and while nothing is waited for."""
         self.lane = Scheduler.current().lane(f"gradients of {data.name}", _PRIORITY)
@@ -140,7 +141,7 @@ class Reducer:
         """See `PassHost`."""
         blocks, rows = block_numbers(module), row_parameters(module)
         self.slots = [Slot(i, name, p, blocks.get(p), by_rows=p in rows) for i, (name, p) in enumerate(named)]
-        """All parameters, frozen or not."""
+        """All parameters that ranks have alike, frozen or not."""
         self._parameters = [parameter for _, parameter in named]
         self._dealer = Dealer(self.slots, self._trained(), sizes, data.empty)
         self._current: Reduction | None = None
@@ -159,7 +160,7 @@ class Reducer:
         self._versions: list[int] = []
         """Of the parameters that this pass trains, as torch counts changes, when backward began."""
         self._loop_thread = get_ident()
-        self.newcomers = Newcomers(module, self._parameters, self._taken)
+        self.newcomers = Newcomers(module, [*self._parameters, *shared.kept], self._taken)
         self._sentries = Sentries(self._gradient_came, module, self.slots, alone=data.size == 1)
         self._take(self._deal.trained, self._deal.trained)
 

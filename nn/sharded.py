@@ -347,7 +347,7 @@ def _own_groups(groups: Sequence[ShardGroup]) -> list[dict[str, Any]]:
 
 def _given_groups(net: DataParallel, params: Iterable[Any] | None) -> list[tuple[list[Tensor], dict[str, Any]]]:
     """Return each group's parameters, and its options; one group of all where none are given."""
-    given = list(net.parameters() if params is None else params)
+    given = list(net.shared.parameters() if params is None else params)
     if not given or not isinstance(given[0], Mapping):
         given = [{"params": given}]
     groups = []

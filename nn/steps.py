@@ -26,9 +26,9 @@ from aiodist.checkpoints.parts import bit_sums
 from aiodist.communicator import Communicator
 from aiodist.nn.buckets import with_values
 from aiodist.nn.hyperparameters import Lines, SettingsHash, described, optimizers_of
+from aiodist.nn.per_rank import Shared
 from aiodist.nn.tensor_parallel import total_over
-from aiodist.streams.memory import dtype_name
-from aiodist.types import Stateful
+from aiodist.types import Stateful, place_in
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Changes(TypedDict, total=False):
     scaler: GradScaler | None
     scheduler: RateSchedule | Iterable[RateSchedule] | None
     autocast: torch.autocast | torch.dtype | None
-    per_rank: Iterable[Tensor] | None
+    per_rank: Iterable[Tensor | nn.Module | str] | Tensor | nn.Module | str | None
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class StepSettings:
     divided: Mapping[nn.Parameter, Communicator] = field(default_factory=dict, repr=False, compare=False)
     """The parameters of which this rank has a block, with the ranks that have the others."""
 
-    def changed(self, module: nn.Module, changes: Changes) -> StepSettings:
-        """Return these settings with `changes`, of which a dtype of autocast is for the device of `module`.
+    def changed(self, shared: Shared, changes: Changes) -> StepSettings:
+        """Return these settings with `changes`, of which a dtype of autocast is for the device of the parameters.
 
         Raises ValueError for a `clip_norm` not above 0, TypeError for what is none of what a setting takes.
         """
@@ -84,11 +84,11 @@ class StepSettings:
         if not isinstance(scaler, GradScaler | None):
             raise TypeError(f"scaler is {type(scaler).__name__}: expected a torch.amp.GradScaler, or None")
         if isinstance(autocast, torch.dtype):
-            given["autocast"] = torch.autocast(next(module.parameters()).device.type, dtype=autocast)
+            given["autocast"] = torch.autocast(next(shared.module.parameters()).device.type, dtype=autocast)
         elif not isinstance(autocast, torch.autocast | None):
             raise TypeError(f"autocast is {type(autocast).__name__}: expected a dtype, a torch.autocast, or None")
         if "per_rank" in given:
-            given["per_rank"] = _per_rank(module, given["per_rank"])
+            given["per_rank"] = shared.own_parameters(given["per_rank"])
         if "scheduler" in given:
             given["scheduler"] = _schedulers(given["scheduler"])
         return replace(self, **given)
@@ -229,19 +229,6 @@ class _Update:
         self.made = True
 
 
-def _per_rank(module: nn.Module, given: Any) -> tuple[Tensor, ...]:
-    """Return the tensors that are `given`; raise TypeError for another kind, ValueError for one that `module` has."""
-    found = () if given is None else (given,) if isinstance(given, Tensor) else tuple(given)
-    if wrong := [type(each).__name__ for each in found if not isinstance(each, Tensor)]:
-        raise TypeError(f"per_rank has {', '.join(sorted(set(wrong)))}: expected parameters, as `head.parameters()`")
-    named = {id(p): name for name, p in module.named_parameters()}
-    if shared := [named[id(each)] for each in found if id(each) in named]:
-        raise ValueError(
-            f"per_rank has {shared[0]!r}, a parameter of the net, which reduces it: expected parameters of others"
-        )
-    return found
-
-
 def _schedulers(given: Any) -> tuple[RateSchedule, ...]:
     found = () if given is None else (given,) if hasattr(given, "step") else tuple(given)
     for scheduler in found:
@@ -270,7 +257,7 @@ class InFlight(Protocol):
 
 
 class Steps:
-    """Steps of one rank since the ranks were made alike, by any optimizer that has some of the parameters of `module`.
+    """Steps of one rank since the ranks were made alike, by any optimizer that has some of the `shared` parameters.
 
     An optimizer counts once between two backwards of the net, however often it steps there: one whose `step` calls that
     of its base class is seen once or twice, as it happens. What steps before the first backward has no gradients of
@@ -283,7 +270,7 @@ class Steps:
     _hooks: ClassVar[tuple[RemovableHandle, ...]] = ()
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, shared: Shared) -> None:
         self.made = 0
         """Up to the last backward."""
         self.loaded = 0
@@ -303,9 +290,9 @@ class Steps:
         """True in a backward of a list of closures, all but the last of which leave gradients on this rank."""
         self.current: InFlight | None = None
         """The newest pass."""
-        self._module = module
-        self.names: Mapping[int, str] = {id(parameter): name for name, parameter in module.named_parameters()}
-        """Of the net's parameters, by their ids."""
+        self._module = shared.module
+        self.names: Mapping[int, str] = {id(parameter): name for name, parameter in shared.named_parameters()}
+        """Of the parameters that the net reduces, by their ids."""
         self._own: frozenset[int] = frozenset()
         """Parameters that this rank keeps for itself, by their ids."""
         self._trusted: tuple[Optimizer, list[list[Tensor]]] | None = None
@@ -380,7 +367,7 @@ class Steps:
         for p in strange:
             if id(p) not in known and (p.grad is not None or p.requires_grad > used):
                 raise ValueError(
-                    f"{type(opt).__name__} has a parameter that no net reduces: {_place(opt, p)}. Each rank would "
+                    f"{type(opt).__name__} has a parameter that no net reduces: {place_in(opt, p)}. Each rank would "
                     "train it on its own gradients, and ranks would come to differ. Train it in one net with the "
                     "others, `DataParallel.create(aiodist.engine.WithCriterion(network, criterion), coll)`, or say "
                     "that each rank keeps its own, `net.settings(per_rank=head.parameters())`"
@@ -508,8 +495,8 @@ def check_only(opt: Optimizer, given: Container[int], what: str) -> None:
         for p in group["params"]:
             if id(p) not in given and (p.requires_grad or p.grad is not None):
                 raise ValueError(
-                    f"{type(opt).__name__} has a parameter that is not of {what}: {_place(opt, p)}. No net reduces it "
-                    "there, and ranks would come to differ. Train it in one net with the others (`aiodist.engine."
+                    f"{type(opt).__name__} has a parameter that is not of {what}: {place_in(opt, p)}. No net reduces "
+                    "it there, and ranks would come to differ. Train it in one net with the others (`aiodist.engine."
                     "WithCriterion` for a criterion), or if each rank keeps its own by an optimizer of its own"
                 )
 
@@ -519,16 +506,6 @@ def _same(known: Sequence[Sequence[Tensor]], now: Sequence[Sequence[Tensor]]) ->
     return len(known) == len(now) and all(
         len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(known, now, strict=True)
     )
-
-
-def _place(opt: Optimizer, parameter: Tensor) -> str:
-    """Return where `opt` has a parameter, and what that is."""
-    for number, group in enumerate(opt.param_groups):
-        for i, each in enumerate(group["params"]):
-            if each is parameter:
-                name = f"{names[i]!r}, " if (names := group.get("param_names")) else ""
-                return f"{name}a {dtype_name(each.dtype)}{list(each.shape)}, number {i} of its group {number}"
-    raise AssertionError("it has that parameter")
 
 
 def hash_of(tensors: Sequence[Tensor]) -> int:

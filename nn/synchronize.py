@@ -22,6 +22,7 @@ from aiodist.handles.calls import located
 from aiodist.nn.devices import cuda_devices
 from aiodist.nn.joiners import check_kinds
 from aiodist.nn.layout import (
+    HasState,
     Parcel,
     agree,
     check_memory,
@@ -33,6 +34,7 @@ from aiodist.nn.layout import (
     named_state,
     write_each,
 )
+from aiodist.nn.module_like import ModuleLike
 from aiodist.streams import Modes
 from aiodist.types import Stateful
 
@@ -44,7 +46,7 @@ _CHUNK = 1 << 20  # elements that are widened to float64 at a time
 
 @located
 async def synchronize_parameters(
-    module: nn.Module, coll: Communicator, *, how: str = "root", root: int = 0, buffers: bool = True
+    module: HasState, coll: Communicator, *, how: str = "root", root: int = 0, buffers: bool = True
 ) -> None:
     """Give every rank the parameters and buffers of `root`, or with `how="mean"` the mean over all ranks.
 
@@ -68,7 +70,7 @@ async def synchronize_parameters(
     await shared
 
 
-def synchronize_buffers(module: nn.Module, coll: Communicator, *, how: str = "root", root: int = 0) -> Awaitable[None]:
+def synchronize_buffers(module: HasState, coll: Communicator, *, how: str = "root", root: int = 0) -> Awaitable[None]:
     """Return an awaitable: behind it all ranks have `root`'s buffers, or with `how="mean"` their mean.
 
     Collective, issued at the call. Every rank must give a module of the same structure, which is not compared here:
@@ -239,7 +241,8 @@ def _issue(
 async def assert_synchronized(x: object, coll: Communicator, *, rtol: float = 1e-7) -> None:
     """Return where all ranks hold the same in `x`, as far as the mean and the variance of magnitudes can tell.
 
-    `x` is a tensor, a module (its parameters and buffers), a Python number, None, or a list, tuple or dict of them.
+    `x` is a tensor, a module (its parameters and buffers), a net (without what is `per_rank`), a Python number, None,
+    or a list, tuple or dict of them.
     Collective. For each entry the mean and the variance of the absolute values, computed in float64, must agree on
     all ranks within `rtol`, relative to the larger one; NaN agrees with NaN. A difference of signs or of places is
     not seen, nor a variance that differs where values deviate from their mean by less than `rtol` of it.
@@ -274,8 +277,9 @@ def _entries(path: str, x: object) -> Iterator[tuple[str, Tensor | Number | None
     """Yield every tensor, number and None in `x` with its name."""
     if isinstance(x, Tensor | Number | None):
         yield path or "x", x
-    elif isinstance(x, nn.Module):
-        yield from ((f"{path}.{name}" if path else name, t) for name, t in named_state(x))
+    elif isinstance(x, nn.Module | ModuleLike):
+        found = named_state(x if isinstance(x, nn.Module) else x.shared)
+        yield from ((f"{path}.{name}" if path else name, t) for name, t in found)
     elif isinstance(x, Mapping):
         for key in sorted(x, key=repr):  # the order of insertion may differ
             yield from _entries(f"{path or 'x'}[{key!r}]", x[key])
@@ -330,7 +334,7 @@ def _close(figures: Tensor, rtol: float) -> Tensor:
 async def share_longest(
     coll: Communicator,
     made: tuple[int, int],
-    module: nn.Module,
+    module: HasState,
     optimizers: Sequence[Stateful],
     settings: Sequence[Stateful],
 ) -> int:
@@ -366,7 +370,7 @@ async def share_longest(
 
 
 async def share_furthest(
-    coll: Communicator, module: nn.Module, states: Sequence[Stateful], told: Sequence[int | None]
+    coll: Communicator, module: HasState, states: Sequence[Stateful], told: Sequence[int | None]
 ) -> int:
     """Give all ranks parameters, buffers and `states` of the first rank that has made most steps; return how many.
 

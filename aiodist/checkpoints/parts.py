@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -200,6 +201,56 @@ class Net(Protocol):
         """Return the handle of `fn(*args)`, which runs on the thread behind what was asked earlier."""
 
 
+class Keeps(Protocol):
+    """What each rank of a net keeps for itself of its module: `nn.DataParallel` has it as `shared`."""
+
+    def keeps(self, key: str) -> bool:
+        """Return True for a key of the module's state dict whose value is this rank's own."""
+
+
+def split_own(part: object, state: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    """Return of the `state` of a net what all ranks have alike, and what this rank keeps for itself, None if nothing.
+
+    Both have the versions of their modules, as torch gives them.
+    """
+    keeps = _keeps(part)
+    if keeps is None or not any(map(keeps, state)):
+        return state, None
+    versions = getattr(state, "_metadata", {})
+    alike = OrderedDict((key, value) for key, value in state.items() if not keeps(key))
+    alike._metadata = {key: value for key, value in versions.items() if not keeps(key)}  # type: ignore[attr-defined]
+    mine = {key: value for key, value in state.items() if keeps(key)}
+    return alike, {"state": mine, "versions": {key: value for key, value in versions.items() if keeps(key)}}
+
+
+def join_own(part: object, state: Any, own: Any, saved_by: int | None) -> Any:  # noqa: ANN401
+    """Return the `state` of a net with this rank's `own`, as `split_own` gave both.
+
+    `saved_by` is the number of ranks that saved it, None if there are as many here. Raises ValueError unless each rank
+    keeps the same here as there.
+    """
+    keeps = _keeps(part)
+    kept = [] if keeps is None else [key for key in part.module.state_dict() if keeps(key)]  # type: ignore[attr-defined]
+    saved = {} if own is None or keeps is None else own["state"]
+    if not kept and not saved:
+        return state
+    if saved_by is not None:
+        raise ValueError(
+            f"{kept[0]!r} is `per_rank`, each rank's own, and {saved_by} ranks saved the checkpoint: expected as many"
+        )
+    if differ := sorted(saved.keys() ^ set(kept)):
+        where = "here" if differ[0] in kept else "in the checkpoint"
+        raise ValueError(f"{differ[0]!r} is `per_rank` only {where}: expected the same `per_rank` as at the save")
+    joined = OrderedDict([*state.items(), *saved.items()])
+    joined._metadata = {**getattr(state, "_metadata", {}), **own["versions"]}  # type: ignore[attr-defined]
+    return joined
+
+
+def _keeps(part: object) -> Callable[[str], bool] | None:
+    shared: Keeps | None = getattr(part, "shared", None)
+    return shared.keeps if isinstance(part, Net) and shared is not None else None
+
+
 @runtime_checkable
 class Delayed(Protocol):
     """An optimizer with updates or averages that are made later: `nn.PipelinedOptimizer`, `nn.LocalSGD`."""
@@ -212,6 +263,18 @@ def check_parts(parts: Sequence[object]) -> None:
     for number, part in enumerate(parts):
         if not isinstance(part, Part):
             raise TypeError(f"{name_of(number)} is {type(part).__name__}: expected what has a state_dict, or pieces")
+
+
+def check_shared(net: object, parts: Sequence[object]) -> None:
+    """Raise ValueError for an optimizer among `parts` with parameters that each rank of `net` keeps for itself."""
+    own = set(map(id, getattr(net, "per_rank", ()))) if isinstance(net, Net) else set()
+    for number, part in enumerate(parts, 1):
+        if own and isinstance(part, Optimizer) and (kept := sum(id(p) in own for p in parameters_of(part))):
+            raise ValueError(
+                f"{name_of(number)}: {type(part).__name__} has {kept} parameters that each rank keeps for itself "
+                "(per_rank), and a part has one state for all ranks. Give those parameters an optimizer of their own, "
+                "and name that in `own=[own_optimizer]`"
+            )
 
 
 def make_updates(parts: Sequence[object]) -> None:
@@ -291,7 +354,7 @@ class Taken:
                 alike, own = part.states()
                 said["state"] = encode(alike, name_of(number), self.alike)
             else:
-                state = part.state_dict()
+                state, own = split_own(part, part.state_dict())
                 divided = cuts.changed(part, state, partial(Cut.piece, mine=writes_blocks))
                 said["state"] = self._encoded(divided, name_of(number))
                 if isinstance(getattr(state, "_metadata", None), dict):  # versions of the modules

@@ -28,6 +28,8 @@ from aiodist.checkpoints.parts import (
     Part,
     Taken,
     check_parts,
+    check_shared,
+    join_own,
     make_updates,
     parameters_of,
 )
@@ -67,17 +69,19 @@ def save(
 
     `net` and `parts` are modules, nets, optimizers, schedulers, scalers: all that has a `state_dict`, or pieces
     (`checkpoints.InPieces`). All ranks have the same, which they divide among them; the state that each rank has of its
-    own in an `nn.LocalSGD` it writes itself. Updates that are pending are made first, and averages too, as by `flush`.
-    `extra` is kept for you, the same on all ranks: None, bool, int, float, str, tensors of any shape, arrays of numpy,
-    and lists, tuples and dicts of these. `own` are generators, and loaders, queues of shards and the like, with a state
-    of this rank's own; that of Python, torch and numpy, and what `net` keeps of compressed gradients, need not be
-    named. `keep` is how many checkpoints are left in `path`, None all. `coll` has all ranks; None is that of `net`.
+    own in an `nn.LocalSGD`, and what is `per_rank` of a net's module, it writes itself. Updates that are pending are
+    made first, and averages too, as by `flush`. `extra` is kept for you, the same on all ranks: None, bool, int, float,
+    str, tensors of any shape, arrays of numpy, and lists, tuples and dicts of these. `own` are generators, and loaders,
+    queues of shards and the like, with a state of this rank's own; that of Python, torch and numpy, and what `net`
+    keeps of compressed gradients, need not be named. `keep` is how many checkpoints are left in `path`, None all.
+    `coll` has all ranks; None is that of `net`.
 
     Raises TypeError at the call for what has no state, for a sharded or pipelined optimizer of divided layers, which
-    `own` takes, and for an `extra` that cannot be written, with its path in it; ValueError for a wrong `keep`. On
-    await, on all ranks alike: what a rank's state, copy or file raised, elsewhere as `RemoteError`, which names that
-    rank; `MismatchError` where ranks differ in what they have to have the same, values of tensors too (buffers of `net`
-    may differ); what the communicator raises. The checkpoints before are untouched then.
+    `own` takes, and for an `extra` that cannot be written, with its path in it; ValueError for a wrong `keep`, and for
+    an optimizer with parameters that are `per_rank` of `net`. On await, on all ranks alike: what a rank's state, copy
+    or file raised, elsewhere as `RemoteError`, which names that rank; `MismatchError` where ranks differ in what they
+    have to have the same, values of tensors too (buffers of `net` may differ); what the communicator raises. The
+    checkpoints before are untouched then.
 
     Cost: once for a communicator a duplicate of it, a thread, and memory for this rank's share; each time a pass
     over all tensors that ranks have alike, a copy of that share, three small exchanges, and a pass over the share for
@@ -107,6 +111,7 @@ def ranks_of(
     """
     check_parts([net, *parts])
     check_own(own)
+    check_shared(net, parts)
     mine = net.coll if isinstance(net, Net) else None
     coll = mine if coll is None else coll
     if not isinstance(coll, Communicator):
@@ -267,7 +272,8 @@ def load(
     anew, with seeds that follow from what was saved. Loaders of `own`, residuals of compressed gradients, and the
     optimizer within an `nn.LocalSGD` belong to a rank: where another number of ranks saved them, they stay as they are
     here, and that optimizer begins anew. Each buffer of the net then comes from one of the ranks, so
-    `net.synchronize_buffers()` before the save if they differ. What of `own` has `load_state_dicts`, such as a
+    `net.synchronize_buffers()` before the save if they differ. A net with parts that are `per_rank` loads only what as
+    many ranks saved, with the same `per_rank`. What of `own` has `load_state_dicts`, such as a
     `data.ShardQueue`, is given all ranks' states.
 
     Raises TypeError and ValueError at the call as `save`. On await, on all ranks alike: FileNotFoundError where there
@@ -363,12 +369,23 @@ class _Load:
             cuts = Cuts.of(self.parts[0])
             said = zip(self.parts, manifest.parts, strict=True)
             self.states = [_state(part, of_part, cuts, reader) for part, of_part in said]
+            self._take_own(folder, len(manifest.own))
             for number, (part, state) in enumerate(zip(self.parts, self.states, strict=True)):
                 if (why := misfit(part, state)) is not None:
                     raise PartsDiffer(f"{folder}: {name_of(number)}: {why}")
             self.extra = decode(manifest.extra, reader.tensor)
             reader.check_rest(coll.rank, coll.size)
             self.ranks = len(manifest.files)
+
+    def _take_own(self, folder: Path, ranks: int) -> None:
+        """Put what each rank keeps for itself of a net into its state."""
+        other = None if self.of_rank.same_size else ranks
+        for number, part in enumerate(self.parts):
+            own = None if isinstance(part, OfRanks) else self.of_rank.of_part(number)
+            try:
+                self.states[number] = join_own(part, self.states[number], own, other)
+            except ValueError as error:
+                raise PartsDiffer(f"{folder}: {name_of(number)}: {error}") from error
 
     def _restore(self) -> None:
         """Have all but loaders go on from it; where they are computed."""

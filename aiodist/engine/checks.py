@@ -14,6 +14,7 @@ from aiodist.engine.state import State
 from aiodist.errors import MismatchError
 from aiodist.nn import DataParallel
 from aiodist.nn.layout import in_words
+from aiodist.nn.per_rank import Shared
 
 
 def _place(state: State) -> str:
@@ -73,13 +74,13 @@ def check_same_epoch(places: Sequence[tuple[int, int]]) -> None:
         )
 
 
-def fingerprints(module: nn.Module) -> list[int]:
+def fingerprints(module: nn.Module | Shared) -> list[int]:
     """Return a hash of each parameter: equal where all bits are."""
     on_host = (p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data for p in module.parameters())
     return [int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") for data in on_host]
 
 
-def check_alike(module: nn.Module, by_rank: Sequence[Sequence[int]], state: State) -> None:
+def check_alike(module: nn.Module | Shared, by_rank: Sequence[Sequence[int]], state: State) -> None:
     """Raise MismatchError, naming the first that differs, unless all ranks have the same `fingerprints`."""
     names = [name for name, _ in module.named_parameters()]
     apart = [(name, hashes) for name, *hashes in zip(names, *by_rank, strict=False) if len(set(hashes)) > 1]
@@ -102,7 +103,7 @@ def check_alike(module: nn.Module, by_rank: Sequence[Sequence[int]], state: Stat
 def check_reduced(net: DataParallel) -> None:
     """Raise RuntimeError where the module has a parameter that the net does not reduce: one that is new."""
     known = {id(slot.parameter) for slot in net.reducer.slots}
-    new = [name for name, p in net.named_parameters() if p.requires_grad and id(p) not in known]
+    new = [name for name, p in net.shared.named_parameters() if p.requires_grad and id(p) not in known]
     if new:
         raise RuntimeError(
             f"parameter {new[0]!r} is not the one that the net was created with, so its gradients would not be "

@@ -26,6 +26,7 @@ from aiodist.engine.steppers import PassStepper, Stepper
 from aiodist.handles import Progress
 from aiodist.handles.calls import located
 from aiodist.nn import DataParallel
+from aiodist.nn.per_rank import Shared
 
 T = TypeVar("T")
 
@@ -142,6 +143,12 @@ class Training:
                 self._assembly.abort(f"was cancelled in this training: {error!r}")
             raise
 
+    @property
+    def _alike(self) -> nn.Module | Shared:
+        """What has the parameters that all ranks ought to have the same."""
+        net = self._state.net
+        return net.shared if isinstance(net, DataParallel) else self._model.module
+
     def _add_ours(self) -> None:
         add, profiling = self._hooks.add, self._profiling
         if profiling is not None:
@@ -229,7 +236,7 @@ class Training:
             prints = await self._prints()
         mine = _Word(self._asks_stop(), self._interrupted, self._meter.sums(), prints)
         words = await self._assembly.exchange(mine, failure)
-        checks.check_alike(self._model.module, [word.prints for word in words], self._state)
+        checks.check_alike(self._alike, [word.prints for word in words], self._state)
         self._state.stop = any(word.stop for word in words)
         if any(word.interrupted for word in words):
             self._position.random = torch_state()
@@ -304,11 +311,11 @@ class Training:
         """After each step: all parameters are finite, and the same on all ranks that ought to have them the same."""
         await self._stepper.flush()
         if self._stepper.by_all():  # else one is at the end of its data: they are compared behind the epoch
-            checks.check_alike(self._model.module, await self._assembly.exchange(await self._prints()), state)
+            checks.check_alike(self._alike, await self._assembly.exchange(await self._prints()), state)
         await self._stepper.run(checks.check_parameters, self._model.module, state)
 
     async def _prints(self) -> list[int]:
-        return await self._stepper.run(checks.fingerprints, self._model.module)
+        return await self._stepper.run(checks.fingerprints, self._alike)
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------

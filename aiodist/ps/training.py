@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from aiodist.communicator import Communicator
 from aiodist.ps.settings import check_int
 from aiodist.ps.training_client import Centre, Parameters, Run, TrainingClient, copy_all, like
-from aiodist.types import check_trains
 
 __all__ = ["EAMSGD", "EASGD", "AsySGInCon", "Downpour", "Schedule", "TrainingClient", "elastic_alpha"]
 
@@ -104,7 +103,7 @@ class Downpour(TrainingClient):
         super().__init__(ps, params, group, run)
         self._push_every = check_int("n_push", n_push)
         self._pull_every = check_int("n_pull", n_pull)
-        check_trains(optimizer, self._params, "this client")
+        self._train_by(optimizer)
         self._optimizer = optimizer
         self._sent = like(self._params)
         self._base = like(self._params)
@@ -234,7 +233,7 @@ class EASGD(TrainingClient):
         if not 0 < alpha <= 1:
             raise ValueError(f"alpha={alpha}: expected more than 0 and at most 1")
         self.schedule = Schedule(tau, warmup, prefetch)
-        check_trains(optimizer, self._params, "this client")
+        self._train_by(optimizer)
         self._optimizer = optimizer
         self._alpha = alpha
         self._own = self._params

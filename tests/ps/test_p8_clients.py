@@ -180,3 +180,43 @@ async def test_p8_asysg_pushes_gradients_and_reads_lock_free(memory: Any) -> Non
     w.grad = None
     await within(client.step())
     assert len(ps.log) == 6
+
+
+# --- optimizers of other parameters ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["downpour", "easgd", "eamsgd"])
+@pytest.mark.parametrize("when", ["made", "later", "in_place"])
+async def test_p8_an_optimizer_with_parameters_that_no_client_exchanges(kind: str, when: str, trial: Any) -> None:
+    head = nn.Linear(2, 2).requires_grad_(False)
+    mine = list(trial.params.values())
+    opt = torch.optim.SGD([*mine, head.weight] if when == "made" else mine, lr=0.1)
+
+    def made() -> Any:
+        if kind == "downpour":
+            return Downpour(trial.ps, trial.params, opt, n_push=1, n_pull=1)
+        if kind == "easgd":
+            return EASGD(trial.ps, trial.params, opt, tau=2, alpha=0.5)
+        return EAMSGD(trial.ps, trial.params, opt, tau=2, alpha=0.5)
+
+    wrong = pytest.raises(ValueError, match=r"does not exchange: a float32\[2(, 2)?\], number \d of its group \d\. The")
+    if when == "made":
+        await made().aclose()  # it does not train
+        head.requires_grad_(True)
+        with wrong:
+            made()
+        return
+    client = made()
+    await trial.step(client)
+    if when == "later":
+        opt.add_param_group({"params": head.parameters()})
+    else:
+        opt.param_groups[0]["params"].append(head.bias)
+    await trial.step(client)
+    head.requires_grad_(True)
+    before, log = trial.w.detach().clone(), len(trial.ps.log)
+    with wrong:
+        await trial.step(client)
+    assert torch.equal(before, trial.w.detach())
+    assert len(trial.ps.log) == log
+    await client.aclose()
