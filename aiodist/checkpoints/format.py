@@ -170,6 +170,7 @@ def _cut(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
 
 _FIRST_LINE = re.compile(rb'\{"aiodist checkpoint":(\d{1,9}),"nbytes":(\d{1,15}),"sha256":"([0-9a-f]{64})"\}')
 _VERSION = 2
+_READABLE = (1, _VERSION)  # 1 has no kinds
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """What reading raises of JSON that is not as it was written."""
 
@@ -275,8 +276,8 @@ def _content(data: bytes) -> dict[str, Any]:
     match = _FIRST_LINE.fullmatch(first)
     if match is None:
         raise ValueError(f"it begins with {first[:60]!r}: expected the first line of a checkpoint's manifest")
-    if int(match[1]) != _VERSION:
-        raise ValueError(f"version {int(match[1])}: expected {_VERSION}, the one that this aiodist writes")
+    if int(match[1]) not in _READABLE:
+        raise ValueError(f"version {int(match[1])}: expected at most {_VERSION}, the one that this aiodist writes")
     nbytes = int(match[2])
     if len(rest) != nbytes + 1 or rest[-1:] != b"\n":
         raise ValueError(f"{len(rest)} bytes behind its first line: expected {nbytes} and a newline")

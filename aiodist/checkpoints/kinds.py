@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+UNKNOWN = "?"
+"""Kind of what was saved without one."""
+
 
 def name_of(number: int) -> str:
     """Return the name of a part in a checkpoint, with which the names of its tensors begin."""
@@ -38,17 +41,20 @@ def kind_of(part: object) -> str:
     name = type(part).__name__
     inner = getattr(part, "optimizer", None) if isinstance(part, Optimizer) else None
     wrapped = [inner] if isinstance(inner, Optimizer) else getattr(part, "_schedulers", ())
-    return f"{name} of {', '.join(map(kind_of, wrapped))}" if isinstance(wrapped, list) and wrapped else name
+    return f"{name} of {', '.join(map(kind_of, wrapped))}" if isinstance(wrapped, list | tuple) and wrapped else name
 
 
 def kinds_differ(saved: Sequence[str], parts: Sequence[str], *, own: bool = False) -> str | None:
-    """Return in words how the kinds of a checkpoint differ from those that are to be loaded, None if they do not."""
-    if saved == parts:
+    """Return in words how the kinds of a checkpoint differ from those that are to be loaded, None if they do not.
+
+    A kind of a checkpoint is `UNKNOWN` if an older aiodist wrote it.
+    """
+    if len(saved) == len(parts) and all(was in (UNKNOWN, now) for was, now in zip(saved, parts, strict=True)):
         return None
     names = [f"own[{i}]" if own else name_of(i) for i in range(max(len(saved), len(parts)))]
     order = f"expected the {'objects of `own`' if own else 'parts'} in the order of the save, {_listed(names, saved)}"
     for name, was, now in zip(names, saved, parts, strict=False):
-        if was != now:
+        if was not in (UNKNOWN, now):
             return f"{name} is {now}, and the checkpoint has {was} there: {order}"
     what = "objects of a rank's own" if own else "parts"
     return f"it has {len(saved)} {what}, and {len(parts)} are to be loaded: {order}"
@@ -61,12 +67,12 @@ def _listed(names: Sequence[str], kinds: Sequence[str]) -> str:
 def misfit(part: object, state: Any) -> str | None:  # noqa: ANN401
     """Return in words why `part` would not take `state`, of its kind, None if it does as far as is known before.
 
-    A module and an optimizer of torch would have changed in part when they raise; a module with hooks or loading of its
-    own may take other names.
+    A module and an optimizer of torch would have changed in part when they raise; one with hooks or loading of its own
+    may take other names or groups.
     """
     if isinstance(part, Optimizer):
-        return _groups_differ(part, state) if type(part).load_state_dict is Optimizer.load_state_dict else None
-    module = part if isinstance(part, nn.Module) else getattr(part, "module", None)
+        return _groups_differ(part, state) if _plain_optimizer(part) else None
+    module = part if isinstance(part, nn.Module) or kind_of(part) != "module" else getattr(part, "module", None)
     if not isinstance(module, nn.Module) or not all(map(_plain, module.modules())):
         return None
     mine: Mapping[str, Any] = module.state_dict()
@@ -87,8 +93,14 @@ def _groups_differ(opt: Optimizer, state: Any) -> str | None:  # noqa: ANN401
 def _plain(module: nn.Module) -> bool:
     """Return True if a module gives and takes its state as torch does, by the names of its parameters and buffers."""
     methods = (type(module)._load_from_state_dict, type(module).load_state_dict, type(module).state_dict)
-    hooks = (module._load_state_dict_pre_hooks, module._state_dict_hooks, module._state_dict_pre_hooks)
+    loading = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
+    hooks = (*loading, module._state_dict_hooks, module._state_dict_pre_hooks)
     return not any(hooks) and all(method.__module__.startswith("torch.") for method in methods)
+
+
+def _plain_optimizer(opt: Optimizer) -> bool:
+    """Return True if an optimizer takes its state as torch does."""
+    return type(opt).load_state_dict is Optimizer.load_state_dict and not opt._optimizer_load_state_dict_pre_hooks
 
 
 def _some(names: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from aiodist.checkpoints.kinds import kind_of, name_of
+from aiodist.checkpoints.kinds import UNKNOWN, kind_of, name_of
 from aiodist.checkpoints.parts import Net, Redivided
 from aiodist.checkpoints.values import Json, decode, encode
 from aiodist.types import Stateful
@@ -140,15 +140,14 @@ class OwnState:
     def read(cls, said: Sequence[Json], tensor: Callable[[str], Tensor], rank: int, size: int) -> OwnState:
         mine = {key: value for key, value in said[rank % len(said)].items() if key != "loaders"}
         if len(said) != size:
-            mine = {key: mine[key] for key in ("random", "generators", "kinds")}
+            mine = {key: mine[key] for key in ("random", "generators", "kinds") if key in mine}
         states = {key: decode(value, tensor) for key, value in mine.items()}
         return cls(states, [decode(of_rank["loaders"], tensor) for of_rank in said], rank, len(said) == size)
 
     @property
     def kinds(self) -> list[str]:
         """Kinds of the objects of `own`."""
-        found: list[str] = self.states["kinds"]
-        return found
+        return self.states.get("kinds") or [UNKNOWN] * len(self.loaders[0])
 
     def compressor_differs(self, net: object) -> str | None:
         """Return in words how the compression differs of which there are residuals, None if they may be loaded."""

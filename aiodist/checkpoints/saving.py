@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from aiodist.checkpoints import folders
 from aiodist.checkpoints.format import FileFacts, Layout, TensorEntry, commit, copy_into, lay_out, parts_of, write_file
-from aiodist.checkpoints.kinds import kind_of, kinds_differ, misfit, name_of
+from aiodist.checkpoints.kinds import UNKNOWN, kind_of, kinds_differ, misfit, name_of
 from aiodist.checkpoints.own import OwnState, check_own, own_buffers, own_loaders, own_states
 from aiodist.checkpoints.parts import (
     Cut,
@@ -361,7 +361,7 @@ class _Load:
         coll = self.writer.coll
         with Reader(folder) as reader:
             manifest = reader.manifest
-            kinds = [of_part["kind"] for of_part in manifest.parts]
+            kinds = [of_part.get("kind", UNKNOWN) for of_part in manifest.parts]
             _check(folder, kinds_differ(kinds, list(map(kind_of, self.parts))))
             self.of_rank = own = OwnState.read(manifest.own, reader.tensor, coll.rank, coll.size)
             _check(folder, kinds_differ(own.kinds, list(map(kind_of, self.own)), own=True))

@@ -162,7 +162,7 @@ def forged(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def written(path: Path, text: bytes) -> None:
-    first = f'{{"aiodist checkpoint":1,"nbytes":{len(text)},"sha256":"{sha256(text).hexdigest()}"}}\n'
+    first = f'{{"aiodist checkpoint":2,"nbytes":{len(text)},"sha256":"{sha256(text).hexdigest()}"}}\n'
     path.write_bytes(first.encode() + text + b"\n")
 
 
@@ -198,6 +198,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "an unknown value": lambda c: c.update(extra={"pickle": "gASVAAAAAAAA"}),
     "an array of bfloat16": lambda c: (tensor(c).update(dtype="BF16"), c.update(extra={"array": "net/0.weight"})),
     "a part": lambda c: c.update(parts=[3]),
+    "kinds": lambda c: [each.update(kinds=3) for each in c["own"]],
     "own": lambda c: c.update(own=[3, 4]),
 }
 
@@ -221,7 +222,20 @@ def test_n17_a_manifest_that_is_nested_too_deep(folder: Path, depth: int) -> Non
 def test_n17_a_manifest_of_a_later_version_says_so(folder: Path) -> None:
     path = folder / MANIFEST
     path.write_bytes(path.read_bytes().replace(b'checkpoint":2,', b'checkpoint":3,', 1))
-    assert "version 3: expected 2" in damage(folder)
+    assert "version 3: expected at most 2" in damage(folder)
+
+
+def test_n17_a_manifest_without_kinds_is_loaded(folder: Path) -> None:
+    """As version 1 of the format was."""
+
+    def without_kinds(content: dict[str, Any]) -> None:
+        for each in (*content["parts"], *content["own"]):
+            del each["kinds" if "kinds" in each else "kind"]
+
+    forged(folder, without_kinds)
+    path = folder / MANIFEST
+    path.write_bytes(path.read_bytes().replace(b'checkpoint":2,', b'checkpoint":1,', 1))
+    loaded(folder)
 
 
 def test_n17_a_manifest_is_read_as_it_was_written(folder: Path) -> None:

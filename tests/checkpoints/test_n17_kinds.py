@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
-from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, SequentialLR, StepLR
 
 import aiodist
 from aiodist import Communicator, codecs
@@ -134,10 +135,53 @@ async def test_n17_parts_of_other_kinds_change_nothing(
         assert all(torch.equal(before[name], t) for name, t in net.state_dict().items())
 
 
+class Averaged:
+    """Averaged weights with a module in it, whose state is more than the module's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = copy.deepcopy(module)
+        self.updates = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"module": self.module.state_dict(), "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state["module"])
+        self.updates = state["updates"]
+
+
+def divided(net: DataParallel) -> Any:
+    """Return an optimizer of a group for each parameter that takes the state of one group."""
+
+    def divide(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        (group,) = state["param_groups"]
+        return {**state, "param_groups": [{**group, "params": [number]} for number in group["params"]]}
+
+    opt = Adam([{"params": p} for p in net.parameters()])
+    opt.register_load_state_dict_pre_hook(divide)
+    return opt
+
+
+def extended() -> nn.Module:
+    """Return a module that has one layer more than `nn.Sequential(linear(2))`, and allows it."""
+    module = nn.Sequential(linear(2), linear(1))
+    module.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
+    return module
+
+
+def chained(net: DataParallel, several: type[Any]) -> Parts:
+    opt = adam(net)
+    return [opt, ChainedScheduler(several([step(opt), constant(opt)]), optimizer=opt)]
+
+
 SAME: list[tuple[str, Make, Make]] = [
     ("a subclass that says so", lambda n: [adam(n)], lambda n: [adam(n, NamedAdam)]),
     ("sharded", lambda n: [ShardedOptimizer(n, Adam)], lambda n: [adam(n)]),
     ("modules", lambda _: [linear(2)], lambda _: [nn.utils.skip_init(nn.Linear, 2, 1)]),
+    ("averaged weights", lambda n: [Averaged(n.module)], lambda n: [Averaged(n.module)]),
+    ("hook of an optimizer", lambda n: [adam(n)], lambda n: [divided(n)]),
+    ("hook of a module", lambda _: [nn.Sequential(linear(2))], lambda _: [extended()]),
+    ("schedulers", lambda n: chained(n, list), lambda n: chained(n, tuple)),
 ]
 
 
