@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
+from functools import partial
+from hashlib import sha256
+from inspect import isroutine
 from numbers import Real
 from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -117,27 +121,49 @@ def settings_text(value: object, depth: int = 0) -> str:
     """Return the type of `value` and its settings as text, the same on ranks that have made it alike.
 
     That is the `repr` unless an address is in it, as in that of a class without a `__repr__`: then its class with its
-    public attributes, the fields of a dataclass, the items of a list, tuple or dict, or the name of a function.
+    public attributes, the fields of a dataclass, the items of a list, tuple or dict, or the name of a function. The
+    items of a set are sorted; of a tensor that is a hash of its elements, of a device its type.
     """
+    torch: Any = sys.modules.get("torch")  # the launcher uses other names of this module and loads no torch
+    if torch is None:
+        return _ADDRESS.sub("", repr(value))
+
+    if isinstance(value, torch.device):
+        return str(value.type)
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
+        octets = value.detach().cpu().reshape(-1).resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+        return f"{value.dtype} of shape {list(value.shape)}, {sha256(octets.numpy().tobytes()).hexdigest()[:12]}"
+    if isinstance(value, set | frozenset):
+        return f"{type(value).__name__}({', '.join(sorted(settings_text(each, depth + 1) for each in value))})"
     text = repr(value)
-    if not _ADDRESS.search(text):
+    kinds = (set, frozenset, torch.Tensor, torch.device)  # whose repr depends on the process, or is no whole one
+    apart = is_dataclass(value) and any(isinstance(each, kinds) for _, each in _settings(value))
+    if not apart and not _ADDRESS.search(text):
         return text
-    if depth < _DEEPEST:
-        if type(value) in (list, tuple):
-            return f"[{', '.join(settings_text(each, depth + 1) for each in value)}]"  # type: ignore[attr-defined]
-        if type(value) is dict:
-            return f"{{{', '.join(f'{key!r}: {settings_text(each, depth + 1)}' for key, each in value.items())}}}"
-        if (name := getattr(value, "__qualname__", None)) is not None:
-            return f"{getattr(value, '__module__', '')}.{name}"
-        told = ", ".join(f"{key}={settings_text(each, depth + 1)}" for key, each in _settings(value))
-        return f"{type(value).__qualname__}({told})"
-    return _ADDRESS.sub("", text)
+    return _taken_apart(value, depth) if depth < _DEEPEST else _ADDRESS.sub("", text)
+
+
+def _taken_apart(value: object, depth: int) -> str:
+    """Return the class, and the items or settings as text."""
+    if isinstance(value, partial):
+        return f"partial({settings_text((value.func, value.args, value.keywords), depth + 1)})"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(settings_text(each, depth + 1) for each in value)}]"
+    if isinstance(value, dict):
+        pairs = ((settings_text(key, depth + 1), settings_text(each, depth + 1)) for key, each in value.items())
+        return f"{{{', '.join(f'{key}: {each}' for key, each in pairs)}}}"
+    if isroutine(value) or isinstance(value, type):
+        return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
+    told = ", ".join(f"{key}={settings_text(each, depth + 1)}" for key, each in _settings(value))
+    return f"{type(value).__qualname__}({told})"
 
 
 def _settings(value: object) -> list[tuple[str, object]]:
     """Return the names and values by which an object was made, as far as its attributes show it."""
     if is_dataclass(value):
         return [(field.name, getattr(value, field.name)) for field in fields(value) if field.repr]
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    found = {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+    given = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for slots in given for name in ((slots,) if isinstance(slots, str) else slots)]
+    found = {name: getattr(value, name) for name in names if not name.startswith("_") and hasattr(value, name)}
+    found |= getattr(value, "__dict__", {})
     return sorted((name, each) for name, each in found.items() if not name.startswith("_"))

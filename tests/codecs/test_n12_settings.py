@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,6 +40,20 @@ class Slotted(Plain):
         self.inner = inner
 
 
+class OneSlot:
+    __slots__ = "inner"
+
+    def __init__(self) -> None:
+        self.inner = Plain(2.0)
+
+
+class Closed:
+    """An object that allows no other attributes to be read."""
+
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError(name)
+
+
 @dataclass(frozen=True)
 class Wrapping:
     """A dataclass with something in it that has no `__repr__`."""
@@ -57,7 +72,7 @@ class Scaled(Rule):
         shard.add_(value, alpha=self.factor)
 
 
-def function(x: int) -> int:
+def function(x: object) -> object:
     return x
 
 
@@ -70,12 +85,31 @@ def function(x: int) -> int:
         (lambda: Wrapping([Plain(2.0), None], object()), "Wrapping(inner=[Plain(scale=2.0), None])"),
         (lambda: Wrapping({"a": Plain(2.0)}), "Wrapping(inner={'a': Plain(scale=2.0)})"),
         (lambda: Wrapping(function), f"Wrapping(inner={__name__}.function)"),
+        (
+            lambda: Wrapping(partial(function, Plain(2.0))),
+            f"Wrapping(inner=partial([{__name__}.function, [Plain(scale=2.0)], {{}}]))",
+        ),
+        (
+            lambda: Wrapping({Plain: 1, Slotted(3): 2}),
+            f"Wrapping(inner={{<class '{__name__}.Plain'>: 1, Slotted(inner=3, scale=1.0): 2}})",
+        ),
+        (lambda: Wrapping(frozenset("cab")), "Wrapping(inner=frozenset('a', 'b', 'c'))"),
+        (lambda: Wrapping(torch.device("cuda", 1)), "Wrapping(inner=cuda)"),
+        (OneSlot, "OneSlot(inner=Plain(scale=2.0))"),
+        (Closed, "Closed()"),
         (lambda: object(), "object()"),
         (lambda: None, "None"),
     ],
 )
 def test_n12_settings_are_text_without_addresses(made: Any, text: str) -> None:
     assert settings_text(made()) == settings_text(made()) == text
+
+
+def test_n12_settings_show_each_element_of_a_tensor() -> None:
+    first, second = (Wrapping(torch.zeros(3000)) for _ in range(2))
+    assert settings_text(first) == settings_text(second)
+    second.inner[1500] = 1e-9
+    assert settings_text(first) != settings_text(second)
 
 
 def test_n12_what_refers_to_itself_has_a_text() -> None:
