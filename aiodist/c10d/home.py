@@ -117,8 +117,11 @@ def _exchange(
     """
     rounds, until = count(), monotonic() + seconds
 
-    def met(number: int) -> list[bytes]:
-        keys = [f"aiodist/{number}/{other}" for other in range(size)]
+    async def exchange(said: bytes) -> list[bytes]:
+        """It blocks the loop, on which nothing else runs yet: a thread for each wait would cost more than the wait."""
+        prefix = f"aiodist/{next(rounds)}"
+        store.set(f"{prefix}/{rank}", said.decode())
+        keys = [f"{prefix}/{other}" for other in range(size)]
         try:
             store.wait(keys, timedelta(seconds=max(0.01, until - monotonic())))
         except dist.DistStoreError as error:
@@ -128,12 +131,7 @@ def _exchange(
             waited = f"{name_ranks(late)} did not come to the process group within {seconds:g} s"
             how = f"start all {size} ranks, or pass a longer timeout"
             raise OperationTimeout(f"{waited}: {how}", late=late) from error
-        return [store.get(key) for key in keys]
-
-    async def exchange(said: bytes) -> list[bytes]:
-        number = next(rounds)
-        store.set(f"aiodist/{number}/{rank}", said.decode())
-        return await asyncio.to_thread(met, number)
+        return store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
 
     return exchange
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from aiodist.control.roster import Exit
+from aiodist.control.roster import Exit, name_ranks
 from aiodist.control.thread import Owner
 from aiodist.control.wire import EVERYBODY, pack, unpack
 from aiodist.errors import OperationTimeout
@@ -23,12 +23,20 @@ from aiodist.errors import OperationTimeout
 async def exchange(channel: Channel, what: str, mine: Any, seconds: float | None = None) -> list[Any]:  # noqa: ANN401
     """Return what every rank brought to `what`, in JSON's types, by rank; each must call it, once for each name.
 
-    Raises `OperationTimeout` where a rank brings nothing within `seconds`.
+    It costs one round trip to the hub. Raises `OperationTimeout`, whose `late` are the ranks that brought nothing
+    within `seconds`.
     """
     if channel.size == 1:
         return [mine]
-    await channel.set(f"{what}/{channel.rank}", json.dumps(mine).encode())
-    return [json.loads(await channel.get(f"{what}/{rank}", timeout=seconds)) for rank in range(channel.size)]
+    try:
+        async with asyncio.timeout(seconds):
+            said = await channel.request("exchange", what, channel.size, json.dumps(mine))
+    except TimeoutError:
+        came = await channel.request("came", what)
+        late = {rank: f"never came to {what!r}" for rank in range(channel.size) if rank not in came}
+        message = f"{name_ranks(late)} did not come to {what!r} within {seconds:g} s"
+        raise OperationTimeout(message, late=late, rank=channel.rank, op="exchange") from None
+    return [json.loads(one) for one in said]
 
 
 class ChannelClosed(RuntimeError):

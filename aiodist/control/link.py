@@ -24,7 +24,7 @@ MAX_BACKLOG: Final = 16 * MAX_FRAME
 """How many bytes may wait for a peer that does not read before it is given up."""
 
 HANDSHAKE_TIMEOUT: Final = 10.0
-PROTOCOL: Final = "aiodist control 2"
+PROTOCOL: Final = "aiodist control 3"
 
 _PAUSE: Final = 0.2
 _PING: Final = frame(Kind.PING)
@@ -90,7 +90,10 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start; called by the loop."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
-        self._fd = transport.get_extra_info("socket").fileno()
+        sock = transport.get_extra_info("socket")
+        # asyncio does so for sockets that say they are TCP's, which one that a listener accepted does not.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._fd = sock.fileno()
         self.source = str(transport.get_extra_info("sockname")[0])
         guard(self._fd)
         self.heard = self._loop.time()

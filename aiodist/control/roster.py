@@ -136,16 +136,17 @@ Reply = Callable[[object, Exception | None], object]
 
 
 class Store:
-    """What all ranks share: byte strings by name, counters, and those who wait for a name."""
+    """What all ranks share: byte strings by name, counters, exchanges, and those who wait for a name."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
+        self._brought: dict[str, dict[int, str]] = {}  # to exchanges that are not complete, by rank
         self._waiting: dict[str, dict[Waiter, Reply]] = {}
 
     def answer(self, question: Sequence[object], waiter: Waiter, reply: Reply) -> bool:
         """Do what is asked and call `reply(value, error)`: now, or when a key that is asked for is set.
 
-        Return False for a question that is not one for the store.
+        An exchange is answered when all its ranks have asked. Return False for a question that is not for the store.
         """
         value: object = None
         match question:
@@ -156,6 +157,16 @@ class Store:
                 value = self._values[key]
             case ["set", str(key), bytes(new)]:
                 self._set(key, new)
+            case ["exchange", str(key), int(size), str(mine)]:
+                brought = self._brought.setdefault(key, {})
+                brought[waiter[0]] = mine
+                self._waiting.setdefault(key, {})[waiter] = reply
+                if len(brought) == size:
+                    del self._brought[key]
+                    self._tell(key, [brought[rank] for rank in range(size)])
+                return True
+            case ["came", str(key)]:
+                value = sorted(self._brought.get(key, ()))
             case ["add", str(key), int(amount)]:
                 old = self._values.get(key, b"0")
                 try:
@@ -171,6 +182,9 @@ class Store:
 
     def _set(self, key: str, value: bytes) -> None:
         self._values[key] = value
+        self._tell(key, value)
+
+    def _tell(self, key: str, value: object) -> None:
         for reply in self._waiting.pop(key, {}).values():
             reply(value, None)
 

@@ -8,6 +8,7 @@ get out of one another's way, nor out of that of other programs.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -37,9 +38,10 @@ async def pinned(channel: Channel, topology: Topology, environment: Environment)
         return _held(None, None)
     allowed = tuple(sorted(os.sched_getaffinity(0)))
     said = ",".join(map(str, allowed)).encode()
-    await channel.set(f"cores/{channel.rank}", said)
     here = topology.ranks_on(topology.host_of[topology.rank])
-    alike = [rank for rank in here if await channel.get(f"cores/{rank}") == said]
+    asked = [channel.get(f"cores/{rank}") for rank in here]
+    _, *cores = await asyncio.gather(channel.set(f"cores/{channel.rank}", said), *asked)
+    alike = [rank for rank, there in zip(here, cores, strict=True) if there == said]
     mine = share(allowed, alike.index(channel.rank), len(alike))
     hold = environment.pin or (len(mine) > 1 and len(mine) < len(allowed))
     # Whether the user said how many threads torch has: by itself it starts one for each core that it sees.

@@ -143,9 +143,12 @@ def test_t5_a_killed_rank_is_named_within_a_second(nursery: str) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("way", ["aborted", "dropped", "shut down"])
 def test_t5_groups_that_are_given_up_leave_nothing(way: str) -> None:
-    """Neither threads, descriptors nor maps; and the program ends with its own exit code, after its at-exit calls."""
+    """A second round of as many groups leaves no more threads, descriptors and maps than the first did.
+
+    The program ends with its own exit code, after its at-exit calls.
+    """
     done = subprocess.run(
-        [sys.executable, str(PROGRAMS / "given_up.py"), way, "12"],
+        [sys.executable, str(PROGRAMS / "given_up.py"), way, "25"],
         env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

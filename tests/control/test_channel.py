@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aiodist.control import MAX_FRAME, Channel, connect, host, in_process
+from aiodist.control import MAX_FRAME, Channel, connect, exchange, host, in_process
 from aiodist.control.client import SocketChannel
 from aiodist.errors import OperationTimeout, RemoteError
 
@@ -80,6 +80,20 @@ async def test_get_in_vain_times_out_and_leaves_the_key_usable(channels: Channel
         await channels[1].get("never", timeout=0.02)
     await channels[0].set("never", b"after all")
     assert await channels[1].get("never", timeout=5) == b"after all"
+
+
+@limited
+async def test_an_exchange_gives_each_rank_the_words_of_all(channels: Channels) -> None:
+    for said in ({"a": [1, None]}, ["x"]):
+        found = await asyncio.gather(*(exchange(rank, "words", [rank.rank, said]) for rank in channels))
+        assert found == [[[0, said], [1, said], [2, said]]] * 3
+
+
+@limited
+async def test_an_exchange_names_the_ranks_that_do_not_come(channels: Channels) -> None:
+    with pytest.raises(OperationTimeout, match=r"ranks 0, 2 did not come to 'alone' within 0\.05 s") as raised:
+        await exchange(channels[1], "alone", 1, 0.05)
+    assert raised.value.late == dict.fromkeys((0, 2), "never came to 'alone'")
 
 
 @limited

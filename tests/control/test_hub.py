@@ -73,7 +73,7 @@ async def test_a_hub_that_does_not_know_the_token_is_refused() -> None:
     """A stranger that lets everybody in cannot prove that it knows the token."""
 
     async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(frame(Kind.GREETING, body=pack(["aiodist control 2", b"challenge"])))
+        writer.write(frame(Kind.GREETING, body=pack(["aiodist control 3", b"challenge"])))
         writer.write(frame(Kind.WELCOME, body=pack([b"a guess", {"heartbeat": 30, "host_rank": None}])))
         await reader.read()
         writer.close()
