@@ -34,7 +34,7 @@ def isolated() -> Iterator[None]:
 
     The task factory of before is put back then, unless somebody has set another one. The calling task has begun
     already, and keeps the modes of its thread, which no isolated task changes. Two such tasks share modes: a
-    RuntimeWarning names each other task of the program that has begun before.
+    RuntimeWarning names each other task of the program that has begun before, unless it waits for this one.
     """
     loop = asyncio.get_running_loop()
     factory = _factory(loop)
@@ -62,7 +62,7 @@ def _warn_of_others(loop: asyncio.AbstractEventLoop) -> None:
     mine = asyncio.current_task(loop)
     if mine is None or isinstance(mine.get_coro(), _Isolated):
         return
-    for task in asyncio.all_tasks(loop) - {mine}:
+    for task in _running_beside(mine, asyncio.all_tasks(loop)):
         coro: Any = task.get_coro()
         code = getattr(coro, "cr_code", None)
         if code is None or isinstance(coro, _Isolated) or _of_library(code.co_filename):
@@ -77,6 +77,27 @@ def _warn_of_others(loop: asyncio.AbstractEventLoop) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def _running_beside(mine: asyncio.Task[Any], tasks: set[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
+    """Return the tasks that may run before `mine` has ended: those that wait for it or for its waiters may not."""
+    waiting = {mine}
+    while more := {task for task in tasks - waiting if not waiting.isdisjoint(_awaited_by(task))}:
+        waiting |= more
+    return tasks - waiting
+
+
+def _awaited_by(task: asyncio.Task[Any]) -> Iterator[Any]:
+    """Yield what a task awaits: a task, the members of a gather or of a task group, the task within a wait_for."""
+    future = getattr(task, "_fut_waiter", None)
+    yield future
+    yield from getattr(future, "_children", ())
+    coro: Any = task.get_coro()
+    while hasattr(inner := getattr(coro, "cr_await", None), "cr_frame"):
+        coro = inner
+    if (frame := getattr(coro, "cr_frame", None)) is not None:
+        yield frame.f_locals.get("fut")  # of wait_for, up to Python 3.11
+        yield from getattr(frame.f_locals.get("self"), "_tasks", ())  # of a task group of asyncio or anyio
 
 
 def _of_library(file: str) -> bool:

@@ -684,3 +684,32 @@ def test_h13_a_task_that_began_before_the_world_is_named(lasting: bool) -> None:
         assert message.startswith("task 'early' (")
         assert f"test_h13_modes.py:{line})" in message
         assert "aiodist.run(main)" in message
+
+
+@pytest.mark.parametrize("way", ["task", "gather", "wait_for", "asyncio group", "anyio group"])
+def test_h13_a_task_that_waits_for_the_world_shares_no_modes_with_it(way: str) -> None:
+    async def world() -> None:
+        async with aiodist.init():
+            pass
+
+    async def main() -> None:
+        match way:
+            case "task":
+                await asyncio.create_task(world())
+            case "gather":
+                await asyncio.gather(world())
+            case "wait_for":
+                await asyncio.wait_for(world(), 20)
+            case "asyncio group":
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(world())
+            case _:
+                async with anyio.create_task_group() as several:
+                    several.start_soon(world)
+
+    async def outer() -> None:
+        await asyncio.create_task(main())
+
+    with heard() as caught:
+        asyncio.run(outer())
+    assert not caught

@@ -84,7 +84,9 @@ async def test_n3_an_optimizer_that_raises_on_one_rank(
     before = [p.detach().clone() for p in net.parameters()]
     others = "ranks 0 and 2" if coll.size == 3 else "rank 0"
     why = "" if way in ("plain", "between") else r", since its optimizer raised ArithmeticError\('no luck'\)"
-    text = rf"2 steps made on {others}; 1 step made{why} on rank 1; who alone raises in or before `opt\.step\(\)`"
+    text = (
+        rf"2 steps made on {others}; 1 step made{why} on rank 1; a rank that alone raises in or before `opt\.step\(\)`"
+    )
     for _ in range(2):
         with pytest.raises(aiodist.MismatchError, match=text):
             await update(net, opt, trial, coll.rank, 2, way)
