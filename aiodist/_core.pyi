@@ -165,6 +165,7 @@ class Handle:
     _detached: bool
     _given_up: bool
     _posted: bool
+    _writes: bool
     _looked_at: bool
     polled: bool
     def __init__(

@@ -92,6 +92,7 @@ typedef struct {
     char consumed, detached, looked_at, polled;
     char given_up;  // an await of it ended without its outcome
     char posted;    // its operation does not keep it, and withdraws what it drops
+    char writes;    // its result is in memory of the caller's
     // While a lane does it: who issued it (which keeps it alive), how, on what, and the operation. It writes `target`,
     // for a caller who gave `out`, and `result` is to be returned; NULL: `tensor`, and nothing for `out`.
     Issuer *issuer;

@@ -301,6 +301,7 @@ static PyMemberDef handle_members[] = {
     OFFERS("seq", T_LONGLONG, Handle, seq, 0, NULL), OFFERS("nbytes", T_PYSSIZET, Handle, nbytes, 0, NULL),
     OFFERS("_consumed", T_BOOL, Handle, consumed, 0, NULL), OFFERS("_detached", T_BOOL, Handle, detached, 0, NULL),
     OFFERS("_given_up", T_BOOL, Handle, given_up, 0, NULL), OFFERS("_posted", T_BOOL, Handle, posted, 0, NULL),
+    OFFERS("_writes", T_BOOL, Handle, writes, 0, NULL),
     OFFERS("_looked_at", T_BOOL, Handle, looked_at, 0, NULL), OFFERS("polled", T_BOOL, Handle, polled, 0, NULL),
     {0},
 };

@@ -392,6 +392,7 @@ static Handle *issued(Issuer *self, const call *what, core_place place) {
     h->seq = self->log->seq;
     h->nbytes = (Py_ssize_t)plan->nbytes;
     h->polled = 1;
+    h->writes = written(plan, tensors[0], tensors[1], tensors[3]) != NULL;
     h->native = plan->op;
     h->native.print ^= (uint64_t)h->seq;
     h->native.in = (void *)(uintptr_t)what->in, h->native.out = (void *)(uintptr_t)what->out;

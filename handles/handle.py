@@ -586,8 +586,9 @@ class Handle(_core.Handle, Generic[T]):
         """Report an outcome that no code retrieved: the finalizer of a finished handle, or of a posted one."""
         error = self._value if self._status is Status.RAISED else None
         account = self._account or Account(self._progress.loop, prompt=True)
-        if error is None and self._given_up and self._value is None:
-            return  # its result says nothing
+        in_place = self._writes and not isinstance(self._value, (int, float))
+        if error is None and self._given_up and (self._value is None or in_place):
+            return  # nothing is lost with it
         account.dropped(self.called, self.seq, self._origin, error, given_up=self._given_up)
 
     def __repr__(self) -> str:

@@ -520,6 +520,7 @@ class Dispatcher:
         else:
             handle = self._new_handle(Handle, op, nbytes, timeout)
         acquire(claims, handle)
+        handle._writes = any(claim.writes for claim in claims)
         self.operations.issued[handle] = meets or True
         self._watch_over(handle, meets)
         if what is not None:

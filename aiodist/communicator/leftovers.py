@@ -39,7 +39,7 @@ async def unreceived(coll: Any, seconds: float) -> list[str]:  # noqa: ANN401
     """
     mailbox = coll.parts.dispatcher.mailbox
     mine = mailbox.leftovers()
-    if coll.size > 1 and not int((await coll.allreduce(torch.tensor([len(mine)]), timeout=seconds))[0]):
+    if coll.size > 1 and not int((await coll.allreduce(torch.tensor([len(mine)], device="cpu"), timeout=seconds))[0]):
         return []
     found = await coll.allgather_object(mine, timeout=seconds)
     sent = {

@@ -355,11 +355,18 @@ async def test_h7_a_result_that_a_cancelled_await_left_is_told(coll: Communicato
             line = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(coll.barrier(), 0.001)
+            t, other = torch.ones(2), [torch.ones(2), torch.ones(3)]
+            with pytest.raises(TimeoutError):  # its sum is not lost: it is in t
+                await asyncio.wait_for(coll.allreduce(t), 0.001)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(coll.allreduce(other), 0.001)
             await coll.send(torch.zeros(1), dst=1)
         else:
             await coll.recv(src=0)
             await coll.allgather_object("y")
             await coll.barrier()
+            await coll.allreduce(torch.ones(2))
+            await coll.allreduce([torch.ones(2), torch.ones(3)])
         await coll.barrier()
         await asyncio.sleep(0.01)
     if coll.rank == 0:

@@ -114,6 +114,8 @@ def test_w10_a_receive_beside_a_collective(caplog: pytest.LogCaptureFixture) -> 
         if coll.rank == 0:
             assert handle.cancel()
             await coll.allreduce(1)
+        else:
+            assert await handle == 2
 
     (report,) = _reports(main, caplog)
     assert "rank 0 waits for rank 1 in recv #0" in report

@@ -411,7 +411,7 @@ def test_w4_a_deadline_may_end_the_wait() -> None:
             async with asyncio.timeout(20):
                 exchanged = await coll.sendrecv(torch.ones(1), 1 - coll.rank, 1 - coll.rank, tag=2)
             assert exchanged == 1
-            await coll.send(torch.ones(1), 1 - coll.rank, tag=1)
+            assert await coll.sendrecv(torch.ones(1), 1 - coll.rank, 1 - coll.rank, tag=1) == 1
 
     run_ranks(2, main)
 
