@@ -19,6 +19,7 @@ from aiodist.schedules import SCHEDULES
 FLOATS = torch.arange(6.0)
 COMPLEX = torch.complex(FLOATS, FLOATS + 1)
 TWO = [FLOATS[:3], FLOATS[3:]]
+NINE = torch.arange(9.0)
 
 
 def emptied(numel: int, nbytes: int = 0) -> torch.Tensor:
@@ -130,7 +131,7 @@ MISTAKES = [
     bad(ValueError, r"out has strides|out of shape", lambda c: c.allreduce(FLOATS, out=torch.ones(6, 2)[:, 0])),
     bad(ValueError, r"out overlaps the input", lambda c: c.allreduce(FLOATS[:4], out=FLOATS[1:5])),
     bad(ValueError, r"out overlaps the input", lambda c: c.allreduce(FLOATS[:4], out=FLOATS)),
-    bad(ValueError, r"out overlaps the input", lambda c: c.reduce_scatter(FLOATS, out=FLOATS[2:5])),
+    bad(ValueError, r"out overlaps the input", lambda c: c.reduce_scatter(NINE[:6], out=NINE[5:8])),
     bad(ValueError, r"out overlaps the input", lambda c: c.sendrecv(FLOATS, 0, 0, FLOATS)),
     bad(ValueError, r"out overlaps the input", lambda c: c.allgather(FLOATS[3:], out=FLOATS[:5])),
     bad(ValueError, r"out overlaps the input ts\[0\]", lambda c: c.alltoall(TWO, out=[torch.ones(3), TWO[0]])),
@@ -343,7 +344,9 @@ async def test_h9_a_list_of_receives_is_refused_whole(coll: Communicator) -> Non
     a, b, owned = torch.zeros(3), torch.zeros(3), torch.zeros(3)
     first = coll.recv(owned, src, tag=5)
     for several in ([a, a], [a, owned], [a, b[:2], b]):
-        with pytest.raises(aiodist.BufferInFlight, match="recv of a list would write memory"):
+        with pytest.raises(
+            aiodist.BufferInFlight, match=r"recv of a list would (write memory|have the same memory twice)"
+        ):
             coll.recv(several, src)
     with pytest.raises(ValueError, match="timeout=-1"):
         coll.recv([a, b], src, timeout=-1)
