@@ -12,7 +12,6 @@ from torch import Tensor
 
 from aiodist.backends.base import Transport, key_of, tag_of
 from aiodist.backends.shm import Neighbourhood
-from aiodist.backends.shm.tables import HostTable
 from aiodist.collectives.choice.availability import ONE_FORM, Availability
 from aiodist.collectives.choice.selector import Selector, compared
 from aiodist.collectives.choice.table import COMPARED_BYTES, Edit, LimitEdit
@@ -119,7 +118,6 @@ class Keeper(Protocol):
     accelerator: Accelerator | None
     near: Neighbourhood | None
     alone: str
-    tables: list[HostTable]
     stop_requested: bool
     generation: Generation
     waited: dict[str, WaitingCall]

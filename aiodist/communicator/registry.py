@@ -14,7 +14,6 @@ import torch
 from aiodist.backends.base import Transport, again, ours
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.backends.shm import Lanes, Neighbourhood, ShmNative
-from aiodist.backends.shm.tables import HostTable
 from aiodist.collectives.between import Between
 from aiodist.collectives.choice.table import Edit, Table
 from aiodist.collectives.cuda.accelerator import Accelerator
@@ -131,8 +130,6 @@ class Registry(Generic[C]):
         self._lanes = Lanes(Progress.current(), near) if near is not None else None
         self.alone = alone
         """Why no other rank shares memory with this one."""
-        self.tables: list[HostTable] = []
-        """Tables that this rank made: their descriptors name them until the world is closed."""
         self._sharing = sharing
         self.accelerator: Accelerator | None = None
         """What this rank has of CUDA, where any rank has something."""
@@ -281,7 +278,6 @@ class Registry(Generic[C]):
         if self._broken not in self._progress.on_broken:  # it was done
             return
         self._progress.on_broken.remove(self._broken)
-        self.tables.clear()
         try:
             if self.accelerator is not None:
                 await self.accelerator.aclose()

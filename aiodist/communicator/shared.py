@@ -6,6 +6,7 @@ import operator
 from collections.abc import Sequence
 from functools import partial
 from math import prod
+from mmap import mmap
 from typing import Any, TypeVar
 
 import torch
@@ -15,11 +16,13 @@ from aiodist.backends.base import dtype_name
 from aiodist.backends.shm.moving import move
 from aiodist.backends.shm.tables import HostTable, Named, mapped
 from aiodist.collectives import operations
+from aiodist.collectives.primitives import Primitives
+from aiodist.collectives.program import Program
 from aiodist.communicator import pickling
 from aiodist.communicator.arguments import Terms
 from aiodist.communicator.base import Base
 from aiodist.communicator.fingerprint import Fingerprint
-from aiodist.errors import BackendUnavailable
+from aiodist.errors import BackendError, BackendUnavailable
 from aiodist.handles import Handle
 
 _CPU = torch.device("cpu")
@@ -68,20 +71,21 @@ class SharedMemory(Base):
 
         It is a plain tensor on the CPU. Nothing orders its accesses but the program's own barriers, and a collective
         that writes into it would have several ranks write at one place. Its pages are reserved. They are freed when the
-        world is closed and the last tensor has died, and if all processes are killed: no file has its name.
+        last tensor of it has died on every rank of the host, or its processes are killed: no file has its name.
 
         Raises TypeError or ValueError for a shape or a dtype that cannot be. On await, on every rank: MismatchError if
-        ranks ask for different ones, MemoryError if a host lacks the pages, and BackendUnavailable if ranks of a host
-        share no memory (AIODIST_SHM=0). Cost: an `allgather_object`, and one mapping.
+        ranks ask for different ones, MemoryError if a host lacks the pages, BackendUnavailable if ranks of a host
+        share no memory (AIODIST_SHM=0), and BackendError if a rank cannot map it, such as one that has no descriptor
+        left. Cost: two `allgather_object`; a mapping and a descriptor on each rank while tensors of it live.
         """
         size = _checked_shape(shape, dtype)
         topology = self.topology
         here = topology.ranks_on(topology.host_of[self.rank])
         offer = self._offer(here, prod(size) * dtype.itemsize)
-        packed, terms = pickling.pack(offer.named if isinstance(offer, HostTable) else offer), Terms(timeout)
-        program = operations.allgather(self._primitives(terms), packed, None)
+        terms = Terms(timeout)
+        program = self._shared(self._primitives(terms), here, offer)
         what = Fingerprint("shared_table", dtype_name(dtype), str(list(size)))
-        return self._issue(what, program, [], [packed], terms, partial(self._table, here, size, dtype, offer))
+        return self._issue(what, program, [], [], terms, partial(_table, size, dtype))
 
     def _offer(self, here: Sequence[int], nbytes: int) -> HostTable | str | MemoryError | None:
         """Return this rank's part in making a table: the table, nothing, or why it cannot be made."""
@@ -92,37 +96,42 @@ class SharedMemory(Base):
             return self._registry.alone
         if self.rank != here[0]:
             return None
+        number = 0 if near is None else next(near.table_numbers)
         try:
-            table = HostTable(self._dispatcher.ranks[self.rank], nbytes)
+            return HostTable(self._dispatcher.ranks[self.rank], number, nbytes)
         except MemoryError as error:
             return error
-        if near is not None:
-            for rank in here[1:]:
-                near.neighbours[self._dispatcher.ranks[rank]].tell({"table": table.named.fd}, table.named.fd)
-        return table
 
-    def _table(
-        self, here: Sequence[int], size: Sequence[int], dtype: torch.dtype, offer: object, parts: Sequence[Tensor]
-    ) -> Tensor:
-        """Return the table, once all ranks have said what they offer."""
-        said: list[Any] = pickling.unpack_each(parts)
-        for rank, one in enumerate(said):
-            if isinstance(one, MemoryError):
-                raise MemoryError(f"shared_table on rank {rank}: {one}")
-            if isinstance(one, str):
-                raise BackendUnavailable(
-                    f"shared_table: rank {rank} shares no memory with the ranks of its host: {one}; expected shared "
-                    "memory, or one rank a host"
-                )
+    def _shared(
+        self, p: Primitives, here: Sequence[int], offer: HostTable | str | MemoryError | None
+    ) -> Program[tuple[mmap | None, list[tuple[Any, str]]]]:
+        """Map the table that one of the ranks `here` offers; return its bytes, and each rank's offer and lack.
+
+        The ranks speak twice: first of their offers, then of what they lack to map them. After that no rank needs the
+        descriptor, which is closed when this program ends: it alone holds the offer.
+        """
+        said: HostTable | Named | str | MemoryError | None = offer
         if isinstance(offer, HostTable):
-            self._registry.tables.append(offer)
-        named: Named | None = said[here[0]]
-        if named is None:
-            return torch.zeros(tuple(size), dtype=dtype, device="cpu")
+            said = offer.named
+            if self._registry.near is not None:
+                for rank in here[1:]:
+                    self._registry.near.neighbours[self._dispatcher.ranks[rank]].offer(offer)
+        offers = yield from _of_all(p, said)
+        memory, lack = None, ""
+        if isinstance(named := offers[here[0]], Named):
+            try:
+                memory = self._mapped(named, here)
+            except (OSError, ValueError) as error:
+                lack = f"cannot map rank {here[0]}'s table of {named.nbytes} bytes: {error}"
+        lacks = yield from _of_all(p.afterwards(), lack)
+        return memory, list(zip(offers, lacks, strict=True))
+
+    def _mapped(self, named: Named, here: Sequence[int]) -> mmap:
+        """Return the bytes of the table; raise OSError or ValueError unless they can be mapped."""
         near = self._registry.near
-        own = near is None or self.rank == here[0]  # a descriptor of this process
-        memory = mapped(named.fd, named.nbytes) if own or near is None else near.neighbours[named.rank].table(named)
-        return torch.frombuffer(memory, dtype=dtype, count=prod(size)).view(tuple(size))
+        if near is None or self.rank == here[0]:  # a descriptor of this process
+            return mapped(named.fd, named.nbytes)
+        return near.neighbours[named.rank].table(named)
 
     def arena(self, nbytes: int) -> None:
         """Reserve room for `nbytes` of later `empty` calls on this rank, until the world is closed.
@@ -159,6 +168,30 @@ class SharedMemory(Base):
             named = {"t": t} if isinstance(t, Tensor) else dict([*t.named_parameters(), *t.named_buffers()])
             move(self._registry.near.arena, named)
         return t
+
+
+def _of_all(p: Primitives, mine: object) -> Program[list[Any]]:
+    """Return each rank's object."""
+    parts = yield from operations.allgather(p, pickling.pack(mine), None)
+    return pickling.unpack_each(list(parts))
+
+
+def _table(size: Sequence[int], dtype: torch.dtype, found: tuple[mmap | None, list[tuple[Any, str]]]) -> Tensor:
+    """Return the table, from its bytes and each rank's offer and lack; raise if a rank has none."""
+    memory, said = found
+    for rank, (offer, lack) in enumerate(said):
+        if isinstance(offer, MemoryError):
+            raise MemoryError(f"shared_table on rank {rank}: {offer}")
+        if isinstance(offer, str):
+            raise BackendUnavailable(
+                f"shared_table: rank {rank} shares no memory with the ranks of its host: {offer}; expected shared "
+                "memory, or one rank a host"
+            )
+        if lack:
+            raise BackendError(f"shared_table: rank {rank} {lack}")
+    if memory is None:
+        return torch.zeros(tuple(size), dtype=dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=dtype, count=prod(size)).view(tuple(size))
 
 
 def _checked_shape(shape: int | Sequence[int], dtype: object) -> tuple[int, ...]:

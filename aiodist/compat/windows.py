@@ -93,9 +93,10 @@ class Win(metaclass=_Kind):
     Unlock_all = Flush_all = Flush_local_all = Sync
 
     def Free(self) -> None:
-        """Release it, on all ranks; the memory is freed when the world is closed and no buffer is left."""
+        """Release it, on all ranks; its memory is freed when no rank has a buffer of it left."""
         self._check().Barrier()
         self._comm = None
+        self._table = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _check(self) -> Comm:
         if self._comm is None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
-import aiodist
-from aiodist import Communicator, MismatchError
+from aiodist import BackendError, Communicator, MismatchError
 from tests.support.environ import python_path
 
 HERE = Path(__file__).parent
@@ -67,20 +68,86 @@ async def test_a5_ranks_ask_for_the_same_table(coll: Communicator) -> None:
 
 
 @pytest.mark.ranks(2, backend="shm")
-async def test_a5_a_table_is_in_memory_once_and_goes_with_the_world(coll: Communicator) -> None:
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
+async def test_a5_a_table_is_in_memory_once_and_goes_with_its_last_tensor(coll: Communicator) -> None:
+    gc.collect()
+    before, parts = held()
+    assert not parts
+    table = await coll.shared_table(1 << 20)
+    table[coll.rank] = coll.rank
+    await coll.barrier()
+    assert table[:2].tolist() == [0, 1]
+    assert held() == (before + 1, {"map": 1, "descriptor": 1})  # Python's map has a descriptor of its own
+    view = table[1:]
+    del table
+    gc.collect()
+    assert view[0].item() == 1
+    del view
+    gc.collect()
+    assert held() == (before, {})
 
-    async with aiodist.timeout(30):
-        before = descriptors()
-        table = await coll.shared_table(1 << 20)
-        table[coll.rank] = coll.rank
+
+@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend=("shm", "openmpi"))
+async def test_a5_tables_that_are_dropped_leave_nothing(coll: Communicator) -> None:
+    half = await coll.split(coll.rank // 2)
+    before = await held_by_all(coll)
+    for number in range(50):
+        table = await (coll, half)[number % 2].shared_table((1 << 20,))
+        table[coll.rank] = number + coll.rank
         await coll.barrier()
-        assert descriptors() <= before + 2  # the maker's and the mapping's
-        assert maps().count("aiodist-table") == 1
+        assert table[:2].tolist() == [number, number + 1]
         del table
-        gc.collect()
-        assert "aiodist-table" not in maps()
+    assert await held_by_all(coll) == before
+    kept = [await coll.shared_table(4) for _ in range(5)]
+    for number, table in enumerate(kept):
+        table[coll.rank] = number
+    await coll.barrier()
+    assert [table[:2].tolist() for table in kept] == [[number, number] for number in range(5)]
+
+
+@pytest.mark.ranks(3, backend="shm")
+async def test_a5_calls_that_fail_leave_nothing(coll: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = await held_by_all(coll)
+    for _ in range(5):
+        with pytest.raises(MismatchError, match="shared_table"):
+            await coll.shared_table(2 + coll.rank)
+        with pytest.raises(MemoryError, match="on rank 0"):
+            await coll.shared_table((1 << 50,), torch.int64)
+    with monkeypatch.context() as patch:
+        if coll.rank == 1:
+            patch.setattr("aiodist.backends.shm.tables.mmap.mmap", no_map)
+        for _ in range(5):
+            with pytest.raises(BackendError, match=r"shared_table: rank 1 cannot map .*4096 bytes.*Too many open"):
+                await coll.shared_table(2)
+    assert await held_by_all(coll) == before
+    assert (await coll.shared_table(3)).tolist() == [0, 0, 0]
+
+
+def no_map(fd: int, nbytes: int) -> NoReturn:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+async def held_by_all(coll: Communicator) -> tuple[int, dict[str, int]]:
+    """Return `held()` at a time when no rank makes a table: ranks may be in one process."""
+    await coll.barrier()
+    gc.collect()
+    found = held()
+    await coll.barrier()
+    return found
+
+
+def held() -> tuple[int, dict[str, int]]:
+    """Return how many descriptors this process has, and how many maps and descriptors of tables: what keeps pages."""
+    names = os.listdir("/proc/self/fd")
+    kinds = {"map": maps(), "descriptor": "".join(map(target, names))}
+    return len(names), {kind: n for kind, text in kinds.items() if (n := text.count("aiodist-table"))}
+
+
+def target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:  # that of the listing itself
+        return ""
 
 
 def maps() -> str:
@@ -88,7 +155,7 @@ def maps() -> str:
 
 
 PROGRAM = """
-import sys, aiodist, os, signal
+import sys, aiodist, gc, os, signal
 
 async def main():
     async with aiodist.init() as coll:
@@ -100,6 +167,9 @@ async def main():
             os.kill(os.getpid(), signal.SIGKILL)
     assert table[:2].tolist() == [1.0, 2.0]  # it outlives the world
     assert not [fd for fd in os.listdir("/proc/self/fd") if "table" in target(fd)][1:]
+    del table
+    gc.collect()
+    assert not [fd for fd in os.listdir("/proc/self/fd") if "table" in target(fd)]
 
 def target(fd):
     try:

@@ -17,6 +17,7 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from aiodist import _core
 from aiodist.backends.base import in_thread
 from aiodist.backends.shm.memory import Arena, Place, check_segment, segment_fd
-from aiodist.backends.shm.tables import Named, mapped
+from aiodist.backends.shm.tables import HostTable, Named, mapped
 from aiodist.control import exchange
 from aiodist.errors import BackendError
 from aiodist.handles.progress import leave_doorbell, sleep_at
@@ -50,22 +51,26 @@ class Neighbour:
         self.places: dict[str, Place] = {}  # where things lie in its memory, by the names it gave them
         self.left: set[str] = set()  # the names of groups that it is no longer in
         self._link = link
-        self._unsent: deque[tuple[bytes, int | None]] = deque()
+        self._unsent: deque[tuple[bytes, int | None, HostTable | None]] = deque()
         self._descriptors: dict[int, tuple[int, int]] = {}
-        self._tables: dict[int, int] = {}  # descriptors here of tables that it made, by those there
+        self._tables: dict[int, int] = {}  # descriptors of tables that it made, by their numbers
         self._segments: dict[int, Tensor] = {}
         self.core = _core.Memory()  # what is mapped of its memory, for the compiled core
         self._doorbell: _core.Doorbell | None = None
 
-    def tell(self, message: dict[str, Any], fd: int | None = None) -> None:
-        """Send `message`, now or when its queue has room again."""
-        self._unsent.append((json.dumps(message).encode(), fd))
+    def tell(self, message: dict[str, Any], fd: int | None = None, table: HostTable | None = None) -> None:
+        """Send `message`, now or when its queue has room again; a `table` keeps its descriptor open until then."""
+        self._unsent.append((json.dumps(message).encode(), fd, table))
         self.flush()
+
+    def offer(self, table: HostTable) -> None:
+        """Send the descriptor of a table that this rank made."""
+        self.tell({"table": table.named.number}, table.named.fd, table)
 
     def flush(self) -> bool:
         """Send what is unsent; True when nothing is left."""
         while self._unsent:
-            data, fd = self._unsent[0]
+            data, fd, _ = self._unsent[0]
             try:
                 socket.send_fds(self._link, [data], [] if fd is None else [fd])
             except BlockingIOError:
@@ -147,16 +152,13 @@ class Neighbour:
         return segment
 
     def table(self, named: Named) -> mmap.mmap:
-        """Return the bytes of a table that it made; raise BackendError unless they can be mapped."""
+        """Return the bytes of a table that it made; raise OSError or ValueError unless they can be mapped."""
         self.listen()
-        fd = self._tables.pop(named.fd, None)
+        fd = self._tables.pop(named.number, None)
         if fd is None:
-            raise BackendError(f"rank {self.rank} made a table of {named.nbytes} bytes, whose descriptor never came")
+            raise ValueError("its descriptor never came")
         try:
             return mapped(fd, named.nbytes)
-        except (OSError, ValueError) as error:
-            said = f"a table of rank {self.rank}, {named.nbytes} bytes as it says, cannot be mapped: {error}"
-            raise BackendError(said) from error
         finally:
             os.close(fd)
 
@@ -197,6 +199,8 @@ class Neighbourhood:
         self.neighbours = {other: Neighbour(other, link) for other, link in links.items()}
         self.members = tuple(sorted([rank, *links]))
         self.arena = Arena()
+        self.table_numbers = count()
+        """The numbers of the tables that this rank makes."""
         self._leaving: dict[str, tuple[frozenset[int], object]] = {}
         self._control = self.arena.empty((mmap.PAGESIZE,), torch.uint8)
         self._control.zero_()

@@ -18,18 +18,20 @@ class Named(NamedTuple):
 
     rank: int
     """The rank in the world that made it."""
+    number: int
+    """Its number among the tables of that rank."""
     fd: int
-    """Its descriptor there, which names it until the world is closed."""
+    """Its descriptor there, by which ranks of the same process map it; open until all ranks have."""
     nbytes: int
 
 
 class HostTable:
-    """The memory of a table that this rank made; its descriptor is open as long as this object lives."""
+    """A table that this rank made, until all ranks have mapped it: its descriptor is open while this object lives."""
 
-    def __init__(self, rank: int, nbytes: int) -> None:
+    def __init__(self, rank: int, number: int, nbytes: int) -> None:
         """Raise MemoryError unless all pages can be had; their bytes are 0."""
         fd, room = reserved_fd("aiodist-table", nbytes)
-        self.named = Named(rank, fd, room)
+        self.named = Named(rank, number, fd, room)
         finalize(self, os.close, fd)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -304,6 +306,14 @@ def windows() -> None:
         np.frombuffer(part, "d")[:] = 7
     comm.Barrier()
     assert np.frombuffer(part, "d").tolist() == [7]
+    alone.Free()
+    del part, whole, mine
+    open_before = len(os.listdir("/proc/self/fd"))
+    freed = [MPI.Win.Allocate_shared(1 << 20, comm=comm) for _ in range(10)]
+    for one in freed:
+        one.Free()  # the memory goes, though the program keeps the window
+    assert len(os.listdir("/proc/self/fd")) <= open_before
+    assert "aiodist-table" not in Path("/proc/self/maps").read_text()
     for name in ("Create", "Allocate"):
         with pytest.raises(NotImplementedError, match="Allocate_shared"):
             getattr(MPI.Win, name)
