@@ -144,6 +144,7 @@ class Reduction(PassMachine[Bucket]):
         self._note_settled = join(len(self.buckets), lambda _: usable.resolve(None))
         self._header = header
         self._settings = host.steps.settings_hash if terms.active else 0
+        self._steps = host.steps.mark if terms.active else None  # a state may be loaded before the status is sent
         self._filled: set[int] = set()
         self._permits: dict[int, Permit | None] = {}
         """Of the buckets that wait for leave, or are under way."""
@@ -385,14 +386,13 @@ class Reduction(PassMachine[Bucket]):
             for slot in bucket.unused:
                 used[slot.index] = 0.0
         data = self._host.data
-        steps = self._host.steps.mark if self.terms.active else None
         stop = self._host.asks_stop()
         told = PassStatus.pack(
             used,
             data.size,
             data.rank,
             failed=failed,
-            steps=steps,
+            steps=self._steps,
             issued=issued,
             stop=stop,
             settings=self._settings,
