@@ -283,6 +283,7 @@ class Handle(_core.Handle, Generic[T]):
         pending operation belongs, it raises `RuntimeError`.
         """
         if self._progress.owns_thread():
+            self._consumed = True  # the error is enough
             raise RuntimeError(f"wait() would block the event loop: await {self} instead")
         if not self._look():
             self._progress.check_not_forked(self)

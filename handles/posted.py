@@ -177,7 +177,7 @@ class Posted(Handle[T]):
         """See `Handle`."""
         self._attend()
         super().wait_stream(stream)
-        self._detached = True  # the stream waits, whatever becomes of the handle
+        self._detached = True  # the stream waits, also after the handle is dropped
 
     def detach(self) -> Self:
         """See `Handle`."""

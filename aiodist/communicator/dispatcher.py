@@ -347,11 +347,15 @@ class Dispatcher:
         """Return the handle of a receive, which is the program's alone until a message matches, and what it does."""
         handle: Posted[Any] = self._new_handle(Posted, op, asked.nbytes, timeout)
         receiving = Receiving(self, handle, asked)
-        acquire(asked.claims, receiving)
         try:
-            post = receiving.post(handle)
+            acquire(asked.claims, receiving)
+            try:
+                post = receiving.post(handle)
+            except BaseException:
+                release(asked.claims)
+                raise
         except BaseException:
-            release(asked.claims)
+            handle.consume()  # it was never issued
             raise
         self._watch_over(handle, asked.peer)
         self._took_note(handle, asked.peer)

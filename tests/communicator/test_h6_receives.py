@@ -414,7 +414,7 @@ PLANS = st.fixed_dictionaries(
 @settings(max_examples=60, deadline=None)
 @given(plan=PLANS, seed=st.integers(0, 3))
 def test_h6_each_message_is_received_once_and_in_order_or_told(plan: dict[str, Any], seed: int) -> None:
-    """Whatever gives waits up, and whenever: None drops a receive that nothing has awaited."""
+    """All ways that end a wait, at any time: None drops a receive that nothing has awaited."""
     kind, count = plan["kind"], len(plan["sends"])
 
     async def main() -> list[int]:

@@ -12,6 +12,7 @@ import inspect
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from types import CodeType
@@ -48,6 +49,8 @@ def run_file(file: Path) -> None:
 
 
 if __name__ == "__main__":
+    # The end of the world closes what a short program leaves open.
+    warnings.filterwarnings("ignore", "communicator .* was never closed", ResourceWarning)
     for name in sys.argv[1:]:
         try:
             run_file(Path(name))
