@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import importlib.util
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from sys import _getframe
@@ -17,7 +19,7 @@ _SHOWN = 3
 
 
 def _folders() -> tuple[str, ...]:
-    """Return the folders whose code nobody asks about: the package, its folders at the root, asyncio, anyio.
+    """Return the folders whose code nobody asks about: the package, its folders at the root, asyncio, anyio, threads'.
 
     An editable install may import the folders at the root from there, or through the links in the package.
     """
@@ -25,7 +27,8 @@ def _folders() -> tuple[str, ...]:
     package = Path(errors.__file__).parent
     folders = [package, *(parent / name for parent in (here.parent, here.resolve().parent) for name in _ROOT_FOLDERS)]
     asyncios = Path(asyncio.__file__).parent
-    return (*(f"{folder}/" for folder in folders), f"{asyncios}/", contextlib.__file__, f"{_folder_of('anyio')}/")
+    packages = (*folders, asyncios, Path(concurrent.futures.__file__).parent, _folder_of("anyio"))
+    return (*(f"{folder}/" for folder in packages), contextlib.__file__, threading.__file__)
 
 
 def _folder_of(package: str) -> Path:
@@ -56,7 +59,7 @@ known_files = _Files()
 
 
 def is_ours(filename: str) -> bool:
-    """Return True for a file of aiodist's, asyncio's or anyio's, which nobody asks about."""
+    """Return True for a file of aiodist's, asyncio's, anyio's or of Python's threads, which nobody asks about."""
     return filename.startswith(_OURS)
 
 

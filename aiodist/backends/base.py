@@ -115,6 +115,10 @@ def ignore(_: object) -> None:
     """Take what nobody waits for."""
 
 
+class PeerGone(BackendError):
+    """A carrier has found that the other end has left."""
+
+
 def ours(error: Exception) -> AiodistError:
     """Return `error`, which nobody expected, as one of ours, raised from it."""
     if isinstance(error, AiodistError):

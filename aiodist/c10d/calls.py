@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _world
 from aiodist.c10d.home import Home
 from aiodist.c10d.lines import Tensors, blocks_of, check_apart, flat, flat_all, joined, movable, rooms_of, summand
 from aiodist.c10d.signatures import signatures
-from aiodist.c10d.work import HandleWork
+from aiodist.c10d.work import HandleWork, backend_error
 from aiodist.communicator import Communicator
 from aiodist.errors import AiodistError, BackendUnavailable
 from aiodist.handles import Handle
@@ -380,7 +380,8 @@ class AiodistProcessGroup(dist.ProcessGroup):
             try:
                 self.home.close()
             except BaseException:
-                dist.destroy_process_group()  # torch, which calls us, would keep what is closed; now that does no more
+                if self in _world.pg_map:  # torch, which calls us, would keep what is closed; now that does no more
+                    dist.destroy_process_group()
                 raise
         else:
             self.home.release(self.coll)
@@ -397,7 +398,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
                 self._issued += 1
                 handles = self._on_loop(issue) if any(map(_ON_DEVICE, tensors)) else issue()
         except AiodistError as error:
-            raise dist.DistBackendError(str(error)) from error
+            raise backend_error(error) from error
         work = HandleWork(handles, tensors, seconds if seconds > 0 else self._timeout, finish)
         if self._batch is not None:
             self._batch.append(work)

@@ -21,7 +21,7 @@ from aiodist.communicator import Communicator
 from aiodist.control import connect, name_ranks
 from aiodist.env import Environment
 from aiodist.errors import AiodistError, CommunicatorAborted, OperationTimeout
-from aiodist.world.background import in_thread
+from aiodist.world.background import LoopThread
 from aiodist.world.opening import Introduction, Limits
 from aiodist.world.runtime import opened
 
@@ -40,6 +40,7 @@ class Home:
         self.world = world
         self.loop = world.parts.dispatcher.progress.loop
         self._block = block
+        self._ending = threading.Lock()
 
     @classmethod
     def open(cls, store: dist.Store, rank: int, size: int, timeout: float) -> Home:
@@ -47,7 +48,7 @@ class Home:
         meeting = Introduction(rank, size, _exchange(store, rank, size, timeout))
         stack = ExitStack()
         try:
-            world = stack.enter_context(in_thread(opened(Limits(rendezvous=timeout), meeting=meeting, thread=True)))
+            world = stack.enter_context(LoopThread(opened(Limits(rendezvous=timeout), meeting=meeting, thread=True)))
         except OperationTimeout as error:  # in the words of torch's stores, which programs look for
             raise dist.DistStoreError(f"wait timeout after {1e3 * timeout:g}ms: {error}") from error
         workers.add_group()
@@ -63,8 +64,13 @@ class Home:
         """Return a communicator of `ranks` of `parent`, which alone call it, with a new `name`; None: of the world."""
         parent = parent or self.world
         safe = "".join(c if c.isalnum() else "-" for c in name)
-        made: Communicator = self.call(lambda: parent.parts.registry.among(parent, f"c10d-{safe}", ranks))
-        return made
+
+        async def make() -> Communicator:
+            parent.parts.dispatcher.check_usable()  # it may have been aborted before the loop came to this
+            made: Communicator = await parent.parts.registry.among(parent, f"c10d-{safe}", ranks)
+            return made
+
+        return self.call(make)
 
     def release(self, communicator: Communicator) -> None:
         """Close what `group` returned, once its other ranks close theirs: nobody waits for that."""
@@ -74,7 +80,7 @@ class Home:
 
     def close(self) -> None:
         """Close the world with all that was made in it, and its loop. Collective."""
-        block, self._block = self._block, None
+        block = self._take_block()
         if block is not None:
             try:
                 block.close()
@@ -83,14 +89,21 @@ class Home:
 
     def abort(self, reason: str) -> None:
         """Abort the world, on this rank: the others learn that it has left. A thread closes all that the world has."""
-        block, self._block = self._block, None
+        block = self._take_block()
         if block is None:
-            self.world.abort(reason)
+            with suppress(RuntimeError):  # the loop is closed
+                self.world.abort(reason)
             return
         error = CommunicatorAborted(f"communicator {self.world.name!r} was aborted: {reason}", comm=self.world.name)
         with suppress(RuntimeError):  # the interpreter ends, and the world was left
             threading.Thread(target=_end, args=(block, error), name="aiodist-abort").start()
         workers.discard_group()
+
+    def _take_block(self) -> ExitStack | None:
+        """Return what keeps the world open to the first caller, which ends it; None to every other."""
+        with self._ending:
+            block, self._block = self._block, None
+        return block
 
     def __del__(self) -> None:
         # Else it is closed, its program has it, or it was left when the interpreter ended, which starts no thread.

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch._C import fork
 from torch.futures import Future
 
-from aiodist.errors import AiodistError, OperationTimeout
+from aiodist.backends.base import PeerGone
+from aiodist.errors import AiodistError, OperationTimeout, PeerLost
 from aiodist.handles import Handle, Posted
 from aiodist.handles.waiting import JobQueue
 
@@ -64,6 +65,12 @@ workers = _Workers()
 """Of this process: they run the callbacks of futures."""
 
 
+def backend_error(error: BaseException) -> dist.DistBackendError:
+    """Return what torch's programs catch; of a peer that is gone it begins with gloo's words, which they look for."""
+    gone = isinstance(error, (PeerLost, PeerGone))
+    return dist.DistBackendError(f"Connection closed by peer: {error}" if gone else str(error))
+
+
 class HandleWork(dist.Work):
     """Handles that are one operation to torch, and what is left to do with their results.
 
@@ -107,7 +114,7 @@ class HandleWork(dist.Work):
             raise dist.DistBackendError(f"{error.op}: Timed out waiting {1e3 * (seconds or 0):g}ms: {error}") from error
         except AiodistError as error:
             self._wait_for_future()
-            raise dist.DistBackendError(str(error)) from error
+            raise backend_error(error) from error
         if self._finishing is not None:
             self._finish()
         self._wait_for_future()
@@ -181,7 +188,7 @@ class HandleWork(dist.Work):
 
     def _outcome(self, _: Future[None]) -> list[Tensor]:
         if (error := self.exception()) is not None:
-            raise dist.DistBackendError(str(error)) from error
+            raise backend_error(error) from error
         self._finish()
         return list(self._tensors)
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from aiodist.backends.base import NAMED, Transport
 from aiodist.collectives.traffic import Traffic
 from aiodist.communicator.gate import Entry, When
+from aiodist.communicator.oplog import LEFT
 from aiodist.control import Channel, ChannelClosed, name_ranks
 from aiodist.errors import AiodistError, CommunicatorAborted, MismatchError, RemoteError
 from aiodist.handles import Progress
@@ -282,4 +283,7 @@ def _sides(texts: dict[int, str]) -> str:
     for rank, text in sorted(texts.items()):
         by_text.setdefault(text, []).append(rank)
     differ = ", edited in different ways" if len(by_text) == 1 else ""  # what a table holds no text says
-    return "; ".join(f"{name_ranks(ranks)}: {text}{differ}" for text, ranks in by_text.items())
+    said = {text: f": {text}{differ}" for text in by_text}
+    if LEFT in by_text:
+        said[LEFT] = f" {LEFT if len(by_text[LEFT]) == 1 else 'have left'}"
+    return "; ".join(f"{name_ranks(ranks)}{said[text]}" for text, ranks in by_text.items())

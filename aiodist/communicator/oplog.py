@@ -12,6 +12,10 @@ from typing import Any, NamedTuple
 from aiodist import _core
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.handles import Origin
+from aiodist.handles.origin import is_ours
+
+LEFT = "has left"
+"""The text of a close that no line of the program asked for."""
 
 
 class Record(NamedTuple):
@@ -24,7 +28,9 @@ class Record(NamedTuple):
     """The user's call that it is a part of, such as "net.step"; "" where the user issued it."""
 
     def text(self) -> str:
-        """Return what was issued and where."""
+        """Return what was issued and where; of a close that no line of the program asked for, that the rank left."""
+        if self.what.kind == "close" and is_ours(self.origin[0].co_filename):
+            return LEFT
         return f"{f'{self.call} ({self.what})' if self.call else self.what} at {Origin(*self.origin)}"
 
     def told(self, *, pending: bool) -> dict[str, Any]:

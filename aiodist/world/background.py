@@ -15,7 +15,7 @@ from anyio.from_thread import start_blocking_portal
 from aiodist.communicator import Communicator, Hierarchy
 from aiodist.communicator.report import REPORT_SECONDS
 from aiodist.communicator.threaded import ThreadedCommunicator
-from aiodist.handles.origin import is_ours, whence
+from aiodist.handles.origin import whence
 from aiodist.world.isolation import isolate
 from aiodist.world.leaving import stopping_by_signals
 from aiodist.world.opening import Limits
@@ -61,58 +61,79 @@ def start(  # noqa: PLR0913 - one for each option
         stragglers=stragglers,
         lag=lag,
     )
-    with ExitStack() as signals, in_thread(block) as coll:  # they are heard until the block is left
+    with ExitStack() as signals, LoopThread(block) as coll:  # they are heard until the block is left
         if stop_on_signal:
             signals.enter_context(stopping_by_signals(lambda: _current(coll)))
         yield coll
 
 
-@contextmanager
-def in_thread(block: AbstractAsyncContextManager[Communicator]) -> Iterator[ThreadedCommunicator]:
-    """Enter `block` on an event loop in a thread of its own, and leave it when the program ends at the latest.
+class LoopThread:
+    """A block on an event loop in a thread of its own; it is left when the program ends at the latest.
 
-    Python ends a program that has not left it with the thread stopped, where nobody could wait for it any more.
+    Python ends a program that has not left it with the thread stopped, where nothing could wait for it any more.
+
+    What runs at exit holds it until it is left. So the collector of garbage, which runs in any thread, never ends the
+    generators of the block: their end waits for the loop.
     """
 
-    def isolated_loop() -> asyncio.AbstractEventLoop:
-        loop = (best_loop() or asyncio.new_event_loop)()
-        isolate(loop)
-        return loop
+    def __init__(self, block: AbstractAsyncContextManager[Communicator]) -> None:
+        self._block = block
+        self._process = os.getpid()
+        self._left = False
+        self._loop = ExitStack()
 
-    with start_blocking_portal("asyncio", {"loop_factory": isolated_loop}, name="aiodist-loop") as portal:
-        coll = portal.call(block.__aenter__)
-        assert isinstance(coll, ThreadedCommunicator)
-        coll.parts.registry.portal = portal
-        opened_at = whence(1)
-        thread, process, left = portal.call(threading.current_thread), os.getpid(), False
+    def __enter__(self) -> ThreadedCommunicator:
+        """Return the world of the block, once it is open; raise what opening it raises."""
+        with ExitStack() as stack:
+            options = {"loop_factory": _isolated_loop}
+            self._portal = portal = stack.enter_context(start_blocking_portal("asyncio", options, name="aiodist-loop"))
+            coll = portal.call(self._block.__aenter__)
+            assert isinstance(coll, ThreadedCommunicator)
+            coll.parts.registry.portal = portal
+            self._coll, self._opened_at, self._thread = coll, whence(1), portal.call(threading.current_thread)
+            self._loop = stack.pop_all()
+        atexit.register(self._at_exit)
+        return coll
 
-        def at_exit() -> None:
-            nonlocal left
-            if os.getpid() == process and not left:
-                left = True
-                coll.parts.registry.closed_at = opened_at
-                with suppress(Exception):  # the others are told, and the process has its exit code already
-                    portal.call(_leave_late, block, coll)
-                portal.call(portal.stop, True)
-                thread.join()
-
-        atexit.register(at_exit)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Leave the block with `error`, and end the thread; raise what the block raises."""
+        left, self._left = self._left, True
+        atexit.unregister(self._at_exit)
+        if error is not None:
+            fold_tracebacks()
+        else:
+            self._coll.parts.registry.closed_at = whence(1)
+        raised = None
         try:
-            yield coll
-        except BaseException as error:
-            fold_tracebacks()
-            raised = None if left else portal.call(_leave, block, error)
-            if raised is None or raised is error:
-                raise
-            raise raised from error
+            if not left:
+                raised = self._portal.call(_leave, self._block, error)
+        except BaseException as interrupt:
+            error = interrupt
+            raise
         finally:
-            left = True  # from Python 3.14 on one that is unregistered by what runs at exit is called all the same
-            atexit.unregister(at_exit)
-        here = whence(1)
-        coll.parts.registry.closed_at = opened_at if is_ours(here[0].co_filename) else here
-        if (raised := portal.call(_leave, block, None)) is not None:
+            ended = raised or error
+            self._loop.__exit__(None if ended is None else type(ended), ended, None)
+        if raised is not None and raised is not error:
             fold_tracebacks()
-            raise raised
+            if error is None:
+                raise raised
+            raise raised from error
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._process or self._left:  # from Python 3.14 on it is called though it is unregistered
+            return
+        self._left = True
+        self._coll.parts.registry.closed_at = self._opened_at
+        with suppress(Exception):  # the others are told, and the process has its exit code already
+            self._portal.call(_leave_late, self._block, self._coll)
+        self._portal.call(self._portal.stop, True)
+        self._thread.join()
+
+
+def _isolated_loop() -> asyncio.AbstractEventLoop:
+    loop = (best_loop() or asyncio.new_event_loop)()
+    isolate(loop)
+    return loop
 
 
 def _current(coll: Communicator) -> Communicator:

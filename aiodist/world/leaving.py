@@ -168,7 +168,7 @@ class Kept:
 
     def _at_exit(self) -> None:
         """The process ends, and its loop was never closed: a prompt, or a notebook."""
-        if os.getpid() != self._process or self._registry.kept is not self:  # closed at exit: see `in_thread`
+        if os.getpid() != self._process or self._registry.kept is not self:  # closed at exit: see `LoopThread`
             return
         self._warn()
         if self._loop.is_running() or self._loop.is_closed():

@@ -6,7 +6,6 @@ AIODIST_TRACEBACK=full shows them all. Causes, notes and the parts of exception 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import difflib
 import inspect
 import os
@@ -21,7 +20,7 @@ from aiodist.env import is_launched, wants_full_tracebacks
 from aiodist.errors import AiodistError
 from aiodist.handles.origin import is_ours
 
-_OTHERS = (f"{os.path.dirname(concurrent.futures.__file__)}/", "uvloop/", "<frozen runpy>")
+_OTHERS = ("uvloop/", "<frozen runpy>")
 _EXPLAINED = (AiodistError, asyncio.CancelledError, TimeoutError, BaseExceptionGroup)
 """Errors whose text says it all: nobody asks which line of ours raised them."""
 

@@ -161,6 +161,49 @@ def test_t5_groups_that_are_given_up_leave_nothing(way: str) -> None:
     assert "Traceback" not in done.stderr, done.stderr
 
 
+_ABORTS = (
+    "a group is being made",
+    "a collective is in flight",
+    "from many threads",
+    "on the loop's own thread",
+    "the group is being closed",
+    "after it was closed",
+    "as the collector finds it",
+)
+
+
+def run_alone(program: str, *arguments: str) -> str:
+    """Return what a program of one process prints; it ends well."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAMS / program), *arguments],
+        env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Exception ignored" not in done.stderr, done.stderr
+    return done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("when", _ABORTS)
+def test_t5_an_abort_ends_at_any_time(when: str) -> None:
+    """In seconds, with the threads of the group: also as a part of garbage that a thread of a loop collects."""
+    assert "all ended" in run_alone("abort_at_any_time.py", when)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("end", "words"), [("abort", "told: Connection closed by peer: "), ("shutdown", "rank 2 has left")]
+)
+def test_t5_a_peer_that_is_gone_is_told_in_the_words_of_gloo(end: str, words: str) -> None:
+    """One that closes in a thread, where no line of the program calls, "has left"."""
+    said = run_alone("peer_gone.py", end)
+    assert said.count(words) == 2, said
+
+
 def command(starter: str) -> tuple[list[str], dict[str, str]]:
     """Return what starts two ranks, and the variables that it needs; skip the test where its MPI is missing."""
     if starter == "torchrun":

@@ -15,7 +15,7 @@ from zlib import crc32
 from torch import dtype
 
 from aiodist import _core
-from aiodist.backends.base import Done, Operation, Refused, Wanted, again, dtype_code
+from aiodist.backends.base import Done, Operation, PeerGone, Refused, Wanted, again, dtype_code
 from aiodist.backends.shm.neighbours import Neighbour, Neighbourhood, memory_of
 from aiodist.errors import BackendError, MismatchError
 from aiodist.handles import Progress
@@ -212,7 +212,7 @@ def _error_of(name: str, why: list[BaseException], state: int, rank: int) -> Bas
     if why:
         return again(why[0])
     if state == _core.ABANDONED:
-        return BackendError(f"rank {rank} gave the shared memory of {name!r} up")
+        return PeerGone(f"rank {rank} gave the shared memory of {name!r} up")
     return BackendError(f"the memory that rank {rank} shares for {name!r} makes no sense: it was overwritten")
 
 

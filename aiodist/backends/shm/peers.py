@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aiodist._core import NUMBERS_BYTES, Rings
-from aiodist.backends.base import ours
+from aiodist.backends.base import PeerGone, ours
 from aiodist.backends.shm.matching import Envelope, Receive, Record, Send, too_long
 from aiodist.backends.shm.memory import Place, move_bytes
 from aiodist.backends.shm.neighbours import Neighbour, memory_of
@@ -433,7 +433,7 @@ class Peer:
 
     def lost(self) -> BackendError:
         """Return what becomes of messages to and from it."""
-        return BackendError(f"rank {self.rank} is gone: its process has ended")
+        return PeerGone(f"rank {self.rank} is gone: its process has ended")
 
     def end(self) -> list[Send | Receive]:
         """It is gone: return what is pending with it, which nothing here moves any more; forget what it announced."""
