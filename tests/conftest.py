@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from aiodist.handles import Progress
 from aiodist.testing.jobs import Spec
@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from tests.support.fake_nccl.core import FakeNccl
     from tests.support.simulated_cuda.device import SimulatedCuda
 
-settings.register_profile("aiodist", deadline=None)  # a busy machine takes its time
+settings.register_profile(  # a busy machine takes its time
+    "aiodist", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("aiodist")
 
 os.environ["AIODIST_SELECTOR"] = "none"  # what `aiodist tune` measured for this user is no part of the tests

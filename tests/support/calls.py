@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
 __all__ = ["CALLS", "another_loop", "drawn", "error_of"]
@@ -82,7 +82,14 @@ def drawn(examples: SearchStrategy[T], count: int) -> list[T]:
     """Return `count` examples, the same on all ranks and in each run."""
     found: list[T] = []
 
-    @settings(max_examples=count, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow],  # a busy machine takes its time
+    )
     @given(examples)
     def collect(example: T) -> None:
         found.append(example)
