@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.lifecycle.conftest import slowness
+from tests.lifecycle.conftest import shared_files, slowness
 
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Run
@@ -19,10 +19,6 @@ GONE = 10.0  # seconds; a rank is given up for its silence after 30
 HEARD = 1.0  # from a death until the others are told
 
 none = pytest.mark.parametrize("run", ["none"], indirect=True)
-
-
-def shared_files() -> set[str]:
-    return {file.name for file in Path("/dev/shm").iterdir() if "aiodist" in file.name and not file.is_dir()}
 
 
 @none

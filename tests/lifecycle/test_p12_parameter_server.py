@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.lifecycle.conftest import shared_files
 
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Ended, Run
 
 pytestmark = [pytest.mark.drawn(1), pytest.mark.parametrize("run", ["none"], indirect=True)]
-
-
-def shared_files() -> set[str]:
-    return {file.name for file in Path("/dev/shm").iterdir() if "aiodist" in file.name}
 
 
 def outlived(run: Run, backend: str, *arguments: str) -> Ended:

@@ -20,7 +20,7 @@ import aiodist.c10d  # noqa: F401
 
 faulthandler.dump_traceback_later(80)
 backend, folder = sys.argv[1], Path(sys.argv[2])
-dist.init_process_group(backend)
+dist.init_process_group(backend, timeout=timedelta(seconds=75))
 group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
 NAMES = (
     *("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
@@ -154,7 +154,7 @@ group.set_timeout(timedelta(seconds=77))
 results["timeout"] = state.options._timeout.total_seconds()
 results["sequence"] = isinstance(group._get_sequence_number_for_group(), int)
 results["names"] = [group.group_name, group.group_desc, group._has_hooks(), group.use_pg_for_symm_mem_rendezvous]
-whole = group.split_group([1, 0], group_name="all", timeout=timedelta(seconds=30))
+whole = group.split_group([1, 0], group_name="all", timeout=timedelta(seconds=75))
 t = torch.ones(1)
 whole.allreduce(t).wait()
 results["split"] = [whole.rank(), whole.size(), whole.group_name, t.tolist()]
