@@ -24,7 +24,8 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 CROSSED, STOPPED = blocks("hangs.md", "python")[0], blocks("handle.md", "python")[-1]
-DEADLOCK, BESIDE, LATE, TABLE, BLOCKED = blocks("hangs.md", "text")
+[POLLED] = blocks("hangs.md", "py")
+DEADLOCK, BESIDE, LATE, TABLE, GOT, UNREAD, BLOCKED = blocks("hangs.md", "text")
 TIMEOUT, REPORT = blocks("handle.md", "text")
 TRAIN = """import asyncio, time, torch, aiodist
 
@@ -53,6 +54,17 @@ async def main():
             await net.step(lambda: net(x).sum(), opt)
             if coll.rank == 0 and step % 4 == 3:
                 await aiodist.save("saved", net, opt)
+
+aiodist.run(main)
+"""
+SENDS = """import torch, aiodist
+
+
+async def main():
+    async with aiodist.init() as coll:
+        if coll.rank == 0:
+            await coll.send(torch.ones(3), dst=1, tag=7)
+
 
 aiodist.run(main)
 """
@@ -127,10 +139,12 @@ def timeless(text: str) -> str:
         ("crossed.py", CROSSED, [DEADLOCK]),
         ("train.py", SAVES, [BESIDE]),
         ("blocked.py", STOPPED, [TIMEOUT]),
+        ("poll.py", POLLED, [GOT]),
+        ("unread.py", SENDS, [UNREAD]),
         pytest.param("train.py", TRAIN, [LATE, BLOCKED], marks=pytest.mark.thorough),
         pytest.param("train.py", UNLIKE, [REPORT], marks=pytest.mark.thorough),
     ],
-    ids=["deadlock", "beside a net", "timeout", "late", "report"],
+    ids=["deadlock", "beside a net", "timeout", "polled", "unread", "late", "report"],
 )
 def test_t4_a_wait_is_told_as_the_page_shows(
     nursery: str, tmp_path: Path, name: str, program: str, shown: list[str]

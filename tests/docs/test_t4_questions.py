@@ -15,7 +15,7 @@ from tests.support.nursed import stub
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "questions.md"
 QUOTED = re.compile(r"^> `(.*)`$", re.MULTILINE)
-HEAD = "import asyncio, os, signal, torch, aiodist\nt = torch.ones(4)\n"
+HEAD = "import asyncio, os, signal, warnings, torch, aiodist\nt = torch.ones(4)\n"
 ONE = """
 async def main():
     async with aiodist.init() as coll:
@@ -43,6 +43,7 @@ ALONE = {
     "TypeError: DataParallel": "aiodist.nn.DataParallel(torch.nn.Linear(4, 1), coll)",
     "RuntimeError: recv": "await asyncio.to_thread(asyncio.run, asyncio.wait_for(coll.recv(t, src=0), 1))",
     "RuntimeWarning": "coll.allreduce(t); await asyncio.sleep(0.5)",
+    "ResourceWarning": "warnings.simplefilter('default', ResourceWarning); await coll.dup()",
     "RuntimeError: run": "aiodist.run(main)",
     "RuntimeError: wait": "coll.allreduce(t).wait()",
     "InvalidStateError": "coll.recv(torch.ones(4), src=0).result()",
@@ -50,7 +51,8 @@ ALONE = {
 }
 AFTER = {"CommunicatorClosed": "await coll.allreduce(t)"}
 TWO = {
-    "MismatchError": "await coll.allreduce(t, op='sum' if coll.rank else 'max')",
+    "MismatchError: ranks": "await coll.allreduce(t, op='sum' if coll.rank else 'max')",
+    "MismatchError: rank 1": "coll.rank or await coll.send(t[:3], dst=1, tag=7)",
     "OperationTimeout": "await asyncio.sleep(3 * coll.rank); await coll.allreduce(t, timeout=1)",
     "DeadlockError": "await coll.recv(t, src=1 - coll.rank)",
     "RemoteError": "if coll.rank: raise ValueError('broken')",
