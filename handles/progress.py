@@ -138,6 +138,8 @@ class Progress(_core.Pacer, Quiet):
         self.fair = True
         self.parked = False
         self.large = 0
+        self.at_work = 0
+        """How many of these go on without another rank: copies, and calls that the thread makes."""
         self.computing: set[int] = set()
         """The threads of host streams that compute just now, and do not wait for a handle."""
         self.offloaded = 0
@@ -331,10 +333,14 @@ class Progress(_core.Pacer, Quiet):
         if not self.armed:
             self._arm()
 
-    def add_large(self, count: int) -> None:
-        """Count transfers and calls that only the thread may drive; from any thread."""
+    def add_large(self, count: int, *, of_ranks: bool = False) -> None:
+        """Count transfers and calls that only the thread may drive; from any thread.
+
+        `of_ranks`: they may wait for other ranks.
+        """
         with self._large_lock:
             self.large += count
+            self.at_work += 0 if of_ranks else count
         if count > 0:
             _thread.hurry(count)
         else:
@@ -345,12 +351,14 @@ class Progress(_core.Pacer, Quiet):
         """Count what has threads hand the GIL over sooner; from any thread."""
         _thread.hurry(count)
 
-    def counted(self, done: Callable[[BaseException | None], None]) -> Callable[[BaseException | None], None]:
-        """Have only the thread poll until the returned `done` is called."""
-        self.add_large(1)
+    def counted(
+        self, done: Callable[[BaseException | None], None], *, of_ranks: bool = False
+    ) -> Callable[[BaseException | None], None]:
+        """Have only the thread poll until the returned `done` is called; `of_ranks` as in `add_large`."""
+        self.add_large(1, of_ranks=of_ranks)
 
         def finished(error: BaseException | None) -> None:
-            self.add_large(-1)
+            self.add_large(-1, of_ranks=of_ranks)
             done(error)
 
         return finished
@@ -402,7 +410,7 @@ class Progress(_core.Pacer, Quiet):
     def busy(self) -> bool:
         """Return whether something may end that waits for no other rank: a thread's work, a device's, a transfer."""
         others = (len(poller) for poller in self._pollers if not getattr(poller, "of_ranks", False))
-        return bool(self._inbox or self._posted or self.offloaded or self.large) or any(others)
+        return bool(self._inbox or self._posted or self.offloaded or self.at_work) or any(others)
 
     def rung(self) -> bool:
         """Return True when nobody need look: the doorbell rings when something that is pending may have moved."""

@@ -28,6 +28,7 @@ import aiodist
 from aiodist import Communicator, DeadlockError
 from aiodist.c10d.work import HandleWork
 from aiodist.communicator.facts import CommFacts, Facts, PendingOp
+from aiodist.handles import LARGE_BYTES
 from aiodist.handles.stacks import frames_of_thread
 from aiodist.streams import HostStream
 from aiodist.testing import run_ranks
@@ -537,8 +538,8 @@ def test_w4_large_sends_that_may_end_are_no_deadlock() -> None:
     assert not locked({0: Facts(ops[0], [side(2, 1, 1)])})
 
 
-async def _wrong_large_sends(kind: str, side: Communicator, other: Communicator) -> None:
-    rank, t = side.rank, torch.ones(LARGE)
+async def _wrong_large_sends(kind: str, t: torch.Tensor, side: Communicator, other: Communicator) -> None:
+    rank = side.rank
     following, before = (rank + 1) % side.size, (rank - 1) % side.size
     if kind == "ring":
         await side.send(t, following)
@@ -558,17 +559,18 @@ LARGE = 1 << 19
 """How many elements no carrier takes before they are received."""
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("numel", [LARGE, LARGE_BYTES], ids=["large", "driven by the thread"])
 @pytest.mark.parametrize("kind", ["ring", "other tag", "receive of another tag", "barrier"])
 @pytest.mark.ranks(2, 3, backend=("shm", "mpi"))
-async def test_w4_large_sends_that_wait_for_one_another(coll: Communicator, kind: str) -> None:
+async def test_w4_large_sends_that_wait_for_one_another(coll: Communicator, kind: str, numel: int) -> None:
     side, other = await coll.dup(), await coll.dup()
     t, following, before = torch.ones(LARGE), (coll.rank + 1) % coll.size, (coll.rank - 1) % coll.size
     await asyncio.gather(side.send(t, following), side.recv(src=before))
     await coll.barrier()
     began = time.monotonic()
     with pytest.raises(aiodist.AiodistError, match="deadlock: rank 0 waits for rank 1"):
-        await _wrong_large_sends(kind, side, other)
+        await _wrong_large_sends(kind, torch.ones(numel), side, other)
     assert max(await coll.allgather_object(time.monotonic() - began)) < 1.5
 
 

@@ -36,7 +36,7 @@ class Requests:
 
     def track(self, request: MPI.Request, done: Done, nbytes: int) -> None:
         if nbytes >= LARGE_BYTES:
-            done = self.progress.counted(done)
+            done = self.progress.counted(done, of_ranks=True)
         self._requests.append(request)
         self._done.append(done)
 
