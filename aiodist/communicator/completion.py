@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -14,7 +13,6 @@ from aiodist.collectives.program import Program, run
 from aiodist.communicator.claims import Claim, release
 from aiodist.communicator.gate import Entry
 from aiodist.handles import Handle, Progress
-from aiodist.handles.progress import transport_lock
 
 
 class Owner(Protocol):
@@ -96,22 +94,23 @@ class Completion:
 
     def _converted(self, convert: Callable[[Any], Any], result: object) -> None:
         """On the loop's thread, or on one that waits for the handle."""
-        if self.given_back is not None:
-            self._owner.locked(partial(self._returned, result))
-            return
-        try:
-            value, error = convert(result), None
-        except BaseException as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
-            value, error = None, raised
-        with nullcontext() if self._owner.progress.owns_thread() else transport_lock:
-            self._release()
-            if self.handle is not None:
-                self._owner.over(self.handle, value, error)
+        value: Any = None
+        error: BaseException | None = None
+        if self.given_back is None:
+            try:
+                value = convert(result)
+            except BaseException as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
+                error = raised
+        self._owner.progress.start_from_thread(partial(self._settle, result, value, error))
 
-    def _returned(self, result: object) -> None:
-        assert self.given_back is not None
-        self.given_back(result, None)
-        self(None, asyncio.CancelledError())
+    def _settle(self, result: object, value: object, error: BaseException | None) -> None:
+        """With the lock held: a thread may have given the message back while it was converted."""
+        if self.given_back is not None:
+            self.given_back(result, None)
+            value, error = None, asyncio.CancelledError()
+        self._release()
+        if self.handle is not None:
+            self._owner.over(self.handle, value, error)
 
     def release(self) -> None:
         """It will have no outcome: give its memory back."""

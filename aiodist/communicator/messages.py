@@ -154,15 +154,15 @@ class PointToPoint(Base):
         in_flight.release_all(claims)
         works = self._work_of([t])
         work = partial(self._exchanges_with, t, into)
-        asked = Reception(peer, Mailbox.TENSOR, into, claims[1:], work, nbytes=t.nbytes)
+        asked = Reception(peer, Mailbox.TENSOR, into, claims[1:], work, nbytes=t.nbytes, sends=True)
         try:
             handle, receiving = dispatcher.receive("sendrecv", asked, timeout)
         except BaseException:
             for one in works:
                 one.cancel()
             raise
-        sending = dispatcher.stand_in(handle)
-        receiving.goes_with(sending)
+        sending = receiving.sending
+        assert sending is not None
         acquire(claims[:1], sending)
         finish = Completion(dispatcher, sending, claims[:1])
         line = ("sendrecv", handle.seq, *handle.raw_origin)

@@ -59,6 +59,8 @@ class Reception:
     """Returns what it does on devices, and what makes the work of a message that may come from one."""
     convert: Callable[[Any], Any] | None = None
     nbytes: int = 0
+    sends: bool = False
+    """True for a `sendrecv`, which is finished only after its own message is sent: see `Receiving.sending`."""
 
 
 class Mailroom(Owner, Protocol):
@@ -91,10 +93,11 @@ class Receiving:
         "_completion",
         "_dispatcher",
         "_held",
-        "_sending",
+        "_unsent",
         "_wanted",
         "paused",
         "ref",
+        "sending",
     )
 
     def __init__(self, dispatcher: Mailroom, handle: Posted[Any], asked: Reception) -> None:
@@ -107,10 +110,12 @@ class Receiving:
         self._held: Handle[Any] | None = None
         self._wanted: Wanted | None = None
         self._completion: Completion | None = None
-        self._sending: Handle[None] | None = None
-        """The other half of a `sendrecv`, while that goes on."""
+        self.sending: Handle[None] | None = dispatcher.stand_in(handle) if asked.sends else None
+        """The other half of a `sendrecv`, until it is finished."""
         self._arrived: tuple[Completion, Arrived] | None = None
-        """What came before that was over."""
+        """The message, if it came before the other half was finished."""
+        self._unsent: BaseException | None = None
+        """The error of the other half."""
         handle.belong(self)
 
     def __str__(self) -> str:
@@ -141,9 +146,8 @@ class Receiving:
         """See `Stoppable`."""
         self._held = None
         if self._completion is not None:
-            self._completion.handle = None
-        if self._wanted is not None:
-            self._wanted.handle = None
+            assert self._wanted is not None
+            self._completion.handle = self._wanted.handle = None
 
     def resume(self, handle: Posted[Any], /) -> None:
         """See `Stoppable`; raises BufferInFlight where another operation has the memory now."""
@@ -178,13 +182,12 @@ class Receiving:
 
     def take(self) -> bool:
         """A message matches: hold the handle from now on; False where the program has dropped that."""
-        completion, handle = self._completion, self.ref()
+        completion, wanted, handle = self._completion, self._wanted, self.ref()
         assert completion is not None
+        assert wanted is not None
         if handle is None:
             return False
-        completion.handle = handle
-        if self._wanted is not None:
-            self._wanted.handle = handle
+        completion.handle = wanted.handle = handle
         self._dispatcher.operations.issued[handle] = self.peer
         self._dispatcher.operations.posted.pop(self.ref, None)
         return True
@@ -200,15 +203,19 @@ class Receiving:
 
     def cancel_posted(self) -> None:
         """It never happened; nothing has matched it."""
+        self._end(asyncio.CancelledError())
+
+    def _end(self, error: BaseException) -> None:
+        """End it with `error`; nothing has matched it."""
         assert self._wanted is not None
-        if self.paused:
-            handle = self.handle
-            self._dispatcher.operations.posted.pop(self.ref, None)
-            if handle is not None and handle.is_pending:
-                handle.set_cancelled()
-        else:
+        if not self.paused:
             self._dispatcher.mailbox.cancel(self._wanted)
-            self._wanted.finish(None, asyncio.CancelledError())
+            self._wanted.finish(None, error)
+            return
+        self.paused = False
+        self._dispatcher.operations.posted.pop(self.ref, None)
+        if (handle := self.handle) is not None:
+            self._dispatcher.over(handle, None, error)
 
     def lapse(self) -> bool:
         """Withdraw it where the program has dropped its handle; return whether it did. From any thread."""
@@ -229,9 +236,11 @@ class Receiving:
         if completion.given_back is not None:
             completion.given_back(arrived, error)
             completion(None, asyncio.CancelledError())
-        elif arrived is not None and self._sending is not None:
+        elif arrived is not None and self.sending is not None:
             self._arrived = (completion, arrived)
         else:
+            if self._unsent is not None:
+                arrived, error = None, self._unsent
             if completion.handle is None and not self.take():
                 self._dispatcher.operations.posted.pop(self.ref, None)
             self._leave_sending()
@@ -248,23 +257,21 @@ class Receiving:
                 raise
             return
         release(self._asked.claims)
-        if self.paused and handle.is_pending and why is not None:
-            self._dispatcher.operations.posted.pop(self.ref, None)
-            self.paused = False
-            handle.reject(again(why) if isinstance(why, AiodistError) else why)
+        if self.paused and why is not None:
+            self._end(again(why))
 
     def _pause(self, handle: Posted[Any]) -> None:
-        mailbox, wanted, completion = self._dispatcher.mailbox, self._wanted, self._completion
-        assert wanted is not None
-        assert completion is not None
         self._dispatcher.progress.called()
         if self.paused or handle.attended or not (handle.is_pending or not handle.consumed):
             return
+        mailbox, wanted, completion = self._dispatcher.mailbox, self._wanted, self._completion
+        assert wanted is not None
+        assert completion is not None
         if handle.is_pending and mailbox.waits(wanted):
             mailbox.cancel(wanted)
             completion.release()
         elif handle.is_pending and wanted.given is not None and self._asked.into is None:
-            self._hand_over(handle, completion, mailbox.put_back(wanted))
+            self._hand_over(handle, completion, wanted)
         elif handle.is_good:
             mailbox.take_back(wanted, self._value_of(handle))
             handle.revoke()
@@ -275,15 +282,17 @@ class Receiving:
         self._dispatcher.operations.posted[self.ref] = self
         mailbox.match_again()
 
-    def _hand_over(self, handle: Handle[Any], completion: Completion, over: Callable[..., None]) -> None:
-        """The message goes to another receive; what travels yet is waited for in place of `handle`."""
-        stand_in = self._dispatcher.stand_in(handle)
+    def _hand_over(self, handle: Handle[Any], completion: Completion, wanted: Wanted) -> None:
+        """The message goes to another receive; a new handle stands for the rest of its transfer."""
+        completion.given_back = self._dispatcher.mailbox.put_back(wanted)
+        completion.handle = wanted.handle = stand_in = self._dispatcher.stand_in(handle)
+        self._completion = None
         self._dispatcher.operations.issued[stand_in] = self.peer
         self._dispatcher.operations.issued.pop(handle, None)
-        completion.handle, completion.given_back = stand_in, over
-        if (came := self._arrived) is not None:
-            self._arrived = None
+        came, self._arrived = self._arrived, None
+        if came is not None:
             self._finish(came[0], came[1], None)
+        handle._finish()
 
     def _value_of(self, handle: Handle[Any]) -> Any:  # noqa: ANN401
         """Return what came, as the mailbox is to have it."""
@@ -294,25 +303,16 @@ class Receiving:
 
     # --- the other half of a sendrecv -------------------------------------------------------------------------
 
-    def goes_with(self, sending: Handle[None]) -> None:
-        """It is over only when `sending` is too."""
-        self._sending = sending
-
     def sent(self, error: BaseException | None) -> None:
-        """The other half is over; with the transport lock held."""
-        self._sending = None
+        """The other half is finished; with the transport lock held."""
+        self.sending, self._unsent = None, error
         came, self._arrived = self._arrived, None
         if came is not None:
-            self._finish(came[0], None if error is not None else came[1], error)
-        elif error is not None and (handle := self.handle) is not None and handle.is_pending:
-            if self.paused:
-                handle.reject(error)
-            elif self.waits():
-                assert self._wanted is not None
-                self._dispatcher.mailbox.cancel(self._wanted)
-                self._wanted.finish(None, error)
+            self._finish(came[0], came[1], None)
+        elif error is not None and self.waits():
+            self._end(error)
 
     def _leave_sending(self) -> None:
         """The receive has no outcome: what is sent yet is waited for by itself."""
-        if self._sending is not None:
-            self._dispatcher.operations.issued[self._sending] = self.peer
+        if self.sending is not None:
+            self._dispatcher.operations.issued[self.sending] = self.peer
