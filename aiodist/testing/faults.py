@@ -112,6 +112,8 @@ class Faults:
         self._calls: Counter[int] = Counter()
         self._messages: Counter[int] = Counter()
         self._originals: list[tuple[type, str, Any]] = []
+        self._place: Any = None
+        """The place of the rank of `run_ranks` that called last; None if ranks are processes."""
 
     @classmethod
     def drawn(
@@ -130,6 +132,7 @@ class Faults:
         """Count calls from now on."""
         self._calls.clear()
         self._messages.clear()
+        self._place = None
         for owner, names in _CALLS.items():
             for name in names:
                 self._originals.append((owner, name, vars(owner).get(name)))
@@ -170,7 +173,8 @@ class Faults:
     def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def counted(*args: Any, **options: Any) -> Any:  # noqa: ANN401
-            place: Any = current_place.get()
+            # The loop makes some calls of a net in the context of the thread that woke it, which has no place.
+            place = self._place = current_place.get() or self._place
             rank = Environment.read().rank if place is None else _number(place, args[0])
             if place is None:
                 self.check(local=False)

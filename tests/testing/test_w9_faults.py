@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -186,6 +187,24 @@ def test_w9_what_follows_a_delayed_message_stays_behind_it_and_a_reordered_one_i
     for kind in ("delay", "reorder"):  # each message has a tag of its own below
         for at in range(6):
             assert run_ranks(2, main, seed=at, faults=Faults(Fault(kind, 0, at)))[1] == [0, 1, 2]
+
+
+def test_w9_a_call_counts_for_its_rank_in_any_context() -> None:
+    """A thread may wake the loop that makes the calls of a net: nothing of the rank is in its context."""
+
+    made = []
+
+    async def main() -> None:
+        async with aiodist.init() as coll:
+            await coll.barrier()
+            for n in range(3):
+                made.append((coll.rank, n))
+                await contextvars.Context().run(coll.allreduce, torch.ones(1))
+
+    with pytest.raises(InjectedFault):
+        run_ranks(2, main, faults=Faults(Fault("raise", 1, 2)))
+    assert (1, 1) in made
+    assert (1, 2) not in made
 
 
 def test_w9_a_rank_that_is_killed_before_it_comes_is_lost_to_the_others() -> None:
