@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import update_wrapper
-from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
 
 from torch import nn
 
@@ -89,6 +89,17 @@ class ModuleLike:
         """Thaw all parameters, or freeze them; between two steps, on all ranks alike."""
         self._module.requires_grad_(requires_grad)
         return self
+
+    if not TYPE_CHECKING:  # a type checker would accept any name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if not name.startswith("__"):  # Python and its copy and pickle ask for such
+                text += (
+                    f": it is no nn.Module. Expected `net.module.{name}`, or `net.module` where a function needs a "
+                    "module, as in `functional_call(net.module, parameters, x)`"
+                )
+            raise AttributeError(text, name=name, obj=self)
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
         """Call `fn` with every module, as to initialise it; on all ranks alike."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -110,3 +113,19 @@ async def test_n3_functional_call_trains_through_the_module(coll: Communicator) 
             other.step()
         for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.ranks(1)
+async def test_n3_what_only_a_module_has_is_looked_for_in_net_module(coll: Communicator) -> None:
+    net: Any = await DataParallel.create(module(), coll)
+    with pytest.raises(AttributeError, match=r"as in `functional_call\(net\.module, parameters, x\)`"):
+        functional_call(net, dict(net.named_parameters()), (data()[0],))
+    with pytest.raises(AttributeError, match=r"no attribute 'weigth'.* Expected `net\.module\.weigth`") as caught:
+        net.weigth  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("weigth", net)
+    assert not hasattr(net, "weight")
+    assert not hasattr(net, "__len__")
+    assert copy.copy(net).module is net.module
+    with pytest.raises(TypeError, match="cannot be pickled: of what holds it save the state"):
+        pickle.dumps(net)
+    assert not hasattr(DataParallel.__new__(DataParallel), "module")  # half made, as copy makes it
