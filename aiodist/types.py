@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from functools import partial
@@ -91,15 +91,18 @@ def check_trains(optimizer: Any, parameters: Iterable[object], whose: str) -> No
         )
 
 
-def place_in(optimizer: Any, parameter: Any) -> str:  # noqa: ANN401
-    """Return where `optimizer` has a parameter, and its name, dtype and shape."""
+def first_unknown(optimizer: Any, known: Container[int], *, used: bool = False) -> str | None:  # noqa: ANN401
+    """Return name, shape and place of the first parameter that `optimizer` trains and whose id is not `known`, or None.
+
+    With `used` only parameters that have a gradient count.
+    """
     for number, group in enumerate(optimizer.param_groups):
-        for i, each in enumerate(group["params"]):
-            if each is parameter:
+        for i, p in enumerate(group["params"]):
+            if id(p) not in known and (p.grad is not None or (p.requires_grad and not used)):
                 name = f"{names[i]!r}, " if (names := group.get("param_names")) else ""
-                dtype = str(each.dtype).removeprefix("torch.")
-                return f"{name}a {dtype}{list(each.shape)}, number {i} of its group {number}"
-    raise AssertionError("it has that parameter")
+                dtype = str(p.dtype).removeprefix("torch.")
+                return f"{name}a {dtype}{list(p.shape)}, number {i} of its group {number}"
+    return None
 
 
 @runtime_checkable

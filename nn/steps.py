@@ -28,7 +28,7 @@ from aiodist.nn.buckets import with_values
 from aiodist.nn.hyperparameters import Lines, SettingsHash, described, optimizers_of
 from aiodist.nn.per_rank import Shared
 from aiodist.nn.tensor_parallel import total_over
-from aiodist.types import Stateful, place_in
+from aiodist.types import Stateful, first_unknown
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -281,8 +281,8 @@ class Steps:
         """The thread that runs a backward of the net; None between two of them."""
         self.settings_hash = 0
         """Of the settings that the step of the newest pass is made with; 0 if they are not known."""
-        self._declared: tuple[object, StepSettings] | None = None
-        """The optimizer or driver of the step that is under way, and its settings."""
+        self._declared: tuple[object, StepSettings | None] = None, None
+        """The optimizer or driver of the step in flight, and its settings."""
         self._compared: tuple[list[Optimizer], StepSettings | None] = [], None
         """What `settings_hash` is of."""
         self._hash = SettingsHash()
@@ -323,7 +323,20 @@ class Steps:
         for ref in cls._every:
             if (steps := ref()) is not None:
                 steps._check_reduced(opt)
-                steps._check_own_step(opt)
+                if steps._counts(opt):
+                    steps.check_known(opt, used=True)
+
+    @classmethod
+    def _stepped(cls, opt: Optimizer, *_: object) -> None:
+        for ref in cls._every:
+            if (steps := ref()) is not None and steps._counts(opt):
+                steps.note(opt)
+
+    def _counts(self, opt: Optimizer) -> bool:
+        """Return True if a step of `opt` on this thread is one of this net."""
+        if self._since is None or self._aside == get_ident():
+            return False
+        return any(not self.names.keys().isdisjoint(map(id, group["params"])) for group in opt.param_groups)
 
     def _check_reduced(self, opt: Optimizer) -> None:
         """Raise RuntimeError if `opt` would step parameters whose gradients are not reduced."""
@@ -356,41 +369,22 @@ class Steps:
         groups = [group["params"] for group in opt.param_groups]
         if self._trusted is not None and self._trusted[0] is opt and _same(self._trusted[1], groups):
             return
-        strange = [p for params in groups for p in params if id(p) not in self.names and id(p) not in self._own]
-        if not strange:
+        here = [id(p) in self.names or id(p) in self._own for params in groups for p in params]
+        if all(here):
             self._trusted = opt, [list(params) for params in groups]
-        if not strange or len(strange) == sum(map(len, groups)):  # it has copies of all, or is not this net's
             return
-        known = {id(p) for p in self._module.parameters()}  # of those that came later the pass tells
+        if not any(here):  # it has copies of all, or is not this net's
+            return
+        known = {id(p) for p in self._module.parameters()}  # the pass finds parameters that came later
         for other in (each for ref in self._every if (each := ref()) is not None):
             known.update(other.names, other._own)
-        for p in strange:
-            if id(p) not in known and (p.grad is not None or p.requires_grad > used):
-                raise ValueError(
-                    f"{type(opt).__name__} has a parameter that no net reduces: {place_in(opt, p)}. Each rank would "
-                    "train it on its own gradients, and ranks would come to differ. Train it in one net with the "
-                    "others, `DataParallel.create(aiodist.engine.WithCriterion(network, criterion), coll)`, or say "
-                    "that each rank keeps its own, `net.settings(per_rank=head.parameters())`"
-                )
-
-    def _check_own_step(self, opt: Optimizer) -> None:
-        """As `check_known`, before any step of an optimizer that has parameters of the net."""
-        if self._since is None or self._aside == get_ident():
-            return
-        if any(not self.names.keys().isdisjoint(map(id, group["params"])) for group in opt.param_groups):
-            self.check_known(opt, used=True)
-
-    @classmethod
-    def _stepped(cls, opt: Optimizer, *_: object) -> None:
-        for ref in cls._every:
-            if (steps := ref()) is not None:
-                steps._see(opt)
-
-    def _see(self, opt: Optimizer) -> None:
-        if self._since is None or self._aside == get_ident():
-            return
-        if any(not self.names.keys().isdisjoint(map(id, group["params"])) for group in opt.param_groups):
-            self.note(opt)
+        if (place := first_unknown(opt, known, used=used)) is not None:
+            raise ValueError(
+                f"{type(opt).__name__} has a parameter that no net reduces: {place}. Each rank would train it on its "
+                "own gradients, and ranks would come to differ. Train it in one net with the others, "
+                "`DataParallel.create(aiodist.engine.WithCriterion(network, criterion), coll)`, or say that each rank "
+                "keeps its own, `net.settings(per_rank=head.parameters())`"
+            )
 
     def release(self) -> None:
         self._list(gone=self)
@@ -410,14 +404,13 @@ class Steps:
 
     def settle(self) -> None:
         """A backward begins: what was noted before it counts. The last one must be over."""
-        noted, self._since = self._since, {}
-        self.made += len(noted or ())
-        declared, self._declared = self._declared, None
-        drivers = [*(noted or {}).values(), *(() if declared is None else declared[:1])]
-        optimizers = list({id(opt): opt for each in drivers for opt in optimizers_of(each)}.values())
-        self._compared = optimizers, None if declared is None else declared[1]
-        told = "" if declared is None else declared[1].described
-        self.settings_hash = self._hash.of(optimizers, told, self._own) if drivers else 0
+        noted, self._since = self._since or {}, {}
+        self.made += len(noted)
+        (driver, settings), self._declared = self._declared, (None, None)
+        optimizers = list({id(opt): opt for each in (*noted.values(), driver) for opt in optimizers_of(each)}.values())
+        self._compared = optimizers, settings
+        text = "" if settings is None else settings.described
+        self.settings_hash = self._hash.of(optimizers, text, self._own) if noted or settings is not None else 0
 
     def declare(self, driver: object, settings: StepSettings) -> None:
         """The next pass is that of a step with these."""
@@ -491,14 +484,12 @@ class Steps:
 
 def check_only(opt: Optimizer, given: Container[int], what: str) -> None:
     """Raise ValueError if `opt` has parameters to train that are not `given`, by their ids: no net reduces them."""
-    for group in opt.param_groups:
-        for p in group["params"]:
-            if id(p) not in given and (p.requires_grad or p.grad is not None):
-                raise ValueError(
-                    f"{type(opt).__name__} has a parameter that is not of {what}: {place_in(opt, p)}. No net reduces "
-                    "it there, and ranks would come to differ. Train it in one net with the others (`aiodist.engine."
-                    "WithCriterion` for a criterion), or if each rank keeps its own by an optimizer of its own"
-                )
+    if (place := first_unknown(opt, given)) is not None:
+        raise ValueError(
+            f"{type(opt).__name__} has a parameter that is not of {what}: {place}. No net reduces it there, and ranks "
+            "would come to differ. Train it in one net with the others (`aiodist.engine.WithCriterion` for a "
+            "criterion), or if each rank keeps its own by an optimizer of its own"
+        )
 
 
 def _same(known: Sequence[Sequence[Tensor]], now: Sequence[Sequence[Tensor]]) -> bool:

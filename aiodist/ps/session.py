@@ -209,22 +209,20 @@ class ParameterServerSession:
     async def _leave_last(self, rebind: Callable[[Communicator], Awaitable[None]] | None) -> None:
         while True:
             try:
-                await self._leave()
+                return await self._leave()
             except (PeerLost, CommunicatorError) as error:
                 if rebind is None or not self._superseded(error):
                     raise
-            else:
-                return
-            rebound = False
-            while not rebound:
-                coll = await self.parent.shrink()  # what that raises is the end
-                try:
-                    await rebind(coll)
-                except (PeerLost, CommunicatorError) as error:
-                    if self.parent is not coll or not self._superseded(error):
-                        raise
-                else:
-                    rebound = True
+            await self._regroup(rebind)
+
+    async def _regroup(self, rebind: Callable[[Communicator], Awaitable[None]]) -> None:
+        while True:
+            coll = await self.parent.shrink()  # what that raises is the end
+            try:
+                return await rebind(coll)
+            except (PeerLost, CommunicatorError) as error:
+                if self.parent is not coll or not self._superseded(error):
+                    raise
 
     def _superseded(self, error: AiodistError) -> bool:
         """Return True if the ranks of the elastic world regroup, which `error` may come of."""

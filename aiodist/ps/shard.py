@@ -162,10 +162,11 @@ class Shard:
 
     def _serve_waiting(self) -> None:
         """Serve the lock-free reads whose clients have nothing here any more that is still to be applied."""
-        if self._waiting:
-            ready = [read for read in self._waiting if not self._holds_push(read.client)]
-            self._waiting = [read for read in self._waiting if read not in ready]
-            for read in ready:
+        waiting, self._waiting = self._waiting, []
+        for read in waiting:
+            if self._holds_push(read.client):
+                self._waiting.append(read)
+            else:
                 self._serve(read)
 
     def _holds_push(self, client: int) -> bool:
