@@ -315,7 +315,7 @@ static void keep_memory(Handle *h) {
     }
 }
 
-// An iterator of at most one tensor. torch counts writes of what it iterates over, and makes no object for this one.
+// An iterator of at most one tensor. torch raises the version of each, and this allocates nothing.
 struct Once {
     PyObject_HEAD
     PyObject *tensor;
@@ -356,7 +356,7 @@ static PyObject *written_by(const Handle *h) {
     return h->plan == NULL ? NULL : written((const Plan *)h->plan, h->tensor, h->target, h->out);
 }
 
-// Returns true if autograd would have to record a write into `tensor`, which the other way refuses.
+// Returns true if autograd would have to record a write into `tensor`, which the general path refuses.
 static bool is_recorded(const Issuer *self, PyObject *tensor) {
     if (tensor == NULL || !has(tensor, s_requires_grad, Py_True)) return false;
     PyObject *enabled = PyObject_CallNoArgs(self->grad_enabled);
@@ -440,8 +440,8 @@ static bool runs_loop(Issuer *self) {
 
 enum from { ELSEWHERE, ON_LOOP, IN_THREAD };
 
-// Returns from where the calling thread may issue just now, ELSEWHERE where it may not. Until the lane is joined somebody
-// has to look for the other ranks: the other way has the loop do so.
+// Returns from where the calling thread may issue now, ELSEWHERE if it may not. Until the lane is joined the loop polls
+// for the other ranks, which the general path starts.
 static enum from may_issue(Issuer *self) {
     if (!self->open || !core_lane_joined(self->lane->lane) || PyObject_Size(self->inbox) != 0 || PyDict_Size(self->to_fail) != 0)
         return ELSEWHERE;

@@ -31,7 +31,7 @@ class Call(Coroutine[Any, Any, T]):
         self.coroutine = coroutine
         """The one that does the work."""
         self.origin = origin
-        """Code and instruction of the call, of which an `Origin` is made."""
+        """Code and instruction of the call, the fields of an `Origin`."""
         self.shown = shown
         """Global names of the module that called: Python keeps there which warnings it has shown."""
 

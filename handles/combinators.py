@@ -58,7 +58,7 @@ class EndWaiter:
 
 
 class _Gathering:
-    """The operation of what `gather` returns: see `Stoppable`."""
+    """The operation of a handle that `gather` returned, see `Stoppable`."""
 
     def __init__(self, outer: Together[list[Any]], members: tuple[Handle[Any], ...], keep_errors: bool) -> None:
         self.members = members
@@ -80,7 +80,7 @@ class _Gathering:
         self._outer = ref(outer, self._dropped)
 
     def _dropped(self, _: object) -> None:
-        """The program has dropped what it was gathered for; the collector of garbage may call."""
+        """Pause the members, soon: the program has dropped the handle; the garbage collector may call this."""
         self._progress.post(self._pause_members)
 
     def _pause_members(self) -> None:

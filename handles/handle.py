@@ -174,7 +174,7 @@ class Handle(_core.Handle, Generic[T]):
         return self._outcome()
 
     def _leave(self) -> None:
-        """A wait is over."""
+        """Called after each wait."""
 
     def _failed(self) -> Generator[Any, None, T]:
         yield from ()
@@ -324,7 +324,7 @@ class Handle(_core.Handle, Generic[T]):
     def block_unless(self, gone: Callable[[], bool]) -> bool:
         """As `block` without a time-out; return False soon after `gone()`, such as `loop.is_closed`, has become True.
 
-        A thread that is in here counts as one that waits for ever, or until the deadline of the operation.
+        A thread in this call counts as one that waits without limit, or until the deadline of the operation.
         """
         with _Blocked(self, self._expires):
             while not self._block_until(monotonic() + _LOOK_SECONDS, looks=True):

@@ -21,16 +21,16 @@ class Stoppable(Protocol):
     """True while it is stopped."""
 
     def hold(self, handle: Posted[Any] | None, /) -> None:
-        """Keep the handle alive, since code waits for it; None: the program alone does."""
+        """Keep the handle alive, since code waits for it; None releases it to the program."""
 
     def settled(self) -> None:
-        """Keep the handle no longer: it is over."""
+        """Release the handle, which is finished."""
 
     def pause(self, handle: Posted[Any], /) -> None:
-        """Stop it where it can be stopped without loss: the last wait ended without the outcome; from any thread."""
+        """Stop it if that loses nothing, since the last wait ended without the outcome; from any thread."""
 
     def resume(self, handle: Posted[Any], /) -> None:
-        """Go on with it: code waits for it again; from any thread."""
+        """Continue it, since code waits for it again; from any thread."""
 
 
 class Onlooker:
@@ -59,7 +59,7 @@ class Posted(Handle[T]):
     __slots__ = ("_operation", "_threads")
 
     def belong(self, operation: Stoppable) -> None:
-        """Have it be the handle of `operation`."""
+        """Make it the handle of `operation`."""
         self._operation = operation
         self._threads = 0
         self._posted = True
@@ -81,7 +81,7 @@ class Posted(Handle[T]):
         return self._consumed or self.attended
 
     def revoke(self) -> None:
-        """Be pending again: it is over, and no code has seen that."""
+        """Return from RETURNED to PENDING; no code has seen the result."""
         self._status, self._value = Status.PENDING, None
         self.source = self.tag = None
         self._consumed = False
@@ -98,7 +98,7 @@ class Posted(Handle[T]):
         self._operation.hold(self if self.is_pending else None)
 
     def _leave(self) -> None:
-        """A wait is over: stop, or let go of it, where it was the last."""
+        """Release the handle after the last wait; pause the operation if that wait ended early."""
         if self.attended:
             return
         self._operation.hold(None)
@@ -106,14 +106,14 @@ class Posted(Handle[T]):
             self._operation.pause(self)
 
     def leave_early(self, waiter: Waiter) -> None:
-        """Forget `waiter`, which is given up without the outcome."""
+        """Forget `waiter`, which ended without the outcome."""
         self._given_up = True
         if self.is_pending:
             self._consumed = False
         self.remove_waiter(waiter)
 
     def join(self, waiter: Waiter) -> None:
-        """As `add_waiter`, for what retrieves the outcome only together with others: see `peek`."""
+        """Add a waiter that retrieves the outcome only together with others, see `peek`."""
         self._attend()
         self._add_waiter(waiter)
 
@@ -158,7 +158,7 @@ class Posted(Handle[T]):
             self._operation.resume(self)
         if not super().done():
             return False
-        self._given_up = False  # the program knows: it is the program's from now on
+        self._given_up = False  # the program has seen the outcome
         return True
 
     def add_done_callback(self, fn: Callable[[Handle[T]], object], *, context: Context | None = None) -> None:
@@ -190,5 +190,5 @@ class Posted(Handle[T]):
         self._operation.settled()
 
     def _dropped(self) -> None:
-        if not (self.is_pending and self._given_up):  # that is withdrawn, and never happened
+        if not (self.is_pending and self._given_up):  # it was withdrawn
             super()._dropped()

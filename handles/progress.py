@@ -139,7 +139,7 @@ class Progress(_core.Pacer, Quiet):
         self.parked = False
         self.large = 0
         self.at_work = 0
-        """How many of these go on without another rank: copies, and calls that the thread makes."""
+        """Number of these that need no other rank: copies, and calls that the thread makes."""
         self.computing: set[int] = set()
         """The threads of host streams that compute just now, and do not wait for a handle."""
         self.offloaded = 0

@@ -200,7 +200,7 @@ class _Worker:
                     item.cancel()
 
     def is_abandoned(self) -> bool:
-        """Return whether nobody wants its work any more."""
+        """Return whether its work is no longer needed."""
         return self.aborted or self.loop.is_closed()
 
     def see_out(self, account: Account) -> None:

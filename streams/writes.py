@@ -1,4 +1,4 @@
-"""What autograd is told of the tensors that aiodist writes."""
+"""Version counters and checks for the tensors that aiodist writes under autograd."""
 
 from __future__ import annotations
 

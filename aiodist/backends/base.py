@@ -277,7 +277,7 @@ class Capabilities:
     overruns: bool = False
     """A message that is longer than its receive may crash the library, instead of failing."""
     kept_from: int | None = None
-    """From so many bytes on a send to another rank ends only after its receive was posted; None: that is not known."""
+    """Least size, in bytes, of a send to another rank that ends only after its receive was posted; None if unknown."""
     send_now: Callable[[bytearray, int, int], bool] | None = None
     """(data, dst, tag): send a few bytes, in order with `isend`; False where they would have to wait."""
 

@@ -83,9 +83,9 @@ class Wanted:
     given: _Unexpected | None = None
     """The message that it was matched with."""
     handle: object = None
-    """What waits for it, if that is one receive."""
+    """The handle of the receive, once a message has matched it."""
     take: Callable[[], bool] = lambda: True
-    """Asked when a message matches: False where nothing wants it any more, and the receive is withdrawn."""
+    """Called when a message matches; False withdraws the receive."""
 
     def cancel(self) -> None:
         """Nothing of it will be done on a device."""
@@ -107,14 +107,15 @@ class _Unexpected:
     synchronous: bool = False
     """Its sender waits for an answer."""
     kept: bool = False
-    """Its send ends only after a receive has matched it; no receive has."""
+    """True until a receive matches it, if its send ends only after that."""
     place: int = 0
-    """Among all that came."""
+    """Number in the order of arrival."""
     error: BaseException | None = None
-    """What it came to, where it was put back; `waiting` is told when that is known, or its data."""
+    """Error of its transfer, if it was put back before the transfer was finished."""
     waiting: list[Done] = field(default_factory=list)
+    """Callbacks for the end of that transfer."""
     unpacked: Unpacked | None = field(default=None, repr=False)
-    """The object that it carries, where a receive had unpacked it."""
+    """The object that it carries, if a receive has unpacked it."""
 
     def __str__(self) -> str:
         what = self.meta if self.kind == Mailbox.TENSOR else f"an object of {self.meta.nbytes} bytes"
@@ -146,7 +147,7 @@ class Mailbox:
         self._unanswered: dict[int, Done] = {}
         """By payload number: the synchronous messages that nothing is known to have matched."""
         self.taking: dict[Wanted, int] = {}
-        """The receives whose message is on its way, and the bytes of that."""
+        """Receives that have matched a message in flight, each with the size of that in bytes."""
         self._kept_from = transport.capabilities().kept_from
         self.kept = 0
         """How many messages are pending that end only after a receive has matched them, but for synchronous ones."""
@@ -355,9 +356,9 @@ class Mailbox:
             self._unexpected.append(message)
 
     def put_back(self, wanted: Wanted) -> Callable[[Arrived | None, BaseException | None], None]:
-        """Have what `wanted` was given, and nobody will see, lie in its old place again: `match_again` comes next.
+        """Put the message of `wanted` back into its old place; call `match_again` next.
 
-        Return what to tell when the transfer, which may go on, is over.
+        Return the callback for the end of the transfer, which may still be in flight.
         """
         message = wanted.given
         assert message is not None
@@ -372,7 +373,7 @@ class Mailbox:
         return over
 
     def take_back(self, wanted: Wanted, data: Tensor | Unpacked) -> None:
-        """As `put_back`, where the message has come: it is `data`."""
+        """Do what `put_back` does for a message that was received as `data`."""
         message = wanted.given
         assert message is not None
         message.form = _RETURNED
@@ -384,7 +385,7 @@ class Mailbox:
         insort(self._unexpected, message, key=lambda other: other.place)
 
     def match_again(self) -> None:
-        """Give what was put back to receives that wait."""
+        """Deliver the messages that were put back to the receives that match them."""
         for message in [message for message in self._unexpected if message.form == _RETURNED]:
             if self._wanted and self._matched(message):
                 self._unexpected.remove(message)
@@ -399,7 +400,7 @@ class Mailbox:
         return False
 
     def _takes(self, wanted: Wanted) -> bool:
-        """Return whether `wanted` takes a message that matches; else it is withdrawn."""
+        """Return whether `wanted` takes a message that matches; withdraw it otherwise."""
         if wanted.take():
             return True
         _fail(wanted, asyncio.CancelledError())

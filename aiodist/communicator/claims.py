@@ -1,4 +1,4 @@
-"""What an operation owns of the user's memory until it is over, and what autograd is told of it."""
+"""Claims of an operation on the user's memory until it is finished, and the versions of what it writes."""
 
 from __future__ import annotations
 

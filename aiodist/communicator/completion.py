@@ -49,12 +49,12 @@ class Completion:
 
     _owner: Owner
     handle: Handle[Any] | None
-    """None while it is nobody's concern: of a receive that nothing has matched."""
+    """The handle to settle; None for a receive that no message has matched."""
     _claims: Sequence[Claim]
     _convert: Callable[[Any], Any] | None = None
     """Makes the result of what came, on the loop's thread or one that waits: it may run the user's code."""
     given_back: Callable[[Any, BaseException | None], None] | None = field(default=None, init=False)
-    """Told what came in place of `handle`: another receive has the message by now."""
+    """Callback in place of `handle` after another receive was given the message."""
     _failed: bool = field(default=False, init=False)
     _left: int = field(default=1, init=False)
 
@@ -81,7 +81,7 @@ class Completion:
     ) -> None:
         """Run `program` to that end; its outcome counts when the ranks agree, where it entered a gate.
 
-        `then` is told the outcome in place of this, and tells it.
+        `then` is called with the outcome in place of this, and calls this.
         """
         self._left += 1
         finish = (then or self) if entry is None else partial(through_gate, self._owner, entry, self)

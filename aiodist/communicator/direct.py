@@ -274,7 +274,7 @@ class Direct:
 
 
 class Never(Direct):
-    """For calls that all go the general way."""
+    """The general path for all calls."""
 
     def __init__(self) -> None: ...
 

@@ -151,7 +151,7 @@ class Dispatcher:
         """Of the last operations that leave this host."""
         self._rooms: list[Tensor] | None = [] if transport.capabilities().overruns else None
         self.operations = Pending()
-        """What is not over."""
+        """Pending operations."""
         self._refusal: AiodistError | RuntimeError | None = None
         self._watch = Watch.of(self.progress, channel)
         self._watchdog = Watchdog(name, self.operations, self.oplog, self.ranks, self.mailbox, self._watch)
@@ -199,7 +199,7 @@ class Dispatcher:
 
     @property
     def watch(self) -> Watch:
-        """What looks at the pending operations of this rank."""
+        """The watch over the pending operations of this rank."""
         return self._watch
 
     @classmethod
@@ -344,7 +344,7 @@ class Dispatcher:
                 call()
 
     def receive(self, op: str, asked: Reception, timeout: float | None) -> tuple[Posted[Any], Receiving]:
-        """Return the handle of a receive, which is the program's alone until a message matches, and what it does."""
+        """Issue a receive; return its handle, held only by the program until a message matches, and its operation."""
         handle: Posted[Any] = self._new_handle(Posted, op, asked.nbytes, timeout)
         receiving = Receiving(self, handle, asked)
         try:
@@ -363,16 +363,16 @@ class Dispatcher:
         return handle, receiving
 
     def dropped(self, gone: ref[Handle[Any]]) -> None:
-        """The program has dropped the handle of a receive: withdraw that soon; the collector of garbage may call."""
+        """Withdraw, soon, the receive whose handle the program has dropped; the garbage collector may call this."""
         if (receiving := self.operations.posted.get(gone)) is not None:
             self.progress.post(receiving.lapse)
 
     def stand_in(self, handle: Handle[Any]) -> Handle[Any]:
-        """Return a handle of what is left of the operation of `handle`, which is no longer about that."""
+        """Return a new, detached handle for a part of the operation of `handle`."""
         return Handle(self.progress, handle.op, handle.seq, 0, handle.raw_origin, self.account).detach()
 
     def cancel_receiving(self, receives: Sequence[Receiving], together: Handle[Any] | None = None) -> bool:
-        """Withdraw them all, and first what waits for them `together`; False, and it all goes on, where one matched."""
+        """Withdraw them all, and first their handle `together`; return False and withdraw none if one has matched."""
         withdrawn = False
 
         def now() -> None:

@@ -43,21 +43,20 @@ async def unreceived(coll: Any, seconds: float) -> list[str]:  # noqa: ANN401
         return []
     found = await coll.allgather_object(mine, timeout=seconds)
     sent = {
-        (rank, number): mailbox.line_of(number)
+        (rank, number): (what, mailbox.line_of(number))
         for rank, left in enumerate(found)
-        for source, number, _ in left
+        for source, number, what in left
         if source == coll.rank
     }
-    lines = {key: line and Origin(*line[2:]) for key, line in sent.items()}
-    called = {key: line and described(line[0], line[1], lines[key]) for key, line in sent.items()}
+    called = {key: line and described(line[0], line[1], Origin(*line[2:])) for key, (_, line) in sent.items()}
     told = await coll.allgather_object(called, timeout=seconds)
     words = []
-    for rank, number in sent:
-        what = next(text for source, at, text in found[rank] if (source, at) == (coll.rank, number))
+    for (rank, number), (what, line) in sent.items():
         text = f"rank {rank} never received a message on communicator {coll.name!r}: {what}"
         words.append(_by(text, called[rank, number]))
-        if (line := lines[rank, number]) is not None:
-            warnings.warn_explicit(words[-1], RuntimeWarning, line.filename, line.lineno)
+        if line is not None:
+            origin = Origin(*line[2:])
+            warnings.warn_explicit(words[-1], RuntimeWarning, origin.filename, origin.lineno)
     if mine:
         came = [_by(text, told[source].get((coll.rank, number))) for source, number, text in mine]
         words.append(_never_received(coll, came))

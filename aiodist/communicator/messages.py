@@ -83,7 +83,7 @@ class PointToPoint(Base):
         return self._dispatcher.receive("recv", asked, timeout)
 
     def _receives_with(self, into: Tensor | None) -> tuple[list[DeviceWork], Callable[[], DeviceWork] | None]:
-        """Return what a receive does on devices, and what makes the work of a message that may come from one."""
+        """Return the work of a receive on devices, and a factory of it for a message that may come from one."""
         works = self._work_for(into)
         return works, self._work_later() if into is None and not works else None
 

@@ -58,7 +58,7 @@ class OpLog(_core.Log):
         """By the place of a user's call, such as of "net.step", its name: the operations it issues are its parts."""
 
     def name_caller(self, caller: tuple[CodeType, int], call: str) -> None:
-        """Have what is issued from now on be parts of the user's `call` at that place."""
+        """Record the operations issued from now on as parts of the user's `call` at that place."""
         self.caller = caller
         self.calls[caller] = call
 

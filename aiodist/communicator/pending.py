@@ -1,4 +1,4 @@
-"""The operations of a communicator that are not over."""
+"""The pending operations of a communicator."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from aiodist.handles import Handle
 
 
 class Receive(Protocol):
-    """A receive that nothing has matched."""
+    """A receive that no message has matched."""
 
     paused: bool
     """True while it takes no message."""
 
     @property
     def peer(self) -> Any:  # noqa: ANN401
-        """Where the message is to come from."""
+        """Source and tag of the message."""
 
     @property
     def handle(self) -> Handle[Any] | None:
         """Its handle; None once the program has dropped that."""
 
     def lapse(self) -> bool:
-        """Withdraw it where the program has dropped its handle; return whether it did."""
+        """Withdraw it if the program has dropped its handle; return whether it did."""
 
 
 class Pending:
-    """Handles of operations, each with what it meets: True for collectives, else a `Peer` or the `Use` of a name.
+    """Handles of operations, each with its counterpart: True for collectives, else a `Peer` or the `Use` of a name.
 
-    It holds them all but those of receives that nothing has matched, which are the program's alone: see `Receiving`.
+    It holds all of them except those of receives that no message has matched, which only the program holds: see
+    `Receiving`.
     Any thread may look; each change is one step of a dict.
     """
 
@@ -38,23 +39,23 @@ class Pending:
         self.issued: MutableMapping[Handle[Any], Any] = {}
         """In order of issue. The compiled core adds to it."""
         self.posted: dict[ref[Handle[Any]], Receive] = {}
-        """Receives that nothing has matched, in order of issue; those that are paused, too."""
+        """Receives that no message has matched, paused ones too, in order of issue."""
 
     def items(self) -> list[tuple[Handle[Any], Any]]:
-        """Return each handle with what it meets."""
+        """Return each handle with its counterpart."""
         waiting = [one for one in list(self.posted.values()) if not one.paused]
         posted = [(handle, one.peer) for one in waiting if (handle := one.handle) is not None]
         return [*self.issued.items(), *posted] if posted else list(self.issued.items())
 
     def get(self, handle: Handle[Any]) -> Any:  # noqa: ANN401
-        """Return what `handle` meets; None for one that is not of this communicator, or over."""
+        """Return the counterpart of `handle`; None if it is finished or of another communicator."""
         meets = self.issued.get(handle)
         if meets is None and (one := self.posted.get(ref(handle))) is not None:
             return one.peer
         return meets
 
     def pop(self, handle: Handle[Any]) -> None:
-        """Forget `handle`, which is over."""
+        """Forget `handle`, which is finished."""
         if self.issued.pop(handle, None) is None:
             self.posted.pop(ref(handle), None)
 

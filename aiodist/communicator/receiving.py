@@ -2,20 +2,20 @@
 
 [Note: states of a receive] Each change is made with the transport lock held.
 
-- *posted*: it lies in the mailbox, or in the inbox on its way there. Its handle is the program's alone: this has a weak
-  reference, and a strong one (`_held`) only while code waits. A handle that is dropped ends it (`cancel_posted`).
-- *matched*: a message is its own, and travels perhaps. From here on `Pending` holds the handle, up to the end.
-- *over*: the handle is settled.
-- *paused*: the last wait ended without the outcome, by cancellation or a deadline. A posted receive is taken out of the
-  mailbox. What a matched one was given goes back into it, in its old place, for the next receive that matches: also
-  while it still travels, or when it has come and no code has seen that. The handle is pending. The memory that the
-  caller gave is free. The next wait posts it again, behind the receives of that time.
+- *posted*: the mailbox has it, or the inbox does until the lock is free. Only the program holds the handle: the receive
+  has a weak reference, and a strong one (`_held`) only while code waits. A handle that is dropped ends the receive.
+- *matched*: the receive owns a message, which may be in flight. `Pending` holds the handle until the end.
+- *finished*: the handle is settled.
+- *paused*: the last wait ended without the outcome, by cancellation or a deadline. A posted receive leaves the mailbox.
+  The message of a matched one returns to its old place there, for the next receive that matches, even while it is in
+  flight, or after it came if no code has seen it. The handle is pending, and the caller's memory is free. The next
+  wait posts the receive again, after those posted by then.
 
-A message that travels into the caller's memory cannot go back before it is there: that receive is not paused.
+A message in flight into the caller's memory cannot return before it has come: its receive is not paused.
 
-Who writes what: `take`, `_pause` and `_finish` run with the lock held. `hold` and the waiters of the handle are written
-by the loop's thread, and `Posted._threads` by the thread that waits. So `_pause` looks again, with the lock held,
-whether code waits. The mailbox asks `take` at the match, which makes the weak reference a strong one or finds that the
+[Note: threads of a receive] `take`, `_pause` and `_finish` run with the lock held. The loop's thread writes `_held` and
+the waiters of the handle, and a waiting thread writes `Posted._threads`. So `_pause` looks again, with the lock held,
+whether code waits. The mailbox calls `take` at the match, which makes the weak reference a strong one or finds that the
 handle is gone, in one step: a message never goes to a handle that nothing holds.
 """
 
@@ -48,15 +48,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reception:
-    """What a receive was called with."""
+    """Arguments of a receive."""
 
     peer: Peer
     kind: int
-    """Of the messages that it takes; ANY takes both, and then the result is the `Arrived` itself."""
+    """Kind of message to receive; ANY receives both, and then the result is the `Arrived` itself."""
     into: Tensor | None
     claims: Sequence[Claim]
     work: Callable[[], tuple[list[DeviceWork], Callable[[], DeviceWork] | None]]
-    """Returns what it does on devices, and what makes the work of a message that may come from one."""
+    """Returns its work on devices, and a factory of it for a message that may come from one."""
     convert: Callable[[Any], Any] | None = None
     nbytes: int = 0
     sends: bool = False
@@ -64,27 +64,27 @@ class Reception:
 
 
 class Mailroom(Owner, Protocol):
-    """What a receive needs of its communicator's `Dispatcher`."""
+    """The part of a communicator's `Dispatcher` that a receive calls."""
 
     mailbox: Mailbox
     operations: Pending
 
     @property
     def refusal(self) -> AiodistError | RuntimeError | None:
-        """Why calls are refused."""
+        """The error that refuses calls; None while the communicator is open."""
 
     def dropped(self, gone: ref[Handle[Any]], /) -> None:
         """The program has dropped the handle of a receive."""
 
     def stand_in(self, handle: Handle[Any], /) -> Handle[Any]:
-        """Return a handle of what is left of the operation of `handle`."""
+        """Return a new, detached handle for a part of the operation of `handle`."""
 
     def cancel_receiving(self, receives: Sequence[Receiving], /) -> bool:
         """Withdraw them all, or none."""
 
 
 class Receiving:
-    """See the module; the operation of a `Posted` handle."""
+    """The operation of a `Posted` handle, see the module."""
 
     __slots__ = (
         "_arrived",
@@ -103,7 +103,7 @@ class Receiving:
     def __init__(self, dispatcher: Mailroom, handle: Posted[Any], asked: Reception) -> None:
         self.paused = True
         self.ref: ref[Handle[Any]] = ref(handle, dispatcher.dropped)
-        hash(self.ref)  # kept from now on: a reference to what is gone has none
+        hash(self.ref)  # cached by Python: a dead reference cannot compute its hash
         self._asked = asked
         self._dispatcher = dispatcher
         self._called = (handle.called, handle.seq, handle.origin)
@@ -123,12 +123,12 @@ class Receiving:
 
     @property
     def peer(self) -> Peer:
-        """Where the message is to come from."""
+        """Source and tag of the message."""
         return self._asked.peer
 
     @property
     def works(self) -> list[DeviceWork]:
-        """What it does on devices."""
+        """Its work on devices."""
         return [] if self._wanted is None or self._wanted.work is None else [self._wanted.work]
 
     @property
@@ -162,9 +162,9 @@ class Receiving:
     # --- with the transport lock held -------------------------------------------------------------------------
 
     def post(self, handle: Posted[Any]) -> Callable[[], None]:
-        """Return what has the mailbox give it the first message that matches; what it writes is claimed.
+        """Return the call that posts it in the mailbox, for which the lock is held; its memory is claimed.
 
-        The lock need not be held here, but for what is returned.
+        The lock need not be held here.
         """
         works, later = self._asked.work()
         asked, dispatcher = self._asked, self._dispatcher
@@ -181,7 +181,7 @@ class Receiving:
         return partial(dispatcher.mailbox.receive, wanted)
 
     def take(self) -> bool:
-        """A message matches: hold the handle from now on; False where the program has dropped that."""
+        """Hold the handle from now on, since a message matches; return False if the program has dropped it."""
         completion, wanted, handle = self._completion, self._wanted, self.ref()
         assert completion is not None
         assert wanted is not None
@@ -193,20 +193,20 @@ class Receiving:
         return True
 
     def cancel(self) -> bool:
-        """Withdraw it where nothing has matched it."""
+        """Withdraw it if no message has matched it; return whether it did."""
         return self._dispatcher.cancel_receiving([self])
 
     def waits(self) -> bool:
-        """Return whether nothing has matched it."""
+        """Return whether no message has matched it."""
         assert self._wanted is not None
         return self.paused or self._dispatcher.mailbox.waits(self._wanted)
 
     def cancel_posted(self) -> None:
-        """It never happened; nothing has matched it."""
+        """Withdraw it; no message has matched it."""
         self._end(asyncio.CancelledError())
 
     def _end(self, error: BaseException) -> None:
-        """End it with `error`; nothing has matched it."""
+        """End it with `error`; no message has matched it."""
         assert self._wanted is not None
         if not self.paused:
             self._dispatcher.mailbox.cancel(self._wanted)
@@ -218,12 +218,12 @@ class Receiving:
             self._dispatcher.over(handle, None, error)
 
     def lapse(self) -> bool:
-        """Withdraw it where the program has dropped its handle; return whether it did. From any thread."""
+        """Withdraw it if the program has dropped its handle; return whether it did. From any thread."""
         done = False
 
         def now() -> None:
             nonlocal done
-            self._dispatcher.progress.called()  # the receive itself may still be to be made
+            self._dispatcher.progress.called()  # the receive itself may still be in the inbox
             if self.handle is None and self.ref in self._dispatcher.operations.posted and self.waits():
                 self.cancel_posted()
                 done = True
@@ -295,7 +295,7 @@ class Receiving:
         handle._finish()
 
     def _value_of(self, handle: Handle[Any]) -> Any:  # noqa: ANN401
-        """Return what came, as the mailbox is to have it."""
+        """Return the received data in the form that the mailbox takes back."""
         value = handle.result()
         if self._asked.kind == ANY:
             return value.data
@@ -313,6 +313,6 @@ class Receiving:
             self._end(error)
 
     def _leave_sending(self) -> None:
-        """The receive has no outcome: what is sent yet is waited for by itself."""
+        """Have the other half, if it is in flight, be waited for by itself."""
         if self.sending is not None:
             self._dispatcher.operations.issued[self.sending] = self.peer

@@ -14,14 +14,14 @@ from aiodist.backends.shm.memory import check_segment, reserved_fd
 
 
 class Named(NamedTuple):
-    """What other ranks know a table by."""
+    """The address of a table for other ranks."""
 
     rank: int
-    """The rank in the world that made it."""
+    """World rank of its maker."""
     number: int
-    """Its number among the tables of that rank."""
+    """Number among the tables of that rank."""
     fd: int
-    """Its descriptor there, by which ranks of the same process map it; open until all ranks have."""
+    """File descriptor in that process, for ranks of the same one; open until all ranks have mapped the table."""
     nbytes: int
 
 
@@ -36,6 +36,6 @@ class HostTable:
 
 
 def mapped(fd: int, nbytes: int) -> mmap.mmap:
-    """Return the bytes of a table; raise OSError or ValueError if `fd` is not a table of so many."""
+    """Return the bytes of a table; raise OSError or ValueError if `fd` is no table of `nbytes`."""
     check_segment(fd, nbytes)
     return mmap.mmap(fd, nbytes)
