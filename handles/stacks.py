@@ -1,4 +1,4 @@
-"""Where a program stands: the lines of its threads, and the frames of its tasks down to what they await."""
+"""Where a program stands: the lines of its threads, and the frames of its tasks down to the innermost await."""
 
 from __future__ import annotations
 
