@@ -310,13 +310,15 @@ async def _from_thread(issue: Callable[[], object]) -> None:
 
 async def _from_thread_of_no_name(issue: Callable[[], object]) -> None:
     """As native libraries have them, which call back into the program."""
-    loop = asyncio.get_running_loop()
+    loop, runs = asyncio.get_running_loop(), threading.Event()
 
     def later() -> None:
+        runs.set()
         time.sleep(0.8)
         loop.call_soon_threadsafe(issue)
 
     _thread.start_new_thread(later, ())
+    runs.wait()  # until then it has no frame, and cannot be seen
 
 
 async def _from_stream(issue: Callable[[], object]) -> None:
