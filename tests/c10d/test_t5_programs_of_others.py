@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.support.environ import python_path
-from tests.support.torch_ranks import started
+from tests.support.torch_ranks import run_alone, started
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -103,15 +99,7 @@ def test_t5_frameworks_come_to_what_gloo_comes_to(tmp_path: Path, name: str) -> 
     found = {}
     for backend in ("gloo", "aiodist"):
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        done = subprocess.run(
-            [sys.executable, *launch, str(PROGRAMS / f"with_{name}.py"), backend, str(tmp_path)],
-            env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_alone(*launch, PROGRAMS / f"with_{name}.py", backend, tmp_path)
         found[backend] = [json.loads((tmp_path / f"{backend}-{rank}.json").read_text()) for rank in (0, 1)]
         assert all(result.pop("backend") == backend for result in found[backend])
     assert found["aiodist"] == found["gloo"]

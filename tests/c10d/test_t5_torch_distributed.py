@@ -22,7 +22,7 @@ from aiodist.launch.commands import mpirun_environment
 from aiodist.launch.discover import find_mpi
 from tests.support.environ import python_path
 from tests.support.nursed import stub
-from tests.support.torch_ranks import started
+from tests.support.torch_ranks import run_alone, started
 
 Found = dict[tuple[str, int], dict[str, Any]]
 
@@ -172,26 +172,11 @@ _ABORTS = (
 )
 
 
-def run_alone(program: str, *arguments: str) -> str:
-    """Return what a program of one process prints; it ends well."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAMS / program), *arguments],
-        env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Exception ignored" not in done.stderr, done.stderr
-    return done.stdout
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("when", _ABORTS)
 def test_t5_an_abort_ends_at_any_time(when: str) -> None:
     """In seconds, with the threads of the group: also as a part of garbage that a thread of a loop collects."""
-    assert "all ended" in run_alone("abort_at_any_time.py", when)
+    assert "all ended" in run_alone(PROGRAMS / "abort_at_any_time.py", when)
 
 
 @pytest.mark.processes
@@ -200,8 +185,17 @@ def test_t5_an_abort_ends_at_any_time(when: str) -> None:
 )
 def test_t5_a_peer_that_is_gone_is_told_in_the_words_of_gloo(end: str, words: str) -> None:
     """One that closes in a thread, where no line of the program calls, "has left"."""
-    said = run_alone("peer_gone.py", end)
+    said = run_alone(PROGRAMS / "peer_gone.py", end)
     assert said.count(words) == 2, said
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("gone", ["0", "1", "2"])
+def test_t5_an_abort_leaves_a_message_between_two_others_alone(gone: str) -> None:
+    """What needs the rank that is gone fails meanwhile."""
+    said = run_alone(PROGRAMS / "message_apart.py", gone)
+    assert said.count("told: Connection closed by peer") == 3, said
+    assert "whole" in said, said
 
 
 def command(starter: str) -> tuple[list[str], dict[str, str]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.support.environ import python_path
 from tests.support.nursed import stub
 
-__all__ = ["free_port", "started"]
+__all__ = ["free_port", "run_alone", "started"]
 
 
 def free_port() -> int:
@@ -56,3 +56,18 @@ def started(
         for rank in ranks:
             rank.kill()
     return found
+
+
+def run_alone(*command: object, seconds: float = 100) -> str:
+    """Return what Python prints with these arguments; it ends well."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Exception ignored" not in done.stderr, done.stderr
+    return done.stdout
