@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from aiodist import BackendUnavailable, Communicator, Handle
 from tests.support.calls import drawn
+from tests.support.overlapping import Layout, drawn_layout, places_of
 
 Call = Callable[[Communicator, "Given"], Handle[Any]]
 
@@ -68,54 +70,21 @@ ROOTED: dict[str, tuple[Call, tuple[Any, ...], tuple[Any, ...]]] = {
 IMPLS = ["auto", "auto", "auto", "ring", "doubling", "tree", "direct", "bruck", "shm", "mpi", "chain", "halving"]
 
 
-class Layout(NamedTuple):
-    """An example: what is called, and where its tensors lie in one buffer."""
+@dataclass(frozen=True)
+class Example(Layout):
+    """With the implementation of the call, and whether the buffer lies in the arena."""
 
-    call: str
-    numel: int
-    halves: tuple[int, ...]
-    """Where each tensor begins, inputs first, in halves of `numel`; those that are missing lie behind all others."""
-    own: bool
-    """The input is this rank's block of the first output, or the first output this rank's block of the input."""
     impl: str
     arena: bool
 
 
-LAYOUTS = st.builds(
-    Layout,
-    st.sampled_from(sorted(CALLS | ROOTED)),
-    st.sampled_from([2, 6, 1000, 20_000, 300_000]),
-    st.lists(st.integers(0, 6), min_size=1, max_size=4).map(tuple),
-    st.booleans(),
-    st.sampled_from(IMPLS),
-    st.booleans(),
-)
+EXAMPLES = st.builds(Example, *drawn_layout(CALLS | ROOTED), st.sampled_from(IMPLS), st.booleans())
 
 
 def _blocks(spec: Sequence[Any], size: int) -> list[int]:
     if spec == ("each",):
         return [1] * size
     return [size if blocks == "p" else blocks for blocks in spec]
-
-
-def _places(coll: Communicator, layout: Layout, ins: list[int], outs: list[int]) -> list[tuple[int, int]]:
-    """Return begin and length of each tensor, in elements."""
-    numel, behind, places = layout.numel, 4 * layout.numel, []
-    for i, blocks in enumerate([*ins, *outs]):
-        if i < len(layout.halves):
-            places.append((layout.halves[i] * numel // 2, blocks * numel))
-        else:
-            places.append((behind, blocks * numel))
-        behind = max(behind, sum(places[-1]))
-    if layout.own and outs and len(ins) == 1:
-        (t, t_len), (out, out_len) = places[0], places[1]
-        if out_len > t_len:
-            places[0] = (out + coll.rank * numel, t_len)
-        elif t_len > out_len:
-            places[1] = (t + coll.rank * numel, out_len)
-        else:
-            places[1] = places[0]
-    return places
 
 
 async def _issued(coll: Communicator, call: Call, given: Given, rooted: bool, number: int) -> Handle[Any] | None:
@@ -137,12 +106,13 @@ def _same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) else a is b
 
 
-async def _tried(coll: Communicator, number: int, layout: Layout) -> bool:
+async def _tried(coll: Communicator, number: int, layout: Example) -> bool:
     """Return whether the call was taken; fail where it came out otherwise than on copies."""
     rooted = layout.call in ROOTED
     call, ins, outs = (ROOTED if rooted else CALLS)[layout.call]
-    n_ins = len(_blocks(ins, coll.size))
-    places = _places(coll, layout, _blocks(ins, coll.size), _blocks(outs, coll.size))
+    given, filled = _blocks(ins, coll.size), _blocks(outs, coll.size)
+    n_ins = len(given)
+    places = places_of(layout, [*given, *filled], coll.rank, one_input=n_ins == 1 and bool(filled))
     total = max(sum(place) for place in places) + 3
     base = coll.empty(total) if layout.arena else torch.empty(total)
     base.copy_(torch.arange(total).remainder(97) * (coll.rank + 1))
@@ -170,7 +140,7 @@ async def _tried(coll: Communicator, number: int, layout: Layout) -> bool:
 @pytest.mark.ranks(2, backend=("openmpi", "shm"))
 async def test_c3_tensors_of_a_call_that_overlap_give_what_copies_give_or_are_refused(coll: Communicator) -> None:
     taken: dict[str, int] = {}
-    for number, layout in enumerate(drawn(LAYOUTS, 250)):
+    for number, layout in enumerate(drawn(EXAMPLES, 250)):
         if await _tried(coll, number, layout):
             taken[layout.call] = taken.get(layout.call, 0) + 1
     assert len(taken) > 15, taken  # not all are refused

@@ -12,22 +12,20 @@ from aiodist.launch.tracebacks import Tracebacks
 if TYPE_CHECKING:
     from tests.launch.conftest import Launcher
 
-OWN = """\
+HEAD = """\
 Traceback (most recent call last):
   File "train.py", line 9, in <module>
     aiodist.run(main)
   … 4 frames of aiodist and asyncio
-  File "train.py", line 6, in main
+"""
+OWN = f"""\
+{HEAD}  File "train.py", line 6, in main
     raise ValueError("broken")
 ValueError: broken
 (AIODIST_TRACEBACK=full shows these frames too)
 """
-HEARD = """\
-Traceback (most recent call last):
-  File "train.py", line 9, in <module>
-    aiodist.run(main)
-  … 4 frames of aiodist and asyncio
-  File "train.py", line 7, in main
+HEARD = f"""\
+{HEAD}  File "train.py", line 7, in main
     await coll.allreduce(t)
   … 2 frames of aiodist and asyncio
 aiodist.errors.RemoteError: rank 1 failed: ValueError: broken

@@ -2,8 +2,6 @@
 # mypy: ignore-errors
 """Tensors that overlap in calls of `torch.distributed`: they come to what copies come to, or the call raises."""
 
-from typing import NamedTuple
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +9,7 @@ from hypothesis import strategies as st
 
 import aiodist.c10d  # noqa: F401  - registers the backend
 from tests.support.calls import drawn
+from tests.support.overlapping import Layout, drawn_layout, places_of
 
 dist.init_process_group("aiodist")
 rank, size = dist.get_rank(), dist.get_world_size()
@@ -45,39 +44,8 @@ ROOTED = {
 """Those in which the tensors of rank 0 alone may be refused: it tells the others."""
 
 
-class Layout(NamedTuple):
-    call: str
-    numel: int
-    halves: tuple
-    own: bool
-
-
-LAYOUTS = st.builds(
-    Layout,
-    st.sampled_from(sorted(CALLS | ROOTED)),
-    st.sampled_from([2, 6, 1000, 20_000, 300_000]),
-    st.lists(st.integers(0, 6), min_size=1, max_size=4).map(tuple),
-    st.booleans(),
-)
-
-
 def blocks(spec):
     return [1] * size if spec == EACH else [size if each == "p" else each for each in spec]
-
-
-def places_of(layout, lengths, ins):
-    places, after = [], 4 * layout.numel
-    for i, length in enumerate(lengths):
-        start = layout.halves[i] * layout.numel // 2 if i < len(layout.halves) else after
-        places.append((start, length * layout.numel))
-        after = max(after, sum(places[-1]))
-    if layout.own and (ins, len(places)) == (1, 2):
-        (t, t_length), (out, out_length) = places
-        if out_length > t_length:
-            places[0] = (out + rank * layout.numel, t_length)
-        else:
-            places[1] = (t + (rank * layout.numel if t_length > out_length else 0), out_length)
-    return places
 
 
 def issued(call, ins, outs, rooted, number):
@@ -100,7 +68,7 @@ def tried(number, layout):
     rooted = layout.call in ROOTED
     ins, outs, call = (ROOTED if rooted else CALLS)[layout.call]
     count, lengths = len(blocks(ins)), blocks(ins) + blocks(outs)
-    places = places_of(layout, lengths, count)
+    places = places_of(layout, lengths, rank, one_input=(count, len(lengths)) == (1, 2))
     base = torch.arange(max(map(sum, places)) + 3).remainder(97).float() * (rank + 1)
     views = [base[start : start + length] for start, length in places]
     copies = [view.clone() for view in views]
@@ -118,7 +86,8 @@ def tried(number, layout):
 
 
 taken = {}
-for number, layout in enumerate(drawn(LAYOUTS, 250)):
+layouts = st.builds(Layout, *drawn_layout(CALLS | ROOTED))
+for number, layout in enumerate(drawn(layouts, 250)):
     if tried(number, layout):
         taken[layout.call] = taken.get(layout.call, 0) + 1
 assert len(taken) > 7, taken  # not all are refused

@@ -23,14 +23,19 @@ def refused(call: Callable[[], Any], *classes: int) -> None:
     assert raised.value.Get_error_class() in classes, raised.value
 
 
-def calls(comm: Any, kind: str, n: int) -> dict[str, Callable[[], Any]]:
-    """Return the calls that move `n` elements to or from each rank, by name."""
-    size, at_root = comm.size, comm.rank == 0
+def buffers(comm: Any, kind: str, n: int) -> tuple[Callable[..., Any], Any]:
+    """Return what makes a buffer of so many blocks of `n` elements, and on the root one with a block for each rank."""
 
     def new(blocks: int = 1) -> Any:
         return np.zeros(n * blocks, kind)
 
-    whole = new(size) if at_root else None
+    return new, new(comm.size) if comm.rank == 0 else None
+
+
+def calls(comm: Any, kind: str, n: int) -> dict[str, Callable[[], Any]]:
+    """Return the calls that move `n` elements to or from each rank, by name."""
+    size, at_root = comm.size, comm.rank == 0
+    new, whole = buffers(comm, kind, n)
     return {
         "Bcast": lambda: comm.Bcast(new()),
         "Gather": lambda: comm.Gather(new(), whole),
@@ -49,12 +54,8 @@ def calls(comm: Any, kind: str, n: int) -> dict[str, Callable[[], Any]]:
 
 def vectors(comm: Any, kind: str, n: int) -> dict[str, Callable[[], Any]]:
     """Return the calls whose blocks may differ in length, with equal ones."""
-    size, at_root = comm.size, comm.rank == 0
-
-    def new(blocks: int = 1) -> Any:
-        return np.zeros(n * blocks, kind)
-
-    whole = new(size) if at_root else None
+    size = comm.size
+    new, whole = buffers(comm, kind, n)
     return {
         "Gatherv": lambda: comm.Gatherv(new(), whole),
         "Scatterv": lambda: comm.Scatterv(whole, new()),
@@ -64,11 +65,7 @@ def vectors(comm: Any, kind: str, n: int) -> dict[str, Callable[[], Any]]:
 
 
 def reductions(comm: Any, kind: str, n: int, op: Any = MPI.SUM) -> dict[str, Callable[[], Any]]:
-    size = comm.size
-
-    def new(blocks: int = 1) -> Any:
-        return np.zeros(n * blocks, kind)
-
+    size, (new, _) = comm.size, buffers(comm, kind, n)
     return {
         "Reduce": lambda: comm.Reduce(new(), new() if comm.rank == 0 else None, op),
         "Allreduce": lambda: comm.Allreduce(new(), new(), op),

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import torch
@@ -43,6 +44,14 @@ def until_stopped(pid: int) -> None:
         time.sleep(0.01)
 
 
+async def pushes_while_stopped(pid: int, push: Callable[[], Awaitable[object]]) -> None:
+    """Push while process `pid` is stopped, and then let it go on."""
+    until_stopped(pid)
+    for _ in range(PUSHES):
+        await push()
+    os.kill(pid, signal.SIGCONT)
+
+
 def version(t: Tensor) -> str:
     return "mixed" if bool(t.min() != t.max()) else f"{t[0].item():g}"
 
@@ -61,10 +70,7 @@ async def reads(coll: aiodist.Communicator, ps: ParameterServer, pids: list[int]
             await pulled
             print(f"{name} read: {version(t)} of version {pulled.version}", flush=True)
         if coll.rank == 1:
-            until_stopped(pids[2])
-            for _ in range(PUSHES):
-                await ps.push(name, t, timeout=LIMIT)
-            os.kill(pids[2], signal.SIGCONT)
+            await pushes_while_stopped(pids[2], lambda: ps.push(name, t, timeout=LIMIT))
         await coll.barrier()
     if coll.rank == 2:
         await ps.pull(name, t)
@@ -81,10 +87,7 @@ async def rows(coll: aiodist.Communicator, ps: ParameterServer, pids: list[int])
         stop_in_the_midst(1)
         print(f"rows read: {version((await table.pull(ids)).view(-1))}", flush=True)
     if coll.rank == 1:
-        until_stopped(pids[2])
-        for _ in range(PUSHES):
-            await table.push(ids, values, timeout=LIMIT)
-        os.kill(pids[2], signal.SIGCONT)
+        await pushes_while_stopped(pids[2], lambda: table.push(ids, values, timeout=LIMIT))
     await coll.barrier()
 
 
