@@ -51,10 +51,10 @@ def summand(line: Tensor, opts: Any, *, kept: bool = False) -> tuple[Tensor, Op]
 
 
 def flat_all(ts: Tensors, opts: Any = None, coll: Communicator | None = None) -> tuple[Tensors, Finish]:
-    """Return tensors that are written, flat, in the order of their dimensions, and what is to be done in the end.
+    """Return the written tensors, flat, in the order of their dimensions, and a call that completes them.
 
-    That is to copy what lies in another order back to where it belongs; and with `opts` to make of sums of integers the
-    means that NCCL has, without the rest, where means were asked for.
+    The call copies elements of another order in memory back to their places. If `opts` asks for means of integers it
+    also divides the sums, and drops the remainder as NCCL does.
     """
     lines = list(map(flat, ts))
     apart = [(t, line) for t, line in zip(ts, lines, strict=True) if not t.is_contiguous()]
@@ -140,7 +140,7 @@ def movable(t: Tensor) -> Tensor:
 
 
 def together(ts: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors that are alike and lie one behind the other in one storage as one flat tensor, else None."""
+    """Return equal tensors that follow one another in one storage as one flat tensor, else None."""
     first = ts[0]
     start, nbytes, storage = first.data_ptr(), first.nbytes, first.untyped_storage().data_ptr()
     for i, t in enumerate(ts):

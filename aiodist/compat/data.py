@@ -232,7 +232,7 @@ class Buffer(NamedTuple):
         return list(self.octets.view(count, self.octets.numel() // count))
 
     def block(self, number: int, count: int) -> Buffer:
-        """Return one of so many equal blocks."""
+        """Return block `number` of `count` equal ones."""
         return self._replace(octets=self.blocks(count)[number])
 
     def copied(self) -> Buffer:

@@ -11,7 +11,7 @@ from aiodist.compat.errors import CLASSES, MPIError
 def Compute_dims(nnodes: int, dims: int | Sequence[int]) -> list[int]:
     """Return the sides of a grid of `nnodes` ranks, as close to one another as can be, in descending order.
 
-    `dims` is the number of dimensions, or a list of sides of which each 0 is to be computed. Raises `MPI.Exception` of
+    `dims` is the number of dimensions, or a list of sides; each 0 in it is computed. Raises `MPI.Exception` of
     ERR_DIMS unless `nnodes` is positive, and a multiple of the sides that are given.
 
     >>> Compute_dims(12, 2), Compute_dims(12, [0, 2, 0])

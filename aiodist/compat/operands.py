@@ -48,7 +48,7 @@ def in_place(spec: object) -> bool:
 
 
 def operands(sendbuf: Any, recvbuf: Any) -> tuple[Buffer, Buffer]:
-    """Return what a reduction reads and what it writes; raise TypeError where their elements differ."""
+    """Return the input and the output of a reduction; raise TypeError if their elements differ."""
     into = buffer_of(recvbuf, written=True)
     mine = into if in_place(sendbuf) else buffer_of(sendbuf)
     if mine.kind != into.kind:

@@ -21,7 +21,7 @@ _LEFT_OUT = {
 
 
 class _Kind(type):
-    """The type of `Win`: says what to use in place of calls of the class that are left out, such as `Win.Create`."""
+    """The type of `Win`: names the replacement of each call that the class does not have, such as `Win.Create`."""
 
     def __getattr__(cls, name: str) -> NoReturn:
         left_out(f"Win.{name}", _LEFT_OUT)

@@ -32,7 +32,7 @@ def isolate(loop: asyncio.AbstractEventLoop) -> None:
 def isolated() -> Iterator[None]:
     """Isolate the tasks that the running loop makes while this block, or another one like it, is open.
 
-    The task factory of before is put back then, unless somebody has set another one. The calling task has begun
+    Afterwards the loop has its old task factory again, unless other code has set a new one. The calling task has begun
     already, and keeps the modes of its thread, which no isolated task changes. Two such tasks share modes: a
     RuntimeWarning names each other task of the program that has begun before, unless it waits for this one.
     """

@@ -86,7 +86,7 @@ def _print_folded(kind: type[BaseException], error: BaseException, trace: Traceb
 
 
 def print_error(error: Exception) -> None:
-    """Print an error that ends a program of which no frame is left, as at exit."""
+    """Print an error that ends a program when no frame of the program is left, as at exit."""
     if sys.excepthook is _print_folded:
         _show(folded(error, programs=True))
     else:
