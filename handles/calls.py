@@ -65,10 +65,8 @@ class Call(Coroutine[Any, Any, T]):
             return
         self.coroutine.close()  # Python's own warning has no useful line
         where = Origin(*self.origin)
-        text, registry = (
-            f"{self} was never awaited, so it did nothing",
-            self.shown.setdefault("__warningregistry__", {}),
-        )
+        text = f"{self} was never awaited, so it did nothing"
+        registry = self.shown.setdefault("__warningregistry__", {})
         warnings.warn_explicit(text, RuntimeWarning, where.filename, where.lineno, registry=registry)
 
 

@@ -196,10 +196,10 @@ async def as_completed(handles: Iterable[Handle[T]]) -> AsyncGenerator[Handle[T]
     queue = _Queue()
     members = list(handles)
     loop = _progress_of("as_completed", members).loop
-    posted: list[Handle[Any]] = [member for member in members if isinstance(member, Posted) and not member.retrieved]
+    posted: dict[Handle[Any], Posted[Any]] = {m: m for m in members if isinstance(m, Posted) and not m.retrieved}
     for member in members:
-        if isinstance(member, Posted) and member in posted:
-            member.join(queue)
+        if member in posted:
+            posted[member].join(queue)
         else:
             member.add_waiter(queue)  # also where it is done: who waits for it has awaited it
     try:
@@ -210,15 +210,14 @@ async def as_completed(handles: Iterable[Handle[T]]) -> AsyncGenerator[Handle[T]
             handle, late = queue.finished.popleft()
             if late is not None:
                 raise late
-            if handle in posted:
-                posted.remove(handle)
+            posted.pop(handle, None)  # its outcome is for the code that iterates
             yield handle
     finally:
         for member in members:
-            if isinstance(member, Posted) and member in posted:
-                member.leave_early(queue)
-            else:
+            if member not in posted:
                 member.remove_waiter(queue)
+        for left in posted.values():
+            left.leave_early(queue)
 
 
 def all_over(handles: Sequence[Handle[Any]], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
