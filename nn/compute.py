@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 _CALLS: Final = set[str]()
-"""What `called` has named."""
+"""The names that `called` was given."""
 
 
 def called(name: str) -> Callable[[F], F]:

@@ -148,8 +148,8 @@ class DataParallel(ModuleLike):
         where something has changed. What is frozen takes no part, unless it has a gradient of before. Parameters that
         come to the module later are a `RuntimeError` of the next step, unless they are frozen: nobody reduces them.
         `settings` are those of the method of that name. `per_rank` may also be, or have, submodules, parameters and
-        buffers of `module`, or their names: each rank keeps those for itself, and they may differ in shape. So are
-        the names that torch's DistributedDataParallel ignores, in `module._ddp_params_and_buffers_to_ignore`.
+        buffers of `module`, or their names: each rank keeps those for itself, and they may differ in shape. The names
+        that torch's DistributedDataParallel ignores, in `module._ddp_params_and_buffers_to_ignore`, count too.
         With `compress`, a codec of `aiodist.codecs` or a `Compression`, gradients travel as codes, made on the host;
         what these leave out is sent later (`compressor`). Sparse gradients go as they are.
         All ranks get rank 0's `state` too, such as the optimizer's. In an elastic world a rank that joins calls this
@@ -311,7 +311,7 @@ class DataParallel(ModuleLike):
                 for each in made_of_it:
                     each.abort(why)
             await hook.aclose()
-            with suppress(CommunicatorError, DeadlockError, PeerError):  # it was given up, which `error` tells
+            with suppress(CommunicatorError, DeadlockError, PeerError):  # it was aborted, and `error` says so
                 await own.aclose()
             raise
         reducer.steps.alike(made)
@@ -335,9 +335,9 @@ class DataParallel(ModuleLike):
     def state_dict(self) -> dict[str, Any]:
         """Return the module's own: no prefix, so that it loads into the plain module.
 
-        It has what is `per_rank` too, with this rank's values.
-        As torch's it holds the parameters themselves, which a step changes, also one that is under way: a copy of what
-        they are between two steps is `await net.run(lambda: copy.deepcopy(net.state_dict()))`. Raises `RuntimeError`
+        It has parameters that are `per_rank` too, with this rank's values. As torch's it holds the parameters
+        themselves, which a step changes, also one in flight: a copy of their values between two steps is
+        `await net.run(lambda: copy.deepcopy(net.state_dict()))`. Raises `RuntimeError`
         while updates are pending: `await opt.flush()` first.
         """
         self.check_updated()
@@ -754,7 +754,7 @@ class _Guest:
 
 
 def _alike(call: str, state: Sequence[T], per_rank: Sequence[Tensor]) -> list[T | SharedState]:
-    """Return what ranks give one another of `state`: of an optimizer nothing of the parameters that are `per_rank`.
+    """Return the `state` that ranks give one another: that of an optimizer without parameters that are `per_rank`.
 
     Raises ValueError for a driver with such parameters, and an optimizer whose state is not of torch's form.
     """

@@ -75,11 +75,11 @@ class Deal:
 
     @cached_property
     def trained_slots(self) -> Sequence[Slot]:
-        """Those of the parameters that are trained."""
+        """The parameters that are trained, bucket after bucket."""
         return [slot for bucket in self.buckets for slot in bucket.slots if self.trained[slot.index]]
 
     def versions(self) -> list[int]:
-        """Return how often each of them was changed, as torch counts; 0.1 us for each."""
+        """Return how often each trained parameter was changed, as torch counts; 0.1 us for each."""
         return [slot.parameter._version for slot in self.trained_slots]
 
     def watched(self) -> set[int]:

@@ -42,7 +42,7 @@ class ModuleLike:
     _module: nn.Module
     _shared: Shared
     checkpoint_kind = "module"
-    """A checkpoint of it loads into the plain module, and the other way round."""
+    """A net and a plain module load each other's checkpoints."""
 
     @property
     def module(self) -> nn.Module:
@@ -51,7 +51,7 @@ class ModuleLike:
 
     @property
     def shared(self) -> Shared:
-        """What all ranks have alike: the module without the parameters and buffers that are `per_rank`."""
+        """The part of the module that all ranks have alike: without parameters and buffers that are `per_rank`."""
         return self._shared
 
     @property

@@ -153,7 +153,7 @@ class PassAccount:
     steps: str
     """How many steps its optimizer has made, in words."""
     settings: Lines | None = None
-    """What its step is made with; None where it brings nothing."""
+    """The settings of its step; None if it brings nothing."""
 
 
 def explained(status: PassStatus, accounts: Sequence[PassAccount], rank: int) -> AiodistError:

@@ -1,4 +1,4 @@
-"""What each rank keeps for itself, and the rest of a net's module, which all ranks have alike."""
+"""A net's module in two parts: one that all ranks have alike, and one that each rank keeps for itself."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's DistributedDataParalle
 class Shared:
     """The parameters and buffers of a module, without those that each rank keeps for itself.
 
-    Those are known by their names, since a buffer may be replaced.
+    They are known by name, since a buffer may be replaced.
     """
 
     def __init__(self, module: nn.Module, given: Any = None, divided: Iterable[Tensor] = ()) -> None:
-        """Each rank keeps what of `given` is in `module`: submodules, parameters and buffers, or names of these.
+        """Each rank keeps the `given` submodules, parameters and buffers of `module`, or those of these names.
 
         The names in the attribute `_ddp_params_and_buffers_to_ignore` of the module count too. Raises TypeError and
-        ValueError for a `given` that is none of that; ValueError for `divided` parameters, of a layer that ranks share,
+        ValueError for any other `given`; ValueError for `divided` parameters, of a layer that ranks share,
         and for a submodule with a tensor that the rest of the module uses too.
         """
         self.module = module
@@ -60,7 +60,7 @@ class Shared:
         return (p for _, p in self.named_parameters())
 
     def keeps(self, key: str) -> bool:
-        """Return True if each rank keeps what has this key in a state dict of the module."""
+        """Return True if each rank keeps the value with this key in a state dict of the module."""
         return key in self._names or any(_within(key, name) for name in self._modules)
 
     def own_parameters(self, given: Any) -> tuple[Tensor, ...]:
@@ -80,7 +80,7 @@ class Shared:
                 if id(t) in reduced:
                     raise ValueError(
                         f"per_rank has {reduced[id(t)]!r}, a parameter of the net, which reduces it: expected "
-                        "parameters of others; give `create` what each rank is to keep of the net's own module"
+                        "parameters of others; give `create` the parameters of its module that each rank keeps"
                     )
                 if id(t) not in self._aliases:
                     found[id(t)] = t
@@ -164,7 +164,7 @@ class SharedState:
 
 
 def as_list(given: Any) -> list[nn.Module | Tensor | str]:
-    """Return what is `given` as `per_rank`, one or several; raise TypeError for another kind."""
+    """Return the `given` value of `per_rank` as a list; raise TypeError for one of another kind."""
     one = isinstance(given, (Tensor, nn.Module, str))
     found = [] if given is None else [given] if one else list(given)
     if wrong := [type(each).__name__ for each in found if not isinstance(each, (Tensor, nn.Module, str))]:
@@ -181,5 +181,5 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _within(name: str, module: str) -> bool:
-    """Return True if this is the name of the module, or of what is in it."""
+    """Return True if `name` is that of the module, or of one in it, or of a tensor of these."""
     return not module or name == module or name.startswith(f"{module}.")

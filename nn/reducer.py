@@ -158,7 +158,7 @@ class Reducer:
         self.kept = False
         """Gradients were added up in a `no_sync` block, and not reduced since."""
         self._versions: list[int] = []
-        """Of the parameters that this pass trains, as torch counts changes, when backward began."""
+        """Version counters of the parameters that this pass trains, at the beginning of backward."""
         self._loop_thread = get_ident()
         self.newcomers = Newcomers(module, [*self._parameters, *shared.kept], self._taken)
         self._sentries = Sentries(self._gradient_came, module, self.slots, alone=data.size == 1)
@@ -246,7 +246,7 @@ class Reducer:
         return told
 
     def name_caller(self, caller: tuple[CodeType, int], call: str) -> None:
-        """Have reports name that line, and the user's `call` there, for what the loop issues from now on for it."""
+        """Reports of operations that the loop issues from now on name that line, and the user's `call` there."""
         for comm in (self.data, self.status, *self.hook.comms):
             comm.parts.dispatcher.oplog.name_caller(caller, call)
 
@@ -430,7 +430,7 @@ class Reducer:
         return None
 
     def _changed(self, reduction: Reduction) -> RuntimeError | None:
-        """A parameter that was changed in this backward, but by what `net.gradients` has given."""
+        """Return an error if this backward changed a parameter whose gradient `net.gradients` had not yielded yet."""
         now = self._deal.versions()
         if now == self._versions:
             return None
@@ -458,7 +458,7 @@ class Reducer:
     def alone(self, *, part: bool) -> Iterator[None]:
         """A backward in this block is of this rank alone, with `part` one whose gradients are reduced with later ones.
 
-        Where the order of gradients is not known, it is noted.
+        The order of gradients is noted if it is not known.
         """
         self._fired = {}
         self.steps.thread, self.steps.partial = get_ident(), part

@@ -208,7 +208,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
     # --- on the compute thread ----------------------------------------------------------------------------------
 
     def _check_parameters(self) -> None:
-        """Raise ValueError if the optimizer has other tensors than what this rank owns."""
+        """Raise ValueError if the optimizer has tensors that this rank does not own."""
         given = {id(mine.parameter) for shard in self._shards for mine in shard.sections.values()}
         check_only(self.optimizer, given, "what make_optimizer was given")
 

@@ -94,7 +94,7 @@ class StepSettings:
         return replace(self, **given)
 
     def lines(self) -> Lines:
-        """Return what ranks compare of them."""
+        """Return the settings that ranks compare, in words."""
         scaler = self.scaler
         how = "None"
         if scaler is not None and scaler.is_enabled():  # one that is disabled has no rates, and does nothing
@@ -171,7 +171,7 @@ class StepSettings:
         return agreed
 
     def _prepare_own(self, parameters: Sequence[Any]) -> None:
-        """Unscale, check and clip the gradients of what this rank keeps for itself."""
+        """Unscale, check and clip the gradients of parameters that this rank keeps for itself."""
         held = [holder for _, holder in _reduced([{"params": parameters}])]
         if self.scaler is not None and self.scaler.is_enabled():
             for each in held:
@@ -261,7 +261,7 @@ class Steps:
 
     An optimizer counts once between two backwards of the net, however often it steps there: one whose `step` calls that
     of its base class is seen once or twice, as it happens. What steps before the first backward has no gradients of
-    the net. Two hooks of torch, one pair for all nets, tell of steps while there are nets; they cost a step of any
+    the net. Two hooks of torch, one pair for all nets, note steps while there are nets; they cost a step of any
     optimizer 3 us. The first of them refuses a step that would use gradients that are not reduced.
     """
 
@@ -280,19 +280,19 @@ class Steps:
         self.thread: int | None = None
         """The thread that runs a backward of the net; None between two of them."""
         self.settings_hash = 0
-        """Of the settings that the step of the newest pass is made with; 0 if they are not known."""
+        """A hash of the settings of the newest pass's step; 0 if they are not known."""
         self._declared: tuple[object, StepSettings | None] = None, None
         """The optimizer or driver of the step in flight, and its settings."""
         self._compared: tuple[list[Optimizer], StepSettings | None] = [], None
-        """What `settings_hash` is of."""
+        """The optimizers, and the other settings, that have this `settings_hash`."""
         self._hash = SettingsHash()
         self.partial = False
-        """True in a backward of a list of closures, all but the last of which leave gradients on this rank."""
+        """True in a backward of a list of closures that is not the last one, and leaves gradients on this rank."""
         self.current: InFlight | None = None
         """The newest pass."""
         self._module = shared.module
         self.names: Mapping[int, str] = {id(parameter): name for name, parameter in shared.named_parameters()}
-        """Of the parameters that the net reduces, by their ids."""
+        """Names of the parameters that the net reduces, by their ids."""
         self._own: frozenset[int] = frozenset()
         """Parameters that this rank keeps for itself, by their ids."""
         self._trusted: tuple[Optimizer, list[list[Tensor]]] | None = None
@@ -351,7 +351,7 @@ class Steps:
                     f"{type(opt).__name__}.step() was called while the gradient of parameter "
                     f"{self.names[parameter]!r} was not reduced yet, as by a hook within backward: it would use the "
                     "gradient of this rank alone, and ranks would come to differ. To update parameters while backward "
-                    "goes on, step as `async for parameter, gradient in net.gradients(loss)` yields them, or take "
+                    "runs, step as `async for parameter, gradient in net.gradients(loss)` yields them, or take "
                     "`aiodist.nn.PipelinedOptimizer`; else step after `await net.backward(loss)`"
                 )
 
@@ -417,7 +417,7 @@ class Steps:
         self._declared = driver, settings
 
     def settings_lines(self) -> Lines:
-        """Return what `settings_hash` is of, in words."""
+        """Return the settings with the hash `settings_hash`, in words."""
         optimizers, settings = self._compared
         lines = [] if settings is None else settings.lines()
         for opt in optimizers:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 UNKNOWN = "?"
-"""Kind of what was saved without one."""
+"""Kind of a part that was saved without one."""
 
 
 def name_of(number: int) -> str:
@@ -65,7 +65,7 @@ def _listed(names: Sequence[str], kinds: Sequence[str]) -> str:
 
 
 def misfit(part: object, state: Any) -> str | None:  # noqa: ANN401
-    """Return in words why `part` would not take `state`, of its kind, None if it does as far as is known before.
+    """Return in words why `part` would not take `state`, of its kind; None if nothing speaks against it.
 
     A module and an optimizer of torch would have changed in part when they raise; one with hooks or loading of its own
     may take other names or groups.

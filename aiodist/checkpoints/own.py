@@ -150,7 +150,7 @@ class OwnState:
         return self.states.get("kinds") or [UNKNOWN] * len(self.loaders[0])
 
     def compressor_differs(self, net: object) -> str | None:
-        """Return in words how the compression differs of which there are residuals, None if they may be loaded."""
+        """Return in words how the compression of the saved residuals differs; None if they may be loaded."""
         if not isinstance(net, Net) or net.compressor is None or "compressed" not in self.states:
             return None
         saved, here = self.states["compressed"], kind_of(net.compressor)

@@ -202,14 +202,14 @@ class Net(Protocol):
 
 
 class Keeps(Protocol):
-    """What each rank of a net keeps for itself of its module: `nn.DataParallel` has it as `shared`."""
+    """It knows which values of a module each rank keeps for itself: `shared` of `nn.DataParallel` does."""
 
     def keeps(self, key: str) -> bool:
         """Return True for a key of the module's state dict whose value is this rank's own."""
 
 
 def split_own(part: object, state: Any) -> tuple[Any, Any]:  # noqa: ANN401
-    """Return of the `state` of a net what all ranks have alike, and what this rank keeps for itself, None if nothing.
+    """Return the part of a net's `state` that all ranks have alike, and the part that this rank keeps, None if empty.
 
     Both have the versions of their modules, as torch gives them.
     """

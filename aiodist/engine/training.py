@@ -145,7 +145,7 @@ class Training:
 
     @property
     def _alike(self) -> nn.Module | Shared:
-        """What has the parameters that all ranks ought to have the same."""
+        """The module, or its part, whose parameters must be the same on all ranks."""
         net = self._state.net
         return net.shared if isinstance(net, DataParallel) else self._model.module
 

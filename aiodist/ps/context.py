@@ -166,7 +166,7 @@ class Service:
         self._queue.put((work, then))
 
     def later(self, seconds: float, call: Callable[[], object]) -> None:
-        """Have the loop make a call in so many seconds, with the transport lock held, unless this is closed then."""
+        """The loop makes the call after `seconds`, with the transport lock held, unless this is closed by then."""
         progress, due = self._progress, partial(self._due, call)
         progress.post(lambda: progress.loop.call_later(seconds, progress.start, due))
 

@@ -72,7 +72,7 @@ class OptimizerRule(Rule):
             return OptimizerState(self._make(parameter), parameter)
 
     def move(self, state: OptimizerState, shard: Tensor) -> None:
-        """Have `state` lie beside `shard`, which holds what its shard does."""
+        """Give `state` the memory `shard` for its parameter, with the values that the old memory has."""
         with torch.inference_mode(False):
             state.parameter.data = bare(shard)
 

@@ -262,8 +262,8 @@ class ParameterServer(Naming):
     ) -> Handle[Any]:
         """Push, and return what the tensors are after that: `push` and `pull` in one; raises and costs what both do.
 
-        A tensor of `out` may be the very tensor that is pushed for the same name. Raises ValueError for one that
-        overlaps what is pushed in any other way.
+        A tensor of `out` may be the very tensor that is pushed for the same name. Raises ValueError for any other that
+        overlaps a pushed tensor.
         """
         self._session.check()
         entries, single = found = self._names.resolve(what)

@@ -1,4 +1,4 @@
-"""Who looks at the memory of a shard, and the memory that was left to those who took long."""
+"""Readers of a shard's memory, and old memory that slow ones keep while the shard has other memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Reader = tuple[int, int]  # client, number
 
 
 class Readers:
-    """Those of one shard; true while there are any."""
+    """The readers of one shard; true while there are any."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -25,7 +25,7 @@ class Readers:
         self.lookers: dict[Reader, Tensor] = {}
         """Lock-free reads: they see what they see, but not other tensors' memory."""
         self._aside: dict[Reader, Tensor] = {}
-        """Those that took long, and the memory that was left to them."""
+        """Slow readers, each with the memory that was left to it."""
         self._held_since: float | None = None
         """When the next step began to wait for them, on the clock of the loop."""
 
@@ -33,7 +33,7 @@ class Readers:
         return bool(self.snapshots or self.lookers or self._aside)
 
     def hold(self, reader: Reader, memory: Tensor, *, snapshot: bool) -> None:
-        """Note one more; `snapshot`: nothing may change meanwhile."""
+        """Note one more; with `snapshot` the memory may not change until it ends."""
         if snapshot:
             self.snapshots.add(reader)
         else:
@@ -52,15 +52,15 @@ class Readers:
         self._aside = {reader: seen for reader, seen in self._aside.items() if reader[0] != client}
 
     def see(self, memory: Tensor) -> bool:
-        """Return whether one looks at this memory, which is no longer the shard's."""
+        """Return True if a reader has this memory, which is no longer the shard's."""
         return any(memory is seen for seen in (*self._aside.values(), *self.lookers.values()))
 
     def leave_to(self, memory: Tensor, again: Callable[[], object]) -> bool:
-        """Leave the memory to those who read it once they have taken long: the next step takes a copy of it.
+        """Leave the memory to its readers once they have taken long: the next step takes a copy of it.
 
-        False while it waits: for readers to end, or to take long; `again` is called then. A process that was stopped
-        may read for ever. There is one copy at a time: while some still read what was left to them, a step waits for
-        who reads the next version.
+        Returns False while the step must wait for readers to end, or to take long; `again` is called then. A process
+        that was stopped may never end its read. There is one copy at a time: while readers still have the memory that
+        was left to them, a step waits for the readers of the next version.
         """
         loop = self._context.progress.loop
         patience = _READ_SECONDS + memory.nbytes / _READ_RATE

@@ -161,7 +161,7 @@ class Shard:
             self.advance()
 
     def _serve_waiting(self) -> None:
-        """Serve the lock-free reads whose clients have nothing here any more that is still to be applied."""
+        """Serve the lock-free reads whose clients have no push here that is still to be applied."""
         waiting, self._waiting = self._waiting, []
         for read in waiting:
             if self._holds_push(read.client):
@@ -361,7 +361,7 @@ class Shard:
         return restored
 
     def _take_other_memory(self) -> None:
-        """Have memory that no checkpoint is written from, and that was left to nobody, before it changes."""
+        """Move to other memory, before a change, if a checkpoint is written from this or readers keep it."""
         if self._lent:
             self._move_to(self.copied(self._context))
         elif self._left:
@@ -396,7 +396,7 @@ class Shard:
         self.readers.hold((request.client, request.number), self.data, snapshot=request.reads == Reads.SNAPSHOT)
 
     def _leave_to_readers(self) -> bool:
-        """Leave the memory to those who read it once they have taken long; False while a step waits for them."""
+        """Leave the memory to its readers once they have taken long; return False while a step waits for them."""
         if not self._can_move or not self.readers.leave_to(self.data, self.advance):
             return False
         self._left = not self.replaces

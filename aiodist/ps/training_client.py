@@ -139,7 +139,7 @@ class TrainingClient(ABC):
         """Make step number `step`, and count it once the weights move."""
 
     def _train_by(self, optimizer: Optimizer) -> None:
-        """Have `optimizer` make the local steps; raise ValueError if it trains nothing of this client, or more."""
+        """Let `optimizer` make the local steps; raise ValueError if it trains none of this client, or others."""
         check_trains(optimizer, self._params, "this client")
         self._check_known(optimizer)
         self._checked = optimizer

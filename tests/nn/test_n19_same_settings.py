@@ -124,6 +124,17 @@ async def test_n19_rates_that_come_to_differ(coll: Communicator, trial: type[Tri
 
 
 @pytest.mark.ranks(2)
+async def test_n19_a_list_of_hyperparameters_that_changes_in_place(coll: Communicator, trial: type[Trial]) -> None:
+    net = await DataParallel.create(trial.Mlp(), coll)
+    opt, betas = Adam(net.parameters()), [0.9, 0.9]
+    opt.param_groups[0]["betas"] = betas
+    await step(net, opt, trial, coll.rank)
+    betas[1] = 0.5 if coll.rank else 0.9
+    with pytest.raises(aiodist.MismatchError, match=r"betas of group 0 of Adam: .*0\.5"):
+        await step(net, opt, trial, coll.rank)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["pipelined", "sharded", "local", "plain", "outer"])
 async def test_n19_drivers_whose_rates_differ(coll: Communicator, trial: type[Trial], kind: str) -> None:
     net = await DataParallel.create(trial.Mlp(), coll)
