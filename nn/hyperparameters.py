@@ -1,4 +1,4 @@
-"""What ranks compare of the settings that their steps are made with: a hash in each pass status, and words."""
+"""Settings of steps, compared between ranks: by a hash in each pass status, and in words if that differs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _SKIPPED = frozenset(("params", "param_names", "rates", "initial_lr"))
 
 
 class SettingsHash:
-    """Hashes the hyperparameters of optimizers, one that has not changed since the last time at little cost.
+    """Hashes the hyperparameters of optimizers, quickly if they have not changed since the last time.
 
-    Numbers are compared by value, tensors of one element on the CPU too. Of what lies on a device, and of other
-    objects, only the kind counts. Parameter groups of nothing but what each rank keeps for itself do not count.
+    Numbers are compared by value, tensors of one element on the CPU too. A tensor on a device, or another object,
+    counts by its kind alone. A parameter group does not count if each rank keeps all of its parameters for itself.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Optimizer, list[Any], int]] = {}
-        """By the id of an optimizer with plain hyperparameters: the very objects, and their hash."""
+        """By the id of an optimizer whose hyperparameters cannot change in place: the very objects, and their hash."""
 
     def of(self, optimizers: Iterable[Optimizer], settings: str, own: Container[int]) -> int:
         """Return a number above 0 and below 2^33, the same for `optimizers` in any order."""
@@ -40,7 +40,8 @@ class SettingsHash:
             if found is None or len(found[1]) != len(values) or not all(map(is_, found[1], values)):
                 text = repr(described(optimizer, own))
                 found = optimizer, values, crc32(text.encode())
-            if all(type(value) in _PLAIN or type(value) in (list, tuple) for value in values):
+            named = (item for group in optimizer.param_groups for item in group.items())
+            if all(name in _SKIPPED or _is_fixed(value) for name, value in named):
                 self._known[id(optimizer)] = found
             total += found[2]
         return 1 + total % (1 << 32)
@@ -77,6 +78,11 @@ def optimizers_of(driver: object) -> list[Optimizer]:
         return [driver]
     inner = getattr(driver, "optimizers", None) or (getattr(driver, "optimizer", None), getattr(driver, "outer", None))
     return [each for each in inner if isinstance(each, Optimizer)]
+
+
+def _is_fixed(value: object) -> bool:
+    """Return True if only another object can have another value in words: a list or a tensor may change in place."""
+    return type(value) in _PLAIN or (type(value) is tuple and all(map(_is_fixed, value)))
 
 
 def _all_own(parameters: Sequence[Tensor], own: Container[int]) -> bool:
