@@ -739,7 +739,7 @@ class Dispatcher:
 
     def pending_collectives(self) -> list[Handle[Any]]:
         """Return those of them that all ranks take part in."""
-        return [handle for handle, what in list(self.operations.issued.items()) if what is True and handle.is_pending]
+        return [handle for handle, what in self.operations.issued.copy().items() if what is True and handle.is_pending]
 
     def cancel_receives(self) -> None:
         """Withdraw every receive that nothing matched, and warn of each: of one that nobody awaited for all to see."""

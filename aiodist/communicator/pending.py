@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from typing import Any, Protocol
 from weakref import ref
 
@@ -32,11 +32,12 @@ class Pending:
 
     It holds all of them except those of receives that no message has matched, which only the program holds: see
     `Receiving`.
-    Any thread may look; each change is one step of a dict.
+    Any thread may look: each change is one step of a dict, and so is a copy. A list of `items()` is none: it allocates,
+    and the garbage collector may end operations meanwhile.
     """
 
     def __init__(self) -> None:
-        self.issued: MutableMapping[Handle[Any], Any] = {}
+        self.issued: dict[Handle[Any], Any] = {}
         """In order of issue. The compiled core adds to it."""
         self.posted: dict[ref[Handle[Any]], Receive] = {}
         """Receives that no message has matched, paused ones too, in order of issue."""
@@ -45,7 +46,7 @@ class Pending:
         """Return each handle with its counterpart."""
         waiting = [one for one in list(self.posted.values()) if not one.paused]
         posted = [(handle, one.peer) for one in waiting if (handle := one.handle) is not None]
-        return [*self.issued.items(), *posted] if posted else list(self.issued.items())
+        return [*self.issued.copy().items(), *posted]
 
     def get(self, handle: Handle[Any]) -> Any:  # noqa: ANN401
         """Return the counterpart of `handle`; None if it is finished or of another communicator."""

@@ -393,7 +393,7 @@ class Watchdog:
         """Return the ranks, and the last few operations of this one, as JSON knows them; from any thread."""
         seq = self._oplog.seq
         records = (self._oplog.find(number) for number in range(max(0, seq - _RECENT), seq))
-        pending = {handle.seq for handle, meets in list(self.pending.items()) if meets is True and handle.is_pending}
+        pending = {handle.seq for handle, meets in self.pending.items() if meets is True and handle.is_pending}
         told = [record.told(pending=record.seq in pending) for record in records if record is not None]
         return {"ranks": list(self._ranks), "last": self.last(), "operations": told}
 
@@ -427,8 +427,8 @@ class Watchdog:
 
     def _message_of(self, handle: Handle[Any]) -> int | None:
         """Return the bytes of the message that a receive was matched with, and that is on its way; None for others."""
-        taking = tuple(self.mailbox.taking.items())
-        return next((nbytes for wanted, nbytes in taking if wanted.handle is handle), None)
+        taking = self.mailbox.taking.copy()
+        return next((nbytes for wanted, nbytes in taking.items() if wanted.handle is handle), None)
 
     def _words(self, handle: Handle[Any], meets: bool | Peer | Use | None) -> str:
         """Return what reports call a pending operation: the user's call that it is a part of, if it is one."""
@@ -441,7 +441,7 @@ class Watchdog:
 
     def facts(self) -> tuple[CommFacts, list[PendingOp]] | None:
         """Return what those who look for deadlocks need; None where something may end without another rank's doing."""
-        pending = [(handle, meets) for handle, meets in list(self.pending.items()) if handle.is_pending]
+        pending = [(handle, meets) for handle, meets in self.pending.items() if handle.is_pending]
         receives = sum(isinstance(meets, Peer) and meets.src is not None for _, meets in pending)
         sends = [meets for _, meets in pending if isinstance(meets, Peer) and meets.src is None]
         uses, mailbox = self.uses(), self.mailbox

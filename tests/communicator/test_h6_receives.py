@@ -279,6 +279,32 @@ async def test_h7_a_receive_that_had_its_message_and_is_dropped_is_told(coll: Co
 
 
 @pytest.mark.ranks(1)
+async def test_h7_the_garbage_collector_may_end_operations_while_they_are_listed(coll: Communicator) -> None:
+    pending = coll.parts.dispatcher.operations
+    handles = [coll.send(torch.zeros(1), 0) for _ in range(2)]
+    listed: dict[Any, bool] = {object(): True for _ in range(5000)}
+    pending.issued.update(listed)
+
+    def collected(_: str, __: dict[str, int]) -> None:
+        if listed:
+            del pending.issued[listed.popitem()[0]]
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(collected)
+    gc.set_threshold(100)
+    try:
+        pending.items()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(collected)
+        for one in listed:
+            del pending.issued[one]
+    await aiodist.gather(*handles)
+    for _ in handles:
+        await coll.recv()
+
+
+@pytest.mark.ranks(1)
 async def test_h6_a_detached_receive_stays(coll: Communicator) -> None:
     t = torch.zeros(1)
     coll.recv(t).detach()
