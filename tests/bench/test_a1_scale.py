@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -22,11 +20,11 @@ from benchmarks.scale_check_plan import CheckPlan
 from benchmarks.scale_model import HIERARCHICAL, OPS, Case, estimate, hierarchical, names
 from benchmarks.scale_presets import COMBINE, PRESETS
 from benchmarks.schedule_costs import cost_of
+from tests.support.commands import python
 
 ETHERNET, HOST = PRESETS["ethernet25"], PRESETS["host"]
 BLOCKED = ("allgather", "reduce_scatter")
 ROOTED = ("broadcast", "reduce")
-ROOT = Path(aiodist.__file__).parents[1]
 
 
 def one_each(network: LogGP, combine: float = COMBINE) -> Machine:
@@ -273,14 +271,6 @@ def test_a1_hierarchy_pays_between_hosts_and_rings_on_few_ranks() -> None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher's variables: as if typed in a shell."""
-    for name in list(os.environ):
-        if name.startswith(("OMPI_COMM_WORLD", "PMI_", "AIODIST_", "SLURM_")) or name in ("RANK", "WORLD_SIZE"):
-            monkeypatch.delenv(name)
-
-
 def test_a1_command_prints_writes_and_draws(
     outside: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,16 +354,7 @@ def test_a1_check_runs_ranks_and_compares(outside: None, tmp_path: Path) -> None
     if find_mpi("auto", os.environ.get("PATH", os.defpath)) is None:
         pytest.skip("no MPI")
     options = ["--check", "--ranks", "2", "--sizes", "1KiB,64KiB", "--impl", "ring,tree", "--json", "out.json"]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "scale", *options],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = python("-m", "benchmarks", "scale", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "measured/predicted" in done.stdout
     written = json.loads((tmp_path / "out.json").read_text())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -19,6 +17,7 @@ from aiodist.bench.tuning_worker import best_of, edits_from, main
 from aiodist.errors import ConfigError
 from aiodist.testing import run_ranks
 from aiodist.types import OPERATIONS
+from tests.support.commands import python
 
 SHORT = Tuning(("allreduce",), (64, 1 << 18), repeat=2)
 
@@ -107,18 +106,8 @@ def test_a8_a_table_elsewhere_or_nowhere(cache: Path, tmp_path: Path, capsys: py
 
 @pytest.mark.thorough
 def test_a8_the_command_starts_ranks(cache: Path, tmp_path: Path) -> None:
-    root = str(Path(aiodist.__file__).parents[1])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     wanted = ("--operations", "allreduce,scan", "--sizes", "64,64KiB", "--quick", "--mpi", "none")
-    done = subprocess.run(
-        [sys.executable, "-m", "aiodist.cli", "tune", "-n", "2", *wanted],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "AIODIST_SHM": "0"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = python("-m", "aiodist.cli", "tune", "-n", "2", *wanted, cwd=tmp_path, AIODIST_SHM="0")
     assert done.returncode == 0, done.stderr
     (file,) = cache.iterdir()
     written = file.read_text()

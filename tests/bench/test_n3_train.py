@@ -3,9 +3,6 @@
 import asyncio
 import importlib
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from contextlib import AsyncExitStack
@@ -26,19 +23,15 @@ from benchmarks import __main__ as command
 from benchmarks import coding, endtoend, engine_steps, jobs, models, prefetching, reading, threads, training
 from benchmarks.suite import BENCHMARKS, MODELS, batches
 from benchmarks.targets import verdicts
+from tests.support.commands import python
 from tests.support.records import loads
 
-ROOT = Path(aiodist.__file__).parents[1]
 TRAIN = Plan("train", 2, ("datapar", "pipelined", "sync"), ("none",), repeat=1, own={"model": "tiny1000"})
 
 
 async def measure(plan: Plan) -> list[Record]:
     async with aiodist.init() as coll:
-
-        async def fence() -> None:
-            await coll.barrier()
-
-        session = Session(plan, coll, plan.impls, (), fence)
+        session = Session(plan, coll, plan.impls, (), coll.barrier)
         found: list[Record] = await importlib.import_module(BENCHMARKS[plan.op].module).measure(session)
         return found
 
@@ -56,28 +49,6 @@ def test_n3_batches() -> None:
 def test_n3_plan_travels() -> None:
     plan = Plan("train", 2, ("sync",), ("none", "ddp"), own={"model": "mlp,conv", "batch": "4,32"})
     assert Plan.from_json(plan.to_json()) == plan
-
-
-@pytest.fixture
-def outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher's variables: as if typed in a shell."""
-    for name in list(os.environ):
-        if name.startswith(("OMPI_COMM_WORLD", "PMI_", "AIODIST_", "SLURM_")) or name in ("RANK", "WORLD_SIZE"):
-            monkeypatch.delenv(name)
-
-
-def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process, as a shell would."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +171,7 @@ def test_n3_cpu_seconds_are_those_of_each_thread() -> None:
 @pytest.mark.thorough
 def test_n3_bench_train_beside_ddp(outside: None, tmp_path: Path) -> None:
     options = ["--model", "tiny1000", "--impl", "datapar", "--batch", "2", "--repeat", "1", "--json", "out.json"]
-    done = bench("train", *options, cwd=tmp_path)
+    done = python("-m", "benchmarks", "train", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     records = json.loads((tmp_path / "out.json").read_text())
     steps = [r for r in records if "thread" not in r]

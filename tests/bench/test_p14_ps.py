@@ -19,6 +19,7 @@ from benchmarks import __main__ as command
 from benchmarks import ps, ps_saving, ps_serving
 from benchmarks.ps_ways import SPLIT_BYTES, Roles
 from benchmarks.targets import verdicts
+from tests.support.environ import python_path
 from tests.support.records import loads
 
 OURS = ("aiodist:ps", "aiodist:ps-arena")
@@ -26,11 +27,7 @@ OURS = ("aiodist:ps", "aiodist:ps-arena")
 
 async def measure(plan: Plan) -> list[Record]:
     async with aiodist.init() as coll:
-
-        async def fence() -> None:
-            await coll.barrier()
-
-        return await ps.measure(Session(plan, coll, plan.impls, (), fence))
+        return await ps.measure(Session(plan, coll, plan.impls, (), coll.barrier))
 
 
 @pytest.mark.parametrize(("ranks", "servers"), [(3, 2)])
@@ -85,14 +82,6 @@ def test_p14_bench_ps_cuts_tensors_for_all_as_ours_does() -> None:
     assert [(rank in (1, 2), part.numel()) for rank, part in roles.parts(t[:16])] == [(True, 16)]
 
 
-@pytest.fixture
-def outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher's variables: as if typed in a shell."""
-    for name in list(os.environ):
-        if name.startswith(("OMPI_COMM_WORLD", "PMI_", "AIODIST_", "SLURM_")) or name in ("RANK", "WORLD_SIZE"):
-            monkeypatch.delenv(name)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("mpi", ["openmpi"])
 def test_p14_bench_ps_beside_rpc_and_mpi(
@@ -102,8 +91,7 @@ def test_p14_bench_ps_beside_rpc_and_mpi(
     found = find_mpi("auto", os.environ.get("PATH", os.defpath))
     if found is None or found.flavour != mpi:
         pytest.skip("no Open MPI")
-    root = str(Path(aiodist.__file__).parents[1])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
+    monkeypatch.setenv("PYTHONPATH", python_path())
     monkeypatch.chdir(tmp_path)
     options = ["--sizes", "64", "--impl", "ps-arena", "--repeat", "1", "--mpi", mpi, "--json", "out.json"]
     assert command.main(["ps", *options]) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -71,11 +70,7 @@ def measured(name: str, sizes: Sizes = TINY) -> list[Measured]:
 
     async def main() -> Measured:
         async with aiodist.init() as coll:
-
-            async def fence() -> None:
-                await coll.barrier()
-
-            bench = Bench(Session(Plan("gpu", coll.size, (), ()), coll, (), (), fence), sizes)
+            bench = Bench(Session(Plan("gpu", coll.size, (), ()), coll, (), (), coll.barrier), sizes)
             return await gpu_worker.measure_case(bench, case)
 
     return run_ranks(case.ranks or 2, main, timeout=None)
@@ -501,14 +496,6 @@ def test_s2_bench_gpu_cannot_start_its_ranks() -> None:
     found = asyncio.run(run_of("await", "parked", jobs=Jobs(refused)).all())
     assert states(found) == {"await": {"FAILED"}, "parked": {"FAILED"}}
     assert {figure.why for figure in found} == {"no guard"}
-
-
-@pytest.fixture
-def outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher's variables: as if typed in a shell."""
-    for name in list(os.environ):
-        if name.startswith(("OMPI_COMM_WORLD", "PMI_", "AIODIST_", "SLURM_")) or name in ("RANK", "WORLD_SIZE"):
-            monkeypatch.delenv(name)
 
 
 def test_s2_bench_gpu_the_whole_command(

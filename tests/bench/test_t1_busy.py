@@ -4,15 +4,13 @@ import os
 import select
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import aiodist
 from aiodist.testing import run_ranks
 from benchmarks.busy import cores_to_keep_busy, spinning
-
-ROOT = Path(aiodist.__file__).parents[1]
+from tests.support.environ import python_path
 
 
 def test_t1_a_process_spins_on_every_core_while_the_block_runs() -> None:
@@ -35,9 +33,8 @@ with spinning([min(os.sched_getaffinity(0))]) as ids:
 
 
 def test_t1_spinning_processes_end_with_the_process_that_started_them() -> None:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-c", LEAVES]
-    environ = {**os.environ, "PYTHONPATH": path}
+    environ = {**os.environ, "PYTHONPATH": python_path()}
     with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as starter:
         assert starter.stdout is not None
         assert starter.stdin is not None

@@ -3,8 +3,6 @@
 import importlib
 import json
 import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -19,19 +17,15 @@ from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.launch.discover import find_mpi
 from aiodist.testing import run_ranks
 from benchmarks import awaits, beside, suite
+from tests.support.commands import python
 
 CUT = ("scatter", "reduce_scatter", "alltoall", "alltoall_single")  # blocks of equal size
-ROOT = Path(aiodist.__file__).parents[1]
 
 
 async def measure(op: str, sizes: tuple[int, ...]) -> list[Record]:
     async with aiodist.init() as coll:
-
-        async def fence() -> None:
-            await coll.barrier()
-
         plan = Plan(op, coll.size, ("auto",), (), sizes=sizes, repeat=2)
-        session = Session(plan, coll, ("auto",), (), fence)
+        session = Session(plan, coll, ("auto",), (), coll.barrier)
         # What is cut into blocks has at least one element for each rank.
         assert collectives.buffers(session, op, 4).t.nbytes == 4 * (coll.size if op in CUT else 1)
         return await collectives.measure(session)
@@ -124,10 +118,7 @@ def test_t1_peers_do_every_operation(mpi: str, tmp_path: Path) -> None:
     except BackendUnavailable as error:
         pytest.skip(str(error))
     (tmp_path / "script.py").write_text(ALL_BESIDE_PEERS)
-    command = [sys.executable, "-m", "aiodist.cli", "run", "-n", "2", "--mpi", mpi, "--no-prefix", "script.py"]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environ = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    done = python("-m", "aiodist.cli", "run", "-n", "2", "--mpi", mpi, "--no-prefix", "script.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     for op in COLLECTIVES:

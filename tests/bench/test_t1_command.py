@@ -2,41 +2,17 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import aiodist
 from aiodist.bench import cli
 from aiodist.launch.discover import find_mpi
+from tests.support.commands import python
 
-ROOT = Path(aiodist.__file__).parents[1]
 FIELDS = {"op", "impl", "ranks", "nbytes", "seconds", "mean", "p50", "p99", "algbw_gbps", "busbw_gbps"}
 FIELDS |= {"affinity", "torch_threads"}
-
-
-@pytest.fixture
-def outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher's variables: as if typed in a shell."""
-    for name in list(os.environ):
-        if name.startswith(("OMPI_COMM_WORLD", "PMI_", "AIODIST_", "SLURM_")) or name in ("RANK", "WORLD_SIZE"):
-            monkeypatch.delenv(name)
-
-
-def bench(*arguments: str, cwd: Path, module: str = "aiodist.cli") -> subprocess.CompletedProcess[str]:
-    """Run the command in a process, as a shell would."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
 
 
 @pytest.mark.thorough
@@ -48,9 +24,8 @@ def test_t1_bench_writes_records_and_a_plot(outside: None, tmp_path: Path, mpi: 
     if found is None or found.flavour != mpi:
         pytest.skip("no Open MPI")
     options = ["--sizes", "64,1KiB", "--impl", "auto,mpi", "--against", "mpi4py,gloo", "--repeat", "2", "--mpi", mpi]
-    done = bench(
-        "bench", "allreduce", "--ranks", "2", *options, "--json", "out.json", "--plot", "out.png", cwd=tmp_path
-    )
+    options += ["--json", "out.json", "--plot", "out.png"]
+    done = python("-m", "aiodist.cli", "bench", "allreduce", "--ranks", "2", *options, cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr
     records = json.loads((tmp_path / "out.json").read_text())
     impls = ["aiodist:auto", "aiodist:mpi", "mpi4py:allreduce", "mpi4py:iallreduce", "gloo"]
@@ -76,7 +51,7 @@ def test_t1_bench_await_writes_every_record(outside: None, tmp_path: Path, mpi: 
     if found is None or found.flavour != mpi:
         pytest.skip("no Open MPI")
     options = ["--impl", "auto", "--against", "mpi4py,gloo", "--repeat", "1", "--mpi", mpi, "--sizes", "4,1KiB"]
-    done = bench("await", *options, "--json", "out.json", cwd=tmp_path, module="benchmarks")
+    done = python("-m", "benchmarks", "await", *options, "--json", "out.json", cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr
     records = json.loads((tmp_path / "out.json").read_text())
     timed = [(r["op"], r["nbytes"]) for r in records if r["impl"] == "aiodist:auto" and "value" not in r]
@@ -106,7 +81,7 @@ def test_t1_bench_await_beside_busy_cores(outside: None, tmp_path: Path, mpi: st
     if found is None or found.flavour != mpi:
         pytest.skip("no Open MPI")
     options = ["--impl", "auto", "--against", "mpi4py", "--repeat", "1", "--mpi", mpi, "--busy"]
-    done = bench("await", *options, "--json", "out.json", cwd=tmp_path, module="benchmarks")
+    done = python("-m", "benchmarks", "await", *options, "--json", "out.json", cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr
     records = json.loads((tmp_path / "out.json").read_text())
     impls = ["aiodist:auto", "mpi4py:allreduce", "mpi4py:iallreduce"]

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from aiodist.bench.session import Session
 from aiodist.errors import BackendUnavailable
 from aiodist.testing import run_ranks
 from benchmarks import collectives, shm_c
+from tests.support.commands import python
 
 ROOT = Path(aiodist.__file__).parents[1]
 SHORT = (1 << 20) // 4
@@ -67,17 +66,8 @@ def test_t1_without_a_compiler_shm_c_is_left_out_with_its_reason(monkeypatch: py
 
 
 def test_t1_shm_c_is_measured_on_processes(tmp_path: Path) -> None:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     options = ["--sizes", "64KiB", "--repeat", "1", "--mpi", "none", "--against", "shm-c,copy"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "allreduce", *options, "--json", str(tmp_path / "out.json")],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = python("-m", "benchmarks", "allreduce", *options, "--json", str(tmp_path / "out.json"), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     if "shm-c is left out" in done.stdout:
         pytest.skip("no C compiler")
