@@ -82,14 +82,14 @@ class Trial:
         return module
 
     @staticmethod
-    def assert_same(seen: Any, expected: nn.Module) -> None:
-        """Compare all parameters: relative 1e-6 for float64, by the dtype otherwise."""
+    def assert_same(seen: Any, expected: nn.Module, **within: float) -> None:
+        """Compare all parameters on the host: relative 1e-6 for float64, by the dtype otherwise, or as it is given."""
         ours = dict(seen.named_parameters())
         theirs = dict(expected.named_parameters())
         assert ours.keys() == theirs.keys()
         for name, parameter in ours.items():
-            how: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-9} if parameter.dtype is torch.float64 else {}
-            torch.testing.assert_close(parameter, theirs[name], msg=f"{name}: ".__add__, **how)
+            how: dict[str, Any] = within or ({"rtol": 1e-6, "atol": 1e-9} if parameter.dtype is torch.float64 else {})
+            torch.testing.assert_close(parameter.cpu(), theirs[name].cpu(), msg=f"{name}: ".__add__, **how)
 
     @staticmethod
     def assert_same_gradients(seen: Any, expected: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -15,6 +15,9 @@ import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
 from aiodist.testing import run_ranks
+from tests.nn.conftest import Trial
+
+MOMENTUM, ADAM = Trial.OPTIMIZERS["momentum"], Trial.OPTIMIZERS["adam"]
 
 UNEVEN: dict[int, list[tuple[int, ...]]] = {
     1: [(3,), (0,)],
@@ -22,24 +25,6 @@ UNEVEN: dict[int, list[tuple[int, ...]]] = {
     3: [(1, 4, 2), (2, 0, 0), (0, 0, 3)],
     4: [(3, 0, 5, 1)],
 }
-
-
-def build() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
-
-
-def loss_of(module: Callable[[Tensor], Tensor], rank: int, step: int) -> Tensor:
-    x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
-    return (module(x) * torch.tensor([1.0, 2.0], dtype=torch.float64)).tanh().square().mean()
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.02)
 
 
 def reference(
@@ -54,13 +39,9 @@ def reference(
         active = [rank for rank, count in enumerate(counts) if step < count]
         opt.zero_grad()
         for rank in active:
-            (loss_of(module, rank, first + step) / (len(active) if op == "mean" else 1)).backward()
+            (Trial.loss(module, rank, first + step) / (len(active) if op == "mean" else 1)).backward()
         opt.step()
     return module
-
-
-def check(module: nn.Module, expected: nn.Module) -> None:
-    torch.testing.assert_close(dict(module.named_parameters()), dict(expected.named_parameters()), rtol=1e-6, atol=1e-9)
 
 
 def counts_of(coll: Communicator) -> list[tuple[int, ...]]:
@@ -74,14 +55,14 @@ def counts_of(coll: Communicator) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("op", ["mean", "sum"])
 async def test_n11_the_mean_is_over_the_ranks_that_have_data(coll: Communicator, op: Literal["mean", "sum"]) -> None:
     for counts in counts_of(coll):
-        net = await DataParallel.create(build(), coll, op=op, bucket_bytes=100, first_bucket_bytes=1)
-        opt = adam(net.parameters())
+        net = await DataParallel.create(Trial.Mlp(), coll, op=op, bucket_bytes=100, first_bucket_bytes=1)
+        opt = ADAM(net.parameters())
         async with net.join(opt):
             for step in range(counts[coll.rank]):
-                await net.step(loss_of, opt, net, coll.rank, step)
-        expected = build()
-        plain = adam(expected.parameters())
-        check(net.module, reference(expected, plain, counts, op))
+                await net.step(Trial.loss, opt, net, coll.rank, step)
+        expected = Trial.Mlp()
+        plain = ADAM(expected.parameters())
+        Trial.assert_same(net.module, reference(expected, plain, counts, op))
         await assert_synchronized(list(net.parameters()), coll)
         await assert_synchronized(opt.state_dict(), coll) if max(counts) else None
         for mine, theirs in zip(net.parameters(), expected.parameters(), strict=True):
@@ -94,23 +75,23 @@ async def test_n11_the_mean_is_over_the_ranks_that_have_data(coll: Communicator,
 async def test_n11_epoch_after_epoch(coll: Communicator, pipelined: bool) -> None:
     """Who is late changes, and there are even ones between; a step outside needs all ranks again."""
     epochs = [counts for counts in counts_of(coll) if coll.size == 2 or counts != (2, 0, 0)]
-    net = await DataParallel.create(build(), coll, bucket_bytes=1, first_bucket_bytes=1)
-    opt: Any = PipelinedOptimizer(net, sgd) if pipelined else sgd(net.parameters())
-    expected = build()
-    plain = sgd(expected.parameters())
+    net = await DataParallel.create(Trial.Mlp(), coll, bucket_bytes=1, first_bucket_bytes=1)
+    opt: Any = PipelinedOptimizer(net, MOMENTUM) if pipelined else MOMENTUM(net.parameters())
+    expected = Trial.Mlp()
+    plain = MOMENTUM(expected.parameters())
     for epoch, counts in enumerate(epochs):
         first = 10 * epoch
         async with net.join(opt):
             for step in range(counts[coll.rank]):
-                await net.step(loss_of, opt, net, coll.rank, first + step)
+                await net.step(Trial.loss, opt, net, coll.rank, first + step)
         reference(expected, plain, counts, first=first)
         await assert_synchronized([list(net.parameters()), opt.state_dict()], coll)
-        check(net.module, expected)
-        await net.step(loss_of, opt, net, coll.rank, first + 9)
+        Trial.assert_same(net.module, expected)
+        await net.step(Trial.loss, opt, net, coll.rank, first + 9)
         reference(expected, plain, [1] * coll.size, first=first + 9)
     if pipelined:
         await opt.flush()
-    check(net.module, expected)
+    Trial.assert_same(net.module, expected)
 
 
 @pytest.mark.ranks(1, 4)
@@ -119,15 +100,15 @@ async def test_n11_epoch_after_epoch(coll: Communicator, pipelined: bool) -> Non
 async def test_n11_with_a_pipelined_optimizer(coll: Communicator, given: bool) -> None:
     """The net knows of it where no step was made, too."""
     for counts in counts_of(coll):
-        net = await DataParallel.create(build(), coll, bucket_bytes=1, first_bucket_bytes=1)
-        opt = PipelinedOptimizer(net, adam)
+        net = await DataParallel.create(Trial.Mlp(), coll, bucket_bytes=1, first_bucket_bytes=1)
+        opt = PipelinedOptimizer(net, ADAM)
         async with net.join(*[opt] * given):
             for step in range(counts[coll.rank]):
-                await net.step(loss_of, opt, net, coll.rank, step)
-        expected = build()
-        check(net.module, reference(expected, adam(expected.parameters()), counts))
+                await net.step(Trial.loss, opt, net, coll.rank, step)
+        expected = Trial.Mlp()
+        Trial.assert_same(net.module, reference(expected, ADAM(expected.parameters()), counts))
         await assert_synchronized([list(net.parameters()), opt.state_dict()], coll)
-        net(torch.zeros(1, 4).double())  # nothing is pending
+        net(torch.zeros(1, 6).double())  # nothing is pending
         opt.close()
         await net.aclose()
 
@@ -136,28 +117,28 @@ async def test_n11_with_a_pipelined_optimizer(coll: Communicator, given: bool) -
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n11_scaler_and_schedulers_go_on_alike(coll: Communicator, pipelined: bool) -> None:
     """Those of `settings`, on ranks that have made other numbers of steps; also where they are given."""
-    net = await DataParallel.create(build(), coll, bucket_bytes=100, first_bucket_bytes=1)
-    opt: Any = PipelinedOptimizer(net, sgd) if pipelined else sgd(net.parameters())
+    net = await DataParallel.create(Trial.Mlp(), coll, bucket_bytes=100, first_bucket_bytes=1)
+    opt: Any = PipelinedOptimizer(net, MOMENTUM) if pipelined else MOMENTUM(net.parameters())
     scaler = torch.amp.GradScaler("cpu", 1024.0, growth_interval=2)
     schedules = [CosineAnnealingLR(each, 9) for each in (opt.optimizers if pipelined else [opt])]
     net.settings(scaler=scaler, scheduler=schedules)
-    expected = build()
-    plain = sgd(expected.parameters())
+    expected = Trial.Mlp()
+    plain = MOMENTUM(expected.parameters())
     theirs = CosineAnnealingLR(plain, 9)
     given: list[Any] = [scaler, *schedules]
     for epoch, counts in enumerate([counts_of(coll)[0], counts_of(coll)[1]]):
         async with net.join(opt, *given * epoch):
             for step in range(counts[coll.rank]):
-                await net.step(loss_of, opt, net, coll.rank, 10 * epoch + step)
+                await net.step(Trial.loss, opt, net, coll.rank, 10 * epoch + step)
         for step in range(max(counts)):
             reference(expected, plain, [int(step < count) for count in counts], first=10 * epoch + step)
             theirs.step()
-        await net.step(loss_of, opt, net, coll.rank, 10 * epoch + 9)
+        await net.step(Trial.loss, opt, net, coll.rank, 10 * epoch + 9)
         reference(expected, plain, [1] * coll.size, first=10 * epoch + 9)
         theirs.step()
     if pipelined:
         await opt.flush()
-    check(net.module, expected)
+    Trial.assert_same(net.module, expected)
     told = [scaler.state_dict(), [each.state_dict()["last_epoch"] for each in schedules], list(net.parameters())]
     await assert_synchronized(told, coll)
 
@@ -165,14 +146,14 @@ async def test_n11_scaler_and_schedulers_go_on_alike(coll: Communicator, pipelin
 @pytest.mark.ranks(2)
 async def test_n11_settings_of_one_rank_alone_are_told(coll: Communicator) -> None:
     """On all ranks, and nothing is shared."""
-    net = await DataParallel.create(build(), coll)
-    opt = sgd(net.parameters())
+    net = await DataParallel.create(Trial.Mlp(), coll)
+    opt = MOMENTUM(net.parameters())
     net.settings(scheduler=CosineAnnealingLR(opt, 9) if coll.rank else None)
 
     async def train() -> None:
         async with net.join():
             for step in range(1 + coll.rank):
-                await net.step(loss_of, opt, net, coll.rank, step)
+                await net.step(Trial.loss, opt, net, coll.rank, step)
 
     with pytest.raises(aiodist.MismatchError, match=r"settings .*\(rank 0: nothing; rank 1: CosineAnnealingLR\)"):
         await train()
@@ -181,9 +162,9 @@ async def test_n11_settings_of_one_rank_alone_are_told(coll: Communicator) -> No
 @pytest.mark.ranks(2)
 async def test_n11_numbers_of_an_optimizer_keep_their_dtype(coll: Communicator) -> None:
     """Those of NAdam are float32, also where the parameters are not."""
-    net = await DataParallel.create(build().to(torch.bfloat16), coll)
+    net = await DataParallel.create(Trial.Mlp().to(torch.bfloat16), coll)
     opt = torch.optim.NAdam(net.parameters())
-    x = torch.ones(5, 4, dtype=torch.bfloat16)
+    x = torch.ones(5, 6, dtype=torch.bfloat16)
     async with net.join():
         for _ in range(1 + 2 * coll.rank):
             await net.step(lambda: net(x).square().sum(), opt)
@@ -196,23 +177,23 @@ async def test_n11_numbers_of_an_optimizer_keep_their_dtype(coll: Communicator) 
 async def test_n11_a_sum_that_is_added_to(coll: Communicator) -> None:
     """Each rank that still has data keeps its share of the sum, and a rank without brings none."""
     counts = (2, 1, 0)
-    net = await DataParallel.create(build(), coll, op="sum", bucket_bytes=100, first_bucket_bytes=1)
-    opt = sgd(net.parameters())
+    net = await DataParallel.create(Trial.Mlp(), coll, op="sum", bucket_bytes=100, first_bucket_bytes=1)
+    opt = MOMENTUM(net.parameters())
     async with net.join(opt):
         for step in range(counts[coll.rank]):
             opt.zero_grad()
             for part in range(3):
-                await net.backward(loss_of(net, coll.rank, 3 * step + part))
+                await net.backward(Trial.loss(net, coll.rank, 3 * step + part))
             opt.step()
-    expected = build()
-    plain = sgd(expected.parameters())
+    expected = Trial.Mlp()
+    plain = MOMENTUM(expected.parameters())
     for step in range(2):
         plain.zero_grad()
         for rank in range(2 - step):
             for part in range(3):
-                loss_of(expected, rank, 3 * step + part).backward()
+                Trial.loss(expected, rank, 3 * step + part).backward()
         plain.step()
-    check(net.module, expected)
+    Trial.assert_same(net.module, expected)
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -220,27 +201,27 @@ async def test_n11_a_sum_that_is_added_to(coll: Communicator) -> None:
 async def test_n11_gradients_are_kept_while_ranks_leave(coll: Communicator, op: Literal["mean", "sum"]) -> None:
     """What was reduced while a rank had data counts whole when it has none."""
     for counts in counts_of(coll):
-        net = await DataParallel.create(build(), coll, op=op, bucket_bytes=100, first_bucket_bytes=1)
+        net = await DataParallel.create(Trial.Mlp(), coll, op=op, bucket_bytes=100, first_bucket_bytes=1)
         seen = []
         async with net.join():
             for step in range(counts[coll.rank]):
-                await net.backward(loss_of(net, coll.rank, step))
+                await net.backward(Trial.loss(net, coll.rank, step))
                 seen.append([parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None])
-        expected = build()
+        expected = Trial.Mlp()
         for step, found in enumerate(seen):
             active = [rank for rank, count in enumerate(counts) if step < count]
             for rank in active:
-                (loss_of(expected, rank, step) / (len(active) if op == "mean" else 1)).backward()
+                (Trial.loss(expected, rank, step) / (len(active) if op == "mean" else 1)).backward()
             torch.testing.assert_close(found, [parameter.grad for parameter in expected.parameters()])
         for step in range(max(counts)):  # behind the block all have the last reduction, and go on from there
             active = [rank for rank, count in enumerate(counts) if len(seen) <= step < count]
             for rank in active:
-                (loss_of(expected, rank, step) / (len(active) if op == "mean" else 1)).backward()
+                (Trial.loss(expected, rank, step) / (len(active) if op == "mean" else 1)).backward()
         for again in range(2):
             if again:
-                await net.backward(loss_of(net, coll.rank, 7))
+                await net.backward(Trial.loss(net, coll.rank, 7))
                 for rank in range(coll.size):
-                    (loss_of(expected, rank, 7) / (coll.size if op == "mean" else 1)).backward()
+                    (Trial.loss(expected, rank, 7) / (coll.size if op == "mean" else 1)).backward()
             trained = [[p.grad for p in module.parameters()] for module in (net, expected)]
             torch.testing.assert_close(*trained)
         await net.aclose()
@@ -249,46 +230,46 @@ async def test_n11_gradients_are_kept_while_ranks_leave(coll: Communicator, op: 
 @pytest.mark.ranks(1)
 async def test_n11_what_is_no_optimizer_is_refused(coll: Communicator) -> None:
     """At the call, and not behind the last batch, where the others would wait."""
-    net = await DataParallel.create(build(), coll)
+    net = await DataParallel.create(Trial.Mlp(), coll)
     with pytest.raises(TypeError, match=r"join\(list\): expected optimizers, as `net\.join\(opt\)`"):
-        async with net.join([sgd(net.parameters())]):  # type: ignore[arg-type]
+        async with net.join([MOMENTUM(net.parameters())]):  # type: ignore[arg-type]
             pass
-    async with net.join(sgd(net.parameters())):
+    async with net.join(MOMENTUM(net.parameters())):
         pass
 
 
 @pytest.mark.ranks(2)
 async def test_n11_the_optimizer_of_the_last_step_is_meant(coll: Communicator) -> None:
     """Where none is given."""
-    net = await DataParallel.create(build(), coll)
-    opt = sgd(net.parameters())
+    net = await DataParallel.create(Trial.Mlp(), coll)
+    opt = MOMENTUM(net.parameters())
     counts = (1, 3)
     async with net.join():
         for step in range(counts[coll.rank]):
-            await net.step(loss_of, opt, net, coll.rank, step)
-    expected = build()
-    check(net.module, reference(expected, sgd(expected.parameters()), counts))
+            await net.step(Trial.loss, opt, net, coll.rank, step)
+    expected = Trial.Mlp()
+    Trial.assert_same(net.module, reference(expected, MOMENTUM(expected.parameters()), counts))
     await assert_synchronized(opt.state_dict(), coll)
 
 
 @pytest.mark.ranks(3)
 async def test_n11_a_rank_that_made_no_step_knows_of_no_optimizer(coll: Communicator) -> None:
     """All are told, the one that has it too, and nothing is shared; with the optimizer given all is well."""
-    net = await DataParallel.create(build(), coll)
-    opt = sgd(net.parameters())
+    net = await DataParallel.create(Trial.Mlp(), coll)
+    opt = MOMENTUM(net.parameters())
 
     async def train(*given: torch.optim.Optimizer) -> None:
         async with net.join(*given):
             for step in range(coll.rank):
-                await net.step(loss_of, opt, net, coll.rank, step)
+                await net.step(Trial.loss, opt, net, coll.rank, step)
 
     with pytest.raises(ValueError, match=r"rank 0: 0, rank 1: 1, rank 2: 1.*`net\.join\(opt\)`"):
         await train()
-    net.load_state_dict(build().state_dict())
-    opt = adam(net.parameters())
+    net.load_state_dict(Trial.Mlp().state_dict())
+    opt = ADAM(net.parameters())
     await train(opt)
-    expected = build()
-    check(net.module, reference(expected, adam(expected.parameters()), (0, 1, 2)))
+    expected = Trial.Mlp()
+    Trial.assert_same(net.module, reference(expected, ADAM(expected.parameters()), (0, 1, 2)))
     await assert_synchronized([list(net.parameters()), opt.state_dict()], coll)
 
 
@@ -296,25 +277,25 @@ async def test_n11_a_rank_that_made_no_step_knows_of_no_optimizer(coll: Communic
 async def test_n11_backward_and_an_own_step(coll: Communicator) -> None:
     """Two backwards to a step, the first of them local."""
     counts = counts_of(coll)[0]
-    net = await DataParallel.create(build(), coll, bucket_bytes=100, first_bucket_bytes=1)
-    opt = sgd(net.parameters())
+    net = await DataParallel.create(Trial.Mlp(), coll, bucket_bytes=100, first_bucket_bytes=1)
+    opt = MOMENTUM(net.parameters())
     async with net.join(opt):
         for step in range(counts[coll.rank]):
             opt.zero_grad()
             with net.no_sync():
-                await net.backward(loss_of(net, coll.rank, 2 * step))
-            await net.backward(loss_of(net, coll.rank, 2 * step + 1))
+                await net.backward(Trial.loss(net, coll.rank, 2 * step))
+            await net.backward(Trial.loss(net, coll.rank, 2 * step + 1))
             opt.step()
-    expected = build()
-    plain = sgd(expected.parameters())
+    expected = Trial.Mlp()
+    plain = MOMENTUM(expected.parameters())
     for step in range(max(counts)):
         active = [rank for rank, count in enumerate(counts) if step < count]
         plain.zero_grad()
         for rank in active:
             for part in (2 * step, 2 * step + 1):
-                (loss_of(expected, rank, part) / len(active)).backward()
+                (Trial.loss(expected, rank, part) / len(active)).backward()
         plain.step()
-    check(net.module, expected)
+    Trial.assert_same(net.module, expected)
     await assert_synchronized(opt.state_dict(), coll)
 
 
@@ -322,28 +303,28 @@ async def test_n11_backward_and_an_own_step(coll: Communicator) -> None:
 async def test_n11_gradients_come_one_by_one(coll: Communicator) -> None:
     """What `net.gradients` yields is the mean over those that have data already."""
     counts = (1, 2)
-    net = await DataParallel.create(build(), coll, bucket_bytes=1, first_bucket_bytes=1)
-    opt = sgd(net.parameters())
-    expected = build()
-    plain = sgd(expected.parameters())
+    net = await DataParallel.create(Trial.Mlp(), coll, bucket_bytes=1, first_bucket_bytes=1)
+    opt = MOMENTUM(net.parameters())
+    expected = Trial.Mlp()
+    plain = MOMENTUM(expected.parameters())
     async with net.join(opt):
         for step in range(counts[coll.rank]):
             opt.zero_grad()
-            seen = {p: grad.clone() async for p, grad in net.gradients(loss_of(net, coll.rank, step))}
+            seen = {p: grad.clone() async for p, grad in net.gradients(Trial.loss(net, coll.rank, step))}
             opt.step()
             reference(expected, plain, [int(step < count) for count in counts], first=step)
             for mine, theirs in zip(net.parameters(), expected.parameters(), strict=True):
                 torch.testing.assert_close(seen[mine], theirs.grad, rtol=1e-6, atol=1e-12)
     for step in range(counts[coll.rank], 2):
         reference(expected, plain, [int(step < count) for count in counts], first=step)
-    check(net.module, expected)
+    Trial.assert_same(net.module, expected)
 
 
 @pytest.mark.ranks(3)
 async def test_n11_buffers_stay_each_ranks_own(coll: Communicator) -> None:
     torch.manual_seed(3)
     net = await DataParallel.create(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double(), coll)
-    opt = sgd(net.parameters())
+    opt = MOMENTUM(net.parameters())
     x = torch.randn(4, 4, dtype=torch.float64)
     async with net.join(opt):
         for _ in range(coll.rank):
@@ -360,14 +341,14 @@ async def test_n11_buffers_stay_each_ranks_own(coll: Communicator) -> None:
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n11_an_error_in_the_block_hangs_nobody(coll: Communicator, where: str, pipelined: bool) -> None:
     """The others get it as a RemoteError, those that wait at the end of the block too; then all go on together."""
-    net = await DataParallel.create(build(), coll, bucket_bytes=1, first_bucket_bytes=1)
-    opt: Any = PipelinedOptimizer(net, sgd) if pipelined else sgd(net.parameters())
+    net = await DataParallel.create(Trial.Mlp(), coll, bucket_bytes=1, first_bucket_bytes=1)
+    opt: Any = PipelinedOptimizer(net, MOMENTUM) if pipelined else MOMENTUM(net.parameters())
     counts = (1, 3, 5)  # rank 0 waits at the end when rank 1 fails
 
     def forward(step: int) -> Tensor:
         if where == "forward" and coll.rank == 1 and step == 2:
             raise ArithmeticError("no more")
-        return loss_of(net, coll.rank, step)
+        return Trial.loss(net, coll.rank, step)
 
     raised: BaseException | None = None
     try:
@@ -385,13 +366,13 @@ async def test_n11_an_error_in_the_block_hangs_nobody(coll: Communicator, where:
         with suppress(ArithmeticError, aiodist.RemoteError):
             await opt.flush()
         opt.close()
-    net.load_state_dict(build().state_dict())
-    fresh: Any = PipelinedOptimizer(net, adam) if pipelined else adam(net.parameters())
+    net.load_state_dict(Trial.Mlp().state_dict())
+    fresh: Any = PipelinedOptimizer(net, ADAM) if pipelined else ADAM(net.parameters())
     async with net.join(fresh):
         for step in range(1 + coll.rank):
-            await net.step(loss_of, fresh, net, coll.rank, step)
-    expected = build()
-    check(net.module, reference(expected, adam(expected.parameters()), (1, 2, 3)))
+            await net.step(Trial.loss, fresh, net, coll.rank, step)
+    expected = Trial.Mlp()
+    Trial.assert_same(net.module, reference(expected, ADAM(expected.parameters()), (1, 2, 3)))
 
 
 def test_n11_a_rank_that_left_the_block_keeps_up_with_no_rank_that_has_failed() -> None:
@@ -400,13 +381,13 @@ def test_n11_a_rank_that_left_the_block_keeps_up_with_no_rank_that_has_failed() 
 
     async def program(rank: int) -> None:
         async with aiodist.init() as coll:
-            net = await DataParallel.create(build(), coll)
-            opt = sgd(net.parameters())
+            net = await DataParallel.create(Trial.Mlp(), coll)
+            opt = MOMENTUM(net.parameters())
 
             def forward() -> Tensor:
                 if rank:
                     raise ArithmeticError("no more")
-                return loss_of(net, rank, 0)
+                return Trial.loss(net, rank, 0)
 
             with suppress(aiodist.RemoteError):
                 async with net.join(opt):
@@ -431,8 +412,8 @@ def test_n11_a_rank_that_left_the_block_keeps_up_with_no_rank_that_has_failed() 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("entering", [False, True])
 async def test_n11_cancelling_the_block_hangs_nobody(coll: Communicator, entering: bool) -> None:
-    net = await DataParallel.create(build(), coll)
-    opt = sgd(net.parameters())
+    net = await DataParallel.create(Trial.Mlp(), coll)
+    opt = MOMENTUM(net.parameters())
     stop = asyncio.Event()
     if entering:
         stop.set()
@@ -440,7 +421,7 @@ async def test_n11_cancelling_the_block_hangs_nobody(coll: Communicator, enterin
     async def train() -> None:
         async with net.join(opt):
             for step in range(2):
-                await net.step(loss_of, opt, net, coll.rank, step)
+                await net.step(Trial.loss, opt, net, coll.rank, step)
                 if coll.rank == 0:
                     stop.set()
                     await asyncio.get_running_loop().create_future()
@@ -459,13 +440,13 @@ async def test_n11_cancelling_the_block_hangs_nobody(coll: Communicator, enterin
 @pytest.mark.ranks(2)
 async def test_n11_after_the_block_a_step_counts_all_ranks(coll: Communicator) -> None:
     """A rank that has nothing to bring any more is waited for outside of the block, and its zeros count."""
-    net = await DataParallel.create(build(), coll)
-    opt = sgd(net.parameters())
+    net = await DataParallel.create(Trial.Mlp(), coll)
+    opt = MOMENTUM(net.parameters())
     async with net.join(opt):
         pass
     before = copy.deepcopy(net.module)
-    await net.step(lambda: loss_of(net, 0, 0) * (1 - coll.rank), opt)
-    plain = sgd(before.parameters())
-    (loss_of(before, 0, 0) / 2).backward()
+    await net.step(lambda: Trial.loss(net, 0, 0) * (1 - coll.rank), opt)
+    plain = MOMENTUM(before.parameters())
+    (Trial.loss(before, 0, 0) / 2).backward()
     plain.step()
-    check(net.module, before)
+    Trial.assert_same(net.module, before)

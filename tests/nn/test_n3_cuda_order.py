@@ -45,11 +45,6 @@ def communication(net: DataParallel) -> list[torch.cuda.Stream]:
     return [group.stream]
 
 
-def same(net: DataParallel, expected: nn.Module) -> None:
-    for ours, theirs in zip(net.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), rtol=1e-6, atol=1e-9)
-
-
 # --- what the host waits for --------------------------------------------------------------------------------------
 
 
@@ -72,7 +67,7 @@ async def test_n3_cuda_a_step_synchronises_nothing(
     if pipelined:
         await opt.flush()
     await coll.barrier()  # nobody looks at parameters, which synchronises, before all have counted
-    same(net, trial.alone(coll.size, STEPS, optimizer="adam"))
+    trial.assert_same(net, trial.alone(coll.size, STEPS, optimizer="adam"))
     await net.aclose()
 
 
@@ -135,7 +130,7 @@ async def test_n3_cuda_the_next_forward_is_queued_while_reductions_are_held(
         assert not held.done()
     await last
     await coll.barrier()
-    same(net, trial.alone(coll.size, 4))
+    trial.assert_same(net, trial.alone(coll.size, 4))
     await net.aclose()
 
 
@@ -316,7 +311,7 @@ async def test_n3_cuda_hooks_run_in_a_thread_of_autograd(
         await opt.flush()
     await coll.barrier()
     assert backward_threads == {"pt_autograd_0"}
-    same(net, trial.alone(coll.size, STEPS, optimizer="momentum"))
+    trial.assert_same(net, trial.alone(coll.size, STEPS, optimizer="momentum"))
     await net.aclose()
 
 
@@ -428,7 +423,7 @@ async def test_n3_cuda_an_error_here_is_told_there(
     for hook in fails:
         hook.remove()
     await net.step(partial(loss_of, net, *data[1]), opt)
-    same(net, trial.alone(2, 2))
+    trial.assert_same(net, trial.alone(2, 2))
     await net.aclose()
 
 

@@ -44,11 +44,6 @@ def loss_on(device: torch.device | str, trial: type[Trial], module: Any, rank: i
     return mse_loss(module(x.to(device)), y.to(device))
 
 
-def same(net: DataParallel, expected: nn.Module, *, rtol: float = 1e-6, atol: float = 1e-9) -> None:
-    for ours, theirs in zip(net.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), rtol=rtol, atol=atol)
-
-
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize(
     ("optimizer", "dtype"), [("momentum", torch.float64), ("adam", torch.float64), ("momentum", torch.float32)]
@@ -64,9 +59,9 @@ async def test_n3_cuda_equals_one_process(
         assert loss.is_cuda
         assert not loss.requires_grad
     if dtype is torch.float64:
-        same(net, expected)
+        trial.assert_same(net, expected)
     else:
-        same(net, expected.float(), rtol=1e-3, atol=1e-5)
+        trial.assert_same(net, expected.float(), rtol=1e-3, atol=1e-5)
     await net.aclose()
 
 
@@ -84,7 +79,7 @@ async def test_n3_cuda_over_nccl(
     if pipelined:
         await opt.flush()
     await coll.barrier()  # a rank that looks at parameters holds up the loop of all
-    same(net, trial.alone(coll.size, STEPS, optimizer="momentum"))
+    trial.assert_same(net, trial.alone(coll.size, STEPS, optimizer="momentum"))
     await net.aclose()
 
 
@@ -105,7 +100,8 @@ async def test_n3_cuda_modules_on_several_devices(
         await net.step(partial(trial.loss, net, coll.rank, step), opt)
     if pipelined:
         await opt.flush()
-    same(net, trial.alone(coll.size, STEPS, optimizer="momentum"))
+    expected = [p.detach() for p in trial.alone(coll.size, STEPS, optimizer="momentum").parameters()]
+    torch.testing.assert_close([p.detach().cpu() for p in net.parameters()], expected, rtol=1e-6, atol=1e-9)
     await net.aclose()
 
 
@@ -135,7 +131,7 @@ async def test_n5_cuda_accumulated_gradients(
         else:
             await net.backward(loss_on(coll.device, trial, net, coll.rank, step))
             await net.run(opt.step)
-    same(net, trial.alone(coll.size, STEPS, op=op, every=2))
+    trial.assert_same(net, trial.alone(coll.size, STEPS, op=op, every=2))
     await net.aclose()
 
 
@@ -189,7 +185,7 @@ async def test_n11_cuda_join(coll: Communicator, simulated_cuda: SimulatedCuda, 
     async with net.join():
         for step in range(counts[coll.rank]):
             await net.step(partial(loss_on, coll.device, trial, net, coll.rank, step), opt)
-    same(net, alone)
+    trial.assert_same(net, alone)
     for ours, other in zip(net.parameters(), alone.parameters(), strict=True):
         momentum = opt.state[ours]["momentum_buffer"]
         assert momentum.device == ours.device
@@ -211,7 +207,7 @@ async def test_n7_cuda_clipped(coll: Communicator, simulated_cuda: SimulatedCuda
         torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.05)
         theirs.step()
     await opt.flush()
-    same(net, alone)
+    trial.assert_same(net, alone)
     await net.aclose()
 
 
@@ -239,6 +235,6 @@ async def test_n3_cuda_under_any_delays(coll: Communicator, simulated_cuda: Simu
         for rank in range(coll.size):
             (forward(alone, used[rank], xs[rank]) / coll.size).backward()
         theirs.step()
-    same(net, alone)
+    trial.assert_same(net, alone)
     await assert_synchronized(module, coll)
     await net.aclose()
