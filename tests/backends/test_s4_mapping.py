@@ -294,7 +294,8 @@ def test_s4_what_was_described_stays_while_the_default_stream_reads_it(simulated
         with simulated_cuda.paused(reader), torch.cuda.stream(reader):
             copied = t.clone()
             del t
-            side.synchronize()
+            for stream in {side, other, torch.cuda.default_stream()} - {reader}:
+                stream.synchronize()  # what was told of the memory is reached: it is used again
         torch.cuda.synchronize()
         assert bool(simulated_cuda.hazards) == (reader == other)
         assert bool(copied.isnan().any()) == (reader == other)
