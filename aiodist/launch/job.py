@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ async def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
             if not (supervisor.stopping and ranks.came):  # an mpirun comments at length on what we say in a line
                 await output.overheard(data)
 
-        stack.enter_context(_signals(lambda signum: events.put_nowait(Signalled(signum))))
+        stack.enter_context(_signals(partial(_heard, output, events)))
         guard = commands.guard_command(ranks.address, cwd)
         if mpi is None:
             guards = await asyncio.to_thread(_Guards, job, guard, common)
@@ -221,6 +222,12 @@ class _Growth:
     def _kill_late(self, number: int) -> None:
         if number not in self.ranks.came:
             self.processes.kill(number)
+
+
+def _heard(output: Streams, events: asyncio.Queue[Event], signum: int) -> None:
+    if signum == signal.SIGINT:
+        output.interrupted()
+    events.put_nowait(Signalled(signum))
 
 
 @contextlib.contextmanager

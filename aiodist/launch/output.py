@@ -249,6 +249,10 @@ class Streams:
     def _prefix_of(self, rank: int) -> bytes:
         return f"[{rank}] ".encode() if self._prefix else b""
 
+    def interrupted(self) -> None:
+        """The launcher interrupts all ranks: of those that only hear that another one was, print a line each."""
+        self._tracebacks.interrupted()
+
     async def write(self, rank: int, kind: Kind, data: bytes) -> None:
         """Print the whole lines of what a rank wrote; wait while nobody reads them."""
         with self._saying():

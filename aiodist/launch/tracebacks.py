@@ -37,6 +37,10 @@ class Tracebacks:
         self._shown = False
         self._open: dict[int, _Open] = {}
 
+    def interrupted(self) -> None:
+        """Show lines alone of ranks that hear of one that the launcher interrupts: the launcher's own line is first."""
+        self._shown = True
+
     def feed(self, rank: int, text: bytes, prefix: bytes) -> bytes:
         """Return what to show of whole lines, each with `prefix`, which `rank` wrote."""
         return b"".join(self._line(rank, line, prefix) for line in text.splitlines(keepends=True))

@@ -46,6 +46,36 @@ def test_l5_ranks_that_are_interrupted_in_an_import_tell_a_line_each(
         assert lines == [f"KeyboardInterrupt at {plain.folder}/slow.py:4 in wait"] * 2
 
 
+@pytest.mark.timeout(60)
+def test_l5_a_rank_that_hears_of_an_interrupted_one_before_its_own_signal_has_a_line(plain: Launcher) -> None:
+    script = plain.script(
+        """
+        import torch, aiodist
+
+        async def main():
+            async with aiodist.init() as coll:
+                await coll.barrier()
+                say("ready")
+                await coll.recv(torch.empty(1), 1 - coll.rank)
+
+        if rank == 1:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        aiodist.run(main)
+        """
+    )
+    with plain.started(script) as process:
+        plain.read_until(process.stdout, "[0] ready", "[1] ready")
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=40)
+    assert process.returncode == 130
+    first, *lines = told.splitlines()
+    assert first == "aiodist run: interrupted; stopping ranks 0, 1"
+    own, heard = sorted(lines)
+    assert own.startswith(f"[0] KeyboardInterrupt at {plain.folder}/script.py:")
+    assert heard.startswith("[1] aiodist.errors.RemoteError: rank 0 failed: ")
+    assert f"(at {plain.folder}/script.py:" in heard
+
+
 def test_l5_what_an_interrupted_program_says_itself_stays(plain: Launcher) -> None:
     plain.script(
         """

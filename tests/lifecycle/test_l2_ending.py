@@ -92,9 +92,11 @@ def test_l2_ctrl_c(run: Run) -> None:
         process.send_signal(signal.SIGINT)
         ended = run.finish(process, limit=GONE)
     assert ended.code == 130, ended
-    assert ended.codes() == [-signal.SIGINT, -signal.SIGINT]
+    assert -signal.SIGINT in ended.codes()
+    assert set(ended.codes()) <= {-signal.SIGINT, 1}  # 1: it heard of the other one before its own signal
     for rank in range(2):
         assert ended.value(rank, "released") == "yes"
+    assert len(ended.errors.splitlines()) == 3, ended.errors  # which ranks are stopped, and where each was
 
 
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
