@@ -192,9 +192,10 @@ async def test_h5_our_gather_takes_handles_of_this_loop_only(transport: Any) -> 
         aiodist.handles.gather([])  # type: ignore[arg-type]
 
     async def elsewhere() -> Any:
-        return type(transport)().issue(go=False).handle
+        return type(transport)().issue(go=False)
 
-    foreign = await asyncio.to_thread(lambda: asyncio.run(elsewhere()))
+    request = await asyncio.to_thread(lambda: asyncio.run(elsewhere()))
+    foreign = request.handle
     with pytest.raises(RuntimeError, match="another event loop"):
         aiodist.handles.gather(foreign)
     with pytest.raises(RuntimeError, match="another event loop"):
@@ -203,6 +204,7 @@ async def test_h5_our_gather_takes_handles_of_this_loop_only(transport: Any) -> 
         await anext(aiodist.handles.as_completed([asyncio.get_running_loop().create_future()]))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="another event loop"):
         await foreign
+    request.go = True  # else the progress thread would poll for it until the process ends
 
 
 async def test_h5_our_gather_of_a_thousand_costs_one_waiter(transport: Any) -> None:
