@@ -109,8 +109,12 @@ def test_l5_one_error_is_a_line_for_each_other_rank_and_whole_in_their_logs(plai
         async def main():
             async with aiodist.init() as coll:
                 if coll.rank == 1:
+                    for _ in range(3):
+                        await coll.recv(torch.empty(1))
                     raise ValueError("broken")
-                await coll.allreduce(torch.ones(2))
+                total = coll.allreduce(torch.ones(2))
+                coll.send(torch.ones(1), 1).detach()  # the one await of this rank is the next
+                await total
 
         aiodist.run(main)
         """
@@ -125,7 +129,7 @@ def test_l5_one_error_is_a_line_for_each_other_rank_and_whole_in_their_logs(plai
     for rank in (0, 2, 3):
         log = (plain.folder / "logs" / f"rank-{rank}.err").read_text()
         assert log.startswith("Traceback (most recent call last):\n")
-        assert "    await coll.allreduce(torch.ones(2))\n" in log
+        assert "    await total\n" in log
         assert '    raise ValueError("broken")\n' in log
 
 

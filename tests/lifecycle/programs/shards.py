@@ -25,38 +25,47 @@ def say(what: str, *words: object) -> None:
     sys.stdout.flush()
 
 
-async def taken(queue: ShardQueue[int], count: int | None) -> list[int]:
-    """Return the records of so many batches, or of all."""
+async def taken(queue: ShardQueue[int], coll: Communicator, ends: int) -> list[int]:
+    """Return the records of so many batches of the rank that ends; of another, of all that it can have."""
     mine: list[int] = []
     async with prefetch(queue, depth=4) as batches:
         async for batch in batches:
             mine += batch
-            if count is not None and len(mine) == count * 8:
+            if coll.rank == ends and len(mine) == BATCHES * 8:
+                await enough(coll)
                 break
+            if coll.rank != ends and len(mine) == len(batch):
+                await coll.recv_object(ends)  # else nothing may be left for a rank that is slow
     return mine
+
+
+async def enough(coll: Communicator) -> None:
+    """Let the others go on: this rank has its records."""
+    await aiodist.gather(*[coll.send_object(None, rank) for rank in range(coll.size) if rank != coll.rank])
 
 
 async def main(how: str) -> None:
     lost = {"leaves": None, "killed": 2, "first": 0}[how]
     async with aiodist.init() as coll:
-        ends = coll.rank == (2 if lost is None else lost)
+        ends = 2 if lost is None else lost
         queue = ShardQueue(IndexShards(RECORDS, 16), coll, batch_size=8, shuffle=True, wait=True)
         try:
-            if not (ends and lost is not None):
-                say("used", *await taken(queue, BATCHES if ends else None))
+            if coll.rank == lost:
+                await killed(queue, coll)
             else:
-                await killed(queue)
+                say("used", *await taken(queue, coll, ends))
         except PeerLost as error:
             say("the queue", f"lost with rank {error.lost}")
         await closed(coll, lost)
 
 
-async def killed(queue: ShardQueue[int]) -> None:
+async def killed(queue: ShardQueue[int], coll: Communicator) -> None:
     """Die inside the pass, while records are ready and others on their way."""
     mine: list[int] = []
     async with prefetch(queue, depth=4) as batches:
         while len(mine) < BATCHES * 8:
             mine += await anext(batches)
+        await enough(coll)
         await asyncio.sleep(TOLD_SECONDS)
         say("used", *mine)
         os.kill(os.getpid(), signal.SIGKILL)

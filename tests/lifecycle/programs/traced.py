@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 
 import torch
 from torch import nn
@@ -20,12 +21,29 @@ def say(*words: object) -> None:
     sys.stdout.flush()
 
 
+def held(net: DataParallel, _layer: nn.Module, _inputs: object, out: torch.Tensor) -> None:
+    """Have backward stay at this layer's output until two buckets of the pass are reduced.
+
+    Not in the first passes, of which the first learns the order of the gradients and reduces at its end.
+    """
+
+    def stay(_: torch.Tensor) -> None:
+        until = time.monotonic() + 20
+        last = net.reducer.last
+        while last is not None and len(last.spans) < 2 and time.monotonic() < until:
+            time.sleep(1e-3)
+
+    if net.statistics().passes >= 2:
+        out.register_hook(stay)
+
+
 async def trained() -> None:
-    """Steps whose backward takes long enough to hide the reductions."""
+    """Steps whose backward goes on only after two reductions, from the third step on."""
     async with aiodist.init() as coll:
         torch.manual_seed(coll.rank)
         layers = [layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.Tanh())]
         net = await DataParallel.create(nn.Sequential(*layers), coll, bucket_bytes=1 << 18, first_bucket_bytes=1 << 18)
+        layers[1].register_forward_hook(partial(held, net))
         opt = torch.optim.SGD(net.parameters(), lr=0.01)
         async with aiodist.data.prefetch([torch.randn(512, 256)] * 6) as batches:
             async for x in batches:
