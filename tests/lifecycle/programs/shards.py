@@ -29,13 +29,13 @@ async def taken(queue: ShardQueue[int], coll: Communicator, ends: int) -> list[i
     """Return the records of so many batches of the rank that ends; of another, of all that it can have."""
     mine: list[int] = []
     async with prefetch(queue, depth=4) as batches:
+        if coll.rank != ends:
+            await coll.recv_object(ends)  # else nothing may be left for a rank that is slow
         async for batch in batches:
             mine += batch
             if coll.rank == ends and len(mine) == BATCHES * 8:
                 await enough(coll)
                 break
-            if coll.rank != ends and len(mine) == len(batch):
-                await coll.recv_object(ends)  # else nothing may be left for a rank that is slow
     return mine
 
 
