@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import gc
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any
 
 import anyio
@@ -467,22 +467,19 @@ async def test_n15_the_thread_of_the_source_is_gone_when_the_block_is() -> None:
     assert "aiodist-short" not in {thread.name for thread in threading.enumerate()}
 
 
-async def test_n15_the_loop_goes_on_while_a_source_blocks() -> None:
+async def test_n15_the_loop_goes_on_while_a_source_blocks(until: Until) -> None:
+    entered, go = threading.Semaphore(0), threading.Semaphore(0)
+
     def source() -> Iterator[int]:
         for i in range(3):
-            time.sleep(0.02)  # the work of a loader
+            entered.release()
+            assert go.acquire(timeout=10)
             yield i
 
-    ticks = 0
-
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0.001)
-            ticks += 1
-
-    ticking = asyncio.create_task(tick())
-    async with asyncio.timeout(20), prefetch(source()) as items:
-        assert [item async for item in items] == [0, 1, 2]
-    ticking.cancel()
-    assert ticks >= 3
+    async with asyncio.timeout(20), prefetch(source(), depth=1) as items:
+        for i in range(3):
+            item = asyncio.ensure_future(anext(items))
+            await until(partial(entered.acquire, blocking=False))
+            assert not item.done()
+            go.release()
+            assert await item == i

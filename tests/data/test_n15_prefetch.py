@@ -6,8 +6,8 @@ import asyncio
 import contextvars
 import gc
 import os
+import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from random import Random
@@ -438,30 +438,43 @@ async def test_n15_nothing_keeps_an_item_that_was_taken(until: Until) -> None:
             await until(lambda gone=gone: gone() is None)  # type: ignore[misc]  # a worker may still return it
 
 
-async def test_n15_statistics_tell_what_was_hidden() -> None:
+async def test_n15_statistics_tell_what_was_hidden(monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
+    seconds, go, made = 0.0, threading.Semaphore(0), 0
+
     def source() -> Iterator[bytes]:
+        nonlocal seconds
         for _ in range(4):
-            time.sleep(0.01)  # the work of a loader
+            assert go.acquire(timeout=10)
+            seconds += 0.01
             yield bytes(8)
 
     def transform(item: bytes) -> bytes:
-        time.sleep(0.01)
+        nonlocal seconds, made
+        seconds += 0.01
+        made += 1
         return item
 
+    for module in ("items", "prefetch", "reading"):
+        monkeypatch.setattr(sys.modules[f"aiodist.data.{module}"], "perf_counter", lambda: seconds)
     async with asyncio.timeout(20), prefetch(source(), transform=transform) as items:
-        await taken(items)
+        for _ in range(4):
+            item = asyncio.ensure_future(anext(items))
+            await asyncio.sleep(0)  # it waits
+            go.release()
+            await item
         waiting = items.statistics()
+    go.release(4)
     async with asyncio.timeout(20), prefetch(source(), transform=transform, depth=4) as items:
-        await anext(items)
-        await asyncio.sleep(0.5)  # the work of a step: everything is ready when it ends
+        await until(lambda: made == 8)  # all is ready
         await taken(items)
     hidden = items.statistics()
     for found in (waiting, hidden):
         assert (found.items, found.nbytes) == (4, 32)
-        assert found.reading_seconds >= 0.04
-        assert found.transforming_seconds >= 0.04
-    assert waiting.waited_seconds >= 0.03
-    assert 0 <= waiting.hidden < hidden.hidden <= 1
+        assert found.reading_seconds >= 0.039
+        assert found.transforming_seconds >= 0.039
+    assert waiting.waited_seconds == pytest.approx(0.08)
+    assert hidden.waited_seconds == 0
+    assert 0 <= waiting.hidden < hidden.hidden == 1
 
 
 # --- wrong use --------------------------------------------------------------------------------------------------

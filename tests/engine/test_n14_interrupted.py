@@ -44,7 +44,6 @@ async def main():
             if not resumed:
                 if state.step == 20:
                     print("is at 20", flush=True)
-                await asyncio.sleep(0.002)
 
         await engine.train([(torch.ones(2, 5), torch.ones(2, 3))] * 200, epochs=1 if resumed else 1000)
         print("ends with", engine.state.step, flush=True)

@@ -17,7 +17,7 @@ import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel
 from aiodist.testing import run_ranks
-from tests.support.in_backward import InBackward
+from tests.support.in_backward import in_backward
 
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
@@ -48,7 +48,7 @@ def pausing(net: Any, where: str, gate: Gate) -> Callable[[Any], Tensor]:
             gate()
         y = first(x)
         if where == "backward":  # the last layers' gradients are on their way by then
-            y = InBackward.apply(y, gate)  # type: ignore[no-untyped-call]
+            y = in_backward(y, gate)
         return torch.nn.Sequential(*others)(y)  # type: ignore[no-any-return]
 
     return forward

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +19,7 @@ from torch.nn.functional import mse_loss
 from aiodist import Communicator
 from aiodist.nn import DataParallel
 from aiodist.nn.buckets import deal
+from tests.support.in_backward import in_backward
 
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
@@ -190,19 +192,6 @@ async def test_n4_gradients_stay_in_their_places(coll: Communicator, trial: type
     assert len({p.grad.untyped_storage().data_ptr() for p in net.parameters() if p.grad is not None}) == 1
 
 
-class Dawdling(torch.autograd.Function):
-    """The identity, whose backward takes its time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        time.sleep(0.05)
-        return grads[0].clone()
-
-
 class OneGradient(nn.Module):
     """Autograd gives parameters the gradient of a sum, as views that it does not call so, and goes on from there."""
 
@@ -212,9 +201,10 @@ class OneGradient(nn.Module):
         self.first = nn.Linear(3, 5)
         self.place = nn.Parameter(torch.randn(4, 5))
         self.flat = nn.Parameter(torch.randn(20))
+        self.meanwhile: Callable[[], object] = lambda: None
 
     def forward(self, x: Tensor) -> Tensor:
-        earlier: Tensor = Dawdling.apply(self.first(x))  # type: ignore[no-untyped-call]
+        earlier: Tensor = in_backward(self.first(x), self.meanwhile)
         return (earlier + self.place[None] + self.flat.view(1, 4, 5)).tanh().square().mean()
 
 
@@ -224,16 +214,27 @@ class OneGradient(nn.Module):
 async def test_n4_a_gradient_that_backward_goes_on_from_is_left_alone(
     coll: Communicator, sizes: dict[str, Any], kept: bool
 ) -> None:
-    net = await DataParallel.create(OneGradient().double(), coll, **sizes)
-    expected = OneGradient().double()
+    module, expected = OneGradient().double(), OneGradient().double()
+    net = await DataParallel.create(module, coll, **sizes)
+
+    loop = asyncio.get_running_loop()
+
+    def turns() -> None:
+        """Let the loop run, which would reduce the others."""
+        for _ in range(50):
+            turned = threading.Event()
+            loop.call_soon_threadsafe(turned.set)
+            assert turned.wait(20)
+
+    module.meanwhile = turns
     for step in range(4):
         torch.manual_seed(step)
         x = torch.randn(coll.size, 1, 4, 3, dtype=torch.float64)
-        for module in () if kept else (net, expected):
-            module.zero_grad()
+        for one in () if kept else (net, expected):
+            one.zero_grad()
         await net.backward(net(x[coll.rank]))
         (sum(expected(each) for each in x) / coll.size).backward()
-        seen, wanted = ([p.grad for p in module.parameters()] for module in (net, expected))
+        seen, wanted = ([p.grad for p in one.parameters()] for one in (net, expected))
         torch.testing.assert_close(seen, wanted)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import pytest
@@ -19,54 +18,32 @@ from aiodist.data import prefetch
 from aiodist.handles import Scheduler
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
 from aiodist.testing import run_ranks
+from tests.nn.conftest import Trial
+from tests.support.until import until
 
+MOMENTUM = Trial.OPTIMIZERS["momentum"]
 STEPS = 4
-
-
-def build(seed: int = 3) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).double()
-
-
-def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def loss_of(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return module(x).square().mean()
 
 
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-
-
 def loader(rank: int) -> Iterator[Tensor]:
     for step in range(STEPS):
-        yield batch(rank, step)
+        yield Trial.batch(rank, step)[0]
 
 
 def reference(size: int, seed: int = 3) -> nn.Module:
     """Train in this process with the data of all ranks."""
-    module = build(seed)
-    opt = sgd(module.parameters())
+    module = Trial.Mlp(seed)
+    opt = MOMENTUM(module.parameters())
     for step in range(STEPS):
         opt.zero_grad()
         for rank in range(size):
-            (module(batch(rank, step)).square().mean() / size).backward()
+            (module(Trial.batch(rank, step)[0]).square().mean() / size).backward()
         opt.step()
     return module
-
-
-def check(module: nn.Module, expected: nn.Module) -> None:
-    torch.testing.assert_close(dict(module.named_parameters()), dict(expected.named_parameters()), rtol=1e-6, atol=1e-9)
-
-
-async def until(true: Callable[[], object]) -> None:
-    """Let the loop run until it is true; in real time, since the threads live in that."""
-    end = monotonic() + 15
-    while not true():
-        assert monotonic() < end, "it never came true"
-        await asyncio.to_thread(lambda: None)
 
 
 async def drained(coll: Communicator) -> None:
@@ -76,7 +53,7 @@ async def drained(coll: Communicator) -> None:
 
 
 async def create(coll: Communicator, seed: int = 3) -> DataParallel:
-    return await DataParallel.create(build(seed), coll, bucket_bytes=1, first_bucket_bytes=1)
+    return await DataParallel.create(Trial.Mlp(seed), coll, bucket_bytes=1, first_bucket_bytes=1)
 
 
 async def write(path: Path, module: nn.Module) -> None:
@@ -105,7 +82,7 @@ async def test_n6_all_goes_on_with_a_limit_of_one_byte_on_processes(coll: Commun
 async def _all_at_once(coll: Communicator, pipelined: bool, tmp_path: Path) -> None:
     Scheduler.current().limit = 1
     net = await create(coll)
-    opt: Any = PipelinedOptimizer(net, sgd) if pipelined else sgd(net.parameters())
+    opt: Any = PipelinedOptimizer(net, MOMENTUM) if pipelined else MOMENTUM(net.parameters())
     files: list[asyncio.Task[None]] = []
     async with prefetch(loader(coll.rank), depth=3) as batches:
         async for x in batches:
@@ -114,7 +91,7 @@ async def _all_at_once(coll: Communicator, pipelined: bool, tmp_path: Path) -> N
     if pipelined:
         await opt.flush()
     await asyncio.gather(*files)
-    check(net.module, reference(coll.size))
+    Trial.assert_same(net.module, reference(coll.size))
     last = torch.load(tmp_path / f"{coll.rank} {STEPS - 1}")
     assert pipelined or all(torch.equal(last[name], t) for name, t in net.state_dict().items())
     await drained(coll)
@@ -128,7 +105,7 @@ async def test_n6_two_nets_in_two_tasks(coll: Communicator, limit: int) -> None:
     nets = [await create(coll, seed) for seed in (3, 4)]
 
     async def train(net: DataParallel, delay: int) -> None:
-        opt = sgd(net.parameters())
+        opt = MOMENTUM(net.parameters())
         async with prefetch(loader(coll.rank), depth=2) as batches:
             async for x in batches:
                 for _ in range(delay):
@@ -140,7 +117,7 @@ async def test_n6_two_nets_in_two_tasks(coll: Communicator, limit: int) -> None:
         for i, net in enumerate(order):
             tasks.create_task(train(net, 20 * i + 7 * coll.rank))
     for seed, net in zip((3, 4), nets, strict=True):
-        check(net.module, reference(coll.size, seed))
+        Trial.assert_same(net.module, reference(coll.size, seed))
     await drained(coll)
 
 
@@ -148,20 +125,20 @@ async def test_n6_two_nets_in_two_tasks(coll: Communicator, limit: int) -> None:
 async def test_n6_one_net_beside_a_pipelined_one(coll: Communicator) -> None:
     Scheduler.current().limit = 1
     plain, other = await create(coll, 3), await create(coll, 4)
-    opt, pipelined = sgd(plain.parameters()), PipelinedOptimizer(other, sgd)
+    opt, pipelined = MOMENTUM(plain.parameters()), PipelinedOptimizer(other, MOMENTUM)
 
     async def first() -> None:
         for step in range(STEPS):
-            await plain.step(loss_of, opt, plain, batch(coll.rank, step))
+            await plain.step(loss_of, opt, plain, Trial.batch(coll.rank, step)[0])
 
     async def second() -> None:
         for step in range(STEPS):
-            await other.step(loss_of, pipelined, other, batch(coll.rank, step))
+            await other.step(loss_of, pipelined, other, Trial.batch(coll.rank, step)[0])
         await pipelined.flush()
 
     await asyncio.gather(*([first(), second()] if coll.rank else [second(), first()]))
-    check(plain.module, reference(2, 3))
-    check(other.module, reference(2, 4))
+    Trial.assert_same(plain.module, reference(2, 3))
+    Trial.assert_same(other.module, reference(2, 4))
     await drained(coll)
 
 
@@ -177,13 +154,13 @@ def test_n6_reductions_go_before_prefetch_where_both_wait() -> None:
         async with aiodist.init() as coll:
             scheduler = Scheduler.current()
             net = await create(coll)
-            opt = sgd(net.parameters())
+            opt = MOMENTUM(net.parameters())
             if coll.rank == 1:
                 await late.wait()
-                await net.step(loss_of, opt, net, batch(1, 0))
+                await net.step(loss_of, opt, net, Trial.batch(1, 0)[0])
                 return
             scheduler.limit = 1
-            work = asyncio.ensure_future(net.step(loss_of, opt, net, batch(0, 0)))
+            work = asyncio.ensure_future(net.step(loss_of, opt, net, Trial.batch(0, 0)[0]))
             lane = net.reducer.lane
             await until(lambda: lane.waiting)
             count = len(lane.waiting)
@@ -213,15 +190,15 @@ async def test_n6_the_order_of_reductions_is_one_though_a_rank_has_no_room(coll:
     scheduler = Scheduler.current()
     scheduler.limit = 2000
     net = await create(coll)
-    opt = sgd(net.parameters())
+    opt = MOMENTUM(net.parameters())
     lane = scheduler.lane("other", 20)
     for step in range(STEPS):
         mine = step % 2 == coll.rank
         permit = await lane.acquire(2000) if mine else None
-        await net.step(loss_of, opt, net, batch(coll.rank, step))
+        await net.step(loss_of, opt, net, Trial.batch(coll.rank, step)[0])
         if permit is not None:
             permit.release()
-    check(net.module, reference(coll.size))
+    Trial.assert_same(net.module, reference(coll.size))
     await drained(coll)
 
 
@@ -273,7 +250,7 @@ async def test_n6_a_task_of_the_user_is_not_starved(coll: Communicator, pipeline
     beside.cancel()
     with suppress(asyncio.CancelledError):
         await beside
-    check(net.module, reference(coll.size))
+    Trial.assert_same(net.module, reference(coll.size))
 
 
 @pytest.mark.ranks(2)
@@ -292,10 +269,10 @@ async def test_n6_what_waits_last_is_served_too(coll: Communicator) -> None:
             written += 1
 
     async def train(net: DataParallel) -> None:
-        opt = sgd(net.parameters())
+        opt = MOMENTUM(net.parameters())
         for step in range(STEPS):
             before = written
-            await net.step(loss_of, opt, net, batch(coll.rank, step))
+            await net.step(loss_of, opt, net, Trial.batch(coll.rank, step)[0])
             await until(lambda: written > before)  # noqa: B023
 
     beside = asyncio.create_task(writer())
@@ -316,13 +293,13 @@ async def test_n6_nothing_stays_in_flight_after_any_failure(coll: Communicator, 
     scheduler.limit = 500
 
     def forward(step: int) -> Tensor:
-        out = net(batch(coll.rank, step)).square().mean()
+        out = net(Trial.batch(coll.rank, step)[0]).square().mean()
         if step == 1 and coll.rank == 1:
             raise ArithmeticError("no more")
         return out  # type: ignore[no-any-return]
 
     net = await create(coll)
-    opt: Any = PipelinedOptimizer(net, sgd) if pipelined else sgd(net.parameters())
+    opt: Any = PipelinedOptimizer(net, MOMENTUM) if pipelined else MOMENTUM(net.parameters())
     for step in range(3):
         with suppress(ArithmeticError, aiodist.RemoteError):
             await net.step(forward, opt, step)
@@ -347,22 +324,22 @@ async def test_n6_giving_up_while_buckets_wait_for_room(coll: Communicator) -> N
     """What waits for leave asks no more, what has it gives it back, and the limit serves others as before."""
     Scheduler.current().limit = 1
     net = await create(await coll.dup())
-    opt = sgd(net.parameters())
+    opt = MOMENTUM(net.parameters())
     lane = net.reducer.lane
     if coll.rank == 0:
-        work = asyncio.ensure_future(net.step(loss_of, opt, net, batch(0, 0)))
+        work = asyncio.ensure_future(net.step(loss_of, opt, net, Trial.batch(0, 0)[0]))
         await until(lambda: lane.waiting)
         assert lane.granted == 1  # and rank 1 has sent nothing yet
         net._coll.abort("had enough")
         await coll.send(torch.ones(1), 1)
     else:
         await coll.recv(src=0)
-        work = asyncio.ensure_future(net.step(loss_of, opt, net, batch(1, 0)))
+        work = asyncio.ensure_future(net.step(loss_of, opt, net, Trial.batch(1, 0)[0]))
     with pytest.raises(aiodist.CommunicatorAborted, match="had enough"):
         await asyncio.wait_for(work, 100)
     await drained(coll)
     assert (lane.granted, len(lane.waiting)) == (0, 0)
     other = await create(coll)
-    await other.step(loss_of, sgd(other.parameters()), other, batch(coll.rank, 0))
+    await other.step(loss_of, MOMENTUM(other.parameters()), other, Trial.batch(coll.rank, 0)[0])
     await assert_synchronized(list(other.parameters()), coll)
     await drained(coll)

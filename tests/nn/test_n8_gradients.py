@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel
+from tests.support.in_backward import in_backward
 
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
@@ -47,20 +48,6 @@ async def test_n8_each_gradient_once(coll: Communicator, trial: type[Trial], siz
         trial.assert_same_gradients(net, expected_of(trial, coll.size, step))
 
 
-class Held(torch.autograd.Function):
-    """The identity, whose backward waits."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, go: threading.Event) -> Tensor:
-        ctx.go = go
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        assert ctx.go.wait(30)
-        return grads[0], None
-
-
 @pytest.mark.ranks(2)
 async def test_n8_the_first_arrive_while_backward_goes_on(coll: Communicator, trial: type[Trial]) -> None:
     net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
@@ -70,7 +57,7 @@ async def test_n8_the_first_arrive_while_backward_goes_on(coll: Communicator, tr
     first, *others = net.module.children()
 
     def forward(x: Tensor) -> Any:
-        return nn.Sequential(*others)(Held.apply(first(x), go))  # type: ignore[no-untyped-call]
+        return nn.Sequential(*others)(in_backward(first(x), partial(go.wait, 30)))
 
     came = 0
     async for parameter, _ in net.gradients(trial.loss(forward, coll.rank, 1)):
@@ -150,7 +137,8 @@ async def test_n8_leaving_early_and_what_may_come_next(coll: Communicator, trial
     go = threading.Event()
     if coll.rank == 0:
         go.set()
-    async for _ in net.gradients(trial.loss(lambda x: net(Held.apply(x.requires_grad_(), go)), coll.rank, 1)):  # type: ignore[no-untyped-call]
+    held = trial.loss(lambda x: net(in_backward(x.requires_grad_(), partial(go.wait, 30))), coll.rank, 1)
+    async for _ in net.gradients(held):
         break
     synchronized = net.synchronize_buffers()
     go.set()

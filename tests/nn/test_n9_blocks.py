@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from aiodist import Communicator
 from aiodist.nn import BlockSequential, DataParallel, PipelinedOptimizer
 from aiodist.nn.blocks import balanced
-from tests.support.in_backward import InBackward
+from tests.support.in_backward import in_backward
 
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
@@ -220,7 +220,7 @@ class Stops(nn.Linear):
     stop: Callable[[], object] = staticmethod(lambda: None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return InBackward.apply(super().forward(x), self.stop)  # type: ignore[no-any-return, no-untyped-call]
+        return in_backward(super().forward(x), self.stop)  # type: ignore[no-any-return]
 
 
 @pytest.mark.ranks(2)

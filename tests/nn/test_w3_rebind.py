@@ -20,6 +20,7 @@ from aiodist.codecs import TopK
 from aiodist.nn import DataParallel, PipelinedOptimizer
 from aiodist.nn.synchronize import share as share_tensors
 from aiodist.testing import kill_rank, run_ranks
+from tests.support.until import until
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -242,9 +243,8 @@ def test_w3_a_net_that_is_given_up_while_it_is_made_leaves_no_thread(
             with pytest.raises(CommunicatorAborted):
                 await DataParallel.create(build(0), coll, compress=compress)
             made = ("aiodist-compute", "aiodist-codecs")
-            async with asyncio.timeout(10):  # those of the other rank, which is in this process, end a little later
-                while any(t.name.startswith(made) for t in threading.enumerate()):  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            # Those of the other rank, which is in this process, end a little later.
+            await until(lambda: not any(t.name.startswith(made) for t in threading.enumerate()))
             raise Done
 
     monkeypatch.setattr("aiodist.nn.synchronize.share", then_given_up)

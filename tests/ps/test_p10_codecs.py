@@ -15,6 +15,7 @@ from aiodist.codecs import QSGD, Codec, Half, Lossless, TopK
 from aiodist.errors import RemoteError
 from aiodist.handles.progress import transport_lock
 from aiodist.ps import SGD, Synchronous
+from tests.support.until import until
 
 SMALL, LARGE = 100, 70_000  # elements; the large ones are encoded in the service thread
 SECONDS = 20.0
@@ -409,9 +410,8 @@ async def test_p10_codes_are_decoded_in_the_order_in_which_they_were_made(coll: 
             reads = [ps.pull("w", torch.empty(numel)) for _ in range(6)]
             counts = ps._session.context.counts
             code = 16 + TopK(0.01).encode(value).nbytes
-            async with asyncio.timeout(SECONDS):
-                while counts["pull_received_bytes"] < value.nbytes + 5 * code or (numel > SMALL and not held):  # noqa: ASYNC110
-                    await asyncio.sleep(0.001)
+            received = value.nbytes + 5 * code
+            await until(lambda: counts["pull_received_bytes"] >= received and (numel <= SMALL or held))
             coalescer.receive = receive  # type: ignore[method-assign]
             with transport_lock:
                 for done in reversed(held):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from aiodist.ps import Asynchronous, ParameterServer, Synchronous, session
 from aiodist.ps.coalescer import Coalescer
 from aiodist.ps.context import Service
 from aiodist.testing import Fault, Faults, run_ranks
+from tests.support.until import until
 
 NUMELS = [12, 120_000]
 
@@ -61,8 +61,11 @@ async def failure(handle: Handle[None]) -> str | None:
     return None
 
 
+accepted = threading.Event()
+
+
 def careful_and_slow(shard: Tensor, value: Tensor) -> None:
-    time.sleep(0.02)
+    assert accepted.wait(20), "the push waits for the rule"
     careful(shard, value)
 
 
@@ -76,7 +79,10 @@ async def test_p12_after_a_push_was_accepted_the_next_barrier_tells(
         coll, [torch.zeros(numel)], rule=rule, consistency=Synchronous("sum"), split_bytes=4
     ) as ps:
         # Both pushes are of one step, which fails. One shard may have done so before another has accepted.
+        accepted.clear()
         told = [await failure(ps.push("0", torch.full((numel,), -1.0 if coll.rank == 0 else 1.0)))]
+        await coll.barrier()
+        accepted.set()
         told += [await failure(ps.barrier()), await failure(ps.sync())]
         assert [text for text in told if text] == ["no negative -1 here"]
         assert told[2] is None
@@ -102,8 +108,7 @@ async def test_p12_an_exception_of_one_body_gives_it_up_on_all_ranks(coll: Commu
     async with asyncio.timeout(60):
         with pytest.raises(KeyError if coll.rank == 1 else CommunicatorAborted, match="a slip of rank 1"):
             await work()
-        while any(t.name.startswith("aiodist-ps-") for t in threading.enumerate()):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: not any(t.name.startswith("aiodist-ps-") for t in threading.enumerate()))
         assert await coll.allreduce(1) == 3
 
 

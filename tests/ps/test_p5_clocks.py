@@ -10,12 +10,7 @@ import pytest
 
 from aiodist.ps.machines import EXACT_STALENESS, Action, Apply, Drop, Machine, Part, Pull, Push, Serve
 from aiodist.ps.settings import Asynchronous, Bounded, Policy, Quorum, Synchronous, inverse_age
-
-
-def waiting(machine: Machine) -> tuple[tuple[Push, ...], tuple[Pull, ...]]:
-    """Return what a machine holds."""
-    pushes = tuple(push for line in machine.held.values() for push in line)
-    return pushes, tuple(pull for pull, _ in machine.reads.values())
+from tests.support.machines import waiting
 
 
 def step(version: int, *pushes: tuple[int, int], weight: float = 1.0) -> Apply:

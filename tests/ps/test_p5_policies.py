@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 
 from aiodist.ps.machines import Action, Apply, Drop, Machine, Pull, Push, Serve
 from aiodist.ps.settings import Asynchronous, Bounded, Policy, Quorum, Synchronous
-
-
-def waiting(machine: Machine) -> tuple[tuple[Push, ...], tuple[Pull, ...]]:
-    """Return what a machine holds."""
-    pushes = tuple(push for line in machine.held.values() for push in line)
-    return pushes, tuple(pull for pull, _ in machine.reads.values())
-
+from tests.support.machines import waiting
 
 READER = 1000
 

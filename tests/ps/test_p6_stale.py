@@ -9,14 +9,9 @@ from typing import Any
 
 import pytest
 
-from aiodist.ps.machines import Apply, Drop, Machine, Part, Pull, Push, Serve
+from aiodist.ps.machines import Apply, Drop, Part, Pull, Push, Serve
 from aiodist.ps.settings import Asynchronous, Policy, Quorum, Synchronous, inverse_age
-
-
-def waiting(machine: Machine) -> tuple[tuple[Push, ...], tuple[Pull, ...]]:
-    """Return what a machine holds."""
-    pushes = tuple(push for line in machine.held.values() for push in line)
-    return pushes, tuple(pull for pull, _ in machine.reads.values())
+from tests.support.machines import waiting
 
 
 def test_p6_n_of_any_workers() -> None:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
-from time import monotonic
 from typing import Any, cast
 
 import pytest
@@ -18,7 +17,8 @@ from aiodist.handles import Handle, Progress
 from aiodist.nn import DataParallel, PipelinedOptimizer
 from aiodist.nn.buckets import Allreduce
 from aiodist.types import Op
-from tests.support.in_backward import InBackward
+from tests.support.in_backward import in_backward
+from tests.support.until import until
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -75,8 +75,8 @@ class Course:
 
     STEPS = 4
     hold = Held
-    wait = staticmethod(InBackward.apply)
-    """`wait(x, call)` is x, and its backward calls `call`."""
+    wait = staticmethod(in_backward)
+    until = staticmethod(until)
 
     @staticmethod
     def mlp() -> nn.Module:
@@ -169,21 +169,6 @@ class Course:
         if held is not None:
             await cls.until(flushed.done, held.release)
         await flushed
-
-    @staticmethod
-    async def turns(count: int) -> None:
-        for _ in range(count):
-            await asyncio.sleep(0)
-
-    @classmethod
-    async def until(cls, true: Callable[[], object], meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Let the loop run until it is true; in real time, since the compute threads live in that."""
-        end = monotonic() + 15
-        while not true():
-            assert monotonic() < end, "it never came true"
-            await cls.turns(5)
-            await asyncio.to_thread(lambda: None)  # lets the others have the interpreter
-            meanwhile()
 
 
 @pytest.fixture

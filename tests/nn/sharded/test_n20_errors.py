@@ -16,7 +16,7 @@ import aiodist
 from aiodist import Communicator
 from aiodist.codecs import BFloat16
 from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer, assert_synchronized
-from tests.support.in_backward import InBackward
+from tests.support.in_backward import in_backward
 
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
@@ -24,19 +24,8 @@ if TYPE_CHECKING:
 SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 
 
-class Fails(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise ArithmeticError("no more")
-
-
-fails: Any = Fails.apply
+def fail() -> None:
+    raise ArithmeticError("no more")
 
 
 @pytest.mark.ranks(2, 3)
@@ -49,10 +38,10 @@ async def test_n20_an_error_on_one_rank(coll: Communicator, trial: type[Trial], 
         if coll.rank != 1 or step != 2:
             return trial.loss(net, coll.rank, step)
         if where == "forward":
-            raise ArithmeticError("no more")
+            fail()
         x, y = trial.batch(coll.rank, step)
         first, *others = net.children()
-        return mse_loss(nn.Sequential(*others)(fails(first(x))), y)
+        return mse_loss(nn.Sequential(*others)(in_backward(first(x), fail)), y)
 
     net = await DataParallel.create(trial.Mlp(), coll, **sizes)
     opt = ShardedOptimizer(net, trial.OPTIMIZERS["adam"])
@@ -237,8 +226,7 @@ async def test_n20_gradients_of_whole_parameters_go_while_backward_runs(coll: Co
         gone.append([storage.expired() for storage in storages])
 
     def loss() -> Tensor:
-        look: Any = InBackward.apply
-        return mse_loss(last(middle(look(first(x), wait))), y)
+        return mse_loss(last(middle(in_backward(first(x), wait))), y)
 
     torch.manual_seed(1)
     first, middle, last = (nn.Linear(a, b, bias=False).double() for a, b in ((6, 8), (8, 8), (8, 3)))
