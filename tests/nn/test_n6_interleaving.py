@@ -36,14 +36,13 @@ def loader(rank: int) -> Iterator[Tensor]:
 
 def reference(size: int, seed: int = 3) -> nn.Module:
     """Train in this process with the data of all ranks."""
-    module = Trial.Mlp(seed)
-    opt = MOMENTUM(module.parameters())
-    for step in range(STEPS):
-        opt.zero_grad()
-        for rank in range(size):
-            (module(Trial.batch(rank, step)[0]).square().mean() / size).backward()
-        opt.step()
-    return module
+    return Trial.alone(
+        size,
+        STEPS,
+        make=partial(Trial.Mlp, seed),
+        loss=lambda module, rank, step: loss_of(module, Trial.batch(rank, step)[0]),
+        optimizer="momentum",
+    )
 
 
 async def drained(coll: Communicator) -> None:
@@ -231,7 +230,7 @@ async def test_n6_a_task_of_the_user_is_not_starved(coll: Communicator, pipeline
             return super().step(closure)
 
     def patient(params: Any) -> torch.optim.Optimizer:
-        return Patient(params, lr=0.05, momentum=0.9)
+        return Patient(params, lr=0.1, momentum=0.9, weight_decay=0.01)
 
     def forward(x: Tensor) -> Tensor:
         some_ticks()

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -158,7 +157,6 @@ async def test_n7_only_the_compute_thread_steps(coll: Communicator, course: type
 @pytest.mark.parametrize("slow", [0, 1])
 def test_n7_a_clock_that_jumps_does_not_while_a_rank_computes(course: type[Course], slow: int) -> None:
     """A forward that takes its time, under a limit of a day: in `run_ranks` that is not over at once."""
-    pauses: list[float] = []
 
     async def main(rank: int) -> None:
         async with aiodist.init() as coll, asyncio.timeout(86_000):
@@ -168,7 +166,6 @@ def test_n7_a_clock_that_jumps_does_not_while_a_rank_computes(course: type[Cours
             def forward(step: int, pause: Callable[[float], None] = time.sleep) -> Tensor:
                 if rank == slow:
                     pause(0.3)
-                    pauses.append(time.monotonic())
                 return course.loss_of(net, rank, step)
 
             for step in range(2):
@@ -177,4 +174,3 @@ def test_n7_a_clock_that_jumps_does_not_while_a_rank_computes(course: type[Cours
             course.check(net.module, course.mlp(), 2, range(2))
 
     aiodist.testing.run_ranks(2, main)
-    assert all(after - before > 0.29 for before, after in pairwise(pauses))
