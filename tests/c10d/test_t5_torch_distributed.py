@@ -148,7 +148,7 @@ def test_t5_groups_that_are_given_up_leave_nothing(way: str) -> None:
     The program ends with its own exit code, after its at-exit calls.
     """
     done = subprocess.run(
-        [sys.executable, str(PROGRAMS / "given_up.py"), way, "25"],
+        [sys.executable, str(PROGRAMS / "given_up.py"), way, "10"],
         env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

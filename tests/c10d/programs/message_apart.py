@@ -3,27 +3,11 @@
 """Three ranks, threads of one process: argv[1] aborts its group while a message between the two others travels."""
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from time import monotonic, sleep
+import threading
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _DistributedBackendOptions
-
-import aiodist.c10d  # noqa: F401
-
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-pool = ThreadPoolExecutor(8)
-
-
-def make(name, rank, size=3):
-    options = _DistributedBackendOptions()
-    client = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-    options.store = dist.PrefixStore(name, client)
-    options.group_rank, options.group_size, options.timeout = rank, size, timedelta(seconds=20)
-    options.group_id, options.global_ranks_in_group = "", []
-    return dist.Backend._plugins["AIODIST"].creator_fn(options, None)
+from in_threads import made, pool
 
 
 class Held:
@@ -31,6 +15,7 @@ class Held:
 
     def __init__(self, coll):
         self.coll, self.transport, self.held = coll, coll.parts.transport, []
+        self.some = threading.Event()
         coll.parts.dispatcher.mailbox._transport = self
 
     def __getattr__(self, name):
@@ -41,6 +26,7 @@ class Held:
             self.transport.irecv(t, src, tag, done)
         else:
             self.held.append(lambda: self.transport.irecv(t, src, tag, done))
+            self.some.set()
 
     def come(self):
         for call in self.held:
@@ -48,15 +34,13 @@ class Held:
 
 
 gone = int(sys.argv[1])
-groups = [future.result() for future in [pool.submit(make, "group", rank) for rank in range(3)]]
+groups = made("group", 3)
 src, dst = (rank for rank in range(3) if rank != gone)
 held = Held(groups[dst].coll)
 sent, came = torch.arange(1e6), torch.zeros(1_000_000)
 send = groups[src].send([sent], dst, 1)
 recv = groups[dst].recv([came], src, 1)
-until = monotonic() + 10
-while not held.held and monotonic() < until:
-    sleep(0.01)
+assert held.some.wait(10)
 pending = [groups[rank].allreduce([torch.ones(3)]) for rank in (src, dst)]
 pending.append(groups[dst].recv([torch.ones(3)], gone, 2))
 leaving = pool.submit(groups[gone].abort)
@@ -65,7 +49,7 @@ for work in pending:
         work.wait()
     except dist.DistBackendError as error:
         print("told:", error, flush=True)
-sleep(1)  # for what follows from the abort
+leaving.result(10)
 assert not recv.is_completed()
 held.come()
 recv.wait()
@@ -74,4 +58,3 @@ assert torch.equal(sent, came)
 print("whole", flush=True)
 for rank in (src, dst):
     groups[rank].abort()
-leaving.result()

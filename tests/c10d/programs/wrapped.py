@@ -47,13 +47,9 @@ class Training:
 
 async def beside(coll, done):
     """Sum on the loop while a thread trains; ranks make as many sums."""
-    rounds = 0
-    while not done.is_set() or rounds < 20:
-        if rounds < 20:
-            assert (await coll.allreduce(torch.ones(4))).tolist() == [2.0] * 4
-        else:
-            await asyncio.sleep(0.01)
-        rounds += 1
+    for _ in range(20):
+        assert (await coll.allreduce(torch.ones(4))).tolist() == [2.0] * 4
+    await done.wait()
 
 
 async def main():
