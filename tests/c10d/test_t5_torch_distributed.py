@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
@@ -86,13 +85,12 @@ def test_t5_every_signature_of_torchs_process_group(nursery: str, tmp_path: Path
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(30)
 def test_t5_the_groups_timeout_bounds_the_meeting() -> None:
     """One rank of two comes: the group's 1 s counts, not the 60 s of the store."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    began = time.monotonic()
     with pytest.raises(DistStoreError, match=r"timeout after 1000ms.*rank 1 did not come .* within 1 s") as raised:
         Home.open(store, 0, 2, 1.0)
-    assert time.monotonic() - began < 20
     assert isinstance(raised.value.__cause__, OperationTimeout)
     assert raised.value.__cause__.late == {1: "never came"}
 

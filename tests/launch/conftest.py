@@ -46,7 +46,7 @@ class Launcher:
         return {**os.environ, "PYTHONPATH": path, MARK: self.mark}
 
     def script(self, text: str, name: str = "script.py") -> str:
-        """Write a script that knows its `rank` and `size`, and how to `say` a line at once."""
+        """Write a script that knows its `rank` and `size`, how to `say` a line at once, and how to `stay`."""
         (self.folder / name).write_text(_BEFORE + textwrap.dedent(text))
         return name
 
@@ -129,6 +129,10 @@ size = of("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "AIODIST_SIZE")
 
 def say(*words, file=sys.stdout):
     print(*words, file=file, flush=True)
+
+def stay():
+    while True:  # until it is killed, or a handler raises
+        signal.pause()
 
 """
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from tests.launch.conftest import Launcher
 
 SLOW = """
-import time
+import signal
 def wait():
-    print("importing", flush=True); time.sleep(60)
+    print("importing", flush=True); signal.pause()
 wait()
 """
 
@@ -82,7 +82,7 @@ def test_l5_what_an_interrupted_program_says_itself_stays(plain: Launcher) -> No
         import traceback
         try:
             say("ready")
-            time.sleep(60)
+            stay()
         except KeyboardInterrupt:
             say("before", file=sys.stderr)
             traceback.print_exc()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.drawn(1), pytest.mark.timeout(90)]
 
-FOREVER = "say('ready')\ntime.sleep(600)\n"
+FOREVER = "say('ready')\nstay()\n"
 
 
 def causes(stderr: str) -> list[str]:
@@ -65,7 +65,7 @@ def test_l5_a_last_line_without_an_end_is_printed(plain: Launcher) -> None:
 
 
 def test_l5_output_of_a_dying_rank_comes_before_its_cause(launcher: Launcher) -> None:
-    done = launcher.run(launcher.script("if rank == 1: sys.exit('no luck')\ntime.sleep(600)"))
+    done = launcher.run(launcher.script("if rank == 1: sys.exit('no luck')\nstay()"))
     assert done.returncode == 1
     assert done.stderr.splitlines() == ["[1] no luck", "rank 1: exit code 1"]
 
@@ -113,7 +113,7 @@ def test_l5_closed_standard_streams_are_as_dev_null(plain: Launcher, closed: str
 
 def test_l5_output_that_cannot_be_written_ends_the_job_and_says_why(plain: Launcher) -> None:
     with open("/dev/full", "w") as full:
-        done = plain.run(plain.script("say('a')\ntime.sleep(60)"), capture_output=False, stdout=full, stderr=-1)
+        done = plain.run(plain.script("say('a')\nstay()"), capture_output=False, stdout=full, stderr=-1)
     assert done.returncode == 128 + signal.SIGPIPE
     assert done.stderr == "aiodist run: standard output: No space left on device\n"
 
@@ -233,7 +233,7 @@ def test_l5_no_file_of_mpirun_is_left(mpi_launcher: Launcher, killed: bool) -> N
         say("files:", sum(len(names) for _, _, names in os.walk({str(scratch)!r})))
         if {killed} and rank == 0:
             psutil.Process({os.getpid()}).children()[-1].children()[0].kill()
-            time.sleep(30)
+            stay()
     """)
     done = mpi_launcher.run(script, env={**mpi_launcher.environ, "TMPDIR": str(scratch)})
     assert (done.returncode != 0) == killed, done
@@ -337,7 +337,7 @@ def test_l5_mpi_abort_gives_its_code(mpi_launcher: Launcher) -> None:
         from mpi4py import MPI
         if rank == 1:
             MPI.COMM_WORLD.Abort(3)
-        time.sleep(600)
+        stay()
     """)
     with mpi_launcher.started(script) as process:
         _, stderr = process.communicate(timeout=30)
@@ -369,7 +369,7 @@ def test_l5_a_killed_mpirun_takes_its_ranks_along(mpi_launcher: Launcher) -> Non
 
 
 def test_l5_exit_code_three_comes_back(launcher: Launcher) -> None:
-    script = launcher.script("if rank == 1: sys.exit(3)\ntime.sleep(600)")
+    script = launcher.script("if rank == 1: sys.exit(3)\nstay()")
     done = launcher.run(script, n=3)
     assert (done.returncode, causes(done.stderr)) == (3, ["rank 1: exit code 3"])
     assert launcher.left_after(0) == []
@@ -381,7 +381,7 @@ def test_l5_a_rank_killed_by_a_signal_is_named(launcher: Launcher, name: str) ->
         if rank == 1:
             signal.signal(signal.{name}, signal.SIG_DFL) if "{name}" != "SIGKILL" else None
             os.kill(os.getpid(), signal.{name})
-        time.sleep(600)
+        stay()
     """)
     done = launcher.run(script, n=3)
     assert (done.returncode, causes(done.stderr)) == (128 + signal.Signals[name], [f"rank 1: signal {name}"])
@@ -395,7 +395,7 @@ def test_l5_ranks_that_ignore_sigterm_are_killed(launcher: Launcher) -> None:
         if rank == 0:
             sys.stdin.readline()
             sys.exit(4)
-        time.sleep(600)
+        stay()
     """)
     with launcher.started(script, stdin=subprocess.PIPE) as process:
         launcher.read_until(process.stdout, "[0] ready", "[1] ready")
@@ -411,7 +411,7 @@ def test_l5_the_time_is_up(plain: Launcher) -> None:
 
 
 def test_l5_an_early_exit_with_0_is_a_failure_while_others_work(launcher: Launcher) -> None:
-    script = launcher.script("if rank == 1: sys.exit(0)\ntime.sleep(600)")
+    script = launcher.script("if rank == 1: sys.exit(0)\nstay()")
     done = launcher.run("--finish-within", "0.3", script)
     assert (done.returncode, causes(done.stderr)) == (1, ["rank 1: exit code 0, while others still worked (0)"])
     assert launcher.left_after(0) == []
@@ -467,7 +467,7 @@ def test_l5_a_rank_that_leaves_without_goodbye_is_named(launcher: Launcher) -> N
 async def act(channel):
     if rank == 1:
         os._exit(0)
-    time.sleep(600)
+    stay()
 
 asyncio.run(main())
 """
@@ -509,7 +509,7 @@ def test_l5_signals_are_forwarded_and_end_the_job(launcher: Launcher, name: str,
             sys.exit(0)
         signal.signal(signal.{name}, heard)
         say("ready")
-        time.sleep(600)
+        stay()
     """)
     with launcher.started(script) as process:
         launcher.read_until(process.stdout, "[0] ready", "[1] ready")
@@ -529,7 +529,7 @@ def test_l5_ctrl_c_leaves_no_process_behind(launcher: Launcher) -> None:
         subprocess.Popen(["sleep", "600"])
         subprocess.Popen(["sleep", "601"], start_new_session=True)
         say("ready")
-        time.sleep(600)
+        stay()
     """)
     with launcher.started("--kill-after", "0.5", script) as process:
         launcher.read_until(process.stdout, "[0] ready", "[1] ready")
@@ -542,8 +542,7 @@ def test_l5_a_second_ctrl_c_kills_at_once(launcher: Launcher) -> None:
     script = launcher.script("""
         signal.signal(signal.SIGINT, lambda *_: say("heard"))
         say("ready")
-        while True:
-            time.sleep(600)
+        stay()
     """)
     with launcher.started("--kill-after", "60", script) as process:
         launcher.read_until(process.stdout, "[0] ready", "[1] ready")
@@ -561,7 +560,7 @@ def test_l5_user_signals_are_passed_on_and_end_nothing(launcher: Launcher) -> No
             sys.exit(0)
         signal.signal(signal.SIGUSR1, heard)
         say("ready")
-        time.sleep(600)
+        stay()
     """)
     with launcher.started(script) as process:
         launcher.read_until(process.stdout, "[0] ready", "[1] ready")
@@ -583,7 +582,7 @@ def test_l5_a_killed_guard_takes_its_rank_along(launcher: Launcher) -> None:
         import subprocess
         subprocess.Popen(["sleep", "600"])
         say("ready")
-        time.sleep(600)
+        stay()
     """)
     with launcher.started(script) as process:
         launcher.read_until(process.stdout, "[0] ready", "[1] ready")
@@ -677,7 +676,7 @@ def test_l5_ctrl_c_typed_at_a_terminal(launcher: Launcher) -> None:
         typed = input()
         try:
             say(typed)
-            time.sleep(600)
+            stay()
         except KeyboardInterrupt:
             say()  # the terminal shows ^C
             say("heard")

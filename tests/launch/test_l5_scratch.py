@@ -13,11 +13,11 @@ from aiodist.machine import boot_id
 from tests.launch.conftest import Launcher, find
 
 HOLD = """
-import sys, time
+import signal, sys
 from aiodist.launch.scratch import scratch_folder
 with scratch_folder(sys.argv[1]) as folder:
     print(folder, flush=True)
-    time.sleep(60)
+    signal.pause()
 """
 
 
@@ -74,9 +74,7 @@ def test_l5_a_folder_that_another_launcher_removes_at_once_is_made_anew(
 def test_l5_no_segment_of_a_killed_openmpi_job_stays(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")
     launcher = Launcher(find("openmpi"), tmp_path)
-    script = launcher.script(
-        "from mpi4py import MPI; MPI.COMM_WORLD.Barrier(); say('in'); time.sleep(float(sys.argv[1]))"
-    )
+    script = launcher.script("from mpi4py import MPI; MPI.COMM_WORLD.Barrier(); say('in'); sys.argv[1:] and stay()")
     parents = (Path("/dev/shm"), tmp_path)
 
     def folders() -> set[Path]:
@@ -84,14 +82,14 @@ def test_l5_no_segment_of_a_killed_openmpi_job_stays(tmp_path: Path) -> None:
 
     before = folders()
     environ = {**launcher.environ, "TMPDIR": str(tmp_path)}
-    with launcher.started(script, "60", env=environ) as process:
+    with launcher.started(script, "stay", env=environ) as process:
         launcher.read_until(process.stdout, "[0] in", "[1] in")
         ours = {path for path in folders() - before if any(path.rglob("*"))}
         assert {path.parent for path in ours} == set(parents)
         assert any("sm_segment" in path.name for folder in ours for path in folder.iterdir())
         process.kill()
         assert launcher.left_after(20) == []
-    done = launcher.run(script, "0", env=environ)
+    done = launcher.run(script, env=environ)
     assert done.returncode == 0, done.stderr
     assert not ours & folders()
     assert not list(tmp_path.glob("aiodist-*"))

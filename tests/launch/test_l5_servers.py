@@ -43,7 +43,7 @@ def test_l5_servers_of_another_job_are_not_inherited(plain: Launcher, monkeypatc
 
 
 def test_l5_a_server_that_dies_ends_the_job_and_is_called_so(launcher: Launcher) -> None:
-    script = launcher.script("if rank == 2: sys.exit(3)\ntime.sleep(600)")
+    script = launcher.script("if rank == 2: sys.exit(3)\nstay()")
     done = launcher.run("--servers", "1", script)
     assert (done.returncode, done.stderr.splitlines()) == (3, ["rank 2 (server): exit code 3"])
 
@@ -72,7 +72,7 @@ def test_l5_keep_going_reports_each_death_at_once_and_the_others_go_on(plain: La
 
 
 def test_l5_keep_going_ends_with_ctrl_c(plain: Launcher) -> None:
-    script = plain.script("if rank == 1: sys.exit(3)\ntime.sleep(600)")
+    script = plain.script("if rank == 1: sys.exit(3)\nstay()")
     with plain.started("--keep-going", script) as process:
         plain.read_until(process.stderr, "rank 1: exit code 3")
         process.send_signal(signal.SIGINT)

@@ -142,7 +142,7 @@ def test_l11_a_rank_that_is_killed_in_a_save_has_told_its_line(plain: Launcher) 
 
         def slow(*_):
             say("ready")
-            time.sleep(60)
+            stay()
 
         async def main():
             async with aiodist.init(stop_on_signal=True) as coll:
@@ -173,7 +173,7 @@ def test_l5_ranks_that_are_killed_after_a_signal_are_named(plain: Launcher) -> N
         import signal
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         say("ready")
-        time.sleep(60)
+        stay()
         """
     )
     with plain.started("--no-prefix", "--kill-after", "0.5", "script.py", n=2) as process:
