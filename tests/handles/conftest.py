@@ -41,12 +41,14 @@ class Transport:
     def __init__(self) -> None:
         self.progress = Progress.current()
         self.requests: list[Request] = []
+        self.polled_by: list[str] = []
         self.progress.add_poller(self)
 
     def __len__(self) -> int:
         return len(self.requests)
 
     def poll(self, until: float = 0.0) -> bool:
+        self.polled_by.append(threading.current_thread().name)
         over = [request for request in self.requests if request.over()]
         for request in over:
             self.requests.remove(request)
@@ -96,7 +98,7 @@ class Bench:
         self.kind = kind
         self._stack = stack
         self._until = until
-        self._transport = Transport()
+        self.transport = Transport()
         self._futures: list[concurrent.futures.Future[Any]] = []
 
     async def issue(self) -> Operation:
@@ -112,7 +114,7 @@ class Bench:
         return operation.handle
 
     async def _polled(self) -> Operation:
-        request = self._transport.issue(go=False)
+        request = self.transport.issue(go=False)
 
         def end(outcome: object) -> None:
             request.outcome = outcome

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from aiodist.errors import OperationTimeout
 from aiodist.handles import Handle, Progress
 from aiodist.streams import HostStream
+from tests.support.blocking import blocked_until, rounds
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -65,25 +66,28 @@ async def test_h10_wait_needs_no_turn_of_the_loop(bench: Any) -> None:
     assert seen == ["x"]
 
 
-async def test_h10_two_threads_that_begin_to_wait_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_h10_two_threads_that_begin_to_wait_at_once(monkeypatch: pytest.MonkeyPatch, until: Any) -> None:
     """Were each to make an event of its own, one of them would never be told."""
     both = threading.Barrier(2)
     seen: list[int] = []
     handle: Handle[int] = Handle(Progress.current(), "raced")
     handle.polled = False
 
+    def waits(thread: threading.Thread) -> bool:
+        return sys._current_frames()[thread.ident or 0].f_code is threading.Condition.wait.__code__
+
     class SlowEvent(threading.Event):
         def __init__(self) -> None:
             super().__init__()
             with contextlib.suppress(threading.BrokenBarrierError):
                 if both.wait(0.2) == 0:  # the other thread makes one too, if it can, and this one comes last
-                    time.sleep(0.1)
+                    blocked_until(lambda: any(map(waits, threads)))
 
     threads = [threading.Thread(target=lambda: seen.append(handle.wait(50))) for _ in range(2)]
     monkeypatch.setattr("aiodist.handles.handle.threading.Event", SlowEvent)
     for thread in threads:
         thread.start()
-    await asyncio.sleep(0.4)
+    await until(lambda: all(map(waits, threads)))
     monkeypatch.undo()
     handle.resolve(1)
     for thread in threads:
@@ -159,7 +163,7 @@ async def test_h11_a_passed_deadline_neither_lets_the_stream_go_nor_is_lost(benc
     async with HostStream() as stream:
         operation.handle.wait_stream(stream)
         after = stream.submit(int)
-        await asyncio.sleep(0.01)
+        await rounds()
         assert not after.done()
         with pytest.raises(OperationTimeout):
             await operation.handle

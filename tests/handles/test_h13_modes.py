@@ -275,7 +275,7 @@ async def test_h13_an_inference_block_left_open_by_a_task_that_ended() -> None:
 
 
 @pytest.mark.usefixtures("isolated")
-async def test_h13_callbacks_outside_tasks_run_in_the_modes_of_the_thread() -> None:
+async def test_h13_callbacks_outside_tasks_run_in_the_modes_of_the_thread(until: Any) -> None:
     base, inside = seen(), []
     loop = asyncio.get_running_loop()
 
@@ -283,7 +283,7 @@ async def test_h13_callbacks_outside_tasks_run_in_the_modes_of_the_thread() -> N
         with torch.no_grad():
             loop.call_soon(lambda: inside.append(seen()))
             loop.call_later(0.001, lambda: inside.append(seen()))
-            await asyncio.sleep(0.01)
+            await until(lambda: len(inside) == 2)
 
     await asyncio.create_task(task())
     assert inside == [base, base]
@@ -340,7 +340,7 @@ async def test_h13_modes_hold_through_cancellation_and_cleanup() -> None:
     async def task() -> None:
         with torch.no_grad(), torch.device("meta"):
             try:
-                await asyncio.sleep(20)
+                await asyncio.Event().wait()
             except asyncio.CancelledError:
                 await asyncio.sleep(0)
                 inside.append((torch.is_grad_enabled(), torch.empty(1).device.type))
@@ -437,7 +437,7 @@ async def test_h13_groups_and_anyio() -> None:
 
     async def evaluate() -> None:
         with torch.no_grad():
-            await anyio.sleep(0.001)
+            await anyio.lowlevel.checkpoint()
             inside.append(torch.is_grad_enabled())
 
     async with asyncio.TaskGroup() as group:
@@ -446,7 +446,7 @@ async def test_h13_groups_and_anyio() -> None:
         tasks.start_soon(evaluate)
         with anyio.move_on_after(0.001):
             with torch.inference_mode():
-                await anyio.sleep(10)
+                await anyio.sleep_forever()
     assert inside == [False, False]
     assert seen() == base
 
@@ -512,7 +512,7 @@ async def test_h13_closed_while_suspended() -> None:
     async def task() -> None:
         with torch.no_grad(), torch.inference_mode():
             try:
-                await asyncio.sleep(20)
+                await asyncio.Event().wait()
             finally:
                 inside.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
 
@@ -551,7 +551,7 @@ async def test_h13_a_cancelled_task_leaves_no_cycle() -> None:
     async def task() -> None:
         local = Local()
         gone.append(ref(local))
-        await asyncio.sleep(20)
+        await asyncio.Event().wait()
 
     running = asyncio.create_task(task())
     await asyncio.sleep(0)
@@ -662,7 +662,7 @@ def test_h13_a_world_respects_the_factory_of_the_program(before: bool) -> None:
 @pytest.mark.parametrize("lasting", [True, False])
 def test_h13_a_task_that_began_before_the_world_is_named(lasting: bool) -> None:
     async def evaluate() -> None:
-        await asyncio.sleep(20)
+        await asyncio.Event().wait()
 
     async def main() -> list[str]:
         if lasting:

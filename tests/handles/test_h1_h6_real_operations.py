@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 import aiodist
 from aiodist import Communicator, Handle
+from tests.support.blocking import blocked_until
 
 pytestmark = pytest.mark.drawn(3)
 
@@ -157,10 +157,7 @@ async def test_h1_goes_on_though_nobody_awaits_and_the_loop_stands_still(coll: C
         await asking.finish()
         if kind in UNPICKLED:
             await asking.over(handle)
-        until = time.monotonic() + 20
-        while not handle.done() and time.monotonic() < until:
-            time.sleep(1e-3)  # noqa: ASYNC251  - the loop is held up on purpose
-        assert handle.done()
+        assert blocked_until(handle.done)
         assert asking.right[0](handle.result())
 
     await play(coll, kind, 1, ask)
@@ -275,7 +272,7 @@ async def _timeout(handle: Handle[Any]) -> None:
 
 
 async def _gather(handle: Handle[Any]) -> None:
-    together = asyncio.gather(handle, asyncio.sleep(20))
+    together = asyncio.gather(handle, asyncio.Event().wait())
     await asyncio.sleep(0)
     together.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 from weakref import ref
@@ -13,6 +12,7 @@ from weakref import ref
 import pytest
 
 from aiodist.handles import Handle, Progress
+from tests.support.blocking import blocked_until
 
 
 class Device:
@@ -47,12 +47,13 @@ class Buffer:
     pass
 
 
-def until(true: Callable[[], object]) -> None:
-    limit = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < limit
-        time.sleep(1e-3)
-        gc.collect()
+def collected(*objects: ref[Any]) -> bool:
+    gc.collect()
+    return all(each() is None for each in objects)
+
+
+def parks(progress: ref[Progress]) -> bool:
+    return (alive := progress()) is None or alive.parked
 
 
 Issue = tuple[threading.Event, ref[Buffer], ref[Progress]]
@@ -66,38 +67,29 @@ def issued() -> Issue:
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
-async def test_h1_what_was_dropped_keeps_its_buffers_until_it_is_over() -> None:
+async def test_h1_what_was_dropped_keeps_its_buffers_until_it_is_over(until: Any) -> None:
     over, buffer, progress = issued()
-    while (alive := progress()) is not None and not alive.parked:
-        del alive
-        await asyncio.sleep(1e-3)
-    alive = None
+    await until(lambda: parks(progress))
     gc.collect()
     assert buffer() is not None
     over.set()
-    async with asyncio.timeout(20):
-        while buffer() is not None or progress() is not None:
-            await asyncio.sleep(1e-3)
-            gc.collect()
+    await until(lambda: collected(buffer, progress))
 
 
 @pytest.mark.parametrize("stop", ["at once", "parked"])
-def test_h1_a_loop_that_is_closed_keeps_the_buffers_of_what_goes_on(stop: str) -> None:
+def test_h1_a_loop_that_is_closed_keeps_the_buffers_of_what_goes_on(until: Any, stop: str) -> None:
     async def main() -> Issue:
         found = issued()
         if stop == "parked":
-            while (alive := found[2]()) is not None and not alive.parked:  # noqa: ASYNC110
-                await asyncio.sleep(1e-3)
+            await until(lambda: parks(found[2]))
         return found
 
     over, buffer, progress = run(main)
     for _ in range(5):
         gc.collect()
-        time.sleep(4e-3)
     assert buffer() is not None
     over.set()
-    until(lambda: buffer() is None)
-    until(lambda: progress() is None)
+    assert blocked_until(lambda: collected(buffer, progress))
 
 
 def test_h1_a_loop_that_was_stopped_before_its_turn_is_let_go_of() -> None:
@@ -117,7 +109,7 @@ def test_h1_a_loop_that_was_stopped_before_its_turn_is_let_go_of() -> None:
     del task, loop
     gc.collect()
     run(_use)
-    until(lambda: progress() is None)
+    assert blocked_until(lambda: collected(progress))
 
 
 async def _use() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from aiodist.handles import Handle, Progress
 from aiodist.handles.progress import _thread, transport_lock
+from tests.support.blocking import blocked_until
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -19,11 +20,11 @@ pytestmark = pytest.mark.timeout(30)
 def _block_until(done: Any, how: str = "sleep") -> bool:
     """Keep the loop's thread busy until it is done, or hope is lost."""
     a = torch.ones(64, 64)
+    if how == "sleep":
+        return blocked_until(done)
     until = time.monotonic() + 10
     while not done() and time.monotonic() < until:
-        if how == "sleep":
-            time.sleep(0.002)
-        elif how == "matmul":
+        if how == "matmul":
             a = (a @ a).clamp(0, 1)
     return bool(done())
 

@@ -14,16 +14,9 @@ from aiodist import _core
 from aiodist.handles import Handle, Progress
 from aiodist.handles import progress as module
 from aiodist.handles.progress import transport_lock
+from tests.support.blocking import blocked_until
 
 pytestmark = pytest.mark.timeout(30)
-
-
-def _soon(true: Callable[[], object], seconds: float = 5.0) -> bool:
-    """Block until it is true, for so many seconds at most; return whether it is."""
-    until = time.monotonic() + seconds
-    while not true() and time.monotonic() < until:
-        time.sleep(1e-4)
-    return bool(true())
 
 
 class TwoSteps:
@@ -68,19 +61,18 @@ def sleepy(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_h1_a_step_that_begins_while_the_thread_goes_to_sleep_is_driven() -> None:
     for _ in range(20):
         # It may be waiting for the lock instead.
-        operation = TwoSteps(lambda: _soon(lambda: module._thread.asleep, 0.05))
+        operation = TwoSteps(lambda: blocked_until(lambda: module._thread.asleep, 0.05))
         progress = operation.progress
-        assert _soon(lambda: not progress.large)  # noqa: B023  - called at once
+        assert blocked_until(lambda: not progress.large)  # noqa: B023  - called at once
         async with asyncio.timeout(25):
             assert await operation.handle == "both"
         operation.progress.remove_poller(operation)
 
 
-async def test_h1_what_a_holder_of_the_lock_makes_pending_is_driven(sleepy: None, transport: Any) -> None:
+async def test_h1_what_a_holder_of_the_lock_makes_pending_is_driven(sleepy: None, transport: Any, until: Any) -> None:
     """Neither by `start`, nor from what was pending: a receive that is posted while something is opened or closed."""
     handle: Handle[int] = Handle(transport.progress, "recv")
-    await asyncio.sleep(0.01)  # nothing is armed any more
-    assert _soon(lambda: module._thread.asleep)
+    await until(lambda: module._thread.asleep and not transport.progress.armed)
     with transport_lock:
         transport.requests.append(_Ended(handle))
     async with asyncio.timeout(25):
@@ -101,7 +93,7 @@ class Wanting:
         return False
 
 
-async def test_h1_what_ends_while_another_thread_has_the_lock_is_looked_at(sleepy: None) -> None:
+async def test_h1_what_ends_while_another_thread_has_the_lock_is_looked_at(sleepy: None, until: Any) -> None:
     progress, wanting, held, let_go = Progress.current(), Wanting(), threading.Event(), threading.Event()
     progress.add_poller(wanting)
 
@@ -117,9 +109,7 @@ async def test_h1_what_ends_while_another_thread_has_the_lock_is_looked_at(sleep
     assert wanting.polled == 0
     let_go.set()
     thread.join(10)
-    async with asyncio.timeout(10):
-        while not wanting.polled:  # noqa: ASYNC110  - nothing tells
-            await asyncio.sleep(0.001)
+    await until(lambda: wanting.polled)
     progress.remove_poller(wanting)
 
 

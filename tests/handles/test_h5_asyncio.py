@@ -232,11 +232,10 @@ async def test_h5_our_as_completed(bench: Any) -> None:
     assert seen == order
 
 
-async def test_h5_what_was_over_before_our_as_completed_counts_as_awaited(bench: Any) -> None:
+async def test_h5_what_was_over_before_our_as_completed_counts_as_awaited(bench: Any, until: Any) -> None:
     operations = await _three(bench)
     _finish(operations)
-    while not all(o.handle.done() for o in operations):  # noqa: ASYNC110  - an await would not show it
-        await asyncio.sleep(0.001)
+    await until(lambda: all(o.handle.done() for o in operations))  # an await would not show it
     seen = [handle async for handle in aiodist.handles.as_completed([o.handle for o in operations])]
     assert len(seen) == 3
     assert all(handle.consumed for handle in seen)

@@ -38,7 +38,7 @@ async def _timeout(handle: Handle[Any]) -> None:
 
 
 async def _gather(handle: Handle[Any]) -> None:
-    together = asyncio.gather(handle, asyncio.sleep(20))
+    together = asyncio.gather(handle, asyncio.Event().wait())
     await asyncio.sleep(0)
     together.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -40,11 +40,11 @@ async def test_h8_every_awaiter_is_told(bench: Any) -> None:
     await operation.handle
 
 
-async def test_h8_a_deadline_that_passed_unseen_is_told_to_the_next(bench: Any) -> None:
+async def test_h8_a_deadline_that_passed_unseen_is_told_to_the_next(bench: Any, until: Any) -> None:
     for wait in (lambda h: h, aiodist.handles.gather, _first):
         operation = await bench.issue()
         operation.handle.set_deadline(0.0)
-        await asyncio.sleep(0.002)
+        await until(lambda: not Progress.current().timers)
         with pytest.raises(OperationTimeout):
             await asyncio.wait_for(wait(operation.handle), 10)
         operation.finish("x")
@@ -177,7 +177,7 @@ async def test_h8_timeout_does_not_name_what_is_over(bench: Any) -> None:
                 await asyncio.wait_for(operation.handle, 0.001)
             operation.finish()
             await operation.handle
-            await asyncio.sleep(20)
+            await asyncio.Event().wait()
 
 
 async def test_h8_timeout_around_tasks(bench: Any) -> None:
