@@ -16,6 +16,7 @@ from aiodist.collectives.program import Program, run
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.streams import Events
+from tests.support.blocking import rounds
 from tests.support.simulated_cuda.device import SimulatedCuda
 
 
@@ -73,7 +74,7 @@ async def test_s2_what_is_queued_is_waited_for_on_both_sides(
             work.begin()
             y = x * 3
         ended(work, told)
-        await asyncio.sleep(0.01)
+        await rounds()
         assert not told
         assert work.fence._event is not None
     await until(told)

@@ -28,6 +28,7 @@ from aiodist.collectives.program import Endpoint, Program, lockstep
 from aiodist.collectives.scheduled import SubEndpoint
 from aiodist.testing import run_ranks
 from aiodist.types import ReduceOp
+from tests.support.blocking import rounds
 from tests.support.simulated_cuda.device import SimulatedCuda
 from tests.support.simulated_mapper import SimulatedMapper
 
@@ -296,7 +297,7 @@ async def test_s4_inputs_that_are_still_being_computed(ranks_of: type[Ranks], si
         with torch.cuda.stream(caller):
             t.copy_(sources[rank])
             futures.append(ranks.begin(rank, 1, ranks_of.summing(ts)[rank]))
-    await asyncio.sleep(0.02)  # as long as it takes where it is not waited for
+    await rounds()
     assert not any(future.done() for future in futures)
     callers[1].release()  # type: ignore[attr-defined]
     await asyncio.wait_for(asyncio.gather(*futures), SECONDS)
@@ -307,7 +308,7 @@ async def test_s4_inputs_that_are_still_being_computed(ranks_of: type[Ranks], si
 @one_loop
 @pytest.mark.parametrize("at", ["announcement", "work"])
 async def test_s4_nobody_is_through_before_all_have_done_their_part(
-    ranks_of: type[Ranks], at: str, simulated_cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+    ranks_of: type[Ranks], at: str, simulated_cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, until: Any
 ) -> None:
     """One rank's device stops before it is ready, or when it is about to work; the others' have all the time."""
     ranks = ranks_of(3)
@@ -330,7 +331,8 @@ async def test_s4_nobody_is_through_before_all_have_done_their_part(
     else:
         monkeypatch.setattr(mapper, "open", stop_and_open)
     futures = ranks.issue(ranks_of.summing(ts))
-    await asyncio.sleep(0.03)
+    await until(lambda: len(mapper.opened) == (0 if at == "announcement" else 2))
+    await rounds()
     assert not any(future.done() for future in futures)
     assert len(mapper.opened) == (0 if at == "announcement" else 2)
     late.release()  # type: ignore[attr-defined]
@@ -364,7 +366,7 @@ async def test_s4_several_operations_in_flight_begun_in_any_order(
     for rank in range(size):
         for i in chance.sample(range(4), 4):
             futures.append(ranks.begin(rank, 10 + i, makes[i][rank]))
-            await asyncio.sleep(chance.uniform(0, 2e-3))
+            await rounds(chance.randrange(4))
     await asyncio.wait_for(asyncio.gather(*futures), SECONDS)
     for t in whole:
         for i in range(4):

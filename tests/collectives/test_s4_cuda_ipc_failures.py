@@ -19,6 +19,7 @@ from aiodist.collectives.program import Endpoint, Program
 from aiodist.collectives.scheduled import SubEndpoint
 from aiodist.errors import BackendError, BackendUnavailable, MismatchError
 from aiodist.types import ReduceOp
+from tests.support.blocking import rounds
 from tests.support.simulated_cuda.device import SimulatedCuda
 from tests.support.simulated_mapper import SimulatedMapper
 
@@ -138,7 +139,7 @@ async def test_s4_a_device_that_fails_is_an_error_everywhere(
         for rank, make in enumerate(ranks_of.summing(ts)):
             with torch.cuda.stream(ranks.streams[rank]):
                 futures.append(ranks.begin(rank, 3, make))
-        await asyncio.sleep(0.01)
+        await rounds()
         simulated_cuda.fail(1, "an illegal memory access was encountered")
         errors = await asyncio.wait_for(asyncio.gather(*futures, return_exceptions=True), SECONDS)
     assert all(isinstance(error, BackendError) and "illegal memory access" in str(error) for error in errors), errors
@@ -146,7 +147,9 @@ async def test_s4_a_device_that_fails_is_an_error_everywhere(
 
 
 @one_loop
-async def test_s4_closing_leaves_what_my_kernels_may_use(ranks_of: type[Ranks], simulated_cuda: SimulatedCuda) -> None:
+async def test_s4_closing_leaves_what_my_kernels_may_use(
+    ranks_of: type[Ranks], simulated_cuda: SimulatedCuda, until: Any
+) -> None:
     """A peer died before they were over: nobody waits for them any more."""
     ranks = ranks_of(2, shared=True)
     parts = ranks_of.brought(2, 600)
@@ -157,8 +160,7 @@ async def test_s4_closing_leaves_what_my_kernels_may_use(ranks_of: type[Ranks], 
         for rank, make in enumerate(ranks_of.summing(ts)):
             with torch.cuda.stream(ranks.streams[rank]):
                 futures.append(ranks.begin(rank, 1, make))
-        await asyncio.sleep(0.01)
-        assert ranks.mappers[0].opened
+        await until(lambda: ranks.mappers[0].opened)
         await ranks.mappings[0].aclose()
         assert ranks.mappers[0].opened
     await asyncio.wait_for(asyncio.gather(*futures), SECONDS)
@@ -181,7 +183,7 @@ async def test_s4_a_rank_that_dies_in_the_middle(
             ts[2].mul_(1)
         dying = [ranks.begin(2, 1, ranks_of.summing(ts)[2])] if begun else []
         futures = [ranks.begin(rank, 1, ranks_of.summing(ts)[rank]) for rank in (0, 1)]
-        await asyncio.sleep(0.01)
+        await rounds()
         for rank in (0, 1):
             ranks.transports[rank].lose(2)  # type: ignore[union-attr]
         errors = await asyncio.wait_for(asyncio.gather(*futures, return_exceptions=True), SECONDS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import aiodist
 from aiodist import Communicator
 from aiodist.backends.words import merged, word_of
 from aiodist.handles import in_flight
+from tests.support.blocking import blocked_until, rounds
 
 pytestmark = pytest.mark.drawn(3)
 
@@ -27,10 +27,13 @@ on_processes = pytest.mark.ranks(2, 3, backend=("openmpi", "gloo", "shm"))
 async def test_c10_more_are_in_flight_than_a_ring_holds(coll: Communicator) -> None:
     """A rank far ahead waits for room in the rings, and goes on by itself."""
     await coll.barrier()
-    if coll.rank == 0:
-        await asyncio.sleep(0.3)  # the others are through with all their calls
+    if coll.rank == 0:  # the others are through with all their calls
+        await aiodist.gather(*[coll.recv_object(rank) for rank in range(1, coll.size)])
     ts = [torch.full((3,), float(i + coll.rank)) for i in range(2500)]
-    results = await aiodist.gather(*[coll.allreduce(t) for t in ts])
+    handles = [coll.allreduce(t) for t in ts]
+    if coll.rank:
+        await coll.send_object("issued", 0)
+    results = await aiodist.gather(*handles)
     base = sum(range(coll.size))
     assert [t[0].item() for t in results] == [float(coll.size * i + base) for i in range(2500)]
 
@@ -38,7 +41,7 @@ async def test_c10_more_are_in_flight_than_a_ring_holds(coll: Communicator) -> N
 @pytest.mark.drawn(1)
 @on_processes
 @pytest.mark.parametrize("numel", [1, 1 << 20, 1 << 22])
-async def test_h1_it_goes_through_while_user_code_computes(coll: Communicator, numel: int) -> None:
+async def test_h1_it_goes_through_while_user_code_computes(coll: Communicator, numel: int, until: Any) -> None:
     """The loop of rank 0 stands still from its call until the others have their results."""
     await coll.allreduce(torch.ones(numel))
     with tempfile.TemporaryDirectory() as folder:
@@ -46,31 +49,27 @@ async def test_h1_it_goes_through_while_user_code_computes(coll: Communicator, n
         await coll.barrier()
         if coll.rank == 0:
             handle = coll.allreduce(torch.ones(numel))
-            limit = time.monotonic() + 40
-            while len(os.listdir(through)) < coll.size - 1:
-                assert time.monotonic() < limit, "the others wait for this loop"
-                time.sleep(0.001)  # noqa: ASYNC251
+            (through / "issued").touch()
+            assert blocked_until(lambda: len(os.listdir(through)) == coll.size, 40), "the others wait for this loop"
             await handle
         else:
-            await asyncio.sleep(0.2)
+            await until(lambda: (through / "issued").exists())
             assert (await coll.allreduce(torch.ones(numel)))[0] == coll.size
             (through / str(coll.rank)).touch()
         await coll.barrier()
 
 
 @on_processes
-async def test_c10_a_gate_at_which_nothing_waits_is_not_polled(coll: Communicator) -> None:
+async def test_c10_a_gate_at_which_nothing_waits_is_not_polled(coll: Communicator, until: Any) -> None:
     """Nor is what it compares in, whichever thread let the last one through."""
     lanes = coll._registry._lanes
     assert lanes is not None
     for numel in (1, 1 << 20):
         for turn in range(20):
             if turn % coll.size == coll.rank:
-                time.sleep(0.002)  # noqa: ASYNC251  - the progress thread drives the others meanwhile
+                await asyncio.to_thread(lambda: None)  # the progress thread may drive the others meanwhile
             await aiodist.gather(*[coll.allreduce(torch.ones(numel)) for _ in range(3)])
-    async with asyncio.timeout(10):
-        while len(lanes):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: not len(lanes))
 
 
 @pytest.mark.ranks(2, 3)
@@ -86,14 +85,14 @@ async def test_c10_several_communicators_wait_for_themselves_alone(coll: Communi
     one, two = await coll.dup(), await coll.dup()
     first, second = (one, two) if coll.rank == 0 else (two, one)
     a = first.allreduce(torch.ones(3))
-    await asyncio.sleep(0.05)
+    await rounds()
     b = second.allreduce(torch.ones(3))
     assert (await a)[0] == (await b)[0] == coll.size
 
 
 @pytest.mark.ranks(2, 3, 5)
 @pytest.mark.ranks(2, 3, backend="openmpi")
-async def test_c10_what_fails_on_one_rank_fails_on_all_and_alone(coll: Communicator) -> None:
+async def test_c10_what_fails_on_one_rank_fails_on_all_and_alone(coll: Communicator, until: Any) -> None:
     """Of messages: the others are told, what was sent is taken off the wire, and the communicator goes on."""
     into: Any = torch.empty(3)[1:]  # a view, which cannot grow
     of_others = len(in_flight)  # tests that gave a communicator up
@@ -103,14 +102,12 @@ async def test_c10_what_fails_on_one_rank_fails_on_all_and_alone(coll: Communica
         assert await coll.allreduce(coll.rank) == sum(range(coll.size))
         got = await coll.allgather(torch.full((2,), coll.rank))
         assert [t[0].item() for t in got] == list(range(coll.size))
-    async with asyncio.timeout(20):
-        while len(in_flight) > of_others:  # noqa: ASYNC110  - what was on its way is taken off the wire
-            await asyncio.sleep(0.01)
+    await until(lambda: len(in_flight) <= of_others)  # what was on its way is taken off the wire
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3, backend=("openmpi", "gloo", "shm"))
-async def test_c10_what_fails_within_a_host_fails_on_all_and_alone(coll: Communicator) -> None:
+async def test_c10_what_fails_within_a_host_fails_on_all_and_alone(coll: Communicator, until: Any) -> None:
     """In shared memory the others are not left waiting, whichever rank it is: those before it and behind it go on."""
     into: Any = torch.empty(3)[1:]
     of_others = len(in_flight)
@@ -123,9 +120,7 @@ async def test_c10_what_fails_within_a_host_fails_on_all_and_alone(coll: Communi
             await fails
         for ts in await aiodist.gather(*before, *behind):
             assert all(t.eq(turn).all() for t in ts)
-    async with asyncio.timeout(20):
-        while len(in_flight) > of_others:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: len(in_flight) <= of_others)
 
 
 @pytest.mark.ranks(2, 3)

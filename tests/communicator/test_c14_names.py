@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import random
 import re
-import time
+import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from aiodist.collectives.arithmetic import SUPPORTED
 from aiodist.communicator import names
 from aiodist.testing import run_ranks
 from aiodist.types import Op
+from tests.support.blocking import blocked_until, rounds
 from tests.support.simulated_cuda.simulation import simulated_cuda
 
 pytestmark = pytest.mark.drawn(6)
@@ -174,12 +177,13 @@ async def after_another_ended(coll: Communicator, numel: int) -> None:
     first, second = torch.ones(numel), torch.ones(numel)
     if coll.rank == 1:
         assert (await coll.allreduce(second, name="second"))[0] == coll.size
-        await asyncio.sleep(0.05)
+        await aiodist.gather(*[coll.recv_object(src) for src in range(coll.size) if src != 1])
         assert (await coll.allreduce(first, name="first"))[0] == coll.size
     else:
         handle = coll.allreduce(first, name="first")
         assert (await coll.allreduce(second, name="second"))[0] == coll.size
         assert not handle.done()
+        await coll.send_object("second is over", 1)
         assert (await handle)[0] == coll.size
 
 
@@ -196,7 +200,7 @@ async def test_c14_a_name_is_used_again_and_again(coll: Communicator) -> None:
     """More often than it has tags, by ranks of which one is late."""
     for i in range(50):
         if coll.rank == i % coll.size:
-            await asyncio.sleep(0.001)
+            await rounds(3)
         assert await coll.allreduce(i, name="again") == i * coll.size
 
 
@@ -245,13 +249,14 @@ async def test_c14_a_handle_tells_its_name(coll: Communicator) -> None:
     assert coll.statistics().collectives == coll.seq
 
 
-async def test_c14_a_dropped_one_is_told_with_its_name() -> None:
+async def test_c14_a_dropped_one_is_told_with_its_name(until: Any) -> None:
     async def main() -> None:
         async with aiodist.init() as coll:
             coll.barrier(name="forgotten")
-            await asyncio.sleep(1)
+            await until(lambda: len(caught))
 
-    with pytest.warns(RuntimeWarning, match=rf"barrier 'forgotten' issued at {__file__}:\d+ in .* was never awaited"):
+    told = rf"barrier 'forgotten' issued at {__file__}:\d+ in .* was never awaited"
+    with pytest.warns(RuntimeWarning, match=told) as caught:
         await main()
 
 
@@ -540,7 +545,7 @@ async def test_c14_abort_ends_what_is_in_flight(coll: Communicator) -> None:
     first = coll.rank == 0
     handles = [other.allreduce(t[i : i + 1], name=f"{i}") for i in range(4)] if first else []
     if first:
-        await asyncio.sleep(0.01)
+        await rounds()
         other.abort("had enough")
     for handle in handles:
         with pytest.raises(aiodist.CommunicatorAborted, match="had enough"):
@@ -618,16 +623,16 @@ async def test_c14_a_dup_does_not_wait_for_them(coll: Communicator) -> None:
 async def test_c14_it_goes_on_while_a_loop_stands_still(coll: Communicator, busy: int, numel: int) -> None:
     """A new name too, of which the leader, or another rank, has yet to learn the number."""
     await coll.barrier()
-    until = time.monotonic() + 1.5
-    handle = coll.allreduce(torch.ones(numel), name=f"computing {busy} {numel}")
-    if coll.rank == busy:
-        while time.monotonic() < until and not handle.is_pending:
-            time.sleep(0.01)  # noqa: ASYNC251  - the loop stands still
-        time.sleep(max(0.0, until - time.monotonic()))  # noqa: ASYNC251
-        assert handle.done()
-    else:
-        async with asyncio.timeout(1.2):
+    with tempfile.TemporaryDirectory() as folder:
+        through = Path(await coll.broadcast_object(folder))
+        handle = coll.allreduce(torch.ones(numel), name=f"computing {busy} {numel}")
+        if coll.rank == busy:
+            # The loop stands still until the others are through.
+            assert blocked_until(lambda: handle.done() and len(os.listdir(through)) == coll.size - 1)
+        else:
             assert (await handle)[0] == coll.size
+            (through / str(coll.rank)).touch()
+        await coll.barrier()
     assert (await handle)[0] == coll.size
 
 

@@ -126,11 +126,12 @@ async def test_h10_what_goes_on_owns_its_memory_until_it_is_over(coll: Communica
     t = torch.full((100_000 + coll.rank,), float(coll.rank))
     await coll.barrier()
     if coll.rank > 0:
-        await asyncio.sleep(0.2)
+        await coll.recv_object(0)
     handle = coll.allgather(t)
     if coll.rank == 0:
         with pytest.raises(BufferInFlight, match="allgather"):
             coll.allreduce(t)
+        await aiodist.gather(*[coll.send_object("refused", rank) for rank in range(1, coll.size)])
     blocks = await handle
     assert [len(block) for block in blocks] == [100_000 + r for r in range(coll.size)]
     assert len(in_flight) <= of_others
@@ -163,12 +164,13 @@ async def test_h2_time_runs_out_in_the_general_way_too(coll: Communicator) -> No
     """The last rank is late; shapes differ, so that all go on in steps when it comes."""
     await coll.barrier()
     if coll.rank == coll.size - 1:
-        await asyncio.sleep(0.4)
+        await aiodist.gather(*[coll.recv_object(rank) for rank in range(coll.size - 1)])
         assert len(await coll.allgather(torch.zeros(2))) == coll.size
     else:
         handle = coll.allgather(torch.zeros(3 + coll.rank), timeout=0.1)
         with pytest.raises(aiodist.OperationTimeout):
             await handle
+        await coll.send_object("raised", coll.size - 1)
         assert len(await handle) == coll.size
     await coll.barrier()
 

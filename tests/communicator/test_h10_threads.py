@@ -9,7 +9,6 @@ import inspect
 import os
 import random
 import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -24,9 +23,9 @@ from aiodist import Communicator
 from aiodist.collectives.arithmetic import SUPPORTED
 from aiodist.communicator.threaded import ThreadedCommunicator
 from aiodist.handles import Handle
+from tests.support.blocking import blocked_until, rounds
 
 everywhere = pytest.mark.ranks(2, 3, backend=("openmpi", "gloo", "shm"))
-_STILL_SECONDS = 0.3
 _LIMIT = 30.0
 
 
@@ -63,11 +62,15 @@ def waited(call: Callable[[Communicator], Handle[Any]], coll: Communicator) -> A
     return call(coll).wait(_LIMIT)
 
 
-def while_the_loop_stands_still(call: Callable[[], Any]) -> Any:
-    """Return what `call` returns in a thread, the loop's being blocked meanwhile, and for 300 ms at least."""
-    helper = Helper(call)
-    time.sleep(_STILL_SECONDS)
-    return helper.outcome()
+def while_the_loop_stands_still(call: Callable[[], Any], ours: Communicator) -> Any:
+    """Return what `call` returns in a thread; the loop is blocked until the threads of all ranks have returned."""
+
+    def work() -> Any:
+        result = call()
+        ours.barrier().wait(_LIMIT)
+        return result
+
+    return Helper(work).outcome()
 
 
 @everywhere
@@ -79,7 +82,7 @@ async def test_h10_threads_reduce_while_the_loop_stands_still(coll: Communicator
         ts = [torch.full((numel,), float(ours.rank + i)) for i in range(5)]
         return [ours.allreduce(t).wait(_LIMIT) for t in ts]
 
-    for i, t in enumerate(while_the_loop_stands_still(reduce)):
+    for i, t in enumerate(while_the_loop_stands_still(reduce, ours)):
         assert t.numel() == numel
         assert t.eq(sum(range(coll.size)) + i * coll.size).all()
 
@@ -92,7 +95,7 @@ async def test_h10_threads_reduce_every_dtype(coll: Communicator) -> None:
         return {kind: ours.allreduce(torch.ones(9).to(kind), op="max").wait(_LIMIT) for kind in real}
 
     real = sorted((kind for kind in SUPPORTED if not kind.is_complex), key=str)
-    for kind, t in while_the_loop_stands_still(reduce).items():
+    for kind, t in while_the_loop_stands_still(reduce, ours).items():
         assert t.dtype is kind
         assert t.eq(1).all()
 
@@ -123,7 +126,7 @@ async def test_h10_threads_call_every_collective_while_the_loop_stands_still(col
             "alltoall_single": ours.alltoall_single(mine).wait(_LIMIT),
         }
 
-    seen = while_the_loop_stands_still(call)
+    seen = while_the_loop_stands_still(call, ours)
     assert (seen["barrier"], seen["number"]) == (None, total)
     assert seen["out"].eq(total).all()
     assert all(t.eq(total).all() for t in seen["list"])
@@ -155,7 +158,7 @@ async def test_h10_threads_send_and_receive_while_the_loop_stands_still(coll: Co
         heard = ours.recv_object(before)
         return tuple(handle.wait(_LIMIT) for handle in (sent, came, both, told, heard))
 
-    _, came, both, _, heard = while_the_loop_stands_still(call)
+    _, came, both, _, heard = while_the_loop_stands_still(call, ours)
     assert came.eq(before).all()
     assert both.eq(before).all()
     assert heard == {"rank": before}
@@ -175,7 +178,7 @@ async def test_h10_threads_exchange_objects_while_the_loop_stands_still(coll: Co
             "alltoall": ours.alltoall_object([(rank, r) for r in range(size)]).wait(_LIMIT),
         }
 
-    assert while_the_loop_stands_still(call) == {
+    assert while_the_loop_stands_still(call, ours) == {
         "broadcast": ("from", 0),
         "allgather": list(range(size)),
         "gather": None if rank else list(range(size)),
@@ -206,7 +209,7 @@ async def test_h10_what_a_thread_issued_is_awaited_by_loop_and_threads(
     await call(ours)
     await coll.barrier()
     if coll.rank:
-        await asyncio.sleep(0.1)
+        await rounds()
     handle = await Helper(call, ours).over()
     waiting = [Helper(lambda: handle.wait(_LIMIT)) for _ in range(3)]
     results = [await handle, *[await helper.over() for helper in waiting], await handle]
@@ -250,10 +253,7 @@ async def test_h10_what_a_thread_issued_goes_on_though_nobody_waits(coll: Commun
         return [ours.allreduce(torch.ones(3)) if i % 2 else ours.allgather_object(i) for i in range(300)]
 
     handles = Helper(issue).outcome()
-    until = time.monotonic() + _LIMIT
-    while not all(handle.done() for handle in handles[1::2]) and time.monotonic() < until:
-        time.sleep(0.01)  # noqa: ASYNC251  - the loop stands still
-    assert all(handle.done() for handle in handles[1::2])
+    assert blocked_until(lambda: all(handle.done() for handle in handles[1::2]), _LIMIT)
     # Objects are unpickled by the loop, or by a thread that waits: another one here, the last of them first.
     results = Helper(lambda: [handle.wait(_LIMIT) for handle in reversed(handles)]).outcome()[::-1]
     assert all(t.eq(coll.size).all() for t in results[1::2])
@@ -372,7 +372,7 @@ async def test_h10_a_mismatch_reaches_the_threads_that_wait(coll: Communicator, 
 
 @everywhere
 @pytest.mark.parametrize("by_thread", [False, True])
-async def test_h10_giving_up_reaches_the_threads_that_wait(coll: Communicator, by_thread: bool) -> None:
+async def test_h10_giving_up_reaches_the_threads_that_wait(coll: Communicator, by_thread: bool, until: Any) -> None:
     """In a lane, in steps, and in a message; and then calls are refused."""
     made = [await coll.dup(thread=True) for _ in range(3)]
     for ours in made:
@@ -385,8 +385,8 @@ async def test_h10_giving_up_reaches_the_threads_that_wait(coll: Communicator, b
     ]
     if coll.rank == 0:
         helpers = [Helper(waited, call, ours) for ours, call in zip(made, calls, strict=True)]
-        await asyncio.sleep(0.3)  # they all wait
-        assert [ours.statistics().pending for ours in made] == [1, 1, 1]
+        await until(lambda: [ours.statistics().pending for ours in made] == [1, 1, 1])
+        await rounds()  # they all wait
         for ours in made:
             if by_thread:
                 await Helper(ours.abort, "enough").over()
@@ -409,7 +409,7 @@ async def test_h10_closing_waits_for_threads_and_then_refuses_them(coll: Communi
     ours = await coll.dup(thread=True)
     await coll.barrier()
     if coll.rank:
-        await asyncio.sleep(0.1)
+        await rounds()
     handle = await Helper(lambda: ours.allreduce(torch.ones(4))).over()
     message = await Helper(lambda: ours.recv(src=0, tag=9)).over()
     waiting = [Helper(lambda: handle.wait(_LIMIT)), Helper(lambda: message.wait(_LIMIT))]
@@ -426,7 +426,7 @@ async def test_h10_closing_waits_for_threads_and_then_refuses_them(coll: Communi
 
 @everywhere
 @pytest.mark.parametrize("orderly", [False, True])
-async def test_h10_threads_that_issue_while_it_ends_never_hang(coll: Communicator, orderly: bool) -> None:
+async def test_h10_threads_that_issue_while_it_ends_never_hang(coll: Communicator, orderly: bool, until: Any) -> None:
     """Where it is closed the threads are elsewhere on each rank, and the ranks differ on what comes next."""
     ours = await coll.dup(thread=True)
     await ours.allreduce(torch.ones(1))
@@ -437,7 +437,7 @@ async def test_h10_threads_that_issue_while_it_ends_never_hang(coll: Communicato
             (ours.allreduce(t) if count % 3 else ours.broadcast(t)).wait(_LIMIT)
 
     helper = Helper(issue)
-    await asyncio.sleep(0.05)
+    await until(lambda: ours.seq > 20)
     if orderly:
         with contextlib.suppress(aiodist.AiodistError):
             await ours.aclose()

@@ -30,14 +30,14 @@ async def in_flight(coll: Communicator, issue: Issue, t: Tensor, replace: Callab
     await coll.barrier()
     others: list[Tensor] = []
     if coll.rank:
-        await asyncio.sleep(0.1)
+        await coll.recv_object(0)
         await issue(coll, t)
     else:
         handle = issue(coll, t)
         await asyncio.sleep(0)
         replace(t)
         others = [torch.zeros_like(t, dtype=torch.float32) for _ in range(3)]
-        await asyncio.sleep(0.2)
+        await coll.send_object("replaced", 1)
         await handle
     await coll.barrier()
     return others

@@ -491,15 +491,17 @@ async def test_s1_a_forked_child_is_refused() -> None:
 async def test_s1_a_program_that_forgets_to_close_ends(tmp_path: Any) -> None:
     script = tmp_path / "forgets.py"
     script.write_text(
-        "import asyncio, time\n"
+        "import asyncio, threading\n"
         "from aiodist.streams import HostStream\n"
+        "begun, ended = threading.Event(), threading.Event()\n"
         "async def main():\n"
         "    global stream\n"
         "    stream = HostStream()\n"
         "    await stream.__aenter__()\n"
-        "    stream.submit(lambda: (time.sleep(0.3), print('ran', flush=True)))\n"
-        "    await asyncio.sleep(0.1)\n"
+        "    stream.submit(lambda: (begun.set(), ended.wait(10), print('ran', flush=True)))\n"
+        "    begun.wait(10)\n"
         "asyncio.run(main())\n"
+        "ended.set()\n"
     )
     root = str(Path(__file__).parents[2])
     process = await asyncio.create_subprocess_exec(
