@@ -501,6 +501,7 @@ async def test_n3_cuda_given_up_while_the_host_waits_for_its_part(
             await net.reducer.last.usable
         await coll.barrier()
         assert not step.done()
+        await coll.barrier()  # each has looked
         if coll.rank == 0:
             net._coll.abort("enough")
         with pytest.raises(AiodistError, match="enough"):
