@@ -320,10 +320,9 @@ async def test_closing_leaves_no_thread_and_no_socket(until: Callable[[Callable[
             # Operations that can never end: gloo's own threads are stuck in one of them.
             pending.append(natively(opened[1], "allreduce", torch.zeros(LONG), ReduceOp.SUM))
             pending.append(send(opened[2], torch.zeros(LONG), 0, tag=6))
-        began = time.perf_counter()
-        for transports in (split, opened):
-            await asyncio.gather(*(transport.aclose(drained=drained) for transport in transports))
-        assert time.perf_counter() - began < 12
+        async with asyncio.timeout(12):
+            for transports in (split, opened):
+                await asyncio.gather(*(transport.aclose(drained=drained) for transport in transports))
         assert [type(error) for error in await outcome(pending)] == [BackendError] * len(pending)
         assert isinstance((await outcome([send(opened[0], torch.zeros(1), 1)]))[0], BackendError)
         await until(lambda: not ours())
@@ -337,7 +336,7 @@ async def test_opening_can_be_cancelled_and_leaves_the_loop_alone() -> None:
     async def tick() -> None:
         nonlocal ticks
         while True:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
             ticks += 1
 
     ticker = asyncio.create_task(tick())
@@ -345,7 +344,7 @@ async def test_opening_can_be_cancelled_and_leaves_the_loop_alone() -> None:
         async with asyncio.timeout(0.3):
             await open_world(channels[0])
     ticker.cancel()
-    assert ticks >= 10
+    assert ticks >= 100, "more than it takes until the other rank is waited for"
 
 
 async def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
