@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -196,12 +197,16 @@ async def test_h1_the_general_way_goes_on_while_the_loop_stands_still(coll: Comm
     ours = await coll.dup(thread=True)
     await ours.barrier()
 
-    def work() -> list[int]:
-        return [len(block) for block in ours.allgather(torch.zeros(5 + ours.rank)).wait(30)]
+    def work() -> None:
+        blocks = ours.allgather(torch.zeros(5 + ours.rank)).wait(30)
+        ours.barrier().wait(30)  # all loops stand still until all threads are through
+        seen.extend(len(block) for block in blocks)
 
-    waits = asyncio.get_running_loop().run_in_executor(None, work)
-    time.sleep(0.3)  # noqa: ASYNC251
-    assert await waits == [5 + r for r in range(ours.size)]
+    seen: list[int] = []
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(40)
+    assert seen == [5 + r for r in range(ours.size)]
     await ours.aclose()
 
 
