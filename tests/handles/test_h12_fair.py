@@ -24,11 +24,11 @@ ENOUGH = 15  # one in each millisecond are 200; a starved ticker gets next to no
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
     """The seconds that the progress thread sleeps between two looks, None without a limit."""
     asked: list[float | None] = []
-    sleep = module._ProgressThread._sleep
+    original = module._ProgressThread._sleep
 
     def noting(thread: module._ProgressThread, seconds: float | None, left_to_us: bool) -> None:
         asked.append(seconds)
-        sleep(thread, seconds, left_to_us)
+        original(thread, seconds, left_to_us)
 
     monkeypatch.setattr(module._ProgressThread, "_sleep", noting)
     return asked

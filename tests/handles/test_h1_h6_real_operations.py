@@ -13,6 +13,7 @@ from torch import Tensor
 import aiodist
 from aiodist import Communicator, Handle
 from tests.support.blocking import blocked_until
+from tests.support.giving_up import cancelled_task, gathered, task_group, wait_for
 
 pytestmark = pytest.mark.drawn(3)
 
@@ -252,46 +253,17 @@ async def test_h5_works_in_all_that_asyncio_has(coll: Communicator, kind: Any) -
     await play(coll, kind, 18, ask)
 
 
-async def _cancelled_task(handle: Handle[Any]) -> None:
-    task = asyncio.ensure_future(handle)
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
-async def _wait_for(handle: Handle[Any]) -> None:
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(handle, 0.005)
-
-
 async def _timeout(handle: Handle[Any]) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.005):
             await handle
 
 
-async def _gather(handle: Handle[Any]) -> None:
-    together = asyncio.gather(handle, asyncio.Event().wait())
-    await asyncio.sleep(0)
-    together.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await together
-
-
-async def _task_group(handle: Handle[Any]) -> None:
-    with pytest.raises(ExceptionGroup):  # noqa: PT012  - a group is what is tested
-        async with asyncio.TaskGroup() as group:
-            group.create_task(_value(handle))
-            await asyncio.sleep(0)
-            raise ValueError
-
-
 @real
 async def test_h6_a_cancelled_wait_leaves_the_transfer(coll: Communicator, kind: Any) -> None:
     async def ask(asking: Asking) -> None:
         handle = asking.issue()
-        for give_up in (_cancelled_task, _wait_for, _timeout, _gather, _task_group):
+        for give_up in (cancelled_task, wait_for, _timeout, gathered, task_group):
             kept = handle.keep
             await give_up(handle)
             assert not handle.done()

@@ -14,21 +14,9 @@ import pytest
 import aiodist.handles
 from aiodist.handles import Handle, from_future
 from aiodist.streams import HostStream
+from tests.support.giving_up import cancelled_task, gathered, task_group, wait_for
 
 pytestmark = pytest.mark.timeout(30)
-
-
-async def _cancelled_task(handle: Handle[Any]) -> None:
-    task = asyncio.ensure_future(handle)
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
-async def _wait_for(handle: Handle[Any]) -> None:
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(handle, 0.005)
 
 
 async def _timeout(handle: Handle[Any]) -> None:
@@ -37,27 +25,8 @@ async def _timeout(handle: Handle[Any]) -> None:
             await handle
 
 
-async def _gather(handle: Handle[Any]) -> None:
-    together = asyncio.gather(handle, asyncio.Event().wait())
-    await asyncio.sleep(0)
-    together.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await together
-
-
 async def _our_gather(handle: Handle[Any]) -> None:
-    await _wait_for(aiodist.handles.gather(handle))
-
-
-async def _task_group(handle: Handle[Any]) -> None:
-    async def value() -> None:
-        await handle
-
-    with pytest.raises(ExceptionGroup):  # noqa: PT012  - a group is what is tested
-        async with asyncio.TaskGroup() as group:
-            group.create_task(value())
-            await asyncio.sleep(0)
-            raise ValueError
+    await wait_for(aiodist.handles.gather(handle))
 
 
 async def _anyio(handle: Handle[Any]) -> None:
@@ -65,7 +34,7 @@ async def _anyio(handle: Handle[Any]) -> None:
         await handle
 
 
-@pytest.mark.parametrize("give_up", [_cancelled_task, _wait_for, _timeout, _gather, _our_gather, _task_group, _anyio])
+@pytest.mark.parametrize("give_up", [cancelled_task, wait_for, _timeout, gathered, _our_gather, task_group, _anyio])
 async def test_h6_cancelled_wait_leaves_the_transfer(
     bench: Any, give_up: Callable[[Handle[Any]], Awaitable[None]]
 ) -> None:
