@@ -4,7 +4,6 @@ import asyncio
 import functools
 import gc
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -284,8 +283,7 @@ async def test_subscribers_hear_while_the_main_thread_is_stuck() -> None:
     assert answered.wait(15)  # blocks the only loop of this thread
     answered.clear()
     a.send(1, "question", None)
-    end = time.monotonic() + 15
     while not answered.is_set():  # and so does Python code that never yields
-        assert time.monotonic() < end
+        pass
     assert names == ["aiodist-control"] * 2
     await asyncio.gather(a.aclose(), b.aclose())

@@ -139,6 +139,7 @@ def test_t2_a_race_is_found_by_some_seed_and_found_again() -> None:
     assert failing == {seed for seed in range(20) if not run_ranks(3, main, seed)[0]}
 
 
+@pytest.mark.timeout(50)
 def test_t2_sleeping_takes_no_time() -> None:
     async def main(rank: int) -> Any:
         loop = asyncio.get_running_loop()
@@ -147,9 +148,7 @@ def test_t2_sleeping_takes_no_time() -> None:
             await coll.barrier()  # a rank that waits for two hours beside it
             return loop.time()
 
-    began = time.monotonic()
     assert run_ranks(3, main) == pytest.approx([3 * 3600] * 3, abs=1)
-    assert time.monotonic() - began < 50
 
 
 def test_t2_deadlines_are_of_the_same_clock() -> None:
@@ -362,6 +361,7 @@ def test_t2_the_clock_waits_for_a_stream_of_the_host() -> None:
     assert max(run_ranks(2, main, timeout=86400)) < 60
 
 
+@pytest.mark.timeout(50)
 def test_t2_threads_that_are_to_be_woken_do_not_hold_the_clock_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "_GRACE_SECONDS", 100.0)  # what a thread that is at work would get
 
@@ -378,9 +378,7 @@ def test_t2_threads_that_are_to_be_woken_do_not_hold_the_clock_up(monkeypatch: p
             waits.join()
             return float(t.sum())
 
-    began = time.monotonic()
     assert run_ranks(2, main, timeout=86400) == [3.0, 3.0]
-    assert time.monotonic() - began < 50
 
 
 @pytest.mark.timeout(30)
