@@ -392,8 +392,11 @@ class Steps:
 
     @property
     def others_in_backward(self) -> bool:
-        """True while a backward of another net runs."""
-        return any(each.thread is not None for ref in self._every if (each := ref()) not in (None, self))
+        """True while another net's backward runs on this thread; on any, if this one is of autograd, for a device."""
+        threads = {each.thread for ref in self._every if (each := ref()) not in (None, self)} - {None}
+        return get_ident() in threads or (
+            bool(threads) and all(thread.ident != get_ident() for thread in threading.enumerate())
+        )
 
     # --- counting -----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +16,7 @@ from torch.optim import SGD, Adam
 
 from aiodist import Communicator, RemoteError, nn
 from aiodist.nn import DataParallel, assert_synchronized
+from tests.support.in_backward import in_backward
 
 if TYPE_CHECKING:
     from tests.nn.conftest import Trial
@@ -202,6 +205,28 @@ async def test_n5_a_step_does_not_drop_gradients_that_were_kept(
         await opt.flush()
     trial.assert_same(net, trial.alone(coll.size, 1))
     await net.step(partial(trial.loss, net, coll.rank, 1), opt)
+
+
+@pytest.mark.ranks(1)
+async def test_n5_what_is_kept_while_another_net_is_in_its_backward_is_kept(
+    coll: Communicator, trial: type[Trial]
+) -> None:
+    """That one is on a thread of its own, and has nothing to do with this net."""
+    net, other = await DataParallel.create(trial.Mlp(), coll), await DataParallel.create(trial.Mlp(), coll)
+    begun, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        assert done.wait(20)
+
+    task = asyncio.ensure_future(other.backward(in_backward(trial.loss(other, coll.rank, 0), hold)))
+    await asyncio.to_thread(begun.wait, 20)
+    with net.no_sync():
+        trial.loss(net, coll.rank, 0).backward()
+    done.set()
+    await task
+    with pytest.raises(RuntimeError, match=r"net\.step forgets gradients"):
+        await net.step(partial(trial.loss, net, coll.rank, 1), trial.OPTIMIZERS["sgd"](net.parameters()))
 
 
 @pytest.mark.ranks(2)
