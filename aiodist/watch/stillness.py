@@ -45,6 +45,8 @@ _OF_DISPLAYS = ("rich.live", "tqdm._monitor")
 """Modules whose threads only draw progress bars."""
 _OF_WRITERS = ("tensorboard.summary.writer.event_file_writer",)
 """Modules whose threads only write files: one that waits, if with a time-out, waits for something to write."""
+_OF_RUNNERS = ("execnet",)
+"""Packages whose threads only carry messages between the processes of pytest-xdist."""
 _NUMBERS = tuple(map(int, signal.valid_signals()))
 _HANDLERS_OF = ("_signal", "asyncio", "uvloop", "aiodist", "torch", "lightning", "pytorch_lightning", "pytest_timeout")
 """Packages whose signal handlers end the program or note the signal; those of a loop are looked at with the loop."""
@@ -105,7 +107,9 @@ def _thread_at_work(progress: Progress) -> str:
 
 def foreign_threads() -> set[int]:
     """Return the threads that run Python code and that `threading` does not know: those of libraries."""
-    return sys._current_frames().keys() - {thread.ident for thread in threading.enumerate()}
+    known = {thread.ident for thread in threading.enumerate()}
+    others = {ident: frame.f_globals for ident, frame in sys._current_frames().items() if ident not in known}
+    return {i for i, names in others.items() if str(names.get("__name__")).partition(".")[0] not in _OF_RUNNERS}
 
 
 def _state_of(progress: Progress) -> tuple[list[Any], list[Any], list[Sized]] | None:

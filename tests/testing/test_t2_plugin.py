@@ -254,6 +254,7 @@ ODD_NAMES = [
 ]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_t2_modules_of_others_are_collected_as_without_it(run: Run, name: str) -> None:
     """An object of another project may answer to any attribute, or raise: pytest alone decides what becomes of it."""
@@ -338,6 +339,7 @@ def test_t2_a_project_keeps_a_mark_of_that_name(run: Run, pytester: pytest.Pytes
     result.assert_outcomes(passed=2)
 
 
+@pytest.mark.thorough
 def test_t2_processes_tell_how_each_test_went(
     run: Run, pytester: pytest.Pytester, record_property: Callable[[str, object], None]
 ) -> None:
@@ -402,6 +404,25 @@ def test_t2_a_rank_that_dies_fails_its_test_alone(run: Run) -> None:
     result.stdout.fnmatch_lines(["*rank 1*no result*"])
 
 
+def test_t2_a_deadlock_is_an_error_under_pytest_xdist_too(pytester: pytest.Pytester) -> None:
+    """Each of its processes has a thread that waits for messages, which is none of the program's."""
+    pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
+    pytester.makepyfile(
+        test_it="""
+        import pytest
+
+        @pytest.mark.timeout(50)
+        @pytest.mark.ranks(2)
+        async def test_waits(coll):
+            await coll.recv(src=1 - coll.rank)
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-n", "1", timeout=60)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*DeadlockError*rank 0 waits for rank 1*"])
+
+
+@pytest.mark.thorough
 @pytest.mark.timeout(100)
 def test_t2_a_test_that_is_interrupted_takes_no_other_along(run: Run) -> None:
     """Its job hangs, and pytest-timeout ends the wait for it: the next test has a job of its own."""
