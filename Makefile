@@ -1,6 +1,7 @@
 # Needs Python 3.11 or later and make; everything else is installed into .venv. `make` alone lists the targets.
 # Settings: PYTHON (the interpreter that makes .venv), PIP_ARGS (added to each `pip install`), PYTEST_ARGS
-# (added to each pytest call), BENCH (what `make bench` measures), MACHINE (what `make wheel` builds for).
+# (added to each pytest call), SINCE (the commit for `make test-changed`), BENCH (what `make bench` measures), MACHINE
+# (what `make wheel` builds for).
 
 SHELL := /bin/sh
 MAKEFLAGS += --no-print-directory
@@ -14,6 +15,7 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do "$$p" -c '$(NEW_ENOUGH)' 2>/dev/nul
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 BENCH ?= await allreduce
+SINCE ?= origin/main
 MACHINE ?= $(shell uname -m)
 CORE := $(wildcard core/*.[ch] build_backend/*.py) setup.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt $(PIP_ARGS)
@@ -46,12 +48,20 @@ demo: $(VENV)/demo.stamp  ## install into .venv and train on two ranks
 	$(BIN)/aiodist run -n 2 examples/train_digits.py
 
 .PHONY: test
-test: $(VENV)/dev.stamp  ## install into .venv, run every check and the tests that take minutes
-	$(BIN)/python tools/check.py $(PYTEST_ARGS)
+test: $(VENV)/dev.stamp  ## install into .venv, run every check and the contract tier of the tests
+	$(BIN)/python -m tools.check $(PYTEST_ARGS)
+
+.PHONY: test-changed
+test-changed: $(VENV)/dev.stamp  ## the tests of that tier that import what differs from origin/main
+	$(BIN)/python -m tools.check --changed $(SINCE) $(PYTEST_ARGS)
+
+.PHONY: test-rest
+test-rest: $(VENV)/dev.stamp  ## the tests that make test skips
+	$(BIN)/python -m tools.check --tier thorough $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all:  ## make test, and then the tests that it leaves out
-	@$(MAKE) test; first=$$?; $(BIN)/python tools/check.py --thorough $(PYTEST_ARGS) && exit $$first
+test-all:  ## make test and make test-rest
+	@$(MAKE) test; first=$$?; $(MAKE) test-rest && exit $$first
 
 .PHONY: core
 core: | $(BIN)/python  ## aiodist._core in place, of what changed in core/; warnings are errors

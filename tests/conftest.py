@@ -4,7 +4,7 @@ Every async test runs under asyncio's own loop and under uvloop. One that is slo
 `@pytest.mark.asyncio(loop_factories=["asyncio"])`.
 
 `make test` leaves tests marked `thorough` to `make test-all`, and so it does combinations of a test's parameters: it
-has as few as show every two values together, with one of the two loops, and n where a test is marked `drawn(n)`.
+has as few as show every value, with one of the two loops, and n where a test is marked `drawn(n)`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from hypothesis import HealthCheck, settings
 
 from aiodist.handles import Progress
 from aiodist.testing.jobs import Spec
-from tests.support.drawing import draw, pairs
+from tests.support.contract import Cpu, FilesAndJobs, note_quarantine
+from tests.support.drawing import draw
 from tests.support.nursed import nursed
 from tests.support.nursed import nursery as nursery
 from tests.support.simulated_cuda.fixture import simulated_cuda as simulated_cuda
@@ -44,6 +45,8 @@ settings.register_profile(  # a busy machine takes its time
     "aiodist", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("aiodist")
+
+collect_ignore_glob = ["*/programs/*"]  # they are run, and some open a world when they are imported
 
 os.environ["AIODIST_SELECTOR"] = "none"  # what `aiodist tune` measured for this user is no part of the tests
 
@@ -86,12 +89,29 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.collect()
     gc.freeze()
+    session.stash[_CPU] = Cpu()
     if "not thorough" in session.config.option.markexpr and any(
         getattr(i, "on_processes", False) for i in session.items
     ):
         stack = contextlib.ExitStack()
         os.environ["NURSERY_OF_JOBS"] = stack.enter_context(nursed(Path(tempfile.mkdtemp())))
         session.config.add_cleanup(stack.close)
+
+
+_CPU = pytest.StashKey[Cpu]()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    return FilesAndJobs(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Record the CPU seconds of each file with its last test, for tools/check.py."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        item.user_properties.append(("cpu", item.session.stash[_CPU].lap()))
+    return result
 
 
 @pytest.hookimpl(wrapper=True)
@@ -117,6 +137,7 @@ _JOBS = frozenset({("openmpi", 2), ("openmpi", 3), ("mpich", 2), ("gloo", 2), ("
 
 @pytest.hookimpl(tryfirst=True)  # before those that -m leaves out are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    note_quarantine(items)
     combinations: defaultdict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if getattr(item, "on_processes", False):
@@ -128,7 +149,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark = tests[0].get_closest_marker("drawn")
         among = [test for test in tests if _in_usual_job(test) or name not in usual]
         if mark is None:
-            chosen = draw(name, [(test, _pairs(test)) for test in among])
+            chosen = draw(name, [(test, _shown(test)) for test in among])
         else:
             chosen = draw(name, [(test, _values(test).items()) for test in among], mark.args[0])
         for test in tests:
@@ -149,18 +170,14 @@ def _values(test: pytest.Function) -> dict[str, int]:
     return {name: id(value) for name, value in test.callspec.params.items()}
 
 
-def _pairs(test: pytest.Function) -> list[object]:
-    """Return what a combination shows: every two values together, on either loop, and the test at all.
-
-    How many ranks there are and what carries them are two values, of which each is to be seen with all others.
-    """
+def _shown(test: pytest.Function) -> list[object]:
+    """Return what a combination shows: its values but for the loop, the size, the carrier, and the test."""
     values: dict[str, object] = {**_values(test)}
     values.pop("_asyncio_loop_factory", None)
-    if values.pop("coll", None) is None:
-        return [*pairs(sorted(values.items())), None]
-    size, backend = cast(Spec, test.callspec.params["coll"])
-    ranks = (("ranks", size), ("carrier", backend))
-    return [fact for one in ranks for fact in pairs([*sorted(values.items()), one])]
+    if values.pop("coll", None) is not None:
+        size, backend = cast(Spec, test.callspec.params["coll"])
+        values |= {"ranks": size, "carrier": backend}
+    return [*values.items(), None]
 
 
 @pytest.fixture(autouse=True)

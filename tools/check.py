@@ -1,52 +1,48 @@
-"""Run every check and then the tests, go on after a failure, and end with a summary; `make test` calls this.
+"""Run every check and the contract tier of the tests, continue after a failure, and print a summary, for `make test`.
 
-With `--thorough` the tests that this leaves out are run, and no checks: `make test-all` calls both.
+`--tier thorough` runs the tests that this leaves to `make test-all`, and `--changed COMMIT` those of the tier that the
+difference to a commit concerns (tools/changed.py). Other arguments are given to pytest; the checks are skipped then.
 
-Many tests wait for processes, so there are several runs of pytest, two more at a time than there are cores; what the
-first prints is seen at once, what the others print in the end. Where a few tests failed, these run once more when
-nothing else does: many have a limit of time, and machines are shared. One that passes then is no failure; the summary
-names it, and what it met at first. So does a run of pytest that a signal has ended, a crash, as a whole: the summary
-shows what its threads were at. Other arguments are handed to pytest, which then runs once. The summary counts the tests
-that ran under each MPI: those that recorded a property `mpi` (pytest's `record_property("mpi", "Open MPI")`), or whose
-id names one.
+pytest-xdist runs the tests in two processes for each core. A crash fails the run; faulthandler prints the stacks of all
+threads. Up to five failed tests run once more, alone: one that passes then does not fail the run, and the summary names
+it. Tests listed in tests/quarantine.toml may fail. The summary compares the CPU time of each folder with
+tests/budget.toml, and counts the tests that ran under each MPI: those that recorded a property `mpi` (pytest's
+`record_property("mpi", "Open MPI")`), or whose id names one. Each row of docs/features.md needs a test in the contract
+tier.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
+import psutil
+
+from tools.changed import tests_of_changes
+from tools.rows import row_ids
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
-_FOLDERS = (
-    ("lifecycle",),
-    ("nn",),
-    ("backends", "collectives", "communicator"),
-    ("control", "ps"),
-    ("core", "watch"),
-    ("bench", "engine", "packaging", "testing"),
-    ("compat", "hosts", "integration", "launch"),
-    ("docs", "examples"),
-)
-"""The folders of tests that have a run of pytest to themselves, the longest first; the rest has one too."""
-_AT_A_TIME = 2 + (os.cpu_count() or 1)
+_TIERS = {"contract": "not soak and not thorough", "thorough": "thorough and not soak"}
 _FEW = 5
-"""So many failed tests run once more; where more have failed, something is broken."""
-_SOME_FAILED = 1
-"""What pytest exits with when it ran to its end."""
-_CRASH = "Fatal Python error"
-"""What faulthandler begins with, before the stacks of all threads."""
-_LAST_WORDS = 100
-"""So many lines of them are in the summary, and of what a test met."""
+"""The number of failed tests that run once more."""
+_OVER = 1.5
+"""The factor over its budget with which a folder fails the run."""
+_STEAL = 0.05
+"""The part of the CPU time that other machines may take of this one before it counts as busy."""
+_ROW = re.compile(r"test_([a-z]\d+)_")
 _MPI_IN_ID = {
     "Open MPI": re.compile(r"open_?mpi", re.IGNORECASE),
     "MPICH": re.compile("mpich", re.IGNORECASE),
@@ -55,47 +51,43 @@ _MPI_IN_ID = {
 
 @dataclass(frozen=True)
 class Step:
-    """One command of the run, the JUnit report that it writes if it runs tests, and where what it prints waits."""
+    """One command of the run."""
 
     name: str
     command: list[str]
-    report: Path | None = None
-    log: Path | None = None
 
 
-_MYPY = Step("mypy", [sys.executable, "-m", "mypy"], log=BUILD / "mypy.log")
-"""It takes half a minute where it has no cache: it runs beside the tests."""
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class End:
-    """How a step ended: its exit code, or less than zero for the signal that did it."""
+    """The end of a step, with its exit code."""
 
-    step: Step
+    name: str
     code: int
     seconds: float
 
     def __str__(self) -> str:
-        said = "ok" if self.code == 0 else f"FAILED ({self.code})"
-        return f"{self.step.name:<18} {said:<12} {self.seconds:6.1f} s"
-
-    @property
-    def crashed(self) -> bool:
-        """Whether it is a run of pytest that a signal has ended."""
-        return self.step.report is not None and self.code < 0
+        return f"{self.name:<18} {'ok' if self.code == 0 else f'FAILED ({self.code})':<12} {self.seconds:6.1f} s"
 
 
 @dataclass(frozen=True)
-class Tally:
-    """What pytest's report says: how many tests ended how, and how many that ran used which MPI."""
+class Machine:
+    """The processes that were ready to run before the tests, and the CPU times of the machine."""
 
-    outcomes: Counter[str]
-    mpis: Counter[str]
+    load: float
+    times: tuple[float, ...]
 
-    def __str__(self) -> str:
-        ended = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.outcomes.items()))
-        under = ", ".join(f"{count} under {mpi}" for mpi, count in sorted(self.mpis.items()))
-        return f"tests: {ended or 'none'}\n       of those that ran: {under or 'none'}"
+    @classmethod
+    def now(cls) -> Machine:
+        """Return it as it is."""
+        return cls(psutil.getloadavg()[0], tuple(psutil.cpu_times()))
+
+    def busy(self) -> str | None:
+        """Return what else used this machine since then, or None."""
+        past = [after - before for before, after in zip(self.times, psutil.cpu_times(), strict=True)]
+        steal = past[psutil.cpu_times()._fields.index("steal")] / max(sum(past), 1e-9)
+        if self.load > 1 or steal > _STEAL:
+            return f"load {self.load:.1f} before the run, {steal:.0%} stolen during it"
+        return None
 
 
 def steps() -> list[Step]:
@@ -110,147 +102,148 @@ def steps() -> list[Step]:
     ]
 
 
-def tests(pytest_args: list[str], *, thorough: bool) -> list[Step]:
-    """Return what runs the tests: several parts, or one run with the arguments that were given."""
-    name, ours = ("thorough", "thorough and not soak") if thorough else ("pytest", "not soak and not thorough")
-    if pytest_args:
-        return [_pytest(name, ["-m", ours, *pytest_args], shown=True)]
-    parts = [[f"tests/{folder}" for folder in folders] for folders in _FOLDERS]
-    rest = [f"--ignore={folder}" for folders in parts for folder in folders]
-    return [
-        _pytest(f"{name} 1", ["-m", f"{ours} and not processes", *rest], shown=True),
-        _pytest(f"{name} 2", ["-m", f"{ours} and processes", "tests"]),  # the ranks of one job serve many of these
-        *(
-            _pytest(f"{name} {number}", ["-m", f"{ours} and not processes", *folders])
-            for number, folders in enumerate(parts, 3)
-        ),
-    ]
+def run(step: Step) -> End:
+    """Run a step to its end."""
+    print(f"\n=== {step.name}", flush=True)
+    start = time.monotonic()
+    return End(step.name, subprocess.call(step.command, cwd=ROOT), time.monotonic() - start)
 
 
-def _pytest(name: str, arguments: list[str], *, shown: bool = False) -> Step:
-    file = BUILD / name.replace(" ", "-")
-    report = file.with_suffix(".xml")
-    # What failed is remembered for each part: they run at the same time.
-    options = [f"--junit-xml={report}", "-o", f"cache_dir={file.with_suffix('.cache')}"]
-    command = [sys.executable, "-m", "pytest", *options, *arguments]
-    return Step(name, command, report, None if shown else file.with_suffix(".log"))
+@contextlib.contextmanager
+def beside(log: Path, ends: list[End]) -> Iterator[None]:
+    """Run mypy, which takes half a minute without a cache, beside the block."""
+    start = time.monotonic()
+    with log.open("wb") as output:
+        mypy = subprocess.Popen([sys.executable, "-m", "mypy"], cwd=ROOT, stdout=output, stderr=output)
+        yield
+        ends.append(End("mypy", mypy.wait(), time.monotonic() - start))
+    print(f"\n=== mypy\n{log.read_text()}", flush=True)
 
 
-def again(part: Step) -> Step:
-    """Return what runs the failed tests of a part once more; all of them where it crashed, and left no report."""
-    assert part.report is not None
-    name = f"{part.name} again"
-    report = part.report.with_stem(f"{part.report.stem}-again")
-    command = [word.replace(str(part.report), str(report)) for word in part.command]
-    few = ["--last-failed", "--last-failed-no-failures=none"] if part.report.exists() else []
-    return Step(name, [*command, *few], report)
+def pytest(name: str, report: Path, arguments: list[str]) -> Step:
+    """Return the step that runs pytest with a JUnit report."""
+    report.unlink(missing_ok=True)
+    return Step(name, [sys.executable, "-m", "pytest", f"--junit-xml={report}", *arguments])
 
 
-def failed(report: Path | None) -> dict[str, str]:
-    """Return the tests that a report calls failed, by name, and what each met."""
-    assert report is not None
-    cases = ElementTree.parse(report).getroot().iter("testcase")
-    return {f"{c.get('classname')}.{c.get('name')}": _met(c) for c in cases if _outcome(c) in {"failed", "errors"}}
+def cases(report: Path) -> Iterator[ElementTree.Element]:
+    """Iterate over the tests of a JUnit report; over none if pytest has not written one."""
+    if report.exists():
+        yield from ElementTree.parse(report).getroot().iter("testcase")
 
 
-def _met(case: ElementTree.Element) -> str:
-    found = [case.find(tag) for tag in ("error", "failure")]
-    words = "\n".join(tag.get("message", "") for tag in found if tag is not None)
-    return "\n".join(f"    {line}" for line in words.splitlines()[:_LAST_WORDS])
-
-
-def tally(*reports: ElementTree.Element) -> Tally:
-    """Return the counts of JUnit reports."""
-    outcomes: Counter[str] = Counter()
-    mpis: Counter[str] = Counter()
-    for case in (case for report in reports for case in report.iter("testcase")):
-        outcome = _outcome(case)
-        outcomes[outcome] += 1
-        if outcome != "skipped":
-            mpis.update(_mpis(case) or {"no MPI"})
-    return Tally(outcomes, mpis)
-
-
-def _outcome(case: ElementTree.Element) -> str:
-    for tag, outcome in (("error", "errors"), ("failure", "failed"), ("skipped", "skipped")):
+def outcome(case: ElementTree.Element) -> str:
+    """Return how a test ended."""
+    for tag in ("error", "failure", "skipped"):
         if case.find(tag) is not None:
-            return outcome
+            return "skipped" if tag == "skipped" else "failed"
     return "passed"
 
 
-def _mpis(case: ElementTree.Element) -> set[str]:
+def mpis(case: ElementTree.Element) -> set[str]:
+    """Return the MPIs that a test ran under."""
     recorded = {p.get("value", "") for p in case.iter("property") if p.get("name") == "mpi"}
-    name = case.get("name", "")
-    return recorded or {mpi for mpi, pattern in _MPI_IN_ID.items() if pattern.search(name)}
+    return recorded or {mpi for mpi, pattern in _MPI_IN_ID.items() if pattern.search(case.get("name", ""))}
 
 
-def run(step: Step) -> End:
-    """Run it, with what it prints in its log where it has one."""
-    start = time.monotonic()
-    if step.report is not None:
-        step.report.unlink(missing_ok=True)
-    # Thousands of processes import our modules and the tests: each would compile and rewrite them all anew.
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    with contextlib.ExitStack() as stack:
-        output = None if step.log is None else stack.enter_context(step.log.open("wb"))
-        code = subprocess.call(step.command, cwd=ROOT, env=environ, stdout=output, stderr=output)
-    return End(step, code, time.monotonic() - start)
+def failed_in(report: Path) -> set[str]:
+    """Return the names of the tests that failed."""
+    return {f"{case.get('classname')}.{case.get('name')}" for case in cases(report) if outcome(case) == "failed"}
 
 
-def announced(step: Step) -> End:
-    """Run what prints by itself."""
-    print(f"\n=== {step.name}", flush=True)
-    return run(step)
+def crashed_in(report: Path) -> bool:
+    """Return True if a test ended the process that ran it."""
+    errors = [error.get("message") or "" for case in cases(report) for error in case.iter("error")]
+    return any("crashed while running" in text for text in errors)
 
 
-def printed(step: Step) -> str:
-    """Return what went into its log."""
-    return "" if step.log is None else step.log.read_text(errors="replace")
+def tally(report: Path) -> str:
+    """Return the number of tests that ended in each way, and that ran under each MPI."""
+    outcomes: Counter[str] = Counter()
+    under: Counter[str] = Counter()
+    for case in cases(report):
+        outcomes[outcome(case)] += 1
+        if outcome(case) != "skipped":
+            under.update(mpis(case) or {"no MPI"})
+    ended = ", ".join(f"{count} {how}" for how, count in sorted(outcomes.items()))
+    which = ", ".join(f"{count} under {mpi}" for mpi, count in sorted(under.items()))
+    return f"tests: {ended or 'none'}\n       of those that ran: {which or 'none'}"
 
 
-def last_words(log: str) -> list[str]:
-    """Return the stacks of a run that crashed; the end of its log where there are none, as of one that was killed."""
-    lines = log.splitlines()
-    at = max((number for number, line in enumerate(lines) if line.startswith(_CRASH)), default=-_LAST_WORDS)
-    return lines[at:][:_LAST_WORDS]
+def cpu_of_folders(report: Path) -> dict[str, float]:
+    """Return the CPU seconds of each folder of tests; tests/conftest.py records those of each file."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for case in cases(report):
+        folder = (case.get("classname") or "").removeprefix("tests.").split(".")[0]
+        seconds[folder] += sum(float(p.get("value", 0)) for p in case.iter("property") if p.get("name") == "cpu")
+    return seconds
 
 
-def once_more(ends: list[End]) -> dict[End, End]:
-    """Run again what failed, where that was little, or crashed; return how that ended, by how it had ended before."""
-    some_failed = [end for end in ends if end.step.report is not None and end.code == _SOME_FAILED]
-    few = sum(len(failed(end.step.report)) for end in some_failed) <= _FEW
-    for end in ends:
-        if end.crashed and end.step.report is not None:
-            end.step.report.unlink(missing_ok=True)  # one that crashed in its very last moment has left one
-    return {end: announced(again(end.step)) for end in ends if few and (end.crashed or end in some_failed)}
+def over_budget(seconds: Mapping[str, float]) -> list[str]:
+    """Print the CPU time of each folder beside its budget; return the folders that are over it by half."""
+    budget: dict[str, float] = tomllib.loads((ROOT / "tests" / "budget.toml").read_text())["seconds"]
+    print("\nCPU seconds     used  budget")
+    for folder in sorted(budget.keys() | seconds.keys(), key=lambda folder: -seconds.get(folder, 0.0)):
+        print(f"{folder:<14} {seconds.get(folder, 0.0):6.1f} {budget.get(folder, 0.0):7.1f}")
+    print(f"{'all':<14} {sum(seconds.values()):6.1f} {sum(budget.values()):7.1f}")
+    return [folder for folder, used in seconds.items() if used > _OVER * budget.get(folder, 1.0)]
+
+
+def rows_without_tests(report: Path) -> list[str]:
+    """Return the rows of docs/features.md that no test of the report bears."""
+    found = {match[1].upper() for case in cases(report) if (match := _ROW.match(case.get("name") or ""))}
+    return [row for row in row_ids((ROOT / "docs" / "features.md").read_text(encoding="utf-8")) if row not in found]
+
+
+def let_cores_be_written() -> None:
+    """Raise the limit of core files, and print where the system puts them."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+    pattern = Path("/proc/sys/kernel/core_pattern")
+    print(f"cores of crashed processes: {pattern.read_text().strip() if pattern.exists() else 'as the system has it'}")
 
 
 def main(arguments: list[str]) -> int:
-    """Run all steps, print the summary, return 1 when one of them failed."""
-    thorough = arguments[:1] == ["--thorough"]
-    pytest_args = arguments[thorough:]
-    BUILD.mkdir(exist_ok=True)
-    checks = [announced(step) for step in (() if thorough else steps())]
-    parts = [*tests(pytest_args, thorough=thorough), *(() if thorough else (_MYPY,))]
-    print(f"\n=== {parts[0].name}", flush=True)
-    ends: list[End] = []
-    with ThreadPoolExecutor(_AT_A_TIME) as threads:
-        for end in threads.map(run, parts):
-            ends.append(end)
-            if end.step.log is not None:
-                print(f"\n=== {end.step.name}", printed(end.step), sep="\n", flush=True)
-    repeats = once_more(ends)
-    print("\n=== summary")
-    print(*checks, *ends, *repeats.values(), sep="\n")
-    counted = [(repeats.get(end, end) if end.crashed else end).step.report for end in ends]
-    print(tally(*(ElementTree.parse(report).getroot() for report in counted if report is not None and report.exists())))
-    for first, second in repeats.items():
-        names = {f"{first.step.name}, which crashed": ""} if first.crashed else failed(first.step.report)
-        for name, met in names.items() if second.code == 0 else ():
-            print(f"failed at first, and passed when it ran once more: {name}", met, sep="\n")
-        if first.crashed:
-            print(f"\n=== what {first.step.name} was at when it crashed", *last_words(printed(first.step)), sep="\n")
-    return int(any(repeats.get(end, end).code for end in (*checks, *ends)))
+    """Run all steps, print the summary, return 1 if one of them failed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tier", choices=_TIERS, default="contract")
+    parser.add_argument("--changed", metavar="COMMIT", help="run the tests of what differs from this commit alone")
+    parser.add_argument("--build", type=Path, default=BUILD, help="the folder of reports and of pytest's cache")
+    options, pytest_args = parser.parse_known_args(arguments)
+    options.build.mkdir(exist_ok=True)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile and rewrite the tests again
+    let_cores_be_written()
+    whole = options.tier == "contract" and not (options.changed or pytest_args)
+    if options.changed and not (concerned := tests_of_changes(ROOT, options.changed)):
+        print(f"no test is concerned by what differs from {options.changed}")
+        return 0
+    if options.changed:
+        pytest_args += concerned
+
+    ends = [run(step) for step in (steps() if whole else ())]
+    machine, report = Machine.now(), options.build / f"{options.tier}.xml"
+    cache = ["-o", f"cache_dir={options.build / 'pytest_cache'}", "-m", _TIERS[options.tier]]
+    spread = ["-n", str(2 * (os.cpu_count() or 1))]  # many tests wait for processes
+    with beside(options.build / "mypy.log", ends) if whole else contextlib.nullcontext():
+        end = run(pytest(options.tier, report, [*cache, *spread, *pytest_args]))
+    failed, again = failed_in(report), set[str]()
+    if failed:
+        second = run(pytest("once more", options.build / "again.xml", [*cache, "--last-failed", *pytest_args]))
+        again = failed_in(options.build / "again.xml")
+        if second.code == 0 and len(failed) <= _FEW and not crashed_in(report):
+            end = replace(end, code=0)
+    ends.append(end)
+    print("\n=== summary", *ends, tally(report), sep="\n")
+    for name in sorted(failed):
+        print(f"failed, and {'failed again' if name in again else 'passed'} when it ran once more: {name}")
+    if whole and (bare := rows_without_tests(report)):
+        print(f"rows that have no test in this tier: {' '.join(bare)}")
+        ends.append(End("rows of the tier", 1, 0))
+    if whole and (over := over_budget(cpu_of_folders(report))):
+        busy = machine.busy()
+        print(f"over the budget by half: {', '.join(over)}", f"({busy}: no failure)" if busy else "")
+        ends.append(End("budget", int(not busy), 0))
+    return int(any(end.code for end in ends))
 
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ def test_a5_views_count_and_private_memory_does_not() -> None:
     assert arena.locate(segment.address - 1, 1) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["here", "thread", "cycle"])
 def test_a5_memory_goes_back_with_the_last_view(way: str) -> None:
     arena = Arena()
@@ -247,6 +248,7 @@ def _in_child(act: Callable[[], None]) -> None:
     assert child.exitcode == 0
 
 
+@pytest.mark.thorough
 @needs_moving
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a5_a_forked_child_takes_nothing_from_its_parent() -> None:
@@ -281,6 +283,7 @@ def test_a5_a_forked_child_takes_nothing_from_its_parent() -> None:
     assert resident(arena) == held(arena) == 0
 
 
+@pytest.mark.thorough
 def test_a5_threads_may_make_and_drop_tensors_at_once() -> None:
     arena = Arena()
     failures: list[BaseException] = []

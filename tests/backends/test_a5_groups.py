@@ -198,6 +198,7 @@ async def check_all(here: World, numel: int, kind: torch.dtype, op: ReduceOp, ar
     assert all(torch.equal(t, value) for t, value in zip(ts, values, strict=True)), "only read"
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(6)
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 16, 32])
 @pytest.mark.parametrize("arena", ["all", "none", "some"])
@@ -432,6 +433,7 @@ async def test_a5_a_group_that_is_given_up_holds_no_memory() -> None:
         assert all(held(near) - before <= lanes for near, before in zip(here.nears, used, strict=True))
 
 
+@pytest.mark.thorough
 async def test_a5_what_others_may_still_write_is_kept_until_they_have_left_too() -> None:
     """Else it would be lent to somebody else, who finds numbers in it that a rank behind wrote."""
     async with world(2) as here:

@@ -85,6 +85,7 @@ def _status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.ranks(2, backend=("openmpi", "shm"))
 @pytest.mark.parametrize("call", CALLS)
@@ -112,6 +113,7 @@ LENT: dict[Call, tuple[int, int]] = {  # by ranks 0 and 1, in elements
 }
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.ranks(2, backend=("openmpi", "shm"))
 @pytest.mark.parametrize("call", CALLS)
 async def test_a5_the_same_of_private_tensors_is_seen_to_be_copied(coll: Communicator, call: Call) -> None:

@@ -15,7 +15,7 @@ from aiodist.backends.shm.neighbours import Neighbour
 from aiodist.handles.progress import transport_lock
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("call", ["tell", "flush", "listen"])
 @pytest.mark.ranks(2, backend=("gloo", "openmpi", "shm"))
 async def test_a5_who_talks_to_a_neighbour_holds_the_lock(

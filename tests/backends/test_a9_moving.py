@@ -193,7 +193,8 @@ def test_a9_the_old_memory_goes_and_the_new_goes_back(arena: Arena) -> None:
     assert resident(old) == pytest.approx(80, abs=2)
     move(arena, ts)
     new = [t.data_ptr() for t in ts.values()]
-    assert resident(old) == pytest.approx(0, abs=2)
+    gone = [address for address in old if all(abs(address - other) >= size for other in new)]  # may be mapped again
+    assert resident(gone) == pytest.approx(0, abs=2)
     assert resident(new) == pytest.approx(80, abs=2)
     assert held(arena) == 80 << 20
     del ts

@@ -114,7 +114,7 @@ async def _movements(coll: Communicator, make: Callable[[float], Tensor]) -> Non
     _alike(new, make(mine))
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.ranks(2, backend=("gloo", "shm", "mpi"))

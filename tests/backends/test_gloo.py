@@ -124,6 +124,7 @@ def drawn(kind: torch.dtype, numel: int, rank: int) -> Tensor:
 # --- collectives --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("numel", [0, 1, 1000, LONG])
 async def test_what_is_supported_equals_the_direct_result(numel: int) -> None:
     supported: set[tuple[str, torch.dtype, ReduceOp]] = set()
@@ -449,6 +450,7 @@ def run_ranks(size: int, body: str, place: Path, expect: Sequence[int] | None = 
     return [out for out, _ in said]
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_killed_fails_what_waits_for_it(tmp_path: Path) -> None:
     said = run_ranks(
         3,

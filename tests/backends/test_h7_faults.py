@@ -204,6 +204,7 @@ async def _callers(coll: Communicator, place: str) -> dict[str, list[str]]:
     return await coll.broadcast_object(found)
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.ranks(2, backend=("gloo", "shm", "mpi"))

@@ -178,6 +178,7 @@ def test_s4_what_is_dead_for_the_others_stays_while_my_loan_uses_it() -> None:
     assert len(pair.mapper.opened) == 1
 
 
+@pytest.mark.thorough
 def test_s4_what_lives_is_described_once_however_much_there_is() -> None:
     """Each description of a storage stays with it for as long as it lives."""
     pair = Pair()

@@ -271,6 +271,7 @@ def test_a1_hierarchy_pays_between_hosts_and_rings_on_few_ranks() -> None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a1_command_prints_writes_and_draws(
     outside: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +336,7 @@ def test_a1_bad_arguments_are_one_clear_error(
 # --- against real runs -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(4, backend="local")
 async def test_a1_predicted_times_are_of_the_order_of_real_runs(coll: aiodist.Communicator) -> None:
     """All ranks in one thread, so that a crowded machine slows down what is fitted and what is measured alike."""

@@ -125,6 +125,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(models.BUILDERS, "tiny1000", partial(models.Tiny, 20))
 
 
+@pytest.mark.thorough
 def test_n3_training_is_measured(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "_WARMUPS", 1)
     monkeypatch.setattr(training, "_LAG_SECONDS", 0.01)
@@ -234,6 +235,7 @@ def test_n14_the_engine_is_measured_beside_the_bare_loop(
     assert others == [[]] * (ranks - 1)
 
 
+@pytest.mark.thorough
 def test_n12_coding_is_measured_and_so_are_steps_that_compress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coding, "_NUMEL", 1000)
     impls = ("int8", "sign", "topk")

@@ -30,6 +30,7 @@ async def measure(plan: Plan) -> list[Record]:
         return await ps.measure(Session(plan, coll, plan.impls, (), coll.barrier))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ranks", "servers"), [(3, 2)])
 def test_p14_bench_ps_measures_every_call(monkeypatch: pytest.MonkeyPatch, ranks: int, servers: int) -> None:
     monkeypatch.setattr(ps, "COUNT", 20)
@@ -59,6 +60,7 @@ def test_p14_bench_ps_measures_every_call(monkeypatch: pytest.MonkeyPatch, ranks
     assert "rule" in [column.header for column in table(found, "ps").columns]
 
 
+@pytest.mark.thorough
 def test_p14_bench_ps_saving_tells_what_a_save_costs_pushes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

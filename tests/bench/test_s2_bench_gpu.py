@@ -85,6 +85,7 @@ def check_values(name: str, result: Measured) -> None:
 # --- the cases ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["await", "parked", "wait_stream", "train", "prefetch"])
 def test_s2_bench_gpu_cases_of_one_rank_run(name: str, device: SimulatedCuda) -> None:
     (result,) = measured(name)

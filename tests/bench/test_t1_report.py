@@ -40,6 +40,7 @@ def test_t1_table_of_targets_says_what_was_reached() -> None:
     ]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("op", ["allreduce", "barrier"])
 def test_t1_plot_is_a_picture(tmp_path: Path, op: str) -> None:
     pytest.importorskip("matplotlib")

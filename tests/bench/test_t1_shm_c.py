@@ -22,6 +22,7 @@ SHORT = (1 << 20) // 4
 LONG = (32 << 20) // 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_t1_shm_c_sums(ranks: int) -> None:
     """Ranks as threads: a call into C leaves the interpreter to the others."""

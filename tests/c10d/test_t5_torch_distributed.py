@@ -55,6 +55,7 @@ def found(nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Found:
     return {(b, r): json.loads((folder / f"{b}-{r}.json").read_text()) for b in ("gloo", "aiodist") for r in (0, 1)}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("way", WAYS)
@@ -95,6 +96,7 @@ def test_t5_the_groups_timeout_bounds_the_meeting() -> None:
     assert raised.value.__cause__.late == {1: "never came"}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("way", "said"),
@@ -137,6 +139,7 @@ def test_t5_a_killed_rank_is_named_within_a_second(nursery: str) -> None:
     assert "the loss was told" in output
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("way", ["aborted", "dropped", "shut down"])
@@ -170,6 +173,7 @@ _ABORTS = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 @pytest.mark.parametrize("when", _ABORTS)
 def test_t5_an_abort_ends_at_any_time(when: str) -> None:
@@ -177,6 +181,7 @@ def test_t5_an_abort_ends_at_any_time(when: str) -> None:
     assert "all ended" in run_alone(PROGRAMS / "abort_at_any_time.py", when)
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("end", "words"), [("abort", "told: Connection closed by peer: "), ("shutdown", "rank 2 has left")]
@@ -219,6 +224,7 @@ def command(starter: str) -> tuple[list[str], dict[str, str]]:
     return [found.mpirun, *options, "-n", "2", sys.executable], variables
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 @pytest.mark.parametrize("starter", ["aiodist none", "aiodist openmpi", "torchrun", "mpirun openmpi", "mpirun mpich"])
 def test_t5_starters(nursery: str, starter: str) -> None:
@@ -235,6 +241,7 @@ def test_t5_starters(nursery: str, starter: str) -> None:
     assert done.stdout.count("started") == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_t5_wrap_in_an_asyncio_program(nursery: str) -> None:
     for code, output in started(PROGRAMS / "wrapped.py", nursery=nursery):
@@ -249,6 +256,7 @@ def test_t5_calls_raise_the_versions_of_what_they_write(nursery: str) -> None:
         assert "versions" in output
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_t5_tensors_that_overlap_give_what_copies_give_or_are_refused(nursery: str) -> None:
     for code, output in started(PROGRAMS / "overlaps.py", nursery=nursery):
@@ -256,6 +264,7 @@ def test_t5_tensors_that_overlap_give_what_copies_give_or_are_refused(nursery: s
         assert "overlaps" in output
 
 
+@pytest.mark.thorough
 def test_t5_import_torch_loads_nothing_of_ours() -> None:
     assert not [point for point in metadata.entry_points(group="torch.backends") if "aiodist" in point.value]
     code = "import sys, torch, torch.distributed; assert not [m for m in sys.modules if m.startswith('aiodist')]"
@@ -277,6 +286,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.thorough
 def test_t5_torch_finds_the_backend_by_itself() -> None:
     done = subprocess.run([sys.executable, "-c", _FOUND], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "AiodistProcessGroup\n"), done.stderr

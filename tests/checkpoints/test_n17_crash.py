@@ -68,6 +68,7 @@ def save_on(disk: CrashingOs, path: Path, ranks: int, value: float) -> None:
                     thread.join(10)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_n17_a_crash_at_any_call_leaves_the_one_before(
     tmp_path: Path, ranks: int, caplog: pytest.LogCaptureFixture
@@ -139,6 +140,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.thorough
 def test_n17_killed_at_any_time_the_one_before_loads(tmp_path: Path) -> None:
     path = tmp_path / "checkpoints"
     save(path, 1, 1.0)

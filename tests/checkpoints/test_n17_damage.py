@@ -82,6 +82,7 @@ def flipped(path: Path, at: int, mask: int) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors", MANIFEST])
 def test_n17_each_flipped_bit_is_found_and_its_place_is_named(folder: Path, name: str) -> None:
     file = folder / name

@@ -116,6 +116,7 @@ async def a_net(coll: Communicator, compress: Any = None) -> DataParallel:
     return await DataParallel.create(nn.Linear(2, 1), coll, compress=compress)
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(("saved", "loaded", "seen"), [each[1:] for each in SAVED], ids=[each[0] for each in SAVED])
 async def test_n17_parts_of_other_kinds_change_nothing(

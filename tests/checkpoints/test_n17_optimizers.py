@@ -39,6 +39,7 @@ SCHEDULES: list[Callable[[Any], Any]] = [
 ]
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 async def test_n17_optimizers_and_schedules_of_torch_go_on(
@@ -115,6 +116,7 @@ PIPELINED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", PIPELINED)
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by", "bucket_bytes"),

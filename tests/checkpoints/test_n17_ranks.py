@@ -54,6 +54,7 @@ class Local:
         return {name: t.clone() for name, t in self.net.module.state_dict().items()}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "options",
@@ -114,6 +115,7 @@ async def test_n17_local_sgd_on_fewer_ranks(coll: Communicator, tmp_path: Path) 
         await again.local.flush()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("codec", [codecs.TopK(0.1), codecs.PowerSGD(2), codecs.Sign()], ids=lambda c: type(c).__name__)
 async def test_n17_residuals_go_on_to_the_bit(coll: Communicator, tmp_path: Path, codec: Any) -> None:

@@ -41,6 +41,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("saved_by", [1, 2, 3, 4])
 def test_n17_training_goes_on_bit_by_bit_on_any_number_of_ranks(training: Any, path: Path, saved_by: int) -> None:
     expected: dict[str, Any] = {}

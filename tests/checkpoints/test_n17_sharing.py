@@ -179,6 +179,7 @@ async def steps(net: DataParallel, opt: torch.optim.Optimizer, count: int) -> li
     return [float(await net.step(lambda: net(x).square().mean(0).sum(), opt)) for _ in range(count)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ranks", "share"), [(4, 2), (3, 3), (2, 2), (1, 1)])
 def test_n17_layers_divided_among_ranks_go_to_another_division(path: Path, ranks: int, share: int) -> None:
     expected: dict[str, Any] = {}
@@ -220,6 +221,7 @@ async def test_n17_divided_layers_are_saved_by_all_ranks_that_share_them(coll: C
         driver.close()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", [ShardedOptimizer, PipelinedOptimizer])
 async def test_n17_other_optimizers_of_divided_layers_are_each_ranks_own(

@@ -92,6 +92,7 @@ def states_of(opt: Any, parts: list[Any] | None = None) -> Any:
     return flat.view(first.shape) if first.dims is None else flat.view(first.shape).permute(first.dims)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("plain_saved", [True, False], ids=["plain to sharded", "sharded to plain"])
 def test_n20_plain_and_sharded_optimizers_load_each_other(tmp_path: Path, name: str, plain_saved: bool) -> None:
@@ -140,6 +141,7 @@ async def sharded(training: Any, coll: Communicator, name: str, seed: int) -> An
     return training(net, ShardedOptimizer(net, lambda groups: made(name, groups)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("saved_by", [2, 4])
 def test_n20_a_sharded_training_goes_on_with_another_number_of_ranks(

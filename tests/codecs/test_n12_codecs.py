@@ -111,6 +111,7 @@ SCALES = [(torch.float32, power) for power in (-38, -30, -25, -19, 19, 25, 30, 3
 SCALES += [(torch.float64, power) for power in (-305, -160, 160, 300)]
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("codec", [PowerSGD(2), SVD(2)], ids=str)
 @pytest.mark.parametrize(("dtype", "power"), SCALES)
 def test_n12_matrices_of_low_rank_are_exact_at_any_scale(codec: PowerSGD | SVD, dtype: torch.dtype, power: int) -> None:
@@ -327,6 +328,7 @@ def test_n12_nothing_is_lost_between_ranks(codec: GradientCodec, ranks: int, dty
     assert float(difference) <= 1e-6 * largest
 
 
+@pytest.mark.drawn(9)
 @every
 def test_n12_without_feedback_the_gradients_may_lie_where_the_sum_goes(codec: GradientCodec) -> None:
     grads = [normal(600, seed=rank) for rank in range(3)]

@@ -208,6 +208,7 @@ def test_p10_topk_against_sorting(numel: int, ratio: float, seed: int) -> None:
 # QSGD
 
 
+@pytest.mark.thorough
 def test_p10_qsgd_is_unbiased() -> None:
     t = torch.cat([normal(64), torch.tensor([0.0, -0.0, 1e-3, 5.0, -5.0])])
     for codec in (QSGD(bits=2), QSGD(bits=4), QSGD(bits=8), QSGD(bits=4, bucket=5)):

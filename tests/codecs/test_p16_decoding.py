@@ -137,6 +137,7 @@ def decode_or_refuse(codec: Codec, code: Tensor, dtype: torch.dtype, numel: int)
     assert (decoded.dtype, decoded.shape) == (dtype, (numel,))
 
 
+@pytest.mark.drawn(1)
 @every
 @settings(deadline=None, max_examples=100)
 @given(data=st.data())
@@ -208,6 +209,7 @@ def test_p10_objects_come_back(codec: ObjectCodec, obj: object) -> None:
     assert raw(code) == before
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=30)
 @given(
     st.recursive(

@@ -69,6 +69,7 @@ async def test_a4_broadcast_and_reduce_from_and_to_every_root(coll: Communicator
         assert torch.equal(t, parts[root]), (form.name, root)
 
 
+@pytest.mark.drawn(3)
 @every
 @pytest.mark.parametrize("kind", ["allreduce", "broadcast", "reduce"])
 async def test_a4_lists_of_small_and_large_tensors(coll: Communicator, kind: str) -> None:

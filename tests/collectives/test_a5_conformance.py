@@ -17,6 +17,7 @@ def test_a5_there_is_something_to_force() -> None:
     assert {"allreduce", "reduce", "scan", "reduce_scatter", "broadcast", "allgather"} <= set(OPERATIONS)
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("operation", OPERATIONS)

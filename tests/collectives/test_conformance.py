@@ -16,7 +16,7 @@ async def run(coll: Communicator, operation: str, seed: int) -> None:
         await check(coll, case)
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2, 3, 4, backend="local")
 @pytest.mark.ranks(5, 8, 16, 37, backend="local")
 @pytest.mark.ranks(1, 2, 3, 4, backend=("mpi", "mpich", "gloo"))
@@ -26,7 +26,7 @@ async def test_c2_reductions_conform(coll: Communicator, operation: str) -> None
     await run(coll, operation, seed=1)
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3, 4, backend="local")
 @pytest.mark.ranks(5, 8, 16, 37, backend="local")
 @pytest.mark.ranks(1, 2, 3, 4, backend=("mpi", "mpich", "gloo"))
@@ -36,6 +36,7 @@ async def test_c1_moves_conform(coll: Communicator, operation: str) -> None:
     await run(coll, operation, seed=2)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, backend="shm")
 @pytest.mark.parametrize("place", ["private", "arena"])
 async def test_c1_messages_of_hundreds_of_mebibytes_arrive(coll: Communicator, place: str) -> None:

@@ -252,6 +252,7 @@ async def test_c6_objects_by_every_road(coll: Communicator) -> None:
     await sent
 
 
+@pytest.mark.drawn(5)
 @every
 @processes
 async def test_c6_sizes_jump_between_calls_and_ranks(coll: Communicator) -> None:
@@ -370,7 +371,7 @@ async def test_c7_allgather_across_is_one_flat_list(coll: Communicator) -> None:
 # --- C11: many in flight -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @every
 @processes
 async def test_c11_a_thousand_handles_on_several_communicators(coll: Communicator) -> None:

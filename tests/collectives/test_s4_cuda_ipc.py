@@ -117,6 +117,7 @@ def reduced(parts: Sequence[Tensor], op: ReduceOp) -> Tensor:
     return total.to(kind)
 
 
+@pytest.mark.drawn(1)
 @one_loop
 @pytest.mark.parametrize("size", [2, 3])
 async def test_s4_allreduce_of_all_dtypes_with_all_operators(ranks_of: type[Ranks], size: int) -> None:

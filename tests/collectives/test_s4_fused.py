@@ -131,7 +131,7 @@ CASES = [
 ]
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(1)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("op", "kind"), CASES, ids=str)
 def test_s4_the_kernel_does_what_torch_does(op: ReduceOp, kind: torch.dtype) -> None:
@@ -156,6 +156,7 @@ def test_s4_the_kernel_does_what_torch_does(op: ReduceOp, kind: torch.dtype) -> 
             assert not behind.any(), "it has written behind the end"
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 def test_s4_the_kernel_rounds_once(kind: torch.dtype) -> None:

@@ -443,6 +443,7 @@ async def test_s5_schedules_run_on_staged_messages(simulated_cuda: SimulatedCuda
 # --- collectives -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(1)
 @one_loop
 @pytest.mark.parametrize("size", [2, 3])
 async def test_s5_allreduce_of_every_kind_op_and_size(simulated_cuda: SimulatedCuda, size: int) -> None:
@@ -502,6 +503,7 @@ async def test_s5_broadcast_reduce_and_scan(simulated_cuda: SimulatedCuda, size:
         assert torch.equal(t.cpu(), expected(ts[: rank + 1], ReduceOp.SUM))
 
 
+@pytest.mark.drawn(1)
 @one_loop
 @pytest.mark.parametrize("counts", [(5, 5, 5), (LONG, 1, 0), (0, 0, 7), (LONG, LONG - 1, 2 * LONG), (0, 0, 0)])
 async def test_s5_allgather_and_reduce_scatter_of_any_counts(

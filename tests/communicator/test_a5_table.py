@@ -19,6 +19,7 @@ from tests.support.environ import python_path
 HERE = Path(__file__).parent
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 3)
 @pytest.mark.ranks(3, backend=("shm", "openmpi"))
 async def test_a5_what_one_rank_writes_all_read(coll: Communicator) -> None:
@@ -86,6 +87,7 @@ async def test_a5_a_table_is_in_memory_once_and_goes_with_its_last_tensor(coll: 
     assert held() == (before, {})
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2)
 @pytest.mark.ranks(2, backend=("shm", "openmpi"))
 async def test_a5_tables_that_are_dropped_leave_nothing(coll: Communicator) -> None:
@@ -181,6 +183,7 @@ aiodist.run(main)
 """
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("how", ["end", "kill"])
 def test_a5_no_file_is_left(tmp_path: Path, how: str) -> None:
     program = tmp_path / "program.py"

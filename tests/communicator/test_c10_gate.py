@@ -59,6 +59,7 @@ async def test_h1_it_goes_through_while_user_code_computes(coll: Communicator, n
         await coll.barrier()
 
 
+@pytest.mark.drawn(2)
 @on_processes
 async def test_c10_a_gate_at_which_nothing_waits_is_not_polled(coll: Communicator, until: Any) -> None:
     """Nor is what it compares in, whichever thread let the last one through."""
@@ -72,6 +73,7 @@ async def test_c10_a_gate_at_which_nothing_waits_is_not_polled(coll: Communicato
     await until(lambda: not len(lanes))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3)
 async def test_c10_what_is_kept_of_old_operations_is_bounded(coll: Communicator) -> None:
     for _ in range(1100):
@@ -80,6 +82,7 @@ async def test_c10_what_is_kept_of_old_operations_is_bounded(coll: Communicator)
     assert not coll._dispatcher._failing
 
 
+@pytest.mark.drawn(2)
 @on_processes
 async def test_c10_several_communicators_wait_for_themselves_alone(coll: Communicator) -> None:
     one, two = await coll.dup(), await coll.dup()

@@ -97,6 +97,7 @@ async def test_c10_every_rank_is_told_and_all_goes_on(coll: Communicator, what: 
         assert [t.item() for t in await coll.allgather(torch.tensor(coll.rank))] == list(range(coll.size))
 
 
+@pytest.mark.drawn(2)
 @processes
 async def test_c10_every_rank_is_told_over_processes(coll: Communicator) -> None:
     for what in DISAGREEMENTS:

@@ -17,6 +17,7 @@ from aiodist.collectives.implementations import NativeCollectives
 from aiodist.collectives.program import Program
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2, 3, backend="mpi")
 async def test_c10_operations_of_several_steps_keep_their_order(coll: Communicator) -> None:
     """A rank that pauses between two calls makes its second native call before the first operation's second step."""
@@ -41,6 +42,7 @@ async def test_c10_operations_of_several_steps_keep_their_order(coll: Communicat
         assert results[5] == sum(range(coll.size))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3, backend=("openmpi", "mpich"))
 async def test_c10_a_library_is_called_in_order_though_a_list_waits_for_more(
     coll: Communicator, monkeypatch: pytest.MonkeyPatch

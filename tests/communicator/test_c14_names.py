@@ -149,18 +149,21 @@ async def by_tasks(coll: Communicator, tasks: int, each: int) -> None:
     await together(*map(task, numbers))
 
 
+@pytest.mark.thorough
 @some
 async def test_c14_hundreds_meet_by_name_in_any_order(coll: Communicator) -> None:
     await in_any_order(coll, 200, 2)
     await by_tasks(coll, 20, 10)
 
 
+@pytest.mark.drawn(1)
 @processes
 async def test_c14_hundreds_meet_by_name_over_processes(coll: Communicator) -> None:
     await in_any_order(coll, 100, 2)
     await by_tasks(coll, 8, 6)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(4, 5)
 @pytest.mark.usefixtures("two_hosts")
 async def test_c14_they_meet_across_hosts(coll: Communicator) -> None:
@@ -187,6 +190,7 @@ async def after_another_ended(coll: Communicator, numel: int) -> None:
         assert (await handle)[0] == coll.size
 
 
+@pytest.mark.drawn(5)
 @some
 @processes
 @pytest.mark.parametrize("numel", [4, 10_000, 2_000_000])
@@ -194,6 +198,7 @@ async def test_c14_none_waits_behind_another(coll: Communicator, numel: int) -> 
     await together(after_another_ended(coll, numel))
 
 
+@pytest.mark.drawn(3)
 @some
 @processes
 async def test_c14_a_name_is_used_again_and_again(coll: Communicator) -> None:
@@ -432,6 +437,7 @@ async def test_c14_a_failure_on_one_rank_is_told(coll: Communicator) -> None:
         assert await coll.allreduce(1, name="shapes") == coll.size
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.ranks(2, 3, backend=("openmpi", "gloo"))
 async def test_c14_what_fails_on_one_rank_alone(coll: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,6 +453,7 @@ async def test_c14_what_fails_on_one_rank_alone(coll: Communicator, monkeypatch:
         assert (await coll.allreduce(torch.full((50_000,), float(i)), name="room"))[0] == coll.size * i
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3, backend=("openmpi", "gloo"))
 async def test_c14_what_a_failure_leaves_on_the_wire_meets_no_later_use(
     coll: Communicator, monkeypatch: pytest.MonkeyPatch
@@ -557,6 +564,7 @@ async def test_c14_abort_ends_what_is_in_flight(coll: Communicator) -> None:
     assert (await coll.allreduce(t, name="0"))[0] == coll.size  # its memory is free, and the name is the other's
 
 
+@pytest.mark.drawn(3)
 @some
 @processes
 async def test_c14_close_waits_for_what_is_in_flight(coll: Communicator) -> None:
@@ -617,6 +625,7 @@ async def test_c14_a_dup_does_not_wait_for_them(coll: Communicator) -> None:
     await other.aclose()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(2, 3, backend=("openmpi", "mpich", "gloo", "shm"))
 @pytest.mark.parametrize("busy", [0, 1])
 @pytest.mark.parametrize("numel", [5, 100_000])

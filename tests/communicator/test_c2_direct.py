@@ -99,6 +99,7 @@ async def test_c10_one_rank_goes_the_general_way(coll: Communicator, numel: int)
     await every_kind(coll, numel, lambda t: t.as_subclass(Own) if coll.rank == 1 else t)
 
 
+@pytest.mark.drawn(3)
 @processes
 @pytest.mark.parametrize("numel", SIZES)
 async def test_c10_gathered_tensors_of_different_shapes_among_others(coll: Communicator, numel: int) -> None:
@@ -176,6 +177,7 @@ async def test_h2_time_runs_out_in_the_general_way_too(coll: Communicator) -> No
     await coll.barrier()
 
 
+@pytest.mark.drawn(3)
 @processes
 @pytest.mark.parametrize("late", [False, True])
 async def test_c10_an_error_of_one_rank_in_the_general_way(coll: Communicator, late: bool) -> None:
@@ -191,6 +193,7 @@ async def test_c10_an_error_of_one_rank_in_the_general_way(coll: Communicator, l
     assert len(in_flight) <= of_others
 
 
+@pytest.mark.drawn(3)
 @processes
 async def test_h1_the_general_way_goes_on_while_the_loop_stands_still(coll: Communicator) -> None:
     """A thread waits on each rank, whose loop computes."""

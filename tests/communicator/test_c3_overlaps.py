@@ -135,6 +135,7 @@ async def _tried(coll: Communicator, number: int, layout: Example) -> bool:
     return True
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(3)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.ranks(2, backend=("openmpi", "shm"))

@@ -224,6 +224,7 @@ def test_c3_every_public_call_with_tensors_is_among_them() -> None:
     assert {"allreduce", "recv", "send", "sendrecv", "scatter", "gather", "alltoall", "exscan"} <= taking
 
 
+@pytest.mark.thorough
 @settings(max_examples=150, deadline=None)
 @given(
     kind=st.sampled_from(sorted(CALLS)),
@@ -246,6 +247,7 @@ def test_c3_any_call_raises_the_versions_of_what_it_writes(
     run_ranks(ranks, main, seed)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, backend=("openmpi", "mpich", "gloo", "shm"))
 @pytest.mark.parametrize("memory", sorted(MEMORIES))
 async def test_c3_calls_between_processes_raise_the_versions_of_what_they_write(
@@ -338,6 +340,7 @@ def ps_calls(ps: ParameterServer, words: Any, kept: Tensor) -> Iterator[Call]:
     yield Call(lambda x: words.push(ids, x[0]), [], [torch.ones(3, 4)])
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(2, backend=("local", "openmpi", "shm"))
 async def test_c3_calls_of_the_parameter_server_raise_the_versions_of_what_they_write(coll: Communicator) -> None:
     kept = torch.ones(8, requires_grad=True)

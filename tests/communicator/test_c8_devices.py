@@ -64,6 +64,7 @@ async def every_operation(coll: Communicator, places: list[str], impl: Impl) -> 
         assert [str(t.device) for t in flat] == [str(t.device) for t in ts] * coll.size
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("impl", ["auto", "staged", "ring"])
 async def test_c8_over_ranks_and_devices(coll: Communicator, simulated_cuda: SimulatedCuda, impl: Impl) -> None:

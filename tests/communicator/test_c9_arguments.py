@@ -177,6 +177,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.drawn(63)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("expected", "match", "call"), MISTAKES)
 async def test_c9_a_mistake_is_an_error_at_the_call(
@@ -217,6 +218,7 @@ async def test_c1_what_comes_to_an_input_that_grows(coll: Communicator) -> None:
     assert [t.numel() for t in await coll.alltoall(ts, out=ts)] == ([4, 0] if coll.rank else [2, 0])
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(6)
 @pytest.mark.ranks(1, 2, 3, 5)
 @pytest.mark.ranks(2, 3, backend=("shm", "gloo", "mpi"))
@@ -237,6 +239,7 @@ async def test_c1_reduce_scatter_into_its_input(coll: Communicator, numel: int) 
                 assert not found.numel() or found.data_ptr() == out.data_ptr()
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"))
 async def test_c9_mistakes_over_a_library(coll: Communicator) -> None:
     for parameters in MISTAKES:

@@ -113,6 +113,7 @@ async def test_g1_traffic_of_a_duplicate_never_meets_the_parents(coll: Communica
     assert (await handles[other]).item() == 20.0 * n
 
 
+@pytest.mark.drawn(4)
 @some
 @processes
 async def test_g1_it_is_ordered_behind_a_hundred_in_flight(coll: Communicator) -> None:
@@ -152,6 +153,7 @@ async def test_g1_ranks_must_agree_on_the_group(coll: Communicator) -> None:
     assert await coll.allreduce(1) == 3
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.ranks(2)
 @processes
 async def test_g1_groups_made_from_two_tasks_at_once(coll: Communicator) -> None:
@@ -299,6 +301,7 @@ async def test_h1_every_communicating_method_returns_a_handle(coll: Communicator
         assert handle.done()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.ranks(2, backend=("openmpi", "mpich", "gloo", "shm"))
 async def test_g1_no_message_holds_up_a_new_communicator(coll: Communicator) -> None:
@@ -446,6 +449,7 @@ def test_g5_the_driver_is_asked_where_torch_uses_no_device(monkeypatch: pytest.M
     assert peers.peers_here() == [[], [], []]
 
 
+@pytest.mark.drawn(21)
 @pytest.mark.parametrize("what", [name for name in CALLS if not name.startswith("recv")])
 def test_h7_a_dropped_handle_is_told_once_it_is_over(what: str) -> None:
     """Within 0.2 s, which no barrier covers."""

@@ -84,7 +84,7 @@ def test_g2_readable_text_of_all_levels() -> None:
 # --- with communicators --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(3)
 @pytest.mark.ranks(*range(1, 38))
 async def test_g2_groups_of_a_level_communicate(coll: Communicator) -> None:
     n, rank = coll.size, coll.rank

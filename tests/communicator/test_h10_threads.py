@@ -73,6 +73,7 @@ def while_the_loop_stands_still(call: Callable[[], Any], ours: Communicator) -> 
     return Helper(work).outcome()
 
 
+@pytest.mark.drawn(4)
 @everywhere
 @pytest.mark.parametrize("numel", [0, 1, 10_000, 300_000, 3_000_000])
 async def test_h10_threads_reduce_while_the_loop_stands_still(coll: Communicator, numel: int) -> None:
@@ -87,6 +88,7 @@ async def test_h10_threads_reduce_while_the_loop_stands_still(coll: Communicator
         assert t.eq(sum(range(coll.size)) + i * coll.size).all()
 
 
+@pytest.mark.drawn(2)
 @everywhere
 async def test_h10_threads_reduce_every_dtype(coll: Communicator) -> None:
     ours = await coll.dup(thread=True)
@@ -143,6 +145,7 @@ async def test_h10_threads_call_every_collective_while_the_loop_stands_still(col
     assert seen["alltoall_single"].tolist() == [float(r) for r in range(size) for _ in range(2)]
 
 
+@pytest.mark.drawn(2)
 @everywhere
 @pytest.mark.parametrize("numel", [3, 300_000])
 async def test_h10_threads_send_and_receive_while_the_loop_stands_still(coll: Communicator, numel: int) -> None:
@@ -200,6 +203,7 @@ async def test_h10_threads_reduce_among_hosts(coll: Communicator, numel: int) ->
 # --- waiting -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(2)
 @everywhere
 @pytest.mark.parametrize("call", [lambda c: c.allreduce(torch.ones(3)), lambda c: c.allgather_object("x")])
 async def test_h10_what_a_thread_issued_is_awaited_by_loop_and_threads(
@@ -227,6 +231,7 @@ async def test_h10_loop_and_threads_take_turns(coll: Communicator) -> None:
     assert ours.seq == 40
 
 
+@pytest.mark.drawn(1)
 @everywhere
 async def test_h10_a_wait_in_a_thread_names_who_is_late(coll: Communicator) -> None:
     """What a thread issued is watched, though the loop was idle."""
@@ -243,6 +248,7 @@ async def test_h10_a_wait_in_a_thread_names_who_is_late(coll: Communicator) -> N
     await ours.barrier()
 
 
+@pytest.mark.drawn(1)
 @everywhere
 async def test_h10_what_a_thread_issued_goes_on_though_nobody_waits(coll: Communicator) -> None:
     """While the loop stands still, and with more in flight than a lane has room for."""
@@ -308,6 +314,7 @@ async def test_h10_two_threads_at_once_are_told_and_the_first_is_not_hurt(coll: 
     assert await ours.allreduce(1) == coll.size  # the calls that were refused took no number
 
 
+@pytest.mark.drawn(2)
 @everywhere
 async def test_h10_an_ordinary_communicator_says_what_to_do(coll: Communicator) -> None:
     await coll.allreduce(torch.ones(1))
@@ -424,6 +431,7 @@ async def test_h10_closing_waits_for_threads_and_then_refuses_them(coll: Communi
             await Helper(call).over()
 
 
+@pytest.mark.drawn(1)
 @everywhere
 @pytest.mark.parametrize("orderly", [False, True])
 async def test_h10_threads_that_issue_while_it_ends_never_hang(coll: Communicator, orderly: bool, until: Any) -> None:
@@ -564,6 +572,7 @@ async def _hammer(coll: Communicator, count: int) -> None:
     await ours.aclose()
 
 
+@pytest.mark.thorough
 @everywhere
 @pytest.mark.timeout(120)
 async def test_h10_four_threads_and_the_loop_take_turns_a_thousand_times(coll: Communicator) -> None:

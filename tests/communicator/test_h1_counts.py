@@ -43,6 +43,7 @@ class Calls:
         self.count += event == "call"
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2, backend=("mpi", "gloo", "shm"))
 async def test_h1_an_await_calls_few_functions(coll: Communicator) -> None:
     """The fewest of many: at times the other rank is late, and is looked for."""
@@ -62,6 +63,7 @@ async def test_h1_an_await_calls_few_functions(coll: Communicator) -> None:
     assert min(again) <= 3
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2, backend=("mpi", "gloo", "shm"))
 async def test_h1_awaits_leave_nothing_behind(coll: Communicator) -> None:
     t = torch.ones(1)

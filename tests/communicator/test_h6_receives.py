@@ -121,7 +121,7 @@ def send(coll: Communicator, kind: str, number: int, size: int) -> Handle[None]:
 
 
 @everywhere
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("give_up", [*WAYS, _waited_by_thread])
 @pytest.mark.parametrize("kind", ["recv", "into", "object"])
 async def test_h6_waits_that_time_out_lose_no_message(
@@ -245,6 +245,7 @@ async def test_h6_its_own_deadline_gives_a_receive_up_too(coll: Communicator) ->
     del held
 
 
+@pytest.mark.drawn(3)
 @everywhere
 async def test_h7_a_receive_that_is_dropped_is_told_and_takes_no_message(coll: Communicator) -> None:
     if coll.rank == 1:
@@ -474,6 +475,7 @@ PLANS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(plan=PLANS, seed=st.integers(0, 3))
 def test_h6_each_message_is_received_once_and_in_order_or_told(plan: dict[str, Any], seed: int) -> None:

@@ -79,6 +79,7 @@ async def test_h7_giving_up_while_the_loop_polls() -> None:
         await given_up()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(2, 3, backend=("local", "openmpi", "gloo", "shm"))
 async def test_h7_a_close_that_one_rank_gives_up_is_told_to_the_others(coll: Communicator) -> None:
     sub = await coll.dup()

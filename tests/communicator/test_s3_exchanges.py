@@ -87,6 +87,7 @@ async def test_s3_exchanges_of_uneven_sizes(coll: Communicator, fake: FakeNccl, 
     assert bool(exchanged(fake)) == (impl == "nccl" or (impl == "auto" and coll.size > 1))
 
 
+@pytest.mark.drawn(7)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 async def test_s3_exchanges_of_every_kind(coll: Communicator, fake: FakeNccl, kind: torch.dtype) -> None:
@@ -104,6 +105,7 @@ async def test_s3_availability_says_that_nccl_exchanges(coll: Communicator, fake
     assert there.of("exscan", "nccl", "cuda").reason == "it has one form"
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("seed", range(3))
 async def test_s3_exchanges_keep_the_order_of_issue_with_all_else(

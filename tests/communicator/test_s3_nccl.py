@@ -78,6 +78,7 @@ async def test_s3_what_it_lacks_goes_another_way(coll: Communicator, fake: FakeN
     assert (await coll.scan(torch.ones(3).to(coll.device), impl="nccl")).tolist() == [coll.rank + 1.0] * 3
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("seed", range(3))
 async def test_s3_many_at_once_in_the_order_of_issue(coll: Communicator, fake: FakeNccl, seed: int) -> None:

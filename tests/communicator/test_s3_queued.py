@@ -83,6 +83,7 @@ async def test_s3_queued_against_float64(coll: Communicator, queues: list[Device
     assert queues == []
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("seed", range(3))
 async def test_s3_queued_among_others_keep_their_order(coll: Communicator, queues: list[DeviceWork], seed: int) -> None:
@@ -132,6 +133,7 @@ async def test_s3_queued_comes_behind_what_the_caller_had_queued(coll: Communica
     assert queues == []
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2)
 async def test_s3_queued_tensors_live_until_the_device_is_done(coll: Communicator, queues: list[DeviceWork]) -> None:

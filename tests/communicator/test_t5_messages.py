@@ -60,6 +60,7 @@ async def test_t5_messages_of_one_source_or_tag_leave_the_others_alone(coll: Com
         await send
 
 
+@pytest.mark.drawn(3)
 @everywhere
 @pytest.mark.parametrize("seed", range(3))
 async def test_t5_a_loop_that_is_cancelled_again_and_again_loses_no_message(coll: Communicator, seed: int) -> None:

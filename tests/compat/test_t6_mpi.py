@@ -31,6 +31,7 @@ def run(ranks: int, *command: object, mpi: str = "none", seconds: float = 120) -
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_t6_the_tutorial_prints_what_it_prints_with_mpi4py(nursery: str, ranks: int) -> None:
     try:
@@ -44,6 +45,7 @@ def test_t6_the_tutorial_prints_what_it_prints_with_mpi4py(nursery: str, ranks: 
     assert ours.stdout == theirs.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
@@ -64,6 +66,7 @@ def test_t6_over_processes(nursery: str, name: str, ranks: int) -> None:
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {name}" for rank in range(ranks)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_t6_buffers_that_overlap_give_what_copies_give_or_are_refused(nursery: str, ranks: int) -> None:
     done = run(ranks, *stub(nursery, PROGRAMS / "overlaps.py"))
@@ -74,6 +77,7 @@ def test_t6_buffers_that_overlap_give_what_copies_give_or_are_refused(nursery: s
 AGREEING = ["disagreements", "lengths", "messages", "orders", "nulls", "nulls_of_calls", "arguments", "windows"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mpi", ["none", "openmpi"])
 @pytest.mark.parametrize("name", AGREEING)
 def test_t6_what_ranks_agree_on(nursery: str, name: str, mpi: str) -> None:
@@ -84,6 +88,7 @@ def test_t6_what_ranks_agree_on(nursery: str, name: str, mpi: str) -> None:
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {name}" for rank in range(ranks)]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["reductions", "tensors", "synchronous", "mistakes"])
 def test_t6_alone(nursery: str, name: str) -> None:
     command = [sys.executable, *stub(nursery, PROGRAMS / "compat.py", name)]
@@ -92,6 +97,7 @@ def test_t6_alone(nursery: str, name: str) -> None:
     assert (done.returncode, done.stderr, done.stdout) == (0, "", f"{name}\n"), done
 
 
+@pytest.mark.thorough
 def test_t6_the_others_hear_of_what_ends_one_rank(nursery: str) -> None:
     done = run(2, *stub(nursery, PROGRAMS / "compat.py", "raised"), seconds=30)
     assert done.returncode == 1
@@ -99,6 +105,7 @@ def test_t6_the_others_hear_of_what_ends_one_rank(nursery: str) -> None:
     assert "rank 1 failed: ValueError: rank 1 has had enough" in done.stderr
 
 
+@pytest.mark.thorough
 def test_t6_a_mismatch_is_told_once_by_each_rank(nursery: str) -> None:
     done = run(3, *stub(nursery, PROGRAMS / "compat.py", "mismatched"), seconds=60)
     assert done.returncode == 1

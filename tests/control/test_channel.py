@@ -197,6 +197,7 @@ async def test_a_subscriber_that_raises_is_reported_and_goes_on(channels: Channe
     assert isinstance((await reports.take())[0][0], SystemExit)
 
 
+@pytest.mark.thorough
 @limited
 async def test_mistakes_are_raised_by_the_call(channels: Channels) -> None:
     with pytest.raises(ValueError, match="rank 3 of 3: expected 0 <= rank < 3"):

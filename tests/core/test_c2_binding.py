@@ -28,6 +28,7 @@ def _open(path: Path, past_cache: bool) -> int:
     return fd
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("past_cache", [False, True])
 def test_c2_what_is_written_has_the_checksum_of_zlib(tmp_path: Path, past_cache: bool) -> None:
     random, path = Random(1), tmp_path / "file"

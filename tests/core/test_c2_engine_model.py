@@ -39,6 +39,7 @@ def run(program: Path, scenario: int, preemptions: int) -> subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True, timeout=500)
 
 
+@pytest.mark.thorough
 def test_c2_engine_loses_no_wake_up_in_any_order(kernels: Kernels, tmp_path: Path) -> None:
     program = checker(kernels, tmp_path)
     for scenario in SCENARIOS:

@@ -62,6 +62,7 @@ async def firsts(items: Prefetched[Tensor]) -> list[float]:
     return found
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -70,7 +71,7 @@ async def firsts(items: Prefetched[Tensor]) -> list[float]:
         {"depth": 7},
         {"transform": times_ten, "workers": 3, "depth": 5},
     ],
-    ids=str,
+    ids=["defaults", "depth 1", "depth 7", "workers"],
 )
 @pytest.mark.parametrize("source", [tensors, async_tensors])
 async def test_n15_every_item_is_on_the_device_in_order(
@@ -91,6 +92,7 @@ async def test_n15_processes_make_what_goes_to_the_device(simulated_cuda: Simula
         assert items.statistics().copying_seconds > 0
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("pinned", [False, True])
 async def test_n15_large_items_of_any_layout(pinned: bool, simulated_cuda: SimulatedCuda) -> None:
     simulated_cuda.delay = 1e-3
@@ -419,6 +421,7 @@ async def test_n15_what_cannot_move_ends_the_stream(simulated_cuda: SimulatedCud
 # --- beside others ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_n15_every_rank_prefetches_and_reduces(simulated_cuda: SimulatedCuda) -> None:
     async def main() -> list[float]:
         async with aiodist.init() as coll:

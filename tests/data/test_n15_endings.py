@@ -423,7 +423,7 @@ def until_gone(before: set[threading.Thread]) -> None:
             assert not thread.is_alive(), thread
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("run", [by_asyncio, by_aiodist, by_runner])
 @pytest.mark.parametrize("how", ["whole", "early", "error", "processes"])
 def test_n15_no_thread_and_no_process_is_left_once_the_loop_is_closed(run: Callable[[Main], None], how: str) -> None:

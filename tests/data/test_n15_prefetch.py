@@ -96,7 +96,7 @@ async def taken(batches: Prefetched[Any]) -> list[Any]:
         {"transform": double},
         {"transform": double, "depth": 5, "workers": 3},
     ],
-    ids=str,
+    ids=["defaults", "depth 1", "depth 20", "transform", "workers"],
 )
 @pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_n15_every_item_in_order(source: Callable[[], Any], options: dict[str, Any]) -> None:
@@ -129,6 +129,7 @@ async def test_n15_a_data_loader_pass_after_pass() -> None:
         assert seen == list(range(10))
 
 
+@pytest.mark.thorough
 @pytest.mark.asyncio(loop_factories=["asyncio"])  # a process takes seconds to start
 async def test_n15_processes() -> None:
     async with asyncio.timeout(50):

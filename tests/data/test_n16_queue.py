@@ -147,6 +147,7 @@ async def test_n16_others_get_what_a_rank_that_leaves_has_not_taken(
     assert await together(coll, mine) == list(range(203))
 
 
+@pytest.mark.thorough
 @settings(max_examples=25)
 @given(st.integers(0, 2**32), st.integers(2, 4), st.data())
 def test_n16_ranks_that_leave_at_any_time_lose_nothing(seed: int, size: int, data: st.DataObject) -> None:

@@ -60,6 +60,7 @@ def markdown() -> ModuleType:
     return module
 
 
+@pytest.mark.drawn(5)
 @EVERY_FILE
 def test_python_blocks_run(file: Path, ran: subprocess.CompletedProcess[str]) -> None:
     assert f"ok {file}" in ran.stdout.splitlines(), ran.stderr
@@ -75,6 +76,7 @@ def test_blocks_that_other_tests_run_can_be_parsed(file: Path, markdown: ModuleT
         compile("\n" * (line - 1) + block, str(file), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
+@pytest.mark.drawn(28)
 @EVERY_FILE
 def test_commands_exist(file: Path, markdown: ModuleType) -> None:
     for line, command in commands(file.read_text(), markdown):

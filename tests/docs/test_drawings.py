@@ -32,6 +32,7 @@ def package(drawings: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return tmp_path / "aiodist"
 
 
+@pytest.mark.thorough
 def test_drawings_are_those_of_the_code(drawings: ModuleType) -> None:
     for page in drawings.pages():
         assert drawings.rewritten(page.read_text()) == page.read_text(), f"{page}: make drawings"

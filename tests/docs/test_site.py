@@ -99,6 +99,7 @@ async def browser(folder: Path) -> AsyncIterator[Tab]:
         process.wait()
 
 
+@pytest.mark.thorough
 def test_t4_every_public_module_and_example_has_a_page(site: Path) -> None:
     examples = {path.stem for path in (ROOT / "examples").glob("*.py")}
     assert examples <= {path.stem for path in (site / "examples").glob("*.html")}

@@ -8,6 +8,7 @@ import importlib
 import re
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -89,16 +90,20 @@ def samples() -> Iterator[tuple[str, str, str]]:
                         yield module if top == "aiodist" else f"aiodist.{module}", node.name, text
 
 
-SAMPLES = {name: (module, text) for module, name, text in samples()}
+@cache
+def known() -> dict[str, tuple[str, str]]:
+    """Return the module and the text of each sample."""
+    return {name: (module, text) for module, name, text in samples()}
 
 
 def test_t4_each_sample_is_known() -> None:
-    assert SAMPLES.keys() == BEFORE.keys() | WITHOUT
+    assert known().keys() == BEFORE.keys() | WITHOUT
 
 
+@pytest.mark.drawn(16)
 @pytest.mark.parametrize("name", BEFORE)
 def test_t4_a_sample_in_a_docstring_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, text = SAMPLES[name]
+    module, text = known()[name]
 
     async def main() -> None:
         async with aiodist.init() as coll, AsyncExitStack() as stack:

@@ -57,6 +57,7 @@ def test_t4_the_page_has_its_pairs() -> None:
     assert [pair.name for pair in PAIRS] == names
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
 def test_t4_the_program_here_prints_what_the_page_says(nursery: str, pair: Pair, tmp_path: Path) -> None:
     assert _printed(MPI, pair.here, tmp_path, *stub(nursery, "program.py")) == pair.printed

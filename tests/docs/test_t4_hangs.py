@@ -153,6 +153,7 @@ def test_t4_a_wait_is_told_as_the_page_shows(
     assert [text for text in shown if " ".join(timeless(text).split()) not in " ".join(output.split())] == [], output
 
 
+@pytest.mark.thorough
 def test_t4_inspect_shows_the_table_of_the_page(nursery: str, tmp_path: Path) -> None:
     with started(nursery, tmp_path, "prog.py", LOST, 3) as job:
         try:

@@ -97,6 +97,7 @@ def test_t4_one_rank_says_what_the_page_quotes(nursery: str, tmp_path: Path) -> 
     assert [text for text in quoted() if not text.startswith(tuple(TWO)) and not is_said(text, output)] == [], output
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("start", TWO)
 def test_t4_two_ranks_say_what_the_page_quotes(nursery: str, start: str, tmp_path: Path) -> None:
     [text] = [text for text in quoted() if text.startswith(start)]

@@ -33,7 +33,7 @@ def names() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.drawn(7)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("turns", [150, 600])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_w3_a_program_of_the_page_goes_on(names: dict[str, Any], program: str, turns: int, tmp_path: Path) -> None:

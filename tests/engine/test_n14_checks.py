@@ -27,6 +27,7 @@ async def made(coll: Communicator, job: type["Job"], *, module: nn.Module | None
 # --- debug ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.ranks(2, backend=("mpi", "gloo"))
 async def test_n14_debug_finds_nothing_where_nothing_is_wrong(coll: Communicator, job: type["Job"]) -> None:

@@ -54,6 +54,7 @@ async def check_failed(coll: Communicator, guilty: int, train: Any) -> None:
 # --- failures -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("at", [1, 3])
 @pytest.mark.parametrize("event", EVENTS)
@@ -87,6 +88,7 @@ async def test_n14_a_coroutine_that_raises_with_a_pipelined_optimizer(
     await check_failed(coll, 0, engine.train(job.pairs(coll.rank, 3), epochs=1))
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("event", [*EVENTS, "optimizer"])
 async def test_n14_a_failure_with_a_sharded_optimizer(coll: Communicator, job: type["Job"], event: Any) -> None:
@@ -185,7 +187,7 @@ async def test_n14_after_a_failure_training_goes_on(coll: Communicator, job: typ
 # --- stops ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.drawn(9)
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize(
     ("event", "at", "last"),
@@ -315,6 +317,7 @@ async def test_n14_a_rank_that_is_cancelled(coll: Communicator, job: type["Job"]
             await train
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("made", [False, True])
 @pytest.mark.parametrize("ticks", range(1, 9))
 def test_n14_a_rank_that_is_cancelled_before_it_begins(job: type["Job"], made: bool, ticks: int) -> None:
@@ -353,6 +356,7 @@ def test_n14_a_rank_that_is_cancelled_before_it_begins(job: type["Job"], made: b
     assert seconds < 10
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("event", ["start", "epoch"])
 @pytest.mark.parametrize("ticks", [0, 1, 3, 6, 10])
 def test_n14_a_rank_that_is_cancelled_between_epochs(job: type["Job"], event: Event, ticks: int) -> None:

@@ -8,8 +8,6 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torchmetrics import MeanMetric
-from torchmetrics.functional import mean_absolute_error
 
 from aiodist import Communicator, Engine, RemoteError
 from aiodist.engine import State
@@ -52,6 +50,9 @@ async def test_n14_means_over_all_samples_of_all_ranks(coll: Communicator, job: 
 @pytest.mark.ranks(1, 2, 3)
 async def test_n14_torchmetrics_over_all_ranks(coll: Communicator, job: type["Job"]) -> None:
     """A function of torchmetrics is a metric; an object that counts by itself is updated by a hook."""
+    from torchmetrics import MeanMetric  # importing it takes a second
+    from torchmetrics.functional import mean_absolute_error
+
     whole = MeanMetric()
 
     def error(output: Tensor, target: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ async def made(coll: Communicator, job: type["Job"], *, pipelined: bool) -> tupl
     return net, opt, Engine(net, opt, mse_loss, metrics={"mae": lambda o, t: (o - t).abs().mean()}, **job.QUIET)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.ranks(1)
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("kind", ["epoch", "generator"])
@@ -85,6 +86,7 @@ async def test_n14_goes_on_to_the_bit(
     await net.aclose()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(1)
 @pytest.mark.ranks(2, backend="gloo")
 async def test_n14_a_stop_changes_nothing(coll: Communicator, job: type["Job"]) -> None:

@@ -82,6 +82,7 @@ async def train(number: int, kind: str) -> Any:
                 coll = await coll.shrink()
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("kind", ["adam", "pipelined"])
@@ -161,6 +162,7 @@ async def count(number: int, module: Tally, kind: str) -> int:
                 coll = await coll.shrink()
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("kind", ["plain", "pipelined"])

@@ -50,6 +50,7 @@ def test_c12_the_patterns_print_exactly_this(launch: Launch, mpi: str) -> None:
         ]
 
 
+@pytest.mark.thorough
 def test_c13_small_examples_print_what_they_say_with_openmpi(launch: Launch) -> None:
     names = ["hello", "gather_many", "by_hand"]
     done = launch(2, ONE_AFTER_ANOTHER, *names, mpi="openmpi")
@@ -80,6 +81,7 @@ def test_train_digits_with_openmpi(launch: Launch, n: int, tmp_path: Path) -> No
     assert [line for rank in range(1, n) for line in done.lines[rank]] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("threads_restored")
 def test_train_digits_alone(example: Example, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     aiodist.run(example("train_digits").main, tmp_path / "alone.pt")
@@ -212,6 +214,7 @@ def test_n15_prefetch_tells_what_it_hid(sections: dict[str, list[str]]) -> None:
     assert 0 < int(match[1]) <= 100
 
 
+@pytest.mark.thorough
 def test_t3_the_tasks_beside_training(launched: Launch) -> None:
     done, folder = launched(2, EXAMPLES / "train_evaluate.py", mpi="openmpi")
     assert (done.code, done.errors, done.lines[1]) == (0, "", [])
@@ -227,7 +230,7 @@ def test_t3_the_tasks_beside_training(launched: Launch) -> None:
     assert [file.name for file in folder.iterdir()] == ["digits.pt"]
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(1)
 @pytest.mark.usefixtures("threads_restored")
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("name", WAYS)
@@ -246,6 +249,7 @@ def test_t3_any_number_of_ranks(
         assert accuracy_in(seen[-1]) >= 0.9
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.usefixtures("threads_restored")
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 2), (3, 1)])
 def test_n17_a_stopped_training_ends_as_if_it_had_not_been(
@@ -293,6 +297,7 @@ def test_t3_ps_workers_beside_a_server(launch: Launch, sequential: list[str]) ->
     check_versions(by_example(done.lines[2])["ps_evaluator"], sequential, last=165)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.usefixtures("threads_restored")
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_t3_ps_synchronous_steps_are_those_of_one_process(
@@ -305,7 +310,7 @@ def test_t3_ps_synchronous_steps_are_those_of_one_process(
     check_versions(capsys.readouterr().out.splitlines(), expected, last=22)
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(1)
 @pytest.mark.usefixtures("threads_restored")
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("name", ["ps_downpour", "ps_easgd", "ps_data_parallel", "ps_data_model_parallel"])
@@ -319,6 +324,7 @@ def test_t3_ps_workers_that_wait_for_nobody_learn(
     assert accuracy_in(lines[-1]) >= 0.85
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("threads_restored")
 @pytest.mark.parametrize("n", [1, 3])
 def test_n16_records_from_a_queue_are_used_once(
@@ -347,6 +353,7 @@ def check_records(lines: list[str], n: int, epochs: int) -> None:
     assert len(lines) == epochs + 2
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("threads_restored")
 def test_p15_the_rows_of_the_digits_are_the_same_for_any_ranks(
     example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -362,6 +369,7 @@ def test_p15_the_rows_of_the_digits_are_the_same_for_any_ranks(
     assert found[1:] == found[:1] * 2
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("threads_restored")
 @pytest.mark.parametrize("n", [1, 3])
 def test_n14_the_engine_learns_the_digits_in_40_lines(
@@ -379,6 +387,7 @@ def test_n14_the_engine_learns_the_digits_in_40_lines(
     assert len((EXAMPLES / "engine_digits.py").read_text().splitlines()) <= 40
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("threads_restored")
 def test_n12_a_few_codecs_learn_the_digits(
     example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -411,6 +420,7 @@ def check_compressed(lines: list[str], codecs: int, within: float) -> None:
         assert accuracy >= expected - within
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("threads_restored")
 def test_n18_a_few_averages_learn_the_digits(
     example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -442,6 +452,7 @@ def check_seldom(lines: list[str], ways: int, at_least: float) -> None:
     assert all(sent < plain / 5 for sent, _ in others)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("threads_restored")
 def test_n13_models_on_two_ranks_each_in_groups(
     example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -517,6 +528,7 @@ def test_examples_are_short_and_runnable() -> None:
         assert ast.get_docstring(ast.parse(text)), example.name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("n", [1, 3])
 def test_t5_the_ranks_share_the_jobs_that_rank_0_hands_out(launch: Launch, n: int) -> None:
     done = launch(n, EXAMPLES / "workers.py", mpi="none")

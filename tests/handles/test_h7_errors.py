@@ -124,7 +124,7 @@ async def _cancelled(handle: Handle[Any], stream: HostStream) -> None:
         await asyncio.gather(handle, return_exceptions=True)
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("work", [int, _fail])
 @pytest.mark.parametrize(
     "consume",
@@ -231,6 +231,7 @@ async def test_h7_an_operation_dropped_while_it_runs_keeps_its_error(reports: li
     assert len(reports) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(2)
 async def test_h7_memory_is_flat_after_ten_thousand_handles(bench: Any) -> None:
     def left() -> int:

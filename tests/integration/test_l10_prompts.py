@@ -75,6 +75,7 @@ def _all_ended(started: list[subprocess.Popen[str]], seconds: float) -> list[tup
             process.communicate()
 
 
+@pytest.mark.thorough
 @RANKS
 @pytest.mark.timeout(60)
 def test_l10_at_a_prompt(tmp_path: Path, size: int) -> None:
@@ -87,6 +88,7 @@ def test_l10_at_a_prompt(tmp_path: Path, size: int) -> None:
         assert "Warning" not in done.stderr, done
 
 
+@pytest.mark.thorough
 @RANKS
 @pytest.mark.timeout(60)
 def test_l10_a_prompt_that_is_left_without_aclose(tmp_path: Path, size: int) -> None:
@@ -97,6 +99,7 @@ def test_l10_a_prompt_that_is_left_without_aclose(tmp_path: Path, size: int) -> 
         assert "Error" not in done.stderr, done
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(60)
 def test_l10_a_prompt_where_something_raises_goes_on(tmp_path: Path) -> None:
     wrong = "await coll.allreduce('text')\nprint('then', await coll.allreduce(3))\n"
@@ -130,6 +133,7 @@ def test_t5_start_in_the_cells_of_notebooks(tmp_path: Path, size: int) -> None:
         assert text.splitlines() == [f"sum {size}", f"then {size * float(1 << 18)}", "closed False"]
 
 
+@pytest.mark.thorough
 @RANKS
 @pytest.mark.timeout(60)
 def test_t5_start_in_the_debugger(tmp_path: Path, size: int) -> None:

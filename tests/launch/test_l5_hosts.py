@@ -272,6 +272,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["exit 255", "exec sleep 600"], ids=["the host is gone", "the remote shell hangs"])
 def test_w3_a_host_from_which_no_rank_comes_ends_no_job(nursery: str, plain: Launcher, how: str) -> None:
     agent = plain.folder / "rsh"
@@ -311,6 +312,7 @@ PLACES = """
 """
 
 
+@pytest.mark.thorough
 def test_w3_ranks_that_join_on_hosts_are_told_their_place_there(nursery: str, plain: Launcher) -> None:
     """Both hosts are this one to the ranks, but not to the launcher, which tells the places that it has chosen."""
     hosts = ("--hosts", "localhost:2,away:2", "--rsh", rsh(plain), "--elastic", "1:5")
@@ -320,6 +322,7 @@ def test_w3_ranks_that_join_on_hosts_are_told_their_place_there(nursery: str, pl
     assert said == [["2", "1", "3"], ["3", "1", "2"], ["4", "2", "3"]], done.stdout
 
 
+@pytest.mark.thorough
 def test_w3_a_rank_comes_to_another_host_where_one_is_gone(nursery: str, plain: Launcher) -> None:
     agent = plain.folder / "rsh"
     agent.write_text(
@@ -334,6 +337,7 @@ def test_w3_a_rank_comes_to_another_host_where_one_is_gone(nursery: str, plain: 
     assert plain.left_after(3) == []
 
 
+@pytest.mark.thorough
 def test_w3_a_remote_shell_that_cannot_be_run_any_more_ends_no_job(nursery: str, plain: Launcher) -> None:
     agent = plain.folder / "rsh"
     agent.write_text('#!/bin/sh\nshift; exec env -i PATH="$PATH" sh -c "$*"\n')
@@ -418,6 +422,7 @@ def test_l5_the_launcher_is_met_where_the_others_reach_it() -> None:
     socket.create_server((outward, 0), family=socket.AF_INET6 if ":" in outward else socket.AF_INET).close()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -23,6 +23,7 @@ wait()
 """
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("full", [False, True])
 def test_l5_ranks_that_are_interrupted_in_an_import_tell_a_line_each(
@@ -124,6 +125,7 @@ def test_l5_a_command_that_is_interrupted_while_it_loads() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "aiodist: interrupted\n")
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("words", [["inspect", "--help"], ["bench", "allreduce", "--sizes", "1KiB", "--repeat", "1"]])
 def test_l5_commands_import_nothing_from_the_working_directory(plain: Launcher, words: list[str]) -> None:

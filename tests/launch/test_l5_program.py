@@ -84,7 +84,7 @@ def test_l5_what_they_cannot_mean(here: Path, word: str, problem: str) -> None:
     assert str(caught.value).startswith(problem)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("first", ["python", "python3", sys.executable])
 def test_l5_python_may_stand_before_the_script(launcher: Launcher, first: str) -> None:
     done = launcher.run(first, "-O", launcher.script(SAY), "--lr", "1")
@@ -98,6 +98,7 @@ def test_l5_python_may_stand_before_a_module(plain: Launcher) -> None:
     assert sorted(done.stdout.splitlines()) == ["[0] 0 ['x'] 0", "[1] 1 ['x'] 0"], done
 
 
+@pytest.mark.thorough
 def test_l5_any_program_is_run(plain: Launcher) -> None:
     executable(plain.folder / "end.sh", "#!/bin/sh\nexit $1\n")
     assert plain.run("./end.sh", "7").returncode == 7

@@ -118,6 +118,7 @@ def test_l5_output_that_cannot_be_written_ends_the_job_and_says_why(plain: Launc
     assert done.stderr == "aiodist run: standard output: No space left on device\n"
 
 
+@pytest.mark.thorough
 def test_l5_as_many_ranks_as_descriptors_allow(plain: Launcher) -> None:
     """The limit is raised where that is allowed; where it is not, that is said, and nothing is started."""
     script = plain.script("say(rank)")
@@ -156,6 +157,7 @@ def test_l5_what_the_system_refuses_is_one_line(plain: Launcher) -> None:
     assert (done.returncode, done.stderr) == (2, "aiodist: [Errno 2] No such file or directory: '/no/such'\n")
 
 
+@pytest.mark.thorough
 def test_l5_a_hundred_megabytes_neither_block_nor_pile_up(launcher: Launcher) -> None:
     script = launcher.script("""
         line = b"x" * 999 + b"\\n"

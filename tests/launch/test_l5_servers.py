@@ -22,6 +22,7 @@ say(rank, size, servers(size))
 """
 
 
+@pytest.mark.drawn(1)
 def test_l5_servers_come_beside_the_workers(launcher: Launcher) -> None:
     done = launcher.run("--servers", "2", launcher.script(ROLE), n=1)
     assert (done.returncode, done.stderr) == (0, "")
@@ -42,6 +43,7 @@ def test_l5_servers_of_another_job_are_not_inherited(plain: Launcher, monkeypatc
     assert sorted(plain.run(plain.script(ROLE)).stdout.splitlines()) == ["[0] 0 2 None", "[1] 1 2 None"]
 
 
+@pytest.mark.drawn(1)
 def test_l5_a_server_that_dies_ends_the_job_and_is_called_so(launcher: Launcher) -> None:
     script = launcher.script("if rank == 2: sys.exit(3)\nstay()")
     done = launcher.run("--servers", "1", script)

@@ -213,6 +213,7 @@ aiodist.run(main())
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(len(ALLOWED) < 2, reason="this process has one core")
 @pytest.mark.parametrize("cores", [1, 2])
 def test_l6_a_program_with_workers_is_warned_once_where_it_has_one_core(tmp_path: Path, cores: int) -> None:

@@ -145,6 +145,7 @@ def test_l8_files_of_the_working_directory_do_not_disturb(tmp_path: Path, monkey
     assert doctor.ask_ranks("none", f"{code}").said is not None
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("arguments", "what"), [(["train.py"], "SCRIPT"), (["--rsh", "ssh"], "--rsh"), (["--iface", "lo"], "--iface")]
 )

@@ -93,6 +93,7 @@ aiodist.run(main)
 """
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("calls", [("futex_waitv", "process_vm_readv"), ("memfd_create",)], ids=lambda c: c[0])
 def test_l8_ranks_under_a_filter_give_the_same_results(plain: Launcher, calls: tuple[str, ...]) -> None:
     (plain.folder / "work.py").write_text(WORK)

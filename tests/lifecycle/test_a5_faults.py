@@ -21,6 +21,7 @@ HEARD = 1.0  # from a death until the others are told
 none = pytest.mark.parametrize("run", ["none"], indirect=True)
 
 
+@pytest.mark.thorough
 @none
 @pytest.mark.parametrize(("n", "place"), [(2, "arena"), (3, "arena"), (3, "ordinary")])
 def test_a5_a_rank_killed_in_the_middle_is_lost_at_once(run: Run, n: int, place: str) -> None:
@@ -36,6 +37,7 @@ def test_a5_a_rank_killed_in_the_middle_is_lost_at_once(run: Run, n: int, place:
     assert shared_files() <= files, "a file was left behind"
 
 
+@pytest.mark.thorough
 @none
 def test_a5_everything_goes_back_and_init_may_come_again(run: Run) -> None:
     n = 3
@@ -72,6 +74,7 @@ def test_a5_one_rank_has_tensors_of_its_own(run: Run) -> None:
     assert "there is one rank" in ended.said(0)[2]
 
 
+@pytest.mark.thorough
 @none
 def test_l2_a_forked_child_leaves_its_parents_memory_alone(run: Run, tmp_path: Path) -> None:
     """It takes no part in what its parent has in flight, which lies in memory that both have."""
@@ -96,6 +99,7 @@ def test_a5_after_many_operations_no_memory_and_no_descriptor_is_missing(run: Ru
         assert int(ended.value(rank, "bytes")) < 1 << 20
 
 
+@pytest.mark.thorough
 @none
 @pytest.mark.parametrize("how", ["returns", "exits", "thread"])
 def test_l2_the_interpreter_ends_with_operations_in_flight(run: Run, how: str) -> None:

@@ -53,6 +53,7 @@ def test_l10_forgotten_everywhere_it_is_closed_with_a_warning(run: Run) -> None:
     assert ended.errors.count("  coll = await aiodist.open()\n") == 2
 
 
+@pytest.mark.thorough
 @NONE
 def test_l10_forgotten_on_asyncios_own_loop(run: Run) -> None:
     ended = run("kept.py", "forgotten", "asyncio")
@@ -60,6 +61,7 @@ def test_l10_forgotten_on_asyncios_own_loop(run: Run) -> None:
     assert warnings(ended) == 2, ended
 
 
+@pytest.mark.thorough
 @NONE
 def test_l10_forgotten_by_one_rank_the_other_closes_in_peace(run: Run) -> None:
     ended = run("kept.py", "one_forgets")

@@ -35,6 +35,7 @@ def test_l1_world_opens_again_and_leaves_nothing(run: Run) -> None:
         nothing_stays(ended, ended.said(rank), progress=True)
 
 
+@pytest.mark.thorough
 def test_l1_alone_it_is_one_rank_without_mpi(jobs: Jobs) -> None:
     ended = jobs.alone("opening.py", "alone", "flat")
     assert ended.code == 0, ended
@@ -59,6 +60,7 @@ def test_l1_a_second_init_of_the_only_rank_is_a_world_of_its_own(jobs: Jobs) -> 
     assert (ended.code, ended.text) == (0, "inner: 0 1 1\nouter: 1\nthen: 1\n"), ended
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("run", ["none"], indirect=True)
 def test_l9_ranks_of_a_host_that_share_no_memory_use_gloo(run: Run) -> None:
     ended = run("opening.py", "apart")
@@ -77,6 +79,7 @@ async def test_l9_the_last_rank_of_an_elastic_world_needs_no_gloo() -> None:
     await channel.aclose()
 
 
+@pytest.mark.thorough
 def test_l9_an_unknown_backend_is_an_error_that_lists_the_known(run: Run, jobs: Jobs) -> None:
     said = "unknown: backend 'foo' is unknown: expected one of mpi, gloo, shm, local"
     ended = run("opening.py", "unknown", "foo")
@@ -85,6 +88,7 @@ def test_l9_an_unknown_backend_is_an_error_that_lists_the_known(run: Run, jobs: 
     assert (alone.code, alone.text) == (0, f"{said}\n"), alone
 
 
+@pytest.mark.thorough
 def test_l2_init_is_cancelled_and_names_who_never_came(run: Run) -> None:
     ended = run("opening.py", "late")
     assert (ended.code, ended.codes()) == (0, [0, 0]), ended
@@ -117,6 +121,7 @@ def test_l1_mpi_with_too_low_a_level(singleton: Jobs) -> None:
     assert "level: MPI offers THREAD_FUNNELED; aiodist needs THREAD_MULTIPLE" in ended.text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("run", ["openmpi", "mpich"], indirect=True)
 def test_l1_an_mpi_that_the_user_initialised(run: Run) -> None:
     ended = run("opening.py", "users_mpi")

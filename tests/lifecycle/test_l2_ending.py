@@ -37,6 +37,7 @@ def test_l2_clean_end_drains_and_reports_what_was_left(run: Run) -> None:
         )
 
 
+@pytest.mark.thorough
 def test_l2_body_raised_and_the_others_are_told(run: Run) -> None:
     ended = run("ending.py", "raised")
     assert (ended.code, ended.codes()) == (1, [1, 1]), ended
@@ -52,6 +53,7 @@ def test_l2_body_raised_and_the_others_are_told(run: Run) -> None:
     assert "rank 1: exit code 1" in ended.errors.splitlines()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("run", ["openmpi", "none"], indirect=True)
 def test_l2_sys_exit_in_a_task(run: Run) -> None:
     ended = run("ending.py", "exit_in_task")
@@ -60,6 +62,7 @@ def test_l2_sys_exit_in_a_task(run: Run) -> None:
     assert all_gone(ended)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("run", ["none"], indirect=True)
 def test_l2_sys_exit_in_a_task_under_asyncios_own_loop(run: Run) -> None:
     ended = run("ending.py", "exit_in_task", "asyncio")
@@ -99,6 +102,7 @@ def test_l2_ctrl_c(run: Run) -> None:
     assert len(ended.errors.splitlines()) == 3, ended.errors  # which ranks are stopped, and where each was
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
 def test_l2_forked_child_exits_and_the_job_goes_on(run: Run, loop: str) -> None:
     ended = run("ending.py", "forked", loop)

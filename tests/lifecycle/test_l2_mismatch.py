@@ -59,6 +59,7 @@ def test_l2_mismatch_in_one_process(size: int) -> None:
             assert "allreduce float32[3] sum at" in text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shares", [True, False], ids=["memory", "messages"])
 def test_l2_a_rank_killed_in_a_dispute_keeps_nobody_waiting(run: Run, shares: bool) -> None:
     """The others are told that ranks differ, or that one of them is gone; what comes is refused."""
@@ -68,6 +69,7 @@ def test_l2_a_rank_killed_in_a_dispute_keeps_nobody_waiting(run: Run, shares: bo
         assert ended.value(rank, "told") != "late", ended
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shares", [True, False], ids=["memory", "messages"])
 def test_l2_every_operation_against_every_other(run: Run, shares: bool) -> None:
     """Each rank is told, what was under way is gone, tensors are free at once, and the next sum is right."""
@@ -86,6 +88,7 @@ def test_l2_those_that_differ_do_not_wait_for_a_third(run: Run, shares: bool) ->
         assert ended.value(rank, "then") == "MismatchError MismatchError MismatchError MismatchAborted", ended.text
 
 
+@pytest.mark.thorough
 def test_h7_where_nothing_drives_a_rank_any_more_all_are_told(run: Run) -> None:
     ended = run("broken.py")
     assert (ended.code, ended.codes()) == (0, [0, 0]), ended

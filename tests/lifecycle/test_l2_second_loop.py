@@ -110,6 +110,7 @@ async def _others(coll: Communicator, stack: AsyncExitStack, folder: Path) -> Do
     }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2)
 @pytest.mark.ranks(2, backend=("openmpi", "mpich", "gloo", "shm"))
 async def test_l2_no_call_on_another_loop_of_the_thread_is_issued(coll: Communicator, tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def test_l2_a_program_that_prints_tracebacks_itself_does(jobs: Jobs) -> None:
     assert (ended.code, ended.errors) == (1, "the program's own\n")
 
 
+@pytest.mark.thorough
 def test_l2_the_other_ranks_print_it_folded_too(run: Run) -> None:
     ended = run("failing.py", "grouped")
     assert ended.code == 1, ended

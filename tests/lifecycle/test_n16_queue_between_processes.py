@@ -17,6 +17,7 @@ def used(ended: Ended, *ranks: int) -> list[Counter[int]]:
     return [Counter(map(int, ended.value(rank, "used").split())) for rank in ranks]
 
 
+@pytest.mark.drawn(1)
 def test_n16_others_get_what_a_process_that_leaves_has_not_used(run: Run) -> None:
     ended = run("shards.py", "leaves", n=3)
     assert ended.code == 0, ended
@@ -26,6 +27,7 @@ def test_n16_others_get_what_a_process_that_leaves_has_not_used(run: Run) -> Non
     assert [ended.value(rank, "barrier") for rank in range(3)] == ["over"] * 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("run", ["none"], indirect=True)
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_n16_others_get_what_a_killed_process_has_not_used(run: Run, backend: str) -> None:
@@ -39,6 +41,7 @@ def test_n16_others_get_what_a_killed_process_has_not_used(run: Run, backend: st
     assert [ended.value(rank, "barrier") for rank in range(2)] == ["lost rank 2"] * 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("run", ["none"], indirect=True)
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_n16_the_queue_ends_with_the_process_that_keeps_it(run: Run, backend: str) -> None:

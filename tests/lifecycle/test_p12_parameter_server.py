@@ -24,6 +24,7 @@ def outlived(run: Run, backend: str, *arguments: str) -> Ended:
     return ended
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("backend", "policy"),
     [("gloo", "asynchronous"), ("shm", "bounded"), ("gloo", "quorum"), ("shm", "synchronous")],
@@ -34,6 +35,7 @@ def test_p12_a_killed_worker_holds_nobody_up(run: Run, backend: str, policy: str
         assert ended.said(rank) == ["steps: 30", "nothing lost: True", "left: [] only the dead's dropped: True"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("backend", "policy"), [("gloo", "synchronous"), ("shm", "bounded"), ("gloo", "quorum")])
 def test_p12_who_is_killed_before_the_barrier_holds_nobody_up_there(run: Run, backend: str, policy: str) -> None:
     ended = outlived(run, backend, "uneven", policy)
@@ -41,6 +43,7 @@ def test_p12_who_is_killed_before_the_barrier_holds_nobody_up_there(run: Run, ba
         assert ended.said(rank) == ["nothing lost: True"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("backend", "servers", "met"), [("shm", "012", "done"), ("gloo", "201", "PeerLost")])
 def test_p12_a_killed_server_takes_only_its_tensors_along(run: Run, backend: str, servers: str, met: str) -> None:
     """The first of the servers is where ranks meet."""
@@ -60,6 +63,7 @@ def test_p12_a_killed_server_takes_only_its_tensors_along(run: Run, backend: str
         ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("backend", "policy"), [("shm", "synchronous"), ("gloo", "asynchronous"), ("shm", "bounded")])
 def test_p12_a_killed_server_of_a_table_is_named_by_all_that_needs_it(run: Run, backend: str, policy: str) -> None:
     ended = outlived(run, backend, "tables", policy)
@@ -74,6 +78,7 @@ def test_p12_a_killed_server_of_a_table_is_named_by_all_that_needs_it(run: Run, 
         ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_p12_an_exception_of_one_body_ends_all_and_is_named(run: Run, backend: str) -> None:
     run.environ["AIODIST_BACKEND"] = backend

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tests.lifecycle.conftest import Run
 
 
+@pytest.mark.thorough
 def test_p7_a_stopped_reader_holds_up_no_push_and_reads_one_version(run: Run) -> None:
     """It goes on only when all pushes are over, and reads what was there before them."""
     ended = run("stopped.py", "reader", n=3)
@@ -32,6 +33,7 @@ def test_p7_a_stopped_reader_holds_up_no_push_and_reads_one_version(run: Run) ->
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 def test_p7_a_stopped_reader_of_a_table_holds_up_no_push(run: Run) -> None:
     ended = run("stopped.py", "table", n=3)
@@ -39,6 +41,7 @@ def test_p7_a_stopped_reader_of_a_table_holds_up_no_push(run: Run) -> None:
     assert "rows read: 1" in ended.said(2)
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 def test_p7_a_stopped_worker_stops_no_reader(run: Run) -> None:
     ended = run("stopped.py", "pusher", n=3)

@@ -23,6 +23,7 @@ def test_t5_it_takes_the_keywords_of_init() -> None:
     assert dict(inspect.signature(aiodist.start).parameters) == expected
 
 
+@pytest.mark.thorough
 def test_t5_its_calls_return_the_same_handles(run: Run) -> None:
     ended = run("started.py", "calls")
     assert (ended.code, ended.codes(), ended.errors) == (0, [0, 0], ""), ended
@@ -43,6 +44,7 @@ def test_t5_a_rank_that_closes_is_told_with_the_line_of_its_program(run: Run) ->
     assert "Thread.run" not in ended.errors
 
 
+@pytest.mark.thorough
 @NONE
 def test_t5_what_is_made_of_coroutines_runs_by_the_portal(run: Run) -> None:
     ended = run("started.py", "trains")
@@ -58,6 +60,7 @@ def test_t5_an_exception_is_told_to_the_others(run: Run) -> None:
     assert "ValueError: rank 1 has had enough" in ended.errors
 
 
+@pytest.mark.thorough
 def test_t5_ctrl_c_ends_the_job(run: Run) -> None:
     ended = run("started.py", "interrupted")
     assert ended.code != 0, ended
@@ -76,6 +79,7 @@ def test_t5_a_report_has_the_line_of_a_rank_that_is_late(run: Run) -> None:
     assert re.search(r"its loop answers; it is at \S*started\.py:\d+ in late$", line), line
 
 
+@pytest.mark.thorough
 @NONE
 def test_t5_threads_take_turns(run: Run) -> None:
     ended = run("started.py", "threads")
@@ -83,6 +87,7 @@ def test_t5_threads_take_turns(run: Run) -> None:
     assert [ended.said(rank) for rank in range(2)] == [["turns: [2.0, 4.0]", "told: True"]] * 2
 
 
+@pytest.mark.thorough
 @NONE
 def test_t5_as_in_a_notebook_a_loop_may_run_in_the_thread_that_starts_it(run: Run) -> None:
     ended = run("started.py", "within_a_loop")
@@ -90,6 +95,7 @@ def test_t5_as_in_a_notebook_a_loop_may_run_in_the_thread_that_starts_it(run: Ru
     assert [ended.said(rank) for rank in range(2)] == [["cell: 2"]] * 2
 
 
+@pytest.mark.thorough
 @NONE
 def test_t5_a_program_that_ends_inside_leaves_it_then(run: Run) -> None:
     ended = run("started.py", "left_open")
@@ -97,6 +103,7 @@ def test_t5_a_program_that_ends_inside_leaves_it_then(run: Run) -> None:
     assert [ended.said(rank) for rank in range(2)] == [["sum: 2"]] * 2
 
 
+@pytest.mark.thorough
 @NONE
 def test_t5_the_others_hear_of_what_ended_a_program_inside(run: Run) -> None:
     ended = run("started.py", "left_open_by_an_error")
@@ -110,6 +117,7 @@ def test_t5_without_start_there_is_no_portal(jobs: Jobs) -> None:
     assert "only a world of aiodist.start() has one" in ended.text
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("how", ["script", "loop"])
 def test_t5_the_default_device_of_a_program_is_its_own(run: Run, how: str) -> None:

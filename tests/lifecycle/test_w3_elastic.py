@@ -17,6 +17,7 @@ def causes(ended: Ended) -> list[str]:
     return [line for line in ended.errors.splitlines() if not line.startswith("[")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_w3_two_are_killed_two_join_and_the_weights_are_as_if_nothing_had_happened(run: Run, backend: str) -> None:
     run.environ["AIODIST_BACKEND"] = backend
@@ -27,6 +28,7 @@ def test_w3_two_are_killed_two_join_and_the_weights_are_as_if_nothing_had_happen
         assert ended.said(process) == [*lost, f"equal: True {rank} of 4"]
 
 
+@pytest.mark.thorough
 def test_w3_a_script_without_asyncio_loses_two_and_gets_two(run: Run) -> None:
     """A signal behind all that is heard in the world of then."""
     ended = run("elastic.py", "script", n=4, options=("--elastic", "2:4"))
@@ -38,6 +40,7 @@ def test_w3_a_script_without_asyncio_loses_two_and_gets_two(run: Run) -> None:
         assert said == [*lost, f"equal: True {rank} of 4"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_w3_a_net_and_its_queue_go_on_and_each_record_is_trained_on_once(run: Run, backend: str) -> None:
     run.environ["AIODIST_BACKEND"] = backend
@@ -48,6 +51,7 @@ def test_w3_a_net_and_its_queue_go_on_and_each_record_is_trained_on_once(run: Ru
         assert ended.said(process) == [*lost, f"once: True {rank} of 3"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_w3_regrouping_leaves_no_descriptor_thread_or_memory(run: Run, backend: str) -> None:
     run.environ["AIODIST_BACKEND"] = backend
@@ -64,6 +68,7 @@ def test_w3_the_job_ends_with_fewer_than_it_needs_and_names_them(run: Run) -> No
     assert last == "1 of at least 2 ranks are left: ranks 1, 2 failed"
 
 
+@pytest.mark.thorough
 def test_w3_a_rank_that_comes_late_to_a_shrink_is_named(run: Run) -> None:
     ended = run("elastic.py", "late", n=3, options=("--elastic", "1:3"))
     assert (ended.code, causes(ended)) == (0, []), ended
@@ -80,12 +85,14 @@ def test_w3_a_death_before_all_have_met_ends_the_job(run: Run) -> None:
     assert causes(ended)[0] == "rank 1: signal SIGKILL"
 
 
+@pytest.mark.thorough
 def test_w3_the_others_may_go_on_where_one_raised_too(run: Run) -> None:
     ended = run("elastic.py", "raises", n=3, options=("--elastic", "1:3"))
     assert (ended.code, causes(ended)) == (0, ["rank 1: exit code 1"]), ended
     assert ended.said(0) == ended.said(2) == ["told: 1 True", "sum: 2.0"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_w3_a_death_while_the_others_close_is_no_error_to_them(run: Run, backend: str) -> None:
     run.environ["AIODIST_BACKEND"] = backend
@@ -94,6 +101,7 @@ def test_w3_a_death_while_the_others_close_is_no_error_to_them(run: Run, backend
     assert ended.said(0) == ended.said(2) == ["closed"]
 
 
+@pytest.mark.thorough
 def test_w3_other_worlds_say_why_they_are_not_elastic(run: Run, jobs: Jobs) -> None:
     ended = run("elastic.py", "plain", options=("--elastic", "1:2"))
     why = "communicator 'world' is not elastic: expected aiodist.init(elastic=True) under aiodist run --elastic MIN:MAX"

@@ -36,12 +36,14 @@ def test_w3_ranks_are_killed_at_any_moment_and_the_others_end_right(run: Run, se
     assert not [path for path in mapped if Path(path).exists()]
 
 
+@pytest.mark.thorough
 def test_w3_a_job_over_open_mpi_grows_though_nobody_died(run: Run) -> None:
     ended = run("elastic_mpi.py", "7", "0", "1", n=3, options=("--elastic", "3:4"))
     assert (ended.code, causes(ended)) == (0, []), ended
     assert [ended.value(number, "right") for number in range(4)] == [f"{number} 4" for number in range(4)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("joiners", [0, 2])
 def test_w3_a_job_over_open_mpi_of_which_one_rank_is_left(run: Run, joiners: int) -> None:
     """All ranks that mpirun has started but one have died, and then others join."""
@@ -52,6 +54,7 @@ def test_w3_a_job_over_open_mpi_of_which_one_rank_is_left(run: Run, joiners: int
     assert len(rights) == 1 + joiners
 
 
+@pytest.mark.thorough
 def test_w3_two_are_killed_two_join_and_the_weights_are_as_if_open_mpi_had_stayed(run: Run) -> None:
     ended = run("elastic.py", "train", n=4, options=("--elastic", "2:4"))
     assert (ended.code, causes(ended)) == (0, ["rank 0: signal SIGKILL", "rank 2: signal SIGKILL"]), ended
@@ -67,6 +70,7 @@ def test_w3_over_open_mpi_ranks_that_may_not_share_memory_are_told(run: Run) -> 
     assert "an elastic world over MPI is for ranks that share memory: AIODIST_SHM=0" in ended.errors
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", ["count", "again", "closes", "raises", "too_few", "early"])
 def test_w3_over_open_mpi_an_elastic_job_ends_as_without_it(run: Run, name: str) -> None:

@@ -74,6 +74,7 @@ def test_w7_a_folder_that_cannot_be_written_is_an_error_before_ranks_start(run: 
     assert ended.errors.strip() == f"aiodist: a trace cannot be written to {tmp_path}/file/out: Not a directory"
 
 
+@pytest.mark.thorough
 def test_w7_without_a_launcher_the_first_rank_merges(jobs: Jobs) -> None:
     folder = jobs.folder / "out"
     ended = jobs.alone("traced.py", "trained", AIODIST_TRACE=str(folder))

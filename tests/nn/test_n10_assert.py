@@ -170,6 +170,7 @@ async def test_n10_in_an_evaluation_task_under_inference_mode(coll: Communicator
             await assert_synchronized(torch.ones(3) * coll.rank, coll)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("work", [assert_synchronized, synchronize_parameters])
 @pytest.mark.parametrize("seed", range(2))
 def test_n10_n1_a_rank_that_is_cancelled_amid_it(work: Callable[..., Any], seed: int) -> None:

@@ -94,6 +94,7 @@ async def test_n11_epoch_after_epoch(coll: Communicator, pipelined: bool) -> Non
     Trial.assert_same(net.module, expected)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 4)
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("given", [True, False])
@@ -196,6 +197,7 @@ async def test_n11_a_sum_that_is_added_to(coll: Communicator) -> None:
     Trial.assert_same(net.module, expected)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 async def test_n11_gradients_are_kept_while_ranks_leave(coll: Communicator, op: Literal["mean", "sum"]) -> None:

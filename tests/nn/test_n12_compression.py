@@ -75,6 +75,7 @@ def reference(
 # --- what comes out ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("sizes", [SMALL], ids=["small"])
 @pytest.mark.parametrize(
@@ -103,6 +104,7 @@ async def test_n12_training_is_what_it_is_by_hand(
     trial.assert_same(net, reference(own, trial.Mlp, trial.loss, coll.size, 5, feedback))
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("op", ["mean", "sum"])
@@ -152,6 +154,7 @@ def flat_state(net: DataParallel) -> dict[str, Tensor]:
     return {f"{key}.{name}": t for key in ("residuals", "kept") for name, t in state[key].items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2)
 async def test_n12_what_is_kept_makes_a_checkpoint(coll: Communicator, trial: type[Trial]) -> None:
     for codec in (PowerSGD(1), TopK(0.1), RandomK(0.3), QSGD(4), TernGrad(), Sign(vote=True), BFloat16()):
@@ -199,6 +202,7 @@ async def test_n12_a_checkpoint_of_another_net_is_refused(coll: Communicator) ->
     assert all(torch.equal(after["residuals"][name], t) for name, t in before["residuals"].items())
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("codec", [TopK(0.2), Sign(vote=True), PowerSGD(1), RandomK(0.3), BFloat16()], ids=str)
 async def test_n12_a_step_that_fails_changes_no_residual(coll: Communicator, trial: type[Trial], codec: Codec) -> None:
@@ -260,6 +264,7 @@ class Two(nn.Module):
         return total
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("codec", [TopK(0.2), Sign(), PowerSGD(1), Int8(), Half()], ids=str)
 async def test_n12_what_a_rank_does_not_use_keeps_its_residual(coll: Communicator, codec: Codec) -> None:
@@ -284,6 +289,7 @@ async def test_n12_what_a_rank_does_not_use_keeps_its_residual(coll: Communicato
     await assert_synchronized(net.module, coll)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3)
 async def test_n12_uneven_data_and_gradients_that_add_up(coll: Communicator, trial: type[Trial]) -> None:
     net = await DataParallel.create(trial.Mlp(), coll, compress=TopK(1.0), **trial.FEW)
@@ -335,7 +341,7 @@ async def test_n12_embeddings_by_rows_go_as_they_are(coll: Communicator) -> None
     assert seen.sent_nbytes == 2 * 8 + 2 * 16 + 16 + 10 * 8
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(4, 5)
 @pytest.mark.parametrize("codec", [PowerSGD(1), TopK(0.3), SVD(1), Sign()], ids=str)
 async def test_n12_hosts_add_up_in_full_and_exchange_codes(

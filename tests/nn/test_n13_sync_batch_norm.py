@@ -47,7 +47,7 @@ def given(layer: str) -> Any:
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-9), (torch.float32, 1e-3)])
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(4)
 async def test_n13_training_is_that_of_the_joined_batch(
     coll: Communicator, layer: str, dtype: torch.dtype, within: float
 ) -> None:

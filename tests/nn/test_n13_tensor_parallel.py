@@ -196,6 +196,7 @@ async def train_on_a_grid(coll: Communicator, dtype: torch.dtype, within: float)
     await assert_synchronized([module.norms, module.down.bias], coll, rtol=0)  # what all have is the same, to the bit
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 async def test_n13_a_grid_trains_a_transformer_block_as_one_process(
@@ -204,6 +205,7 @@ async def test_n13_a_grid_trains_a_transformer_block_as_one_process(
     await train_on_a_grid(coll, dtype, within)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("driver", [None, PipelinedOptimizer, ShardedOptimizer])
 async def test_n13_ranks_that_share_a_model_clip_and_leave_out_steps_together(coll: Communicator, driver: Any) -> None:

@@ -51,7 +51,7 @@ async def test_n18_averages_of_one_step_are_reduced_gradients(coll: Communicator
 # --- against the formulas --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(4)
 @pytest.mark.ranks(1, 2, 3, 4)
 @each_rule
 @each_overlap
@@ -308,7 +308,7 @@ async def test_n18_a_backward_of_the_net_comes_behind_an_average(coll: Communica
 # --- one rank that fails ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(5)
 @pytest.mark.ranks(2, 3)
 @each_rule
 @each_overlap

@@ -282,7 +282,7 @@ async def test_n18_a_rank_that_closes_in_the_middle_is_told(coll: Communicator, 
         await end
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2, 3)
 @each_rule
 @each_overlap

@@ -56,6 +56,7 @@ def alone(trial: type[Trial], size: int, steps: int, clip: float | None, wide: b
     return every
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("clip", [None, 0.05])
 async def test_n19_experts_within_the_module(coll: Communicator, trial: type[Trial], clip: float | None) -> None:

@@ -67,6 +67,7 @@ async def test_n19_clipping_and_a_scheduler(coll: Communicator, trial: type[Tria
     assert {group["lr"] for group in opt.param_groups} == {group["lr"] for group in theirs.param_groups}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3)
 @each_driver
 async def test_n19_a_scaler_leaves_out_steps_on_all_ranks(
@@ -195,6 +196,7 @@ async def test_n19_autocast(coll: Communicator, trial: type[Trial], given: Any, 
     assert seen[-1] is torch.float32
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(1, 2, 3)
 @each_driver
 @pytest.mark.parametrize("op", ["mean", "sum"])

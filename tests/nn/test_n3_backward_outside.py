@@ -149,6 +149,7 @@ def check_trained_told(model: Model) -> None:
                 out.backward()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2)
 @each_size
 async def test_n3_what_was_frozen_just_now_does_not_hide_it(coll: Communicator, sizes: dict[str, Any]) -> None:
@@ -170,6 +171,7 @@ async def test_n3_what_was_frozen_just_now_does_not_hide_it(coll: Communicator, 
     await assert_synchronized(list(net.parameters()), coll)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2)
 @each_size
 @pytest.mark.parametrize("since", ["create", "a step", "a call"])

@@ -115,6 +115,7 @@ async def test_n3_cuda_a_device_that_is_lost(
     await run_out(net, opt, forward, LOST, fails=coll.rank == 1)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 async def test_n3_cuda_a_device_that_is_lost_between_steps(
@@ -132,6 +133,7 @@ async def test_n3_cuda_a_device_that_is_lost_between_steps(
     await run_out(net, opt, lambda: mse_loss(net(x), y), LOST, fails=coll.rank == 1)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("delay", [0.0, 2e-3])
 async def test_n3_cuda_a_device_that_is_lost_while_it_reduces(

@@ -70,6 +70,7 @@ async def test_n3_cuda_buckets_are_larger(coll: Communicator, simulated_cuda: Si
     assert await sizes(layers().to(coll.device), first_bucket_bytes=1 << 20) == [1, 11]
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("how", ["step", "run", "nested"])
 async def test_n3_cuda_arguments_may_be_dropped(

@@ -48,6 +48,7 @@ def communication(net: DataParallel) -> list[torch.cuda.Stream]:
 # --- what the host waits for --------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n3_cuda_a_step_synchronises_nothing(
@@ -180,6 +181,7 @@ def rest(module: Any, hidden: Tensor) -> Tensor:
     return hidden
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2)
 async def test_n3_cuda_forward_on_a_side_stream_and_read_on_it(
     coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
@@ -348,6 +350,7 @@ def bring(parameters: list[nn.Parameter], value: float, streams: list[Any] | Non
                 hook(parameter)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2)
 async def test_n3_cuda_several_threads_of_autograd_at_once(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
     places = ["cuda:0", "cuda:1", "cpu"]

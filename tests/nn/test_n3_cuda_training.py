@@ -44,6 +44,7 @@ def loss_on(device: torch.device | str, trial: type[Trial], module: Any, rank: i
     return mse_loss(module(x.to(device)), y.to(device))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize(
     ("optimizer", "dtype"), [("momentum", torch.float64), ("adam", torch.float64), ("momentum", torch.float32)]
@@ -65,6 +66,7 @@ async def test_n3_cuda_equals_one_process(
     await net.aclose()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n3_cuda_over_nccl(

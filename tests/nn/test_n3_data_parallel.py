@@ -31,7 +31,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2, 3, 4, 5)
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
 async def test_n3_equals_one_process_with_the_joined_batch(
@@ -147,6 +147,7 @@ class Drawn(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.thorough
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=plans)
 def test_n3_random_models_equal_one_process(trial: type[Trial], plan: Plan) -> None:

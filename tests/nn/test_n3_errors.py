@@ -81,7 +81,7 @@ def parameters_of(net: DataParallel) -> list[Tensor]:
     return [p.detach().clone() for p in net.parameters()]
 
 
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("failing", [{0}, {2}, {0, 1}, {0, 1, 2}], ids=str)
 @pytest.mark.parametrize("way", WAYS)

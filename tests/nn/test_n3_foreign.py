@@ -195,6 +195,7 @@ def plain(trial: type[Trial], heads: list[Head], steps: int, clip: float | None)
     return body, heads
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("scaled", [False, True])

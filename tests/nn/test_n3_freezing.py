@@ -63,7 +63,7 @@ def alone(trial: type[Trial], size: int, schedule: Sequence[set[str]], optimizer
     return module
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(7)
 @pytest.mark.ranks(1, 2, 3)
 @each_size
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ async def test_n3_freezing_where_parameters_are_used_seldom(
 # --- ranks that do not freeze the same ------------------------------------------------------------------------------
 
 
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(4)
 @pytest.mark.ranks(2, 3)
 @each_size
 @pytest.mark.parametrize("pipelined", [False, True])

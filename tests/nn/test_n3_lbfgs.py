@@ -50,6 +50,7 @@ def alone() -> tuple[int, list[Tensor]]:
     return made, [p.detach().clone() for p in net.parameters()]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2, 3, backend=("local", "shm"))
 async def test_n3_lbfgs_makes_the_evaluations_of_one_process(coll: Communicator) -> None:
     x, y = (t[coll.rank :: coll.size] for t in data())

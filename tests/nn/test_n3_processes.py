@@ -22,6 +22,7 @@ processes = pytest.mark.ranks(2, backend=("mpi", "gloo"))
 over_mpi = pytest.mark.ranks(2, backend="mpi")
 
 
+@pytest.mark.drawn(1)
 @processes
 @over_mpi
 async def test_n3_equals_one_process_over_a_library(coll: Communicator, trial: type[Trial]) -> None:
@@ -35,6 +36,7 @@ async def test_n3_equals_one_process_over_a_library(coll: Communicator, trial: t
         await net.aclose()
 
 
+@pytest.mark.drawn(1)
 @processes
 @over_mpi
 async def test_n3_beside_a_task_that_communicates(coll: Communicator, trial: type[Trial]) -> None:

@@ -58,7 +58,7 @@ async def update(net: DataParallel, opt: Any, trial: type[Trial], rank: int, ste
 # --- an optimizer that raises -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.ranks(2, backend="gloo")
 @each_size

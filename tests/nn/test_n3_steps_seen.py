@@ -83,6 +83,7 @@ async def test_n3_every_kind_of_step_is_seen(coll: Communicator, trial: type[Tri
     await check_told(net, trial, coll.rank, (3, 2))
 
 
+@pytest.mark.thorough
 @on_ranks
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 async def test_n3_a_compiled_step_is_seen(coll: Communicator, trial: type[Trial]) -> None:
@@ -114,6 +115,7 @@ async def test_n3_several_backwards_for_a_step(coll: Communicator, trial: type[T
                 opt.zero_grad()
 
 
+@pytest.mark.drawn(2)
 @on_ranks
 @pytest.mark.parametrize("way", ["plain", "run", "step"])
 async def test_n3_a_step_that_all_ranks_skip(coll: Communicator, trial: type[Trial], way: str) -> None:

@@ -115,7 +115,7 @@ class Branches(nn.Module):
         return x[:, :3]
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize("bucket_bytes", [1, 700])
@@ -246,6 +246,7 @@ def bfloat16() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("bfloat16")
 async def test_n4_a_default_dtype_of_the_user(coll: Communicator) -> None:

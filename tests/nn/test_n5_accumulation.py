@@ -210,7 +210,7 @@ def loss_of_parts(module: Any, rank: int, step: int) -> Tensor:
     return mse_loss(out, drawn[:, 6:])
 
 
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(4)
 @pytest.mark.ranks(1, 2, 3)
 @each_op
 @each_bucket

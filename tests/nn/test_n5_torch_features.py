@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +122,7 @@ class Checkpointed(nn.Module):
         return self.after(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -194,20 +196,25 @@ async def test_n5_custom_autograd_functions(coll: Communicator, trial: type[Tria
     trial.assert_same(net, trial.alone(2, 3, make=Custom, optimizer="adam"))
 
 
+@pytest.fixture
+def anomaly_mode() -> Iterator[None]:
+    """It is the process's, whose ranks all are: a block of each rank would leave it on."""
+    with torch.autograd.detect_anomaly():
+        yield
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.filterwarnings("ignore:Error detected in")
-async def test_n5_anomaly_mode(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n5_anomaly_mode(coll: Communicator, trial: type[Trial], anomaly_mode: None) -> None:
     net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    with torch.autograd.detect_anomaly():
-        for step in range(2):
-            await net.step(partial(trial.loss, net, coll.rank, step), opt)
-        nan = torch.tensor(float("nan"), dtype=torch.float64) if coll.rank else 1.0
-        with pytest.raises(RuntimeError if coll.rank else aiodist.RemoteError, match="returned nan"):
-            await net.step(lambda: trial.loss(lambda x: net(x) * nan, coll.rank, 2), opt)
-        await net.step(lambda: trial.loss(net, coll.rank, 2), opt)
-        await coll.barrier()  # the mode is the process's, whose ranks all are
+    for step in range(2):
+        await net.step(partial(trial.loss, net, coll.rank, step), opt)
+    nan = torch.tensor(float("nan"), dtype=torch.float64) if coll.rank else 1.0
+    with pytest.raises(RuntimeError if coll.rank else aiodist.RemoteError, match="returned nan"):
+        await net.step(lambda: trial.loss(lambda x: net(x) * nan, coll.rank, 2), opt)
+    await net.step(lambda: trial.loss(net, coll.rank, 2), opt)
     trial.assert_same(net, trial.alone(2, 3))
 
 

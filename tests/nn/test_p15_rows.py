@@ -69,6 +69,7 @@ def adagrad(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(params, lr=0.3)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.ranks(1, 2, 3, 4)
 @each_size
 @pytest.mark.parametrize("op", ["mean", "sum"])
@@ -150,6 +151,7 @@ async def test_p15_rows_add_up(
     trial.assert_same(net, trial.alone(coll.size, 6, make=Words, loss=loss_of, optimizer=sgd, op=op, every=3))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 async def test_p15_ranks_whose_data_end_bring_no_rows(

@@ -108,7 +108,7 @@ async def train(number: int, kind: str, steps: int, grows_at: int) -> Any:
         return coll.size, net.steps, bytes_of(module, opt, scheduler), module
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_w3_killed_at_any_moment_and_joined_it_trains_as_one_process_does(kind: str, seed: int) -> None:
@@ -164,6 +164,7 @@ async def train_pipelined(number: int, steps: int, grows_at: int, *, scheduled: 
                 coll = await coll.shrink()
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("seed", range(16))
 def test_w3_a_pipelined_optimizer_goes_back_to_its_last_whole_step(seed: int) -> None:
@@ -252,6 +253,7 @@ def test_w3_a_net_that_is_given_up_while_it_is_made_leaves_no_thread(
         run_ranks(2, main)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("turns", range(0, 90))
 def test_w3_where_the_one_that_gives_dies_meanwhile_nobody_has_half_of_it(turns: int) -> None:
     """Rank 2 has made a step more than the others; they have that one, or all stay where they were."""

@@ -35,6 +35,7 @@ def _says(call: ast.Call) -> bool:
     return any(keyword.arg in ("device", None) for keyword in call.keywords)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("package", ["aiodist", "handles", "streams", "nn"])
 def test_every_tensor_says_on_which_device_it_lies(package: str) -> None:
     found = {str(path): calls for path in (ROOT / package).rglob("*.py") if (calls := silent(path.read_text()))}

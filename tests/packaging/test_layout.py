@@ -7,6 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 AT_THE_ROOT = ("handles", "streams", "nn")
 LIGHT = ("env", "errors", "types", "handles", "schedules", "control", "launch")  # load neither torch nor mpi4py
@@ -46,6 +48,7 @@ def test_no_init_below_tests() -> None:
     assert [str(path) for path in (ROOT / "tests").rglob("__init__.py")] == []
 
 
+@pytest.mark.thorough
 def test_root_folders_are_not_imported_under_their_short_names() -> None:
     assert not set(AT_THE_ROOT) & sys.modules.keys()  # not by pytest's collection
     code = f"import sys, aiodist.handles, aiodist.streams; print({set(AT_THE_ROOT)} & sys.modules.keys())"

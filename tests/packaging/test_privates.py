@@ -138,6 +138,7 @@ def reaches(found: list[Module]) -> list[Use]:
     ]
 
 
+@pytest.mark.thorough
 def test_no_package_uses_private_names_of_another() -> None:
     found = [use for use in reaches(modules(ROOT)) if (use.path, use.name) not in EXCEPTIONS]
     assert [f"{use.path}:{use.line}: {use.name}" for use in found] == []

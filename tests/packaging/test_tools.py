@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
-from xml.etree import ElementTree
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import ModuleType
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -74,8 +74,8 @@ def test_rows_fails_and_names_what_does_not_fit(
 
 
 @pytest.mark.parametrize("tool", ["check"], indirect=True)
-def test_summary_counts_tests_by_outcome_and_mpi(tool: ModuleType) -> None:
-    report = ElementTree.fromstring(
+def test_summary_counts_tests_by_outcome_and_mpi(tool: ModuleType, tmp_path: Path) -> None:
+    (report := tmp_path / "report.xml").write_text(
         """<testsuites><testsuite>
         <testcase name="test_a[openmpi-2]"/>
         <testcase name="test_a[mpich-2]"/>
@@ -84,84 +84,115 @@ def test_summary_counts_tests_by_outcome_and_mpi(tool: ModuleType) -> None:
         <testcase name="test_d[mpich-4]"><skipped message="absent"/></testcase>
         </testsuite></testsuites>"""
     )
-    assert str(tool.tally(report)).splitlines() == [
+    assert tool.tally(report).splitlines() == [
         "tests: 1 failed, 3 passed, 1 skipped",
         "       of those that ran: 2 under MPICH, 1 under Open MPI, 1 under no MPI",
     ]
 
 
-@pytest.mark.parametrize("tool", ["check"], indirect=True)
-@pytest.mark.parametrize("thorough", [False, True])
-def test_each_test_is_in_one_part(tool: ModuleType, thorough: bool) -> None:
-    parts = [part.command for part in tool.tests([], thorough=thorough)]
-    named = [{word for word in part if word.startswith("tests/")} for part in parts]
-    left = {word.removeprefix("--ignore=") for part in parts for word in part if word.startswith("--ignore=")}
-    assert left == set().union(*named), "what the first part leaves out is named in another"
-    assert sum(map(len, named)) == len(left), "and in one alone"
-    assert all((TOOLS.parent / folder).is_dir() for folder in left)
-    assert [any(word.endswith(" and processes") for word in part) for part in parts].count(True) == 1
+def checked(folder: Path, body: str) -> tuple[int, str]:
+    """Return the exit code and the output of a run whose first test has this body."""
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    soak\n    thorough\n")
+    (folder / "test_it.py").write_text(
+        "import os, pathlib\n"
+        f"FILE = pathlib.Path({str(folder / 'ran')!r})\n"
+        f"def test_it():\n    ran = FILE.exists() or FILE.touch()\n    {body}\n"
+        "def test_other(): ...\n"
+    )
+    planted = ["-c", str(folder / "pytest.ini"), "--rootdir", str(folder), str(folder / "test_it.py")]
+    command = [sys.executable, "-m", "tools.check", "--build", str(folder / "build"), *planted]
+    done = subprocess.run(command, cwd=TOOLS.parent, capture_output=True, text=True, check=False, timeout=100)
+    return done.returncode, done.stdout + done.stderr
 
 
-@pytest.fixture
-def main(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[[str], tuple[int, str]]:
-    """`main(body)`: what `make test` comes to and prints for a test of this body, and one more beside it."""
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    soak\n    thorough\n")
-
-    def part(arguments: list[str], *, thorough: bool) -> list[object]:
-        return [tool._pytest("part", ["test_it.py"])]
-
-    for name, value in {"ROOT": tmp_path, "BUILD": tmp_path / "build", "steps": list, "tests": part}.items():
-        monkeypatch.setattr(tool, name, value)
-    monkeypatch.setattr(tool, "_MYPY", tool.Step("mypy", [sys.executable, "-c", ""]))
-
-    def main(body: str) -> tuple[int, str]:
-        (tmp_path / "test_it.py").write_text(
-            "import ctypes, pathlib\n"
-            "FILE = pathlib.Path('ran')\n"
-            f"def test_it():\n    ran = FILE.exists() or FILE.touch()\n    {body}\n"
-            "def test_other(): ...\n"
-        )
-        return tool.main([]), capfd.readouterr().out
-
-    return main
-
-
-@pytest.mark.parametrize("tool", ["check"], indirect=True)
-def test_a_test_that_failed_runs_once_more(tool: ModuleType, main: Callable[[str], tuple[int, str]]) -> None:
-    code, out = main("assert ran")
-    assert code == 0
-    name, _, met = out.partition("failed at first, and passed when it ran once more: ")[2].partition("\n")
-    assert name == "test_it.test_it"
-    assert met.startswith("    assert None"), "and what it met at first"
-    assert "run-last-failure" in out, "and it alone"
-
-
-@pytest.mark.parametrize("tool", ["check"], indirect=True)
-def test_a_run_that_crashed_runs_once_more_and_is_told_of(
-    tool: ModuleType, main: Callable[[str], tuple[int, str]]
-) -> None:
-    code, out = main("ran or ctypes.string_at(0)")
-    assert code == 0
-    summary = out.partition("=== summary")[2]
-    assert "FAILED (-11)" in summary
-    assert "failed at first, and passed when it ran once more: part, which crashed" in summary.splitlines()
-    assert "tests: 2 passed" in summary.splitlines()
-    assert "in test_it" in summary.partition("=== what part was at when it crashed")[2]
-
-
-@pytest.mark.parametrize("tool", ["check"], indirect=True)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("body", "said"), [("assert False", "tests: 1 failed, 1 passed"), ("ctypes.string_at(0)", "tests: none")]
+    ("body", "ends", "counts", "said"),
+    [
+        ("assert ran", 0, "1 failed, 1 passed", "failed, and passed when it ran once more: test_it.test_it"),
+        ("assert False", 1, "1 failed, 1 passed", "failed, and failed again when it ran once more: test_it.test_it"),
+        ("ran or os.abort()", 1, "1 failed, 1 passed", "failed, and passed when it ran once more: "),
+    ],
 )
-def test_what_fails_twice_has_failed(
-    tool: ModuleType, main: Callable[[str], tuple[int, str]], body: str, said: str
+def test_a_crash_fails_the_run_and_so_does_a_second_failure(
+    tmp_path: Path, body: str, ends: int, counts: str, said: str
 ) -> None:
-    code, out = main(body)
-    assert code == 1
-    assert said in out.splitlines()
-    assert "passed when it ran once more" not in out
+    code, output = checked(tmp_path, body)
+    assert code == ends
+    assert f"tests: {counts}" in output
+    assert said in output
+    if "abort" in body:
+        assert re.search(r"Fatal Python error: Aborted(?s:.)*in test_it", output), "the stacks of its threads"
+        assert "core" in output
+
+
+@pytest.mark.thorough
+def test_a_run_without_failures_passes(tmp_path: Path) -> None:
+    code, output = checked(tmp_path, "pass")
+    assert (code, "tests: 2 passed" in output, "failed" in output) == (0, True, False)
+
+
+@pytest.mark.parametrize("tool", ["check"], indirect=True)
+def test_a_folder_over_its_budget_by_half_is_named(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "budget.toml").write_text("[seconds]\nhandles = 10\nnn = 20\n")
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    assert tool.over_budget({"handles": 15.1, "nn": 29.9, "new": 1.0}) == ["handles"]
+    assert "handles          15.1    10.0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tool", ["changed"], indirect=True)
+def test_what_changed_chooses_the_tests_that_import_it(tool: ModuleType, tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *words], cwd=tmp_path, check=True)
+
+    files = {
+        "tests/engine/test_a.py": "from aiodist.engine import Trainer",
+        "tests/nn/test_b.py": "import aiodist.schedules",
+        "aiodist/engine/__init__.py": "",
+        "README.md": "",
+        "core/core.c": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        git(*words)
+    assert tool.tests_of_changes(tmp_path, "HEAD") == []
+    (tmp_path / "aiodist/engine/__init__.py").write_text("x = 1")
+    assert tool.tests_of_changes(tmp_path, "HEAD") == ["tests/engine/test_a.py"]
+    (tmp_path / "README.md").write_text("x")
+    assert tool.tests_of_changes(tmp_path, "HEAD") == ["tests/docs", "tests/engine/test_a.py"]
+    (tmp_path / "core/core.c").write_text("x")
+    assert tool.tests_of_changes(tmp_path, "HEAD") == ["tests"]
+
+
+@pytest.mark.parametrize("tool", ["mutate"], indirect=True)
+def test_mutations_change_one_statement(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    (tmp_path / "a.py").write_text("x = 1\ndef f(y):\n    if y:\n        g(é)\n        h()\n    return 2\n")
+    (tmp_path / "b.c").write_text("int x = 1;\nint f(int y) {\n    if (!y) return (3);\n    g(2);\n    h();\n}\n")
+    found = [
+        str(each) for each in (*tool.mutations_of_python(tmp_path / "a.py"), *tool.mutations_of_c(tmp_path / "b.c"))
+    ]
+    assert sorted(found) == [
+        "a.py:3 negate: `y` becomes `(not (y))`",
+        "a.py:4 delete: `g(é)` becomes `pass`",
+        "a.py:4 swap: `g(é) h()` becomes `h() g(é)`",
+        "a.py:5 delete: `h()` becomes `pass`",
+        "a.py:6 number: `2` becomes `3`",
+        "b.c:3 negate: `if (!y) return (3);` becomes `if (!(!y)) return (3);`",
+        "b.c:4 delete: `g(2);` becomes `;`",
+        "b.c:4 number: `g(2);` becomes `g(3);`",
+        "b.c:4 swap: `g(2); h();` becomes `h(); g(2);`",
+        "b.c:5 delete: `h();` becomes `;`",
+    ]
+    assert tool.main(["--list", "--count", "3", "."]) == 0
+    assert capsys.readouterr().out.count("\n") == 4
 
 
 @pytest.mark.parametrize("tool", ["release"], indirect=True)

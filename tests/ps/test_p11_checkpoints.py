@@ -110,7 +110,7 @@ def kept(path: Path, keep: int | None = None, ranks: int = 5, layout: str = "3",
     return run_ranks(ranks, main)[0]
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("rule", ["add", "adam"])
 @pytest.mark.parametrize("layout", SERVERS)
 def test_p11_another_number_of_servers_has_every_bit_and_goes_on(tmp_path: Path, layout: str, rule: str) -> None:
@@ -135,6 +135,7 @@ def test_p11_another_number_of_servers_has_every_bit_and_goes_on(tmp_path: Path,
     run_ranks(5, main)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(3)
 @pytest.mark.ranks(3, backend=("shm", "mpi"))
 async def test_p11_a_checkpoint_amid_pushes_is_of_one_version(coll: Communicator, tmp_path: Path) -> None:
@@ -298,6 +299,7 @@ def rewritten(folder: Path) -> str:
     return r"manifest.json: the SHA-256"
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("damage", [truncated, flipped, missing, rewritten])
 def test_p11_a_damaged_checkpoint_changes_nothing(tmp_path: Path, damage: Callable[[Path], str]) -> None:
     """The error says what is wrong; an older one that is sound is taken instead."""

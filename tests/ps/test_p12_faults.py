@@ -167,6 +167,7 @@ def test_p12_pushes_stay_exact_where_messages_are_dropped_and_doubled(
 # --- a link that is dead, though no connection broke -----------------------------------------------------------------
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("at", range(2, 19, 2))
 def test_p12_nobody_waits_for_ever_where_a_link_is_dead(rank: int, at: int) -> None:

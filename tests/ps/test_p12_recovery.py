@@ -51,6 +51,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("layout", ["apart", "symmetric"])
 @pytest.mark.parametrize("policy", POLICIES)
@@ -117,6 +118,7 @@ def test_p12_each_push_counts_once_when_a_server_dies(  # noqa: C901
     assert expected - len(workers) <= cut[0] <= small[0] + len(workers)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("codec", [None, Int8()], ids=str)
 def test_p12_rows_objects_and_codes_come_back_on_a_new_server(  # noqa: C901
     tmp_path: Path, codec: Any
@@ -292,6 +294,7 @@ CLIENTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_p12_a_client_goes_on_from_the_centre(tmp_path: Path, kind: str) -> None:
     """A server dies with pushes and pulls under way: nothing of them is raised once the clients have begun again."""

@@ -92,7 +92,7 @@ async def check_same(coll: Communicator, net: Net, table: Table, expected: Net, 
         torch.testing.assert_close(ours, theirs, rtol=0, atol=within)
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(3)
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("servers", [None, (0,), (0, 1), (2, 0, 1)], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -158,6 +158,7 @@ async def test_p15_rows_that_are_prefetched_are_taken_and_not_pulled_twice(coll:
         assert ps.statistics().pulls == 4
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2, 3)
 async def test_p15_rows_are_up_to_date_whichever_batches_were_prefetched_and_used(coll: Communicator) -> None:
     """Ranks prefetch at random, drop what they prefetched, and see batches without a backward."""

@@ -340,6 +340,7 @@ async def test_p16_crafted_rows_are_refused_and_the_table_goes_on(coll: Communic
         assert (await table.pull(ids)).unique().tolist() == [-3.0]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2)
 @pytest.mark.ranks(2, backend=("gloo", "shm", "mpi"))
 async def test_p15_many_handles_at_once_come_out_in_order(coll: Communicator) -> None:
@@ -358,6 +359,7 @@ async def test_p15_many_handles_at_once_come_out_in_order(coll: Communicator) ->
         await ps.barrier()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.ranks(2, backend=("gloo", "shm", "mpi"))
 async def test_p15_batches_too_long_for_an_entry_come_out_right(coll: Communicator) -> None:

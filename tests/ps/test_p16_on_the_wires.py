@@ -68,6 +68,7 @@ def values(numel: int, rank: int) -> list[torch.Tensor]:
     return [torch.full((numel,), rank + 1).to(kind) for kind in (torch.float32, torch.bfloat16, torch.int64)]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(3)
 @pytest.mark.ranks(2, backend=TRANSPORTS)
 @pytest.mark.parametrize("numel", SIZES)
@@ -88,7 +89,7 @@ async def test_p16_collectives_and_messages_unpickle_nothing(coll: Communicator,
     assert not poison.tried
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.ranks(2, backend=TRANSPORTS)
 @pytest.mark.parametrize("servers", [None, 1])
 @pytest.mark.parametrize("consistency", [None, Synchronous("sum"), Quorum(1, "sum")], ids=str)
@@ -140,7 +141,7 @@ def crafted(code: bytes) -> dict[str, tuple[int, bytes]]:
     }
 
 
-@pytest.mark.drawn(11)
+@pytest.mark.drawn(7)
 @pytest.mark.ranks(2)
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("what", crafted(b"0123456789"))

@@ -113,6 +113,7 @@ async def test_p1_truth_values_are_copied(coll: Communicator, split: int) -> Non
             ps.init("c", flags, rule="add")
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.ranks(2, backend=("mpi", "gloo", "shm"))
 @pytest.mark.parametrize("split", [1, 1 << 30])

@@ -168,6 +168,7 @@ async def test_p2_a_push_from_a_backward_hook(coll: Communicator) -> None:
 # --- nothing lost, nothing doubled -------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("split", [1, 1 << 20])
 async def test_p2_after_a_push_and_a_barrier_every_pull_sees_it(coll: Communicator, split: int) -> None:
@@ -179,6 +180,7 @@ async def test_p2_after_a_push_and_a_barrier_every_pull_sees_it(coll: Communicat
             await ps.barrier()
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("seed", range(6))
 def test_p2_no_push_is_lost_or_doubled(seed: int) -> None:
     """Sizes for entries, messages and the arena, in an order that a seed draws; some awaited, some not."""

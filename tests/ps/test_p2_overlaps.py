@@ -73,6 +73,7 @@ async def _tried(
     return True
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("policy", [Asynchronous(), Bounded(1), Synchronous("sum")], ids=repr)
 @pytest.mark.parametrize("reads", ["snapshot", "lock-free"])

@@ -85,6 +85,7 @@ async def test_p2_what_failed_leaves_nothing_behind(coll: Communicator) -> None:
     assert [c.name for c in coll.parts.registry._open] == ["world"]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("ticks", range(2, 24, 3))
 def test_p2_a_rank_that_is_cancelled_while_it_opens_leaves_nobody_waiting(ticks: int) -> None:
     async def program() -> str:
@@ -139,6 +140,7 @@ async def test_p2_names_and_errors_may_be_longer_than_a_frame(coll: Communicator
             assert (await ps.pull(name)).tolist() == (await ps.pull("short")).tolist() == [50.0] * 3
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(60)
 async def test_p2_many_names_are_freed_behind_their_pushes(coll: Communicator) -> None:

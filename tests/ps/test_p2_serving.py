@@ -24,6 +24,7 @@ def compute_until_served(ps: ParameterServer, goal: int) -> int:
     return ps.statistics().served
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, backend=("mpi", "shm"))
 @pytest.mark.parametrize("where", ["loop", "stream"])
 async def test_p2_who_computes_still_serves(coll: Communicator, where: str) -> None:

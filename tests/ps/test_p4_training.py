@@ -104,6 +104,7 @@ async def train(
                 torch.testing.assert_close(p, expected, rtol=0, atol=1e-6, msg=f"{case} {name}")
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize(
     ("reduction", "cases"), [("sum", ("momentum", "adam", "adagrad")), ("mean", ("sgd", "nesterov", "rmsprop"))]
@@ -114,11 +115,13 @@ async def test_p4_workers_that_serve_equal_one_process(
     await train(coll, cases, None, reduction)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 4)
 async def test_p4_workers_with_servers_of_their_own_equal_one_process(coll: Communicator) -> None:
     await train(coll, ("sgd", "momentum", "rmsprop"), coll.size // 2, "sum" if coll.size == 2 else "mean")
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("servers", [None, 1, 3])
 async def test_p4_settings_of_groups_change_between_two_steps(coll: Communicator, servers: int | None) -> None:

@@ -55,6 +55,7 @@ async def test_p5_synchronous_a_pull_waits_for_the_step_of_its_push(coll: Commun
             assert (pulled.version, (await later).tolist()) == (1, ones(5).tolist())
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 async def test_p5_synchronous_steps_equal_at_any_speed_of_the_workers(coll: Communicator, layout: str) -> None:
@@ -89,6 +90,7 @@ async def test_p5_synchronous_steps_go_on_with_those_that_are_left(
             torch.testing.assert_close(w, ones(expected))
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("policy", [Synchronous("sum"), Bounded(1), Quorum(2, "sum")], ids=repr)
 async def test_p5_who_pushed_ahead_and_ends_holds_up_no_barrier(coll: Communicator, policy: Any) -> None:
@@ -239,6 +241,7 @@ async def test_p5_asynchronous_stale_pushes_are_counted(
         assert await total(coll, statistics.staleness[0]) == 5
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("policy", [Asynchronous(), Synchronous("mean"), Bounded(2), Quorum(1, "sum")], ids=repr)
 async def test_p5_who_has_left_is_not_waited_for_however_long_it_takes(coll: Communicator, policy: Any) -> None:

@@ -77,6 +77,7 @@ def worked(layout: dict[str, Any], work: Callable[[Communicator, ParameterServer
 # --- on real ranks -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.ranks(2, backend=("mpi", "shm"))
 @EVERYWHERE
@@ -97,6 +98,7 @@ async def test_p5_uneven_pushes_end(coll: Communicator, policy: str) -> None:
             assert await counted(coll, ps, "incomplete") == 2 * 5
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(3, backend=("gloo", "mpi"))
 @EVERYWHERE
 async def test_p5_training_goes_on_after_a_barrier(coll: Communicator, policy: str) -> None:
@@ -116,6 +118,7 @@ async def test_p5_training_goes_on_after_a_barrier(coll: Communicator, policy: s
 # --- one after another -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @EVERYWHERE
 def test_p5_syncs_that_wait_for_one_another_end(policy: str, layout: str) -> None:
@@ -131,6 +134,7 @@ def test_p5_syncs_that_wait_for_one_another_end(policy: str, layout: str) -> Non
     worked(LAYOUTS[layout], work, POLICIES[policy]())
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @EVERYWHERE
 def test_p5_who_closes_or_comes_to_a_barrier_holds_nobody_up(policy: str, layout: str) -> None:
@@ -148,6 +152,7 @@ def test_p5_who_closes_or_comes_to_a_barrier_holds_nobody_up(policy: str, layout
     worked(LAYOUTS[layout], work, POLICIES[policy]())
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("layout", ["symmetric", "two", "cut", "apart"])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_p5_who_pushes_again_after_a_barrier_is_in_step(layout: str, reduction: Any) -> None:
@@ -169,6 +174,7 @@ def test_p5_who_pushes_again_after_a_barrier_is_in_step(layout: str, reduction: 
     worked(LAYOUTS[layout], work, Synchronous(reduction))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_p5_bounded_clocks_start_again_at_a_barrier(ahead: int) -> None:
     async def work(coll: Communicator, ps: ParameterServer) -> None:
@@ -208,6 +214,7 @@ def test_p5_all_that_was_accepted_before_a_barrier_is_there_after_it() -> None:
         worked(LAYOUTS[layout], work, Synchronous("sum"))
 
 
+@pytest.mark.drawn(2)
 @EVERYWHERE
 def test_p5_what_follows_a_barrier_that_nobody_awaits_comes_after_it(policy: str) -> None:
     async def work(coll: Communicator, ps: ParameterServer) -> None:
@@ -225,6 +232,7 @@ def test_p5_what_follows_a_barrier_that_nobody_awaits_comes_after_it(policy: str
         worked(LAYOUTS[layout], work, POLICIES[policy]())
 
 
+@pytest.mark.thorough
 def test_p5_a_push_behind_a_barrier_is_of_a_step_with_the_others_pushes() -> None:
     async def work(coll: Communicator, ps: ParameterServer) -> None:
         await asyncio.sleep(float(ps.rank))
@@ -238,6 +246,7 @@ def test_p5_a_push_behind_a_barrier_is_of_a_step_with_the_others_pushes() -> Non
         worked(LAYOUTS[layout], work, Synchronous("mean"))
 
 
+@pytest.mark.thorough
 def test_p5_a_sync_of_some_takes_nobody_off_the_clock() -> None:
     """A worker that computes is waited for."""
 
@@ -282,6 +291,7 @@ async def wander(dice: random.Random, segments: int, stays: int, coll: Communica
     return count
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 @EVERYWHERE
 def test_p5_any_pushes_of_workers_come_to_the_end(policy: str, layout: str) -> None:

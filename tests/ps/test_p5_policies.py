@@ -309,6 +309,7 @@ def trainings(draw: st.DrawFn) -> tuple[Policy, int, list[list[int]]]:
     return draw(policies(workers)), workers, draw(st.lists(segments, min_size=1, max_size=3))
 
 
+@pytest.mark.thorough
 @tried(max_examples=150, deadline=None)
 @given(trained=trainings(), dice=st.randoms(use_true_random=False), killed=st.integers(0, 2))
 def test_p5_who_meets_at_barriers_ends_however_uneven_the_pushes(

@@ -157,6 +157,7 @@ def step_seconds(policy: Policy, workers: int, delay: Delay, seed: int, steps: i
     return now / steps, machine.counts.dropped / steps
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stragglers", STRAGGLERS)
 def test_p6_four_backup_workers_halve_the_step(stragglers: str) -> None:
     delay = STRAGGLERS[stragglers]

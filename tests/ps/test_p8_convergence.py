@@ -13,6 +13,7 @@ from benchmarks import ps_convergence
 from benchmarks.ps_convergence import Found, Task, train, verdicts
 
 
+@pytest.mark.thorough
 def test_p8_easgd_bears_talking_seldom_and_downpour_does_not() -> None:
     async def both(method: str, steps: int) -> list[Found]:
         task = Task(workers=8, steps=steps)

@@ -90,6 +90,7 @@ async def descend(coll: Communicator, case: str, **how: Any) -> None:
             torch.testing.assert_close(centre, TRUE, rtol=0, atol=0.2)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("case", MAKERS)
 async def test_p8_clients_train_on_servers_that_work_too(coll: Communicator, case: str) -> None:

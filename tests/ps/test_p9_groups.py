@@ -68,6 +68,7 @@ async def train(
     return [p.detach() for p in model.parameters()], centre, pushes
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(7)
 @pytest.mark.parametrize("case", MAKERS)
 async def test_p9_uneven_groups_are_as_many_clients(coll: Communicator, case: str) -> None:

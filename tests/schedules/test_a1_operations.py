@@ -22,6 +22,7 @@ def names(operation: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", SCHEDULES[operation])
 
 
+@pytest.mark.drawn(1)
 @names("reduce")
 def test_a1_reduce_to_any_root(simulate: Simulation, buffered: Simulation, name: str) -> None:
     cost = cost_of("reduce", name)
@@ -77,6 +78,7 @@ def test_a1_allgather(simulate: Simulation, buffered: Simulation, name: str) -> 
         assert buffered.allgather(name, blocks) == cost(size, blocks)
 
 
+@pytest.mark.drawn(1)
 @names("reduce_scatter")
 def test_a1_reduce_scatter(simulate: Simulation, buffered: Simulation, name: str) -> None:
     cost = cost_of("reduce_scatter", name)

@@ -26,6 +26,7 @@ def lengths(size: int) -> Iterator[int]:
         yield from (size, 2 * size + 3)
 
 
+@pytest.mark.drawn(3)
 @names
 def test_a2_any_number_of_ranks_and_elements(simulate: Simulation, name: str) -> None:
     """Sums are right, results equal to the bit everywhere, and `direct` reduces in rank order: see `simulate`."""

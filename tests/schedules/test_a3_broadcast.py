@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 names = pytest.mark.parametrize("name", SCHEDULES["broadcast"])
 
 
+@pytest.mark.drawn(2)
 @names
 def test_a3_any_root(simulate: Simulation, name: str) -> None:
     for size in range(1, 38):

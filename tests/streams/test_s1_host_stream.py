@@ -385,6 +385,7 @@ async def test_s1_ten_thousand_in_flight() -> None:
     assert total == sum(range(10_000))
 
 
+@pytest.mark.thorough
 async def test_s1_memory_is_flat() -> None:
     async def some(stream: HostStream, count: int) -> None:
         for i in range(count):
@@ -406,6 +407,7 @@ async def test_s1_memory_is_flat() -> None:
         await stream.sync()
 
 
+@pytest.mark.thorough
 def test_s1_the_loop_closes_while_work_runs() -> None:
     begun, go = threading.Event(), threading.Event()
     held: list[Any] = []
@@ -437,6 +439,7 @@ def test_s1_the_loop_closes_while_work_runs() -> None:
     assert ["was never closed" in str(w.message) for w in caught] == [True]
 
 
+@pytest.mark.thorough
 async def test_s1_a_stream_that_is_dropped_ends_its_thread() -> None:
     stream = HostStream("dropped")
     await stream.__aenter__()
@@ -487,6 +490,7 @@ async def test_s1_a_forked_child_is_refused() -> None:
         assert await stream.submit(int) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 async def test_s1_a_program_that_forgets_to_close_ends(tmp_path: Any) -> None:
     script = tmp_path / "forgets.py"

@@ -132,6 +132,7 @@ async def test_h11_what_ends_on_the_host_is_waited_for_elsewhere() -> None:
     await waited
 
 
+@pytest.mark.thorough
 async def test_s2_a_thousand_in_flight_on_three_streams() -> None:
     streams = [CudaStream.of(role) for role in ("compute", "local", "global")]
     dice = random.Random(0)

@@ -235,6 +235,7 @@ def test_s2_simulated_a_write_to_freed_memory_is_named(device: SimulatedCuda) ->
     assert [hazard.split()[0] for hazard in device.hazards] == ["copy_"]
 
 
+@pytest.mark.thorough
 def test_s2_simulated_memory_lives_as_long_as_its_last_view(device: SimulatedCuda) -> None:
     t = ones(1024)
     held = torch.cuda.memory_allocated()

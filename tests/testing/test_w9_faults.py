@@ -124,6 +124,7 @@ def programs(draw: st.DrawFn) -> tuple[int, list[Step], Faults, int]:
     return size, steps, Faults(*draw(st.lists(fault, min_size=1, max_size=3))), draw(st.integers(0, 1 << 16))
 
 
+@pytest.mark.thorough
 @settings(max_examples=40)
 @given(programs())
 @example((3, [pushes, reduces], Faults(Fault("kill", 0, 1)), 0))
@@ -163,6 +164,7 @@ def test_w9_the_same_seed_draws_the_same_faults_and_ends_the_same() -> None:
     assert len({repr(Faults.drawn(seed, FaultKind, ranks=range(4), calls=50)) for seed in range(30)}) > 25
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", ["delay", "slow", "block"])
 def test_w9_time_goes_by(kind: str) -> None:
     async def main() -> float:

@@ -196,6 +196,7 @@ async def _stalls_beside_a_service(coll: Communicator, services: int, seconds: f
     _give_up(coll, *tasks)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("services", [1, 5])
 def test_w10_a_long_wait_hides_no_later_one(caplog: pytest.LogCaptureFixture, services: int) -> None:
     """Each is reported by itself, and all of them again a minute later."""
@@ -413,6 +414,7 @@ def test_w10_a_communicator_that_is_never_closed_is_told() -> None:
     assert "was never closed" in str(caught[0].message)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3, backend=("gloo", "mpi", "shm"))
 async def test_w10_a_message_that_nobody_received_is_told_on_every_backend(coll: Communicator) -> None:
     side = await coll.dup()

@@ -100,6 +100,7 @@ def _line(text: str) -> str:
     return f"program.py:{PROGRAM.splitlines().index(text) + 1} in"
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("killed", ["rank 0", "the launcher"])
 def test_w11_a_job_that_was_killed_leaves_no_socket(nursery: str, folder: Path, killed: str) -> None:
     with running(folder, 2, nursery) as job:
@@ -111,6 +112,7 @@ def test_w11_a_job_that_was_killed_leaves_no_socket(nursery: str, folder: Path, 
         assert not list(folder.rglob("*.sock"))
 
 
+@pytest.mark.thorough
 def test_w11_a_running_job_says_who_is_late(nursery: str, folder: Path) -> None:
     with running(folder, 3, nursery) as job:
         told = until(lambda: (t := jobs.look(None))["ranks"][0]["waits"] and t["ranks"][0]["waits"][0]["ranks"] and t)
@@ -157,6 +159,7 @@ def test_w11_a_running_job_says_who_is_late(nursery: str, folder: Path) -> None:
     assert jobs.running() == []
 
 
+@pytest.mark.thorough
 def test_w11_a_process_alone_is_its_own_job_and_one_that_was_killed_leaves_nothing(folder: Path) -> None:
     with running(folder, 1) as job:
         assert jobs.running() == [job.pid]
@@ -275,6 +278,7 @@ async def test_w11_asyncios_own_tools_follow_handles(coll: Communicator) -> None
     assert not [line for line in tree() if line.endswith(": dup")]
 
 
+@pytest.mark.thorough
 def test_w11_many_who_look_at_once_are_all_answered(folder: Path, nursery: str) -> None:
     """They share what the ranks are asked, which takes half a second where one does not answer."""
     with running(folder, 3, nursery) as job:

@@ -157,6 +157,7 @@ def test_w1_thousand_healthy_runs_name_nobody(
             run_ranks(2 + seed % 2, main, seed)
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(2, backend=("gloo", "openmpi", "mpich", "shm"))
 async def test_w1_healthy_runs_on_processes_name_nobody(

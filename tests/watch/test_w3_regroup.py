@@ -88,6 +88,7 @@ def test_w3_everything_of_the_old_world_raises_and_what_was_pending_has_the_lost
     run_ranks(3, main, elastic=(1, 3))
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("turns", range(0, 240, 20))
 def test_w3_nobody_waits_in_a_group_of_a_world_that_others_have_left(turns: int) -> None:
     """The group of ranks 1 and 3 may have been made on one of them alone when rank 0 dies."""

@@ -92,6 +92,7 @@ async def _ends_early(net: DataParallel, opt: Any, coll: Communicator, _: pathli
 MISTAKES = {_one_alone: "allreduce", _saves_alone: "save issued at", _ends_early: "allreduce"}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_w4_a_collective_of_one_rank_beside_steps_is_told(kind: Any, mistake: Any, tmp_path: pathlib.Path) -> None:
@@ -193,6 +194,7 @@ WAITS = [
 ]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("wait", WAITS)
 def test_w4_waits_of_other_threads_are_told(wait: Callable[[Communicator], Awaitable[None]]) -> None:
     times = []

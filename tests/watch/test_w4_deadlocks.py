@@ -349,6 +349,7 @@ async def _crossed_but_for(coll: Communicator, way: Callable[[Callable[[], objec
         await comm.aclose()
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.ranks(2)
 async def test_w4_what_may_yet_be_issued_is_no_deadlock(coll: Communicator, way: Any) -> None:
@@ -445,6 +446,7 @@ async def test_w4_crossed_order_is_told_within_a_second(coll: Communicator) -> N
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3, backend=("shm", "gloo", "mpi"))
 async def test_w4_messages_that_wait_for_one_another(coll: Communicator) -> None:
@@ -501,6 +503,7 @@ def _stories(draw: st.DrawFn) -> dict[int, Facts]:
     return told
 
 
+@pytest.mark.thorough
 @given(_stories())
 @settings(max_examples=300, deadline=None)
 def test_w4_the_graph_finds_every_set_of_ranks_that_none_leaves(told: dict[int, Facts]) -> None:
@@ -561,7 +564,7 @@ LARGE = 1 << 19
 """How many elements no carrier takes before they are received."""
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("numel", [LARGE, LARGE_BYTES], ids=["large", "driven by the thread"])
 @pytest.mark.parametrize("kind", ["ring", "other tag", "receive of another tag", "barrier"])
 @pytest.mark.ranks(2, 3, backend=("shm", "mpi"))
@@ -576,7 +579,7 @@ async def test_w4_large_sends_that_wait_for_one_another(coll: Communicator, kind
     assert max(await coll.allgather_object(time.monotonic() - began)) < 1.5
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, backend=("shm", "gloo", "mpi"))
 async def test_w4_large_sends_to_slow_ranks_are_no_deadlock(coll: Communicator) -> None:
     """A receive that is posted late, in both directions, in any order, and beside a barrier of another communicator."""

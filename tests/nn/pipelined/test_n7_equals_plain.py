@@ -191,6 +191,7 @@ def decayed(module: nn.Module) -> Make:
     return make
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("kind", MODELS)
@@ -202,12 +203,14 @@ async def test_n7_equals_the_plain_loop(coll: Communicator, course: type[Course]
     await assert_synchronized(list(net.parameters()), coll)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("how", ["sgd", "adam", "adamw"])
 async def test_n7_equals_the_plain_loop_with_each_optimizer(coll: Communicator, course: type[Course], how: str) -> None:
     await _with(coll, course, how)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2, backend="mpi")
 async def test_n7_equals_the_plain_loop_on_processes(coll: Communicator, course: type[Course]) -> None:
     await _with(coll, course, "adamw")
@@ -253,6 +256,7 @@ async def test_n7_clipping_by_the_global_norm(coll: Communicator, course: type[C
         net.settings(clip_norm=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler ignores it, on one thread at a time
 @pytest.mark.parametrize("way", ["module", "layer", "forward"])

@@ -96,6 +96,7 @@ def fails(course: type[Course], module: nn.Module, where: str, x: Tensor) -> Ten
     return (x * torch.arange(1.0, x.shape[-1] + 1, dtype=x.dtype)).tanh().square().mean()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("where", ["before", "forward", "after", "backward"])

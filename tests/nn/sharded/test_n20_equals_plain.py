@@ -24,6 +24,7 @@ SIZES: dict[str, dict[str, Any]] = {
 each_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3, 4, 5)
 @each_size
 @pytest.mark.parametrize("how", ["sgd", "momentum", "adam"])
@@ -151,6 +152,7 @@ def build(kind: str) -> nn.Module:
     return MODULES[kind]().double()
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.ranks(1, 2, 3)
 @each_size
 @pytest.mark.parametrize("kind", MODULES)
@@ -169,6 +171,7 @@ async def test_n20_modules(coll: Communicator, trial: type[Trial], kind: str, si
     assert strides == [parameter.stride() for parameter in net.parameters()]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(2, 3)
 @each_size
 async def test_n20_freezing_and_thawing(coll: Communicator, trial: type[Trial], sizes: Any) -> None:

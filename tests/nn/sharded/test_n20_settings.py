@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.ranks(1, 2, 3, 5)
 @pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "one"])
 async def test_n20_clipping_by_the_norm_over_all_ranks(coll: Communicator, trial: type[Trial], sizes: Any) -> None:
@@ -133,6 +134,7 @@ async def test_n20_closures_and_autocast(coll: Communicator, trial: type[Trial])
 UNEVEN: dict[int, list[tuple[int, ...]]] = {2: [(3, 1), (0, 2), (2, 2)], 3: [(1, 4, 2), (0, 0, 3)]}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "one"])
 @pytest.mark.parametrize("op", ["mean", "sum"])

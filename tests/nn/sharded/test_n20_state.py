@@ -139,6 +139,7 @@ def plainly(trial: type[Trial], how: str, steps: int, whole_from: int) -> tuple[
     return module, opt
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", MAKERS)
 def test_n20_from_4_ranks_to_others(trial: type[Trial], how: str) -> None:
     """Three steps on 4 ranks, then two on others, with other buckets: the state is that which was saved, bit by bit."""

@@ -60,6 +60,7 @@ async def train(number: int, kind: str, folder: Path, clip_norm: float | None) -
                 coll = await coll.shrink()
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("size", [3, 4])
