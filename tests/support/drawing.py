@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import combinations
 from random import Random
 from typing import TypeVar
 from zlib import crc32
 
-__all__ = ["draw", "pairs"]
+__all__ = ["draw"]
 
 T = TypeVar("T")
 
@@ -23,8 +22,8 @@ def draw(name: str, items: Sequence[tuple[T, Iterable[object]]], count: int | No
     >>> chosen = draw("test_sum", both, 3)
     >>> sorted({letter for pair in chosen for letter in pair})
     ['A', 'B', 'a', 'b', 'c']
-    >>> len(draw("test_sum", [(x + y + z, pairs((x, y, z))) for x in "abc" for y in "AB" for z in "01"]))
-    6
+    >>> len(draw("test_sum", [(x + y + z, (x, y, z)) for x in "abc" for y in "AB" for z in "01"]))
+    3
     """
     left = [(item, set(shown)) for item, shown in items]
     missing = set().union(*(shown for _, shown in left))
@@ -37,9 +36,3 @@ def draw(name: str, items: Sequence[tuple[T, Iterable[object]]], count: int | No
         seen |= best[1]
         chosen.append(best[0])
     return chosen
-
-
-def pairs(values: Iterable[object]) -> list[object]:
-    """Return the values, and every two of them."""
-    values = list(values)
-    return [*values, *combinations(values, 2)]
