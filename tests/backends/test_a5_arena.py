@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from aiodist.backends.shm import memory
-from aiodist.backends.shm.memory import Arena, Place
-from aiodist.backends.shm.moving import move
+from aiodist.testing.seams.memory import Arena, Place, move
 from tests.support.moving import needs_moving
 
 PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done, Operation
 from aiodist.backends.inplace import COMBINE
-from aiodist.backends.shm import Lanes, Neighbourhood, ShmNative, meet
-from aiodist.control import in_process
 from aiodist.errors import CommunicatorClosed, MismatchError
 from aiodist.handles import Progress
-from aiodist.handles.progress import transport_lock
+from aiodist.testing.seams.carriers import Lanes, Neighbourhood, ShmNative, meet
+from aiodist.testing.seams.channel import in_process
+from aiodist.testing.seams.progress import transport_lock
+from aiodist.testing.seams.transport import Done, Operation
 from aiodist.types import ReduceOp
 
 SUM = ReduceOp.SUM

@@ -12,7 +12,7 @@ import torch
 import aiodist
 from aiodist import Communicator
 from aiodist.backends.shm.neighbours import Neighbour
-from aiodist.handles.progress import transport_lock
+from aiodist.testing.seams.progress import transport_lock
 
 
 @pytest.mark.drawn(1)

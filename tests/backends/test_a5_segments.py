@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from aiodist.backends.shm import meet
-from aiodist.backends.shm.memory import Arena, Place, segment_fd
 from aiodist.backends.shm.neighbours import Neighbour
-from aiodist.control import in_process
 from aiodist.errors import BackendError
+from aiodist.testing.seams.carriers import meet
+from aiodist.testing.seams.channel import in_process
+from aiodist.testing.seams.memory import Arena, Place, segment_fd
 from tests.support.moving import needs_moving
 
 MIB = 1 << 20

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from aiodist.backends.shm.memory import Arena
-from aiodist.backends.shm.moving import move
 from aiodist.errors import BackendUnavailable, BufferInFlight
 from aiodist.handles import in_flight
+from aiodist.testing.seams.memory import Arena, move
 from tests.support.moving import needs_moving
 
 pytestmark = needs_moving

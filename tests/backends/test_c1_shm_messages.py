@@ -18,18 +18,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from aiodist._core import NUMBERS_BYTES
-from aiodist.backends.base import Done, Transport
-from aiodist.backends.shm import Neighbourhood, ShmTransport, meet, open_world
-from aiodist.backends.shm.memory import Place
 from aiodist.backends.shm.messages import PASS_BYTES
 from aiodist.backends.shm.peers import CREDIT_BYTES, ring_bytes, short_bytes
-from aiodist.control import Channel, in_process
-from aiodist.env import Environment
 from aiodist.errors import BackendError, BackendUnavailable
 from aiodist.handles import LARGE_BYTES, Progress
-from aiodist.handles.progress import transport_lock
+from aiodist.testing.seams.carriers import Neighbourhood, ShmTransport, meet, open_world
+from aiodist.testing.seams.channel import Channel, in_process
+from aiodist.testing.seams.memory import Place
+from aiodist.testing.seams.progress import transport_lock
+from aiodist.testing.seams.transport import Done, Transport
+from aiodist.testing.seams.world import Environment, Limits
 from aiodist.types import ANY
-from aiodist.world.opening import Limits, _transport
+from aiodist.world.opening import _transport
 
 SHORT = short_bytes(2)
 Ended = asyncio.Future[None]

@@ -28,18 +28,18 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from aiodist.backends import gloo
-from aiodist.backends.base import Wanted
 from aiodist.backends.gloo import library, wire
 from aiodist.collectives.arithmetic import combine
-from aiodist.control import in_process
 from aiodist.errors import BackendError
 from aiodist.handles import Handle, Progress
-from aiodist.handles.progress import transport_lock
+from aiodist.testing.seams.channel import in_process
+from aiodist.testing.seams.progress import transport_lock
+from aiodist.testing.seams.transport import Wanted
 from aiodist.types import ANY, ReduceOp
 from tests.support.operations import operation
 
 if TYPE_CHECKING:
-    from aiodist.backends.base import Done, Transport
+    from aiodist.testing.seams.transport import Done, Transport
 
 pytestmark = pytest.mark.timeout(60)
 

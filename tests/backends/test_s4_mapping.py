@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiodist.backends.cuda_ipc import Loan, Mapper, Mappings
+from aiodist.backends.cuda_ipc import Loan
 from aiodist.backends.cuda_ipc import mapping as mapping_module
 from aiodist.errors import BackendError, MismatchError
+from aiodist.testing.seams.cuda import Mapper, Mappings
 from tests.support.simulated_cuda.device import SimulatedCuda
 from tests.support.simulated_mapper import SimulatedMapper
 

@@ -9,7 +9,7 @@ import torch
 
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
-from aiodist.handles.progress import transport_lock
+from aiodist.testing.seams.progress import transport_lock
 from aiodist.types import ReduceOp
 
 mpi = pytest.importorskip("aiodist.backends.mpi", reason="mpi4py is not installed", exc_type=ImportError)

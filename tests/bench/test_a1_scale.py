@@ -10,8 +10,8 @@ import pytest
 
 import aiodist
 from aiodist.errors import ConfigError
-from aiodist.launch.discover import find_mpi
 from aiodist.schedules import SCHEDULES, Blocks, Copy, Recv, Schedule, Send, Step
+from aiodist.testing.seams.mpi import find_mpi
 from benchmarks import __main__ as command
 from benchmarks import scale_model
 from benchmarks.loggp import LogGP, Machine, Phase, simulate

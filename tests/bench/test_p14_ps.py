@@ -13,8 +13,8 @@ import aiodist
 from aiodist.bench.plan import Plan
 from aiodist.bench.records import Record, dumps, table
 from aiodist.bench.session import Session
-from aiodist.launch.discover import find_mpi
 from aiodist.testing import run_ranks
+from aiodist.testing.seams.mpi import find_mpi
 from benchmarks import __main__ as command
 from benchmarks import ps, ps_saving, ps_serving
 from benchmarks.ps_ways import SPLIT_BYTES, Roles

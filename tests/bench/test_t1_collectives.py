@@ -14,8 +14,8 @@ from aiodist.bench.plan import BENCHMARKS, COLLECTIVES, Plan
 from aiodist.bench.records import Record
 from aiodist.bench.session import Session
 from aiodist.errors import BackendUnavailable, ConfigError
-from aiodist.launch.discover import find_mpi
 from aiodist.testing import run_ranks
+from aiodist.testing.seams.mpi import find_mpi
 from benchmarks import awaits, beside, suite
 from tests.support.commands import python
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aiodist.bench import cli
-from aiodist.launch.discover import find_mpi
+from aiodist.testing.seams.mpi import find_mpi
 from tests.support.commands import python
 
 FIELDS = {"op", "impl", "ranks", "nbytes", "seconds", "mean", "p50", "p99", "algbw_gbps", "busbw_gbps"}

@@ -17,8 +17,7 @@ from torch.distributed import DistStoreError
 
 from aiodist.c10d.home import Home
 from aiodist.errors import BackendUnavailable, OperationTimeout
-from aiodist.launch.commands import mpirun_environment
-from aiodist.launch.discover import find_mpi
+from aiodist.testing.seams.mpi import find_mpi, mpirun_environment
 from tests.support.environ import python_path
 from tests.support.nursed import stub
 from tests.support.torch_ranks import run_alone, started

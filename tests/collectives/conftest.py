@@ -12,17 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done, Operation, tag_of
-from aiodist.backends.cuda_ipc import Mappings
-from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.collectives.choice.table import USUAL_LIMITS
-from aiodist.collectives.cuda.ipc import CudaIpc
-from aiodist.collectives.cuda.on_device import DeviceWork, on_devices
-from aiodist.collectives.program import Endpoint, Program, run
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
-from aiodist.handles.progress import transport_lock
 from aiodist.streams import Events
+from aiodist.testing.seams.algorithms import Endpoint, Program, run
+from aiodist.testing.seams.carriers import LocalHub, LocalTransport
+from aiodist.testing.seams.cuda import CudaIpc, DeviceWork, Mappings, on_devices
+from aiodist.testing.seams.progress import transport_lock
+from aiodist.testing.seams.transport import Done, Operation, tag_of
 from tests.support.one_thread import one_thread as one_thread
 from tests.support.simulated_mapper import SimulatedMapper
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from aiodist import Communicator, ReduceOp
-from aiodist.backends.base import Done, Operation, Wanted
-from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.collectives.arithmetic import combine
-from aiodist.collectives.program import Endpoint, Program, lockstep, run
-from aiodist.collectives.scheduled import LANE_TAGS, Scheduled, SubEndpoint
+from aiodist.collectives.scheduled import LANE_TAGS, SubEndpoint
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.schedules import MAX_LANES, SCHEDULES
+from aiodist.testing.seams.algorithms import Endpoint, Program, Scheduled, lockstep, run
+from aiodist.testing.seams.carriers import LocalHub, LocalTransport
+from aiodist.testing.seams.transport import Done, Operation, Wanted
 
 every = pytest.mark.ranks(1, 2, 3, 5, backend="local")
 KINDS = (torch.float32, torch.int64, torch.float64)

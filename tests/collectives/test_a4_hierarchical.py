@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from aiodist import Communicator, ReduceOp
-from aiodist.backends.base import Operation, Wanted
 from aiodist.collectives.choice.table import COMPARED_BYTES, LIMITS
 from aiodist.collectives.hierarchical import Hierarchical
-from aiodist.collectives.program import Endpoint, Implementation, Program, lockstep
 from aiodist.collectives.traffic import Traffic
 from aiodist.communicator.fingerprint import Fingerprint
+from aiodist.testing.seams.algorithms import Endpoint, Implementation, Program, lockstep
+from aiodist.testing.seams.transport import Operation, Wanted
 
 HOSTS = {
     2: [[[0], [1]]],

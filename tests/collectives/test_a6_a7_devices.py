@@ -10,10 +10,9 @@ import torch
 from aiodist import BackendUnavailable, Communicator, ConfigError, init
 from aiodist.collectives.choice.availability import State
 from aiodist.collectives.choice.table import HOSTS, NAMES
-from aiodist.collectives.cuda.ipc import CudaIpc
-from aiodist.collectives.cuda.staging import Staged
-from aiodist.collectives.scheduled import Scheduled
 from aiodist.testing import run_ranks
+from aiodist.testing.seams.algorithms import Scheduled
+from aiodist.testing.seams.cuda import CudaIpc, Staged
 from aiodist.types import OPERATIONS
 from tests.support.simulated_cuda.device import SimulatedCuda
 from tests.support.simulated_cuda.simulation import simulated_cuda

@@ -12,15 +12,14 @@ from torch import Tensor
 
 import aiodist
 from aiodist import BackendUnavailable, Communicator, ConfigError, Handle, MismatchError, nn
-from aiodist.backends.base import Wanted
-from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.collectives.choice.availability import State
 from aiodist.collectives.choice.selector import Selector
 from aiodist.collectives.choice.table import HOSTS, LIMITS, NAMES, Table, parse_edit
 from aiodist.collectives.choice.tablefile import read_edits, render, write
-from aiodist.collectives.implementations import NativeCollectives, Repertoire
-from aiodist.collectives.scheduled import Scheduled
 from aiodist.testing import run_ranks
+from aiodist.testing.seams.algorithms import NativeCollectives, Repertoire, Scheduled
+from aiodist.testing.seams.carriers import LocalHub, LocalTransport
+from aiodist.testing.seams.transport import Wanted
 from aiodist.types import OPERATIONS
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from aiodist import BackendUnavailable, Communicator
-from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.collectives.choice.availability import EVERY_OPERATION, State
 from aiodist.collectives.choice.table import DEVICES, IMPLEMENTATIONS
-from aiodist.collectives.implementations import Repertoire
 from aiodist.schedules import SCHEDULES
+from aiodist.testing.seams.algorithms import Repertoire
+from aiodist.testing.seams.carriers import LocalHub, LocalTransport
 
 
 def repertoire(size: int, hosts: Sequence[Sequence[int]] = (), alone: str = "") -> Repertoire:

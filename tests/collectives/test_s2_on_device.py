@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from aiodist.backends.base import Done
-from aiodist.collectives.cuda.on_device import DeviceWork, on_devices
-from aiodist.collectives.program import Program, run
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.streams import Events
+from aiodist.testing.seams.algorithms import Program, run
+from aiodist.testing.seams.cuda import DeviceWork, on_devices
+from aiodist.testing.seams.transport import Done
 from tests.support.blocking import rounds
 from tests.support.simulated_cuda.device import SimulatedCuda
 

@@ -17,16 +17,15 @@ from torch import Tensor
 
 import aiodist
 from aiodist import Communicator
-from aiodist.backends.base import Done, Operation
-from aiodist.backends.cuda_ipc import Mapped
 from aiodist.backends.cuda_ipc import mappings as mappings_module
 from aiodist.backends.inplace import divide
 from aiodist.collectives.choice.table import USUAL_LIMITS
 from aiodist.collectives.cuda import ipc as cuda_ipc
-from aiodist.collectives.cuda.ipc import CudaIpc
-from aiodist.collectives.program import Endpoint, Program, lockstep
 from aiodist.collectives.scheduled import SubEndpoint
 from aiodist.testing import run_ranks
+from aiodist.testing.seams.algorithms import Endpoint, Program, lockstep
+from aiodist.testing.seams.cuda import CudaIpc, Mapped
+from aiodist.testing.seams.transport import Done, Operation
 from aiodist.types import ReduceOp
 from tests.support.blocking import rounds
 from tests.support.simulated_cuda.device import SimulatedCuda

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from aiodist import Communicator
 from aiodist.backends import nccl
-from aiodist.backends.base import Operation
-from aiodist.collectives.cuda.ipc import CudaIpc
-from aiodist.collectives.program import Endpoint, Program
 from aiodist.collectives.scheduled import SubEndpoint
 from aiodist.errors import BackendError, BackendUnavailable, MismatchError
+from aiodist.testing.seams.algorithms import Endpoint, Program
+from aiodist.testing.seams.cuda import CudaIpc
+from aiodist.testing.seams.transport import Operation
 from aiodist.types import ReduceOp
 from tests.support.blocking import rounds
 from tests.support.simulated_cuda.device import SimulatedCuda

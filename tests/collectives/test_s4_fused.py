@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Operation
 from aiodist.collectives.arithmetic import _TAKES
 from aiodist.collectives.cuda import fused
 from aiodist.collectives.cuda.ipc import _reduce
+from aiodist.testing.seams.transport import Operation
 from aiodist.types import ReduceOp
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ import torch
 
 from aiodist import init
 from aiodist.backends import local
-from aiodist.backends.base import Capabilities
 from aiodist.backends.inplace import copy
 from aiodist.testing import run_ranks
+from aiodist.testing.seams.transport import Capabilities
 from tests.support.simulated_cuda.simulation import simulated_cuda
 
 

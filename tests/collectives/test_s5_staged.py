@@ -11,20 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import DTYPES, Done, Operation, Wanted, tag_of
-from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.collectives.arithmetic import SUPPORTED, check_op
 from aiodist.collectives.choice.table import USUAL_LIMITS
 from aiodist.collectives.cuda.device_messages import StagedMessages
-from aiodist.collectives.cuda.on_device import DeviceWork, on_devices
-from aiodist.collectives.cuda.staging import Staged, chunks_of, cut
-from aiodist.collectives.implementations import Repertoire
+from aiodist.collectives.cuda.staging import chunks_of, cut
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Endpoint, Implementation, Program, lockstep, run
-from aiodist.collectives.scheduled import Scheduled
 from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES, Progress
 from aiodist.streams import Staging
+from aiodist.testing.seams.algorithms import Endpoint, Implementation, Program, Repertoire, Scheduled, lockstep, run
+from aiodist.testing.seams.carriers import LocalHub, LocalTransport
+from aiodist.testing.seams.cuda import DeviceWork, Staged, on_devices
+from aiodist.testing.seams.transport import DTYPES, Done, Operation, Wanted, tag_of
 from aiodist.types import ReduceOp
 from tests.support.simulated_cuda.device import SimulatedCuda
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aiodist.world.opening import current_place
+from aiodist.testing.seams.world import current_place
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from aiodist import Communicator, gather
-from aiodist.backends.base import Done
-from aiodist.collectives.implementations import NativeCollectives
-from aiodist.collectives.program import Program
+from aiodist.testing.seams.algorithms import NativeCollectives, Program
+from aiodist.testing.seams.transport import Done
 
 
 @pytest.mark.thorough

@@ -19,11 +19,12 @@ from torch import Tensor
 
 import aiodist
 from aiodist import Communicator, Handle
-from aiodist.backends.base import DTYPES, MOST_NAMES, NAMED, number_of_use, tag_of
+from aiodist.backends.base import MOST_NAMES, NAMED, number_of_use
 from aiodist.backends.inplace import numbers_of
 from aiodist.collectives.arithmetic import SUPPORTED
 from aiodist.communicator import names
 from aiodist.testing import run_ranks
+from aiodist.testing.seams.transport import DTYPES, tag_of
 from aiodist.types import Op
 from tests.support.blocking import blocked_until, rounds
 from tests.support.simulated_cuda.simulation import simulated_cuda

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import aiodist
 from aiodist import BufferInFlight, Communicator, Handle, OperationTimeout
 from aiodist.c10d.work import HandleWork
-from aiodist.compat.comm import Comm
+from aiodist.compat.mpi import Comm
 from aiodist.testing import run_ranks
 from tests.support.hearing import heard
 

@@ -23,8 +23,7 @@ from aiodist import (
 )
 from aiodist.handles import from_source
 from aiodist.testing import kill_rank, run_ranks
-from aiodist.world.opening import Limits
-from aiodist.world.runtime import opened
+from aiodist.testing.seams.world import Limits, opened
 
 
 class Ready:

@@ -9,7 +9,7 @@ import torch
 
 from aiodist import Communicator, gather, init
 from aiodist.testing import run_ranks
-from aiodist.world.opening import current_place
+from aiodist.testing.seams.world import current_place
 from tests.support.simulated_cuda.device import SimulatedCuda
 from tests.support.simulated_cuda.simulation import simulated_cuda
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from aiodist import AiodistError, BackendError, Communicator, CommunicatorAborted, OperationTimeout, gather, init
-from aiodist.backends.base import DTYPES
 from aiodist.streams import CudaStream
 from aiodist.testing import run_ranks
+from aiodist.testing.seams.transport import DTYPES
 from tests.support.fake_nccl.core import FakeNccl
 
 if TYPE_CHECKING:

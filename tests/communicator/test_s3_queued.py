@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from aiodist import AiodistError, BackendError, Communicator, gather
-from aiodist.collectives.cuda.accelerator import Accelerator
-from aiodist.collectives.cuda.on_device import DeviceWork
 from aiodist.streams import CudaStream
+from aiodist.testing.seams.cuda import Accelerator, DeviceWork
 from aiodist.types import Op
 
 if TYPE_CHECKING:

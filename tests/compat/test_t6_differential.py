@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from aiodist.errors import BackendUnavailable
-from aiodist.launch.discover import find_mpi
+from aiodist.testing.seams.mpi import find_mpi
 from tests.compat.test_t6_mpi import PROGRAMS, run
 from tests.support.nursed import stub
 

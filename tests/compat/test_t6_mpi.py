@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from aiodist.errors import BackendUnavailable
-from aiodist.launch.discover import find_mpi
+from aiodist.testing.seams.mpi import find_mpi
 from tests.support.environ import python_path
 from tests.support.nursed import stub
 

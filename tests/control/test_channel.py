@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from aiodist.control import MAX_FRAME, Channel, connect, exchange, host, in_process
-from aiodist.control.client import SocketChannel
+from aiodist.control import MAX_FRAME
 from aiodist.errors import OperationTimeout, RemoteError
+from aiodist.testing.seams.channel import Channel, SocketChannel, connect, exchange, host, in_process
 
 SIZE = 3
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiodist.control import find_hosts, in_process
 from aiodist.errors import OperationTimeout
+from aiodist.testing.seams.channel import find_hosts, in_process
 from aiodist.topology import named
 
 if TYPE_CHECKING:
-    from aiodist.control import Channel
+    from aiodist.testing.seams.channel import Channel
 
 pytestmark = pytest.mark.timeout(30)
 

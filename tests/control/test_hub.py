@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from aiodist.control import HUB, Hub, connect, host
+from aiodist.control import HUB
 from aiodist.control.link import Hello, Link, Pulse, dial
 from aiodist.control.roster import Refused
 from aiodist.control.wire import Kind, frame, pack
 from aiodist.errors import ConfigError, OperationTimeout, PeerLost
+from aiodist.testing.seams.channel import Hub, connect, host
 
 Test = Callable[..., Coroutine[Any, Any, None]]
 

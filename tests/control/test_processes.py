@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import aiodist
-from aiodist.control import HUB, Hub, connect
-from aiodist.control.client import SocketChannel
+from aiodist.control import HUB
 from aiodist.errors import PeerLost
+from aiodist.testing.seams.channel import Hub, SocketChannel, connect
 from tests.support.environ import python_path
 
 ROOT = Path(aiodist.__file__).parents[1]

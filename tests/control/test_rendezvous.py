@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from aiodist.control import Channel, Hub, connect, host
 from aiodist.control.places import FilePlace, TcpPlace, parse
 from aiodist.errors import ConfigError, OperationTimeout, PeerLost
-from aiodist.machine import boot_id
+from aiodist.testing.seams.channel import Channel, Hub, connect, host
+from aiodist.testing.seams.memory import boot_id
 
 Test = Callable[..., Coroutine[Any, Any, None]]
 

@@ -17,9 +17,9 @@ import aiodist
 from aiodist.data import Prefetched, prefetch
 from aiodist.errors import BackendError
 from aiodist.handles import Scheduler
-from aiodist.handles.progress import transport_lock
 from aiodist.streams import CudaStream
 from aiodist.testing import run_ranks
+from aiodist.testing.seams.progress import transport_lock
 from tests.support.simulated_cuda.device import SimulatedCuda
 
 pytestmark = pytest.mark.timeout(60)

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from aiodist.communicator import Communicator
+from aiodist import Communicator
 from aiodist.data import Prefetched, prefetch
 from aiodist.data.items import nbytes_of
 from aiodist.handles import Scheduler

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from aiodist.communicator import Communicator
+from aiodist import Communicator
 from aiodist.data import RecordFile, RecordWriter, ShardSampler, prefetch, records
 from aiodist.data.records import Compressor
 from aiodist.errors import BackendUnavailable

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from aiodist.communicator import Communicator
+from aiodist import Communicator
 from aiodist.data import ShardSampler, prefetch, shard, shard_indices
 
 lengths = st.integers(0, 500)

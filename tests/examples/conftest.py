@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aiodist.errors import BackendUnavailable
-from aiodist.launch.discover import find_mpi
+from aiodist.testing.seams.mpi import find_mpi
 from tests.support.nursed import stub
 
 if TYPE_CHECKING:

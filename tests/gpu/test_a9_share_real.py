@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aiodist.backends.shm.memory import Arena
-from aiodist.backends.shm.moving import move
+from aiodist.testing.seams.memory import Arena, move
 from tests.support.moving import needs_moving
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), needs_moving]

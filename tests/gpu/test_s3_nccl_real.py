@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from aiodist.backends import nccl
-from aiodist.backends.base import Done, Operation
-from aiodist.backends.nccl import NcclGroup, NcclGroups, NcclNative
 from aiodist.errors import BackendError, BackendUnavailable, CommunicatorAborted
 from aiodist.handles import Progress
-from aiodist.handles.progress import transport_lock
+from aiodist.testing.seams.nccl import NcclGroup, NcclGroups, NcclNative
+from aiodist.testing.seams.progress import transport_lock
+from aiodist.testing.seams.transport import Done, Operation
 from aiodist.types import ReduceOp
 from tests.support.operations import operation
 

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 import aiodist
 from aiodist.streams import Modes
+from aiodist.testing.seams.world import isolate
 from aiodist.world import isolation
-from aiodist.world.isolation import isolate
 from tests.support.hearing import heard
 
 pytestmark = pytest.mark.timeout(30)

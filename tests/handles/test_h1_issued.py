@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from aiodist.handles import Handle, Progress
-from aiodist.handles.progress import _thread, transport_lock
+from aiodist.handles.progress import _thread
+from aiodist.testing.seams.progress import transport_lock
 from tests.support.blocking import blocked_until
 
 pytestmark = pytest.mark.timeout(30)

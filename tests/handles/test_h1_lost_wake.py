@@ -13,7 +13,7 @@ import pytest
 from aiodist import _core
 from aiodist.handles import Handle, Progress
 from aiodist.handles import progress as module
-from aiodist.handles.progress import transport_lock
+from aiodist.testing.seams.progress import transport_lock
 from tests.support.blocking import blocked_until
 
 pytestmark = pytest.mark.timeout(30)

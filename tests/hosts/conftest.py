@@ -25,7 +25,7 @@ import aiodist
 from aiodist.bench.plan import Plan
 from aiodist.bench.records import Record
 from aiodist.errors import BackendUnavailable
-from aiodist.launch.discover import find_mpi
+from aiodist.testing.seams.mpi import find_mpi
 from tests.support.records import loads
 
 if TYPE_CHECKING:

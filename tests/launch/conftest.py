@@ -21,8 +21,7 @@ import pytest
 
 import aiodist
 from aiodist.errors import BackendUnavailable
-from aiodist.launch.commands import Flavour
-from aiodist.launch.discover import find_mpi, probe
+from aiodist.testing.seams.mpi import Flavour, find_mpi, probe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from aiodist.env import Environment, Starter, servers
 from aiodist.errors import ConfigError
+from aiodist.testing.seams.world import Environment, Starter, servers
 
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "1",

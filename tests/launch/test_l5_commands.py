@@ -11,8 +11,8 @@ import pytest
 
 from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.launch import commands, discover
-from aiodist.launch.commands import Flavour, Job, Mpi
 from aiodist.launch.hosts import Host
+from aiodist.testing.seams.mpi import Flavour, Job, Mpi
 
 OPENMPI = Mpi("/opt/ompi/bin/mpirun", Flavour.OPENMPI, "5.0.11", "/opt/ompi/lib/libmpi.so.40")
 MPICH = Mpi("/opt/mpich/bin/mpirun", Flavour.MPICH, "5.0.2", "/opt/mpich/lib/libmpi.so.12")

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from aiodist.errors import ConfigError
 from aiodist.launch import commands, hosts
-from aiodist.launch.commands import Flavour, Job, Mpi
 from aiodist.launch.hosts import Host, host_of, parse_hosts, placed, read_hostfile
+from aiodist.testing.seams.mpi import Flavour, Job, Mpi
 from tests.launch.conftest import MARK
 from tests.support.nursed import stub
 

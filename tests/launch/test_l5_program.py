@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aiodist.errors import ConfigError
-from aiodist.launch.discover import command_of
+from aiodist.testing.seams.mpi import command_of
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Launcher

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from aiodist.launch.scratch import scratch_folder
-from aiodist.machine import boot_id
+from aiodist.testing.seams.memory import boot_id
 from tests.launch.conftest import Launcher, find
 
 HOLD = """

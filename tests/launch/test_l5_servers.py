@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiodist.launch.discover import find_mpi
+from aiodist.testing.seams.mpi import find_mpi
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Launcher

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from aiodist.control.roster import Exit, Roster
-from aiodist.launch.commands import Job
 from aiodist.launch.verdict import HOLD, Ending, JobVerdict, Left, describe
+from aiodist.testing.seams.mpi import Job
 
 
 def verdict(

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import aiodist
-from aiodist.control import in_process
-from aiodist.env import Environment
 from aiodist.errors import ConfigError
+from aiodist.testing.seams.channel import in_process
+from aiodist.testing.seams.world import Environment
 from aiodist.topology import Topology
 from aiodist.world import pinning
 from aiodist.world.pinning import pinned, share, warn_of_one_core

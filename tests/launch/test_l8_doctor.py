@@ -19,7 +19,7 @@ from aiodist.doctor import here as doctor
 from aiodist.doctor.calls import ASK_CALLS
 from aiodist.doctor.report import Answer, Finding, Report, State, show
 from aiodist.launch import discover
-from aiodist.launch.commands import Flavour, Mpi
+from aiodist.testing.seams.mpi import Flavour, Mpi
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Launcher

@@ -14,8 +14,8 @@ from rich.console import Console
 from aiodist.doctor import hosts
 from aiodist.doctor.hosts import HostsReport, Question, examine_hosts, show_hosts
 from aiodist.doctor.report import Finding, State
-from aiodist.launch.commands import Flavour, Mpi
 from aiodist.launch.hosts import Host
+from aiodist.testing.seams.mpi import Flavour, Mpi
 
 _AGENT = """\
 #!/bin/sh

@@ -10,16 +10,16 @@ import pytest
 
 from aiodist.control.generations import Generation
 from aiodist.control.roster import Roster
-from aiodist.env import Environment
 from aiodist.errors import BackendUnavailable, ConfigError
 from aiodist.launch import commands
-from aiodist.launch.commands import Flavour, Job, Mpi, elastic_range
 from aiodist.launch.elastic import ElasticSessions
 from aiodist.launch.hosts import Host
 from aiodist.launch.processes import ProcessEnded
 from aiodist.launch.ranks import Finished
 from aiodist.launch.supervisor import Event, Supervisor
 from aiodist.launch.verdict import Ending, JobVerdict
+from aiodist.testing.seams.mpi import Flavour, Job, Mpi, elastic_range
+from aiodist.testing.seams.world import Environment
 
 OPENMPI = Mpi("/opt/ompi/bin/mpirun", Flavour.OPENMPI, "5.0.11", None)
 

@@ -22,7 +22,7 @@ import pytest
 
 import aiodist
 from aiodist.errors import BackendUnavailable
-from aiodist.launch.discover import find_mpi
+from aiodist.testing.seams.mpi import find_mpi
 from tests.support.nursed import stub
 
 HERE = Path(__file__).parent
@@ -218,6 +218,6 @@ def singleton(request: pytest.FixtureRequest, jobs: Jobs, record_property: Calla
 
 def mpi_environment(mpi: Any) -> dict[str, str]:
     """Return the variables with which an mpirun and its ranks find that MPI."""
-    from aiodist.launch.commands import mpirun_environment
+    from aiodist.testing.seams.mpi import mpirun_environment
 
     return mpirun_environment(mpi, dict(os.environ), root=os.geteuid() == 0)

@@ -10,8 +10,7 @@ import torch
 
 import aiodist
 from aiodist.testing import run_ranks
-from aiodist.world.opening import Limits
-from aiodist.world.runtime import opened
+from aiodist.testing.seams.world import Limits, opened
 
 MANY = r"200 allreduce operations, the first of them (allreduce #\d+ issued at \S+:\d+ in \S+(, |;|$)){3}"
 

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiodist.control import in_process
-from aiodist.env import Environment
-from aiodist.world.opening import Limits, place_on
+from aiodist.testing.seams.channel import in_process
+from aiodist.testing.seams.world import Environment, Limits, place_on
 
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Ended, Jobs, Run

@@ -14,8 +14,7 @@ import torch
 
 import aiodist
 from aiodist.testing import run_ranks
-from aiodist.world.opening import Limits
-from aiodist.world.runtime import opened
+from aiodist.testing.seams.world import Limits, opened
 
 CALLS: dict[str, Callable[[aiodist.Communicator], object]] = {
     "allreduce": lambda coll: coll.allreduce(torch.ones(1)),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiodist.launch.discover import find_mpi
+from aiodist.testing.seams.mpi import find_mpi
 
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Jobs, Run
@@ -35,7 +35,7 @@ def free_port() -> str:
 
 def mpirun(run: Run, *arguments: str) -> list[str]:
     """Return the command line of a plain mpirun, and have its variables set."""
-    from aiodist.launch.commands import mpirun_environment
+    from aiodist.testing.seams.mpi import mpirun_environment
 
     found = find_mpi(run.mpi, os.environ.get("PATH", os.defpath))
     assert found is not None

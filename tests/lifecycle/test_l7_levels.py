@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import aiodist
-from aiodist.world.opening import current_place
+from aiodist.testing.seams.world import current_place
 
 if TYPE_CHECKING:
     from aiodist import Communicator

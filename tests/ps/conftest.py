@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aiodist.ps.training import EAMSGD, EASGD, AsySGInCon, Downpour
+from aiodist.ps import EAMSGD, EASGD, AsySGInCon, Downpour
 
 Make = Callable[..., Any]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from aiodist import Communicator, ParameterServer
 from aiodist.codecs import QSGD, Codec, Half, Lossless, TopK
 from aiodist.errors import RemoteError
-from aiodist.handles.progress import transport_lock
 from aiodist.ps import SGD, Synchronous
+from aiodist.testing.seams.progress import transport_lock
 from tests.support.until import until
 
 SMALL, LARGE = 100, 70_000  # elements; the large ones are encoded in the service thread

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from aiodist.ps import SGD, Adagrad, Adam, RMSprop, optimizer
+from aiodist.ps import SGD, Adagrad, Adam, Constant, Normal, RMSprop, Uniform, optimizer
 from aiodist.ps.row_store import RowIndex, RowOptimizer, RowStore
-from aiodist.ps.rows import Constant, Normal, TableSpec, Uniform, grouped, ids_in, mix, owners, packed_rows, unpack
+from aiodist.ps.rows import TableSpec, grouped, ids_in, mix, owners, packed_rows, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimizers make sparse tensors
 HIGH = 2**63 - 1

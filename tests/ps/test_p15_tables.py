@@ -12,7 +12,6 @@ from torch import Tensor
 from aiodist import Communicator
 from aiodist.errors import BufferInFlight, MismatchError, RemoteError
 from aiodist.handles import gather
-from aiodist.handles.progress import transport_lock
 from aiodist.ps import (
     SGD,
     Adam,
@@ -28,6 +27,7 @@ from aiodist.ps import (
 )
 from aiodist.ps.rows import packed_rows
 from aiodist.ps.wire import TABLE, Kind, Way, pack_ids, pack_pull, pack_push
+from aiodist.testing.seams.progress import transport_lock
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimizers make sparse tensors
 SECONDS = 20.0

@@ -17,9 +17,9 @@ import torch
 from aiodist import Communicator, ParameterServer
 from aiodist.codecs import Json
 from aiodist.errors import AiodistError, CommunicatorAborted
-from aiodist.handles.progress import transport_lock
 from aiodist.ps import Quorum, Synchronous
 from aiodist.ps.wire import PUSH_BYTES, Kind, Way, pack_done, pack_push
+from aiodist.testing.seams.progress import transport_lock
 
 SECONDS = 20.0
 LARGE = 70_000  # more than an entry carries

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aiodist.ps.rules import RULES, Function, Rule, as_rule
+from aiodist.ps import Rule
+from aiodist.ps.rules import RULES, Function, as_rule
 
 Array = npt.NDArray[Any]
 

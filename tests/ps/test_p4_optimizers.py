@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from aiodist.ps.optimizers import SGD, Adagrad, Adam, OptimizerRule, RMSprop, optimizer
+from aiodist.ps import SGD, Adagrad, Adam, RMSprop, optimizer
+from aiodist.ps.optimizers import OptimizerRule
 from aiodist.ps.settings import place
 from tests.support.one_thread import one_thread as one_thread
 

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
+from aiodist.ps import Asynchronous, Bounded, Policy, Quorum, Synchronous, inverse_age
 from aiodist.ps.machines import EXACT_STALENESS, Action, Apply, Drop, Machine, Part, Pull, Push, Serve
-from aiodist.ps.settings import Asynchronous, Bounded, Policy, Quorum, Synchronous, inverse_age
 from tests.support.machines import waiting
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import settings as tried
 from hypothesis import strategies as st
 
+from aiodist.ps import Asynchronous, Bounded, Policy, Quorum, Synchronous
 from aiodist.ps.machines import Action, Apply, Drop, Machine, Pull, Push, Serve
-from aiodist.ps.settings import Asynchronous, Bounded, Policy, Quorum, Synchronous
 from tests.support.machines import waiting
 
 READER = 1000

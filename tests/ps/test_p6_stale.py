@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from aiodist.ps import Asynchronous, Policy, Quorum, Synchronous, inverse_age
 from aiodist.ps.machines import Apply, Drop, Part, Pull, Push, Serve
-from aiodist.ps.settings import Asynchronous, Policy, Quorum, Synchronous, inverse_age
 from tests.support.machines import waiting
 
 

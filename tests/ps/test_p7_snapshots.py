@@ -7,8 +7,8 @@ from collections import deque
 
 import pytest
 
+from aiodist.ps import Asynchronous, Bounded, Policy, Quorum, Synchronous
 from aiodist.ps.machines import Action, Apply, Drop, Pull, Push, Serve
-from aiodist.ps.settings import Asynchronous, Bounded, Policy, Quorum, Synchronous
 
 READER = 99
 SHARDS = 4  # the first one leads

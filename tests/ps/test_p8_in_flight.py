@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiodist.ps.training import EAMSGD, EASGD, AsySGInCon, Downpour
+from aiodist.ps import EAMSGD, EASGD, AsySGInCon, Downpour
 
 Make = Callable[..., Any]
 

@@ -7,12 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aiodist import Communicator
+from aiodist import Communicator, ParameterServer
 from aiodist.errors import CommunicatorClosed
-from aiodist.ps.optimizers import SGD
-from aiodist.ps.parameter_server import ParameterServer
-from aiodist.ps.settings import Bounded
-from aiodist.ps.training import EAMSGD, EASGD, AsySGInCon, Downpour
+from aiodist.ps import EAMSGD, EASGD, SGD, AsySGInCon, Bounded, Downpour
 
 Make = Callable[..., Any]
 

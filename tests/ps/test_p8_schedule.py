@@ -2,7 +2,7 @@
 
 import pytest
 
-from aiodist.ps.training import Schedule, elastic_alpha
+from aiodist.ps import Schedule, elastic_alpha
 
 
 @pytest.mark.parametrize(

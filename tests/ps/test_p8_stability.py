@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aiodist.ps.training import EASGD
+from aiodist.ps import EASGD
 
 
 class Over:

@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aiodist import Communicator
+from aiodist import Communicator, ParameterServer
 from aiodist.errors import RemoteError
 from aiodist.nn import DataParallel
-from aiodist.ps.optimizers import SGD
-from aiodist.ps.parameter_server import ParameterServer
-from aiodist.ps.training import EAMSGD, EASGD, AsySGInCon, Downpour, elastic_alpha
+from aiodist.ps import EAMSGD, EASGD, SGD, AsySGInCon, Downpour, elastic_alpha
 
 Make = Callable[..., Any]
 STEPS = 7

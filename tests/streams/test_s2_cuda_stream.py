@@ -17,9 +17,8 @@ import torch
 from aiodist import gather
 from aiodist.errors import AiodistError
 from aiodist.handles import Handle, Progress
-from aiodist.handles.progress import transport_lock
-from aiodist.streams import CudaStream, Events, HostStream
-from aiodist.streams.cuda import event_handle
+from aiodist.streams import CudaStream, Events, HostStream, event_handle
+from aiodist.testing.seams.progress import transport_lock
 from tests.support.simulated_cuda.device import SimulatedCuda
 
 pytestmark = pytest.mark.usefixtures("simulated_cuda")

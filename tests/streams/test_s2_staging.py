@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import DTYPES
 from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES, Progress
 from aiodist.streams import CudaStream, Staging
+from aiodist.testing.seams.transport import DTYPES
 from tests.support.simulated_cuda.device import SimulatedCuda
 
 PIECE = 4096

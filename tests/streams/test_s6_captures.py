@@ -8,8 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from aiodist.streams import CudaStream, check_not_capturing
-from aiodist.streams.cuda import event_handle
+from aiodist.streams import CudaStream, check_not_capturing, event_handle
 from tests.support.simulated_cuda.device import SimulatedCuda
 
 pytestmark = pytest.mark.usefixtures("simulated_cuda")

@@ -26,7 +26,7 @@ from torch import Tensor
 from aiodist.types import ANY, Op
 
 if TYPE_CHECKING:
-    from aiodist.communicator import Communicator
+    from aiodist import Communicator
 
 __all__ = ["DTYPES", "MOVES", "REDUCTIONS", "Case", "cases", "check", "operators"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiodist.backends.base import Operation
+from aiodist.testing.seams.transport import Operation
 
 __all__ = ["operation"]
 

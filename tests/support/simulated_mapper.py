@@ -7,7 +7,8 @@ import pickle
 import torch
 from torch import Tensor
 
-from aiodist.backends.cuda_ipc.mapping import Mapped, Mapper, Own
+from aiodist.backends.cuda_ipc.mapping import Own
+from aiodist.testing.seams.cuda import Mapped, Mapper
 from tests.support.simulated_cuda.device import active
 from tests.support.simulated_cuda.lanes import Lane
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import aiodist
-from aiodist.backends.local import LocalTransport
-from aiodist.handles.progress import transport_lock
 from aiodist.streams import HostStream
 from aiodist.testing import Deadlock, clock, gather_ranks, run_ranks
-from aiodist.world.opening import current_place
+from aiodist.testing.seams.carriers import LocalTransport
+from aiodist.testing.seams.progress import transport_lock
+from aiodist.testing.seams.world import current_place
 
 
 def test_t2_results_come_by_rank() -> None:

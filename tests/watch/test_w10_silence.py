@@ -14,9 +14,9 @@ import torch
 
 import aiodist
 from aiodist import Communicator
-from aiodist.backends.local import LocalTransport
 from aiodist.ps import ParameterServer
 from aiodist.testing import run_ranks
+from aiodist.testing.seams.carriers import LocalTransport
 from aiodist.types import check_period
 from tests.support.hearing import heard
 

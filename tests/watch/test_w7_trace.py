@@ -19,13 +19,13 @@ from torch import nn
 
 import aiodist
 from aiodist import Communicator, ConfigError, cli
-from aiodist.control import Channel
 from aiodist.data import prefetch
 from aiodist.handles.tracing import tracing
 from aiodist.nn import DataParallel
 from aiodist.ps import ParameterServer
 from aiodist.streams import HostStream
 from aiodist.testing import run_ranks
+from aiodist.testing.seams.channel import Channel
 from aiodist.watch.clock import Clock, Offset
 from aiodist.watch.merging import RankClock, merge, prepare
 from aiodist.watch.trace import Recorder

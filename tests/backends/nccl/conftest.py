@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from aiodist.backends.base import Done
-from aiodist.backends.nccl import LaunchSlot, Library, NcclGroup, NcclGroups, NcclNative, group
+from aiodist.backends.nccl import group
 from aiodist.handles import Progress
+from aiodist.testing.seams.nccl import LaunchSlot, Library, NcclGroup, NcclGroups, NcclNative
+from aiodist.testing.seams.transport import Done
 from tests.support.fake_nccl.communicator import FakeCommunicator
 from tests.support.fake_nccl.core import FakeNccl
 from tests.support.simulated_cuda.simulation import simulated_cuda

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done, Operation
-from aiodist.backends.nccl import NcclGroup, NcclNative
 from aiodist.backends.nccl import group as module
 from aiodist.errors import BackendError, CommunicatorAborted
-from aiodist.handles.progress import transport_lock
 from aiodist.streams import Staging
+from aiodist.testing.seams.nccl import NcclGroup, NcclNative
+from aiodist.testing.seams.progress import transport_lock
+from aiodist.testing.seams.transport import Done, Operation
 from aiodist.types import ReduceOp
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from aiodist.backends.nccl import LaunchOrder, LaunchSlot
+from aiodist.testing.seams.nccl import LaunchOrder, LaunchSlot
 
 
 def test_s3_a_call_waits_for_the_slots_before() -> None:

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from aiodist.backends import nccl
-from aiodist.backends.base import DTYPES
-from aiodist.backends.nccl import Library, as_numbers, library, missing, reducer, refuses, supports, version_installed
+from aiodist.backends.nccl import as_numbers, library, reducer, refuses, version_installed
 from aiodist.errors import BackendError, BackendUnavailable
+from aiodist.testing.seams.nccl import Library, missing, supports
+from aiodist.testing.seams.transport import DTYPES
 from aiodist.types import ReduceOp
 from tests.support.fake_nccl.communicator import FakeCommunicator
 from tests.support.fake_nccl.core import FakeNccl

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import DTYPES, Done, Exchange, Operation
-from aiodist.backends.nccl import LaunchSlot, NcclNative, supports
+from aiodist.testing.seams.nccl import LaunchSlot, NcclNative, supports
+from aiodist.testing.seams.transport import DTYPES, Done, Exchange, Operation
 from aiodist.types import ReduceOp
 from tests.support.operations import operation
 

@@ -20,8 +20,8 @@ import torch
 import aiodist
 from aiodist import Communicator
 from aiodist.data import IndexShards, ShardQueue
-from aiodist.env import Environment
 from aiodist.nn import DataParallel
+from aiodist.testing.seams.world import Environment
 
 STEPS = 30
 SAMPLES = 12

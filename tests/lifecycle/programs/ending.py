@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 import aiodist
-from aiodist.world.opening import Limits
-from aiodist.world.runtime import opened
+from aiodist.testing.seams.world import Limits, opened
 from tests.support.forked import still_in
 
 

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 import aiodist
-from aiodist.world.opening import Limits
-from aiodist.world.runtime import opened
+from aiodist.testing.seams.world import Limits, opened
 
 NUMEL = 16 << 20  # of float32: 64 MiB
 PATIENT = Limits(drain=10)

@@ -16,8 +16,7 @@ import torch
 
 import aiodist
 from aiodist.backends.shm import neighbours
-from aiodist.world.opening import Limits
-from aiodist.world.runtime import opened
+from aiodist.testing.seams.world import Limits, opened
 
 BEGAN = "mpi4py.MPI" in sys.modules
 

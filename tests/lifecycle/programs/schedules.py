@@ -17,10 +17,9 @@ from torch import Tensor
 
 import aiodist
 from aiodist import Communicator
-from aiodist.backends.base import Operation
-from aiodist.collectives.program import Endpoint, Program
-from aiodist.collectives.scheduled import Scheduled
 from aiodist.schedules import SCHEDULES
+from aiodist.testing.seams.algorithms import Endpoint, Program, Scheduled
+from aiodist.testing.seams.transport import Operation
 
 Array = npt.NDArray[Any]
 KINDS = (torch.float64, torch.int64)

@@ -18,8 +18,7 @@ import torch
 
 import aiodist
 from aiodist import _core
-from aiodist.world.opening import Limits
-from aiodist.world.runtime import opened
+from aiodist.testing.seams.world import Limits, opened
 
 PLACES = 11  # as many as `enum stop` of lane.h has
 PRIVATE = (3, 90, 2000, 20_000, 1 << 21)  # elements of float32: in an entry, in the stage, in portions, by the engine

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import aiodist
-from aiodist.backends.base import Done, Transport
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
+from aiodist.testing.seams.transport import Done, Transport
 from aiodist.types import ANY
 
 DEAD = 2

@@ -16,8 +16,7 @@ import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
 from aiodist.testing import run_ranks
-from aiodist.world.opening import Limits
-from aiodist.world.runtime import opened
+from aiodist.testing.seams.world import Limits, opened
 
 if TYPE_CHECKING:
     from tests.nn.pipelined.conftest import Course

@@ -1,0 +1,6 @@
+"""The control channel of a job: its hub, and what a rank sees of it."""
+
+from aiodist.control import Channel, Hub, connect, exchange, find_hosts, host, in_process
+from aiodist.control.client import SocketChannel
+
+__all__ = ["Channel", "Hub", "SocketChannel", "connect", "exchange", "find_hosts", "host", "in_process"]

@@ -1,0 +1,5 @@
+"""What a carrier of bytes gives the layers above it: operations that are started, polled and finished."""
+
+from aiodist.backends.base import DTYPES, Capabilities, Done, Exchange, Operation, Transport, Wanted, tag_of
+
+__all__ = ["DTYPES", "Capabilities", "Done", "Exchange", "Operation", "Transport", "Wanted", "tag_of"]
