@@ -634,10 +634,14 @@ class Progress(_core.Pacer, Quiet):
         self.last_ran = perf_counter()
 
 
-class _ProgressThread:
-    """The one thread of the process that polls for loops that cannot or should not."""
+class ProgressThread:
+    """The one thread of the process that polls for loops that cannot or should not.
 
-    def __init__(self) -> None:
+    `linger_seconds` is how long it keeps looking with nothing to do.
+    """
+
+    def __init__(self, linger_seconds: float = _LINGER_SECONDS) -> None:
+        self.linger_seconds = linger_seconds
         self._members: tuple[ref[Progress], ...] = ()
         self._members_lock = threading.Lock()
         self._doorbell = _core.Doorbell()
@@ -667,24 +671,29 @@ class _ProgressThread:
                 sys.setswitchinterval(self._switch_seconds)
 
     def wake(self, progress: Progress) -> None:
+        """Drive a loop whose operations nobody else would look after now."""
         if not progress.watched:
             self.add(progress)
         self.ring()
 
     def ring(self) -> None:
+        """Wake the thread."""
         self.asleep = False
         self._doorbell.ring()
 
     def sleep_at(self, doorbell: _core.Doorbell) -> None:
+        """Sleep at a doorbell that a native library rings."""
         before, self._doorbell = self._doorbell, doorbell
         before.ring()
         doorbell.ring()  # for those who ring the one before just now, while the thread goes to sleep at this one
 
     def leave(self, doorbell: _core.Doorbell) -> None:
+        """Sleep at a doorbell of its own again."""
         if self._doorbell is doorbell:
             self.sleep_at(_core.Doorbell())
 
     def add(self, progress: Progress) -> None:
+        """Look after a loop from now on."""
         for other in tuple(Progress._held):
             if other.loop.is_closed() and not other.pending():  # it had no turn to find that
                 other.let_go()
@@ -692,8 +701,11 @@ class _ProgressThread:
             self._members = (*[member for member in self._members if member() is not None], ref(progress))
             progress.watched = True
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="aiodist-progress", daemon=True)
-                self._thread.start()
+                self._start()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="aiodist-progress", daemon=True)
+        self._thread.start()
 
     def end(self) -> None:
         """The interpreter ends: drive nothing any more.
@@ -706,6 +718,14 @@ class _ProgressThread:
             self._doorbell.ring()
             self._thread.join(_END_SECONDS)
 
+    def restart(self, linger_seconds: float) -> None:
+        """Continue in a new thread, for the loops that are open."""
+        self.end()
+        with self._members_lock:
+            self._members = tuple(ref(progress) for progress in self._alive() if not progress.loop.is_closed())
+            self.linger_seconds, self.asleep, self._ending = linger_seconds, False, False
+            self._start()
+
     def _alive(self) -> list[Progress]:
         return [progress for member in self._members if (progress := member()) is not None]
 
@@ -713,13 +733,13 @@ class _ProgressThread:
         self._idle_since = self._busy_since = perf_counter()
         while not self._ending:
             try:
-                self._sleep(*self._pass())
+                self.pause(*self.look())
             except Exception as error:  # noqa: BLE001  - without the thread every operation would wait for ever
                 for progress in self._alive():
                     progress.report("the progress thread failed, and goes on", error)
                 self._doorbell.wait(_MAX_PAUSE)
 
-    def _pass(self) -> tuple[float | None, bool]:
+    def look(self) -> tuple[float | None, bool]:
         """Drive what is left to the thread; return how long to sleep, and whether for what other processes do too.
 
         None is without a time-out, 0 not at all.
@@ -748,19 +768,20 @@ class _ProgressThread:
                 os.sched_yield()
             return 0.0, True
         computing = any(p.computing for p in self._alive())  # a tick takes the GIL from it
-        if now - self._idle_since > (_COMPUTING_LINGER_SECONDS if computing else _LINGER_SECONDS):
+        if now - self._idle_since > (_COMPUTING_LINGER_SECONDS if computing else self.linger_seconds):
             return None, False
         return min(max(vain / 8, _MIN_PAUSE), _MAX_PAUSE) if driven and not rung else _TICK_SECONDS, left_to_us
 
-    def _sleep(self, pause: float | None, left_to_us: bool) -> None:
-        if pause is None:
+    def pause(self, seconds: float | None, left_to_us: bool) -> None:
+        """Sleep as `look` returned."""
+        if seconds is None:
             self.asleep = True
             if self._nothing_pending():
                 self._doorbell.wait(None, for_all=False)
             self.asleep = False
-        elif pause:
+        elif seconds:
             # While the loop looks for itself, waking us would only take its core away.
-            self._doorbell.wait(pause, for_all=left_to_us)
+            self._doorbell.wait(seconds, for_all=left_to_us)
 
     def _nothing_pending(self) -> bool:
         """Return whether nothing is; between the steps of an operation too, see [Note: no wake-up is lost]."""
@@ -786,8 +807,13 @@ def _drive(progress: Progress) -> bool:
     return completed
 
 
-_thread = _ProgressThread()
+_thread = ProgressThread()
 sleep_at, leave_doorbell = _thread.sleep_at, _thread.leave
+
+
+def progress_thread() -> ProgressThread:
+    """Return the progress thread of the process."""
+    return _thread
 
 
 def _after_fork() -> None:

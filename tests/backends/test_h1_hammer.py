@@ -9,13 +9,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 
 from aiodist import Communicator
-from aiodist.handles import progress as module
+from aiodist.testing.seams.progress import progress_thread
 
 _SIZES = (1, 100, 10_000, 300_000, 1 << 20, 3 << 20)
 _WEIGHTS = (40, 30, 20, 5, 3, 2)
@@ -25,19 +24,20 @@ _WEIGHTS = (40, 30, 20, 5, 3, 2)
 def _pauses(draw: random.Random, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The progress thread lingers not at all or briefly, stops now and then, and a thread of pure Python runs."""
     over = threading.Event()
-    look = module._ProgressThread._pass
+    thread = progress_thread()
+    look = thread.look
 
-    def paused(thread: Any) -> tuple[float | None, bool]:
+    def paused() -> tuple[float | None, bool]:
         if draw.random() < 0.02:
             time.sleep(draw.choice((0, 1e-4, 2e-3)))
-        monkeypatch.setattr(module, "_LINGER_SECONDS", draw.choice((0.0, 1e-4, 2e-3, 0.2)))
-        return look(thread)
+        monkeypatch.setattr(thread, "linger_seconds", draw.choice((0.0, 1e-4, 2e-3, 0.2)))
+        return look()
 
     def compute() -> None:
         while not over.is_set():
             sum(range(300))
 
-    monkeypatch.setattr(module._ProgressThread, "_pass", paused)
+    monkeypatch.setattr(thread, "look", paused)
     computing = threading.Thread(target=compute, daemon=True)
     computing.start()
     before = sys.getswitchinterval()

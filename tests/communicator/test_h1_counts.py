@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from aiodist import Communicator
-from aiodist.handles import progress
+from aiodist.testing.seams.progress import progress_thread
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -98,17 +98,17 @@ async def test_h1_a_long_wait_wakes_the_thread_seldom(coll: Communicator, monkey
 
 def _time_passes(monkeypatch: pytest.MonkeyPatch, skipped: int, count: int) -> float:
     """Return the seconds in which the progress thread looks `count` times for what is pending."""
-    look = progress._ProgressThread._pass
+    look = progress_thread().look
     times: list[float] = []
     enough = threading.Event()
 
-    def timed(thread: progress._ProgressThread) -> tuple[float | None, bool]:
+    def timed() -> tuple[float | None, bool]:
         times.append(time.monotonic())
         if len(times) > skipped + count:
             enough.set()
-        return look(thread)
+        return look()
 
     with monkeypatch.context() as patch:
-        patch.setattr(progress._ProgressThread, "_pass", timed)
+        patch.setattr(progress_thread(), "look", timed)
         assert enough.wait(30), f"it looked {len(times)} times"
     return times[skipped + count] - times[skipped]

@@ -6,14 +6,14 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
 
 from aiodist.handles import Handle, Progress, from_future
-from aiodist.handles import progress as module
 from aiodist.streams import HostStream
+from aiodist.testing.seams.progress import ProgressThread, own_thread, progress_thread
 from tests.support.blocking import blocked_until
 
 pytestmark = pytest.mark.timeout(60)
@@ -24,13 +24,13 @@ ENOUGH = 15  # one in each millisecond are 200; a starved ticker gets next to no
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
     """The seconds that the progress thread sleeps between two looks, None without a limit."""
     asked: list[float | None] = []
-    original = module._ProgressThread._sleep
+    pause = progress_thread().pause
 
-    def noting(thread: module._ProgressThread, seconds: float | None, left_to_us: bool) -> None:
+    def noting(seconds: float | None, left_to_us: bool) -> None:
         asked.append(seconds)
-        original(thread, seconds, left_to_us)
+        pause(seconds, left_to_us)
 
-    monkeypatch.setattr(module._ProgressThread, "_sleep", noting)
+    monkeypatch.setattr(progress_thread(), "pause", noting)
     return asked
 
 
@@ -99,7 +99,7 @@ async def test_h12_a_parked_wait_costs_little(bench: Any, pauses: list[float], u
         assert await asyncio.to_thread(blocked_until, lambda: pauses[-20:] == [1e-3] * 20)
         assert set(bench.transport.polled_by) == {"aiodist-progress"}
     else:
-        assert await asyncio.to_thread(blocked_until, lambda: module._thread.asleep)
+        assert await asyncio.to_thread(blocked_until, lambda: progress_thread().asleep)
     operation.finish()
     await waiting
 
@@ -141,18 +141,20 @@ async def test_h12_completions_reach_the_loop_in_batches(transport: Any) -> None
 
 
 @pytest.fixture
-def wakeful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that ticks for ever where nothing computes; it knows of no other test's loop."""
-    monkeypatch.setattr(module, "_thread", module._ProgressThread())
-    monkeypatch.setattr(module, "_LINGER_SECONDS", float("inf"))
+def wakeful() -> Iterator[ProgressThread]:
+    """A thread that never sleeps unless a stream computes."""
+    with own_thread(linger_seconds=float("inf")) as thread:
+        yield thread
 
 
-async def test_h12_the_progress_thread_leaves_a_stream_that_computes_alone(wakeful: None, transport: Any) -> None:
+async def test_h12_the_progress_thread_leaves_a_stream_that_computes_alone(
+    wakeful: ProgressThread, transport: Any
+) -> None:
     """A tick takes the GIL; what is issued meanwhile wakes the thread."""
     slept, ended = threading.Event(), threading.Event()
 
     def compute() -> bool:
-        asleep = blocked_until(lambda: module._thread.asleep)
+        asleep = blocked_until(lambda: wakeful.asleep)
         slept.set()
         return asleep and ended.wait(20)
 

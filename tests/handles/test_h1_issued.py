@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from aiodist.handles import Handle, Progress
-from aiodist.handles.progress import _thread
-from aiodist.testing.seams.progress import transport_lock
+from aiodist.testing.seams.progress import progress_thread, transport_lock
 from tests.support.blocking import blocked_until
 
 pytestmark = pytest.mark.timeout(30)
@@ -46,7 +45,7 @@ async def test_h1_a_second_operation_in_one_long_stretch(transport: Any) -> None
     """The progress thread has gone to sleep meanwhile, and the loop has not run."""
     first = transport.issue(after=3).handle
     assert _block_until(first.done)
-    assert _block_until(lambda: _thread.asleep)
+    assert _block_until(lambda: progress_thread().asleep)
     second = transport.issue(after=3).handle
     assert _block_until(second.done)
 

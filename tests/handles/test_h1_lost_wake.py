@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from aiodist import _core
 from aiodist.handles import Handle, Progress
-from aiodist.handles import progress as module
-from aiodist.testing.seams.progress import transport_lock
+from aiodist.testing.seams.progress import ProgressThread, own_thread, transport_lock
 from tests.support.blocking import blocked_until
 
 pytestmark = pytest.mark.timeout(30)
@@ -51,17 +50,16 @@ class TwoSteps:
 
 
 @pytest.fixture
-def sleepy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that goes to sleep as soon as it finds nothing to do; it knows of no other test's loop."""
-    monkeypatch.setattr(module, "_LINGER_SECONDS", 0.0)
-    monkeypatch.setattr(module, "_thread", module._ProgressThread())
+def sleepy() -> Iterator[ProgressThread]:
+    """A thread that goes to sleep as soon as it finds nothing to do."""
+    with own_thread(linger_seconds=0.0) as thread:
+        yield thread
 
 
-@pytest.mark.usefixtures("sleepy")
-async def test_h1_a_step_that_begins_while_the_thread_goes_to_sleep_is_driven() -> None:
+async def test_h1_a_step_that_begins_while_the_thread_goes_to_sleep_is_driven(sleepy: ProgressThread) -> None:
     for _ in range(20):
         # It may be waiting for the lock instead.
-        operation = TwoSteps(lambda: blocked_until(lambda: module._thread.asleep, 0.05))
+        operation = TwoSteps(lambda: blocked_until(lambda: sleepy.asleep, 0.05))
         progress = operation.progress
         assert blocked_until(lambda: not progress.large)  # noqa: B023  - called at once
         async with asyncio.timeout(25):
@@ -69,10 +67,12 @@ async def test_h1_a_step_that_begins_while_the_thread_goes_to_sleep_is_driven() 
         operation.progress.remove_poller(operation)
 
 
-async def test_h1_what_a_holder_of_the_lock_makes_pending_is_driven(sleepy: None, transport: Any, until: Any) -> None:
+async def test_h1_what_a_holder_of_the_lock_makes_pending_is_driven(
+    sleepy: ProgressThread, transport: Any, until: Any
+) -> None:
     """Neither by `start`, nor from what was pending: a receive that is posted while something is opened or closed."""
     handle: Handle[int] = Handle(transport.progress, "recv")
-    await until(lambda: module._thread.asleep and not transport.progress.armed)
+    await until(lambda: sleepy.asleep and not transport.progress.armed)
     with transport_lock:
         transport.requests.append(_Ended(handle))
     async with asyncio.timeout(25):
@@ -93,7 +93,7 @@ class Wanting:
         return False
 
 
-async def test_h1_what_ends_while_another_thread_has_the_lock_is_looked_at(sleepy: None, until: Any) -> None:
+async def test_h1_what_ends_while_another_thread_has_the_lock_is_looked_at(sleepy: ProgressThread, until: Any) -> None:
     progress, wanting, held, let_go = Progress.current(), Wanting(), threading.Event(), threading.Event()
     progress.add_poller(wanting)
 
@@ -124,7 +124,7 @@ class _Ended:
 
 async def test_h1_a_ring_at_the_doorbell_before_is_heard_at_the_next() -> None:
     """A ringer looks which doorbell it is, and may be held up there while the thread goes to sleep at another."""
-    thread = module._ProgressThread()
+    thread = ProgressThread()
     before, after = _core.Doorbell(), _core.Doorbell()
     thread.sleep_at(before)
     before.wait(1)
