@@ -10,14 +10,14 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.support.nursed import stub
 
-pytest.importorskip("aiohttp")
-pytest.importorskip("sklearn")
+pytestmark = pytest.mark.skipif(not all(map(find_spec, ("aiohttp", "sklearn"))), reason="they are not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
 

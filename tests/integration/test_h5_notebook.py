@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import nbclient
-import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,12 +35,15 @@ def test_h5_notebook_cells_await_handles(monkeypatch: pytest.MonkeyPatch, tmp_pa
         {"cell_type": "code", "id": str(i), "source": text, "metadata": {}, "outputs": [], "execution_count": None}
         for i, text in enumerate(CELLS.split("---\n"))
     ]
+    import nbclient
+    import nbformat
+
     content = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells}
     notebook = nbformat.from_dict(content)  # type: ignore[no-untyped-call]
     nbclient.NotebookClient(notebook, timeout=40, kernel_name="python3").execute(cwd=str(tmp_path))
     assert [shown(cell.outputs) for cell in notebook.cells] == ["", "[2.0, 2.0, 2.0]", "", "1048576.0", "7\n"]
 
 
-def shown(outputs: list[nbformat.NotebookNode]) -> str:
+def shown(outputs: list[Any]) -> str:
     """Return what a cell prints and its result; everything on standard error too, where nothing is expected."""
     return "".join(out.data["text/plain"] if out.output_type == "execute_result" else out.text for out in outputs)

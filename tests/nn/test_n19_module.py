@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
-from torchmetrics.classification import MulticlassAccuracy
 
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer
@@ -76,6 +75,8 @@ async def test_n19_an_average_of_the_weights(coll: Communicator, trial: type[Tri
 async def test_n19_torchmetrics(coll: Communicator, trial: type[Trial]) -> None:
     """A metric of each rank, whose numbers the ranks gather."""
     net = await DataParallel.create(trial.Mlp(), coll)
+    from torchmetrics.classification import MulticlassAccuracy  # takes 2 s, which every process would pay
+
     metric = MulticlassAccuracy(num_classes=3, average="micro")
     right = []
     for step in range(3):
