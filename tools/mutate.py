@@ -1,20 +1,32 @@
 """Change one statement at a time, and see if the tests notice: `python -m tools.mutate --seed 1` prints a table.
 
 A mutation deletes a statement, negates a condition, adds 1 to a number or swaps two calls, in the files of the folders
-given; they are drawn by the seed, with `--coverage FILE` (of `coverage json`) among the lines that ran. The module must
-still import, and the core build. The tests of the package run first, then the whole tier, until one fails. Each file
-is as before afterwards, also after Ctrl-C. Exit code 1 says that a mutation was not noticed.
+given. Each file is as before afterwards, also after Ctrl-C. Exit code 1 says that a mutation was not noticed.
+
+With `--coverage FILE` the mutations are drawn among the lines of Python that ran, and with `--counts FOLDER` among
+those of C. The tests that ran the line run first, 40 at most, then those of the package, then the whole tier unless
+`--near` is given: until one fails. pytest-cov and gcov measure what ran:
+
+    make core CFLAGS='--coverage -fprofile-update=atomic'
+    python -m pytest --cov --cov-context=test tests/core tests/nn tests/ps
+    python -m coverage json --show-contexts -o build/coverage.json && make core
+    python -m tools.mutate --seed 1 --coverage build/coverage.json --counts build --near
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import json
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +39,6 @@ _TIERS = {"contract": "not soak and not thorough", "all": "not soak"}
 _C_CALL = re.compile(r"^\s+[a-z]\w*\(.*\);$")
 _C_STATEMENT = re.compile(r"^\s+[a-z][\w>.\[\]*-]*( [-+|&]?= .*|\(.*\)|\+\+|--);$")
 _C_CONDITION = re.compile(r"^(\s+(?:\} else )?(?:if|while) )(\(.*)$")
-_SECONDS = 1200
 
 
 @dataclass(frozen=True)
@@ -41,10 +52,15 @@ class Mutation:
     last: int
     text: str
 
+    @property
+    def below(self) -> list[str]:
+        """The path below `aiodist`, with the packages that lie beside it."""
+        return [part for part in self.path.relative_to(ROOT).with_suffix("").parts if part != "aiodist"]
+
     def __str__(self) -> str:
-        old = self.path.read_text(encoding="utf-8")[self.first : self.last]
-        shown = [" ".join(text.split()) for text in (old, self.text)]
-        return f"{self.path.relative_to(ROOT)}:{self.line} {self.kind}: `{shown[0]}` becomes `{shown[1]}`"
+        texts = self.path.read_text(encoding="utf-8")[self.first : self.last], self.text
+        old, new = (" ".join(text.split()) for text in texts)
+        return f"{self.path.relative_to(ROOT)}:{self.line} {self.kind}: `{old}` becomes `{new}`"
 
 
 def mutations_of_python(path: Path) -> Iterator[Mutation]:
@@ -52,11 +68,7 @@ def mutations_of_python(path: Path) -> Iterator[Mutation]:
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    seen: set[ast.AST] = set()
-    for node in (inner for function in functions for inner in ast.walk(function)):
-        if node in seen:
-            continue
-        seen.add(node)
+    for node in dict.fromkeys(inner for function in functions for inner in ast.walk(function)):
         for kind, first, last, text in _changes(node, source):
             yield Mutation(path, source.count("\n", 0, first) + 1, kind, first, last, text)
 
@@ -71,7 +83,8 @@ def _changes(node: ast.AST, source: str) -> Iterator[tuple[str, int, int, str]]:
     for body in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
         statements = body if isinstance(body, list) else []
         for one, other in zip_longest(statements, statements[1:]):
-            if _is_text(one) or not isinstance(one, ast.Expr | ast.Assign | ast.AugAssign | ast.Delete | ast.Raise):
+            is_text = isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
+            if is_text or not isinstance(one, ast.Expr | ast.Assign | ast.AugAssign | ast.Delete | ast.Raise):
                 continue
             first, last = _span(one, source)
             yield "delete", first, last, "pass"
@@ -80,23 +93,15 @@ def _changes(node: ast.AST, source: str) -> Iterator[tuple[str, int, int, str]]:
                 yield "swap", first, end, source[start:end] + source[last:start] + source[first:last]
 
 
-def _is_text(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
 def _is_call(node: ast.Expr) -> bool:
     return isinstance(node.value.value if isinstance(node.value, ast.Await) else node.value, ast.Call)
 
 
 def _span(node: ast.expr | ast.stmt, source: str) -> tuple[int, int]:
     lines, starts = _lines(source)
-    assert node.end_lineno is not None
-    assert node.end_col_offset is not None
-
-    def place(line: int, column: int) -> int:
-        return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
-
-    return place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset)
+    ends = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+    first, last = (starts[line - 1] + len(lines[line - 1].encode()[:column].decode()) for line, column in ends)
+    return first, last
 
 
 @cache
@@ -126,37 +131,73 @@ def mutations_of_c(path: Path) -> Iterator[Mutation]:
                 yield Mutation(path, number + 1, "swap", starts[number], starts[number + 2], lines[number + 1] + line)
 
 
-def draw(folders: list[str], count: int, seed: int, ran: dict[str, set[int]] | None) -> list[Mutation]:
-    """Return `count` mutations of statements, each of another one."""
+Ran = dict[str, dict[int, list[str]]]  # the lines of each file that ran, with the tests that ran them as far as known
+
+
+def ran_of_python(report: Path) -> Ran:
+    """Return what ran by the JSON of `coverage json`."""
+    files = json.loads(report.read_text(encoding="utf-8"))["files"]
+    return {
+        name: {line: file.get("contexts", {}).get(str(line), []) for line in file["executed_lines"]}
+        for name, file in files.items()
+    }
+
+
+def ran_of_c(folder: Path) -> Ran:
+    """Return what ran by the counts that the core has left in a folder, when built with `--coverage`."""
+    command = ["gcov", "-j", "-t", *map(str, folder.rglob("*.gcda"))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    ran: Ran = defaultdict(dict)
+    for file in (file for report in map(json.loads, done.stdout.splitlines()) for file in report["files"]):
+        ran[file["file"]] |= {line["line_number"]: [] for line in file["lines"] if line["count"]}
+    return ran
+
+
+def draw(folders: list[str], count: int, seed: int, ran: Ran) -> list[Mutation]:
+    """Return `count` mutations, each of another statement; in a language that was measured, of one that ran."""
+    measured = {Path(name).suffix for name in ran}
     found: dict[tuple[Path, int], list[Mutation]] = {}
     for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.[cp]*")):
-            if path.suffix not in (".c", ".py") or path.parent.name == "tests":
-                continue
-            lines = None if ran is None or path.suffix == ".c" else ran.get(str(path.relative_to(ROOT)), set())
+        for path in sorted(path for suffix in ("c", "py") for path in (ROOT / folder).rglob(f"*.{suffix}")):
+            lines = ran.get(str(path.relative_to(ROOT)), {})
             for mutation in (mutations_of_c if path.suffix == ".c" else mutations_of_python)(path):
-                if lines is None or mutation.line in lines:
+                if path.suffix not in measured or mutation.line in lines:
                     found.setdefault((path, mutation.line), []).append(mutation)
     dice = random.Random(seed)
     return [dice.choice(found[place]) for place in dice.sample(sorted(found), count)]
 
 
-def noticed(mutation: Mutation, tier: str) -> str | None:
+def first_tests(mutation: Mutation, ran: Ran) -> list[str]:
+    """Return tests that ran the line of a mutation: of each file one, then of each another one, its package's first."""
+    files: defaultdict[str, list[str]] = defaultdict(list)
+    contexts = ran.get(str(mutation.path.relative_to(ROOT)), {}).get(mutation.line, [])
+    for test in sorted({context.partition("|")[0] for context in contexts if context}):
+        files[test.partition("::")[0]].append(test)
+    names = sorted(files, key=lambda name: (not name.startswith(f"tests/{mutation.below[0]}/"), name))
+    rows = zip_longest(*(files[name] for name in names))
+    return [test for row in rows for test in row if test][:40]
+
+
+def noticed(mutation: Mutation, tier: str, first: list[str], near: bool) -> str | None:
     """Return the test that fails with a mutation, "import" or "build" where there is no such program, or None."""
     before = mutation.path.read_text(encoding="utf-8")
     mutation.path.write_text(before[: mutation.first] + mutation.text + before[mutation.last :], encoding="utf-8")
-    is_c = mutation.path.suffix == ".c"
+    is_c, own = mutation.path.suffix == ".c", f"tests/{mutation.below[0]}"
+    imports = [sys.executable, "-c", f"import {'.'.join(['aiodist', *mutation.below])}"]
     try:
-        if is_c and _run(["make", "core"])[0]:
-            return "build"
-        if not is_c and _run([sys.executable, "-c", "import aiodist.nn, aiodist.ps, aiodist.world.runtime"])[0]:
-            return "import"
-        folder = mutation.path.relative_to(ROOT).parent.name if not is_c else "core"
-        near = [f"tests/{folder}"] if (ROOT / "tests" / folder).is_dir() else []
-        for tests in ([near] if near else []) + [["tests"]]:
-            code, output = _run([sys.executable, "-m", "pytest", "-x", "-q", "-n", "3", "-m", _TIERS[tier], *tests])
-            if code:
-                return next((line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))), "a hang")
+        if _run(["make", "core"] if is_c else imports)[0]:
+            return "build" if is_c else "import"
+        pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m"]
+        runs = [["thorough or not thorough", *first]] if first else []
+        runs += [[_TIERS[tier], own]] if (ROOT / own).is_dir() else []
+        runs += [] if near else [[_TIERS[tier], "-n", "3", "tests"]]
+        for options in runs:
+            code, output = _run([*pytest, *options])
+            if code == 4:  # the tests are others than those that were measured
+                sys.exit(output)
+            if code not in (0, 5):  # 5: there is none
+                lines = (line for line in output.splitlines() if line.startswith(("FAILED", "ERROR")))
+                return next(lines, f"exit code {code}")
         return None
     finally:
         mutation.path.write_text(before, encoding="utf-8")
@@ -165,11 +206,20 @@ def noticed(mutation: Mutation, tier: str) -> str | None:
 
 
 def _run(command: list[str]) -> tuple[int, str]:
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=_SECONDS)
-    except subprocess.TimeoutExpired:
-        return 1, ""
-    return done.returncode, done.stdout + done.stderr
+    """Return the exit code of a command and what it wrote; end it and its children after a time."""
+    # A file, as a pipe would stay open in children of its children; no bytecode, as that of a mutation could stay.
+    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    with tempfile.TemporaryFile("w+", errors="replace") as out:
+        child = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out, start_new_session=True)
+        try:
+            code = child.wait(1200)
+        except subprocess.TimeoutExpired:
+            code = 1
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+        out.seek(0)
+        return code, out.read()
 
 
 def main(arguments: list[str]) -> int:
@@ -178,17 +228,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--tier", choices=_TIERS, default="contract")
-    parser.add_argument("--coverage", type=Path, help="the lines that ran: the JSON of `coverage json`")
+    parser.add_argument("--coverage", type=Path, help="the lines of Python that ran: the JSON of `coverage json`")
+    parser.add_argument("--counts", type=Path, help="the lines of C that ran: a folder with the counts of gcov")
+    parser.add_argument("--near", action="store_true", help="run the tests of the line and of the package alone")
     parser.add_argument("--list", action="store_true", help="print the mutations alone")
     parser.add_argument("folders", nargs="*", default=list(_FOLDERS))
     options = parser.parse_args(arguments)
-    ran = None
-    if options.coverage:
-        files = json.loads(options.coverage.read_text())["files"]
-        ran = {name: set(file["executed_lines"]) for name, file in files.items()}
+    ran = ran_of_python(options.coverage) if options.coverage else {}
+    ran |= ran_of_c(options.counts) if options.counts else {}
     missed = 0
     for mutation in draw(options.folders, options.count, options.seed, ran):
-        found = "" if options.list else noticed(mutation, options.tier)
+        found = "" if options.list else noticed(mutation, options.tier, first_tests(mutation, ran), options.near)
         missed += found is None
         print(f"{mutation}: {'NOT NOTICED' if found is None else found}", flush=True)
     print(f"{options.count - missed} of {options.count} noticed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -193,6 +194,40 @@ def test_mutations_change_one_statement(
     ]
     assert tool.main(["--list", "--count", "3", "."]) == 0
     assert capsys.readouterr().out.count("\n") == 4
+
+
+@pytest.mark.parametrize("tool", ["mutate"], indirect=True)
+def test_mutations_are_drawn_among_what_ran_and_tried_by_what_ran_it(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("aiodist/ps", "core", "tests/ps", "tests/nn"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "aiodist/__init__.py").touch()
+    (tmp_path / "aiodist/ps/__init__.py").write_text("def f():\n    return 1\n\ndef g():\n    return 3\n")
+    (tmp_path / "core/a.c").write_text("void f(void) {\n    g(2);\n}\n")
+    say = "from aiodist.ps import f\n\ndef test_f():\n    assert f() == 1\n"
+    (tmp_path / "tests/ps/test_a.py").write_text("def test_nothing():\n    pass\n")
+    (tmp_path / "tests/ps/test_b.py").write_text(say)
+    (tmp_path / "tests/nn/test_a.py").write_text(say)
+    contexts = [f"{test}|run" for test in ("tests/nn/test_a.py::test_f", "tests/ps/test_b.py::test_f")]
+    report = {"aiodist/ps/__init__.py": {"executed_lines": [2], "contexts": {"2": ["", *contexts]}}}
+    (tmp_path / "ran.json").write_text(json.dumps({"files": report}))
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    ran = tool.ran_of_python(tmp_path / "ran.json")
+    (mutation,) = tool.draw(["aiodist/ps"], 1, 1, ran)
+    assert tool.first_tests(mutation, ran) == ["tests/ps/test_b.py::test_f", "tests/nn/test_a.py::test_f"]
+    assert str(tool.draw(["core"], 1, 1, ran)[0]).startswith("core/a.c:2")  # C was not measured
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    command = ["--coverage", str(tmp_path / "ran.json"), "--count", "1", "--near", "aiodist/ps"]
+    assert tool.main(command) == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("aiodist/ps/__init__.py:2 number: `1` becomes `2`: FAILED tests/ps/test_b.py::test_f")
+    assert last == "1 of 1 noticed"
+    (tmp_path / "tests/ps/test_b.py").write_text(say.replace("== 1", "> 0"))
+    (tmp_path / "tests/nn/test_a.py").write_text(say.replace("== 1", "> 0"))
+    assert tool.main(command) == 1
+    assert "NOT NOTICED" in capsys.readouterr().out
+    assert "return 1" in (tmp_path / "aiodist/ps/__init__.py").read_text()
 
 
 @pytest.mark.parametrize("tool", ["release"], indirect=True)
