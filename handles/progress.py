@@ -145,6 +145,7 @@ class Progress(_core.Pacer, Quiet):
         self.offloaded = 0
         """How much work other threads and devices do, whose end is still to be told; with the transport lock held."""
         self._large_lock = threading.Lock()
+        self._hurry = _Hurry()
         self.timers = Timers(loop)
         self.own_files: set[int] = set()
         """Those that the loop looks at for aiodist alone."""
@@ -341,15 +342,15 @@ class Progress(_core.Pacer, Quiet):
         with self._large_lock:
             self.large += count
             self.at_work += 0 if of_ranks else count
-        if count > 0:
-            _thread.hurry(count)
+        if count > 0 or self.loop.is_closed():
+            self._hurry.add(count)
         else:
             # The GIL must still come over quickly to the loop, which learns of the end just now.
-            self.post(partial(_thread.hurry, count))
+            self.post(partial(self._hurry.add, count))
 
     def hurry(self, count: int) -> None:
         """Count what has threads hand the GIL over sooner; from any thread."""
-        _thread.hurry(count)
+        self._hurry.add(count)
 
     def counted(
         self, done: Callable[[BaseException | None], None], *, of_ranks: bool = False
@@ -367,6 +368,7 @@ class Progress(_core.Pacer, Quiet):
         """Drive nothing of what is pending: in a forked child, which must not touch its parent's transfers."""
         self._pollers = self._driven = ()
         self._inbox.clear()
+        self._hurry = _Hurry()
         self._forked = True
 
     def check_not_forked(self, handle: _core.Handle) -> None:
@@ -634,6 +636,22 @@ class Progress(_core.Pacer, Quiet):
         self.last_ran = perf_counter()
 
 
+class _Hurry:
+    """How much of one loop has threads hand the GIL over sooner; what a loop that stopped has left goes with it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._process = os.getpid()
+        self._thread = _thread
+
+    def add(self, count: int) -> None:
+        self._thread.hurry(self, count)
+
+    def __del__(self) -> None:
+        if self.count and os.getpid() == self._process:
+            self._thread.hurry(self, -self.count)
+
+
 class ProgressThread:
     """The one thread of the process that polls for loops that cannot or should not.
 
@@ -656,13 +674,14 @@ class ProgressThread:
         """How often each loop had been polled for when the thread looked last."""
         self._idle_since = self._busy_since = perf_counter()
 
-    def hurry(self, count: int) -> None:
-        """Count large transfers; while there are any, threads hand the GIL over sooner.
+    def hurry(self, loop: _Hurry, count: int) -> None:
+        """Count large transfers of a loop; while there are any, threads hand the GIL over sooner.
 
         The thread needs the GIL after each native poll. Beside a thread of pure Python it would wait 5 ms
         each time, longer than the transfer itself.
         """
         with self._hurry_lock:
+            loop.count += count
             if self._hurried == 0:
                 self._switch_seconds = sys.getswitchinterval()
                 sys.setswitchinterval(min(_SWITCH_SECONDS, self._switch_seconds))

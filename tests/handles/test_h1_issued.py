@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 import threading
 import time
 from typing import Any
@@ -79,6 +81,28 @@ async def test_h1_large_transfers_are_started_by_the_progress_thread(transport: 
     assert _block_until(handle.done)
     assert seen == ["aiodist-progress"]
     await handle
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_h1_threads_switch_as_before_when_a_loop_ends_in_a_large_transfer(closed: bool) -> None:
+    """The transfer ends after the loop is closed, or just before, so that the loop never hears of it."""
+    gc.collect()
+    usual, loop = sys.getswitchinterval(), asyncio.new_event_loop()
+
+    async def begin() -> Any:
+        return Progress.current().counted(lambda error: None)
+
+    finished = loop.run_until_complete(begin())
+    assert sys.getswitchinterval() < usual
+    if not closed:
+        finished(None)
+    loop.close()
+    if closed:
+        finished(None)
+        assert sys.getswitchinterval() == usual
+    del finished, loop
+    gc.collect()
+    assert sys.getswitchinterval() == usual
 
 
 async def test_h1_operations_start_in_the_order_of_issue(transport: Any, until: Any) -> None:
