@@ -191,6 +191,7 @@ class Handle(_core.Handle, Generic[T]):
             raise RuntimeError(f"{self} belongs to another event loop: await it there, or use wait() in a thread")
         if (late := self._expired()) is not None:
             self._given_up = True
+            self._leave()
             raise late
         waiter = FutureWaiter(loop.create_future())
         self._add_waiter(waiter)

@@ -245,6 +245,17 @@ async def test_h6_its_own_deadline_gives_a_receive_up_too(coll: Communicator) ->
     del held
 
 
+@pytest.mark.ranks(1)
+async def test_h6_a_deadline_that_passed_before_the_await_gives_a_receive_up_too(coll: Communicator) -> None:
+    late = coll.recv(timeout=1)
+    await asyncio.sleep(2)
+    with pytest.raises(OperationTimeout, match="it waits for a message from any rank"):
+        await late
+    await coll.send(torch.ones(2), 0)
+    assert (await asyncio.wait_for(coll.recv(), 20)).eq(1).all()
+    assert late.cancel()
+
+
 @pytest.mark.drawn(3)
 @everywhere
 async def test_h7_a_receive_that_is_dropped_is_told_and_takes_no_message(coll: Communicator) -> None:
