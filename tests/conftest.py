@@ -41,10 +41,9 @@ if TYPE_CHECKING:
     from tests.support.fake_nccl.core import FakeNccl
     from tests.support.simulated_cuda.device import SimulatedCuda
 
-settings.register_profile(  # a busy machine takes its time
-    "aiodist", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("aiodist")
+# A busy machine takes its time.
+settings.register_profile("thorough", deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("thorough"), max_examples=25)
 
 collect_ignore_glob = ["*/programs/*"]  # they are run, and some open a world when they are imported
 
@@ -63,6 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     In a quick run these processes import torch in less time; in a thorough one they start as those of users do.
     """
+    settings.load_profile("quick" if "not thorough" in config.option.markexpr else "thorough")
     if "not thorough" in config.option.markexpr:
         startup = str(Path(sitecustomize.__file__).parent)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [startup, os.environ.get("PYTHONPATH")]))

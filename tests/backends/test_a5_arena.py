@@ -11,7 +11,7 @@ from multiprocessing import get_context
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -143,7 +143,6 @@ def test_a5_reserved_room_keeps_its_pages_and_is_used_first() -> None:
     del outside, again
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5 * PAGE), st.integers(0, 9)), max_size=40), st.booleans())
 def test_a5_blocks_never_overlap_and_holes_are_joined(steps: list[tuple[int, int]], kept: bool) -> None:
     arena = Arena()

@@ -139,7 +139,6 @@ def decode_or_refuse(codec: Codec, code: Tensor, dtype: torch.dtype, numel: int)
 
 @pytest.mark.drawn(1)
 @every
-@settings(deadline=None, max_examples=100)
 @given(data=st.data())
 def test_p16_any_bytes(codec: Codec, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]))
@@ -161,7 +160,6 @@ def test_p16_a_code_that_unpacks_to_more_is_refused() -> None:
         Lossless().decode(torch.cat([Lossless().encode(sample()), code_of(b"more")]), torch.float32, 100)
 
 
-@settings(deadline=None, max_examples=50)
 @given(place=st.integers(0, 10**6), value=st.integers(0, 255), cut=st.integers(0, 20), whole=st.booleans())
 def test_p16_damaged_messages_change_nothing(place: int, value: int, cut: int, whole: bool) -> None:
     outgoing, incoming = Outgoing(QSGD()), Incoming(QSGD())

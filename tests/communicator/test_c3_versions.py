@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -225,7 +225,6 @@ def test_c3_every_public_call_with_tensors_is_among_them() -> None:
 
 
 @pytest.mark.thorough
-@settings(max_examples=150, deadline=None)
 @given(
     kind=st.sampled_from(sorted(CALLS)),
     memory=st.sampled_from(sorted(set(MEMORIES) - {"arena"})),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import aiodist
@@ -487,7 +487,6 @@ PLANS = st.fixed_dictionaries(
 
 
 @pytest.mark.thorough
-@settings(max_examples=60, deadline=None)
 @given(plan=PLANS, seed=st.integers(0, 3))
 def test_h6_each_message_is_received_once_and_in_order_or_told(plan: dict[str, Any], seed: int) -> None:
     """All ways that end a wait, at any time: None drops a receive that nothing has awaited."""

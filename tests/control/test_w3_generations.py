@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiodist.control.generations import Admit, Cancel, Form, Generations, Members, Refusal, Refuse, Regrouping
@@ -157,7 +157,6 @@ def test_w3_each_order_of_events_of_three_ranks_ends_with_all_that_live_in_one_g
     assert len(seen) > 100
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.integers(1, 5), st.integers(0, 2), st.data())
 def test_w3_drawn_orders_of_events_do_too(size: int, joiners: int, data: st.DataObject) -> None:
     model = Model(size, joiners)

@@ -130,7 +130,7 @@ class QueueWalk(RuleBasedStateMachine):
 
 
 TestQueueWalk = QueueWalk.TestCase
-TestQueueWalk.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestQueueWalk.settings = settings(stateful_step_count=40, deadline=None)
 
 
 @given(SIZES, st.integers(1, 6), st.integers(1, 50))

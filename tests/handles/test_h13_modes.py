@@ -15,7 +15,7 @@ from weakref import ref
 import anyio
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
@@ -182,7 +182,6 @@ async def _interleaved(program: list[tuple[int, str]]) -> list[list[object]]:
     return [actor.log for actor in actors]
 
 
-@settings(max_examples=60, deadline=None)
 @given(programs)
 def test_h13_agrees_with_one_thread_per_task(program: list[tuple[int, str]]) -> None:
     """Three tasks run blocks in any interleaving; each sees what it would see on a thread of its own."""

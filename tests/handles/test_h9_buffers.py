@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiodist.communicator.claims import reading
@@ -43,7 +43,6 @@ claims = st.builds(Claim, st.integers(0, 40), st.integers(0, 12), st.booleans())
 steps = st.lists(st.one_of(claims, st.integers(0, 100)), max_size=60)
 
 
-@settings(max_examples=400, deadline=None)
 @given(steps)
 def test_h9_agrees_with_a_table_that_compares_all_pairs(program: list[Claim | int]) -> None:
     """A claim acquires; a number releases one of those that are held."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiodist import _core
@@ -17,7 +17,6 @@ def clash(a: Range, b: Range) -> bool:
 ranges = st.tuples(st.integers(0, 400), st.integers(1, 40), st.booleans())
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.one_of(ranges, st.integers(0, 1000)), max_size=300))
 def test_h9_claims_clash_where_they_overlap_and_one_is_written(steps: list[Range | int]) -> None:
     """A number gives one of those that are held back."""

@@ -336,4 +336,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+TestSchedulerMachine.settings = settings(deadline=None, stateful_step_count=40)

@@ -435,4 +435,4 @@ class Walk(RuleBasedStateMachine):
 
 
 TestWalk = Walk.TestCase
-TestWalk.settings = settings(max_examples=150, stateful_step_count=60)
+TestWalk.settings = settings(stateful_step_count=60)

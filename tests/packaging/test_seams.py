@@ -11,8 +11,6 @@ import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.packaging.test_public import MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,13 +56,17 @@ def rules() -> Iterator[str]:
 
 def imports(path: Path) -> set[str]:
     """Return the modules of ours that a file imports."""
+    return {name for name in _modules(path) if name.split(".")[0] == "aiodist"}
+
+
+def _modules(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found |= {_home(node.module, alias.name) for alias in node.names}
-    return {name for name in found if name.split(".")[0] == "aiodist"}
+    return found
 
 
 def _home(module: str, name: str) -> str:
@@ -83,7 +85,27 @@ def allowed(module: str, folder: str) -> bool:
     return own and (module in PARTS or module in set(rules()))
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT / "tests")))
-def test_tests_import_what_is_public_seams_and_rules(path: Path) -> None:
-    folder = path.relative_to(ROOT / "tests").parts[0]
-    assert not [name for name in imports(path) - PUBLIC if not allowed(name, folder)]
+def test_tests_import_what_is_public_seams_and_rules() -> None:
+    bad = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files()
+        for name in sorted(imports(path) - PUBLIC)
+        if not allowed(name, path.relative_to(ROOT / "tests").parts[0])
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def test_modules_of_rules_have_no_machinery() -> None:
+    for name in rules():
+        path = ROOT / name.replace(".", "/")
+        parts = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
+        for part in parts:
+            assert not MACHINERY & {node.split(".")[0] for node in _modules(part)}, part
+
+
+def test_there_are_ten_seams_of_at_most_eight_names() -> None:
+    assert len(SEAMS) <= 10
+    for name in SEAMS:
+        seam = importlib.import_module(name)
+        assert 0 < len(seam.__all__) <= 8
+        assert all(hasattr(seam, one) for one in seam.__all__)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -27,7 +27,6 @@ def spec(dim: int = 3, rows: int | None = None, rule: Any = None, initial: Any =
     return TableSpec(dim, rows, torch.float64, initial or Normal(), more.pop("seed", 5), rule, **more)
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(any_id, max_size=200), max_size=6), st.lists(any_id, max_size=50))
 def test_p15_the_index_is_a_dict(batches: list[list[int]], others: list[int]) -> None:
     index, expected = RowIndex(), dict[int, int]()

@@ -6,7 +6,7 @@ from collections import Counter
 from zlib import crc32
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiodist.ps.settings import Span, place
@@ -15,7 +15,6 @@ names = st.text(st.characters(), max_size=20)
 """Of any characters, surrogates too."""
 
 
-@settings(deadline=None)
 @given(names, st.integers(0, 10_000), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 40), st.integers(1, 100_000))
 def test_p1_every_element_lies_on_exactly_one_server(
     name: str, numel: int, itemsize: int, servers: int, split: int
@@ -27,7 +26,6 @@ def test_p1_every_element_lies_on_exactly_one_server(
     assert len({span.rank for span in spans}) == len(spans)
 
 
-@settings(deadline=None)
 @given(names, st.integers(1, 10_000), st.sampled_from([1, 2, 4, 8]), st.integers(2, 40), st.integers(1, 100_000))
 def test_p1_large_ones_are_cut_evenly_and_small_ones_are_whole(
     name: str, numel: int, itemsize: int, servers: int, split: int
@@ -42,7 +40,6 @@ def test_p1_large_ones_are_cut_evenly_and_small_ones_are_whole(
         assert min(sizes) >= 1
 
 
-@settings(deadline=None)
 @given(names, st.integers(0, 1000), st.integers(1, 40), st.integers(1, 1000))
 def test_p1_the_leader_has_the_first_block_and_the_rest_follow_it(
     name: str, numel: int, servers: int, split: int

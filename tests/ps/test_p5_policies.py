@@ -8,7 +8,6 @@ from collections.abc import Generator
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as tried
 from hypothesis import strategies as st
 
 from aiodist.ps import Asynchronous, Bounded, Policy, Quorum, Synchronous
@@ -207,7 +206,6 @@ def runs(draw: st.DrawFn) -> tuple[Policy, int, list[tuple[str, int, int]]]:
     return draw(policies(workers)), workers, draw(st.lists(event, max_size=60))
 
 
-@tried(max_examples=200, deadline=None)
 @given(run=runs(), leavers=st.randoms(use_true_random=False))
 def test_p5_any_events_under_any_policy(
     run: tuple[Policy, int, list[tuple[str, int, int]]], leavers: random.Random
@@ -259,7 +257,6 @@ def worker(watched: Watched, me: int, pushes: int, dice: random.Random) -> Waits
     watched.leave(me)
 
 
-@tried(max_examples=80, deadline=None)
 @given(
     chosen=st.integers(1, 8).flatmap(lambda workers: st.tuples(policies(workers), st.just(workers))),
     dice=st.randoms(use_true_random=False),
@@ -310,7 +307,6 @@ def trainings(draw: st.DrawFn) -> tuple[Policy, int, list[list[int]]]:
 
 
 @pytest.mark.thorough
-@tried(max_examples=150, deadline=None)
 @given(trained=trainings(), dice=st.randoms(use_true_random=False), killed=st.integers(0, 2))
 def test_p5_who_meets_at_barriers_ends_however_uneven_the_pushes(
     trained: tuple[Policy, int, list[list[int]]], dice: random.Random, killed: int

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import settings as tried
 from hypothesis import strategies as st
 
 from aiodist.schedules import MAX_LANES, SCHEDULES, Blocks, Copy, Recv, Schedule, Send
@@ -34,7 +33,6 @@ def test_a1_reduce_to_any_root(simulate: Simulation, buffered: Simulation, name:
         assert buffered.elementwise("reduce", name, size, 5, size // 2) == cost(size, 5)
 
 
-@tried(max_examples=50, deadline=None)
 @given(
     name=st.sampled_from(["tree", "chain"]),
     ranks=st.integers(1, 12).flatmap(lambda size: st.tuples(st.just(size), st.integers(0, size - 1))),
@@ -90,7 +88,6 @@ def test_a1_reduce_scatter(simulate: Simulation, buffered: Simulation, name: str
         assert buffered.reduce_scatter(name, blocks) == cost(size, blocks)
 
 
-@tried(max_examples=80, deadline=None)
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=12), chunks=st.integers(1, 6))
 def test_a1_any_counts(simulate: Simulation, counts: list[int], chunks: int) -> None:
     size, blocks = len(counts), Blocks(counts)
@@ -112,7 +109,6 @@ def test_a1_alltoall_of_equal_blocks(simulate: Simulation, buffered: Simulation,
         assert buffered.alltoall(name, np.full((size, size), 2)) == cost(size, Blocks.even(2 * size, size))
 
 
-@tried(max_examples=40, deadline=None)
 @given(size=st.integers(1, 9), seed=st.integers(0, 999))
 def test_a1_alltoall_of_different_blocks(simulate: Simulation, size: int, seed: int) -> None:
     counts = np.random.default_rng(seed).integers(0, 4, (size, size))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as tried
 from hypothesis import strategies as st
 
 from aiodist.schedules import MAX_LANES, SCHEDULES, Recv, Send
@@ -49,7 +48,6 @@ def test_a2_chunks_for_any_number_of_ranks(simulate: Simulation, name: str) -> N
             assert simulate.elementwise("allreduce", name, size, n, chunks=chunks) == cost
 
 
-@tried(max_examples=60, deadline=None)
 @given(name=st.sampled_from(["ring", "tree"]), size=st.integers(1, 9), n=st.integers(0, 99), chunks=st.integers(1, 32))
 def test_a2_any_number_of_chunks(simulate: Simulation, name: str, size: int, n: int, chunks: int) -> None:
     cost = cost_of("allreduce", name)(size, n, chunks=chunks)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as tried
 from hypothesis import strategies as st
 
 from aiodist.schedules import SCHEDULES, Recv, Send
@@ -36,7 +35,6 @@ def test_a3_any_length(simulate: Simulation, buffered: Simulation, name: str) ->
         assert buffered.elementwise("broadcast", name, size, 5, size // 2) == cost_of("broadcast", name)(size, 5)
 
 
-@tried(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from(["tree", "chain"]),
     ranks=st.integers(1, 12).flatmap(lambda size: st.tuples(st.just(size), st.integers(0, size - 1))),

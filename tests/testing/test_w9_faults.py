@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import aiodist
@@ -125,7 +125,6 @@ def programs(draw: st.DrawFn) -> tuple[int, list[Step], Faults, int]:
 
 
 @pytest.mark.thorough
-@settings(max_examples=40)
 @given(programs())
 @example((3, [pushes, reduces], Faults(Fault("kill", 0, 1)), 0))
 @example((2, [pushes], Faults(Fault("raise", 0, 1)), 0))

@@ -505,7 +505,6 @@ def _stories(draw: st.DrawFn) -> dict[int, Facts]:
 
 @pytest.mark.thorough
 @given(_stories())
-@settings(max_examples=300, deadline=None)
 def test_w4_the_graph_finds_every_set_of_ranks_that_none_leaves(told: dict[int, Facts]) -> None:
     waiting = [rank for rank, facts in told.items() if facts.ops]
     sets = chain.from_iterable(combinations(waiting, size) for size in range(1, len(waiting) + 1))
