@@ -5,12 +5,11 @@ given. Each file is as before afterwards, also after Ctrl-C. Exit code 1 says th
 
 With `--coverage FILE` the mutations are drawn among the lines of Python that ran, and with `--counts FOLDER` among
 those of C. The tests that ran the line run first, 40 at most, then those of the package, then the whole tier unless
-`--near` is given: until one fails. pytest-cov and gcov measure what ran:
+`--near` is given: until one fails. pytest-cov, which is to be installed for it, and gcov measure what ran:
 
     make core CFLAGS='--coverage -fprofile-update=atomic'
-    python -m pytest --cov --cov-context=test tests/core tests/nn tests/ps
-    python -m coverage json --show-contexts -o build/coverage.json && make core
-    python -m tools.mutate --seed 1 --coverage build/coverage.json --counts build --near
+    python -m pytest --cov --cov-context=test tests/core tests/nn tests/ps; make core
+    python -m tools.mutate --seed 1 --coverage .coverage --counts build --near
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, zip_longest
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 _FOLDERS = ("core", "aiodist/communicator", "nn", "aiodist/ps", "aiodist/backends")
@@ -106,9 +107,8 @@ def _span(node: ast.expr | ast.stmt, source: str) -> tuple[int, int]:
 
 @cache
 def _lines(source: str) -> tuple[list[str], list[int]]:
-    """Return the lines of a text, and the character at which each begins."""
     lines = source.splitlines(keepends=True)
-    return lines, [0, *accumulate(map(len, lines))]
+    return lines, [0, *accumulate(map(len, lines))]  # the character at which each begins
 
 
 def mutations_of_c(path: Path) -> Iterator[Mutation]:
@@ -131,25 +131,32 @@ def mutations_of_c(path: Path) -> Iterator[Mutation]:
                 yield Mutation(path, number + 1, "swap", starts[number], starts[number + 2], lines[number + 1] + line)
 
 
-Ran = dict[str, dict[int, list[str]]]  # the lines of each file that ran, with the tests that ran them as far as known
+Ran = dict[str, set[int]]  # the lines of each file that ran
+Data = Any  # coverage.CoverageData
 
 
-def ran_of_python(report: Path) -> Ran:
-    """Return what ran by the JSON of `coverage json`."""
-    files = json.loads(report.read_text(encoding="utf-8"))["files"]
-    return {
-        name: {line: file.get("contexts", {}).get(str(line), []) for line in file["executed_lines"]}
-        for name, file in files.items()
-    }
+def ran_of_python(data: Data) -> Ran:
+    """Return what ran by the data of coverage.py."""
+    return {str(Path(name).relative_to(ROOT)): set(data.lines(name)) for name in data.measured_files()}
+
+
+def tests_of(mutation: Mutation, data: Data) -> list[str]:
+    """Return tests that ran its line: of each file one, then of each another one, its package's first."""
+    files: defaultdict[str, list[str]] = defaultdict(list)
+    contexts = data.contexts_by_lineno(str(mutation.path)).get(mutation.line, [])
+    for test in sorted({context.partition("|")[0] for context in contexts if context}):
+        files[test.partition("::")[0]].append(test)
+    names = sorted(files, key=lambda name: (not name.startswith(f"tests/{mutation.below[0]}/"), name))
+    return [test for row in zip_longest(*(files[name] for name in names)) for test in row if test][:40]
 
 
 def ran_of_c(folder: Path) -> Ran:
     """Return what ran by the counts that the core has left in a folder, when built with `--coverage`."""
     command = ["gcov", "-j", "-t", *map(str, folder.rglob("*.gcda"))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    ran: Ran = defaultdict(dict)
+    ran: Ran = defaultdict(set)
     for file in (file for report in map(json.loads, done.stdout.splitlines()) for file in report["files"]):
-        ran[file["file"]] |= {line["line_number"]: [] for line in file["lines"] if line["count"]}
+        ran[file["file"]] |= {line["line_number"] for line in file["lines"] if line["count"]}
     return ran
 
 
@@ -159,23 +166,12 @@ def draw(folders: list[str], count: int, seed: int, ran: Ran) -> list[Mutation]:
     found: dict[tuple[Path, int], list[Mutation]] = {}
     for folder in folders:
         for path in sorted(path for suffix in ("c", "py") for path in (ROOT / folder).rglob(f"*.{suffix}")):
-            lines = ran.get(str(path.relative_to(ROOT)), {})
+            lines = ran.get(str(path.relative_to(ROOT)), ())
             for mutation in (mutations_of_c if path.suffix == ".c" else mutations_of_python)(path):
-                if path.suffix not in measured or mutation.line in lines:
+                if mutation.line in lines or path.suffix not in measured:
                     found.setdefault((path, mutation.line), []).append(mutation)
     dice = random.Random(seed)
     return [dice.choice(found[place]) for place in dice.sample(sorted(found), count)]
-
-
-def first_tests(mutation: Mutation, ran: Ran) -> list[str]:
-    """Return tests that ran the line of a mutation: of each file one, then of each another one, its package's first."""
-    files: defaultdict[str, list[str]] = defaultdict(list)
-    contexts = ran.get(str(mutation.path.relative_to(ROOT)), {}).get(mutation.line, [])
-    for test in sorted({context.partition("|")[0] for context in contexts if context}):
-        files[test.partition("::")[0]].append(test)
-    names = sorted(files, key=lambda name: (not name.startswith(f"tests/{mutation.below[0]}/"), name))
-    rows = zip_longest(*(files[name] for name in names))
-    return [test for row in rows for test in row if test][:40]
 
 
 def noticed(mutation: Mutation, tier: str, first: list[str], near: bool) -> str | None:
@@ -196,8 +192,8 @@ def noticed(mutation: Mutation, tier: str, first: list[str], near: bool) -> str 
             if code == 4:  # the tests are others than those that were measured
                 sys.exit(output)
             if code not in (0, 5):  # 5: there is none
-                lines = (line for line in output.splitlines() if line.startswith(("FAILED", "ERROR")))
-                return next(lines, f"exit code {code}")
+                found = re.search("^(FAILED|ERROR) tests.*", output, re.MULTILINE)
+                return found[0] if found else f"exit code {code}"
         return None
     finally:
         mutation.path.write_text(before, encoding="utf-8")
@@ -228,17 +224,21 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--tier", choices=_TIERS, default="contract")
-    parser.add_argument("--coverage", type=Path, help="the lines of Python that ran: the JSON of `coverage json`")
+    parser.add_argument("--coverage", type=Path, help="the lines of Python that ran: the data of coverage.py")
     parser.add_argument("--counts", type=Path, help="the lines of C that ran: a folder with the counts of gcov")
     parser.add_argument("--near", action="store_true", help="run the tests of the line and of the package alone")
     parser.add_argument("--list", action="store_true", help="print the mutations alone")
     parser.add_argument("folders", nargs="*", default=list(_FOLDERS))
     options = parser.parse_args(arguments)
-    ran = ran_of_python(options.coverage) if options.coverage else {}
-    ran |= ran_of_c(options.counts) if options.counts else {}
+    ran = ran_of_c(options.counts) if options.counts else {}
+    if options.coverage:
+        data = importlib.import_module("coverage").CoverageData(str(options.coverage))
+        data.read()
+        ran |= ran_of_python(data)
     missed = 0
     for mutation in draw(options.folders, options.count, options.seed, ran):
-        found = "" if options.list else noticed(mutation, options.tier, first_tests(mutation, ran), options.near)
+        first = tests_of(mutation, data) if options.coverage else []
+        found = "" if options.list else noticed(mutation, options.tier, first, options.near)
         missed += found is None
         print(f"{mutation}: {'NOT NOTICED' if found is None else found}", flush=True)
     print(f"{options.count - missed} of {options.count} noticed")

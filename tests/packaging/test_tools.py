@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 
@@ -207,16 +207,19 @@ def test_mutations_are_drawn_among_what_ran_and_tried_by_what_ran_it(
     (tmp_path / "tests/ps/test_a.py").write_text("def test_nothing():\n    pass\n")
     (tmp_path / "tests/ps/test_b.py").write_text(say)
     (tmp_path / "tests/nn/test_a.py").write_text(say)
-    contexts = [f"{test}|run" for test in ("tests/nn/test_a.py::test_f", "tests/ps/test_b.py::test_f")]
-    report = {"aiodist/ps/__init__.py": {"executed_lines": [2], "contexts": {"2": ["", *contexts]}}}
-    (tmp_path / "ran.json").write_text(json.dumps({"files": report}))
+    contexts = ["", *(f"{test}|run" for test in ("tests/nn/test_a.py::test_f", "tests/ps/test_b.py::test_f"))]
+    module = tmp_path / "aiodist/ps/__init__.py"
+    measured = Mock()  # what coverage.py tells
+    measured.measured_files.return_value = [str(module)]
+    measured.lines.return_value = [2]
+    measured.contexts_by_lineno.return_value = {2: contexts}
+    monkeypatch.setitem(sys.modules, "coverage", Mock(CoverageData=Mock(return_value=measured)))
     monkeypatch.setattr(tool, "ROOT", tmp_path)
-    ran = tool.ran_of_python(tmp_path / "ran.json")
-    (mutation,) = tool.draw(["aiodist/ps"], 1, 1, ran)
-    assert tool.first_tests(mutation, ran) == ["tests/ps/test_b.py::test_f", "tests/nn/test_a.py::test_f"]
+    (mutation,) = tool.draw(["aiodist/ps"], 1, 1, ran := tool.ran_of_python(measured))
+    assert tool.tests_of(mutation, measured) == ["tests/ps/test_b.py::test_f", "tests/nn/test_a.py::test_f"]
     assert str(tool.draw(["core"], 1, 1, ran)[0]).startswith("core/a.c:2")  # C was not measured
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    command = ["--coverage", str(tmp_path / "ran.json"), "--count", "1", "--near", "aiodist/ps"]
+    command = ["--coverage", str(tmp_path / ".coverage"), "--count", "1", "--near", "aiodist/ps"]
     assert tool.main(command) == 0
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("aiodist/ps/__init__.py:2 number: `1` becomes `2`: FAILED tests/ps/test_b.py::test_f")
@@ -225,7 +228,7 @@ def test_mutations_are_drawn_among_what_ran_and_tried_by_what_ran_it(
     (tmp_path / "tests/nn/test_a.py").write_text(say.replace("== 1", "> 0"))
     assert tool.main(command) == 1
     assert "NOT NOTICED" in capsys.readouterr().out
-    assert "return 1" in (tmp_path / "aiodist/ps/__init__.py").read_text()
+    assert "return 1" in module.read_text()
 
 
 @pytest.mark.parametrize("tool", ["release"], indirect=True)
