@@ -134,7 +134,7 @@ class Bucket:
         """
         if len(self.slots) == 1 and self._take_whole(self.slots[0]):
             return
-        self.data = self._memory()
+        self.data = self.memory()
         self.unused = []
         copied: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -194,7 +194,7 @@ class Bucket:
         self.unused = list(self.slots)
         if any(slot.earlier is not None for slot in self.slots):
             self._flat = None  # where they may lie, and stay if no rank brings anything
-        self.data = self._memory().zero_()
+        self.data = self.memory().zero_()
 
     def scale(self) -> None:
         """Multiply it by its factor, once; from any thread."""
@@ -234,7 +234,7 @@ class Bucket:
     def finish(self) -> None:
         """Do what is left to do, on the thread that uses the gradients."""
 
-    def _memory(self) -> Tensor:
+    def memory(self) -> Tensor:
         if self._flat is None:
             with torch.inference_mode(False), torch.no_grad():  # the first step to need it may be in other modes
                 if self.device.type == "cpu":

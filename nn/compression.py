@@ -62,8 +62,6 @@ class Swap(NamedTuple):
 
 _NAMES = 1024
 """Parts of buckets that may be on their way at once: each has a name, by which it meets those of the other ranks."""
-_PART = 1 << 20
-"""Elements of a large bucket that travel together, where the codec allows it."""
 _Request = Sum | Gather | Swap | partial[Handle[Any]]
 """What is to be issued, the last among the ranks of this host."""
 _Program = Generator[_Request, Any, None]
@@ -98,6 +96,8 @@ class Compressor(CommHook):
         self._stream = HostStream(f"codecs {data.name}")
         self._parameters = dict(named)
         self.progress = Progress.current()
+        self.part_numel = 1 << 20
+        """Elements of a large bucket that travel together, if the codec allows it; alike on all ranks."""
         self._number = 0
         self._names: WeakKeyDictionary[Bucket, int] = WeakKeyDictionary()
         """By bucket: the number in the first of its names. A name is told to all ranks once, which takes a while."""
@@ -184,7 +184,7 @@ class Compressor(CommHook):
 
     def _parts(self, numel: int) -> list[slice]:
         """Return what of a bucket travels together: while one part is on its way, the next is encoded."""
-        most = _PART if self._codec.elementwise else max(numel, 1)
+        most = self.part_numel if self._codec.elementwise else max(numel, 1)
         return [slice(start, min(start + most, numel)) for start in range(0, max(numel, 1), most)]
 
     def rescale(self, scaler: GradScaler | None) -> None:

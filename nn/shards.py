@@ -195,7 +195,7 @@ class ShardBucket(Bucket):
     def _take_whole(self, slot: Slot) -> bool:
         return slot.parameter.numel() == self.shard.flat.numel() and super()._take_whole(slot)
 
-    def _memory(self) -> Tensor:
+    def memory(self) -> Tensor:
         if self._taken is None:
             with torch.inference_mode(False), torch.no_grad():
                 self._taken = self._pool.take(self.shard.flat.numel(), self.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from aiodist.handles import Scheduler
 from aiodist.streams import CudaStream
 from aiodist.testing import run_ranks
 from aiodist.testing.seams.progress import transport_lock
+from tests.support.blocking import blocked_until
 from tests.support.simulated_cuda.device import SimulatedCuda
 
 pytestmark = pytest.mark.timeout(60)
@@ -201,8 +203,9 @@ async def test_n15_items_are_copied_while_the_consumer_holds_the_loop(
 ) -> None:
     async with asyncio.timeout(30), prefetch(tensors(3, numel=numel), depth=1, device="cuda") as items:
         await anext(items)
-        following = items._items[0].handle
-        assert following.block(10)  # which holds the loop
+        copied = simulated_cuda.launches["copy_h2d"]
+        assert blocked_until(lambda: simulated_cuda.launches["copy_h2d"] == 2 * copied)
+        torch.cuda.synchronize()
 
 
 async def test_n15_reading_does_not_wait_for_the_transport_lock(simulated_cuda: SimulatedCuda, until: Until) -> None:
@@ -432,15 +435,22 @@ def test_n15_every_rank_prefetches_and_reduces(simulated_cuda: SimulatedCuda) ->
     assert run_ranks(2, main) == [[1.0, 3.0, 5.0, 7.0]] * 2
 
 
-async def test_n15_copying_counts_as_work_that_may_be_hidden(simulated_cuda: SimulatedCuda) -> None:
-    simulated_cuda.delay = 0.02
-    async with asyncio.timeout(30), prefetch(tensors(4), depth=4, device="cuda") as items:
-        await items._items[3].handle  # all are there when the first is asked for
+async def test_n15_copying_counts_as_work_that_may_be_hidden(
+    simulated_cuda: SimulatedCuda, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1.0]
+    for module in ("items", "prefetch", "reading"):
+        monkeypatch.setattr(sys.modules[f"aiodist.data.{module}"], "perf_counter", lambda: now[0])
+    opened = prefetch(tensors(4), depth=4, device="cuda")
+    async with asyncio.timeout(30):
+        with simulated_cuda.paused(copy_stream()):
+            items = await opened.__aenter__()
+            await until(lambda: simulated_cuda.launches["copy_h2d"] == 4)
+            now[0] = 6.0
         assert await firsts(items) == [0.0, 1.0, 2.0, 3.0]
-        found = items.statistics()
-    assert found.copying_seconds > 4 * 1e-4
-    assert found.hidden > 0.5
-    assert found.waited_seconds < found.copying_seconds
+        await opened.__aexit__(None, None, None)
+    found = items.statistics()
+    assert (found.copying_seconds, found.waited_seconds, found.hidden) == (20.0, 0.0, 1.0)
 
 
 # --- where there is no device -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
@@ -15,7 +16,6 @@ from torch import nn
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import assert_synchronized, synchronize_parameters
-from aiodist.nn.synchronize import _mean_and_variance
 from aiodist.testing import run_ranks
 
 ARITHMETIC = (torch.uint8, torch.int8, torch.int64, torch.bfloat16, torch.float64)
@@ -200,13 +200,18 @@ def test_n10_n1_a_rank_that_is_cancelled_amid_it(work: Callable[..., Any], seed:
         assert seen[-1] == ["done"] * 3
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("numel", [1, 2, 7, 1000, 1 << 18, (1 << 18) + 1, 600_001])
-def test_n10_figures_against_numpy(numel: int) -> None:
+async def test_n10_figures_against_numpy(coll: Communicator, numel: int) -> None:
     drawn = torch.randn(numel, generator=torch.Generator().manual_seed(numel), dtype=torch.float64)
     kinds = (drawn, drawn.float() + 1e4, (100 * drawn).to(torch.int16), drawn.bfloat16(), torch.complex(drawn, drawn))
     for t in kinds:
         wide = np.abs(t.to(torch.complex128 if t.is_complex() else torch.float64).numpy())
-        mean, variance = _mean_and_variance(t)
+        with pytest.raises(aiodist.MismatchError) as caught:
+            await assert_synchronized(torch.full_like(t, 90) if coll.rank else t, coll)
+        found = re.search(r"abs-mean (\S+), abs-variance (\S+) on rank 0", str(caught.value))
+        assert found is not None
+        mean, variance = map(float, found.groups())
         assert mean == pytest.approx(wide.mean(), rel=1e-13)
         assert variance == pytest.approx(wide.var(), rel=1e-10, abs=1e-300)
 

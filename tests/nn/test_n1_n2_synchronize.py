@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import aiodist
 from aiodist import Communicator
-from aiodist.nn import assert_synchronized, synchronize_gradients, synchronize_parameters
+from aiodist.nn import DataParallel, assert_synchronized, synchronize_gradients, synchronize_parameters
 from aiodist.nn.layout import (
     check_same_structure,
     describe,
@@ -21,7 +21,6 @@ from aiodist.nn.layout import (
     named_state,
     view_like,
 )
-from aiodist.nn.synchronize import synchronize_buffers
 
 every = pytest.mark.ranks(1, 2, 3, 5)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
@@ -271,13 +270,14 @@ async def test_n1_buffers_can_stay_or_go_alone(coll: Communicator) -> None:
     await synchronize_parameters(module, coll, buffers=False)
     assert module.weight.tolist() == [1.0] * 3
     assert module.running_mean.tolist() == [float(coll.rank)] * 3
-    handle = synchronize_buffers(module, coll, how="mean", root=1)
-    await handle
+    net = await DataParallel.create(module, coll)
+    module.running_mean += coll.rank
+    module.num_batches_tracked += coll.rank
+    await net.synchronize_buffers("mean", root=1)
     assert module.running_mean.tolist() == [sum(range(coll.size)) / coll.size] * 3
     assert module.num_batches_tracked == 8
-    await synchronize_buffers(nn.Linear(2, 2), coll, how="mean")  # none at all
     module.running_var += coll.rank
-    await synchronize_buffers(module, coll, root=1)
+    await net.synchronize_buffers(root=1)
     assert module.running_var.tolist() == [2.0] * 3
 
 
@@ -583,9 +583,6 @@ async def test_n1_over_mpi(coll: Communicator) -> None:
         module = Zoo(coll.rank)
         await synchronize_parameters(module, coll, root=1)
         assert all(torch.equal(t, state_of(1)[name]) for name, t in named_state(module))
-        module.count += coll.rank
-        await synchronize_buffers(module, coll)
-        assert module.count == 6
         with pytest.raises(aiodist.MismatchError, match=r"weight float32\[2, 3\] on rank 0"):
             await synchronize_parameters(nn.Linear(3, 2 + coll.rank), coll)
         assert await coll.allreduce(1) == 2

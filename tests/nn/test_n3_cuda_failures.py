@@ -76,7 +76,7 @@ async def test_n3_cuda_no_memory_for_gradients(
     def forward() -> Tensor:
         if coll.rank in failing:
             for bucket in net.reducer.buckets:
-                bucket._memory = full  # type: ignore[method-assign]
+                bucket.memory = full  # type: ignore[method-assign]
         return mse_loss(net(x), y)
 
     await run_out(net, opt, forward, "CUDA out of memory", fails=coll.rank in failing)

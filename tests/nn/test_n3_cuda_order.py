@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from aiodist import AiodistError, Communicator
-from aiodist.handles import Scheduler
+from aiodist.handles import Handle, Scheduler
 from aiodist.nn import DataParallel, PipelinedOptimizer
 from aiodist.streams import Fence
 from tests.support.simulated_cuda.device import SimulatedCuda
@@ -40,8 +39,8 @@ def loss_of(module: Any, x: Tensor, y: Tensor) -> Tensor:
 
 def communication(net: DataParallel) -> list[torch.cuda.Stream]:
     """Return the streams on which the gradients of `net` are reduced: NCCL's."""
-    accelerator: Any = net._coll._registry.accelerator
-    (group,) = accelerator._of(net._coll.name)
+    accelerator: Any = net.reducer.data.parts.registry.accelerator
+    (group,) = accelerator.groups_of(net.reducer.data.name)
     return [group.stream]
 
 
@@ -367,7 +366,7 @@ async def test_n3_cuda_several_threads_of_autograd_at_once(coll: Communicator, s
             for i, parameter in enumerate(part):
                 assert parameter.grad is not None
                 assert parameter.grad.cpu().eq(total * (i + 1)).all()
-    assert net.reducer._deal.order
+    assert net.reducer.learnt
     await net.aclose()
 
 
@@ -450,7 +449,7 @@ async def test_n3_cuda_what_fails_after_the_step_is_raised_by_the_next(
     with fake_nccl.device.paused(*communication(net)):
         await net.step(partial(loss_of, net, *data[2]), opt)
         await coll.barrier()  # no step is under way
-        net._coll.abort("the cable was pulled")
+        net.reducer.data.abort("the cable was pulled")
         assert net.reducer.last is not None
         await net.reducer.last.over
     with pytest.raises(AiodistError, match="the cable was pulled"):
@@ -458,27 +457,31 @@ async def test_n3_cuda_what_fails_after_the_step_is_raised_by_the_next(
     assert not called
 
 
+@pytest.fixture
+def late_loop(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Once the first is set, the loop does nothing after it has let a compute thread go on, until the second is."""
+    reached, given_up, went_on = Fence.reached, threading.Event(), threading.Event()
+
+    def late(fence: Fence, event: torch.cuda.Event | None) -> None:
+        reached(fence, event)
+        assert not given_up.is_set() or event is not None or went_on.wait(10)
+
+    monkeypatch.setattr(Fence, "reached", late)
+    return given_up, went_on
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("seconds", [0, 0.1])
 async def test_n3_cuda_given_up_while_the_host_waits_for_its_part(
     coll: Communicator,
     simulated_cuda: SimulatedCuda,
     trial: type[Trial],
-    monkeypatch: pytest.MonkeyPatch,
-    seconds: float,
+    late_loop: tuple[threading.Event, threading.Event],
 ) -> None:
     """Tensors that go by way of the host: the compute thread waits until all is queued, and no longer than for ever.
 
-    It goes on before the loop, which takes `seconds` longer, has told the pass.
+    It goes on before the loop has told the pass.
     """
-    reached = Fence.reached
-
-    def slow(fence: Fence, event: torch.cuda.Event | None) -> None:
-        reached(fence, event)
-        if event is None:
-            time.sleep(seconds)
-
-    monkeypatch.setattr(Fence, "reached", slow)
+    given_up, went_on = late_loop
     net = await DataParallel.create(trial.Mlp().to(coll.device), coll)
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
     data = batches(trial, coll)
@@ -506,7 +509,15 @@ async def test_n3_cuda_given_up_while_the_host_waits_for_its_part(
         assert not step.done()
         await coll.barrier()  # each has looked
         if coll.rank == 0:
-            net._coll.abort("enough")
+            wait = net.compute.wait
+
+            def waits(handle: Handle[Any]) -> Any:
+                went_on.set()
+                return wait(handle)
+
+            net.compute.wait = waits  # type: ignore[method-assign]
+            given_up.set()
+            net.reducer.data.abort("enough")
         with pytest.raises(AiodistError, match="enough"):
             await step
 

@@ -244,7 +244,7 @@ async def test_n3_a_lost_communicator_ends_the_step(coll: Communicator, trial: t
     await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
     before = parameters_of(net)
     if coll.rank:
-        net._coll.abort("had enough")
+        net.reducer.data.abort("had enough")
     with pytest.raises(aiodist.CommunicatorAborted, match="had enough"):
         await asyncio.wait_for(net.step(lambda: trial.loss(net, coll.rank, 1), opt), 100)
     with pytest.raises(aiodist.CommunicatorAborted, match="had enough"):

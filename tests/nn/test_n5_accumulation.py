@@ -45,10 +45,10 @@ async def test_n5_no_sync_adds_up_locally(
         if step % every == 0:
             opt.zero_grad()
         if step % every < every - 1:
-            issued = net._coll.seq
+            issued = net.reducer.data.seq
             with net.no_sync():
                 await net.backward(trial.loss(net, coll.rank, step))
-            assert net._coll.seq == issued
+            assert net.reducer.data.seq == issued
         else:
             await net.backward(trial.loss(net, coll.rank, step))
             await net.run(opt.step)

@@ -329,7 +329,7 @@ async def test_n6_giving_up_while_buckets_wait_for_room(coll: Communicator) -> N
         work = asyncio.ensure_future(net.step(loss_of, opt, net, Trial.batch(0, 0)[0]))
         await until(lambda: lane.waiting)
         assert lane.granted == 1  # and rank 1 has sent nothing yet
-        net._coll.abort("had enough")
+        net.reducer.data.abort("had enough")
         await coll.send(torch.ones(1), 1)
     else:
         await coll.recv(src=0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-import threading
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -15,12 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import aiodist
-from aiodist import Communicator, CommunicatorAborted, MismatchError, PeerError
+from aiodist import Communicator, MismatchError, PeerError
 from aiodist.codecs import TopK
 from aiodist.nn import DataParallel, PipelinedOptimizer
-from aiodist.nn.synchronize import share as share_tensors
 from aiodist.testing import kill_rank, run_ranks
-from tests.support.until import until
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -231,26 +228,22 @@ def test_w3_the_rank_that_made_most_steps_gives_the_others_what_it_has() -> None
 
 
 @pytest.mark.parametrize("compress", [None, TopK(0.5)], ids=["plain", "compressed"])
-def test_w3_a_net_that_is_given_up_while_it_is_made_leaves_no_thread(
-    monkeypatch: pytest.MonkeyPatch, compress: TopK | None
-) -> None:
+def test_w3_a_net_that_is_given_up_while_it_is_made_leaves_no_thread(compress: TopK | None) -> None:
+    """The fixture for all tests looks for threads that are left."""
 
-    async def then_given_up(tensors: list[Tensor], coll: Communicator, *args: Any) -> None:
-        await share_tensors(tensors, coll, *args)
-        await coll.parts.registry.abort(CommunicatorAborted("given up"))
-
-    async def main() -> None:
+    async def main(ticks: int) -> None:
         async with aiodist.init() as coll:
-            with pytest.raises(CommunicatorAborted):
-                await DataParallel.create(build(0), coll, compress=compress)
-            made = ("aiodist-compute", "aiodist-codecs")
-            # Those of the other rank, which is in this process, end a little later.
-            await until(lambda: not any(t.name.startswith(made) for t in threading.enumerate()))
+            making = asyncio.ensure_future(DataParallel.create(build(0), coll, compress=compress))
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            seen.add(making.done())
             raise Done
 
-    monkeypatch.setattr("aiodist.nn.synchronize.share", then_given_up)
-    with pytest.raises(Done):
-        run_ranks(2, main)
+    seen: set[bool] = set()
+    for ticks in range(2, 100, 7):
+        with pytest.raises(Done):
+            run_ranks(2, partial(main, ticks))
+    assert seen == {False, True}
 
 
 @pytest.mark.drawn(5)

@@ -233,16 +233,17 @@ class Accelerator:
 
     def abort(self, name: str, error: AiodistError) -> None:
         """The communicator called `name` is given up: end what its NCCL does; on the loop."""
-        for group in self._of(name):
+        for group in self.groups_of(name):
             self._progress.start(partial(group.abort, error))
 
-    def _of(self, name: str) -> list[nccl.NcclGroup]:
+    def groups_of(self, name: str) -> list[nccl.NcclGroup]:
+        """Return the groups in which the communicator called `name` has NCCL work so far."""
         return [] if self._groups is None else [g for g in self._groups if g.name.rpartition(" #")[0] == name]
 
     async def release(self, name: str, *, drained: bool) -> None:
         """Let go of what the communicator called `name` had; with `drained` all its ranks do so."""
         self._slots.pop(name, None)
-        for group in self._of(name):
+        for group in self.groups_of(name):
             assert self._groups is not None
             await self._groups.release(group, drained=drained)
 

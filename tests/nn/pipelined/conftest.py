@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from aiodist import Communicator
 from aiodist.handles import Handle, Progress
 from aiodist.nn import DataParallel, PipelinedOptimizer
-from aiodist.nn.buckets import Allreduce
 from aiodist.types import Op
 from tests.support.in_backward import in_backward
 from tests.support.until import until
@@ -24,26 +23,24 @@ Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Held:
-    """A communicator whose reductions are made at once, and told of when the test says so."""
+    """The reductions of a net: made at once, and told of when the test says so."""
 
     def __init__(self, net: DataParallel, holding: Callable[[Tensor], bool] = lambda t: True) -> None:
         self.holding = holding
         self.issued: list[int] = []
         """How many elements each reduction had that was issued."""
-        self._coll = net.reducer.data
+        self._made = net.reducer.data.allreduce
         self._held: list[tuple[Handle[Any], Handle[None]]] = []
-        net.reducer.data = data = cast(Communicator, self)
-        net.reducer.hook = Allreduce(data, net.reducer.op)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._coll, name)
+        net.reducer.data.allreduce = self._allreduce  # type: ignore[method-assign]
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def allreduce(self, t: Tensor, op: Op) -> Handle[Any]:
+    def _allreduce(self, t: Tensor, op: Op = "sum", **options: Any) -> Handle[Any]:
+        if options:  # those of the end
+            return self._made(t, op, **options)
         self.issued.append(t.numel())
-        made = self._coll.allreduce(t, op)
+        made: Handle[Any] = self._made(t, op)
         if not self.holding(t):
             return made
         told: Handle[None] = Handle(Progress.current(), "held")

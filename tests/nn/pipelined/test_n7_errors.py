@@ -227,7 +227,7 @@ async def test_n7_closing_with_updates_pending_makes_them(coll: Communicator, co
     if how == "given":
         await net.aclose()
     else:
-        await net._coll.aclose()
+        await net.reducer.data.aclose()
     course.check(net.module, course.mlp(), coll.size)
     net.module(course.batch(0, 0))
     with pytest.raises(RuntimeError, match="closed"):
