@@ -24,8 +24,9 @@ from torch import Tensor
 from aiodist import _core
 from aiodist.checkpoints import folders
 from aiodist.checkpoints.folders import MANIFEST
+from aiodist.checkpoints.pace import WritePace
 from aiodist.checkpoints.values import Json
-from aiodist.checkpoints.writer import WritePace, pages
+from aiodist.checkpoints.writer import pages
 from aiodist.errors import CheckpointDamaged
 
 DTYPES: dict[str, torch.dtype] = {

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from hashlib import sha256
 from queue import Empty
-from time import sleep, thread_time
 from typing import TypeVar, cast
 
 import torch
@@ -96,9 +95,6 @@ def difference(theirs: Json, mine: Json, path: str = "") -> tuple[str, str, str]
 
 
 _LOOK_SECONDS = 0.5
-_RESTS = 40.0
-"""For how many seconds the thread that writes sleeps for one of CPU."""
-_LEAST_REST_SECONDS = 5e-3
 
 
 class Writer:
@@ -187,25 +183,6 @@ class Writer:
 
     def __repr__(self) -> str:
         return f"<Writer of {self.parent!r}, {len(self._tasks)} under way>"
-
-
-class WritePace:
-    """Has the thread that makes it use a small part of a core while others compute."""
-
-    def __init__(self, computing: set[int]) -> None:
-        self._computing = computing
-        self._used = thread_time()
-        """CPU seconds of the thread up to the last rest."""
-        self._beside = False
-
-    def rest(self) -> None:
-        """Sleep as long as what was done since the last rest asks for; not where nothing computes."""
-        owed = _RESTS * (thread_time() - self._used)
-        if owed > _LEAST_REST_SECONDS:
-            before, self._beside = self._beside, len(self._computing) > 1  # this thread is one of them
-            if before or self._beside:
-                sleep(owed)
-            self._used = thread_time()
 
 
 class BufferPool:

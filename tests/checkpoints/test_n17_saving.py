@@ -24,8 +24,7 @@ import aiodist
 from aiodist import CheckpointDamaged, Communicator, MismatchError, RemoteError
 from aiodist.checkpoints import folders
 from aiodist.checkpoints import saving as saving_module
-from aiodist.checkpoints import writer as writer_module
-from aiodist.checkpoints.writer import WritePace
+from aiodist.checkpoints.pace import WritePace
 from aiodist.codecs import TopK
 from aiodist.errors import CommunicatorAborted, CommunicatorClosed
 from aiodist.handles import Scheduler
@@ -356,12 +355,10 @@ def test_n17_nothing_of_a_training_that_failed_becomes_a_checkpoint(
     assert [p.name for p in path.iterdir()] == ["checkpoint-00000001"]
 
 
-def test_n17_what_writes_rests_only_beside_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_n17_what_writes_rests_only_beside_what_computes() -> None:
     now, slept = [7.0], list[float]()
-    monkeypatch.setattr(writer_module, "thread_time", lambda: now[0])
-    monkeypatch.setattr(writer_module, "sleep", slept.append)
     computing = {1}  # the one that writes
-    pace = WritePace(computing)
+    pace = WritePace(computing, lambda: now[0], slept.append)
 
     def work(seconds: float) -> float:
         slept.clear()

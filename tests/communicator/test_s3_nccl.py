@@ -137,7 +137,7 @@ async def test_s3_an_operation_that_hangs_is_late_and_can_be_aborted(coll: Commu
     work = await coll.dup()
     await work.allreduce(torch.ones(4).to(coll.device), impl="nccl")
     assert coll._registry.accelerator is not None
-    (group,) = coll._registry.accelerator._of(work.name)
+    (group,) = coll._registry.accelerator.groups_of(work.name)
     stream: Any = group.stream
     if coll.rank == 0:
         stream.hold()  # its kernel never begins

@@ -109,7 +109,7 @@ async def test_s3_queued_among_others_keep_their_order(coll: Communicator, queue
     for result, wanted in zip(await gather(*handles), expected, strict=True):
         seen = torch.cat([r.cpu() for r in result]) if isinstance(result, list) else result.cpu()
         assert torch.equal(seen, wanted)
-    assert all(len(group.launch_order) == 0 for group in accelerator_of(coll)._of(coll.name))
+    assert all(len(group.launch_order) == 0 for group in accelerator_of(coll).groups_of(coll.name))
 
 
 @pytest.mark.ranks(2)
@@ -180,7 +180,7 @@ async def test_s3_queued_bytes_are_in_flight_until_then(coll: Communicator, queu
 async def test_s3_queued_on_a_communicator_that_fails(coll: Communicator, fake_nccl: NcclOnDevices) -> None:
     work = await coll.dup()
     await opened(work)
-    (group,) = accelerator_of(coll)._of(work.name)
+    (group,) = accelerator_of(coll).groups_of(work.name)
     stream: Any = group.stream
     stream.hold()
     handle = work.allreduce(torch.ones(4).to(coll.device), impl="nccl")

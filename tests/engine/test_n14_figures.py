@@ -1,17 +1,17 @@
 """N14: metrics over all ranks, tests, and what is shown."""
 
 import math
+import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from aiodist import Communicator, Engine, RemoteError
 from aiodist.engine import State
-from aiodist.engine.display import Display
 from aiodist.nn import DataParallel, PipelinedOptimizer
 
 if TYPE_CHECKING:
@@ -195,22 +195,25 @@ async def test_n14_a_line_for_each_epoch_on_rank_0(
         assert f"loss {figures['loss']:.4g}, mae {figures['mae']:.4g}, " in lines[1]
 
 
-def test_n14_a_bar_on_a_terminal() -> None:
-    console = Console(force_terminal=True, force_interactive=True, width=100, highlight=False)
-    display = Display(console)
-    state = State(net=None, network=nn.Identity(), optimizer=None, rank=0, size=1, training=True, epochs=2)
-    with console.capture() as shown:
-        display.start(7)
-        display.drawn = -1.0
-        state.epoch, state.batch, state.loss = 1, 3, torch.tensor(0.25)
-        display.update(state)
-        drawn = display.drawn
-        display.update(state)  # too soon to be drawn again
-        assert display.drawn == drawn
-        state.metrics = {"loss": 0.5}
-        display.epoch(state)
-        display.close()
-    text = shown.get()
-    assert "epoch 1/2 loss 0.25" in text
+@pytest.mark.ranks(1)
+async def test_n14_a_bar_on_a_terminal(
+    coll: Communicator, job: type["Job"], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is drawn again where the last time is 0.2 s ago, and not with each step."""
+    now = [0.0]
+    monkeypatch.setattr(sys.modules["aiodist.engine.display"], "perf_counter", lambda: now[0])
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "100"}.items():
+        monkeypatch.setenv(name, value)
+    net = await DataParallel.create(job.build(), coll)
+    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), mse_loss)
+
+    @engine.on("backward")
+    def later(state: State) -> None:
+        now[0] += 0.25 if state.batch == 3 else 0.01
+
+    await engine.train(job.pairs(0, 7), epochs=2)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
+    assert "epoch 1/2 loss 0." in text
     assert "3/7" in text
-    assert "epoch 1/2: loss 0.5, " in text
+    assert "4/7" not in text
+    assert re.search(r"epoch 1/2: loss 1\.\d+, 0\.3 s", text)

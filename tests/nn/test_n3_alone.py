@@ -139,7 +139,12 @@ async def test_n3_cuda_a_rank_alone_queues_nothing_of_its_own(
     opt = trial.OPTIMIZERS["sgd"](net.parameters())
     recorded: list[torch.cuda.Event] = []
     record = torch.cuda.Event.record
-    monkeypatch.setattr(torch.cuda.Event, "record", lambda event, *args: (recorded.append(event), record(event, *args)))
+
+    def noted(event: torch.cuda.Event, *args: Any) -> None:
+        recorded.append(event)
+        record(event, *args)
+
+    monkeypatch.setattr(torch.cuda.Event, "record", noted)
     for step in range(STEPS):
         x, y = (t.to(coll.device) for t in trial.batch(0, step))
         await net.step(lambda x, y: mse_loss(net(x), y), opt, x, y)
