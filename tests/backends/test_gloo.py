@@ -7,12 +7,14 @@ processes.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -295,6 +297,16 @@ async def test_splits_are_apart_and_hear_what_came_before_they_were_made() -> No
 
 
 # --- opening and closing ------------------------------------------------------------------------------------
+
+
+async def test_a_split_that_is_closed_is_kept_nowhere() -> None:
+    async with worlds(2) as both:
+        splits = await asyncio.gather(*(world.split([0, 1], "a") for world in both))
+        kept = [weakref.ref(split.native) for split in splits]
+        await asyncio.gather(*(split.aclose(drained=True) for split in splits))
+        del splits
+        gc.collect()
+        assert [each() for each in kept] == [None, None]
 
 
 async def test_one_rank_needs_no_connection() -> None:

@@ -112,6 +112,15 @@ async def test_p12_an_exception_of_one_body_gives_it_up_on_all_ranks(coll: Commu
         assert await coll.allreduce(1) == 3
 
 
+@pytest.mark.ranks(3)
+async def test_p12_a_barrier_waits_for_no_worker_that_leaves_meanwhile(coll: Communicator) -> None:
+    async with ParameterServer(coll, [torch.zeros(3)]) as ps:
+        if coll.rank == 0:
+            await asyncio.sleep(1)  # the others wait by now
+        else:
+            await ps.barrier(timeout=20)
+
+
 # --- messages that are lost, and that come twice ---------------------------------------------------------------------
 
 
