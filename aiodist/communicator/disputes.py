@@ -16,14 +16,13 @@ from typing import Any, Protocol
 from aiodist.backends.base import NAMED, Transport
 from aiodist.collectives.traffic import Traffic
 from aiodist.communicator.gate import Entry, When
-from aiodist.communicator.oplog import LEFT
+from aiodist.communicator.oplog import LEFT, Latest
 from aiodist.control import Channel, ChannelClosed, name_ranks
 from aiodist.errors import AiodistError, CommunicatorAborted, MismatchError, RemoteError
 from aiodist.handles import Progress
 
 _SIDES_SECONDS = 0.5  # how long the other ranks have to show what they issued
 _MOST_IN_A_ROW = 3
-_KEPT = 4096
 
 
 class Judge(Protocol):
@@ -95,7 +94,7 @@ class Disputes:
         """`ranks` are the world ranks of the communicator's, in order."""
         self.to_fail: dict[int, AiodistError] = {}
         """Operations that failed on another rank before this one issued them."""
-        self._stopped: dict[int, _Stopped] = {}
+        self._stopped: Latest[_Stopped] = Latest()
         self._name = name
         self._topic = f"disputes:{name}"
         self._channel = channel
@@ -104,10 +103,10 @@ class Disputes:
         self._transport = transport
         self._judge = judge
         self._progress = progress
-        self._open: dict[int, _Dispute] = {}
-        self._early: dict[int, list[tuple[int, list[Any]]]] = {}
+        self._open: Latest[_Dispute] = Latest()
+        self._early: Latest[list[tuple[int, list[Any]]]] = Latest()
         """What others showed of operations that this rank does not know to be disputed yet."""
-        self._early_stops: dict[int, list[tuple[int, list[Any]]]] = {}
+        self._early_stops: Latest[list[tuple[int, list[Any]]]] = Latest()
         """The same of operations that failed there."""
         channel.subscribe(self._topic, self._heard)
 
@@ -128,16 +127,8 @@ class Disputes:
         seq = entry.seq
         self._open[seq] = _Dispute(entry, {self._rank: mine})
         self._progress.loop.call_later(_SIDES_SECONDS, self._conclude, seq)
-        self._forget()
         for src, payload in self._early.pop(seq, []):
             self._take_side(src, seq, payload)
-
-    def _forget(self) -> None:
-        """Late news of older operations are not expected."""
-        kept: dict[int, Any]
-        for kept in (self._open, self._stopped, self._early, self._early_stops, self.to_fail):
-            while len(kept) > _KEPT:
-                del kept[next(iter(kept))]
 
     def tell_failed(self, seq: int, error: BaseException) -> None:
         """Operation `seq` failed on this rank, and only here as far as it knows: have the others stop it."""
@@ -159,7 +150,6 @@ class Disputes:
             self._send(rank, "stop", seq, [text, *_lists(stopped.traffic, rank)])
         for src, (_, sent, asked) in self._early_stops.pop(seq, []):
             self._clear_stopped(src, seq, sent, asked)
-        self._forget()
 
     def tell_abort(self, text: str, *, differ: bool = False) -> None:
         """Tell every other rank that this one gave the communicator up, and whether since ranks `differ`."""
@@ -187,7 +177,7 @@ class Disputes:
         elif seq in self._open:
             self._take_side(src, seq, payload)
         else:
-            self._early.setdefault(seq, []).append((src, payload))
+            self._early[seq] = [*self._early.get(seq, []), (src, payload)]
             if self._judge.has_issued(seq):
                 self._judge.doubt(seq)
 
@@ -206,7 +196,7 @@ class Disputes:
             self._judge.refuse(seq, None)  # it may have begun a step there before it heard of this
             self._clear_stopped(src, seq, sent, asked)
             return
-        self._early_stops.setdefault(seq, []).append((src, payload))
+        self._early_stops[seq] = [*self._early_stops.get(seq, []), (src, payload)]
         error = RemoteError(f"{self._judge.called(seq)}: {text}", raised_by=src, comm=self._name)
         if self._judge.has_issued(seq):
             self._refuse(seq, text, error)

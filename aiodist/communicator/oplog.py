@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from aiodist import _core
 from aiodist.communicator.fingerprint import Fingerprint
@@ -16,6 +16,19 @@ from aiodist.handles.origin import is_ours
 
 LEFT = "has left"
 """The text of a close that no line of the program asked for."""
+
+
+_Value = TypeVar("_Value")
+_KEPT = 4096
+
+
+class Latest(dict[int, _Value]):
+    """What is known of the latest operations, by their numbers: late news of older ones are not expected."""
+
+    def __setitem__(self, number: int, value: _Value) -> None:
+        super().__setitem__(number, value)
+        if len(self) > _KEPT:
+            del self[next(iter(self))]
 
 
 class Record(NamedTuple):

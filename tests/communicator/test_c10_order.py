@@ -11,6 +11,7 @@ import torch
 
 import aiodist
 from aiodist import Communicator
+from aiodist.communicator.oplog import Latest
 
 pytestmark = pytest.mark.drawn(4)
 
@@ -302,3 +303,10 @@ async def test_c10_who_watches_for_ranks_that_are_late_keeps_no_tensors(coll: Co
     for _ in range(10):
         await asyncio.sleep(0)
     assert freed() is None
+
+
+def test_c10_what_ranks_disagreed_on_is_not_kept_for_ever() -> None:
+    latest: Latest[str] = Latest()
+    for number in range(5000):
+        latest[number] = "a dispute"
+    assert list(latest) == list(range(5000 - 4096, 5000))
