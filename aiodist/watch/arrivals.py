@@ -233,7 +233,7 @@ class ArrivalTimes:
             ranks = ranks_of[comm]
             error = 2 * max(offsets[rank].error for rank in ranks)
             if error < float("inf") and left.keys() >= set(ranks):
-                numbers, late = _late([left[rank] for rank in ranks], error)
+                numbers, late = lateness([left[rank] for rank in ranks], error)
                 if len(numbers):
                     found.append([comm, name, late.tobytes(), len(numbers), error])
                     for rank in ranks:
@@ -331,7 +331,7 @@ class _Report:
         return "\n".join(text)
 
 
-def _late(came: Sequence[Times], error: float) -> tuple[Times, NDArray[np.float64]]:
+def lateness(came: Sequence[Times], error: float) -> tuple[Times, NDArray[np.float64]]:
     """Return the numbers of the operations to which all ranks came, and (number, last rank, seconds waited) of some.
 
     These are the ones for which ranks waited for longer than the clocks may be wrong; waits of all are added up.

@@ -50,8 +50,11 @@ class Clock:
         with suppress(RuntimeError):  # the channel is closed
             self._channel.unsubscribe(self._topic)
 
-    async def measure(self, round_trips: int = _ROUND_TRIPS) -> dict[int, Offset]:
-        """Return the offset of each rank, that of the first is 0; as the first rank. Takes milliseconds."""
+    async def measure(self, round_trips: int = _ROUND_TRIPS, patience: float = _PATIENCE) -> dict[int, Offset]:
+        """Return the offset of each rank, that of the first is 0; as the first rank. Takes milliseconds.
+
+        `patience` is how many seconds a rank that does not answer is waited for.
+        """
         self._found = dict.fromkeys(self._others, Offset())
         self._left = dict.fromkeys(self._others, round_trips)
         if self._others:
@@ -59,7 +62,7 @@ class Clock:
             for rank in self._others:
                 self._ask(rank)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._told, _PATIENCE)
+                await asyncio.wait_for(self._told, patience)
         return {self._channel.rank: Offset(0.0, 0.0), **self._found}
 
     # --- on the listener thread, but for the first question --------------------------------------------------

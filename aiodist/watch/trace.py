@@ -15,7 +15,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from time import perf_counter
@@ -167,7 +167,8 @@ class Recorder:
             Recorder.running = tracing.to = None
             self._ending.set()
             self._thread.join()
-            self._file.close()
+            with suppress(OSError):  # the disk is full, which was logged
+                self._file.close()
 
     def span(self, name: str, began: float, /, *, track: str = "", of_rank: int | None = None, **details: Any) -> None:  # noqa: ANN401
         """See `Tracer`."""

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -87,10 +86,10 @@ async def main():
 
 aiodist.run(main)
 """
-LOST = """import asyncio, time, torch, aiodist
+LOST = """import asyncio, signal, torch, aiodist
 
 def stuck():
-    time.sleep(90)
+    signal.pause()
 
 async def late():
     await asyncio.sleep(90)
@@ -99,9 +98,9 @@ async def main():
     async with aiodist.init() as coll:
         await coll.barrier()
         if coll.rank == 1:
-            await late()
+            print("ready", flush=True); await late()
         if coll.rank == 2:
-            stuck()
+            print("ready", flush=True); stuck()
         await coll.broadcast(torch.ones(4))
 
 aiodist.run(main)
@@ -157,6 +156,8 @@ def test_t4_a_wait_is_told_as_the_page_shows(
 def test_t4_inspect_shows_the_table_of_the_page(nursery: str, tmp_path: Path) -> None:
     with started(nursery, tmp_path, "prog.py", LOST, 3) as job:
         try:
+            assert job.stdout is not None
+            assert [job.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
             wanted, found = rows(TABLE), [["no job yet"]]
             for _ in range(40):
                 told = subprocess.run(
@@ -169,7 +170,6 @@ def test_t4_inspect_shows_the_table_of_the_page(nursery: str, tmp_path: Path) ->
                 found = rows(re.sub(rf"{tmp_path}/|\S*nursery\.py:\d+ in <module> > ", "", told.stdout))
                 if [row[:3] + row[4:] for row in found] == wanted:  # the page leaves one column out
                     break
-                time.sleep(0.25)
             assert [row[:3] + row[4:] for row in found] == wanted
         finally:
             job.send_signal(signal.SIGINT)

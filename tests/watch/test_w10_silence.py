@@ -7,6 +7,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from aiodist.testing import run_ranks
 from aiodist.testing.seams.carriers import LocalTransport
 from aiodist.types import check_period
 from tests.support.hearing import heard
+from tests.support.looks import Looks
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -166,9 +168,9 @@ def test_w10_what_nobody_waits_in_is_not_reported(caplog: pytest.LogCaptureFixtu
     assert _reports(main, caplog) == []
 
 
-async def _until(coll: Communicator, seconds: float) -> None:
+async def _until(seconds: float) -> None:
     """Sleep until that time of the rank's clock; step by step, as the fake one jumps over what only watches."""
-    while coll._dispatcher.progress.loop.time() < seconds:  # noqa: ASYNC110
+    while asyncio.get_running_loop().time() < seconds:  # noqa: ASYNC110
         await asyncio.sleep(0.25)
 
 
@@ -180,18 +182,18 @@ async def _serve(coll: Communicator, tag: int) -> None:
 def _give_up(coll: Communicator, *services: asyncio.Task[None]) -> None:
     for service in services:
         service.cancel()
-    for handle in coll._dispatcher.pending():
+    for handle in coll.parts.dispatcher.pending():
         assert handle.cancel()
 
 
 async def _stalls_beside_a_service(coll: Communicator, services: int, seconds: float) -> None:
     """Rank 0 serves from the start; from `seconds` on rank 1 is late for so long again, and for a minute and a half."""
     tasks = [asyncio.create_task(_serve(coll, tag)) for tag in range(2, 2 + services * (coll.rank == 0))]
-    await _until(coll, seconds)
+    await _until(seconds)
     await coll.barrier()
     for until in (2 * seconds, 2 * seconds + 90):
         if coll.rank == 1:
-            await _until(coll, until)
+            await _until(until)
         await (coll.barrier() if until == 2 * seconds else coll.sendrecv(torch.ones(1), 1 - coll.rank, 1 - coll.rank))
     _give_up(coll, *tasks)
 
@@ -203,8 +205,8 @@ def test_w10_a_long_wait_hides_no_later_one(caplog: pytest.LogCaptureFixture, se
     now: list[float] = []
 
     async def main(coll: Communicator) -> None:
-        clock = logging.Handler()
-        clock.emit = lambda record: now.append(coll._dispatcher.progress.loop.time())  # type: ignore[method-assign]
+        clock, loop = logging.Handler(), asyncio.get_running_loop()
+        clock.emit = lambda record: now.append(loop.time())  # type: ignore[method-assign]
         if coll.rank == 0:
             logging.getLogger("aiodist").addHandler(clock)
         try:
@@ -225,7 +227,7 @@ def test_w10_a_long_wait_hides_no_later_one(caplog: pytest.LogCaptureFixture, se
 
 def test_w10_who_comes_to_a_wait_that_was_told_does_not_tell_it_again(caplog: pytest.LogCaptureFixture) -> None:
     async def main(coll: Communicator) -> None:
-        await _until(coll, (0, 4, 30)[coll.rank])
+        await _until((0, 4, 30)[coll.rank])
         await coll.barrier()
 
     (report,) = _reports(main, caplog, 3, report=10.0)
@@ -246,15 +248,20 @@ def test_w10_the_late_rank_is_in_a_report_of_many(caplog: pytest.LogCaptureFixtu
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(2, backend=("gloo", "mpi", "shm"))
 async def test_w10_a_long_wait_hides_no_later_one_on_processes(
-    coll: Communicator, caplog: pytest.LogCaptureFixture
+    coll: Communicator, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     await coll.barrier()
-    coll._dispatcher._watch.report.after = 0.8
     if coll.rank == 0:
-        service = asyncio.create_task(_serve(coll, 2))
-    await asyncio.sleep(1.6 if coll.rank == 0 else 4)
-    await coll.barrier()
-    if coll.rank == 0:
+        monkeypatch.setattr(coll.parts.dispatcher.watch.report, "after", 0.8)
+        with Looks(coll, tmp_path) as looks:
+            service = asyncio.create_task(_serve(coll, 2))
+            while not caplog.records:
+                await looks.wait()
+            barrier = coll.barrier()
+            while len(caplog.records) == 1:
+                await looks.wait()
+        await coll.send_object("reported", 1)
+        await barrier
         _give_up(coll, service)
         first, second = (record.getMessage() for record in caplog.records)
         assert "barrier #1" not in first
@@ -262,12 +269,14 @@ async def test_w10_a_long_wait_hides_no_later_one_on_processes(
         assert "rank 0 waits for rank 1 in barrier #1" in second
         assert "rank 1: after barrier" in second
     else:
+        await coll.recv_object(0)
+        await coll.barrier()
         assert not caplog.records
 
 
 async def _polls(handle: aiodist.Handle[Any]) -> None:
     while not handle.done():  # noqa: ASYNC110
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # of a clock that jumps
 
 
 @pytest.mark.parametrize("op", ["recv", "recv_object", "send"])
@@ -302,15 +311,19 @@ def test_w10_a_message_that_is_polled_is_waited_for(caplog: pytest.LogCaptureFix
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(2, backend=("local", "gloo", "mpi", "shm"))
 async def test_w10_a_message_that_is_polled_is_asked_about(
-    coll: Communicator, caplog: pytest.LogCaptureFixture
+    coll: Communicator, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     await coll.barrier()
-    coll._dispatcher._watch.report.after = 1.0
     if coll.rank == 0:
+        monkeypatch.setattr(coll.parts.dispatcher.watch.report, "after", 1.0)
         handle = coll.recv(src=1, tag=5)
         held = coll.recv(src=1, tag=6)
         detached = coll.recv(src=1, tag=7).detach()
-        await _polls(handle)
+        with Looks(coll, tmp_path) as looks:
+            while not caplog.records:
+                assert not handle.done()
+                await looks.wait()
+        await coll.send_object("reported", 1)
         (report,) = (record.getMessage() for record in caplog.records)
         assert "rank 0 waits for rank 1 in recv #1" in report
         assert "from rank 1 with tag 5 on" in report
@@ -318,7 +331,7 @@ async def test_w10_a_message_that_is_polled_is_asked_about(
         assert "with tag 7" not in report
         await aiodist.gather(handle, held, detached)
     else:
-        await asyncio.sleep(2)
+        await coll.recv_object(0)
         for tag in (5, 6, 7):
             await coll.send(torch.ones(1), 0, tag=tag)
 
@@ -345,7 +358,7 @@ async def test_w10_a_message_that_is_held_is_asked_about(coll: Communicator, det
 def test_w10_a_receive_posted_ahead_counts_from_its_await(caplog: pytest.LogCaptureFixture) -> None:
     async def main(coll: Communicator) -> None:
         ahead = coll.recv(src=1 - coll.rank)
-        await _until(coll, 20 + 5 * coll.rank)
+        await _until(20 + 5 * coll.rank)
         await coll.send(torch.ones(1), 1 - coll.rank)
         await ahead
 
@@ -355,7 +368,7 @@ def test_w10_a_receive_posted_ahead_counts_from_its_await(caplog: pytest.LogCapt
 def test_w10_what_servers_keep_posted_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     async def main(coll: Communicator) -> None:
         async with ParameterServer(coll, [torch.zeros(3)]):
-            await _until(coll, 30)
+            await _until(30)
 
     assert _reports(main, caplog, report=1.0) == []
 

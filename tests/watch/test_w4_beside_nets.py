@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import pathlib
-import time
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from io import StringIO
@@ -26,6 +26,7 @@ from aiodist.handles import Handle, Progress
 from aiodist.nn import DataParallel, LocalSGD, PipelinedOptimizer, ShardedOptimizer, SyncBatchNorm
 from aiodist.streams import HostStream
 from aiodist.testing import run_ranks
+from tests.support.looks import Looks
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -125,10 +126,9 @@ async def test_w4_a_collective_of_one_rank_beside_steps_is_told_within_a_second(
     opt = Sgd(net.parameters())
     await _train(net, opt, 3)
     await coll.barrier()
-    began = time.monotonic()
-    with pytest.raises(DeadlockError, match=r"net\.step issued at"):
+    with Looks(coll, tmp_path) as looks, pytest.raises(DeadlockError, match=r"net\.step issued at"):
         await mistake(net, opt, side, tmp_path)
-    assert max(await coll.allgather_object(time.monotonic() - began)) < 1.5
+    assert min(await coll.allgather_object(looks.count())) < 15  # ten a second
 
 
 async def _waits_in_a_hook(coll: Communicator) -> None:
@@ -213,70 +213,75 @@ def test_w4_waits_of_other_threads_are_told(wait: Callable[[Communicator], Await
 
 
 class Delays(NamedTuple):
-    """How long a rank takes, in seconds, at each place of a step."""
+    """Whether a rank is slow, for longer than it takes to find a deadlock, at each place of a step."""
 
-    reading: float
+    reading: bool = False
     """In the thread of a prefetch."""
-    forward: float
+    forward: bool = False
     """On the compute thread."""
-    hook: float
+    hook: bool = False
     """On the compute thread, in backward."""
-    beside: float
+    beside: bool = False
     """In a thread of an executor, for which the compute thread waits."""
-    timer: float
+    timer: bool = False
     """On the loop, for which the compute thread waits by a handle."""
-    after: float
+    after: bool = False
     """On the loop, between two steps."""
 
 
 SLOW = 0.7
-"""Longer than it takes to find a deadlock."""
-_delays = st.builds(Delays, *[st.sampled_from([0.0, 0.0, 0.0, 0.01, SLOW])] * len(Delays._fields))
+"""The seconds of a timer of the loop, of which it is seen that it is set."""
+_delays = st.builds(Delays, *[st.sampled_from([False, False, False, True])] * len(Delays._fields))
 
 
-def _slow(net: DataParallel, delays: Delays) -> Callable[[Tensor], Tensor]:
+def _slow(net: DataParallel, delays: Delays, looks: Looks) -> Callable[[Tensor], Tensor]:
     """Return a forward that takes as long as `delays` says, everywhere that a rank may."""
-    loop, progress = asyncio.get_running_loop(), Progress.current()
+    loop, progress, be_slow = asyncio.get_running_loop(), Progress.current(), partial(looks.block, slow=True)
 
     def by_timer() -> Handle[None]:
         told: Handle[None] = Handle(progress, "timer")
         told.polled = False
-        loop.call_soon_threadsafe(loop.call_later, delays.timer, told.resolve, None)
+        loop.call_soon_threadsafe(loop.call_later, SLOW, told.resolve, None)
         return told
 
     def forward(x: Tensor) -> Tensor:
-        time.sleep(delays.forward)
+        if delays.forward:
+            be_slow()
         if delays.timer:
             by_timer().wait()
         if delays.beside:
-            asyncio.run_coroutine_threadsafe(asyncio.to_thread(time.sleep, delays.beside), loop).result()
+            asyncio.run_coroutine_threadsafe(asyncio.to_thread(be_slow), loop).result()
         loss: Tensor = net(x).sum()
         if delays.hook:
-            loss.register_hook(lambda _: time.sleep(delays.hook))
+            loss.register_hook(lambda _: be_slow())
         return loss
 
     return forward
 
 
-async def _trains(coll: Communicator, kind: Any, of_ranks: Sequence[Sequence[Delays]]) -> int:
+async def _trains(coll: Communicator, kind: Any, of_ranks: Sequence[Sequence[Delays]], folder: pathlib.Path) -> int:
     net, opt = await kind(coll)
     mine = of_ranks[coll.rank]
+    looks = Looks(coll, folder)
 
     def read() -> Iterator[tuple[Delays, Tensor]]:
         for delays in mine:
-            time.sleep(delays.reading)
+            if delays.reading:
+                looks.block(slow=True)
             yield delays, torch.ones(2)
 
     steps = 0
-    async with aiodist.data.prefetch(read()) as batches:
-        async for delays, x in batches:
-            forward = _slow(net, delays)
-            await net.step(partial(forward, x), opt)
-            await asyncio.sleep(delays.after)
-            steps += 1
-    return await coll.allreduce(steps)
+    with looks:
+        async with aiodist.data.prefetch(read()) as batches:
+            async for delays, x in batches:
+                await net.step(partial(_slow(net, delays, looks), x), opt)
+                if delays.after:
+                    await asyncio.sleep(SLOW)
+                steps += 1
+        return await coll.allreduce(steps)
 
 
+@pytest.mark.thorough
 @given(
     st.sampled_from(KINDS),
     st.integers(1, 3).flatmap(lambda n: st.lists(st.lists(_delays, min_size=n, max_size=n), min_size=2, max_size=2)),
@@ -285,15 +290,18 @@ async def _trains(coll: Communicator, kind: Any, of_ranks: Sequence[Sequence[Del
 def test_w4_slow_ranks_of_a_training_are_no_deadlock(kind: Any, of_ranks: list[list[Delays]]) -> None:
     async def main(rank: int) -> int:
         async with aiodist.init() as coll:
-            return await _trains(coll, kind, of_ranks)
+            return await _trains(coll, kind, of_ranks, pathlib.Path(folder))
 
-    assert run_ranks(len(of_ranks), main) == [sum(map(len, of_ranks))] * len(of_ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        assert run_ranks(len(of_ranks), main) == [sum(map(len, of_ranks))] * len(of_ranks)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("place", Delays._fields)
 @pytest.mark.ranks(2, backend=("shm", "gloo", "mpi"))
-async def test_w4_slow_ranks_of_a_training_are_none_on_processes(coll: Communicator, place: str) -> None:
-    quick = Delays(*[0.0] * len(Delays._fields))
-    slow = quick._replace(**{place: SLOW})
-    assert await _trains(coll, _plain, [[quick, slow], [slow, quick]]) == 4
+async def test_w4_slow_ranks_of_a_training_are_none_on_processes(
+    coll: Communicator, place: str, tmp_path: pathlib.Path
+) -> None:
+    quick, slow = Delays(), Delays(**{place: True})
+    folder = pathlib.Path(await coll.broadcast_object(str(tmp_path)))
+    assert await _trains(coll, _plain, [[quick, slow], [slow, quick]], folder) == 4

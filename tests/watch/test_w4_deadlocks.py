@@ -12,11 +12,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import chain, combinations
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -34,6 +34,8 @@ from aiodist.streams import HostStream
 from aiodist.testing import run_ranks
 from aiodist.watch.graph import locked
 from aiodist.watch.stillness import stands_still
+from tests.support.blocking import blocked_until
+from tests.support.looks import MANY, Looks
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -131,16 +133,17 @@ def test_w4_a_name_that_nobody_else_uses_and_a_synchronous_send() -> None:
     assert "rank 1 waits for rank 0 in send #0" in str(told[1][1])
 
 
-def test_w4_the_others_go_on_and_are_told_of_the_communicator_alone() -> None:
+def test_w4_the_others_go_on_and_are_told_of_the_communicator_alone(tmp_path: Path) -> None:
     """A rank outside the cycle that is at work; and the world goes on."""
 
     async def main() -> int:
         async with aiodist.init() as coll:
             side = await coll.dup()
-            if coll.rank == 2:
-                await asyncio.to_thread(time.sleep, 0.3)  # its process stands still for no moment
-            with pytest.raises(aiodist.AiodistError) as caught:
-                await side.recv(src=(1, 0, 1)[coll.rank])
+            with Looks(coll, tmp_path) as looks:
+                if coll.rank == 2:
+                    await asyncio.to_thread(looks.block)  # its process stands still for no moment
+                with pytest.raises(aiodist.AiodistError) as caught:
+                    await side.recv(src=(1, 0, 1)[coll.rank])
             assert "deadlock" in str(caught.value)
             return int(await coll.allreduce(1))
 
@@ -150,24 +153,33 @@ def test_w4_the_others_go_on_and_are_told_of_the_communicator_alone() -> None:
 class _Dawdling(ThreadPoolExecutor):
     """Its workers are late to go back to their queue: they have told the loop, and are at work still."""
 
+    def __init__(self, looks: Looks) -> None:
+        super().__init__(thread_name_prefix="asyncio_")
+        self._looks = looks
+
     def submit(self, fn: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
         def work() -> Any:
             result = fn(*args, **named)
-            future.add_done_callback(lambda _: time.sleep(0.5))
+            future.add_done_callback(lambda _: self._looks.block())
             return result
 
         future = super().submit(work)
         return future
 
 
-def test_w4_a_worker_that_is_late_to_return_hides_no_deadlock() -> None:
+def test_w4_a_worker_that_is_late_to_return_hides_no_deadlock(tmp_path: Path) -> None:
     async def main() -> None:
         async with aiodist.init() as coll:
-            if coll.rank == 0:
-                asyncio.get_running_loop().set_default_executor(_Dawdling(thread_name_prefix="asyncio_"))
-                await asyncio.to_thread(time.sleep, 0.1)
-            with pytest.raises(aiodist.AiodistError, match="deadlock"):
-                await coll.recv(src=1 - coll.rank)
+            with Looks(coll, tmp_path) as looks:
+                if coll.rank == 0:
+                    asyncio.get_running_loop().set_default_executor(_Dawdling(looks))
+                    told = threading.Event()
+                    working = asyncio.create_task(asyncio.to_thread(told.wait, 10))
+                    await asyncio.sleep(0)  # the loop is told first
+                    told.set()
+                    await working
+                with pytest.raises(aiodist.AiodistError, match="deadlock"):
+                    await coll.recv(src=1 - coll.rank)
 
     run_ranks(2, main)
 
@@ -198,8 +210,7 @@ def work():
 thread = threading.Thread(target=work, daemon=True)
 thread.start()
 gc.set_threshold(3)
-until = time.monotonic() + 3
-while time.monotonic() < until:
+for _ in range(1000):
     for _ in range(6):
         garbage = Slow()
         garbage.itself, garbage = garbage, None
@@ -229,10 +240,11 @@ def test_w4_how_long_a_thread_waits_is_seen(seconds: float | None) -> None:
     for thread in threads:
         thread.start()
     try:
-        until = time.monotonic() + 20
-        while not all(map(_waits, threads)) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert [stands_still(thread) for thread in threads] == [seconds is None] * 3
+        assert blocked_until(lambda: all(map(_waits, threads)))
+        if seconds is None:
+            assert blocked_until(lambda: all(map(stands_still, threads)))
+        else:
+            assert not any(stands_still(thread) for thread in threads for _ in range(100))
     finally:
         event.set()
         over.set()
@@ -257,14 +269,11 @@ def test_w4_a_thread_that_waits_for_what_tensorboard_writes_hides_nothing() -> N
     def write() -> None:
         writing.set()
         while not over.is_set():
-            time.sleep(0.01)
+            pass
 
     thread = Writer(daemon=True)
     thread.start()
-    until = time.monotonic() + 20
-    while not _waits(thread) and time.monotonic() < until:
-        pass
-    assert stands_still(thread)
+    assert blocked_until(lambda: stands_still(thread))
     events.put(write)
     assert writing.wait(20)
     assert not stands_still(thread)
@@ -274,77 +283,77 @@ def test_w4_a_thread_that_waits_for_what_tensorboard_writes_hides_nothing() -> N
 
 
 def _waits(thread: threading.Thread) -> bool:
-    """Return whether it is in a call of `threading` that has not returned for a while."""
-    frames = [frames_of_thread(thread.ident or 0)[-1:]]
-    time.sleep(0.05)
-    frames.append(frames_of_thread(thread.ident or 0)[-1:])
-    return bool(frames[0]) and frames[0] == frames[1] and frames[0][0][0].f_code.co_filename == threading.__file__
+    """Return whether it is in a call of `threading`."""
+    frames = frames_of_thread(thread.ident or 0)
+    return bool(frames) and frames[-1][0].f_code.co_filename == threading.__file__
 
 
 # --- slow is no deadlock ---------------------------------------------------------------------------------------
 
 
-async def _after_sleep(issue: Callable[[], object]) -> None:
+async def _after_sleep(issue: Callable[[], object], looks: Looks) -> None:
     await asyncio.sleep(30)
     issue()
 
 
-async def _by_timer(issue: Callable[[], object]) -> None:
+async def _by_timer(issue: Callable[[], object], looks: Looks) -> None:
     asyncio.get_running_loop().call_later(30, issue)
 
 
-async def _from_executor(issue: Callable[[], object]) -> None:
-    await asyncio.to_thread(time.sleep, 0.8)
+async def _from_executor(issue: Callable[[], object], looks: Looks) -> None:
+    await asyncio.to_thread(looks.block)
     issue()
 
 
-async def _from_thread(issue: Callable[[], object]) -> None:
+async def _from_thread(issue: Callable[[], object], looks: Looks) -> None:
     loop = asyncio.get_running_loop()
 
     def later() -> None:
-        time.sleep(0.8)
+        looks.block()
         loop.call_soon_threadsafe(issue)
 
     threading.Thread(target=later, daemon=True).start()
 
 
-async def _from_thread_of_no_name(issue: Callable[[], object]) -> None:
+async def _from_thread_of_no_name(issue: Callable[[], object], looks: Looks) -> None:
     """As native libraries have them, which call back into the program."""
     loop, runs = asyncio.get_running_loop(), threading.Event()
 
     def later() -> None:
         runs.set()
-        time.sleep(0.8)
+        looks.block()
         loop.call_soon_threadsafe(issue)
 
     _thread.start_new_thread(later, ())
     runs.wait()  # until then it has no frame, and cannot be seen
 
 
-async def _from_stream(issue: Callable[[], object]) -> None:
+async def _from_stream(issue: Callable[[], object], looks: Looks) -> None:
     async with HostStream() as stream:
-        await stream.submit(time.sleep, 0.8)
+        await stream.submit(looks.block)
     issue()
 
 
 WAYS = [_after_sleep, _by_timer, _from_executor, _from_thread, _from_thread_of_no_name, _from_stream]
 
 
-async def _crossed_but_for(coll: Communicator, way: Callable[[Callable[[], object]], Awaitable[None]]) -> None:
+async def _crossed_but_for(
+    coll: Communicator, way: Callable[[Callable[[], object], Looks], Awaitable[None]], folder: Path
+) -> None:
     """Each rank waits in its first operation, and issues the other one beside that, later."""
     one, two = await coll.dup(), await coll.dup()
     first, second = (one, two) if coll.rank == 0 else (two, one)
-    later: list[aiodist.Handle[Any]] = []
+    folder = Path(await coll.broadcast_object(str(folder)))
+    later: asyncio.Future[aiodist.Handle[Any]] = asyncio.get_running_loop().create_future()
 
     def issue() -> None:
-        later.append(second.allreduce(1))
+        later.set_result(second.allreduce(1))
 
-    beside: asyncio.Task[None] = asyncio.create_task(way(issue))  # type: ignore[arg-type]
-    assert await first.allreduce(1) == coll.size
-    await beside
-    while not later:  # noqa: ASYNC110
-        await asyncio.sleep(0.1)
-    assert await later[0] == coll.size
+    with Looks(coll, folder) as looks:
+        beside: asyncio.Task[None] = asyncio.create_task(way(issue, looks))  # type: ignore[arg-type]
+        assert await first.allreduce(1) == coll.size
+        await beside
+        assert await (await later) == coll.size
     for comm in (one, two):
         await comm.aclose()
 
@@ -352,15 +361,15 @@ async def _crossed_but_for(coll: Communicator, way: Callable[[Callable[[], objec
 @pytest.mark.drawn(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.ranks(2)
-async def test_w4_what_may_yet_be_issued_is_no_deadlock(coll: Communicator, way: Any) -> None:
-    await _crossed_but_for(coll, way)
+async def test_w4_what_may_yet_be_issued_is_no_deadlock(coll: Communicator, way: Any, tmp_path: Path) -> None:
+    await _crossed_but_for(coll, way, tmp_path)
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("way", [_from_executor, _from_thread, _from_thread_of_no_name, _from_stream])
 @pytest.mark.ranks(2, backend=("shm", "gloo", "mpi"))
-async def test_w4_what_may_yet_be_issued_is_none_on_processes(coll: Communicator, way: Any) -> None:
-    await _crossed_but_for(coll, way)
+async def test_w4_what_may_yet_be_issued_is_none_on_processes(coll: Communicator, way: Any, tmp_path: Path) -> None:
+    await _crossed_but_for(coll, way, tmp_path)
 
 
 @contextlib.contextmanager
@@ -375,7 +384,7 @@ def _handled(handler: Callable[[int, Any], object]) -> Iterator[None]:
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("waits", [asyncio.Event, threading.Event])
 @pytest.mark.ranks(2, backend="shm")
-async def test_w4_what_a_signal_handler_may_wake_is_no_deadlock(coll: Communicator, waits: Any) -> None:
+async def test_w4_what_a_signal_handler_may_wake_is_no_deadlock(coll: Communicator, waits: Any, tmp_path: Path) -> None:
     """It wakes the loop, or a thread that nothing else can wake."""
     if coll.rank == 1:
         await coll.recv(src=0)
@@ -383,9 +392,9 @@ async def test_w4_what_a_signal_handler_may_wake_is_no_deadlock(coll: Communicat
         return
     reply = coll.recv(src=1)
     loop, told = asyncio.get_running_loop(), waits()
-    command = ["sh", "-c", f"sleep 1; kill -USR1 {os.getpid()}"]
     wake = partial(loop.call_soon_threadsafe, told.set) if waits is asyncio.Event else told.set
-    with _handled(lambda *_: wake()), subprocess.Popen(command):  # noqa: ASYNC220
+    with Looks(coll, tmp_path) as looks, _handled(lambda *_: wake()):
+        looks.at(MANY, lambda: os.kill(os.getpid(), signal.SIGUSR1))
         await (told.wait() if waits is asyncio.Event else asyncio.to_thread(told.wait))
     await coll.send(torch.ones(2), dst=1)
     await reply
@@ -420,6 +429,9 @@ def test_w4_a_deadline_may_end_the_wait() -> None:
     run_ranks(2, main)
 
 
+Until = Callable[[Callable[[], object]], Awaitable[None]]
+
+
 # --- on real ranks ---------------------------------------------------------------------------------------------
 
 
@@ -429,21 +441,17 @@ async def _one_after_another(*comms: Communicator) -> None:
 
 
 @pytest.mark.ranks(2, backend=("shm", "gloo", "mpi"))
-async def test_w4_crossed_order_is_told_within_a_second(coll: Communicator) -> None:
+async def test_w4_crossed_order_is_told_within_a_second(coll: Communicator, tmp_path: Path, until: Until) -> None:
     one, two = await coll.dup(), await coll.dup()
     first, second = (one, two) if coll.rank == 0 else (two, one)
     await coll.barrier()
-    began = time.monotonic()
-    with pytest.raises(DeadlockError) as caught:
+    with Looks(coll, tmp_path) as looks, pytest.raises(DeadlockError) as caught:
         await _one_after_another(first, second)
-    took = time.monotonic() - began
     assert caught.value.cycle == (0, 1)
     assert f"rank {1 - coll.rank} waits for rank {coll.rank} in allreduce #0" in str(caught.value)
-    slowest = max(await coll.allgather_object(took))  # the world goes on
-    assert slowest < 1
-    async with asyncio.timeout(5):  # each rank gives up the one that it waited in, and tells the other
-        while None in (one.parts.dispatcher.refusal, two.parts.dispatcher.refusal):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    assert min(await coll.allgather_object(looks.count())) < 10  # ten a second; and the world goes on
+    # Each rank gives up the one that it waited in, and tells the other.
+    await until(lambda: None not in (one.parts.dispatcher.refusal, two.parts.dispatcher.refusal))
 
 
 @pytest.mark.thorough
@@ -567,34 +575,41 @@ LARGE = 1 << 19
 @pytest.mark.parametrize("numel", [LARGE, LARGE_BYTES], ids=["large", "driven by the thread"])
 @pytest.mark.parametrize("kind", ["ring", "other tag", "receive of another tag", "barrier"])
 @pytest.mark.ranks(2, 3, backend=("shm", "mpi"))
-async def test_w4_large_sends_that_wait_for_one_another(coll: Communicator, kind: str, numel: int) -> None:
+async def test_w4_large_sends_that_wait_for_one_another(
+    coll: Communicator, kind: str, numel: int, tmp_path: Path
+) -> None:
     side, other = await coll.dup(), await coll.dup()
     t, following, before = torch.ones(LARGE), (coll.rank + 1) % coll.size, (coll.rank - 1) % coll.size
     await asyncio.gather(side.send(t, following), side.recv(src=before))
     await coll.barrier()
-    began = time.monotonic()
-    with pytest.raises(aiodist.AiodistError, match="deadlock: rank 0 waits for rank 1"):
+    with (
+        Looks(coll, tmp_path) as looks,
+        pytest.raises(aiodist.AiodistError, match="deadlock: rank 0 waits for rank 1"),
+    ):
         await _wrong_large_sends(kind, torch.ones(numel), side, other)
-    assert max(await coll.allgather_object(time.monotonic() - began)) < 1.5
+    assert min(await coll.allgather_object(looks.count())) < 15
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(2, backend=("shm", "gloo", "mpi"))
-async def test_w4_large_sends_to_slow_ranks_are_no_deadlock(coll: Communicator) -> None:
+async def test_w4_large_sends_to_slow_ranks_are_no_deadlock(coll: Communicator, tmp_path: Path) -> None:
     """A receive that is posted late, in both directions, in any order, and beside a barrier of another communicator."""
     other, t, peer = await coll.dup(), torch.ones(LARGE), 1 - coll.rank
-    for late in (0, 1):
-        sent = [coll.send(t, peer, tag=tag) for tag in range(3)]
-        await asyncio.sleep(0.5 if coll.rank == late else 0)
-        for tag in (2, 0, 1):
-            assert (await coll.recv(src=peer, tag=tag)).sum() == LARGE
-        await asyncio.gather(*sent)
-        if coll.rank == late:
-            await coll.send(t, peer)
-        else:
-            await asyncio.to_thread(time.sleep, 0.5)
-            await coll.recv(src=peer)
-        await other.barrier()
+    folder = Path(await coll.broadcast_object(str(tmp_path)))
+    with Looks(coll, folder) as looks:
+        for late in (0, 1):
+            sent = [coll.send(t, peer, tag=tag) for tag in range(3)]
+            if coll.rank == late:
+                await asyncio.to_thread(looks.block)
+            for tag in (2, 0, 1):
+                assert (await coll.recv(src=peer, tag=tag)).sum() == LARGE
+            await asyncio.gather(*sent)
+            if coll.rank == late:
+                await coll.send(t, peer)
+            else:
+                await asyncio.to_thread(looks.block)
+                await coll.recv(src=peer)
+            await other.barrier()
 
 
 # --- random programs -------------------------------------------------------------------------------------------
