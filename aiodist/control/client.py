@@ -131,10 +131,10 @@ class SocketChannel(Channel):
         )
 
     @classmethod
-    def cut(cls) -> None:
-        """Break this process's connections to hubs, as a network does; for tests."""
+    def cut(cls, rank: int | None = None) -> None:
+        """Break this process's connections to hubs, as a network does, or that of one `rank`; for tests."""
         for channel in tuple(cls._of_process):
-            if channel._is_open() and channel._link is not None:
+            if channel._is_open() and channel._link is not None and rank in (None, channel.rank):
                 channel._thread.call(channel._link.abort, "it was cut")
 
     @classmethod

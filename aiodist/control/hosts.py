@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from aiodist.control.channel import Channel
 
 _CREDENTIALS = struct.Struct("3i")
-_BACKLOG = 1024
+BACKLOG = 1024
+"""How many ranks may send their segments at a time, as far as the kernel keeps as many."""
 _RETRY_SECONDS = 0.01
 
 
@@ -76,7 +77,7 @@ def _listening() -> Iterator[tuple[str, Callable[[], list[socket.socket]]]]:
         name = f"aiodist-{secrets.token_hex(8)}" if hasattr(os, "memfd_create") else ""
         try:
             listener.bind(f"\0{name}")
-            listener.listen(_BACKLOG)
+            listener.listen(BACKLOG)
         except OSError:
             name = ""
         if name:

@@ -11,7 +11,7 @@ import pytest
 
 from aiodist.control import MAX_FRAME
 from aiodist.errors import OperationTimeout, RemoteError
-from aiodist.testing.seams.channel import Channel, SocketChannel, connect, exchange, host, in_process
+from aiodist.testing.seams.channel import Channel, connect, exchange, host, in_process
 
 SIZE = 3
 
@@ -180,12 +180,10 @@ async def test_send_works_from_any_thread(channels: Channels) -> None:
 async def test_a_subscriber_that_raises_is_reported_and_goes_on(channels: Channels) -> None:
     letters = Letters()
     reports = Letters()
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: reports(context["exception"]))
-    if isinstance(channels[1], SocketChannel):
-        channels[1]._thread.loop.set_exception_handler(lambda _, context: reports(context["exception"]))
 
     def subscriber(src: int, payload: Any) -> None:
+        # It runs on the loop of the thread that listens, if there is one.
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reports(context["exception"]))
         if payload == "bad":
             raise SystemExit("not here")
         letters(src, payload)

@@ -66,7 +66,7 @@ async def test_what_another_program_sends_counts_for_nothing(monkeypatch: pytest
 
 
 async def test_more_ranks_come_at_once_than_the_kernel_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiodist.control.hosts._BACKLOG", 1)
+    monkeypatch.setattr("aiodist.control.hosts.BACKLOG", 1)
     assert await found(12) == (0,) * 12
 
 

@@ -311,7 +311,7 @@ async def test_cancelling_connect_leaves_nothing(tmp_path: Path, moment: str) ->
 async def test_cancelling_connect_at_any_moment_leaves_nothing(tmp_path: Path) -> None:
     address = (tmp_path / "meet").as_uri()
     moments = random.Random(7)
-    for _ in range(60):
+    for _ in range(20):
         joining = [asyncio.ensure_future(connect(address, rank=rank, size=2)) for rank in range(2)]
         for _ in range(moments.randrange(1500)):
             await asyncio.sleep(0)
@@ -349,11 +349,12 @@ async def test_a_hub_that_closes_meanwhile_is_no_hang() -> None:
 async def test_the_loop_is_not_blocked_while_ranks_are_awaited(tmp_path: Path) -> None:
     waiting = asyncio.ensure_future(connect((tmp_path / "meet").as_uri(), rank=0, size=2, timeout=2))
     ticks = longest = before = 0
+    pause = threading.Event()
 
     def tick() -> None:  # the measure: where the machine stands still, so does this
         nonlocal ticks
         while not waiting.done():
-            time.sleep(0.001)
+            pause.wait(0.001)
             ticks += 1
 
     thread = threading.Thread(target=tick, daemon=True)
@@ -400,4 +401,4 @@ async def test_t5_ranks_meet_without_a_wait_for_delayed_acknowledgements() -> No
         fastest = min(fastest, time.monotonic() - began)
         for channel in reversed(channels):
             await channel.aclose()
-    assert fastest < 0.035
+    assert fastest < 0.035  # a promise of seconds: T5

@@ -83,9 +83,15 @@ def running(folder: Path, ranks: int, nursery: str = "") -> Iterator[subprocess.
 
 def until(what: Callable[[], Any]) -> Any:
     """Return what is true at last."""
-    found: list[Any] = []
-    assert blocked_until(lambda: found.append(what()) or found[-1])
-    return found[-1]
+    found: Any = None
+
+    def see() -> Any:
+        nonlocal found
+        found = what()
+        return found
+
+    assert blocked_until(see)
+    return found
 
 
 def aiodist(*words: str) -> subprocess.CompletedProcess[str]:

@@ -240,4 +240,4 @@ def test_w1_ctrl_c_carries_the_answer(tmp_path: Path) -> None:
     (note,) = [line for line in ended.stderr.splitlines() if "[0] while awaiting recv" in line]
     assert "it waits for a message from rank 1 with tag 3; late: rank 1 (after barrier" in note
     assert "its loop does not answer" in note
-    assert f"{program}:16 in main" in note
+    assert f"{program}:17 in main" in note
