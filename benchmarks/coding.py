@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["measure"]
 
-_NUMEL = 16 << 20
+NUMEL = 16 << 20
 _ROUNDS = 9
 
 
@@ -50,7 +50,7 @@ _WAYS = {
 async def measure(session: Session) -> list[Record]:
     """Measure all ways in turns, on a thread of one core."""
     names = [*session.impls, *session.plan.peers]
-    t = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(session.coll.rank))
+    t = torch.randn(NUMEL, generator=torch.Generator().manual_seed(session.coll.rank))
     out = torch.empty_like(t)
     times: dict[str, list[float]] = {name: [] for name in names}
     with torch_threads(session.coll):

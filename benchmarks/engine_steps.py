@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["measure"]
 
 _RATE = 1e-6  # so small that the gradients stay as they are
-_EPOCH_SECONDS = 1.5
-_EPOCH_STEPS = 20
+EPOCH_SECONDS = 1.5
+EPOCH_STEPS = 20
 """At least, so that what ranks exchange once an epoch does not count as if it were in every step."""
 _ROUNDS = 12
 
@@ -69,8 +69,8 @@ async def _rounds(session: Session, loops: dict[str, Callable[[int], Awaitable[N
     began = perf_counter()
     for loop in loops.values():
         await loop(3)
-    fitting = round(_EPOCH_SECONDS * 3 * len(loops) / (perf_counter() - began))
-    steps = await session.coll.broadcast(max(_EPOCH_STEPS, fitting))
+    fitting = round(EPOCH_SECONDS * 3 * len(loops) / (perf_counter() - began))
+    steps = await session.coll.broadcast(max(EPOCH_STEPS, fitting))
     times: dict[str, list[float]] = {name: [] for name in loops}
     for turn in range(session.plan.repeat or _ROUNDS):
         for name in loops if turn % 2 else reversed(loops):

@@ -69,7 +69,7 @@ def gpu(
     cases = _chosen(only, devices)
     first = environment.visible_devices[0] if environment.visible_devices else "0"
     refused = {case.name: why for case in cases if (why := _refused(case, first))}
-    start = _Starter(mpi, first)
+    start = Jobs(mpi, first)
     run = Run(cases, devices, time() + seconds, quick=quick, start=start, refused=refused)
     found = asyncio.run(run.all())
     width, colour = terminal()
@@ -114,7 +114,7 @@ def _chosen(only: str | None, devices: int) -> list[Case]:
 
 
 @dataclass(frozen=True)
-class _Starter:
+class Jobs:
     """Starts the ranks of one job, and returns their exit code."""
 
     mpi: str

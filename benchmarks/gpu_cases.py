@@ -200,6 +200,8 @@ class Sizes:
     """What is awaited."""
     ahead: float = 500e-6
     """A kernel during which all that follows is queued."""
+    wake: float = 0.2
+    """Work after which an idle device has raised its clock."""
     long_kernel: float = 1.0
     waits: int = 500
     """Samples of a wait, at most."""

@@ -31,7 +31,7 @@ async def beside_copies(bench: Bench) -> Measured:
     """
     _require(bench, "cuda_ipc")
     async with opened(["gloo"], bench.coll):
-        reduces = {name: _ours(bench, name) for name in ("cuda_ipc", "staged")} | {"gloo": partial(_theirs, bench)}
+        reduces = {name: by_aiodist(bench, name) for name in ("cuda_ipc", "staged")} | {"gloo": partial(by_gloo, bench)}
         return await _measure(bench, reduces, quick=("cuda_ipc",), bounds=True)
 
 
@@ -39,7 +39,7 @@ async def beside_nccl(bench: Bench) -> Measured:
     """Measure `cuda_ipc` beside NCCL, which was told that ranks may share a device."""
     _require(bench, "cuda_ipc")
     _require(bench, "nccl")
-    reduces = {name: _ours(bench, name) for name in ("cuda_ipc", "nccl")}
+    reduces = {name: by_aiodist(bench, name) for name in ("cuda_ipc", "nccl")}
     return await _measure(bench, reduces, quick=tuple(reduces))
 
 
@@ -47,7 +47,7 @@ async def on_several_devices(bench: Bench) -> Measured:
     """Measure `cuda_ipc` over the links between GPUs."""
     _require(bench, "cuda_ipc")
     names = [name for name in ("cuda_ipc", "nccl", "staged") if _why_not(bench, name) is None]
-    measured = await _measure(bench, {name: _ours(bench, name) for name in names}, quick=("cuda_ipc", "nccl"))
+    measured = await _measure(bench, {name: by_aiodist(bench, name) for name in names}, quick=("cuda_ipc", "nccl"))
     missing = {} if "nccl" in names else {"nccl": _why_not(bench, "nccl") or ""}
     return Measured(measured.values, missing, measured.records)
 
@@ -63,7 +63,7 @@ def _require(bench: Bench, impl: str) -> None:
         raise NotPossible(why)
 
 
-def _ours(bench: Bench, impl: str) -> _Reduce:
+def by_aiodist(bench: Bench, impl: str) -> _Reduce:
     allreduce: Any = bench.coll.allreduce
 
     async def reduce(ts: Sequence[Tensor]) -> None:
@@ -72,7 +72,7 @@ def _ours(bench: Bench, impl: str) -> _Reduce:
     return reduce
 
 
-async def _theirs(bench: Bench, ts: Sequence[Tensor]) -> None:
+async def by_gloo(bench: Bench, ts: Sequence[Tensor]) -> None:
     """Reduce `ts` as torch.distributed does: gloo copies them to the host and back, on threads of its own."""
     import torch.distributed as dist
 

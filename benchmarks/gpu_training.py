@@ -22,7 +22,7 @@ from benchmarks.gpu_turns import Bench, Way, check, in_turns, median, poison
 __all__ = ["Language", "Loader", "beside_ddp", "beside_none", "prefetched"]
 
 _RATE = 1e-3
-_CHECKED = Sizes(width=32, layers=2, words=50, window=8, samples=3)
+CHECKED = Sizes(width=32, layers=2, words=50, window=8, samples=3)
 _CHECKED_STEPS = 3
 _HEAD_WIDTH = 64
 _SHARED = 4  # ranks that share the device have so much less to do in a step each
@@ -49,7 +49,7 @@ class Language(nn.Module):
         return answer
 
 
-def _loss(net: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+def loss(net: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
     answer = net(x)
     wide = answer if answer.dtype is torch.float64 else answer.float()
     return F.cross_entropy(wide.flatten(0, 1), y.flatten())
@@ -90,7 +90,7 @@ async def _ours(bench: Bench, model: nn.Module) -> AsyncIterator[_Trained]:
     optimizer = _optimizer(model)
 
     async def step(batch: Batch) -> None:
-        await net.step(_loss, optimizer, net, *batch)
+        await net.step(loss, optimizer, net, *batch)
 
     try:
         yield _Trained(model, step)
@@ -98,22 +98,22 @@ async def _ours(bench: Bench, model: nn.Module) -> AsyncIterator[_Trained]:
         await net.aclose()
 
 
-def _plain(model: nn.Module, net: nn.Module | None = None) -> _Trained:
+def plain_loop(model: nn.Module, net: nn.Module | None = None) -> _Trained:
     """Return a plain torch loop, on the thread that calls it; `net` is what wraps the model."""
     optimizer = _optimizer(model)
 
     async def step(batch: Batch) -> None:
         optimizer.zero_grad()
-        _loss(net or model, *batch).backward()
+        loss(net or model, *batch).backward()
         optimizer.step()
 
     return _Trained(model, step)
 
 
-def _ddp(bench: Bench, model: nn.Module) -> _Trained:
+def by_ddp(bench: Bench, model: nn.Module) -> _Trained:
     """Return DDP over the default process group, which is gloo's."""
     net = nn.parallel.DistributedDataParallel(model, device_ids=[bench.device.index], gradient_as_bucket_view=True)
-    return _plain(model, net)
+    return plain_loop(model, net)
 
 
 # --- cases -------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ async def beside_none(bench: Bench) -> Measured:
     await _check(bench)
     sizes, device = bench.sizes, bench.device
     x, y = (t.to(device) for t in _batch(sizes, sizes.samples, bench.coll.rank))
-    plain = _plain(_model(sizes).to(device, torch.bfloat16))
+    plain = plain_loop(_model(sizes).to(device, torch.bfloat16))
     async with _ours(bench, _model(sizes).to(device, torch.bfloat16)) as ours:
         ways = [Way("datapar", partial(ours.step, (x, y)), sizes.batch)]
         ways.append(Way("none", partial(plain.step, (x, y)), sizes.batch))
@@ -141,7 +141,7 @@ async def beside_ddp(bench: Bench) -> Measured:
     samples_each = max(1, sizes.samples // _SHARED)
     x, y = (t.to(device) for t in _batch(sizes, samples_each, bench.coll.rank))
     async with opened(["gloo"], bench.coll), _ours(bench, _model(sizes).to(device, torch.bfloat16)) as ours:
-        ddp = _ddp(bench, _model(sizes).to(device, torch.bfloat16))
+        ddp = by_ddp(bench, _model(sizes).to(device, torch.bfloat16))
         steps = {"datapar": ours.step, "ddp": ddp.step}
         ways = [Way(name, partial(step, (x, y)), min(sizes.batch, 3)) for name, step in steps.items()]
         samples = await _undisturbed(bench, ways)
@@ -165,18 +165,18 @@ async def _check(bench: Bench) -> None:
     """Train a small model in float32, from fresh weights, and on the CPU in float64 with all ranks' batches."""
     seed = await bench.seed()
     batches = [
-        [_batch(_CHECKED, _CHECKED.samples, seed + _CHECKED_STEPS * rank + i) for i in range(_CHECKED_STEPS)]
+        [_batch(CHECKED, CHECKED.samples, seed + _CHECKED_STEPS * rank + i) for i in range(_CHECKED_STEPS)]
         for rank in range(bench.coll.size)
     ]
-    expected = _model(_CHECKED, seed).double()
+    expected = _model(CHECKED, seed).double()
     optimizer = _optimizer(expected)
     for step in zip(*batches, strict=True):
         optimizer.zero_grad()
         for x, y in step:
-            (_loss(expected, x, y) / bench.coll.size).backward()
+            (loss(expected, x, y) / bench.coll.size).backward()
         optimizer.step()
     poison(bench.device, 4 * sum(p.nbytes for p in expected.parameters()))
-    async with _ours(bench, _model(_CHECKED, seed).to(bench.device)) as ours:
+    async with _ours(bench, _model(CHECKED, seed).to(bench.device)) as ours:
         for x, y in batches[bench.coll.rank]:
             await ours.step((x.to(bench.device), y.to(bench.device)))
         torch.cuda.synchronize(bench.device)

@@ -34,7 +34,6 @@ __all__ = [
 
 _PROBE_CYCLES = 2_000_000  # about a millisecond: launching it does not count
 _PROBES = 5
-_WAKE_SECONDS = 0.2  # of work, after which an idle device has raised its clock
 _TRIES = 10
 _AGREE = 0.01
 _WARMUPS = 2
@@ -124,9 +123,12 @@ def median(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in samples.items()}
 
 
-def spin_rate() -> float:
-    """Return how many cycles a second the kernel of `torch.cuda._sleep` counts on the current device, once awake."""
-    until = perf_counter() + _WAKE_SECONDS
+def spin_rate(wake: float = 0.2) -> float:
+    """Return how many cycles a second the kernel of `torch.cuda._sleep` counts on the current device.
+
+    An idle device has raised its clock after `wake` seconds of work.
+    """
+    until = perf_counter() + wake
     while perf_counter() < until:
         _probe()
     found = _rate()

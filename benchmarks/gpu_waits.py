@@ -72,7 +72,7 @@ async def finished_soon(bench: Bench) -> Measured:
 
 def _cycles(bench: Bench) -> tuple[int, int]:
     """Return how long the kernel `ahead` and the one that is measured count."""
-    rate = spin_rate()
+    rate = spin_rate(bench.sizes.wake)
     return max(1, round(rate * bench.sizes.ahead)), max(1, round(rate * bench.sizes.kernel))
 
 
@@ -96,7 +96,7 @@ def _kernel_alone(
 
 async def parked(bench: Bench) -> Measured:
     """Measure the CPU that all threads of the process take while a long kernel is awaited."""
-    cycles = max(1, round(spin_rate() * bench.sizes.long_kernel))
+    cycles = max(1, round(spin_rate(bench.sizes.wake) * bench.sizes.long_kernel))
     stream = CudaStream()
     shares = []
     for _ in range(3):
@@ -117,7 +117,7 @@ async def _awaited(first: CudaStream, second: torch.cuda.Stream) -> None:
     await first.record()
 
 
-async def _waited_for(first: CudaStream, second: torch.cuda.Stream) -> None:
+async def waited_for(first: CudaStream, second: torch.cuda.Stream) -> None:
     first.record().wait_stream(second)
 
 
@@ -127,10 +127,10 @@ async def _by_event(first: CudaStream, second: torch.cuda.Stream) -> None:
 
 async def behind_a_kernel(bench: Bench) -> Measured:
     """Measure the time on the device from the end of a kernel to the begin of one on another stream behind it."""
-    await _check_order(bench, _waited_for)
+    await _check_order(bench, waited_for)
     first, second = CudaStream.of("compute"), torch.cuda.Stream()
     cycles, events = _cycles(bench), _timing_events()
-    orders: dict[str, _Order] = {"wait_stream": _waited_for, "wait_event": _by_event, "await": _awaited}
+    orders: dict[str, _Order] = {"wait_stream": waited_for, "wait_event": _by_event, "await": _awaited}
     gaps: dict[str, list[float]] = {name: [] for name in orders}
     alone: list[float] = []
     for turn in range(_TRIES + bench.sizes.waits // 5):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 __all__ = ["BUILDERS", "Tiny", "batch", "build"]
 
-_WIDTH = 2048
+WIDTH = 2048
 _TINY = 64
 
 
@@ -23,7 +23,7 @@ def build(name: str) -> nn.Module:
 def batch(name: str, model: nn.Module, samples: int, rank: int) -> tuple[Tensor, Tensor]:
     """Return inputs (samples, …) and targets of the shape that `model` makes of them; each rank has its own."""
     random = torch.Generator().manual_seed(1 + rank)
-    x = torch.randn((samples, *_INPUTS[name]), generator=random)
+    x = torch.randn((samples, *INPUTS[name]), generator=random)
     with torch.no_grad():
         made: Tensor = model(x)
     return x, torch.randn(made.shape, generator=random)
@@ -33,7 +33,7 @@ def _mlp() -> nn.Module:
     """16.8 million parameters, 67 MB: heavy on communication when the batch is small."""
     layers: list[nn.Module] = []
     for _ in range(4):
-        layers += [nn.Linear(_WIDTH, _WIDTH), nn.ReLU()]
+        layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
     return nn.Sequential(*layers)
 
 
@@ -98,4 +98,4 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "tiny1000": Tiny,
 }
 """The models by name."""
-_INPUTS = {"mlp": (_WIDTH,), "transformer": (32, 256), "conv": (3, 32, 32), "tiny1000": (_TINY,)}
+INPUTS = {"mlp": (WIDTH,), "transformer": (32, 256), "conv": (3, 32, 32), "tiny1000": (_TINY,)}

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Loader", "Step", "measure"]
 
-_SECONDS = 5e-3
+SECONDS = 5e-3
 """What loading a batch takes, and a step."""
-_BATCHES = 40
+BATCHES = 40
 _SAMPLES, _WIDTH = 64, 256
 
 
@@ -38,10 +38,10 @@ class Loader(Dataset[Tensor]):
     """How often a matrix is sorted: work for one core."""
 
     def __len__(self) -> int:
-        return _BATCHES
+        return BATCHES
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (self[index] for index in range(_BATCHES))
+        return (self[index] for index in range(BATCHES))
 
     def __getitem__(self, index: int) -> Tensor:
         batch = torch.randn(_SAMPLES, _WIDTH, generator=torch.Generator().manual_seed(index))
@@ -74,7 +74,7 @@ async def measure(session: Session) -> list[Record]:
         example = Loader(0.0, 0)[0]
         repeats = await _calibrated(session, Step(1), example)
         sorts = await _calibrated(session, lambda batch: batch.sort(), example)
-        for op, loader in (("prefetch", Loader(_SECONDS, 0)), ("prefetch:cpu", Loader(0.0, sorts))):
+        for op, loader in (("prefetch", Loader(SECONDS, 0)), ("prefetch:cpu", Loader(0.0, sorts))):
             records += await _measure(session, op, loader, Step(repeats))
     return records
 
@@ -85,7 +85,7 @@ async def _calibrated(session: Session, call: Callable[[Tensor], object], exampl
     count = 1
     for _ in range(4):  # the first calls are slow, and so is the machine at times: the best of a few, again and again
         best = min(_seconds(call, example, count) for _ in range(5))
-        count = max(1, round(count * _SECONDS / best))
+        count = max(1, round(count * SECONDS / best))
     return await session.coll.broadcast(count)
 
 

@@ -25,27 +25,27 @@ import torch
 import aiodist
 from aiodist.ps import ParameterServer
 
-_NBYTES = 4 << 20
+NBYTES = 4 << 20
 _PUSHED = 64 << 10
 _PIECE_BYTES = 16 << 20
-_ROUNDS = 5
-_SECONDS = 0.5
+ROUNDS = 5
+SECONDS = 0.5
 
 
 async def main() -> None:
     """Rank 0 pushes, the other one serves."""
     torch.set_num_threads(1)
-    names = [f"saved {i}" for i in range(round(float(sys.argv[1] if len(sys.argv) > 1 else 1) * 1e9 / _NBYTES))]
+    names = [f"saved {i}" for i in range(round(float(sys.argv[1] if len(sys.argv) > 1 else 1) * 1e9 / NBYTES))]
     async with aiodist.init() as coll, ParameterServer(coll, servers=1, rule="add") as ps:
         for name in names if ps.is_worker else ():
-            await ps.init(name, torch.randn(_NBYTES // 4))
+            await ps.init(name, torch.randn(NBYTES // 4))
         if ps.is_worker:
             await ps.init("pushed", torch.zeros(_PUSHED // 4))
             path = Path(mkdtemp(prefix="aiodist-"))
-            small, large, turn = torch.zeros(_PUSHED // 4), torch.zeros(_NBYTES // 4), cycle(names)
+            small, large, turn = torch.zeros(_PUSHED // 4), torch.zeros(NBYTES // 4), cycle(names)
             try:
-                await _measure("one of 64 KiB", lambda: ps.push("pushed", small), ps, path, len(names) * _NBYTES)
-                await _measure("all of 4 MiB", lambda: ps.push(next(turn), large), ps, path, len(names) * _NBYTES)
+                await _measure("one of 64 KiB", lambda: ps.push("pushed", small), ps, path, len(names) * NBYTES)
+                await _measure("all of 4 MiB", lambda: ps.push(next(turn), large), ps, path, len(names) * NBYTES)
             finally:
                 rmtree(path)
             await ps.barrier()
@@ -55,7 +55,7 @@ async def _measure(what: str, push: Callable[[], Awaitable[Any]], ps: ParameterS
     """Print what a save costs such pushes, and how long it takes."""
     slowed: dict[str, list[float]] = {"save": [], "writer": []}
     took: dict[str, list[float]] = {"save": [], "writer": [], "alone": []}
-    for turn in range(1 + _ROUNDS):
+    for turn in range(1 + ROUNDS):
         for way in slowed:
             before = await _pushes(push, _soon())
             began = perf_counter()
@@ -91,7 +91,7 @@ async def _pushes(push: Callable[[], Awaitable[Any]], over: Callable[[], bool]) 
 
 
 def _soon() -> Callable[[], bool]:
-    until = perf_counter() + _SECONDS
+    until = perf_counter() + SECONDS
     return lambda: perf_counter() > until
 
 

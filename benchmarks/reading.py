@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["measure"]
 
-_NBYTES = 256 << 20
+NBYTES = 256 << 20
 _RECORD = 10_000
 """Bytes of a record, on average: a compressed picture."""
 _ROUNDS = 9
@@ -60,7 +60,7 @@ def _write(path: Path, rank: int) -> None:
     random = Random(rank)
     noise = random.randbytes(1 << 22)
     with RecordWriter(path) as writer:
-        left = _NBYTES
+        left = NBYTES
         while left > 0:
             count = random.randrange(_RECORD // 2, _RECORD * 3 // 2)
             first = random.randrange(len(noise) - count)

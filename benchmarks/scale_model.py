@@ -24,13 +24,29 @@ from aiodist.schedules import SCHEDULES, Blocks, Schedule
 from benchmarks.loggp import Machine, Phase, Program, simulate
 from benchmarks.schedule_costs import Cost, cost_of
 
-__all__ = ["HIERARCHICAL", "OPS", "Case", "Estimate", "Stage", "chunks", "estimate", "flat", "hierarchical", "names"]
+__all__ = [
+    "ALIKE",
+    "HIERARCHICAL",
+    "OPS",
+    "Case",
+    "Estimate",
+    "Layout",
+    "Stage",
+    "chunks",
+    "estimate",
+    "estimate_stages",
+    "flat",
+    "follow",
+    "forms",
+    "hierarchical",
+    "names",
+]
 
 HIERARCHICAL = "hierarchical"
 OPS = ("allreduce", "broadcast", "reduce_scatter", "allgather")
 
 # By operation and name: every rank does the same, with other peers.
-_ALIKE = {
+ALIKE = {
     *product(("allreduce", "reduce_scatter", "allgather"), ("ring", "doubling", "halving")),
     *product(("reduce_scatter", "allgather"), ("direct", "bruck")),
 }
@@ -133,7 +149,7 @@ def hierarchical(op: str, inside: str, between: str) -> tuple[Stage, ...]:
             return Stage("leaders", op, between), Stage("inside", op, inside)
 
 
-def _forms(op: str) -> list[tuple[Stage, ...]]:
+def forms(op: str) -> list[tuple[Stage, ...]]:
     """Return the forms in levels that are worth a try: without roots where every rank has its share."""
     if op == "broadcast":
         return [hierarchical(op, "tree", between) for between in ("tree", "chain")]
@@ -145,12 +161,13 @@ def _forms(op: str) -> list[tuple[Stage, ...]]:
 def estimate(case: Case, name: str) -> Estimate:
     """Return what `name` takes; of the hierarchical forms, which differ in their schedules, the quickest."""
     if name != HIERARCHICAL:
-        return _estimate(case, flat(case.op, name))
-    found = [_estimate(case, stages) for stages in _forms(case.op)]
+        return estimate_stages(case, flat(case.op, name))
+    found = [estimate_stages(case, stages) for stages in forms(case.op)]
     return min(found, key=lambda one: float("inf") if one.seconds is None else one.seconds)
 
 
-def _estimate(case: Case, stages: tuple[Stage, ...]) -> Estimate:
+def estimate_stages(case: Case, stages: tuple[Stage, ...]) -> Estimate:
+    """Return what these stages take, one after the other."""
     costs = [_cost(case, stage, case.numel) for stage in stages]
     messages, elements = sum(cost.messages for cost in costs), sum(cost.elements for cost in costs)
     return Estimate(_seconds(case, stages), messages, elements * case.itemsize, stages)
@@ -160,18 +177,17 @@ def _estimate(case: Case, stages: tuple[Stage, ...]) -> Estimate:
 
 
 def _seconds(case: Case, stages: tuple[Stage, ...]) -> float | None:
-    alike = case.hosts > 1 and all(_is_alike(case, stage) for stage in stages)
-    layout = _Layout(case, stages, alike)
+    layout = Layout.of(case, stages)
     each = sum(_mean_messages(case, stage, layout.numel) for stage in stages)
-    messages = each * (case.local if alike else case.ranks)
-    if messages > _FEW_MESSAGES and (found := _follow(layout)) is not None:
+    messages = each * (case.local if layout.alike else case.ranks)
+    if messages > _FEW_MESSAGES and (found := follow(layout)) is not None:
         return found
     return layout.seconds(case.hosts) if messages <= _MOST_MESSAGES else None
 
 
 def _mean_messages(case: Case, stage: Stage, numel: int) -> int:
     """Return how many messages a rank sends, about: where there is a root, only few send more than two in all."""
-    if stage.name == "tree" or (stage.name == "direct" and (stage.op, stage.name) not in _ALIKE):
+    if stage.name == "tree" or (stage.name == "direct" and (stage.op, stage.name) not in ALIKE):
         return 2 * chunks(case, stage).get("chunks", 1)
     return _cost(case, stage, numel).messages
 
@@ -182,10 +198,10 @@ def _is_alike(case: Case, stage: Stage) -> bool:
         return True
     size = _size(case, stage)
     is_power = size & (size - 1) == 0
-    return stage.where != "leaders" and (stage.op, stage.name) in _ALIKE and (is_power or stage.name not in _POWERS)
+    return stage.where != "leaders" and (stage.op, stage.name) in ALIKE and (is_power or stage.name not in _POWERS)
 
 
-def _follow(layout: _Layout) -> float | None:
+def follow(layout: Layout) -> float | None:
     """Return the seconds on a line through shorter ones, None where there is none."""
     hosts = layout.case.hosts
     across = {stage.name for stage in layout.stages if stage.where != "inside"}
@@ -206,12 +222,18 @@ def _follow(layout: _Layout) -> float | None:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class Layout:
     """The programs of a case on as many hosts as one likes."""
 
     case: Case
     stages: tuple[Stage, ...]
     alike: bool
+    """One host stands for all."""
+
+    @classmethod
+    def of(cls, case: Case, stages: tuple[Stage, ...]) -> Layout:
+        """Return the layout that simulates the fewest ranks."""
+        return cls(case, stages, case.hosts > 1 and all(_is_alike(case, stage) for stage in stages))
 
     @property
     def numel(self) -> int:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["ShmC", "compiled", "opened"]
 
 _FLAGS = ("-std=c11", "-O3", "-march=native", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror")
-_COMPILERS = ("cc", "gcc", "clang")
+COMPILERS = ("cc", "gcc", "clang")
 
 
 class _Group(ctypes.Structure):
@@ -84,9 +84,9 @@ class ShmC:
 @contextmanager
 def compiled() -> Iterator[str]:
     """Have the library, compiled with this machine's compiler, while the block runs; the value is its path."""
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        raise BackendUnavailable(f"shm-c is left out: no C compiler, expected one of {', '.join(_COMPILERS)}")
+        raise BackendUnavailable(f"shm-c is left out: no C compiler, expected one of {', '.join(COMPILERS)}")
     with tempfile.TemporaryDirectory() as folder:
         library = str(Path(folder, "shm_c.so"))
         command = [compiler, *_FLAGS, str(Path(__file__).with_suffix(".c")), "-o", library]

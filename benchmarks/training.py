@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 __all__ = ["TRAINERS", "Setting", "Trainer", "measure", "torch_threads"]
 
-_RATE = 1e-6  # so small that a thousand steps on one batch leave the gradients as they are
+RATE = 1e-6  # so small that a thousand steps on one batch leave the gradients as they are
 _SECONDS = 20.0
 """How long one model with one batch is measured, all contenders together."""
-_WARMUPS = 2
+WARMUPS = 2
 _STEPS = 3
 """Timed steps in a turn; one more comes before them, in which the caches forget the contender before."""
-_LAG_SECONDS = 2.0
+LAG_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ _LEAST_CPU = 1e-5  # a step: threads that had less are not told of
 
 
 def _optimizer(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=_RATE)
+    return torch.optim.SGD(parameters, lr=RATE)
 
 
 @asynccontextmanager
@@ -281,7 +281,7 @@ class _Rounds(NamedTuple):
 async def _rounds(session: Session, trainers: Sequence[Trainer]) -> _Rounds:
     times: dict[str, list[float]] = {t.name: [] for t in trainers}
     cpu: dict[str, list[dict[str, float]]] = {t.name: [] for t in trainers}
-    for _ in range(_WARMUPS):
+    for _ in range(WARMUPS):
         await _turns(session, trainers)
     before = {t.name: t.net.statistics() for t in trainers if t.net is not None}
     began = perf_counter()
@@ -338,7 +338,7 @@ async def _turns(session: Session, trainers: Sequence[Trainer]) -> dict[str, lis
 
 async def _lag(session: Session, ours: Trainer, seconds: float) -> float:
     """Return how late a ticker on the loop is beside steps of about `seconds`; what it costs is in no other figure."""
-    steps = await session.coll.broadcast(min(100, max(3, round(_LAG_SECONDS / seconds))))
+    steps = await session.coll.broadcast(min(100, max(3, round(LAG_SECONDS / seconds))))
     await session.fence()
     gc.collect()
     gc.freeze()  # a pass over all that the contenders and torch have made stops the process for 100 ms, and is not ours

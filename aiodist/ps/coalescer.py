@@ -8,7 +8,6 @@ spoken of for a while is sent again, and what came before is ignored. Every meth
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,11 +17,9 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import Done, Transport
+from aiodist.ps.wire import ENTRY, FRAME, LAST, NUMBERED, REQUESTS
 from aiodist.types import ANY
 
-_FRAME = struct.Struct("<iIQQBxxxxxxx")  # source, bytes in use, its number, the number that it awaits, flags
-_ENTRY = struct.Struct("<BxxxI")
-_REQUESTS, _LAST, _NUMBERED = 1, 2, 4
 _UNTOLD = 8
 """So many frames without a request may come before their sender is told."""
 _FRAME_TAG = 1
@@ -53,7 +50,7 @@ Heard = Callable[[int, int, memoryview], None]
 class _Outgoing:
     """What goes to one rank."""
 
-    frame: bytearray = field(default_factory=lambda: bytearray(_FRAME.size))
+    frame: bytearray = field(default_factory=lambda: bytearray(FRAME.size))
     has_requests: bool = False
     full: deque[tuple[bytearray, bool]] = field(default_factory=deque)
     sent: deque[tuple[bytearray, int]] = field(default_factory=deque)
@@ -77,7 +74,7 @@ class _Outgoing:
     def taken(self) -> tuple[bytearray, bool]:
         """Begin another frame, and return this one and whether it has requests."""
         taken = self.frame, self.has_requests
-        self.frame = bytearray(_FRAME.size)
+        self.frame = bytearray(FRAME.size)
         self.has_requests = False
         return taken
 
@@ -91,7 +88,7 @@ class _Outgoing:
             return False
         self.awaited += 1
         self.came += 1
-        self.owed = self.owed or bool(flags & _REQUESTS) or self.came >= _UNTOLD
+        self.owed = self.owed or bool(flags & REQUESTS) or self.came >= _UNTOLD
         return True
 
 
@@ -127,7 +124,7 @@ class Coalescer:
         self._full_bytes = min(_LONG_BYTES, self._room_bytes)
         self.inline_bytes = self._room_bytes // 2 - 256
         """The most data that an entry carries."""
-        self._longest = self._room_bytes - _FRAME.size - _ENTRY.size
+        self._longest = self._room_bytes - FRAME.size - ENTRY.size
         assert self._longest % 8 == 0
         self._room = torch.empty(self._room_bytes, dtype=torch.uint8, device="cpu")
         self._came = self._room.numpy().data
@@ -160,10 +157,10 @@ class Coalescer:
             self._put_long(dst, kind, head + data, request)
             return
         used = len(outgoing.frame)
-        if used > _FRAME.size and (used in _SHORT_BYTES or used + length + 2 * _ENTRY.size > self._full_bytes):
+        if used > FRAME.size and (used in _SHORT_BYTES or used + length + 2 * ENTRY.size > self._full_bytes):
             outgoing.close()
         frame = outgoing.frame
-        frame += _ENTRY.pack(kind, length)
+        frame += ENTRY.pack(kind, length)
         frame += head
         frame += data
         if length % 8:
@@ -184,7 +181,7 @@ class Coalescer:
             outgoing = self._outgoing[dst]
             if outgoing.gone:
                 outgoing.full.clear()
-                outgoing.frame = bytearray(_FRAME.size)
+                outgoing.frame = bytearray(FRAME.size)
             else:
                 self._send_some(dst, outgoing)
         if self._own and not self._handling:
@@ -194,22 +191,22 @@ class Coalescer:
         while outgoing.full and outgoing.unanswered < _FULL_WINDOW:
             self._send(dst, outgoing, *outgoing.full.popleft())
         self.congested = bool(outgoing.full)
-        if outgoing.unanswered < _WINDOW and len(outgoing.frame) > _FRAME.size:
+        if outgoing.unanswered < _WINDOW and len(outgoing.frame) > FRAME.size:
             self._send(dst, outgoing, *outgoing.taken())
         if outgoing.owed:
             # No answer has taken the word along that its frames were read.
-            self._send(dst, outgoing, bytearray(_FRAME.size), False)
+            self._send(dst, outgoing, bytearray(FRAME.size), False)
 
     def _send(self, dst: int, outgoing: _Outgoing, frame: bytearray, has_requests: bool, flags: int = 0) -> None:
         self.sent_bytes += len(frame)
         number = outgoing.next
-        if len(frame) > _FRAME.size or flags:
-            flags |= _NUMBERED | has_requests * _REQUESTS
+        if len(frame) > FRAME.size or flags:
+            flags |= NUMBERED | has_requests * REQUESTS
             outgoing.next += 1
             outgoing.sent.append((frame, flags))
             outgoing.unanswered += has_requests
             self._look_later()
-        _FRAME.pack_into(frame, 0, self.rank, len(frame), number, outgoing.awaited, flags)
+        FRAME.pack_into(frame, 0, self.rank, len(frame), number, outgoing.awaited, flags)
         outgoing.owed, outgoing.came = False, 0
         if self._fixed_bytes:
             frame.extend(bytes(self._fixed_bytes - len(frame)))
@@ -266,22 +263,22 @@ class Coalescer:
             else:
                 self._failed(error)
             return
-        source, used, number, awaited, flags = _FRAME.unpack_from(self._came)
+        source, used, number, awaited, flags = FRAME.unpack_from(self._came)
         body = memoryview(bytearray(self._came[:used]))
         outgoing = self._outgoing[source]
         self._to_flush.add(source)
         while outgoing.sent and outgoing.next - len(outgoing.sent) < awaited:  # these have come there
-            outgoing.unanswered -= outgoing.sent.popleft()[1] & _REQUESTS
-        if flags & _NUMBERED and not outgoing.takes(number, flags):
+            outgoing.unanswered -= outgoing.sent.popleft()[1] & REQUESTS
+        if flags & NUMBERED and not outgoing.takes(number, flags):
             used, flags = 0, 0
-        at = _FRAME.size
+        at = FRAME.size
         while at < used:
-            kind, length = _ENTRY.unpack_from(body, at)
-            at += _ENTRY.size
+            kind, length = ENTRY.unpack_from(body, at)
+            at += ENTRY.size
             self._take(source, kind, body[at : at + length])
             at += length + -length % 8
         self.flush()
-        if flags & _LAST:
+        if flags & LAST:
             self._closed = True
             if self._ended is not None:
                 self._ended()
@@ -319,14 +316,14 @@ class Coalescer:
         outgoing = self._outgoing[dst]
         if outgoing.gone:
             return
-        if len(outgoing.frame) == _FRAME.size and not outgoing.full:
-            self._send(dst, outgoing, bytearray(_FRAME.size), False, _LAST)
+        if len(outgoing.frame) == FRAME.size and not outgoing.full:
+            self._send(dst, outgoing, bytearray(FRAME.size), False, LAST)
             return
-        if len(outgoing.frame) > _FRAME.size:
+        if len(outgoing.frame) > FRAME.size:
             outgoing.close()
         while outgoing.full:
             frame, has_requests = outgoing.full.popleft()
-            self._send(dst, outgoing, frame, has_requests, 0 if outgoing.full else _LAST)
+            self._send(dst, outgoing, frame, has_requests, 0 if outgoing.full else LAST)
 
     def when_last(self, ended: Callable[[], None]) -> None:
         """Call `ended` once nothing is listened for any more: now, if that is so."""

@@ -14,6 +14,13 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+FRAME = struct.Struct("<iIQQBxxxxxxx")
+"""The head of a frame: its source, the bytes in use, its number, the number that its source awaits, flags."""
+REQUESTS, LAST, NUMBERED = 1, 2, 4
+"""The flags: it has requests; none comes after it; it has entries, and so it comes again until it is spoken of."""
+ENTRY = struct.Struct("<BxxxI")
+"""The head of an entry: its kind, and the length of its body, which is padded to eight bytes."""
+
 
 class Kind(IntEnum):
     """What an entry says."""

@@ -13,11 +13,23 @@ from aiodist.errors import ConfigError
 from aiodist.schedules import SCHEDULES, Blocks, Copy, Recv, Schedule, Send, Step
 from aiodist.testing.seams.mpi import find_mpi
 from benchmarks import __main__ as command
-from benchmarks import scale_model
 from benchmarks.loggp import LogGP, Machine, Phase, simulate
 from benchmarks.scale_bound import bound, spread
 from benchmarks.scale_check_plan import CheckPlan
-from benchmarks.scale_model import HIERARCHICAL, OPS, Case, estimate, hierarchical, names
+from benchmarks.scale_model import (
+    ALIKE,
+    HIERARCHICAL,
+    OPS,
+    Case,
+    Layout,
+    estimate,
+    estimate_stages,
+    flat,
+    follow,
+    forms,
+    hierarchical,
+    names,
+)
 from benchmarks.scale_presets import COMBINE, PRESETS
 from benchmarks.schedule_costs import cost_of
 from tests.support.commands import python
@@ -193,7 +205,7 @@ def test_a1_the_bound_is_reached_where_the_best_is_known() -> None:
 
 
 @pytest.mark.parametrize("local", [1, 4])
-@pytest.mark.parametrize(("op", "name"), sorted((op, name) for op, name in scale_model._ALIKE if name in SCHEDULES[op]))
+@pytest.mark.parametrize(("op", "name"), sorted((op, name) for op, name in ALIKE if name in SCHEDULES[op]))
 def test_a1_one_host_stands_for_all_where_they_are_alike(op: str, name: str, local: int) -> None:
     for p, n in ((8, 64), (16, 160), (32, 1 << 16)):
         for machine in (m for m in MACHINES if m.local == local):
@@ -222,31 +234,24 @@ def test_a1_alike_within_an_element_where_ranks_do_not_divide(ring: bool) -> Non
         *[("broadcast", "chain", 256), ("broadcast", "tree", 512), ("reduce_scatter", "direct", 256)],
     ],
 )
-def test_a1_a_line_leads_where_every_message_does(
-    op: str, name: str, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cases = [Case(op, ranks, 4 << 20, MACHINES[4]), Case(op, ranks, 1 << 10, MACHINES[8])]
-    simulated = [estimate(case, name).seconds for case in cases]
-    monkeypatch.setattr(scale_model, "_FEW_MESSAGES", 0)
-    followed = []
-    found = scale_model._follow
-
-    def follow(layout: scale_model._Layout) -> float | None:
-        followed.append(found(layout))
-        return followed[-1]
-
-    monkeypatch.setattr(scale_model, "_follow", follow)
-    assert [estimate(case, name).seconds for case in cases] == pytest.approx(simulated, rel=1e-3)
-    assert any(followed)
+def test_a1_a_line_leads_where_every_message_does(op: str, name: str, ranks: int) -> None:
+    followed = 0
+    for case in (Case(op, ranks, 4 << 20, MACHINES[4]), Case(op, ranks, 1 << 10, MACHINES[8])):
+        for stages in forms(op) if name == HIERARCHICAL else [flat(op, name)]:
+            layout = Layout.of(case, stages)
+            if (seconds := follow(layout)) is not None:
+                followed += 1
+                assert seconds == pytest.approx(layout.seconds(case.hosts), rel=1e-3), stages
+    assert followed
 
 
 def test_a1_hierarchical_sends_what_its_stages_state() -> None:
     for op in OPS:
         case = Case(op, 32, 4 << 10, Machine(ETHERNET, HOST, COMBINE, local=4))
         within, between = ("tree", "tree") if op == "broadcast" else ("ring", "ring")
-        layout = scale_model._Layout(case, hierarchical(op, within, between), alike=False)
+        layout = Layout(case, hierarchical(op, within, between), alike=False)
         run = simulate([layout.program(rank, case.hosts, 32) for rank in range(32)], case.machine)
-        stated = scale_model._estimate(case, layout.stages)
+        stated = estimate_stages(case, layout.stages)
         assert (max(run.messages), max(run.nbytes)) == (stated.messages, stated.nbytes), op
 
 
@@ -262,8 +267,8 @@ def test_a1_hierarchy_pays_between_hosts_and_rings_on_few_ranks() -> None:
         (name, p, nbytes): estimate(Case("allreduce", p, nbytes, machine), name).seconds or math.inf
         for name, p, nbytes in product(("ring", "tree", "halving", HIERARCHICAL), (16, 65536), (1 << 10, 64 << 20))
     }
-    for flat in ("ring", "tree", "halving"):
-        assert seconds[HIERARCHICAL, 65536, 64 << 20] < seconds[flat, 65536, 64 << 20] / 4
+    for name in ("ring", "tree", "halving"):
+        assert seconds[HIERARCHICAL, 65536, 64 << 20] < seconds[name, 65536, 64 << 20] / 4
     assert seconds["ring", 16, 64 << 20] < seconds["tree", 16, 64 << 20] < seconds["tree", 65536, 64 << 20]
     assert seconds["tree", 65536, 1 << 10] < seconds["ring", 65536, 1 << 10] / 100
 

@@ -64,7 +64,7 @@ def test_p14_bench_ps_measures_every_call(monkeypatch: pytest.MonkeyPatch, ranks
 def test_p14_bench_ps_saving_tells_what_a_save_costs_pushes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {"_NBYTES": 4096, "_ROUNDS": 1, "_SECONDS": 0.01}.items():
+    for name, value in {"NBYTES": 4096, "ROUNDS": 1, "SECONDS": 0.01}.items():
         monkeypatch.setattr(ps_saving, name, value)
     monkeypatch.setattr(sys, "argv", ["ps_saving", "3e-5"])
     run_ranks(2, ps_saving.main)

@@ -58,7 +58,7 @@ async def measure(notes: list[str]) -> list[Record]:
 
 
 def test_t1_without_a_compiler_shm_c_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm_c, "_COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(shm_c, "COMPILERS", ("no-such-compiler",))
     notes: list[str] = []
     found, others = run_ranks(2, lambda: measure(notes))
     assert others == []

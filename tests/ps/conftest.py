@@ -1,4 +1,4 @@
-"""What tests of training clients share: a server in memory that shows what was asked of it, and when it answers."""
+"""What tests share: frames that are tampered with; for clients a server in memory that shows what was asked of it."""
 
 import asyncio
 from collections.abc import Callable, Generator, Sequence
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aiodist.ps import EAMSGD, EASGD, AsySGInCon, Downpour
+from tests.support.frames import Frames
 
 Make = Callable[..., Any]
 
@@ -100,6 +101,12 @@ class Trial:
         self.w.grad = torch.full_like(self.w, gradient)
         async with asyncio.timeout(50):
             await client.step()
+
+
+@pytest.fixture
+def frames(monkeypatch: pytest.MonkeyPatch) -> Frames:
+    """What becomes of what parameter servers send between ranks of this process."""
+    return Frames(monkeypatch)
 
 
 @pytest.fixture

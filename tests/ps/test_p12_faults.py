@@ -15,10 +15,9 @@ from torch import Tensor
 import aiodist
 from aiodist import Communicator, Handle
 from aiodist.errors import CommunicatorAborted, RemoteError
-from aiodist.ps import Asynchronous, ParameterServer, Synchronous, session
-from aiodist.ps.coalescer import Coalescer
-from aiodist.ps.context import Service
+from aiodist.ps import Asynchronous, ParameterServer, Synchronous
 from aiodist.testing import Fault, Faults, run_ranks
+from tests.support.frames import Frames
 from tests.support.until import until
 
 NUMELS = [12, 120_000]
@@ -129,25 +128,20 @@ async def test_p12_a_barrier_waits_for_no_worker_that_leaves_meanwhile(coll: Com
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("policy", [Asynchronous(), Synchronous("sum")], ids=repr)
 def test_p12_pushes_stay_exact_where_messages_are_dropped_and_doubled(
-    monkeypatch: pytest.MonkeyPatch, keys: int, servers: int, policy: Any
+    frames: Frames, keys: int, servers: int, policy: Any
 ) -> None:
     """Of twenty frames one, below all that ranks say; 50 pushes to each key by two workers, and each counts once."""
     dice = random.Random(servers)
     counts = {"dropped": 0, "doubled": 0}
-    transmit = Coalescer._transmit
     faulty = False
 
-    def faulted(self: Coalescer, frame: bytearray, dst: int) -> None:
+    def copies() -> int:
         drawn = dice.random() if faulty else 1.0
-        if drawn < 0.025:
-            counts["dropped"] += 1
-            return
-        transmit(self, frame, dst)
-        if drawn < 0.05:
-            counts["doubled"] += 1
-            transmit(self, bytearray(frame), dst)
+        counts["dropped"] += drawn < 0.025
+        counts["doubled"] += 0.025 <= drawn < 0.05
+        return 0 if drawn < 0.025 else 2 if drawn < 0.05 else 1
 
-    monkeypatch.setattr(Coalescer, "_transmit", faulted)
+    frames.copies = copies
 
     async def main() -> None:
         nonlocal faulty
@@ -208,7 +202,7 @@ async def test_p12_a_rank_that_is_busy_for_long_is_not_given_up(coll: Communicat
 
 
 def test_p12_ranks_hear_of_one_that_cannot_open_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it lacks it lacks alone: descriptors, memory."""
+    """What it lacks it lacks alone: memory, descriptors."""
 
     async def main() -> Exception | None:
         async with aiodist.init(timeout=60) as coll:
@@ -219,15 +213,17 @@ def test_p12_ranks_hear_of_one_that_cannot_open_its_part(monkeypatch: pytest.Mon
                 return error
         return None
 
+    empty = torch.empty
     made: list[object] = []
 
-    def service(*args: Any) -> Service:
-        made.append(None)
-        if len(made) == 1:
-            raise OSError(24, "too many open files")
-        return Service(*args)
+    def lacking(*size: Any, **how: Any) -> Tensor:
+        if size == (64 << 10,):  # where frames are received
+            made.append(None)
+            if len(made) == 1:
+                raise OSError(12, "cannot allocate memory")
+        return empty(*size, **how)
 
-    monkeypatch.setattr(session, "Service", service)
+    monkeypatch.setattr(torch, "empty", lacking)
     ends = run_ranks(2, main, timeout=30)
     assert sorted(type(end).__name__ for end in ends) == ["CommunicatorAborted", "OSError"]
-    assert "too many open files" in str(ends[0]) + str(ends[1])
+    assert "cannot allocate memory" in str(ends[0]) + str(ends[1])

@@ -26,8 +26,8 @@ from aiodist.ps import (
     Uniform,
 )
 from aiodist.ps.rows import packed_rows
-from aiodist.ps.wire import TABLE, Kind, Way, pack_ids, pack_pull, pack_push
-from aiodist.testing.seams.progress import transport_lock
+from aiodist.ps.wire import TABLE, Kind, PullHead, PushHead, Way, pack_ids, pack_pull, pack_push, unpack
+from tests.support.frames import Entry, Frames
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimizers make sparse tensors
 SECONDS = 20.0
@@ -294,6 +294,7 @@ async def test_p15_a_table_is_freed_and_made_anew(coll: Communicator) -> None:
         assert ps.statistics().rows == 0
 
 
+HEADS: dict[int, Any] = {Kind.PUSH: PushHead, Kind.PULL: PullHead}
 CRAFTED: dict[str, list[int]] = {"order": [9, 3], "pull order": [9, 3], "short": [1], "rule": [1]}
 """The ids of what makes no sense; in the rest of the cases those of both servers together."""
 
@@ -314,24 +315,28 @@ def crafted(what: str, key: int, number: int) -> tuple[int, bytes]:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("what", ["order", "owner", "short", "rule", "pull order", "pull owner", "pull length"])
-async def test_p16_crafted_rows_are_refused_and_the_table_goes_on(coll: Communicator, what: str) -> None:
+async def test_p16_crafted_rows_are_refused_and_the_table_goes_on(
+    coll: Communicator, frames: Frames, what: str
+) -> None:
     async with ParameterServer(coll, servers=[0, 1], workers=[0, 1, 2], timeout=SECONDS) as ps:
         table = await ps.embedding("t", 2, init=0.0, optimizer=SGD(lr=1.0))
-        ids = torch.arange(50)
+        ids, replaced = torch.arange(50), set()
         if coll.rank == 2:
-            client, coalescer = ps._session.client, ps._session.context.coalescer
-            number = client.queue.number()
-            kind, entry = crafted(what, ps._names["t"].key, number)
-            errors: list[BaseException | None] = []
-            with transport_lock:
-                for rank in (0, 1):
-                    client._asked[(rank, number)] = [], errors.append
-                    coalescer.put(rank, kind, entry, request=True)
-                coalescer.flush()
-            await table.pull(ids)  # behind it
-            assert len(errors) == 2
-            assert all(isinstance(error, RemoteError) for error in errors)
-            assert all("raised ValueError: " in str(error) or "raised IndexError" in str(error) for error in errors)
+
+            def edit(src: int, dst: int, entries: list[Entry]) -> list[Entry]:
+                for i, (kind, body) in enumerate(entries):
+                    if src == 2 and kind in HEADS:
+                        head = unpack(HEADS[kind], memoryview(body))
+                        entries[i] = crafted(what, head.key, head.number)
+                        replaced.add(dst)
+                return entries
+
+            frames.edit = edit
+            with pytest.raises(RemoteError, match=r"raised (ValueError|IndexError): "):
+                await (table.pull(ids) if what.startswith("pull") else table.push(ids, torch.ones(50, 2)))
+            frames.edit = None
+            assert replaced == {0, 1}
+            await table.pull(ids)
         await ps.barrier()
         assert (await table.pull(ids)).unique().tolist() == [0.0]
         await ps.barrier()

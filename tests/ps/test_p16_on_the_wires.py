@@ -18,8 +18,8 @@ from aiodist import Communicator, ParameterServer
 from aiodist.codecs import Json
 from aiodist.errors import AiodistError, CommunicatorAborted
 from aiodist.ps import Quorum, Synchronous
-from aiodist.ps.wire import PUSH_BYTES, Kind, Way, pack_done, pack_push
-from aiodist.testing.seams.progress import transport_lock
+from aiodist.ps.wire import PUSH_BYTES, Kind, PushHead, Way, pack_done, pack_push, unpack
+from tests.support.frames import Entry, Frames
 
 SECONDS = 20.0
 LARGE = 70_000  # more than an entry carries
@@ -143,14 +143,13 @@ def crafted(code: bytes) -> dict[str, tuple[int, bytes]]:
 
 @pytest.mark.drawn(7)
 @pytest.mark.ranks(2)
-@pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("what", crafted(b"0123456789"))
 async def test_p16_a_crafted_message_runs_nothing_and_ends_at_most_the_server(
-    coll: Communicator, poison: Poison, tmp_path: Path, what: str
+    coll: Communicator, poison: Poison, frames: Frames, tmp_path: Path, what: str
 ) -> None:
     """What makes no sense gives the parameter server up on all ranks, in time; the communicator goes on."""
     mark = tmp_path / "it-ran"
-    kind, body = crafted(pickle.dumps(Evil(mark)))[what]
+    entry = crafted(pickle.dumps(Evil(mark)))[what]
     told: Exception | None = None
     reported: list[dict[str, Any]] = []
     if coll.rank == 0:
@@ -158,9 +157,14 @@ async def test_p16_a_crafted_message_runs_nothing_and_ends_at_most_the_server(
     try:
         async with ParameterServer(coll, {"w": torch.zeros(5)}, servers=[0], workers=[0, 1], timeout=SECONDS) as ps:
             if coll.rank == 1:
-                with transport_lock:
-                    ps._session.context.coalescer.put(0, kind, body, request=True)
-                    ps._session.context.coalescer.flush()
+
+                def edit(src: int, dst: int, entries: list[Entry]) -> list[Entry]:
+                    if src == 1:
+                        frames.edit = None
+                        entries.append(entry)
+                    return entries
+
+                frames.edit = edit
             for _ in range(3):
                 await ps.push("w", torch.ones(5))
                 await ps.barrier()
@@ -175,19 +179,25 @@ async def test_p16_a_crafted_message_runs_nothing_and_ends_at_most_the_server(
 
 
 @pytest.mark.ranks(2)
-async def test_p16_what_is_said_to_be_json_is_read_as_json(coll: Communicator, poison: Poison, tmp_path: Path) -> None:
+async def test_p16_what_is_said_to_be_json_is_read_as_json(
+    coll: Communicator, poison: Poison, frames: Frames, tmp_path: Path
+) -> None:
     """A peer pushes the code of a pickle to an object that its readers decode."""
     mark = tmp_path / "it-ran"
     async with ParameterServer(coll, servers=[0], workers=[0, 1]) as ps:
         await ps.init("notes", {"a": 1}, codec=Json())
         if coll.rank == 1:
             code = pickle.dumps(Evil(mark))
-            entry = ps._names["notes"]
-            number = ps._session.client.queue.number()
-            head = pack_push(entry.key, entry.rule_number, Way.INLINE, False, number, 0, 1.0, len(code), 0, 0)
-            with transport_lock:
-                ps._session.context.coalescer.put(0, Kind.PUSH, head + code, request=True)
-                ps._session.context.coalescer.flush()
+
+            def edit(src: int, dst: int, entries: list[Entry]) -> list[Entry]:
+                ((_, body),) = entries
+                key, rule, _, _, number, *_ = unpack(PushHead, memoryview(body))
+                return [(Kind.PUSH, pack_push(key, rule, Way.INLINE, False, number, 0, 1.0, len(code), 0, 0) + code)]
+
+            frames.edit = edit
+            push = ps.push("notes", {"a": 2})
+            frames.edit = None
+            await push
             with pytest.raises(ValueError, match=r"JSON|utf-8|codec"):
                 await ps.pull("notes", timeout=SECONDS)
     assert not mark.exists()
