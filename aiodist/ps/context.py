@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from threading import Lock
 from time import perf_counter
 from typing import Any
 
@@ -26,6 +25,7 @@ from aiodist.errors import AiodistError, PeerLost
 from aiodist.handles import Progress
 from aiodist.handles.waiting import JobQueue
 from aiodist.ps.coalescer import Coalescer
+from aiodist.ps.pool import Pool
 from aiodist.ps.rules import Rule
 from aiodist.ps.settings import Policy
 from aiodist.ps.wire import Way
@@ -79,49 +79,6 @@ class ParameterServerStatistics:
     """Rows that there are in its parts of tables, now."""
     staleness: Counter[int] = field(default_factory=Counter)
     """How many pushes were applied so many versions after the one they were made from; of tensors this rank leads."""
-
-
-_KEPT_BYTES = 512 << 20
-
-
-class Pool:
-    """Flat uint8 tensors by size; from any thread."""
-
-    def __init__(self, make: Callable[[int], Tensor]) -> None:
-        """`make(nbytes)` returns a new one."""
-        self._make = make
-        self._free: dict[int, list[Tensor]] = {}
-        self._kept_bytes = 0
-        self._lock = Lock()
-
-    def take(self, nbytes: int) -> Tensor:
-        with self._lock:
-            if nbytes in self._free:
-                return self._taken(nbytes)
-        return self._make(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def take_room(self, nbytes: int) -> Tensor:
-        """Return a buffer of at least `nbytes`, at most an eighth more: for what has another size each time."""
-        step = max(1, 1 << max(0, nbytes - 1).bit_length() >> 4)
-        return self.take(-(-nbytes // step) * step)
-
-    def _taken(self, nbytes: int) -> Tensor:
-        free = self._free.pop(nbytes)
-        self._kept_bytes -= nbytes
-        found = free.pop()
-        if free:
-            self._free[nbytes] = free
-        return found
-
-    def release(self, t: Tensor) -> None:
-        """Keep `t`, which its user has finished with, for the next `take` of its size; at most 512 MiB are kept."""
-        if not 0 < t.nbytes <= _KEPT_BYTES:
-            return
-        with self._lock:
-            while self._kept_bytes + t.nbytes > _KEPT_BYTES:
-                self._taken(next(iter(self._free)))  # of the size that was taken the longest ago: codes have all sizes
-            self._kept_bytes += t.nbytes
-            self._free.setdefault(t.nbytes, []).append(t)
 
 
 LIGHT_BYTES = 256 << 10

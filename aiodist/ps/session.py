@@ -34,7 +34,8 @@ from aiodist.handles.progress import transport_lock
 from aiodist.ps.answers import Freed
 from aiodist.ps.client import Client
 from aiodist.ps.coalescer import RESENDS, Coalescer
-from aiodist.ps.context import Context, Log, Pool, Service
+from aiodist.ps.context import Context, Log, Service
+from aiodist.ps.pool import Pool
 from aiodist.ps.server import Server
 from aiodist.ps.settings import Roles, ServerMember, Settings, roles_among
 from aiodist.ps.wire import Kind

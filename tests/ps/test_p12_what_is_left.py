@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import weakref
 from pathlib import Path
@@ -14,7 +15,6 @@ import torch
 
 import aiodist
 from aiodist import Communicator, MismatchError, ParameterServer, RemoteError
-from aiodist.checkpoints import folders
 from aiodist.testing import run_ranks
 
 LARGE = 1 << 18
@@ -44,9 +44,14 @@ def test_p12_a_failure_ends_the_service_thread_and_what_it_holds() -> None:
                 if coll.rank == 1:
                     pushes = [ps.push("w", torch.ones(LARGE)) for _ in range(5)]
                     assert await asyncio.to_thread(begun.wait, 20)
-                    threading.Timer(0.3, free.set).start()
                     assert not any(push.done() for push in pushes)
                     raise Lapse
+                try:
+                    while True:
+                        await ps.sync()
+                        await asyncio.sleep(0)
+                finally:  # it was given up here too
+                    free.set()
 
     with pytest.raises(Lapse):
         run_ranks(2, rank)
@@ -85,10 +90,10 @@ async def test_p11_an_error_in_a_save_is_told_as_what_it_is(
 ) -> None:
     """A KeyError of the server's own is no tensor that was freed."""
 
-    def begin(_: Path) -> int:
+    def no_folder(*_: object) -> None:
         raise KeyError("number")
 
-    monkeypatch.setattr(folders, "begin", begin)
+    monkeypatch.setattr(os, "mkdir", no_folder)
     async with ParameterServer(coll, {"w": torch.ones(3)}) as ps:
         if coll.rank == 1:
             with pytest.raises(RemoteError, match="server 0 raised KeyError: 'number'"):

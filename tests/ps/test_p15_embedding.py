@@ -296,13 +296,12 @@ async def test_p15_a_backward_that_raises_pushes_nothing_and_the_next_one_does(c
 
 @pytest.mark.ranks(2)
 async def test_p15_rows_that_never_come_are_an_error_in_time(coll: Communicator) -> None:
-    async with ParameterServer(coll, consistency=Synchronous("sum"), servers=[0], workers=[0, 1]) as ps:
+    consistency = Synchronous("sum")
+    async with ParameterServer(coll, consistency=consistency, servers=[0], workers=[0, 1], timeout=0.3) as ps:
         words = Embedding(await ps.embedding("words", 1))
         if coll.rank == 1:
             ids = [torch.tensor([step]) for step in range(2)]
             await asyncio.to_thread(lambda: words(ids[0]).sum().backward())
-            ps._session.timeout = 0.3  # rank 0 pushes nothing for as long as that
             with pytest.raises(OperationTimeout, match=r"pull_rows .*late: rank 0 .*'words'"):
                 await asyncio.to_thread(words, ids[1])
-            ps._session.timeout = None
         await coll.barrier()  # until now rank 0 was neither resting nor pushing

@@ -197,7 +197,8 @@ def test_p4_an_optimizer_of_the_users_own() -> None:
     served.configure(power=2)
     served.push(torch.ones(5))
     close(served.tensor, torch.tensor([-0.5, 0.5, -0.5, 0.0, 0.5]) - 0.25)
-    assert rule._known == {"lr": 0.5, "power": 1}
+    with pytest.raises(ValueError, match="momentum: expected lr, power"):
+        served.configure(momentum=0.9)
 
 
 # --- lr and weight decay, each tensor for itself --------------------------------------------------------------------

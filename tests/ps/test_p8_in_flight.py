@@ -170,13 +170,13 @@ async def test_p8_close_waits_for_what_is_in_flight_and_tells_its_error(trial: A
 
 
 async def test_p8_a_body_that_raises_is_not_held_up_by_what_is_in_flight(trial: Any) -> None:
-    client = EAMSGD(trial.ps, trial.params, trial.sgd(), tau=1, alpha=0.5)
+    client = EAMSGD(trial.ps, trial.params, trial.sgd(), tau=2, alpha=0.5, prefetch=1)
 
     async def train() -> None:
         async with client:
-            await trial.step(client)
             trial.ps.held = True
-            client._ask()
+            await trial.step(client)
+            assert trial.ps.waiting
             raise KeyError
 
     with pytest.raises(KeyError):

@@ -108,11 +108,16 @@ async def test_p8_computing_can_be_left_to_another_thread(trial: Any, new_trial:
     assert len(asked) == 4 + 2  # each step, and what an exchange moves
 
 
-def test_p8_keys_are_the_parameters_themselves_unless_they_have_names(memory: Any) -> None:
+async def test_p8_keys_are_the_parameters_themselves_unless_they_have_names(memory: Any) -> None:
     model = nn.Linear(2, 2)
     for params in (model, list(model.parameters()), iter([model.weight, model.bias, model.weight])):
-        client = AsySGInCon(memory(), params)
-        assert [key is p for key, p in zip(client._keys, model.parameters(), strict=True)] == [True, True]
+        ps = memory()
+        ps.held = True
+        asking = asyncio.ensure_future(AsySGInCon(ps, params).start())
+        await asyncio.sleep(0)
+        asking.cancel()
+        ((_, keys, _),) = ps.log
+        assert [key is p for key, p in zip(keys, model.parameters(), strict=True)] == [True, True]
 
 
 # --- what makes no sense ---------------------------------------------------------------------------------------------
