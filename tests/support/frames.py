@@ -42,7 +42,7 @@ class Frames:
         patch.setattr(LocalTransport, "isend", sent)
 
     def _edited(self, frame: Tensor, src: int, dst: int) -> Tensor:
-        head = FRAME.unpack_from(frame.numpy())
+        head = FRAME.unpack_from(frame.numpy().data)
         if not head[-1] & NUMBERED:
             return frame
         assert self.edit is not None
@@ -55,7 +55,7 @@ class Frames:
 def _is_frame(t: Tensor, rank: int) -> bool:
     if t.dtype is not torch.uint8 or t.dim() != 1 or t.numel() < FRAME.size:
         return False
-    return FRAME.unpack_from(t.numpy())[:2] == (rank, t.numel())
+    return FRAME.unpack_from(t.numpy().data)[:2] == (rank, t.numel())
 
 
 def _entries(frame: bytes) -> Iterator[Entry]:
