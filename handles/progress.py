@@ -44,6 +44,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from weakref import WeakValueDictionary, ref
 
 from aiodist import _core
+from aiodist.handles.forks import part
 from aiodist.handles.timers import Quiet, Timers
 from aiodist.handles.tracing import tracing
 
@@ -61,6 +62,7 @@ _MIN_PAUSE, _MAX_PAUSE = 20e-6, 1e-3
 _EAGER_SECONDS = 3e-3  # how long the thread polls a large transfer without a pause while nothing moves
 _SWITCH_SECONDS = 2e-4
 _FAILING_SECONDS = 0.5
+_FORKED_SECONDS = 0.02  # how often the loop of a forked child looks whether a thread asks something of it
 _END_SECONDS = 1.0
 
 
@@ -370,6 +372,15 @@ class Progress(_core.Pacer, Quiet):
         self._inbox.clear()
         self._hurry = _Hurry()
         self._forked = True
+        if part(self.loop) and self.owns_thread():
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """Have the loop of a forked child see what its threads ask of it: they wake the parent's loop.
+
+        A timer alone does not have uvloop look.
+        """
+        self.loop.call_later(_FORKED_SECONDS, self.loop.call_soon, self._look_again)
 
     def check_not_forked(self, handle: _core.Handle) -> None:
         """Raise `RuntimeError` in a forked child, where `handle` will never be over."""

@@ -12,9 +12,8 @@ import atexit
 import contextlib
 import functools
 import os
-import select
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
@@ -25,7 +24,6 @@ T = TypeVar("T")
 _PARK_SECONDS = 1.0
 _running: WeakSet[LoopThread] = WeakSet()
 _guarded: set[int] = set()
-_polling: list[int] = []
 
 
 class Owner:
@@ -55,24 +53,6 @@ def forget(fd: int) -> None:
     _guarded.discard(fd)
 
 
-@contextlib.contextmanager
-def guard_polling(fd: int | None) -> Iterator[None]:
-    """Inside, have forked children poll with an epoll of their own at the number `fd`; None: there is none.
-
-    An epoll is shared with the parent. A child that ends its copy of the parent's event loop takes out of it what
-    wakes the parent, which then sleeps for ever.
-    """
-    if fd is None:
-        yield
-        return
-    _install()
-    _polling.append(fd)
-    try:
-        yield
-    finally:
-        _polling.remove(fd)
-
-
 @functools.cache
 def _install() -> None:
     os.register_at_fork(after_in_child=_release)
@@ -84,10 +64,6 @@ def _release() -> None:
         os.dup2(null, fd, inheritable=False)
     os.close(null)
     _guarded.clear()
-    for fd in _polling:
-        own = select.epoll()
-        os.dup2(own.fileno(), fd, inheritable=False)
-        own.close()
 
 
 class LoopThread:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import selectors
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +16,6 @@ from aiodist.communicator.report import REPORT_SECONDS
 from aiodist.communicator.threaded import ThreadedCommunicator
 from aiodist.communicator.watchdog import Watch
 from aiodist.control.generations import Generation
-from aiodist.control.thread import guard_polling
 from aiodist.env import Environment, Starter
 from aiodist.errors import AiodistError
 from aiodist.handles import Progress
@@ -108,7 +105,6 @@ class RankWorld:
             self._held.enter_context(await unless_lost(channel, pinned(channel, world.topology, environment)))
             if options.stop_on_signal:
                 self._signals.enter_context(stopping_by_signals(lambda: world))
-        self._held.enter_context(guard_polling(_epoll_of(asyncio.get_running_loop())))
         self._held.enter_context(watched_loop(Progress.current(), channel.rank, options.lag))
         self._held.enter_context(inspected(watch, channel, environment.job if options.alone else None))
         if options.levels is not None:
@@ -151,12 +147,3 @@ class RankWorld:
 def _communicator(dispatcher: Dispatcher, topology: Topology | None, registry: Registry[Communicator]) -> Communicator:
     make = Communicator if dispatcher.issuing is None else ThreadedCommunicator
     return make(dispatcher, topology, registry)
-
-
-def _epoll_of(loop: asyncio.AbstractEventLoop) -> int | None:
-    """Return the file descriptor that the loop waits at, None where it does not tell."""
-    if (backend := getattr(loop, "_get_backend_id", None)) is not None:  # uvloop
-        fd: int = backend()
-        return fd
-    selector: object = getattr(loop, "_selector", None)
-    return selector.fileno() if isinstance(selector, selectors.EpollSelector) else None

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import faulthandler
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -216,6 +219,49 @@ async def forked() -> None:
     say("end:", await asyncio.to_thread(int, 8))
 
 
+FULL = 8 << 20  # bytes, more than a socket takes
+
+
+class EndsLate(ThreadPoolExecutor):
+    """The loop waits for its end, which a thread reports."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        time.sleep(0.1)
+        super().shutdown(wait, cancel_futures=cancel_futures)
+
+
+async def forked_with_a_connection() -> None:
+    """A child uses its copy of a connection and of the loop's threads; the parent's connection and loop go on."""
+    warnings.simplefilter("ignore", DeprecationWarning)
+    async with aiodist.init():
+        here, there = socket.socketpair()
+        there.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=here)
+        reading = asyncio.ensure_future(reader.read(1))
+        await asyncio.to_thread(int, 8)
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        child = os.fork()
+        if child == 0:
+            still_in(loop, task)
+            writer.write(b"x" * FULL)  # the loop waits until there is room
+            writer.transport.abort()
+            loop.set_default_executor(EndsLate())
+            sys.exit(7)
+        say("child:", os.waitstatus_to_exitcode(await asyncio.to_thread(os.waitpid, child, 0)[1]))
+        with contextlib.suppress(BlockingIOError):
+            while there.recv(FULL):  # what the child has written
+                pass
+        writer.write(b"x" * FULL)
+        left = FULL
+        while left:
+            left -= len(await loop.sock_recv(there, left))
+        await loop.sock_sendall(there, b"!")
+        say("read:", await reading)
+        writer.transport.abort()
+        there.close()
+    say("end:", await asyncio.to_thread(int, 8))
+
+
 def in_child(coll: aiodist.Communicator) -> None:
     for call in (lambda: coll.allreduce(1), coll.barrier, coll.dup, lambda: coll.send(torch.ones(1), 0)):
         try:
@@ -269,6 +315,7 @@ PROGRAMS: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
         interrupted,
         caught,
         forked,
+        forked_with_a_connection,
         not_drained,
         killed,
     )
