@@ -113,6 +113,7 @@ def test_l2_forked_child_exits_and_the_job_goes_on(run: Run, loop: str) -> None:
         assert ended.said(rank) == [*[refused] * 4, "child: 7", "sums: 2.0 2", "child: 0", "sums: 2.0 2", "end: 8"]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
 def test_l2_forked_child_leaves_the_connections_of_the_loop_to_the_parent(jobs: Jobs, loop: str) -> None:
     """Both loops wait at an epoll, which a fork shares."""

@@ -247,7 +247,7 @@ async def forked_with_a_connection() -> None:
             writer.transport.abort()
             loop.set_default_executor(EndsLate())
             sys.exit(7)
-        say("child:", os.waitstatus_to_exitcode(await asyncio.to_thread(os.waitpid, child, 0)[1]))
+        say("child:", os.waitstatus_to_exitcode((await asyncio.to_thread(os.waitpid, child, 0))[1]))
         with contextlib.suppress(BlockingIOError):
             while there.recv(FULL):  # what the child has written
                 pass
