@@ -29,7 +29,6 @@ EXCEPTIONS = {
     ("aiodist/watch/stillness.py", "_ready"): "asyncio's, of its event loop",
     ("aiodist/watch/stillness.py", "_selector"): "the same",
     ("aiodist/testing/ranks.py", "_context"): "asyncio's, of one of its handles",
-    ("aiodist/world/generation.py", "_selector"): "asyncio's, of its event loop",
     ("aiodist/world/isolation.py", "_children"): "asyncio's, of a gather",
     ("aiodist/world/isolation.py", "_tasks"): "asyncio's and anyio's, of a task group",
     ("nn/pipelined.py", "_version"): "torch's, of tensors",
