@@ -42,4 +42,4 @@ def _epoll_of(loop: asyncio.AbstractEventLoop) -> int | None:
         return fd
     selector: object = getattr(loop, "_selector", None)
     epoll = getattr(selectors, "EpollSelector", None)
-    return selector.fileno() if epoll is not None and isinstance(selector, epoll) else None  # type: ignore[attr-defined]
+    return selector.fileno() if epoll is not None and isinstance(selector, epoll) else None
