@@ -65,6 +65,7 @@ def started(nursery: str, script: Path, folder: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("to", ["the launcher", "its group"])
 def test_n14_ctrl_c_ends_all_ranks_and_training_goes_on_later(nursery: str, tmp_path: Path, to: str) -> None:
     script, folder = tmp_path / "trains.py", tmp_path / "checkpoints"

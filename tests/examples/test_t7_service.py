@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(not all(map(find_spec, ("aiohttp", "sklearn"))),
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("way", ["request", "signal"])
 def test_t7_a_service_answers_while_training_goes_on_and_all_stop_together(nursery: str, way: str) -> None:
