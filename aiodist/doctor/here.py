@@ -51,9 +51,9 @@ except AiodistError as error:
 """
 
 
-def ask(code: str) -> Answer:
+def ask(code: str, seconds: float = _TIME_LIMIT) -> Answer:
     """Return the JSON object that Python prints last when it runs `code` in a process of its own."""
-    return ask_command([sys.executable, *own_path(Path.cwd()), "-c", code])
+    return ask_command([sys.executable, *own_path(Path.cwd()), "-c", code], seconds)
 
 
 def ask_ranks(mpi: str, code: str, names: Sequence[str] = (), rsh: str = "", iface: str = "") -> Answer:
@@ -64,8 +64,8 @@ def ask_ranks(mpi: str, code: str, names: Sequence[str] = (), rsh: str = "", ifa
     return ask_command([sys.executable, *own_path(Path.cwd()), "-c", _LAUNCH, mpi, code, rsh, iface, *names])
 
 
-def ask_command(command: Sequence[str]) -> Answer:
-    """Return the JSON object that a command prints last."""
+def ask_command(command: Sequence[str], seconds: float = _TIME_LIMIT) -> Answer:
+    """Return the JSON object that a command prints last, within so many seconds."""
     try:
         done = subprocess.run(
             command,
@@ -73,11 +73,11 @@ def ask_command(command: Sequence[str]) -> Answer:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_TIME_LIMIT,
+            timeout=seconds,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Answer(None, f"no answer within {_TIME_LIMIT:g} s")
+        return Answer(None, f"no answer within {seconds:g} s")
     if done.returncode != 0:
         words = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in words if "Error" in line]
@@ -306,7 +306,12 @@ def backend_shm(ranks: Answer) -> Finding:
 
 
 def examine(
-    environ: Mapping[str, str], choice: str = "auto", *, ask: Ask = ask, ask_ranks: AskRanks = ask_ranks
+    environ: Mapping[str, str],
+    choice: str = "auto",
+    *,
+    ask: Ask = ask,
+    ask_ranks: AskRanks = ask_ranks,
+    version: Callable[[str], str | None] = _version,
 ) -> Report:
     """Return what is found on this host, with the MPI that `aiodist run --mpi` would take.
 
@@ -315,15 +320,15 @@ def examine(
     path = environ.get("PATH", os.defpath)
     # By itself any MPI that is there, also one that mpi4py is missing for.
     mpi = next(discover.installed(path), None) if choice == "auto" else discover.find_mpi(choice, path)
-    torch_answer = ask(_ASK_TORCH) if _version("torch") else Answer(None)
-    mpi_answer = ask_ranks(mpi.mpirun, ASK_MPI) if mpi and _version("mpi4py") else Answer(None, "there is no mpirun")
+    torch_answer = ask(_ASK_TORCH) if version("torch") else Answer(None)
+    mpi_answer = ask_ranks(mpi.mpirun, ASK_MPI) if mpi and version("mpi4py") else Answer(None, "there is no mpirun")
     processes = ask_ranks("none", "print('{}')")
-    found_torch = torch(torch_answer, _version("torch"))
-    found_mpirun, found_mpi4py = mpirun(mpi), mpi4py(mpi_answer, _version("mpi4py"))
+    found_torch = torch(torch_answer, version("torch"))
+    found_mpirun, found_mpi4py = mpirun(mpi), mpi4py(mpi_answer, version("mpi4py"))
     if choice == "none":
         found_mpirun, found_mpi4py = (Finding(name, State.ABSENT, "left out") for name in ("mpirun", "mpi4py"))
     found_gpus = gpus(discover.gpu_names())
-    found_nccl = nccl_packages(_version, found_gpus)
+    found_nccl = nccl_packages(version, found_gpus)
     backend = backend_mpi(found_mpirun, found_mpi4py, mpi_answer)
     works = backend.state is State.AVAILABLE
     launcher = mpi.mpirun if mpi and works else "none"

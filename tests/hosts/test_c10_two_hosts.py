@@ -21,14 +21,18 @@ def scattered(coll, dtype):
 
 async def main():
     async with aiodist.init() as coll:
-        assert coll._dispatcher.gate.several
+        assert coll.parts.dispatcher.gate.several
         for odd in range(coll.size):
             for n in (3, 100_000, 3_000_000):
                 t = torch.full((n,), float(coll.rank))
-                if coll.rank == (odd + 2) % coll.size:  # its neighbour knows of the others before it has come
-                    await asyncio.sleep(0.05)
+                late = (odd + 2) % coll.size
+                if coll.rank == late:  # its neighbour knows of the others before it has come
+                    await aiodist.gather(*[coll.recv_object(other) for other in range(coll.size) if other != late])
+                handle = coll.allreduce(t, "max" if coll.rank == odd else "sum")
+                if coll.rank != late:
+                    await coll.send_object(None, late)
                 try:
-                    await coll.allreduce(t, "max" if coll.rank == odd else "sum")
+                    await handle
                 except aiodist.MismatchError as error:
                     assert "max" in str(error) and "sum" in str(error), error
                 else:

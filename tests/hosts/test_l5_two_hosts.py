@@ -79,7 +79,7 @@ def test_l5_hosts_have_as_many_ranks_as_was_said(hosts: TwoHosts) -> None:
 
 def test_l5_hosts_all_end_when_a_rank_on_another_dies(hosts: TwoHosts) -> None:
     script = hosts.script("""
-        import os, pathlib, signal, time
+        import os, pathlib, signal, threading
         import aiodist
 
         async def main():
@@ -89,9 +89,9 @@ def test_l5_hosts_all_end_when_a_rank_on_another_dies(hosts: TwoHosts) -> None:
                 past[coll.rank].touch()
                 if coll.rank == 3:
                     while not all(path.exists() for path in past):  # who is still in the barrier would fail there
-                        time.sleep(0.01)
+                        threading.Event().wait(0.01)
                     os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(600)
+                signal.pause()
 
         aiodist.run(main())
     """)
@@ -126,7 +126,7 @@ def test_l5_hosts_hear_of_an_error_on_another(hosts: TwoHosts) -> None:
 
 
 def test_l5_hosts_pass_signals_on(hosts: TwoHosts) -> None:
-    hosts.script("import sys, time; print('ready', flush=True); time.sleep(600)", "forever.py")
+    hosts.script("import signal; print('ready', flush=True); signal.pause()", "forever.py")
     with subprocess.Popen(hosts.command("forever.py"), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         ready = {process.stdout.readline() for _ in range(4)}

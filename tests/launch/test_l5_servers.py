@@ -55,14 +55,14 @@ def test_l5_keep_going_reports_each_death_at_once_and_the_others_go_on(plain: La
         if rank == 2:
             sys.exit(3)
         if rank == 1:
-            while not os.path.exists("now"):
-                time.sleep(0.01)
+            open("now").close()  # a pipe: until rank 0 opens it too
             os.kill(os.getpid(), signal.SIGKILL)
         for line in sys.stdin:
             if line == "kill\\n":
                 open("now", "w").close()
         say("to the end")
     """)
+    os.mkfifo(plain.folder / "now")
     with plain.started("--keep-going", "--servers", "1", script, stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         plain.read_until(process.stderr, "rank 2 (server): exit code 3")

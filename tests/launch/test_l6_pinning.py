@@ -125,7 +125,7 @@ def test_l6_the_switch_is_read() -> None:
 
 
 def test_l6_workers_on_one_core_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinning, "_warned", [])
+    monkeypatch.setattr(pinning, "warned", [])
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 4}, raising=False)
     warn_of_one_core(2)

@@ -6,13 +6,13 @@ import asyncio
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from aiodist.doctor import hosts
-from aiodist.doctor.hosts import HostsReport, Question, examine_hosts, show_hosts
+from aiodist.doctor.hosts import HostsReport, Question, examine_hosts, show_hosts, try_together
 from aiodist.doctor.report import Finding, State
 from aiodist.launch.hosts import Host
 from aiodist.testing.seams.mpi import Flavour, Mpi
@@ -66,10 +66,9 @@ def question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Question:
     old = _program(tmp_path / "old-python", _OLD.format(answer=json.dumps(answer)))
     agent = _AGENT.format(python=sys.executable, mpi=tmp_path / "bin", old=old)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hosts, "_PACKAGES", ("aiodist", "torch", "numpy"))
-    monkeypatch.setattr(hosts, "_together", _not_tried)
     (tmp_path / "train.py").write_text("print(1)\n")
-    return Question([], _program(tmp_path / "agent", agent), mpi=str(tmp_path / "bin" / "mpirun"), script="train.py")
+    mpi, packages = str(tmp_path / "bin" / "mpirun"), ("aiodist", "torch", "numpy")
+    return Question([], _program(tmp_path / "agent", agent), mpi=mpi, script="train.py", packages=packages)
 
 
 def _program(path: Path, text: str) -> str:
@@ -84,8 +83,8 @@ def _not_tried(question: Question, mpi: Mpi | None, found: object) -> Finding:
 
 def ask(question: Question, *names: str) -> dict[str, dict[str, Finding]]:
     """Return what is found on the hosts of these names, by host and check."""
-    asked = Question([Host(name) for name in names], question.rsh, mpi=question.mpi, script=question.script)
-    report = asyncio.run(asyncio.wait_for(examine_hosts(asked), 60))
+    asked = replace(question, hosts=[Host(name) for name in names])
+    report = asyncio.run(asyncio.wait_for(examine_hosts(asked, _not_tried), 60))
     return {name: {finding.name: finding for finding in found} for name, found in report.hosts.items()}
 
 
@@ -146,11 +145,8 @@ def test_l8_doctor_hosts_that_lack_something(question: Question) -> None:
     assert old["cores"].state is State.LIMITED
 
 
-def test_l8_doctor_hosts_that_say_nothing_are_not_waited_for(
-    question: Question, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hosts, "_ANSWER", 0.3)
-    assert ask(question, "silent")["silent"]["reachable"].detail == "no answer within 0.3 s"
+def test_l8_doctor_hosts_that_say_nothing_are_not_waited_for(question: Question) -> None:
+    assert ask(replace(question, seconds=0.3), "silent")["silent"]["reachable"].detail == "no answer within 0.3 s"
 
 
 def test_l8_doctor_hosts_in_a_table_and_as_json() -> None:
@@ -170,11 +166,11 @@ def test_l8_doctor_hosts_tries_mpi_only_where_all_is_well() -> None:
     bad = {"a": [Finding("folder", State.UNUSABLE, "")]}
     mpi = Mpi("/x/mpirun", Flavour.OPENMPI, "5", None)
     for started in (mpi, None):
-        assert hosts._together(Question([Host("a")]), started, bad).detail == "not tried: see above"
+        assert try_together(Question([Host("a")]), started, bad).detail == "not tried: see above"
 
 
 def test_l8_doctor_hosts_has_ranks_meet_without_mpi_too() -> None:
-    met = hosts._together(Question([Host("localhost")]), None, {})
+    met = try_together(Question([Host("localhost")]), None, {})
     assert (met.name, met.state, met.detail) == (
         "ranks over all",
         State.AVAILABLE,

@@ -40,25 +40,18 @@ def test_import_loads_no_heavy_library() -> None:
 
 
 def test_all_equals_the_sorted_public_names() -> None:
-    modules = {name for name, home in static_imports().items() if home == "aiodist"}
-    assert aiodist.__all__ == sorted({*aiodist._HOMES, *modules, "__version__"})
+    assert aiodist.__all__ == sorted({*static_imports(), "__version__"})
     assert dir(aiodist) == aiodist.__all__
     assert set(errors.__all__) <= set(aiodist.__all__)
 
 
-def test_type_checkers_are_told_the_same() -> None:
-    static = static_imports()
-    assert {name: home for name, home in static.items() if home != "aiodist"} == aiodist._HOMES
-    assert {name for name, home in static.items() if home == "aiodist"} <= aiodist._MODULES
-
-
 @pytest.mark.parametrize("name", aiodist.__all__)
 def test_name_resolves(name: str) -> None:
-    value = getattr(aiodist, name)
-    if name in aiodist._HOMES:
-        assert value is getattr(importlib.import_module(aiodist._HOMES[name]), name)
-    elif name != "__version__":
+    value, home = getattr(aiodist, name), static_imports().get(name)
+    if home == "aiodist":
         assert value is importlib.import_module(f"aiodist.{name}")
+    elif name != "__version__":
+        assert value is getattr(importlib.import_module(home or ""), name)
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
@@ -69,9 +62,12 @@ def test_unknown_name_is_an_attribute_error() -> None:
 def test_missing_module_is_an_attribute_error_and_a_broken_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "broken.py").write_text("import a_library_that_is_not_installed")
-    monkeypatch.setattr(aiodist, "__path__", [*aiodist.__path__, str(tmp_path)])
+    monkeypatch.setattr(aiodist, "__path__", [str(tmp_path)])
+    monkeypatch.delattr(aiodist, "ps", raising=False)
+    monkeypatch.delitem(sys.modules, "aiodist.ps", raising=False)
+    with pytest.raises(AttributeError, match="'ps'"):
+        _ = aiodist.ps
+    (tmp_path / "ps.py").write_text("import a_library_that_is_not_installed")
+    importlib.invalidate_caches()
     with pytest.raises(ModuleNotFoundError, match="a_library_that_is_not_installed"):
-        aiodist._submodule("broken")
-    with pytest.raises(AttributeError, match="'absent'"):
-        aiodist._submodule("absent")
+        _ = aiodist.ps
