@@ -355,9 +355,10 @@ static void play(void) {
 int main(int argc, char **argv) {
     uint64_t seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
     all_operations = argc > 2 ? (unsigned)atoi(argv[2]) : 400;
+    const unsigned most = argc > 3 ? (unsigned)atoi(argv[3]) : MOST_RANKS;
     specs = calloc(all_operations, sizeof *specs);
     static const unsigned sizes[] = {1, 2, 3, 5, 8, 16, 32};
-    for (unsigned c = 0; c < sizeof sizes / sizeof *sizes; c++) {
+    for (unsigned c = 0; c < sizeof sizes / sizeof *sizes && sizes[c] <= most; c++) {
         ranks = sizes[c];
         operations = all_operations * 8 / (ranks > 8 ? ranks : 8);  // as many elements in all
         core_kernels_limit((int)((seed + c) % 3));

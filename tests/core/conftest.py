@@ -1,4 +1,4 @@
-"""What the programs in C share: kernels, which take ten times as long to compile as all else."""
+"""What the programs in C share: objects that are compiled once, the kernels above all, which take longest."""
 
 from __future__ import annotations
 
@@ -11,15 +11,23 @@ import pytest
 
 KERNELS = Path(__file__).resolve().parents[2] / "core" / "kernels.c"
 
+Objects = Callable[..., tuple[str, ...]]
+
 
 @pytest.fixture(scope="session")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Return what a command of the compiler makes of the kernels; each command runs once."""
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Objects:
+    """Return the files that a command of the compiler makes of some sources; each command runs once."""
 
     @cache
-    def compiled(*command: str) -> str:
-        file = tmp_path_factory.mktemp("kernels") / "kernels.o"
-        subprocess.run([*command, "-c", str(KERNELS), "-o", str(file)], check=True, capture_output=True, text=True)
-        return str(file)
+    def compiled(sources: tuple[Path, ...], *command: str) -> tuple[str, ...]:
+        folder = tmp_path_factory.mktemp("objects")
+        subprocess.run([*command, "-c", *map(str, sources)], check=True, capture_output=True, text=True, cwd=folder)
+        return tuple(map(str, folder.iterdir()))
 
     return compiled
+
+
+@pytest.fixture(scope="session")
+def kernels(objects: Objects) -> Callable[..., str]:
+    """Return what a command of the compiler makes of the kernels."""
+    return lambda *command: objects((KERNELS,), *command)[0]

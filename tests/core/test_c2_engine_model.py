@@ -34,14 +34,18 @@ def checker(kernels: Kernels, folder: Path, core: Path = CORE) -> Path:
     return program
 
 
+@pytest.fixture(scope="module")
+def program(kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checker(kernels, tmp_path_factory.mktemp("model"))
+
+
 def run(program: Path, scenario: int, preemptions: int) -> subprocess.CompletedProcess[str]:
     command = [str(program), str(scenario), str(preemptions)]
     return subprocess.run(command, capture_output=True, text=True, timeout=500)
 
 
 @pytest.mark.thorough
-def test_c2_engine_loses_no_wake_up_in_any_order(kernels: Kernels, tmp_path: Path) -> None:
-    program = checker(kernels, tmp_path)
+def test_c2_engine_loses_no_wake_up_in_any_order(program: Path) -> None:
     for scenario in SCENARIOS:
         done = run(program, scenario, 0)
         assert done.returncode == 0, done.stderr
@@ -50,8 +54,8 @@ def test_c2_engine_loses_no_wake_up_in_any_order(kernels: Kernels, tmp_path: Pat
 
 # The last has more orders than all others.
 @pytest.mark.parametrize("scenario", [*SCENARIOS[:-1], pytest.param(SCENARIOS[-1], marks=pytest.mark.thorough)])
-def test_c2_engine_loses_no_wake_up_with_a_preemption(scenario: int, kernels: Kernels, tmp_path: Path) -> None:
-    done = run(checker(kernels, tmp_path), scenario, 1)
+def test_c2_engine_loses_no_wake_up_with_a_preemption(scenario: int, program: Path) -> None:
+    done = run(program, scenario, 1)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"scenario {scenario}, 1 preemptions: ")
 
@@ -59,8 +63,8 @@ def test_c2_engine_loses_no_wake_up_with_a_preemption(scenario: int, kernels: Ke
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("scenario", [0, 1, 5])
-def test_c2_engine_loses_no_wake_up_with_two_preemptions(scenario: int, kernels: Kernels, tmp_path: Path) -> None:
-    done = run(checker(kernels, tmp_path), scenario, 2)
+def test_c2_engine_loses_no_wake_up_with_two_preemptions(scenario: int, program: Path) -> None:
+    done = run(program, scenario, 2)
     assert done.returncode == 0, done.stderr
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,13 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler
 Build = Callable[..., Path]
 
 
-@pytest.fixture
-def built(tmp_path: Path, kernels: Callable[..., str]) -> Build:
-    """Return the program that comes of flags for the compiler, and of the core or a changed copy."""
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, kernels: Callable[..., str]) -> Build:
+    """Return the program that comes of flags for the compiler, and of the core or a changed copy; each is built once."""
 
+    @cache
     def program(*flags: str, core: Path = CORE) -> Path:
-        file = tmp_path / "test_faults"
+        file = tmp_path_factory.mktemp("faults") / "test_faults"
         names = [path.name for path in build.LIBRARY if path.name != "kernels.c"]
         sources = [*(core / name for name in names), core / "tests" / "test_faults.c"]
         command = [str(COMPILER), *FLAGS, *flags]
@@ -45,7 +47,7 @@ def run(program: Path, *words: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_c2_faults_random_words_of_peers_do_no_harm(built: Build) -> None:
-    done = run(built(*SANITIZED), "fuzz", 1, 500)
+    done = run(built(*SANITIZED), "fuzz", 1, 200)
     assert done.returncode == 0, done.stderr
     counts = [int(part.split()[0]) for part in done.stdout.split(", ")]
     assert len(counts) == 4  # done, different, abandoned, broken
