@@ -26,7 +26,7 @@ Build = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory, kernels: Callable[..., str]) -> Build:
-    """Return the program that comes of flags for the compiler, and of the core or a changed copy; each is built once."""
+    """Return the program of flags for the compiler, and of the core or a changed copy; each is built once."""
 
     @cache
     def program(*flags: str, core: Path = CORE) -> Path:
