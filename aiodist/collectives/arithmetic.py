@@ -18,7 +18,7 @@ _COMPLEX = frozenset({torch.complex64, torch.complex128})
 SUPPORTED = _INTEGERS | _FLOATS | _COMPLEX | {torch.bool}
 """What tensors of a collective may hold."""
 
-_TAKES = {
+TAKES = {
     ReduceOp.SUM: _INTEGERS | _FLOATS | _COMPLEX,
     ReduceOp.MEAN: _FLOATS | _COMPLEX,
     ReduceOp.PROD: _INTEGERS | _FLOATS | _COMPLEX,
@@ -36,8 +36,8 @@ def check_op(op: str, kind: torch.dtype) -> ReduceOp:
         known = ReduceOp(op)
     except ValueError:
         raise ValueError(f"op={op!r}: expected one of {', '.join(ReduceOp)}") from None
-    if kind not in _TAKES[known]:
-        takes = ", ".join(sorted(map(dtype_name, _TAKES[known])))
+    if kind not in TAKES[known]:
+        takes = ", ".join(sorted(map(dtype_name, TAKES[known])))
         raise TypeError(f"{known} of {dtype_name(kind)}: {known} takes {takes}")
     return known
 

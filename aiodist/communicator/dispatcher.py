@@ -141,13 +141,13 @@ class Dispatcher:
         self.timeout: float | None = None
         self.large_bytes = LARGE_BYTES
         """From here on the progress thread makes the native calls."""
-        self._failing: dict[int, BaseException] = {}
+        self.failing: dict[int, BaseException] = {}
         """Collectives that cannot go on here, while others are heard on why."""
         self._freed: set[int] = set()
         """Those that failed, or will, and whose memory nothing uses any more."""
         self._rejected: dict[int, BaseException] = {}
         """Those that are rejected as soon as that is so."""
-        self._recent: dict[int, Traffic] = {}
+        self.recent: dict[int, Traffic] = {}
         """Of the last operations that leave this host."""
         self._rooms: list[Tensor] | None = [] if transport.capabilities().overruns else None
         self.operations = Pending()
@@ -227,7 +227,7 @@ class Dispatcher:
 
     def way_of(self, handle: Handle[Any]) -> str:
         """Return the name of the implementation that ran a collective in the order, "" where there was none."""
-        traffic = self._recent.get(handle.seq)
+        traffic = self.recent.get(handle.seq)
         return "" if traffic is None else traffic.way
 
     # --- issuing -------------------------------------------------------------------------------------------
@@ -266,11 +266,11 @@ class Dispatcher:
         if self.gate is None:
             return None
         number = self.oplog.seq if seq is None else seq
-        traffic = self._recent.get(number)
+        traffic = self.recent.get(number)
         if traffic is None:
-            traffic = self._recent[number] = Traffic(self._rooms if self.gate.several else None)
-            while (oldest := next(iter(self._recent))) <= self.oplog.seq - _MOST_RECENT:
-                del self._recent[oldest]
+            traffic = self.recent[number] = Traffic(self._rooms if self.gate.several else None)
+            while (oldest := next(iter(self.recent))) <= self.oplog.seq - _MOST_RECENT:
+                del self.recent[oldest]
         return traffic
 
     def collective(
@@ -618,12 +618,12 @@ class Dispatcher:
             return
 
         def conclude() -> None:
-            self._failing.pop(number, None)
+            self.failing.pop(number, None)
             if handle in self.operations and not handle.done():
                 self.reject(number, error)
                 self.disputes.tell_failed(number, error)
 
-        self._failing[number] = error
+        self.failing[number] = error
         if isinstance(error, BackendError):
             self.later(conclude)
         else:
@@ -689,7 +689,7 @@ class Dispatcher:
         use = self.names.find(seq)
         if (handle := self._collective_of(seq)) is not None:
             handle.done()  # a lane may have left it to a program, which can be refused
-        traffic = self._recent.get(seq) if use is None else use.traffic
+        traffic = self.recent.get(seq) if use is None else use.traffic
         self.progress.exclusively(partial(self.names.hold, seq))
         if traffic is not None:
             self.progress.exclusively(partial(self._refuse_steps, seq, traffic, error or Differ(seq)))
@@ -698,7 +698,7 @@ class Dispatcher:
                 # What has begun in a library cannot be stopped; it may be about to end, or to fail here too.
                 self.later(partial(self._abort_unless_over, seq, error))
             else:
-                self.reject(seq, self._failing.get(seq, error))
+                self.reject(seq, self.failing.get(seq, error))
         return traffic
 
     def cleared(self, number: int) -> None:

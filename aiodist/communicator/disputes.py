@@ -120,7 +120,7 @@ class Disputes:
         """The gate found that ranks differ on `entry`: show the others this rank's side, though its loop be busy."""
         seq, mine = entry.seq, self._judge.text(entry.seq)
         for rank in self._others():
-            self._send(rank, "side", seq, [mine, *_lists(entry.traffic, rank)])
+            self.send(rank, "side", seq, [mine, *_lists(entry.traffic, rank)])
         self._progress.post(partial(self._opened, entry, mine))
 
     def _opened(self, entry: Entry, mine: str) -> None:
@@ -147,7 +147,7 @@ class Disputes:
             return
         stopped = self._stopped[seq] = _Stopped(self._judge.refuse(seq, error))
         for rank in self._others():
-            self._send(rank, "stop", seq, [text, *_lists(stopped.traffic, rank)])
+            self.send(rank, "stop", seq, [text, *_lists(stopped.traffic, rank)])
         for src, (_, sent, asked) in self._early_stops.pop(seq, []):
             self._clear_stopped(src, seq, sent, asked)
 
@@ -155,7 +155,7 @@ class Disputes:
         """Tell every other rank that this one gave the communicator up, and whether since ranks `differ`."""
         with suppress(ChannelClosed):  # the world is closed, which told them
             for rank in self._others():
-                self._send(rank, "abort", 0, [text, differ])
+                self.send(rank, "abort", 0, [text, differ])
 
     # --- what it hears --------------------------------------------------------------------------------------------
 
@@ -258,7 +258,8 @@ class Disputes:
     def _others(self) -> list[int]:
         return [rank for rank in range(len(self._ranks)) if rank != self._rank]
 
-    def _send(self, rank: int, what: str, seq: int, payload: list[Any]) -> None:
+    def send(self, rank: int, what: str, seq: int, payload: list[Any]) -> None:
+        """Tell `rank` something about operation `seq`."""
         self._channel.send(self._ranks[rank], self._topic, [what, seq, payload])
 
 

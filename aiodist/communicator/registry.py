@@ -127,7 +127,7 @@ class Registry(Generic[C]):
         """What an elastic world comes to the next one by."""
         self.near = near
         """The ranks of this host, and this rank's memory that they can map."""
-        self._lanes = Lanes(Progress.current(), near) if near is not None else None
+        self.lanes = Lanes(Progress.current(), near) if near is not None else None
         self.alone = alone
         """Why no other rank shares memory with this one."""
         self._sharing = sharing
@@ -226,13 +226,13 @@ class Registry(Generic[C]):
 
     def _shared_memory(self, name: str, ranks: Sequence[int]) -> ShmNative | None:
         """Return the collectives among those of `ranks` that share memory, if this rank is not the only one."""
-        if self.near is None or self._lanes is None:
+        if self.near is None or self.lanes is None:
             return None
         here = [rank for rank in ranks if rank in self.near.members]
         if len(here) == 1:
             return None
         with transport_lock:  # else the progress thread, which looks after other lanes, may tell a neighbour too
-            return ShmNative(self._lanes, name, here, here.index(self.near.rank))
+            return ShmNative(self.lanes, name, here, here.index(self.near.rank))
 
     def _gate(
         self,
@@ -282,9 +282,9 @@ class Registry(Generic[C]):
             if self.accelerator is not None:
                 await self.accelerator.aclose()
         finally:
-            if self.near is not None and self._lanes is not None:
+            if self.near is not None and self.lanes is not None:
                 with transport_lock:  # no poll is on its way
-                    self._lanes.close()
+                    self.lanes.close()
                     self.near.close()
 
     def _device_failed(self, name: str, error: AiodistError) -> None:

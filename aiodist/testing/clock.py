@@ -26,7 +26,7 @@ from aiodist.handles.progress import Progress, transport_lock
 from aiodist.handles.timers import Expiring, Quiet, Timers, is_quiet, may_pass
 from aiodist.watch.stillness import foreign_threads, is_to_be_woken, stands_still
 
-_GRACE_SECONDS = 0.05  # real time for sockets and threads to come with something, before the clock jumps
+GRACE_SECONDS = 0.05  # real time for sockets and threads to come with something, before the clock jumps
 _LAST_GRACE_SECONDS = 2.0  # and before it is a deadlock
 _GRACE_PARTS = 40
 _POLL_SECONDS = 2e-4  # of real time, between two looks at what only polling brings on
@@ -157,7 +157,7 @@ class _JumpingSelector(selectors.DefaultSelector):
             events = super().select(0)
             loop.shuffle()
             return events
-        events = [] if loop.executing else self._grace(_GRACE_SECONDS) if loop.outside else self._wait(0)
+        events = [] if loop.executing else self._grace(GRACE_SECONDS) if loop.outside else self._wait(0)
         if events or loop.ready:
             return events
         # A thread may have begun to compute meanwhile.
@@ -212,7 +212,7 @@ class _JumpingSelector(selectors.DefaultSelector):
             return []
         self._quiet_since = loop.now
         if loop.returning:  # as above
-            return self._grace(_GRACE_SECONDS)
+            return self._grace(GRACE_SECONDS)
         loop.deadlocked()
         return []
 
@@ -220,7 +220,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         """Let those who watch for stalls look before the program's timer is due; None: they have had their time."""
         loop = self._loop
         if loop.returning:
-            events = self._grace(_GRACE_SECONDS)
+            events = self._grace(GRACE_SECONDS)
             if events or loop.ready or loop.executing:
                 return events
             self._quiet_since = loop.now  # for them it was at work: their time begins anew

@@ -94,12 +94,12 @@ def kill_rank(number: int | None = None) -> None:
     at its next `await`. Raises RuntimeError outside, ValueError where there is no such rank.
     """
     seat = current_place.get()
-    if not isinstance(seat, _Seat):
+    if not isinstance(seat, Seat):
         raise RuntimeError("kill_rank() is for ranks under run_ranks()")
     seat.job.kill(seat.number if number is None else number)
 
 
-class _Seat:
+class Seat:
     """A rank's place, good for any number of `init` in a row."""
 
     def __init__(self, job: _RanksJob[Any], number: int, generation: Generation, rank: int) -> None:
@@ -123,15 +123,19 @@ class _Seat:
 
     @property
     def elastic(self) -> tuple[int, int] | None:
+        """The fewest and the most ranks of a job that may change."""
         return self.job.elastic
 
     async def first(self) -> tuple[Channel, Generation]:
+        """Return the channel of its first generation, and that generation."""
         return await self.next(self.started_for, self.started_as), self.started_for
 
     async def next(self, generation: Generation, rank: int) -> Channel:
+        """Return the channel of `generation`, in which it is `rank`."""
         return await self.job.connect(self, generation, rank)
 
     def place(self, channel: Channel, generation: Generation) -> RankPlace:
+        """Return its place in `generation`."""
         transport = LocalTransport(self.job.hub, channel.rank, channel.size, f"generation.{generation.number}")
         return RankPlace(transport, channel, (0,) * channel.size)
 
@@ -162,7 +166,7 @@ class _RanksJob(Generic[T]):
         self.elastic = elastic
         self._generations = Generations(size, self)
         self._sessions: dict[int, tuple[Sequence[Channel], asyncio.Future[None]]] = {}
-        self._seats: list[_Seat] = []
+        self._seats: list[Seat] = []
         self._killed: set[int] = set()
         self._main = main
         self._takes_rank = _takes_rank(main)
@@ -214,7 +218,7 @@ class _RanksJob(Generic[T]):
 
     def _start(self, generation: Generation, rank: int) -> None:
         number = len(self._tasks)
-        seat = _Seat(self, number, generation, rank)
+        seat = Seat(self, number, generation, rank)
         self._seats.append(seat)
         context = contextvars.copy_context()
         context.run(current_place.set, seat)
@@ -256,7 +260,7 @@ class _RanksJob(Generic[T]):
             if seat.started_for is generation:
                 self.kill(seat.number)
 
-    async def connect(self, seat: _Seat, generation: Generation, rank: int) -> Channel:
+    async def connect(self, seat: Seat, generation: Generation, rank: int) -> Channel:
         """Return the channel of a rank of a generation, once all its ranks have asked for theirs."""
         if generation.number not in self._sessions:
             raise PeerLost(f"generation {generation.number} was given up", lost=-1)

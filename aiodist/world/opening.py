@@ -140,7 +140,7 @@ async def place_on(
         met = await unless_lost(channel, meeting)
     if backend == "shared":
         backend = "shm" if channel.size == 1 or (met is not None and met.near is not None) else "gloo"
-    transport = await unless_lost(channel, _transport(environment, backend, mpi, channel, met, hosts, limits))
+    transport = await unless_lost(channel, open_transport(environment, backend, mpi, channel, met, hosts, limits))
     return RankPlace(transport, channel, hosts, met)
 
 
@@ -179,7 +179,7 @@ async def _meet(environment: Environment, mpi: MpiTransport | None, limits: Limi
     )
 
 
-async def _transport(
+async def open_transport(
     environment: Environment,
     backend: str,
     mpi: MpiTransport | None,
@@ -188,6 +188,7 @@ async def _transport(
     hosts: Sequence[int],
     limits: Limits,
 ) -> Transport:
+    """Return what carries bytes by `backend`; raise BackendUnavailable where these ranks cannot use it."""
     if backend == "mpi":
         return mpi or await start_mpi(environment, limits)
     if mpi is not None:  # it was needed only for the ranks to meet

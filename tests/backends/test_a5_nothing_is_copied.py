@@ -55,14 +55,13 @@ class Probe:
     """Counts what a rank copies for the others to read, and finds out what memory an operation takes."""
 
     def __init__(self, coll: Communicator) -> None:
-        assert coll._registry.near is not None
-        assert coll._repertoire.within is not None
-        self._arena = coll._registry.near.arena
-        self._within = coll._repertoire.within
+        self._arena = coll.parts.registry.near.arena
+        self._within: Any = coll.parts.repertoire.within
 
     def lent(self) -> int:
         """Return the bytes that this rank has copied so far, in all lanes."""
-        return sum(lane.core.lent_bytes for lane in self._within._lanes_open)
+        lent: int = self._within.lent_bytes
+        return lent
 
     def arena_bytes(self) -> int:
         """Return the bytes of the arena that are in use."""

@@ -29,7 +29,7 @@ from aiodist.testing.seams.progress import transport_lock
 from aiodist.testing.seams.transport import Done, Transport
 from aiodist.testing.seams.world import Environment, Limits
 from aiodist.types import ANY
-from aiodist.world.opening import _transport
+from aiodist.world.opening import open_transport
 
 SHORT = short_bytes(2)
 Ended = asyncio.Future[None]
@@ -319,14 +319,14 @@ async def test_c1_giving_up_in_the_middle_ends_both_sides_and_leaves_the_rest_al
             halves[1].irecv(into, 0, 0, ends.append)
             while not into[0]:
                 for half in halves:
-                    half._messages.poll()
+                    half.messages.poll()
             assert not ends, "it was over before it could be given up"
             half = halves[who]
-            half._messages.give_up(half._comm, BackendError("given up"))
+            half.messages.give_up(half.comm, BackendError("given up"))
             copied = int(into.count_nonzero())
             for _ in range(20):
                 for half in halves:
-                    half._messages.poll()
+                    half.messages.poll()
         assert copied < size
         assert len(ends) == 2
         assert all("give" in str(end) or "gave" in str(end) for end in ends)
@@ -351,14 +351,14 @@ async def test_c1_closing_fails_all_that_is_pending_once() -> None:
             await a.send(a.private(1), 1)
         with transport_lock:
             assert isinstance(a.transport, ShmTransport)
-            assert not len(a.transport._messages)
+            assert not len(a.transport.messages)
         del ends, failures, b
 
 
 async def test_c1_where_memory_is_not_shared_the_backend_says_why() -> None:
     async def opened(environment: Environment, channel: Channel, hosts: list[int]) -> Transport:
         met = await meet(channel, hosts, allowed=environment.shared_memory)
-        return await _transport(environment, "shm", None, channel, met, hosts, Limits())
+        return await open_transport(environment, "shm", None, channel, met, hosts, Limits())
 
     off = Environment.read({"AIODIST_SHM": "0"})
     calls = [opened(off, channel, [0, 0]) for channel in in_process(2)]

@@ -15,13 +15,11 @@ import textwrap
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -38,12 +36,14 @@ from aiodist.testing.seams.channel import in_process
 from aiodist.testing.seams.progress import transport_lock
 from aiodist.testing.seams.transport import Wanted
 from aiodist.types import ANY, ReduceOp
+from tests.support.blocking import blocked_until, noted_pauses
 from tests.support.operations import operation
 
 if TYPE_CHECKING:
     from aiodist.testing.seams.transport import Done, Transport
 
 pytestmark = pytest.mark.timeout(60)
+Until = Callable[[Callable[[], object]], Any]
 
 LONG = 600_001  # elements: too long for a frame in any dtype
 OPS = [op for op in ReduceOp if op is not ReduceOp.MEAN]
@@ -197,15 +197,16 @@ async def test_parameters_and_inference_tensors_can_be_reduced() -> None:
         assert parameter.tolist() == ts[1].tolist() == [2, 2, 2]
 
 
-async def test_a_parked_wait_costs_next_to_no_cpu() -> None:
+async def test_a_parked_wait_costs_next_to_no_cpu(until: Until, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop sleeps, and the progress thread looks no more often than each millisecond."""
+    pauses = noted_pauses(monkeypatch)
     async with worlds(2) as both:
         for numel in (1, LONG):
             ts = [torch.ones(numel), torch.ones(numel)]
             early = natively(both[0], "allreduce", ts[0], ReduceOp.SUM)
-            await asyncio.sleep(0.25)  # the progress thread looks on for a while before it sleeps
-            began, cpu = time.monotonic(), time.process_time()
-            await asyncio.sleep(0.5)
-            assert time.process_time() - cpu < 0.05 * (time.monotonic() - began)
+            await until(lambda: not Progress.current().armed)
+            pauses.clear()
+            assert await asyncio.to_thread(blocked_until, lambda: len(pauses) > 40 and min(pauses[-20:]) >= 1e-3)
             await over(early, natively(both[1], "allreduce", ts[1], ReduceOp.SUM))
 
 
@@ -214,7 +215,7 @@ async def test_a_parked_wait_costs_next_to_no_cpu() -> None:
 
 @pytest.mark.parametrize("numel", [0, 1, 1000, LONG])
 async def test_messages_find_their_receives(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_PIECE_BYTES", 1 << 18)
+    monkeypatch.setattr(library, "PIECE_BYTES", 1 << 18)
     async with worlds(3) as (zero, one, two):
         into = [torch.full((numel,), -1.0) for _ in range(5)]
         early = [receive(zero, into[0], ANY), receive(zero, into[1], 2), receive(zero, into[2], ANY, tag=9)]
@@ -239,9 +240,7 @@ async def test_a_message_of_another_size_is_an_error_and_gone(numel: int, monkey
         assert into.tolist() == [1, 1, 1, 1]
 
 
-async def test_several_parts_of_one_operation_may_disagree(
-    until: Callable[[Callable[[], object]], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_several_parts_of_one_operation_may_disagree(until: Until, monkeypatch: pytest.MonkeyPatch) -> None:
     async with worlds(3) as (zero, one, two):
         errors: list[BaseException | None] = []
         done = errors.append  # one callback for both, as a program's step has
@@ -265,8 +264,8 @@ async def test_thousands_of_frames_one_way_keep_no_memory() -> None:
         for i in range(1000):
             await over(send(one, torch.tensor([float(i)]), 0), receive(zero, into))
             assert into == i
-        assert one._wire is not None
-        assert len(one._wire.peers[0]._sent) <= 2 * wire._CREDIT
+        assert one.wire is not None
+        assert len(one.wire.peers[0].sent) <= 2 * wire.CREDIT
 
 
 async def test_splits_are_apart_and_hear_what_came_before_they_were_made() -> None:
@@ -286,11 +285,11 @@ async def test_splits_are_apart_and_hear_what_came_before_they_were_made() -> No
         assert (alone.size, alone.native) == (1, None)
 
         # A frame may come to a rank that has not finished its half of the split.
-        assert zero._wire is not None
-        frames = zero._wire._open.pop(first[0]._comm)
+        assert zero.wire is not None
+        frames = zero.wire.members.pop(first[0].comm)
         sent = send(first[1], torch.tensor([5.0, 6.0]), 1)
         await over(sent, send(two, torch.zeros(1), 0), receive(zero, torch.zeros(1), 2))
-        zero._wire.join(first[0]._comm, frames)
+        zero.wire.join(first[0].comm, frames)
         await over(receive(first[0], into[0]))
         assert into[0].tolist() == [5, 6]
         await asyncio.gather(*(t.aclose(drained=True) for t in (*first, alone)))
@@ -316,7 +315,7 @@ async def test_one_rank_needs_no_connection() -> None:
         await over(send(world, torch.ones(2), 0), receive(world, into, 0))
 
 
-async def test_closing_leaves_no_thread_and_no_socket(until: Callable[[Callable[[], object]], Any]) -> None:
+async def test_closing_leaves_no_thread_and_no_socket(until: Until) -> None:
     def open_files() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -361,7 +360,7 @@ async def test_opening_can_be_cancelled_and_leaves_the_loop_alone() -> None:
 
 
 async def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_SETUP_SECONDS", 0.2)
+    monkeypatch.setattr(library, "SETUP_SECONDS", 0.2)
     channels = in_process(2)
     with pytest.raises((BackendError, TimeoutError), match="was not set within"):
         await open_world(channels[0])
@@ -371,10 +370,10 @@ async def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch)
 async def test_a_rank_that_acknowledges_what_was_never_sent_is_given_up_by_name(claimed: int) -> None:
     async with worlds(2) as (zero, one):
         lie = wire.Frame.write(wire.CREDITS, 0, 0, 0, 0, claimed, None)
-        assert one._wire is not None
+        assert one.wire is not None
         waiting = receive(zero, torch.empty(1), 1)
         with transport_lock:
-            one._wire.peers[0]._sent.append(one._wire.group.send([lie], 0, library.FRAMES))
+            one.wire.peers[0].sent.append(one.wire.group.send([lie], 0, library.FRAMES))
         (error,) = await outcome([waiting])
         assert str(error) == f"gloo: rank 1 acknowledges {claimed} frames: 0 were sent to it, and 0 acknowledged"
         assert await outcome([send(zero, torch.ones(1), 1)]) != [None], "nothing goes there any more"
@@ -382,10 +381,10 @@ async def test_a_rank_that_acknowledges_what_was_never_sent_is_given_up_by_name(
 
 async def test_a_rank_that_took_what_was_never_offered_is_given_up_by_name() -> None:
     async with worlds(2) as (zero, one):
-        assert one._wire is not None
+        assert one.wire is not None
         waiting = receive(zero, torch.empty(1), 1)
         with transport_lock:
-            one._wire.peers[0].send(wire.TAKEN, number=7)
+            one.wire.peers[0].send(wire.TAKEN, number=7)
         (error,) = await outcome([waiting])
         assert str(error) == "gloo: rank 1 took data number 7: none was offered"
 
@@ -514,15 +513,13 @@ def test_a_rank_that_is_killed_fails_what_waits_for_it(tmp_path: Path) -> None:
     assert said[0] == said[2] == "midst True\nwithin True\n"
 
 
-def test_a_join_that_runs_out_of_time_keeps_what_was_sent() -> None:
+async def test_a_join_that_runs_out_of_time_keeps_what_was_sent() -> None:
     """Its thread may still hear that the first of it came."""
-    over = threading.Event()
-    waiting: Any = object.__new__(wire.GlooPeer)
-    waiting._payloads, waiting._sent = SimpleQueue(), deque(["frame"])
-    waiting._threads = [threading.Thread(target=over.wait, daemon=True)]
-    waiting._threads[0].start()
-    assert not waiting.join(time.monotonic())
-    assert list(waiting._sent) == ["frame"]
-    over.set()
-    assert waiting.join(time.monotonic() + 20)
-    assert not waiting._sent
+    async with worlds(2) as (zero, one):
+        await over(send(zero, torch.ones(1), 1), receive(one, torch.zeros(1)))
+        assert zero.wire is not None
+        peer = zero.wire.peers[1]
+        assert len(peer.sent) == 1
+        assert not peer.join(time.monotonic())
+        assert len(peer.sent) == 1
+    assert not peer.sent

@@ -14,7 +14,6 @@ from aiodist import AiodistError, BackendError, Communicator
 from aiodist.backends import inplace
 from aiodist.collectives import scheduled
 from aiodist.handles import Progress, in_flight
-from aiodist.handles import progress as module
 from aiodist.types import ReduceOp
 
 pytestmark = [pytest.mark.drawn(4), pytest.mark.timeout(150)]
@@ -33,24 +32,24 @@ class Boom(RuntimeError):
 
 
 def _steps(coll: Communicator) -> object:
-    within = coll._dispatcher.repertoire.within
-    return None if within is None else within._steps()
+    within = coll.parts.dispatcher.repertoire.within
+    return None if within is None else within.steps()
 
 
 PLACES: Places = {
-    "transport": (lambda coll: coll._dispatcher.transport, ("isend", "irecv")),
-    "mailbox": (lambda coll: coll._dispatcher.mailbox, ("_send", "_take", "_arrived", "_listen")),
+    "transport": (lambda coll: coll.parts.dispatcher.transport, ("isend", "irecv")),
+    "mailbox": (lambda coll: coll.parts.dispatcher.mailbox, ("_send", "_take", "_arrived", "_listen")),
     "native": (
-        lambda coll: coll._dispatcher.transport.native,
+        lambda coll: coll.parts.dispatcher.transport.native,
         ("start", "plan_allreduce"),
     ),
     "shared memory": (
-        lambda coll: coll._dispatcher.repertoire.within,
+        lambda coll: coll.parts.dispatcher.repertoire.within,
         ("start",),
     ),
     "lane": (_steps, ("submit",)),
     "peer": (
-        lambda coll: next(iter(getattr(coll._dispatcher.transport, "_peers", {}).values()), None),
+        lambda coll: next(iter(getattr(coll.parts.dispatcher.transport, "_peers", {}).values()), None),
         ("send", "offer", "fetch"),
     ),
 }
@@ -160,12 +159,10 @@ async def _survives(coll: Communicator, place: str, name: str, k: int, operation
     async with asyncio.timeout(20):  # what failed owns nothing any more, and everything else goes on
         assert (await coll.allreduce(t.fill_(1))).sum() == LONG * coll.size
     await coll.barrier()
-    thread = module._thread._thread
-    assert thread is None or thread.is_alive()
     assert not Progress.current().large
     met = bool(await coll.allreduce(int(met), op="max"))
     async with asyncio.timeout(20):  # a close that comes before word of the abort raises it
-        while met and one._dispatcher.refusal is None:  # noqa: ASYNC110
+        while met and one.parts.dispatcher.refusal is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
     return met
 
@@ -238,7 +235,7 @@ async def test_h7_a_fault_on_all_ranks_fails_the_operation_on_all(coll: Communic
     of_others = len(in_flight)  # tests that gave a communicator up
     for impl in ("ring", "doubling"):
         one = await coll.dup()
-        fault = Fault(one._dispatcher.transport, "isend", 0, after=False)
+        fault = Fault(one.parts.dispatcher.transport, "isend", 0, after=False)
         t = torch.ones(LONG)
         with pytest.raises(BackendError, match="Boom"):
             await one.allreduce(t, impl=impl)

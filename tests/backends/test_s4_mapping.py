@@ -71,7 +71,7 @@ def test_s4_another_tensor_at_the_same_address_is_another() -> None:
         address = t.data_ptr()
         del t
     assert torch.frombuffer(memory, dtype=torch.uint8).data_ptr() == address
-    assert len(pair.lender._lent) == len(pair.borrower._borrowed) == 1
+    assert len(pair.lender.lent) == len(pair.borrower.borrowed) == 1
 
 
 def test_s4_views_of_one_storage_share_a_mapping() -> None:
@@ -92,7 +92,7 @@ def test_s4_a_resized_storage_is_described_anew() -> None:
     t.fill_(3)
     assert torch.equal(pair.lend(t), t)
     assert pair.mapper.exported == 2
-    assert len(pair.borrower._borrowed) == 1
+    assert len(pair.borrower.borrowed) == 1
 
 
 def test_s4_a_storage_that_is_resized_while_a_loan_uses_it_goes_with_the_loan() -> None:
@@ -103,12 +103,12 @@ def test_s4_a_storage_that_is_resized_while_a_loan_uses_it_goes_with_the_loan() 
     t.untyped_storage().resize_(400_000)
     t.fill_(2)
     pair.lend(t)
-    assert len(pair.borrower._borrowed) == 2
+    assert len(pair.borrower.borrowed) == 2
     loan, _ = pair.hear(said, t)  # what it names has not been let go of
     loan.end()
     late.end()
     pair.lend(t)
-    assert len(pair.borrower._borrowed) == len(pair.mapper.opened) == 1
+    assert len(pair.borrower.borrowed) == len(pair.mapper.opened) == 1
 
 
 def test_s4_what_died_is_let_go_of_when_another_storage_is_lent() -> None:
@@ -122,9 +122,9 @@ def test_s4_what_died_is_let_go_of_when_another_storage_is_lent() -> None:
     pair.lend(kept)
     assert len(pair.mapper.opened) == 2  # nobody has been told: what is known is lent without a look at the others
     pair.lend(torch.ones(5))
-    assert len(pair.mapper.opened) == len(pair.lender._lent) == 2
+    assert len(pair.mapper.opened) == len(pair.lender.lent) == 2
     pair.look()
-    assert len(pair.mapper.opened) == len(pair.lender._lent) == 1
+    assert len(pair.mapper.opened) == len(pair.lender.lent) == 1
 
 
 def test_s4_an_announcement_tells_of_as_much_that_died_as_it_has_room_for() -> None:
@@ -163,7 +163,7 @@ def test_s4_among_many_all_that_died_are_found_in_the_end() -> None:
         pair.lend(other)
     del dying, other
     pair.look()
-    assert len(pair.lender._lent) == len(pair.mapper.opened) == 100
+    assert len(pair.lender.lent) == len(pair.mapper.opened) == 100
 
 
 def test_s4_what_is_dead_for_the_others_stays_while_my_loan_uses_it() -> None:
@@ -190,7 +190,7 @@ def test_s4_what_lives_is_described_once_however_much_there_is() -> None:
         assert pair.mapper.exported == len(pair.mapper.opened) == len(ts)
     del ts[1:], t
     pair.look()
-    assert len(pair.lender._lent) == len(pair.mapper.opened) == 1
+    assert len(pair.lender.lent) == len(pair.mapper.opened) == 1
 
 
 def test_s4_two_loans_in_flight_are_understood_in_either_order() -> None:
@@ -243,13 +243,13 @@ def test_s4_what_was_announced_but_never_opened_is_discarded() -> None:
     hearing.hear(0, said, 3)
     hearing.end()
     loan.end()
-    description = pair.lender.lend(t).descriptions[1]
+    lent = pair.lender.lend(t)
+    pair.lender.release_loan(lent)
     del t
     other = torch.ones(2)
-    pair.lender._lent.popitem()[1].users = 0
-    pair.borrower.release(0, [1])
+    pair.borrower.release(0, [lent.number])
     with pytest.raises(AssertionError, match="once"):
-        pair.mapper.open(description, CPU)
+        pair.mapper.open(lent.descriptions[1], CPU)
     pair.lend(other)
 
 
@@ -333,7 +333,7 @@ def test_s4_any_order_of_loans_deaths_and_messages(seed: int) -> None:
                     del seen
                     borrowing.end()
                     lending.end()
-    assert len(pair.mapper.opened) == len(pair.borrower._borrowed)
+    assert len(pair.mapper.opened) == len(pair.borrower.borrowed)
 
 
 def _address(memory: bytearray) -> int:
@@ -404,7 +404,7 @@ def test_s4_torch_maps_memory_of_another_process_on_my_device(shared: Shared, mo
     t = torch.zeros(10)
     description = shared.described(t)
     assert len(description) < 400  # so that a frame has room for it
-    monkeypatch.setattr(mapping_module, "_process", lambda: (0, 0))
+    monkeypatch.setattr(mapping_module, "this_process", lambda: (0, 0))
     monkeypatch.setattr(mapping_module, "flat", lambda storage, device: torch.empty(0, dtype=torch.uint8).set_(storage))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"idle on {device}")
     entered: list[object] = []
@@ -428,7 +428,7 @@ def test_s4_torch_maps_memory_of_another_process_on_my_device(shared: Shared, mo
 
 def opened_elsewhere(monkeypatch: pytest.MonkeyPatch, query: Callable[[], bool]) -> Mapper:
     """Return a mapper for which all descriptions are of another process, and its stream's `query`."""
-    monkeypatch.setattr(mapping_module, "_process", partial(next, zip(repeat(0), count())))
+    monkeypatch.setattr(mapping_module, "this_process", partial(next, zip(repeat(0), count())))
     monkeypatch.setattr(mapping_module, "flat", lambda storage, device: torch.empty(0, dtype=torch.uint8).set_(storage))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: type("_", (), {"query": staticmethod(query)}))
     monkeypatch.setattr(mapping_module, "OnStream", lambda stream: nullcontext())

@@ -29,8 +29,8 @@ CHUNKS = {"ring": (1, 3), "tree": (2,), "chain": (1, 3, 100)}
 
 async def perform(coll: Communicator, make: Callable[[Endpoint], Program[object]], tag: int = 1 << 21) -> None:
     """Run the program that `make` makes of an endpoint as the next operation of all ranks."""
-    ep = Endpoint(coll._transport, tag)
-    await coll._dispatcher.collective(Fingerprint("scheduled"), make(ep))
+    ep = Endpoint(coll.parts.transport, tag)
+    await coll.parts.dispatcher.collective(Fingerprint("scheduled"), make(ep))
 
 
 def all_of(operation: str) -> Iterator[Scheduled]:

@@ -36,8 +36,8 @@ def forms(coll: Communicator, limits: dict[str, int] = SMALL_PIECES) -> list[tup
 
 
 async def perform(coll: Communicator, make: Callable[[Endpoint], Program[object]]) -> None:
-    ep = Endpoint(coll._transport, (1 << 21) + coll.seq)
-    await coll._dispatcher.collective(Fingerprint("hierarchical"), make(ep))
+    ep = Endpoint(coll.parts.transport, (1 << 21) + coll.seq)
+    await coll.parts.dispatcher.collective(Fingerprint("hierarchical"), make(ep))
 
 
 def brought(size: int, n: int) -> list[Tensor]:
@@ -78,9 +78,9 @@ async def test_a4_lists_of_small_and_large_tensors(coll: Communicator, kind: str
     for (_, form), root in product(forms(coll, TOGETHER), range(coll.size)):
         parts = [brought(coll.size, n) for n in sizes]
         ts = [each[coll.rank].clone() for each in parts]
-        ep = Endpoint(coll._transport, (1 << 21) + coll.seq, traffic=Traffic(), shared=True)
+        ep = Endpoint(coll.parts.transport, (1 << 21) + coll.seq, traffic=Traffic(), shared=True)
         program = lockstep([form.run(ep, Operation(kind, t, root=root)) for t in ts])
-        await coll._dispatcher.collective(Fingerprint("hierarchical"), program)
+        await coll.parts.dispatcher.collective(Fingerprint("hierarchical"), program)
         for t, each in zip(ts, parts, strict=True):
             total = torch.stack(each).sum(0)
             expected = {"allreduce": total, "broadcast": each[root]}.get(kind, total if coll.rank == root else None)
@@ -92,9 +92,9 @@ async def test_a4_many_in_flight_do_not_mix(coll: Communicator) -> None:
     _, form = forms(coll)[0]
     ts = [torch.full((40,), float(coll.rank + i)) for i in range(20)]
     handles = [
-        coll._dispatcher.collective(
+        coll.parts.dispatcher.collective(
             Fingerprint("hierarchical"),
-            form.run(Endpoint(coll._transport, (1 << 21) + coll.seq), Operation("allreduce", t)),
+            form.run(Endpoint(coll.parts.transport, (1 << 21) + coll.seq), Operation("allreduce", t)),
         )
         for t in ts
     ]

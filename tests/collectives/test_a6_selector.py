@@ -140,7 +140,7 @@ async def test_a6_limits(coll: Communicator, monkeypatch: pytest.MonkeyPatch) ->
 
     def counted(self, t, dst, tag, done):  # type: ignore[no-untyped-def]
         nonlocal sent
-        sent += self is coll._transport
+        sent += self is coll.parts.transport
         isend(self, t, dst, tag, done)
 
     monkeypatch.setattr(LocalTransport, "isend", counted)
@@ -158,7 +158,7 @@ async def test_a6_limits(coll: Communicator, monkeypatch: pytest.MonkeyPatch) ->
     coll.selector.set_limit("ring.chunks", 2)
     assert await messages() - 1 == 2 * (one - 1)
     coll.selector.set_limit("large_bytes", 1 << 30)
-    assert (coll.selector.limits["large_bytes"], coll._dispatcher.large_bytes) == (1 << 30, 1 << 30)
+    assert (coll.selector.limits["large_bytes"], coll.parts.dispatcher.large_bytes) == (1 << 30, 1 << 30)
     coll.leave_to_thread(1 << 16)
     assert coll.selector.limits["large_bytes"] == 1 << 16
 

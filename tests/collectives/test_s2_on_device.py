@@ -57,8 +57,6 @@ async def test_s2_where_nothing_is_queued_there_is_nothing_to_record(monkeypatch
     assert told == [None]
     assert queued == [None]
     assert not streams
-    assert work.fence._queued
-    assert work.fence._event is None
 
 
 async def test_s2_what_is_queued_is_waited_for_on_both_sides(
@@ -76,7 +74,6 @@ async def test_s2_what_is_queued_is_waited_for_on_both_sides(
         ended(work, told)
         await rounds()
         assert not told
-        assert work.fence._event is not None
     await until(told)
     assert told == [None]
     assert streams == [caller, stream]
@@ -137,6 +134,7 @@ async def test_s2_a_result_is_the_callers_when_it_ends_well(simulated_cuda: Simu
 @pytest.mark.usefixtures("simulated_cuda")
 @pytest.mark.parametrize("dropped", [False, True])
 async def test_s2_threads_hand_the_gil_over_sooner_while_it_is_under_way(dropped: bool) -> None:
+    gc.collect()  # what an earlier test dropped in flight
     usual, waiting, told = sys.getswitchinterval(), list[Done](), list[Any]()
 
     def program() -> Program[None]:

@@ -415,7 +415,7 @@ async def test_s4_some_of_the_ranks_in_another_order(ranks_of: type[Ranks]) -> N
         for rank in group:
             expected = torch.stack([parts[i] for i in group]).sum(0) if rank == group[1] else parts[rank]
             assert torch.equal(ts[rank].cpu(), expected)
-    assert len(ranks.mappings[0]._lent) == 1
+    assert len(ranks.mappings[0].lent) == 1
     await ranks.close()
 
 
@@ -433,10 +433,10 @@ async def test_s4_the_first_rank_of_each_device_works(
         seen.append((into.device, into.numel()))
         plain(into, ts, op)
 
-    plain = cuda_ipc._reduce
-    monkeypatch.setattr(cuda_ipc, "_reduce", reduce)
+    plain = cuda_ipc.reduce
+    monkeypatch.setattr(cuda_ipc, "reduce", reduce)
     for impl in ranks.impls:
-        impl._limits = USUAL_LIMITS  # of one piece
+        impl.limits = USUAL_LIMITS  # of one piece
     await ranks.perform(ranks_of.summing(ts))
     for t in ts:
         assert torch.equal(t.cpu(), torch.stack(parts).sum(0))
@@ -462,10 +462,10 @@ async def test_s4_nothing_is_asked_of_a_device_with_nothing_queued(
             watched.append(stream)
             events.watch(stream, then)
 
-    events = ranks.impls[0]._events
+    events = ranks.impls[0].events
     futures = []
     for rank, (impl, t, stream) in enumerate(zip(ranks.impls, ts, ranks.streams, strict=True)):
-        monkeypatch.setattr(impl, "_events", Watched())
+        monkeypatch.setattr(impl, "events", Watched())
         with torch.cuda.stream(stream):
             futures.append(
                 ranks.begin(rank, 1, partial(lambda t, impl, ep: impl.run(ep, Operation("broadcast", t)), t))
@@ -508,20 +508,20 @@ async def test_s4_communicators_of_a_world_share_mappings(coll: Communicator) ->
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiodist.backends.cuda_ipc.mappings._LOOK_SECONDS", 1e-3)
+    monkeypatch.setattr("aiodist.backends.cuda_ipc.mappings.LOOK_SECONDS", 1e-3)
 
 
 @pytest.mark.usefixtures("simulated_mapper", "soon")
 @pytest.mark.ranks(3, backend="local")
 async def test_s4_memory_goes_back_where_no_other_operation_follows(coll: Communicator) -> None:
-    mappings: Any = coll._registry.accelerator._mappings  # type: ignore[union-attr]
+    mappings: Any = coll.parts.registry.accelerator.mappings
     kept, t = (torch.full((n,), 1.0, device="cuda") for n in (300, 400))
     for each in (kept, t):
         await coll.allreduce(each, impl="cuda_ipc")
-    assert len(mappings._lent) == 2
+    assert len(mappings.lent) == 2
     del each, t
     async with asyncio.timeout(SECONDS):
-        while len(mappings._lent) > 1 or len(mappings._borrowed) > 2:  # noqa: ASYNC110  - nobody tells that it is done
+        while len(mappings.lent) > 1 or len(mappings.borrowed) > 2:  # noqa: ASYNC110  - nobody tells that it is done
             await asyncio.sleep(1e-3)
     await coll.allreduce(kept, impl="cuda_ipc")
     assert torch.equal(kept.cpu(), torch.full((300,), float(coll.size**2)))
@@ -585,5 +585,5 @@ async def test_s4_mappings_go_when_tensors_die(ranks_of: type[Ranks]) -> None:
         ts = ranks_of.on_device(parts)
         await ranks.perform(ranks_of.summing(ts))
         assert all(torch.equal(t.cpu(), torch.stack(parts).sum(0)) for t in ts)
-    assert all(len(mappings._borrowed) <= 2 and len(mappings._lent) <= 2 for mappings in ranks.mappings)
+    assert all(len(mappings.borrowed) <= 2 and len(mappings.lent) <= 2 for mappings in ranks.mappings)
     await ranks.close()

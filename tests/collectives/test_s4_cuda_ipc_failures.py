@@ -111,11 +111,12 @@ async def test_s4_work_that_fails_is_an_error_everywhere(
     ranks = ranks_of(2)
     ts = ranks_of.on_device(ranks_of.brought(2, 600))
 
-    def fail(*args: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    class Full(dict[str, int]):
+        def __getitem__(self, name: str) -> int:
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(ranks.impls[1], "_allreduced", fail)
+        patched.setattr(ranks.impls[1], "limits", Full())
         errors = await failures(ranks, ranks_of.summing(ts))
     assert isinstance(errors[1], BackendError)
     assert isinstance(errors[1].__cause__, torch.OutOfMemoryError)

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiodist.collectives.arithmetic import _TAKES
+from aiodist.collectives.arithmetic import TAKES
 from aiodist.collectives.cuda import fused
-from aiodist.collectives.cuda.ipc import _reduce
+from aiodist.collectives.cuda.ipc import reduce
 from aiodist.testing.seams.transport import Operation
 from aiodist.types import ReduceOp
 
@@ -125,7 +125,7 @@ def bits(t: Tensor) -> Tensor:
 
 CASES = [
     (op, kind)
-    for op, kinds in _TAKES.items()
+    for op, kinds in TAKES.items()
     for kind in sorted(kinds, key=str)
     if not kind.is_complex and kind is not torch.bool  # which come as bytes
 ]
@@ -139,7 +139,7 @@ def test_s4_the_kernel_does_what_torch_does(op: ReduceOp, kind: torch.dtype) -> 
     for count, numel, starts in product((2, 3), (1, 7, 1000, 4003), ((0, 0, 0), (3, 3, 3), (0, 1, 5))):
         ts = brought(numel, kind, count, starts)
         expected, plain = ts[0].clone(), [t.clone() for t in ts]
-        _reduce(expected, [expected, *plain[1:]], op)
+        reduce(expected, [expected, *plain[1:]], op)
         out = torch.zeros(numel, dtype=kind)
         if count == 3:
             assert fused.reduce([out], ts, op)

@@ -20,7 +20,7 @@ processes = pytest.mark.ranks(2, backend=("openmpi", "shm"))
 
 
 def inside(coll: Communicator, t: Tensor) -> bool:
-    near = coll._registry.near
+    near = coll.parts.registry.near
     return near is not None and near.locate(t) is not None
 
 

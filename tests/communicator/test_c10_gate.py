@@ -63,7 +63,7 @@ async def test_h1_it_goes_through_while_user_code_computes(coll: Communicator, n
 @on_processes
 async def test_c10_a_gate_at_which_nothing_waits_is_not_polled(coll: Communicator, until: Any) -> None:
     """Nor is what it compares in, whichever thread let the last one through."""
-    lanes = coll._registry._lanes
+    lanes = coll.parts.registry.lanes
     assert lanes is not None
     for numel in (1, 1 << 20):
         for turn in range(20):
@@ -78,8 +78,8 @@ async def test_c10_a_gate_at_which_nothing_waits_is_not_polled(coll: Communicato
 async def test_c10_what_is_kept_of_old_operations_is_bounded(coll: Communicator) -> None:
     for _ in range(1100):
         await coll.barrier()
-    assert len(coll._dispatcher._recent) <= 1024
-    assert not coll._dispatcher._failing
+    assert len(coll.parts.dispatcher.recent) <= 1024
+    assert not coll.parts.dispatcher.failing
 
 
 @pytest.mark.drawn(2)

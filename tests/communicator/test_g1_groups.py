@@ -442,10 +442,10 @@ def test_g5_the_driver_is_asked_where_torch_uses_no_device(monkeypatch: pytest.M
     driver = SimpleNamespace(cuDeviceGet=get, cuDeviceCanAccessPeer=can_access)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(peers, "_driver", lambda: driver)
+    monkeypatch.setattr(peers, "driver", lambda: driver)
     assert peers.peers_here() == [[1], [0], []]
     assert len(asked) == 6
-    monkeypatch.setattr(peers, "_driver", lambda: None)
+    monkeypatch.setattr(peers, "driver", lambda: None)
     assert peers.peers_here() == [[], [], []]
 
 

@@ -99,26 +99,26 @@ async def test_l3_a_message_that_may_lie_on_a_device_opens_none(
     coll: Communicator, simulated_cuda: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    accelerator = coll._registry.accelerator
+    accelerator = coll.parts.registry.accelerator
     assert accelerator is not None
     sent = coll.send(torch.ones(3), 1 - coll.rank)
     assert (await coll.recv()).is_cpu
     await sent
-    assert not accelerator._streams
+    assert not accelerator.streams
     sent = coll.send(torch.ones(3, device=coll.device), 1 - coll.rank)
     received = await coll.recv()
     await sent
     assert received.device == coll.device
     assert received.tolist() == [1.0] * 3
-    assert accelerator._streams
+    assert accelerator.streams
 
 
 @pytest.mark.ranks(2)
 async def test_l3_streams_go_back_to_those_who_need_one(coll: Communicator, simulated_cuda: object) -> None:
     await gather(*[coll.allreduce(torch.ones(5000, device=coll.device), impl="staged") for _ in range(60)])
-    accelerator = coll._registry.accelerator
+    accelerator = coll.parts.registry.accelerator
     assert accelerator is not None
-    streams = accelerator._streams[coll.device]
+    streams = accelerator.streams[coll.device]
     assert 0 < len(streams) <= 16
     assert not any(stream.users for stream in streams)
 

@@ -276,8 +276,8 @@ async def test_s3_an_exchange_that_hangs_is_late_and_can_be_aborted(
     work = await coll.dup()
     await work.allreduce(on(coll, torch.ones(4)), impl="nccl")
     await coll.barrier()
-    assert coll._registry.accelerator is not None
-    (group,) = coll._registry.accelerator.groups_of(work.name)
+    assert coll.parts.registry.accelerator is not None
+    (group,) = coll.parts.registry.accelerator.groups_of(work.name)
     stream: Any = group.stream
     if coll.rank == 0:
         stream.hold()  # its kernel never begins

@@ -27,8 +27,8 @@ EXIST = [
 
 
 def accelerator_of(coll: Communicator) -> Accelerator:
-    found = coll._registry.accelerator
-    assert found is not None
+    found = coll.parts.registry.accelerator
+    assert isinstance(found, Accelerator)
     return found
 
 
@@ -141,7 +141,7 @@ async def test_s3_queued_tensors_live_until_the_device_is_done(coll: Communicato
     for i in range(12):
         x = torch.full((4096,), float(i)).to(coll.device)
         handle = coll.allreduce(x, impl="nccl")
-        handle._consumed = True
+        handle.detach()
         del x, handle
         gc.collect()
         torch.empty(4096).to(coll.device).fill_(-1.0)
@@ -184,7 +184,7 @@ async def test_s3_queued_on_a_communicator_that_fails(coll: Communicator, fake_n
     stream: Any = group.stream
     stream.hold()
     handle = work.allreduce(torch.ones(4).to(coll.device), impl="nccl")
-    group._comm.fail_later()
+    group.comm.fail_later()
     with pytest.raises(BackendError, match="NCCL"):
         await handle
     stream.release()

@@ -295,7 +295,7 @@ async def test_s3_nccl_costs_little_more_than_calling_it(ranks: list[Rank]) -> N
         for _ in range(count):
             native.start(Operation("allreduce", t, op=ReduceOp.SUM), lambda error: None)
         spent["aiodist"] = (time.perf_counter() - began) / count
-        comm, op = group._comm, group.library.ops["sum"]
+        comm, op = group.comm, group.library.ops["sum"]
         while group.library.state(comm) != 0:  # in progress
             pass
         began = time.perf_counter()

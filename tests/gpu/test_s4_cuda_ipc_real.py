@@ -22,7 +22,7 @@ from torch import Tensor
 
 from aiodist import Communicator
 from aiodist.collectives.cuda import fused
-from aiodist.collectives.cuda.ipc import _reduce
+from aiodist.collectives.cuda.ipc import reduce
 from aiodist.types import ReduceOp
 
 pytestmark = [
@@ -232,7 +232,7 @@ def test_s4_the_kernel_does_what_torch_does(op: ReduceOp, kind: torch.dtype) -> 
                 ts.append(t)
                 rooms.append(room)
             expected, wide = ts[0].clone(), torch.stack(ts).cpu().double()
-            _reduce(expected, [expected, *ts[1:]], op)
+            reduce(expected, [expected, *ts[1:]], op)
             out = torch.zeros(numel, dtype=kind, device=device)
             assert fused.reduce([out], ts, op), "there is no kernel"
             assert fused.reduce(ts, ts, op)

@@ -14,24 +14,10 @@ import pytest
 from aiodist.handles import Handle, Progress, from_future
 from aiodist.streams import HostStream
 from aiodist.testing.seams.progress import ProgressThread, own_thread, progress_thread
-from tests.support.blocking import blocked_until
+from tests.support.blocking import blocked_until, noted_pauses
 
 pytestmark = pytest.mark.timeout(60)
 ENOUGH = 15  # one in each millisecond are 200; a starved ticker gets next to none
-
-
-@pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
-    """The seconds that the progress thread sleeps between two looks, None without a limit."""
-    asked: list[float | None] = []
-    pause = progress_thread().pause
-
-    def noting(seconds: float | None, left_to_us: bool) -> None:
-        asked.append(seconds)
-        pause(seconds, left_to_us)
-
-    monkeypatch.setattr(progress_thread(), "pause", noting)
-    return asked
 
 
 async def _ticks_during(storm: Callable[[], Awaitable[None]], seconds: float = 0.2) -> int:
@@ -89,8 +75,9 @@ async def test_h12_a_gather_of_many_lets_a_ticker_tick(bench: Any) -> None:
     assert await _ticks_during(storm) > ENOUGH
 
 
-async def test_h12_a_parked_wait_costs_little(bench: Any, pauses: list[float], until: Any) -> None:
+async def test_h12_a_parked_wait_costs_little(bench: Any, monkeypatch: pytest.MonkeyPatch, until: Any) -> None:
     """The loop's thread sleeps, and the progress thread too, but for a look in each millisecond at what is polled."""
+    pauses = noted_pauses(monkeypatch)
     operation = await bench.issue()
     waiting = asyncio.ensure_future(operation.handle)
     if bench.kind == "polled":
@@ -115,18 +102,18 @@ async def test_h12_a_parked_handle_is_polled_by_the_thread_alone(transport: Any,
     await asyncio.wait_for(waiting, 10)
 
 
-async def test_h12_completions_reach_the_loop_in_batches(transport: Any) -> None:
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_h12_completions_reach_the_loop_in_batches(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wake-up costs as much as twenty completions."""
     progress = Progress.current()
-    wakes = 0
-    run = progress._run_posted
+    wakes, wake = 0, progress.loop.call_soon_threadsafe
 
-    def counted() -> None:
+    def counted(*call: Any, **context: Any) -> asyncio.Handle:
         nonlocal wakes
         wakes += 1
-        run()
+        return wake(*call, **context)
 
-    progress._run_posted = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(progress.loop, "call_soon_threadsafe", counted)
     handles: list[Handle[int]] = [Handle(progress, "small") for _ in range(500)]
     waiting = [asyncio.ensure_future(h) for h in handles]
     await asyncio.sleep(0)

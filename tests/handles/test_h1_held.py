@@ -62,7 +62,7 @@ Issue = tuple[threading.Event, ref[Buffer], ref[Progress]]
 def issued() -> Issue:
     progress, buffer = Progress.current(), Buffer()
     device = Device(progress)
-    device.submit(progress, buffer)._consumed = True  # or it warns that it was dropped
+    device.submit(progress, buffer).detach()  # or it warns that it was dropped
     return device.over, ref(buffer), ref(progress)
 
 

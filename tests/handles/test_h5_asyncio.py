@@ -248,7 +248,7 @@ async def test_h5_leaving_our_as_completed_early_forgets_its_waiters(bench: Any)
     async for _ in iterator:
         break
     await iterator.aclose()
-    assert not operations[1].handle._waiters
+    assert not operations[1].handle.awaited
     _finish(operations[1:])
     await aiodist.handles.gather(*[o.handle for o in operations[1:]])
 

@@ -118,6 +118,6 @@ async def test_h6_a_thousand_cancelled_waits_leave_nothing_behind(bench: Any) ->
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
-    assert not operation.handle._waiters
+    assert not operation.handle.awaited
     operation.finish()
     await operation.handle

@@ -130,7 +130,7 @@ async def test_h8_long_deadlines_of_what_is_over_cost_no_memory(transport: Any) 
 
 async def test_h8_timeout_names_what_is_pending_and_who_is_late(bench: Any) -> None:
     first, second = await bench.issue(), await bench.issue()
-    second.handle._late = lambda: LATE
+    second.handle.set_deadline(100, lambda: LATE)
     with pytest.raises(OperationTimeout) as caught:
         async with aiodist.handles.timeout(0.5):
             await asyncio.gather(first.handle, second.handle)
@@ -146,7 +146,7 @@ async def test_h8_timeout_names_what_is_pending_and_who_is_late(bench: Any) -> N
 
 async def test_h8_timeout_names_the_members_of_a_gather(bench: Any) -> None:
     first, second = await bench.issue(), await bench.issue()
-    second.handle._late = lambda: LATE
+    second.handle.set_deadline(100, lambda: LATE)
     first.handle.seq, second.handle.seq = 1, 2
     first.finish()
     await first.handle

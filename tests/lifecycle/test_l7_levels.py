@@ -28,7 +28,7 @@ def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
         return tuple(rank % 2 for rank in range(place.job.size))
 
     monkeypatch.setattr("socket.gethostname", name)
-    monkeypatch.setattr("aiodist.testing.ranks._Seat.hosts", property(hosts))
+    monkeypatch.setattr("aiodist.testing.ranks.Seat.hosts", property(hosts))
 
 
 async def halves(coll: Communicator) -> Any:

@@ -7,7 +7,11 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["blocked_until", "rounds"]
+import pytest
+
+from aiodist.testing.seams.progress import progress_thread
+
+__all__ = ["blocked_until", "noted_pauses", "rounds"]
 
 _PAUSE = threading.Event()  # never set: other threads get the interpreter meanwhile
 
@@ -24,3 +28,16 @@ async def rounds(count: int = 30) -> None:
     """Let the loop and other threads have so many turns: enough for what would go wrong to do so."""
     for _ in range(count):
         await asyncio.to_thread(lambda: None)
+
+
+def noted_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the list of the seconds that the progress thread sleeps between two looks from now on."""
+    asked: list[float] = []
+    pause = progress_thread().pause
+
+    def noting(seconds: float | None, left_to_us: bool) -> None:
+        asked.append(float("inf") if seconds is None else seconds)
+        pause(seconds, left_to_us)
+
+    monkeypatch.setattr(progress_thread(), "pause", noting)
+    return asked

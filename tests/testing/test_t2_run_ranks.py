@@ -363,7 +363,7 @@ def test_t2_the_clock_waits_for_a_stream_of_the_host() -> None:
 
 @pytest.mark.timeout(50)
 def test_t2_threads_that_are_to_be_woken_do_not_hold_the_clock_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "_GRACE_SECONDS", 100.0)  # what a thread that is at work would get
+    monkeypatch.setattr(clock, "GRACE_SECONDS", 100.0)  # what a thread that is at work would get
 
     async def main() -> float:
         async with aiodist.init() as coll, HostStream("idle") as idle:

@@ -49,7 +49,7 @@ class Mapper:
             uuid = str(torch.cuda.get_device_properties(device).uuid)
         except RuntimeError as error:
             raise BackendError(f"memory of {t.device} cannot be lent to other processes: {error}; {REMEDY}") from error
-        return pickle.dumps((_process(), address_of(storage), uuid, *shared))
+        return pickle.dumps((this_process(), address_of(storage), uuid, *shared))
 
     def open(self, description: bytes, device: torch.device) -> Mapped:
         """Return what another rank's `export` describes, as memory of `device`; BackendError where that fails.
@@ -57,7 +57,7 @@ class Mapper:
         Costs up to a millisecond where it is the first in its allocation.
         """
         process, cdata, uuid, handle, nbytes, offset, counter, slot, event = pickle.loads(description)
-        if process == _process():  # CUDA does not open what this process has already
+        if process == this_process():  # CUDA does not open what this process has already
             self.discard(description)
             return Own(cdata, device)
         # Torch knows by its handle alone which allocation is open, and would give the first device's mapping again.
@@ -152,6 +152,6 @@ def _lent(cdata: int) -> torch.UntypedStorage:
     return storage
 
 
-def _process() -> tuple[int, int]:
+def this_process() -> tuple[int, int]:
     """Return what no other process of this host has, in any container."""
     return os.stat("/proc/self/ns/pid").st_ino, os.getpid()

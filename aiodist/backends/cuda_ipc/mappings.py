@@ -51,7 +51,7 @@ FRAME_BYTES = 512
 """Of an announcement: numbers of storages that died, and a description or why there is none."""
 
 _TOPIC = "cuda_ipc"
-_LOOK_SECONDS = 1.0
+LOOK_SECONDS = 1.0
 _PART_SECONDS, _PART_LOOK_SECONDS = 2.0, 1e-3
 
 
@@ -130,9 +130,9 @@ class Mappings:
     def __init__(self, mapper: Mapper | None = None) -> None:
         self._mapper = mapper or Mapper()
         self._numbers = itertools.count(1)
-        self._lent: dict[int, _Lent] = {}  # by torch's object
+        self.lent: dict[int, _Lent] = {}  # by torch's object
         self._dead: dict[int, list[int]] = {}  # what each rank is still to hear of
-        self._borrowed: dict[tuple[int, int], _Borrowed] = {}  # by rank and its number
+        self.borrowed: dict[tuple[int, int], _Borrowed] = {}  # by rank and its number
         self._closed = False
         self.borrowers: set[int] = set()
         """The ranks that anything was ever described to."""
@@ -143,11 +143,11 @@ class Mappings:
         """Let go of everything but what a loan still uses; all operations are over, or given up."""
         with transport_lock:
             self._closed = True
-            for key, borrowed in list(self._borrowed.items()):
+            for key, borrowed in list(self.borrowed.items()):
                 if not borrowed.users:
                     borrowed.close()
-                    del self._borrowed[key]
-            self._lent = {key: lent for key, lent in self._lent.items() if lent.users}
+                    del self.borrowed[key]
+            self.lent = {key: lent for key, lent in self.lent.items() if lent.users}
             self._dead.clear()
 
     def collect(self) -> None:
@@ -163,15 +163,15 @@ class Mappings:
             raise BackendError("memory is shared with ranks whose communicator is closed")
         storage = t.untyped_storage()
         key = address_of(storage)
-        lent = self._lent.get(key)  # living: a weak reference keeps another storage from having the key
+        lent = self.lent.get(key)  # living: a weak reference keeps another storage from having the key
         if lent is None or not lent.is_all_of(storage):
             self._forget_dead()
-            if key in self._lent:  # it was resized while another loan uses what it was
+            if key in self.lent:  # it was resized while another loan uses what it was
                 self._forget(key)
             # Once it is described to others torch's allocator takes no more notes of who reads it.
             if t.is_cuda:
                 t.record_stream(torch.cuda.default_stream(t.device))
-            lent = self._lent[key] = _Lent(next(self._numbers), t)
+            lent = self.lent[key] = _Lent(next(self._numbers), t)
         lent.users += 1
         return lent
 
@@ -202,12 +202,12 @@ class Mappings:
         return told
 
     def _forget_dead(self) -> None:
-        for key, lent in list(self._lent.items()):
+        for key, lent in list(self.lent.items()):
             if lent.dead and not lent.users:
                 self._forget(key)
 
     def _forget(self, key: int) -> None:
-        lent = self._lent.pop(key)
+        lent = self.lent.pop(key)
         lent.forgotten = True
         if not lent.users:
             self._declare_dead(lent)
@@ -220,18 +220,18 @@ class Mappings:
 
     def borrow(self, rank: int, number: int, description: bytes | None) -> _Borrowed:
         """Return a storage of `rank`, in use until `return_to`."""
-        borrowed = self._borrowed.get((rank, number))
+        borrowed = self.borrowed.get((rank, number))
         if borrowed is None:
             if description is None or self._closed:
                 raise BackendError(f"rank {rank} has lent storage {number} as known, which is not mapped here")
-            borrowed = self._borrowed[rank, number] = _Borrowed(self._mapper, description)
+            borrowed = self.borrowed[rank, number] = _Borrowed(self._mapper, description)
             self.lenders.add(rank)
         borrowed.users += 1
         return borrowed
 
     def return_to(self, rank: int, number: int) -> None:
         """Say that a loan of what `rank` lends is over."""
-        borrowed = self._borrowed.get((rank, number))
+        borrowed = self.borrowed.get((rank, number))
         if borrowed is not None:
             borrowed.users -= 1
             self._release(rank, number, borrowed)
@@ -239,14 +239,14 @@ class Mappings:
     def release(self, rank: int, numbers: Sequence[int]) -> None:
         """Let go of what `rank` has declared dead, as soon as no loan uses it."""
         for number in numbers:
-            borrowed = self._borrowed.get((rank, number))
+            borrowed = self.borrowed.get((rank, number))
             if borrowed is not None:
                 borrowed.dead = True
                 self._release(rank, number, borrowed)
 
     def _release(self, rank: int, number: int, borrowed: _Borrowed) -> None:
         if borrowed.dead and not borrowed.users:
-            del self._borrowed[rank, number]
+            del self.borrowed[rank, number]
             borrowed.close()
 
 
@@ -359,10 +359,10 @@ class ReleaseNotices(Quiet):
         self._channel = channel
         self._parted: set[int] = set()
         channel.subscribe(_TOPIC, self._told)
-        self._next = progress.loop.call_later(_LOOK_SECONDS, self._look)
+        self._next = progress.loop.call_later(LOOK_SECONDS, self._look)
 
     def _look(self) -> None:
-        self._next = self._progress.loop.call_later(_LOOK_SECONDS, self._look)
+        self._next = self._progress.loop.call_later(LOOK_SECONDS, self._look)
         self._progress.start(self._tell)
 
     def _tell(self) -> None:

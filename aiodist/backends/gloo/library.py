@@ -45,8 +45,8 @@ __all__ = ["ProcessGroup", "Work", "c10d"]
 FOREVER: Final = timedelta(days=3000)  # deadlines are the handles' business
 CLOSE_SECONDS: Final = 5.0
 
-_PIECE_BYTES = 1 << 30
-_SETUP_SECONDS = 60.0
+PIECE_BYTES = 1 << 30
+SETUP_SECONDS = 60.0
 
 FRAMES, _NEVER, PAYLOADS, LAST_PAYLOAD = 0, 1, 2, 1 << 30  # gloo's tags
 
@@ -65,7 +65,7 @@ def empty(nbytes: int) -> Tensor:
 
 def pieces(flat: Tensor) -> list[Tensor]:
     """Return `flat` in pieces whose counts every library can hold."""
-    most = _PIECE_BYTES // flat.element_size()
+    most = PIECE_BYTES // flat.element_size()
     return [flat[start : start + most] for start in range(0, max(1, flat.numel()), most)]
 
 
@@ -91,7 +91,7 @@ class _ChannelStore(Store):
         self._ask(self._channel.set(f"gloo/{key}", bytes(value)))
 
     def get(self, key: str) -> bytes:
-        value: bytes = self._ask(self._channel.get(f"gloo/{key}", timeout=_SETUP_SECONDS))
+        value: bytes = self._ask(self._channel.get(f"gloo/{key}", timeout=SETUP_SECONDS))
         return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -145,7 +145,7 @@ class GlooRendezvous:
         options = make._Options()
         options._devices = self.devices
         options._threads = 2
-        options._timeout = timedelta(seconds=_SETUP_SECONDS)
+        options._timeout = timedelta(seconds=SETUP_SECONDS)
         return cast(ProcessGroup, make(store, rank, size, options))
 
     async def part(self) -> None:

@@ -129,13 +129,13 @@ class GlooTransport:
         A rank that is alone has neither `wire` nor `group`.
         """
         self._meeting = meeting
-        self._wire = wire
+        self.wire = wire
         self._path = path
         self._world_ranks = tuple(world_ranks)
         self._local = {world: rank for rank, world in enumerate(world_ranks)}
         self.rank = self._local[meeting.rank]
         self.size = len(world_ranks)
-        self._comm = zlib.crc32(path.encode()) | zlib.adler32(path.encode()) << 32
+        self.comm = zlib.crc32(path.encode()) | zlib.adler32(path.encode()) << 32
         self._closed = False
         self._peers: dict[int, GlooPeer] = {}
         if wire is not None:
@@ -146,7 +146,7 @@ class GlooTransport:
             self._native = GlooNative(group, self.rank, self._peers.values(), wire.tell)
             with transport_lock:
                 wire.at_close.add(self._native.close)
-                wire.join(self._comm, self)
+                wire.join(self.comm, self)
         self.native: Native | None = self._native
 
     def capabilities(self) -> Capabilities:
@@ -156,16 +156,16 @@ class GlooTransport:
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """Send `t`; done at once when it is short, else when it was received."""
-        if dst == self.rank or self._wire is None:
+        if dst == self.rank or self.wire is None:
             self._receiving.arrived(ArrivedMessage(self.rank, tag, t.nbytes, bytes_of(t).clone(), 0))
             done(None)
             return
         peer = self._peers[dst]
-        if t.nbytes <= self._wire.capacity:
-            error = peer.send(MESSAGE, tag=tag, comm=self._comm, nbytes=t.nbytes, data=t)
+        if t.nbytes <= self.wire.capacity:
+            error = peer.send(MESSAGE, tag=tag, comm=self.comm, nbytes=t.nbytes, data=t)
             done(error and again(error))
         else:
-            peer.offer(t, tag, self._comm, done)
+            peer.offer(t, tag, self.comm, done)
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
         """Receive into `t` a message of its size."""
@@ -196,7 +196,7 @@ class GlooTransport:
         if len(ranks) == 1:
             return GlooTransport(self._meeting, None, path, world_ranks, None)
         group = await self._meeting.group(path, list(ranks).index(self.rank), len(ranks))
-        return GlooTransport(self._meeting, self._wire, path, world_ranks, group)
+        return GlooTransport(self._meeting, self.wire, path, world_ranks, group)
 
     async def aclose(self, *, drained: bool) -> None:
         """Close it; what is pending fails. The world's closes the connections, which all its splits use."""
@@ -217,17 +217,17 @@ class GlooTransport:
         self._receiving.abort(error)
         if self._native is not None:
             self._native.abort()
-        if self._wire is not None:
-            self._wire.leave(self._comm)
+        if self.wire is not None:
+            self.wire.leave(self.comm)
             if owner:
-                self._wire.abort(error)
+                self.wire.abort(error)
 
     def _close(self, owner: bool) -> None:
-        if self._wire is not None and self._native is not None:
+        if self.wire is not None and self._native is not None:
             self._native.close()
-            self._wire.at_close.discard(self._native.close)
+            self.wire.at_close.discard(self._native.close)
             if owner:
-                self._wire.close()
+                self.wire.close()
                 self._meeting.devices.clear()
 
 

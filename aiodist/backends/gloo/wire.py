@@ -44,7 +44,7 @@ _HEADER = struct.Struct("<B3xiQqqq24x")  # kind, tag, communicator, number, byte
 HEADER_BYTES: Final = _HEADER.size  # 64: what follows is aligned for every dtype
 
 _POSTED = 4  # receives of frames that wait at each peer
-_CREDIT = 64  # frames after which a peer that hears nothing from us is told that they came
+CREDIT = 64  # frames after which a peer that hears nothing from us is told that they came
 
 
 class Frame(NamedTuple):
@@ -101,7 +101,7 @@ class Wire:
         self.progress = progress
         self.capacity = max(4096, (1 << 20) // size)
         """The longest data that travels in a frame, in bytes."""
-        self._open: dict[int, Member] = {}
+        self.members: dict[int, Member] = {}
         self._closed: set[int] = set()
         self._early: dict[int, list[tuple[int, Frame]]] = {}  # frames for communicators that this rank has not made yet
         self._closing = False
@@ -114,7 +114,7 @@ class Wire:
 
     def join(self, comm: int, member: Member) -> None:
         """Deliver the frames of `comm` to `member`."""
-        self._open[comm] = member
+        self.members[comm] = member
         for src, frame in self._early.pop(comm, ()):
             member.came(src, frame)
         for peer in self.peers.values():
@@ -122,7 +122,7 @@ class Wire:
                 member.lost(peer.rank, peer.error)
 
     def leave(self, comm: int) -> None:
-        self._open.pop(comm, None)
+        self.members.pop(comm, None)
         self._early.pop(comm, None)
         self._closed.add(comm)
 
@@ -137,7 +137,7 @@ class Wire:
             self.progress.attend()
 
     def came(self, src: int, frame: Frame) -> None:
-        member = self._open.get(frame.comm)
+        member = self.members.get(frame.comm)
         if member is not None:
             member.came(src, frame)
         elif frame.comm not in self._closed:
@@ -145,7 +145,7 @@ class Wire:
 
     def lost(self, rank: int, error: BackendError) -> None:
         if not self._closing:
-            for member in list(self._open.values()):
+            for member in list(self.members.values()):
                 member.lost(rank, error)
 
     def abort(self, error: BackendError) -> None:
@@ -182,7 +182,7 @@ class GlooPeer:
         self._wire = wire
         self.rank = rank
         self.error: BackendError | None = None  # why it can no longer be reached
-        self._sent: deque[Work] = deque()  # frames that must stay alive until the peer says that they came
+        self.sent: deque[Work] = deque()  # frames that must stay alive until the peer says that they came
         self._offers: dict[int, tuple[list[Work], Done]] = {}
         self._next_payload = PAYLOADS
         self._received = self._told = self._acknowledged = 0
@@ -208,7 +208,7 @@ class GlooPeer:
         self._told = self._received
         frame = Frame.write(kind, tag, comm, number, nbytes, self._told, data)
         try:
-            self._sent.append(self._wire.group.send([frame], self.rank, FRAMES))
+            self.sent.append(self._wire.group.send([frame], self.rank, FRAMES))
         except Exception as error:  # noqa: BLE001  - torch chooses the class
             return backend_error(error)
         return None
@@ -276,14 +276,14 @@ class GlooPeer:
             return
         frame = Frame.read(buffer, view)
         self._received += 1
-        if not 0 <= frame.acknowledged - self._acknowledged <= len(self._sent):
-            sent = f"{self._acknowledged + len(self._sent)} were sent to it, and {self._acknowledged} acknowledged"
+        if not 0 <= frame.acknowledged - self._acknowledged <= len(self.sent):
+            sent = f"{self._acknowledged + len(self.sent)} were sent to it, and {self._acknowledged} acknowledged"
             self._gone(BackendError(f"gloo: rank {self.rank} acknowledges {frame.acknowledged} frames: {sent}"))
             return
         for _ in range(frame.acknowledged - self._acknowledged):
-            self._sent.popleft()
+            self.sent.popleft()
         self._acknowledged = frame.acknowledged
-        if self._received - self._told >= _CREDIT:
+        if self._received - self._told >= CREDIT:
             self.send(CREDITS)
         if frame.kind == TAKEN:
             if (offer := self._offers.pop(frame.number, None)) is None:
@@ -324,5 +324,5 @@ class GlooPeer:
             thread.join(max(0.0, until - monotonic()))
         ended = not any(thread.is_alive() for thread in self._threads)
         if ended:  # else frames may still come, and what was sent is in use until one says that it came
-            self._sent.clear()
+            self.sent.clear()
         return ended

@@ -26,8 +26,8 @@ from aiodist.streams.current import device_index
 CLOSE_SECONDS = 5.0
 """How long closing waits for the other ranks."""
 
-_SPIN_SECONDS = 5e-5  # NCCL's thread launches what is connected within tens of microseconds
-_SPIN_ALONE_SECONDS = 2e-4  # a rank alone waits for nobody else
+SPIN_SECONDS = 5e-5  # NCCL's thread launches what is connected within tens of microseconds
+SPIN_ALONE_SECONDS = 2e-4  # a rank alone waits for nobody else
 
 _PRIORITY = -2  # torch has a pool for each: 0 is everybody's, -1 that of copies
 
@@ -99,14 +99,14 @@ class NcclGroup:
         """That of its kernels, from the first call on."""
         self._stream_number = 0
         self._staging = staging
-        self._comm: Any = None
+        self.comm: Any = None
         self._error: BaseException | None = None
         self._give_up = threading.Event()
         self._waiting: deque[NcclCall] = deque()
         self._launching: NcclCall | None = None
         self._pumping = False
         self._threads: list[_Thread] = []
-        self._last: _Work | None = None
+        self.last: _Work | None = None
         """The thread that holds the communicator while it is opened or ended."""
 
     # --- opening ----------------------------------------------------------------------------------------
@@ -142,17 +142,17 @@ class NcclGroup:
             self._fail(BackendError(f"rank 0 could not begin: {message.decode().rstrip()}"))
         else:
             connect = partial(self.library.connect, self.size, self.rank, message, self._give_up)
-            self._last = self._in_thread(connect, self._connected)
+            self.last = self._in_thread(connect, self._connected)
 
     def _connected(self, work: _Work) -> None:
         error = work.exception()
         if self._error is not None:
             if error is None:  # it was given up just when it was ready
-                self._last = self._started(work.result().abort)
+                self.last = self._started(work.result().abort)
         elif error is not None:
             self._fail(error)
         else:
-            self._comm = work.result()
+            self.comm = work.result()
             self._pump()
 
     # --- calls ------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class NcclGroup:
             return
         self._pumping = True
         try:
-            while self._waiting and self._comm is not None and self._launching is None:
+            while self._waiting and self.comm is not None and self._launching is None:
                 self._begin(self._waiting.popleft())
         finally:
             self._pumping = False
@@ -208,22 +208,22 @@ class NcclGroup:
             if call.stream is not None:
                 self._staging.order(self.stream, call.stream)
             if device_index() == self._index:
-                call.launch(self._comm, self._stream_number)
+                call.launch(self.comm, self._stream_number)
             else:  # NCCL is told the stream, and takes the device that is current
                 with torch.cuda.device(self._index):
-                    call.launch(self._comm, self._stream_number)
-            if (state := self.library.state(self._comm)) == IN_PROGRESS:
+                    call.launch(self.comm, self._stream_number)
+            if (state := self.library.state(self.comm)) == IN_PROGRESS:
                 state = self._spin()
         except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the call
             # The other ranks may have made this call: from here on the calls do not match.
-            self._fail(self.library.error(raised, call.what, self._comm))
+            self._fail(self.library.error(raised, call.what, self.comm))
         else:
             self._look(state)
 
     def _spin(self) -> int:
         """Wait a moment until what was called is launched; return the communicator's state."""
-        until = monotonic() + (_SPIN_ALONE_SECONDS if self.size == 1 else _SPIN_SECONDS)
-        while (state := self.library.state(self._comm)) == IN_PROGRESS and monotonic() < until:
+        until = monotonic() + (SPIN_ALONE_SECONDS if self.size == 1 else SPIN_SECONDS)
+        while (state := self.library.state(self.comm)) == IN_PROGRESS and monotonic() < until:
             pass
         return state
 
@@ -234,7 +234,7 @@ class NcclGroup:
         call = self._launching
         assert call is not None
         if state != SUCCESS:
-            self._fail(self.library.failure(self._comm, state, call.what))
+            self._fail(self.library.failure(self.comm, state, call.what))
             return True
         self._launching = None
         error: BackendError | None = None
@@ -242,7 +242,7 @@ class NcclGroup:
             try:
                 self._end_on_stream(call)
             except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the call
-                error = self.library.error(raised, call.what, self._comm)
+                error = self.library.error(raised, call.what, self.comm)
         call.done(error)
         return True
 
@@ -272,7 +272,7 @@ class NcclGroup:
                 self._threads.remove(thread)
                 thread.then(thread.work)
                 moved = True
-        if self._launching is not None and not self._pumping and self._look(self.library.state(self._comm)):
+        if self._launching is not None and not self._pumping and self._look(self.library.state(self.comm)):
             moved = True
             self._pump()
         return moved
@@ -298,10 +298,10 @@ class NcclGroup:
 
         To be asked now and then while an operation is pending: it costs a microsecond.
         """
-        if self._error is None and self._comm is not None:
-            state = self.library.state(self._comm)
+        if self._error is None and self.comm is not None:
+            state = self.library.state(self.comm)
             if state not in (SUCCESS, IN_PROGRESS):
-                self._fail(self.library.failure(self._comm, state, "an earlier call failed"))
+                self._fail(self.library.failure(self.comm, state, "an earlier call failed"))
         return None if self._error is None else again(self._error)
 
     def abort(self, error: BaseException) -> None:
@@ -316,14 +316,14 @@ class NcclGroup:
     def _fail(self, error: BaseException) -> None:
         comm = self._detach(error)
         if comm is not None:
-            self._last = self._started(comm.abort)
+            self.last = self._started(comm.abort)
         self._flush()
 
     def _detach(self, error: BaseException) -> Any:  # noqa: ANN401
         """Use the communicator no more, and return it if there is one."""
         self._error = error
         self._give_up.set()
-        comm, self._comm = self._comm, None
+        comm, self.comm = self.comm, None
         return comm
 
     def _flush(self) -> None:
@@ -354,12 +354,12 @@ class NcclGroup:
         if self._error is None:
             comm = self._detach(closed)
             if comm is not None:
-                self._last = self._started(partial(self.library.close, comm, CLOSE_SECONDS) if drained else comm.abort)
+                self.last = self._started(partial(self.library.close, comm, CLOSE_SECONDS) if drained else comm.abort)
             self._flush()
-        if self._last is None:
+        if self.last is None:
             done(None)
         else:
-            self._threads.append(_Thread(self._last, lambda work: done(None), monotonic() + 2 * CLOSE_SECONDS))
+            self._threads.append(_Thread(self.last, lambda work: done(None), monotonic() + 2 * CLOSE_SECONDS))
 
 
 class NcclGroups:

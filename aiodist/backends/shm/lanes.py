@@ -251,6 +251,11 @@ class ShmNative:
         arena, ordinary = zip(self._before, *[lane.brought for lane in self._lanes_open], strict=True)
         return sum(arena), sum(ordinary)
 
+    @property
+    def lent_bytes(self) -> int:
+        """How many bytes this rank has copied so far for the others to read, in the lanes that are open."""
+        return sum(lane.core.lent_bytes for lane in self._lanes_open)
+
     def supports(self, wanted: Wanted) -> bool:
         """Return True for each of its collectives: it takes every dtype and operator."""
         return wanted.operation in KINDS
@@ -264,14 +269,15 @@ class ShmNative:
         counts = () if o.kind == "alltoall" else tuple(o.counts)
         numel = 0 if o.kind in ("allgather", "alltoall") else o.t.numel()
         facts = (o.kind, dtype_code(o.t.dtype), op_code(o.op), o.root, numel, counts)
-        self._steps().submit(o, crc32(repr(facts).encode()), key, done)
+        self.steps().submit(o, crc32(repr(facts).encode()), key, done)
 
     def refuse(self, key: int) -> None:
         """Take no part any more in steps that have `key`, or those above it that are for parts; see `Lane.refuse`."""
         if self._closed is None:
-            self._steps().refuse(key)
+            self.steps().refuse(key)
 
-    def _steps(self) -> Lane:
+    def steps(self) -> Lane:
+        """Return the lane of what is a step of a program, opened at its first use."""
         if self._led is None:
             self._led = self.open("steps", led=True)
         return self._led

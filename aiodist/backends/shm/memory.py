@@ -87,7 +87,7 @@ class Arena:
     def reserve(self, nbytes: int) -> None:
         """Have room for `nbytes` more whose pages are there already, and stay."""
         nbytes = _in_pages(nbytes)
-        _check_room(nbytes)
+        check_room(nbytes)
         with self._lock:
             segment = self._add(nbytes, kept=True)
             try:
@@ -120,7 +120,7 @@ class Arena:
                 if start is not None:
                     break
             else:
-                _check_room(nbytes)  # addresses that were never used would stay
+                check_room(nbytes)  # addresses that were never used would stay
                 segment = self._add(max(nbytes, _SEGMENT_BYTES), kept=False)
                 start = segment.take(nbytes)
                 assert start is not None
@@ -128,7 +128,7 @@ class Arena:
         if not segment.kept:
             try:
                 if nbytes > _SMALL_BYTES:
-                    _check_room(nbytes)
+                    check_room(nbytes)
                 segment.fill(start, stop)
             except OSError as error:
                 self._free(segment, start, stop)
@@ -234,7 +234,7 @@ def segment_fd(name: str, nbytes: int) -> int:
 def reserved_fd(name: str, nbytes: int) -> tuple[int, int]:
     """Return the descriptor of a new memfd whose pages are there, and its bytes, in whole pages; raise MemoryError."""
     room = _in_pages(nbytes)
-    _check_room(room)
+    check_room(room)
     try:
         fd = segment_fd(name, room)
         try:
@@ -263,7 +263,7 @@ def _in_pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _check_room(nbytes: int) -> None:
+def check_room(nbytes: int) -> None:
     """Raise MemoryError where reserving would have the kernel kill somebody."""
     available = psutil.virtual_memory().available
     for limit, used in _LIMITS:

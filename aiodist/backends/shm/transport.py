@@ -34,20 +34,20 @@ class ShmTransport:
 
     def __init__(self, messages: Messages, path: str, world_ranks: Sequence[int]) -> None:
         """`world_ranks` are its ranks' ranks in the world, in order; `path` is its name, the same on all of them."""
-        self._messages = messages
+        self.messages = messages
         self._path = path
         self._world_ranks = tuple(world_ranks)
-        self._comm = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), signed=True)
+        self.comm = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), signed=True)
         self._closed = False
         self.rank = self._world_ranks.index(messages.rank)
         self.size = len(self._world_ranks)
         self.native: Native | None = None
         with transport_lock:
-            messages.join(self._comm, self._world_ranks)
+            messages.join(self.comm, self._world_ranks)
 
     @property
     def near(self) -> Neighbourhood:
-        return self._messages.near
+        return self.messages.near
 
     def capabilities(self) -> Capabilities:
         kept_from = short_bytes(len(self.near.members)) + 1
@@ -58,18 +58,18 @@ class ShmTransport:
 
         An error where the other rank is known to be gone; see [Note: ranks that are gone] of `messages`.
         """
-        self._messages.send(Send(t, self._comm, tag, done), self._world_ranks[dst])
+        self.messages.send(Send(t, self.comm, tag, done), self._world_ranks[dst])
 
     def _send_now(self, data: bytearray, dst: int, tag: int) -> bool:
-        return self._messages.send_now(data, self._comm, self._world_ranks[dst], tag)
+        return self.messages.send_now(data, self.comm, self._world_ranks[dst], tag)
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
         """Receive into `t`, whose rest is left alone where the message is shorter."""
         source = ANY if src == ANY else self._world_ranks[src]
-        self._messages.receive(Receive(t, self._comm, source, tag, done))
+        self.messages.receive(Receive(t, self.comm, source, tag, done))
 
     async def split(self, ranks: Sequence[int], name: str) -> Transport:
-        return ShmTransport(self._messages, f"{self._path}/{name}", [self._world_ranks[rank] for rank in ranks])
+        return ShmTransport(self.messages, f"{self._path}/{name}", [self._world_ranks[rank] for rank in ranks])
 
     async def aclose(self, *, drained: bool) -> None:
         """Fail what is pending. The world's ends all that were split from it, and gives their memory back.
@@ -81,13 +81,13 @@ class ShmTransport:
         self._closed = True
         error = BackendError(f"the shared memory of {self._path!r} was given up")
         with transport_lock:
-            self._messages.give_up(self._comm, error)
+            self.messages.give_up(self.comm, error)
             if self._path == _WORLD:
-                self._messages.close(error)
+                self.messages.close(error)
         if drained and self._path == _WORLD:
             await self._part()
             with transport_lock:
-                self._messages.release()
+                self.messages.release()
 
     async def _part(self) -> None:
         """Wait until no other rank waits for what lies in this one's memory: all have closed theirs too."""

@@ -87,10 +87,10 @@ class Accelerator:
         self._direct = direct
         self.device_messages = (DirectMessages if direct else StagedMessages)(self._staging)
         """Takes tensors to and from the host's transports."""
-        self._mappings = Mappings()
-        self._release_notices = ReleaseNotices(self._mappings, progress, channel)
+        self.mappings = Mappings()
+        self._release_notices = ReleaseNotices(self.mappings, progress, channel)
         self._failed = failed
-        self._streams: dict[torch.device, list[_Stream]] = {}
+        self.streams: dict[torch.device, list[_Stream]] = {}
         self._groups: nccl.NcclGroups | None = None
         self._slots: dict[str, Slots] = {}
         """By the name of a communicator that has NCCL."""
@@ -122,7 +122,7 @@ class Accelerator:
 
     def _take_stream(self, device: torch.device) -> _Stream:
         """Return a stream that no operation has just now; past `_MOST_STREAMS` one that few have."""
-        streams = self._streams.setdefault(device, [])
+        streams = self.streams.setdefault(device, [])
         for taken in streams:
             if not taken.users:
                 break
@@ -170,7 +170,7 @@ class Accelerator:
             return Primitives(ep, repertoire, together=together, later=True)
 
         def implementations(of: Mapping[str, int], together: bool) -> list[Implementation]:
-            within = None if no_ipc else CudaIpc(self._mappings, ranks, places, Events.of(self._progress), of)
+            within = None if no_ipc else CudaIpc(self.mappings, ranks, places, Events.of(self._progress), of)
             made: list[Implementation] = [] if self._direct else [Staged(self._staging, host, of, together)]
             if len(hosts) > 1:
                 made += Hierarchical.forms(hosts, topology.rank, within, of)

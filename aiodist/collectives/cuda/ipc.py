@@ -92,8 +92,8 @@ class CudaIpc(Implementation):
         self._mappings = mappings
         self._ranks = ranks
         self._places = places
-        self._events = events
-        self._limits = limits
+        self.events = events
+        self.limits = limits
         self._groups: dict[Sequence[int], _Group] = {}
         self._well = _frame(b"")
 
@@ -188,7 +188,7 @@ class CudaIpc(Implementation):
         for pieces in self._pieces([*ts, *into]):
             terms, (target, *others) = pieces[: len(ts)], pieces[len(ts) :]
             at = target.data_ptr()
-            _reduce(next((t for t in terms if t.data_ptr() == at), target), terms, op)
+            reduce(next((t for t in terms if t.data_ptr() == at), target), terms, op)
             for other in others:
                 copy(other, target)
 
@@ -196,7 +196,7 @@ class CudaIpc(Implementation):
         """Yield piece after piece of tensors of one size, counted as they are added up."""
         kind, numel = ts[0].dtype, ts[0].numel()
         itemsize = 4 if kind.is_floating_point and kind.itemsize == 2 else kind.itemsize
-        step = max(self._limits["cuda_ipc.piece_bytes"] // itemsize, 1)
+        step = max(self.limits["cuda_ipc.piece_bytes"] // itemsize, 1)
         if numel <= step:
             return iter((ts,) if numel else ())
         return zip(*(t.split(step) for t in ts), strict=True)
@@ -280,7 +280,7 @@ class CudaIpc(Implementation):
             done(None)
             return
         try:
-            self._events.watch(stream, done)
+            self.events.watch(stream, done)
         except RuntimeError as error:
             done(device_error(error))
 
@@ -353,7 +353,7 @@ def _is_widened(kind: dtype, op: ReduceOp, terms: int) -> bool:
     return rounds and kind.is_floating_point and kind.itemsize == 2
 
 
-def _reduce(into: Tensor, ts: Sequence[Tensor], op: ReduceOp) -> None:
+def reduce(into: Tensor, ts: Sequence[Tensor], op: ReduceOp) -> None:
     """Reduce `ts`, one of each rank, into `into`, which may be the first or the last of them; the others stay."""
     step = wire_op(op)
     if _is_widened(into.dtype, op, len(ts)):

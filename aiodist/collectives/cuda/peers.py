@@ -21,19 +21,19 @@ def peers_here() -> list[list[int]]:
 
 
 @cache
-def _driver() -> Any:  # noqa: ANN401
+def driver() -> Any:  # noqa: ANN401
     """Return the driver's library, ready to be asked; None where there is none."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    return None if driver.cuInit(0) else driver
+    return None if cuda.cuInit(0) else cuda
 
 
 def _reaches(device: int, peer: int) -> bool:
-    driver, reaches = _driver(), ctypes.c_int(0)
-    if driver is None:
+    cuda, reaches = driver(), ctypes.c_int(0)
+    if cuda is None:
         return False
     handles = ctypes.c_int(), ctypes.c_int()
-    failures = [driver.cuDeviceGet(ctypes.byref(handle), n) for handle, n in zip(handles, (device, peer), strict=True)]
-    return not any(failures) and not driver.cuDeviceCanAccessPeer(ctypes.byref(reaches), *handles) and reaches.value > 0
+    failures = [cuda.cuDeviceGet(ctypes.byref(handle), n) for handle, n in zip(handles, (device, peer), strict=True)]
+    return not any(failures) and not cuda.cuDeviceCanAccessPeer(ctypes.byref(reaches), *handles) and reaches.value > 0

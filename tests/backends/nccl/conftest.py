@@ -129,7 +129,7 @@ class World:
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., World]]:
     """`world(size, dawdle=…)`; nothing that NCCL would not have forgiven was done to it."""
     made: list[World] = []
-    for name in ("_SPIN_SECONDS", "_SPIN_ALONE_SECONDS"):
+    for name in ("SPIN_SECONDS", "SPIN_ALONE_SECONDS"):
         monkeypatch.setattr(group, name, 0.0)  # what is not launched at once is left to the poller
 
     def make(size: int, **options: Any) -> World:

@@ -154,10 +154,10 @@ async def test_s3_what_is_connected_just_when_it_is_given_up_is_let_go_of(world:
     with transport_lock:  # nobody else polls
         group.open(lambda mine, then: None)
         deadline = time.monotonic() + 10
-        while group._last is None and time.monotonic() < deadline:
+        while group.last is None and time.monotonic() < deadline:
             group.poll()
-        assert group._last is not None
-        comm = group._last.result(10)
+        assert group.last is not None
+        comm = group.last.result(10)
         group.abort(CommunicatorAborted("given up"))
     assert "given up" in str((await w.done([w.call(0, summed(full(w, 0)))]))[0])
     await until(lambda: not comm.is_valid)
@@ -220,7 +220,7 @@ async def test_s3_an_error_while_nccl_launches_belongs_to_the_call(
 ) -> None:
     w = world(1, dawdle=0)
     await check(w)
-    monkeypatch.setattr(w.comm(0), "launch", lambda works, stream: setattr(w.comm(0), "_pending", lambda: False))
+    monkeypatch.setattr(w.comm(0), "launch", lambda works, stream: setattr(w.comm(0), "pending", lambda: False))
     call = w.call(0, summed(full(w, 0)))
     behind = w.call(0, summed(full(w, 0)))
     await until(lambda: len(w.owned[0]) > 0)
@@ -350,7 +350,7 @@ async def test_s3_kernels_are_on_a_stream_of_the_groups_own(world: Make) -> None
     await check(w, "b")
     groups = [w.group(rank, name) for name in ("a", "b") for rank in range(2)]
     own = [group.stream for group in groups if group.stream is not None]
-    assert [group._comm.streams for group in groups] == [{stream.cuda_stream} for stream in own]
+    assert [group.comm.streams for group in groups] == [{stream.cuda_stream} for stream in own]
     assert not set(own) & set(w.streams)
     assert len({(stream.device_index, stream.cuda_stream) for stream in own}) == 4
 
@@ -359,7 +359,7 @@ async def test_s3_an_operation_does_not_wait_for_the_producers_of_later_ones(wor
     w = world(2)
     await check(w, "a")
     await check(w, "b")
-    w.group(1, "b")._comm.hangs = True
+    w.group(1, "b").comm.hangs = True
     first = w.streams[0]
     t = full(w, 0, 2.0)
     await w.done([w.call(0, summed(t), name="a"), w.call(1, summed(full(w, 1, 2.0)), name="a")])
@@ -433,7 +433,7 @@ async def test_s3_a_done_that_issues_more_keeps_the_order(world: Make) -> None:
     assert firsts == lasts == list(range(count))  # where it opens in between, some lasts come before later firsts
 
 
-@pytest.mark.parametrize(("size", "name"), [(1, "_SPIN_ALONE_SECONDS"), (2, "_SPIN_SECONDS")])
+@pytest.mark.parametrize(("size", "name"), [(1, "SPIN_ALONE_SECONDS"), (2, "SPIN_SECONDS")])
 async def test_s3_what_nccl_launches_soon_is_waited_for_at_once(
     world: Make, monkeypatch: pytest.MonkeyPatch, size: int, name: str
 ) -> None:

@@ -241,7 +241,7 @@ def test_s3_a_communicator_that_is_never_complete_is_given_up(monkeypatch: pytes
     assert fake.calls == ["init", "abort"]
     alone = ours.connect(1, 0, ours.unique_id(), threading.Event())
     other = fake.Communicator.init(2, 0, fake.get_unique_id(), FakeConfig(blocking=False))
-    other._pending = None
+    other.pending = None
     ours.close(other, 0.01)  # its peer never comes
     ours.close(alone, 1.0)
     assert not other.is_valid

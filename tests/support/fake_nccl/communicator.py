@@ -64,7 +64,7 @@ class FakeCommunicator:
         self.streams: set[int] = set()
         """On which anything was launched, by their handles."""
         self._gone = threading.Event()
-        self._pending: Callable[[], bool] | None = None
+        self.pending: Callable[[], bool] | None = None
         self._begun = 0
         self._sent: dict[tuple[str, int, int], int] = {}
         """How many messages of each pair began here."""
@@ -95,14 +95,14 @@ class FakeCommunicator:
                 self.error = INVALID_USAGE
             return True
 
-        self._pending = complete
+        self.pending = complete
 
     def finalize(self) -> None:
         """Be in progress until all ranks call it."""
         with self._call("finalize"):
             came = self._clique.at.setdefault("finalize", set())
             came.add(self.rank)
-            self._pending = lambda: len(came) == self.nranks
+            self.pending = lambda: len(came) == self.nranks
 
     def destroy(self) -> None:
         """Be gone."""
@@ -112,17 +112,17 @@ class FakeCommunicator:
     def abort(self) -> None:
         """It may be called while a kernel waits, but not beside another call."""
         with self._call("abort", quiet=True):
-            self._pending = None
+            self.pending = None
             self.is_valid = False
             self._gone.set()
 
     def get_async_error(self) -> int:
         """Return what goes on, or the code of an error."""
         with self._call("get_async_error", quiet=True):
-            if self.error is None and self._pending is not None:
-                if not self._pending():
+            if self.error is None and self.pending is not None:
+                if not self.pending():
                     return IN_PROGRESS
-                self._pending = None
+                self.pending = None
             return SUCCESS if self.error is None else self.error
 
     def get_last_error(self) -> str:
@@ -142,7 +142,7 @@ class FakeCommunicator:
                 if not self.is_valid:
                     self._nccl.violations.append(f"{self}: {name} on a communicator that is gone")
                     raise NcclInvalid(f"Cannot {name}: Communicator not initialized")
-                if self._pending is not None and not quiet:
+                if self.pending is not None and not quiet:
                     self._nccl.violations.append(f"{self}: {name} while it is in progress")
                     raise NCCLError(INVALID_USAGE)
                 if name != "get_async_error":
@@ -307,4 +307,4 @@ class FakeCommunicator:
             return True
 
         if not launched():
-            self._pending = launched
+            self.pending = launched
