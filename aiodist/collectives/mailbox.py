@@ -198,21 +198,22 @@ class Mailbox:
         `line` is where it was issued. `synchronous`: not before a receive has matched it.
         """
         self.note(self._sent % _PAYLOAD_TAGS + 1, line)
-        guarded(lambda told: self._send(t, dst, tag, kind, synchronous, told), done)
+        guarded(lambda told: self.carry(t, dst, tag, kind, synchronous, told), done)
 
-    def _send(self, t: Tensor, dst: int, tag: int, kind: int, synchronous: bool, done: Done) -> None:
+    def carry(self, t: Tensor, dst: int, tag: int, kind: int, synchronous: bool, done: Done) -> None:
+        """Begin the send; as `send`, but what it raises is not told to `done`."""
         flat = bytes_of(t)
         self._sent = number = self._sent % _PAYLOAD_TAGS + 1
         if synchronous:
             done = self._unanswered[number] = join(2, done)
-            self._listen()
+            self.listen()
         if dst == self._transport.rank:
             meta = unpack_meta(pack_meta(t))
             # What it is copied behind on a device is queued on the stream that is current now.
 
             def copied(data: Tensor | None, error: BaseException | None) -> None:
                 if data is not None:
-                    self._arrived(_Unexpected(kind, dst, tag, number, meta, _INLINE, data, synchronous))
+                    self.arrived(_Unexpected(kind, dst, tag, number, meta, _INLINE, data, synchronous))
                 done(error)
 
             if t.is_cpu:
@@ -272,7 +273,7 @@ class Mailbox:
             both(None)
         else:
             self._parting = both
-            self._listen()
+            self.listen()
 
     def receive(self, wanted: Wanted) -> None:
         """Give `wanted` the first message that matches, now or when it comes."""
@@ -284,7 +285,7 @@ class Mailbox:
                 return
         self._wanted.append(wanted)
         try:
-            self._listen()
+            self.listen()
         except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the receive
             if wanted in self._wanted:
                 self._wanted.remove(wanted)
@@ -299,7 +300,8 @@ class Mailbox:
         self._wanted.remove(wanted)
         wanted.cancel()
 
-    def _listen(self) -> None:
+    def listen(self) -> None:
+        """Receive the next header, if none is waited for."""
         if self._listening or self._transport.size == 1:
             return
         self._listening = True
@@ -316,7 +318,7 @@ class Mailbox:
         if error is not None:
             self.abort(error)
         elif self._wanted or self._unanswered or (self._parting is not None and not self._farewell_heard):
-            self._listen()
+            self.listen()
 
     def _take_in(self, frame: Tensor) -> None:
         """Take a message, an answer, or that the rank before this one in the ring says that it ends."""
@@ -329,7 +331,7 @@ class Mailbox:
         elif frame[0] == self._ANSWER:
             self._unanswered.pop(number)(None)
         else:
-            self._arrived(_read(frame))
+            self.arrived(_read(frame))
 
     def _answer(self, message: _Unexpected) -> None:
         """Tell who sent it that a receive has matched it."""
@@ -349,7 +351,8 @@ class Mailbox:
         if self._parting is not None:
             self._parting(error)
 
-    def _arrived(self, message: _Unexpected) -> None:
+    def arrived(self, message: _Unexpected) -> None:
+        """Give a message to the receive that takes it, or keep it for one."""
         self._heard_of += 1
         message.place = self._heard_of
         if not self._matched(message):
@@ -440,7 +443,7 @@ class Mailbox:
             if not on_device or wanted.work is None:
                 if into is None:
                     into = torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
-                self._take(message, bytes_of(into)[: meta.nbytes], told)
+                self.take(message, bytes_of(into)[: meta.nbytes], told)
                 return
             with wanted.work.current():
                 wanted.work.begin()
@@ -453,14 +456,15 @@ class Mailbox:
 
         guarded(take if message.unpacked is None else _there, finish)
 
-    def _take(self, message: _Unexpected, flat: Tensor, done: Done) -> None:
+    def take(self, message: _Unexpected, flat: Tensor, done: Done) -> None:
+        """Move the bytes of a message into `flat`, in the way that its header says."""
         if message.error is not None:
             done(message.error)
         elif message.data is not None:
             copy(flat, message.data)
             done(None)
         elif message.form == _RETURNED:
-            message.waiting.append(lambda _: guarded(partial(self._take, message, flat), done))
+            message.waiting.append(lambda _: guarded(partial(self.take, message, flat), done))
         elif message.form == _IN_PIECES:
             assert self.device_messages is not None
             pieces = self.device_messages.cut(flat)
@@ -490,7 +494,7 @@ class Mailbox:
             on_host(message.data, None)
         else:
             host = torch.empty(flat.numel(), dtype=torch.uint8, device="cpu")
-            guarded(partial(self._take, message, host), partial(on_host, host))
+            guarded(partial(self.take, message, host), partial(on_host, host))
 
 
 def _read(frame: Tensor) -> _Unexpected:

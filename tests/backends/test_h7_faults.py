@@ -38,7 +38,7 @@ def _steps(coll: Communicator) -> object:
 
 PLACES: Places = {
     "transport": (lambda coll: coll.parts.dispatcher.transport, ("isend", "irecv")),
-    "mailbox": (lambda coll: coll.parts.dispatcher.mailbox, ("_send", "_take", "_arrived", "_listen")),
+    "mailbox": (lambda coll: coll.parts.dispatcher.mailbox, ("carry", "take", "arrived", "listen")),
     "native": (
         lambda coll: coll.parts.dispatcher.transport.native,
         ("start", "plan_allreduce"),
@@ -49,7 +49,7 @@ PLACES: Places = {
     ),
     "lane": (_steps, ("submit",)),
     "peer": (
-        lambda coll: next(iter(getattr(coll.parts.dispatcher.transport, "_peers", {}).values()), None),
+        lambda coll: next(iter(getattr(coll.parts.dispatcher.transport, "peers", {}).values()), None),
         ("send", "offer", "fetch"),
     ),
 }

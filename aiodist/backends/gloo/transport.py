@@ -47,7 +47,7 @@ class Receiving:
     """Who waits for a message and what waits for a receive, in order; with the transport lock held."""
 
     def __init__(self, peers: Mapping[int, GlooPeer]) -> None:
-        self._peers = peers
+        self.peers = peers
         self._matching: Matching[Receive, ArrivedMessage] = Matching()
         self._untold: BackendError | None = None  # a loss that no receive from any source has been told of
         self._over: BackendError | None = None
@@ -58,7 +58,7 @@ class Receiving:
         if message is not None:
             self._deliver(message, wanted)
             return
-        peer = self._peers.get(wanted.src)
+        peer = self.peers.get(wanted.src)
         error = self._over or (None if peer is None else peer.error)
         if wanted.src == ANY and error is None:
             error, self._untold = self._untold, None
@@ -104,7 +104,7 @@ class Receiving:
             done(None)
             return
         # What does not fit is received all the same, so that its sender is rid of it.
-        self._peers[message.src].fetch(message.offer, bytes_of(wanted.into) if fits else empty(nbytes), done)
+        self.peers[message.src].fetch(message.offer, bytes_of(wanted.into) if fits else empty(nbytes), done)
 
 
 def _refuse(refusal: BackendError, done: Done, error: BaseException | None) -> None:
@@ -137,13 +137,13 @@ class GlooTransport:
         self.size = len(world_ranks)
         self.comm = zlib.crc32(path.encode()) | zlib.adler32(path.encode()) << 32
         self._closed = False
-        self._peers: dict[int, GlooPeer] = {}
+        self.peers: dict[int, GlooPeer] = {}
         if wire is not None:
-            self._peers = {self._local[world]: wire.peers[world] for world in world_ranks if world in wire.peers}
-        self._receiving = Receiving(self._peers)
+            self.peers = {self._local[world]: wire.peers[world] for world in world_ranks if world in wire.peers}
+        self._receiving = Receiving(self.peers)
         self._native: GlooNative | None = None
         if wire is not None and group is not None:
-            self._native = GlooNative(group, self.rank, self._peers.values(), wire.tell)
+            self._native = GlooNative(group, self.rank, self.peers.values(), wire.tell)
             with transport_lock:
                 wire.at_close.add(self._native.close)
                 wire.join(self.comm, self)
@@ -160,7 +160,7 @@ class GlooTransport:
             self._receiving.arrived(ArrivedMessage(self.rank, tag, t.nbytes, bytes_of(t).clone(), 0))
             done(None)
             return
-        peer = self._peers[dst]
+        peer = self.peers[dst]
         if t.nbytes <= self.wire.capacity:
             error = peer.send(MESSAGE, tag=tag, comm=self.comm, nbytes=t.nbytes, data=t)
             done(error and again(error))
