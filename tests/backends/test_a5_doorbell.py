@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from multiprocessing import get_context
 import pytest
 
 from aiodist import _core
+from tests.support.blocking import blocked_until
 
 ROUNDS = 3000
 
@@ -62,10 +62,8 @@ def _sleeping(doorbell: _core.Doorbell, page: mmap.mmap, *, for_all: bool = True
     """A thread that sleeps for a ring, which the block gives it."""
     thread = threading.Thread(target=doorbell.wait, args=(None, for_all), daemon=True)
     thread.start()
-    word, until = word_in(page, SLEEP_AT), time.monotonic() + 10
-    while not word[0]:
-        assert time.monotonic() < until, "nobody went to sleep"
-        os.sched_yield()
+    word = word_in(page, SLEEP_AT)
+    assert blocked_until(lambda: word[0], 10), "nobody went to sleep"
     yield thread
     thread.join(10)
     assert not thread.is_alive(), "it was not woken"

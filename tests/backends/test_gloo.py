@@ -502,7 +502,8 @@ def test_a_rank_that_is_killed_fails_what_waits_for_it(tmp_path: Path) -> None:
         for handle in start(partial(world.isend, t, other, 3)), start(partial(world.irecv, into, other, 3)):
             await asyncio.wait_for(handle, 5)
         assert into[5] == other
-        await asyncio.sleep(0.3)  # a connection that is closed takes the other's last frames with it
+        await channel.set(f"through/{rank}", b"")
+        await channel.get(f"through/{other}", timeout=10)  # a closed connection takes the other's last frames with it
         await sub.aclose(drained=False)
         await world.aclose(drained=False)
         print("within", time.perf_counter() - began < 12)

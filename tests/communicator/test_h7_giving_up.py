@@ -88,10 +88,9 @@ async def test_h7_a_close_that_one_rank_gives_up_is_told_to_the_others(coll: Com
             await asyncio.wait_for(sub.aclose(), 0.1)
     else:
         await asyncio.sleep(0.3)
-        began = asyncio.get_running_loop().time()
-        with suppress(CommunicatorAborted):  # unless it comes so late that it has been told
-            await sub.aclose()
-        assert asyncio.get_running_loop().time() - began < 10
+        async with asyncio.timeout(10):
+            with suppress(CommunicatorAborted):  # unless it comes so late that it has been told
+                await sub.aclose()
         waits_for_rank_1 = coll.size == 2 or coll.rank == 2  # the other has heard of all that it has to
         told = r"rank 1: closing communicator 'world/dup1\.0' failed: Canc" + ("" if waits_for_rank_1 else "|is closed")
         with pytest.raises((CommunicatorAborted, CommunicatorClosed), match=told):
