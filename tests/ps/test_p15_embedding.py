@@ -158,6 +158,16 @@ async def test_p15_rows_that_are_prefetched_are_taken_and_not_pulled_twice(coll:
         assert ps.statistics().pulls == 4
 
 
+@pytest.mark.ranks(1)
+async def test_p15_rows_that_came_are_taken_though_the_batch_before_is_not_used(coll: Communicator) -> None:
+    async with ParameterServer(coll) as ps:
+        words = Embedding(await ps.embedding("words", DIM))
+        _, second = words.prefetch(torch.tensor([1])), words.prefetch(torch.tensor([2]))
+        await words.table.pull(second)  # those that were prefetched came before
+        await asyncio.to_thread(words, second)
+        assert ps.statistics().pulls == 3
+
+
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2, 3)
 async def test_p15_rows_are_up_to_date_whichever_batches_were_prefetched_and_used(coll: Communicator) -> None:
