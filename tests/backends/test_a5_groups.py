@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -431,6 +432,20 @@ async def test_a5_a_group_that_is_given_up_holds_no_memory() -> None:
         # The lanes of the last one may stay until the others are known to have left too.
         lanes = 2 * (STAGE_BYTES + (1 << 16))
         assert all(held(near) - before <= lanes for near, before in zip(here.nears, used, strict=True))
+
+
+async def test_a5_what_a_callback_raises_is_for_the_hook_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: told.append(unraisable.exc_type))
+
+    def fails(error: BaseException | None) -> None:
+        raise KeyError("a slip")
+
+    async with world(2) as here:
+        Progress.current().start(lambda: begun("allreduce", torch.ones(9))(here.natives[0], 1, fails))
+        await here.issue(1, begun("allreduce", torch.ones(9)), 1)
+        await asyncio.gather(*[here.issue(rank, begun("allreduce", torch.ones(9)), 2) for rank in range(2)])
+    assert told == [KeyError]
 
 
 async def test_a5_what_others_may_still_write_is_kept_until_they_have_left_too() -> None:
