@@ -67,11 +67,11 @@ for turn in range(3):
             collected.set()
         assert collected.wait(10)
         gc.enable()
+    if groups and when != "after it was closed":
+        for group in groups:  # the first serves the control channel of both, for 5 s while the second has not left
+            group.abort()
     for future in waiting:
         print(when, "->", future.result(10)[:150], flush=True)
         assert future.result() != "None"
-    if groups and when != "after it was closed":
-        for group in groups:
-            group.abort()
     assert not left(10)
 print("all ended", flush=True)
