@@ -134,17 +134,19 @@ def test_w4_a_name_that_nobody_else_uses_and_a_synchronous_send() -> None:
 
 
 def test_w4_the_others_go_on_and_are_told_of_the_communicator_alone(tmp_path: Path) -> None:
-    """A rank outside the cycle that is at work; and the world goes on."""
+    """A rank of the process, outside the cycle, that is at work delays that: its thread may be any rank's."""
+    finished = threading.Event()
 
     async def main() -> int:
         async with aiodist.init() as coll:
             side = await coll.dup()
             with Looks(coll, tmp_path) as looks:
                 if coll.rank == 2:
-                    await asyncio.to_thread(looks.block)  # its process stands still for no moment
+                    await asyncio.to_thread(lambda: (looks.block(), finished.set()))
                 with pytest.raises(aiodist.AiodistError) as caught:
                     await side.recv(src=(1, 0, 1)[coll.rank])
             assert "deadlock" in str(caught.value)
+            assert finished.is_set()
             return int(await coll.allreduce(1))
 
     assert run_ranks(3, main) == [3, 3, 3]
