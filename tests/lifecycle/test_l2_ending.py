@@ -33,7 +33,7 @@ def test_l2_clean_end_drains_and_reports_what_was_left(run: Run) -> None:
         warned = [line for line in ended.errors.splitlines() if f"[{rank}]" in line and "Warning: " in line]
         assert any("RuntimeWarning: scan issued at" in line and "was never awaited" in line for line in warned)
         assert any(
-            "RuntimeWarning: recv #2 issued at" in line and "never matched nor awaited" in line for line in warned
+            "RuntimeWarning: recv #3 issued at" in line and "never matched nor awaited" in line for line in warned
         )
 
 

@@ -20,7 +20,11 @@ NONE = pytest.mark.parametrize("run", ["none"], indirect=True)
 
 def place(comment: str) -> str:
     """Return how a report names the line of the program that ends with this comment."""
-    (line,) = [i for i, line in enumerate(PROGRAM.read_text().splitlines(), 1) if line.endswith(f"  # {comment}")]
+    (line,) = [
+        i
+        for i, line in enumerate(PROGRAM.read_text().splitlines(), 1)
+        if line.endswith((f"  # {comment}", f": W10, {comment}"))
+    ]
     return f"{PROGRAM}:{line} in main"
 
 

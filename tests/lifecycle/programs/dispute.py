@@ -16,7 +16,9 @@ async def main() -> None:
     async with aiodist.init() as coll:
         await coll.barrier()
         if coll.rank == 2:
-            await asyncio.sleep(0.2)  # until the others know that they met
+            await aiodist.gather(coll.recv_object(0), coll.recv_object(1))  # the others know that they met
+        else:
+            await coll.send_object(None, 2)
         handle = coll.allreduce(torch.ones(4), op="max" if coll.rank == 2 else "sum")
         if coll.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)

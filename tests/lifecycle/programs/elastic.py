@@ -22,6 +22,8 @@ from aiodist import Communicator
 from aiodist.data import IndexShards, ShardQueue
 from aiodist.nn import DataParallel
 from aiodist.testing.seams.world import Environment
+from tests.support.blocking import blocked_until, rounds
+from tests.support.programs import say
 
 STEPS = 30
 SAMPLES = 12
@@ -29,11 +31,6 @@ RECORDS = 2000
 DEATHS = {0: 5, 2: 12}
 """At which step which of the processes that start is killed."""
 GROWS_AT = 20
-
-
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
-    sys.stdout.flush()
 
 
 def die() -> None:
@@ -148,7 +145,7 @@ async def again() -> None:
             await coll.allreduce(t.fill_(1.0))
             await (await coll.dup()).allreduce(torch.ones(100_000))
             del t
-            await asyncio.sleep(0.05)
+            await rounds()
             seen.append(held())
         same = seen[-1] in seen[2:6]  # a thread that has not ended yet may be in one of them
         say("held:", same, "" if same else seen)
@@ -164,15 +161,16 @@ async def too_few() -> None:
                 await coll.barrier()
         except aiodist.PeerLost:
             await coll.shrink()
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
 
 async def late() -> None:
     """Rank 1 comes late to a shrink, which names it by a warning, and by an error where there is a deadline."""
-    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    warned, raised = Path("warned"), Path("raised")
+    logging.basicConfig(format="%(message)s", handlers=[logging.StreamHandler(sys.stdout), logging.FileHandler(warned)])
     async with aiodist.init(elastic=True, report=0.4) as coll:
         if coll.rank == 1:
-            await asyncio.sleep(2)
+            await asyncio.to_thread(blocked_until, lambda: warned.read_text() and raised.exists())
             coll = await coll.shrink()
         else:
             handle = coll.shrink(timeout=1.2 if coll.rank == 2 else None)
@@ -180,6 +178,7 @@ async def late() -> None:
                 coll = await handle
             except aiodist.OperationTimeout as error:
                 say("late:", error.late)
+                await asyncio.to_thread(raised.touch)
                 coll = await handle
         say("size:", coll.size)
 
@@ -211,8 +210,11 @@ async def closes() -> None:
     async with aiodist.init(elastic=True) as coll:
         await coll.dup()
         await coll.barrier()
+        closing = [Path(f"closing {rank}") for rank in range(coll.size)]
+        closing[coll.rank].touch()
         if coll.rank == 1:
-            await asyncio.sleep(0.5)
+            assert await asyncio.to_thread(blocked_until, lambda: all(map(Path.exists, closing)))
+            await rounds()
             die()
     say("closed")
 

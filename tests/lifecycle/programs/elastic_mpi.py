@@ -17,15 +17,11 @@ import torch
 import aiodist
 from aiodist import Communicator
 from aiodist.types import Impl
+from tests.support.programs import say
 
 STEPS = 60
 SIZES = (1, 7, 1000, 5000, 40_000, 300_001, 1 << 20, (1 << 22) + 3)
 SEED, DEATHS, GROWS = map(int, sys.argv[1:]) if __name__ == "__main__" else (0, 0, 0)  # pytest looks for doctests
-
-
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
-    sys.stdout.flush()
 
 
 def die_some_time(rank: int, size: int) -> None:

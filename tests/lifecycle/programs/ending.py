@@ -9,40 +9,28 @@ import faulthandler
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import aiodist
 from aiodist.testing.seams.world import Limits, opened
+from tests.support.blocking import blocked_until, rounds
 from tests.support.forked import still_in
-
-
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
-    sys.stdout.flush()
-
-
-def mark(name: str = "mark") -> None:
-    say(f"{name}: {time.monotonic()}")
+from tests.support.programs import mark, say, until_stopped
+from tests.support.until import until
 
 
 def native(seconds: int) -> None:
     """Spend time in native code that lets the others run."""
     ctypes.CDLL(None).sleep(seconds)
-
-
-def stop_for(seconds: float) -> None:
-    """Stop this process, as Ctrl-Z does."""
-    subprocess.Popen(["/bin/sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 async def clean() -> None:
@@ -51,14 +39,17 @@ async def clean() -> None:
     threading.Thread(target=native, args=(60,), daemon=True).start()
     async with aiodist.init() as coll:
         t = torch.ones(1 << 16)
+        pids = await coll.allgather_object(os.getpid())
         if coll.rank == 1:
-            stop_for(1.0)  # a peer that stops is late, not lost
+            os.kill(os.getpid(), signal.SIGSTOP)  # a peer that stops is late, not lost
+        else:
+            until_stopped(pids[1])
+            os.kill(pids[1], signal.SIGCONT)
         coll.allreduce(t)  # unconsumed, and pending when the block is left
         await coll.allreduce(torch.ones(1))
         unmatched = coll.recv(torch.zeros(3), src=1 - coll.rank, tag=9)
         dropped = coll.scan(torch.ones(2))
-        await asyncio.sleep(0.2)
-        assert dropped.done()
+        await until(dropped.done)
         del dropped
         big = torch.ones(1 << 20)
         handle = coll.allreduce(big)
@@ -71,13 +62,17 @@ async def clean() -> None:
             say("closed:", error)
     await coll.aclose()  # does nothing
 
+    ended = Path("rank 0 ended")
+
     def later() -> None:
-        time.sleep(0.5)
+        threading.main_thread().join()
         say("the user's thread has ended")
+        if coll.rank == 0:
+            ended.touch()
 
     threading.Thread(target=later).start()
     if coll.rank == 1:
-        time.sleep(1.0)  # noqa: ASYNC251  - the other waits for it in MPI_Finalize
+        blocked_until(ended.exists)  # the other waits for it in MPI_Finalize
 
 
 async def raised() -> None:
@@ -86,10 +81,11 @@ async def raised() -> None:
         side = await coll.dup()
         pending = coll.recv(torch.zeros(1), src=1 - coll.rank)
         if coll.rank == 1:
-            await asyncio.sleep(0.2)
+            await pending  # the other waits then
             mark()
             raise ValueError("boom")
         waiting = asyncio.create_task(awaits(side.allreduce(torch.ones(4))))
+        await coll.send(torch.ones(1), 1)
         try:
             await pending
         except aiodist.RemoteError as error:
@@ -103,7 +99,7 @@ async def raised() -> None:
                     say(f"then {name}: refused")
             raise
         finally:
-            await asyncio.sleep(0.3)
+            await rounds()
             say("released: yes")
 
 
@@ -129,7 +125,7 @@ async def exit_in_task() -> None:
 
 
 async def exit_with(code: int) -> None:
-    await asyncio.sleep(0.2)
+    await rounds()
     mark()
     sys.exit(code)
 
@@ -153,7 +149,7 @@ async def executor_in_native_code() -> None:
     async with aiodist.init() as coll:
         if coll.rank == 1:
             working = asyncio.create_task(asyncio.to_thread(native, 60))
-            await asyncio.sleep(0.2)
+            await rounds()
             mark()
             raise SystemExit(5)
         await coll.allreduce(torch.ones(1))
@@ -164,8 +160,8 @@ async def user_thread() -> None:
     """The block raises while a thread of the user's, which is no daemon, has a minute to go."""
     async with aiodist.init() as coll:
         if coll.rank == 1:
-            threading.Thread(target=time.sleep, args=(60,)).start()
-            await asyncio.sleep(0.1)
+            threading.Thread(target=threading.Event().wait, args=(60,)).start()
+            await rounds()
             mark()
             raise SystemExit(6)
         await coll.allreduce(torch.ones(1))
@@ -189,7 +185,7 @@ async def caught() -> None:
         async with opened(Limits(leave=0.3, abort=0.5)):
             raise ValueError("caught")
     except ValueError:
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.0)  # a promise of seconds: L2
         say("went on: yes")
 
 
@@ -201,6 +197,7 @@ async def forked() -> None:
         await coll.allreduce(torch.ones(1 << 20))
         await coll.allreduce(1)
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        reduced = Path(f"reduced {coll.rank}")
         for issue in (True, False):
             big = torch.ones(1 << 20)
             pending = coll.allreduce(big)
@@ -209,12 +206,13 @@ async def forked() -> None:
                 still_in(loop, task)
                 if issue:
                     in_child(coll)
-                    time.sleep(0.3)  # noqa: ASYNC251  - what the loop was to look at meanwhile is the parent's
+                    blocked_until(reduced.exists)  # what the loop was to look at meanwhile is the parent's
                     sys.exit(7)
                 return
+            await pending
+            await asyncio.to_thread(reduced.touch)
             _, status = await asyncio.to_thread(os.waitpid, child, 0)
             say("child:", os.waitstatus_to_exitcode(status))
-            await pending
             say("sums:", big[0].item(), await coll.allreduce(1))
     say("end:", await asyncio.to_thread(int, 8))
 
@@ -285,14 +283,14 @@ async def killed() -> None:
         last = coll.size - 1
         await coll.barrier()
         if coll.rank == last:
-            await asyncio.sleep(0.3)
+            await rounds()
             mark()
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             if coll.rank == 0:
                 await coll.allreduce(torch.ones(1 << 10))
             while True:  # idle, save for a call now and then
-                await asyncio.sleep(0.02)
+                await rounds()
                 coll.send(torch.ones(1), coll.rank)
         except aiodist.PeerLost as error:
             say("lost:", error.lost, time.monotonic())

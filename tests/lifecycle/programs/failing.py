@@ -36,7 +36,7 @@ async def plain(coll: aiodist.Communicator) -> None:
 async def grouped(coll: aiodist.Communicator) -> None:
     async with asyncio.TaskGroup() as group:
         group.create_task(deeper(coll))
-        group.create_task(asyncio.sleep(60))
+        group.create_task(asyncio.Event().wait())
 
 
 async def wrong_call(coll: aiodist.Communicator) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +10,9 @@ from typing import Any
 import torch
 
 import aiodist
+from tests.support.programs import say
 
 Issue = Callable[[aiodist.Communicator], aiodist.Handle[Any]]
-
-
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
-    sys.stdout.flush()
 
 
 def other_op(coll: aiodist.Communicator) -> aiodist.Handle[Any]:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import atexit
 import sys
+import threading
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import aiodist
-
-
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
-    sys.stdout.flush()
+from tests.support.blocking import blocked_until
+from tests.support.programs import say
 
 
 async def closed() -> None:
@@ -46,10 +45,18 @@ async def one_forgets() -> None:
     """Rank 0 ends and leaves it open; the other closes its own."""
     coll = await aiodist.open()
     say("sum:", await coll.allreduce(1))
+    ended = Path("rank 0 ended")
     if coll.rank:
-        await asyncio.sleep(0.5)
+        assert await asyncio.to_thread(blocked_until, ended.exists)
         await coll.aclose()
         say("closed")
+        return
+
+    def later() -> None:
+        threading.main_thread().join()
+        ended.touch()
+
+    threading.Thread(target=later).start()
 
 
 async def raised() -> None:

@@ -19,9 +19,9 @@ async def main(seconds: float, how: str, **report: Any) -> None:
             total = await coll.allreduce(torch.ones(3))  # the one that waits
         else:
             if how == "busy":
-                time.sleep(seconds)  # noqa: ASYNC251  # where it is busy
+                time.sleep(seconds)  # noqa: ASYNC251  # a promise of seconds: W10, where it is busy
             else:
-                await asyncio.sleep(seconds)  # where it is asleep
+                await asyncio.sleep(seconds)  # a promise of seconds: W10, where it is asleep
             total = await coll.allreduce(torch.ones(3))
         assert total.tolist() == [coll.size] * 3
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import aiodist
 from aiodist.communicator import Hierarchy
-
-
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
-    sys.stdout.flush()
+from tests.support.programs import say
 
 
 async def pairs(coll: aiodist.Communicator) -> Hierarchy:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,12 @@ import torch
 
 import aiodist
 from aiodist.testing.seams.world import Limits, opened
+from tests.support.blocking import blocked_until
+from tests.support.programs import say
+from tests.support.until import until
 
 NUMEL = 16 << 20  # of float32: 64 MiB
 PATIENT = Limits(drain=10)
-
-
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
-    sys.stdout.flush()
 
 
 def mapped() -> int:
@@ -39,10 +38,8 @@ def mapped() -> int:
 
 async def left() -> int:
     """Return how many arenas stay mapped, once the progress thread has looked away too."""
-    until = time.monotonic() + 15.0
-    while mapped() and time.monotonic() < until:
-        await asyncio.sleep(0.001)
-        gc.collect()
+    with suppress(TimeoutError):
+        await until(lambda: not mapped(), gc.collect)
     return mapped()
 
 
@@ -153,8 +150,7 @@ async def forked(folder: str) -> None:
             await coll.barrier()
             child = 0
             if not first and coll.rank == 1:
-                while not issue.exists():  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+                assert await asyncio.to_thread(blocked_until, issue.exists)
             handles = [coll.allreduce(t) for t in ts]
             if not first and coll.rank == 0:
                 child = os.fork()
@@ -247,8 +243,7 @@ async def in_flight(then: Callable[[], object], *, goes_on: bool = False) -> Non
 def meet(coll: aiodist.Communicator, where: str) -> None:
     """Wait for the others without an operation: who leaves afterwards is waited for by nobody here."""
     Path(f"{where}-{coll.rank}").touch()
-    while not all(Path(f"{where}-{rank}").exists() for rank in range(coll.size)):
-        time.sleep(0.0005)
+    assert blocked_until(lambda: all(Path(f"{where}-{rank}").exists() for rank in range(coll.size)))
 
 
 def nothing() -> None:

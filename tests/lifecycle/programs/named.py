@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -11,11 +10,16 @@ import time
 import torch
 
 import aiodist
+from tests.support.programs import say
 
 
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
-    sys.stdout.flush()
+async def met(coll: aiodist.Communicator) -> None:
+    """Return on the last rank once all others know that they met."""
+    last = coll.size - 1
+    if coll.rank == last:
+        await aiodist.gather(*[coll.recv_object(rank) for rank in range(last)])
+    else:
+        await coll.send_object(None, last)
 
 
 async def main(phase: str) -> None:
@@ -25,8 +29,8 @@ async def main(phase: str) -> None:
         count = 0 if last and phase == "absent" else 8
         try:
             await coll.barrier(name="begin")  # the last may be killed before the others know that they met
-            if last and phase == "absent":
-                await asyncio.sleep(0.2)
+            if phase == "absent":
+                await met(coll)
             handles = [coll.allreduce(torch.ones(numel), name=f"{i}") for i in range(count)]
             if last:
                 say(f"mark: {time.time()}")

@@ -17,13 +17,11 @@ import torch
 import aiodist
 from aiodist.backends.shm import neighbours
 from aiodist.testing.seams.world import Limits, opened
+from tests.support.blocking import blocked_until
+from tests.support.programs import say
+from tests.support.until import until
 
 BEGAN = "mpi4py.MPI" in sys.modules
-
-
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
-    sys.stdout.flush()
 
 
 def resident() -> int:
@@ -84,12 +82,12 @@ async def late() -> None:
     """Rank 1 comes when rank 0 has been cancelled, and has given up; then rank 0 gets in."""
     gave_up = Path(os.environ["LIFECYCLE_REPORT"], "gave-up")
     if "1" in (os.environ.get(name) for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "AIODIST_RANK")):
-        while not os.access(gave_up, os.F_OK):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(blocked_until, gave_up.exists, 60)
     else:
+        await asyncio.to_thread(int)  # its worker stays
         before = threads()
         opening = asyncio.create_task(enter())
-        await asyncio.sleep(0.4)
+        await until(lambda: threads() != before)
         opening.cancel()
         await asyncio.wait([opening], timeout=20)  # nobody comes before, and the rendezvous has 60 s
         say("cancelled:", opening.cancelled())

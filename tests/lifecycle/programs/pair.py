@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 
 import torch
 
 import aiodist
-
-
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
-    sys.stdout.flush()
+from tests.support.blocking import rounds
+from tests.support.programs import say
 
 
 async def main() -> None:
@@ -24,7 +20,7 @@ async def main() -> None:
             try:
                 await coll.recv(torch.zeros(1), src=1)
             finally:
-                await asyncio.sleep(0.2)
+                await rounds()
                 say("released")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +10,9 @@ import torch
 
 import aiodist
 from aiodist.handles import in_flight
+from tests.support.programs import say
 
 Issue = Callable[[aiodist.Communicator], aiodist.Handle[Any]]
-
-
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
-    sys.stdout.flush()
 
 
 def calls(size: int, rank: int) -> dict[str, Issue]:

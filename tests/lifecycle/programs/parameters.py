@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -18,6 +17,9 @@ from torch import Tensor
 import aiodist
 from aiodist.errors import AiodistError
 from aiodist.ps import Asynchronous, Bounded, Embedding, ParameterServer, Policy, Quorum, Synchronous
+from tests.support.blocking import rounds
+from tests.support.programs import say
+from tests.support.until import until
 
 VICTIM = 2
 LARGE = 300_000  # of float32: more than is carried in an entry
@@ -29,11 +31,6 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
-    sys.stdout.flush()
-
-
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -41,12 +38,6 @@ def kill() -> None:
 def threads() -> list[str]:
     """Return the threads that a parameter server has begun."""
     return [thread.name for thread in threading.enumerate() if "-ps-" in thread.name]
-
-
-async def no_threads() -> None:
-    async with asyncio.timeout(10):
-        while threads():  # noqa: ASYNC110  - a thread ends when it comes to it
-            await asyncio.sleep(0.002)
 
 
 def mixed(t: Tensor) -> bool:
@@ -82,7 +73,7 @@ async def worker(policy: Policy) -> None:
             only = ps.statistics().dropped <= 20 * len(w)  # what comes after its death was noticed
         del w, values
         gc.collect()
-        await no_threads()
+        await until(lambda: not threads())
         say("left:", sorted(threads()), "only the dead's dropped:", only)
 
 
@@ -96,7 +87,7 @@ async def uneven(policy: Policy) -> None:
                 for _ in range(count):
                     ps.push(name, torch.ones(LARGE)).add_done_callback(lambda done: done.exception())
             if coll.rank == VICTIM:
-                await asyncio.sleep(0.2)
+                await rounds()
                 kill()
             await ps.sync()
             await ps.barrier()
@@ -119,16 +110,15 @@ async def server(policy: Policy) -> None:
             if coll.rank == VICTIM:
                 await coll.recv(src=0)
                 kill()
-            began = time.monotonic()
             pending: list[aiodist.Handle[Any]] = []
             cut = torch.ones(LARGE)
             while not (lost := [handle for handle in pending if handle.done() and handle.exception() is not None]):
                 pending += [ps.push(name, torch.ones(4)) for name in names]
                 pending += [ps.pull("cut", torch.empty(LARGE)), ps.push("cut", cut), ps.sync()]
-                await asyncio.sleep(0.005)
+                await rounds()
             say("heard:", named(lost[0].exception()))
             over = [await outcome(handle) for handle in pending]
-            say("all over:", len(over) == len(pending), "soon:", time.monotonic() - began < 10.0)
+            say("all over:", len(over) == len(pending))
             say("ends:", sorted(set(over)))
             later = {name: await outcome(ps.push(name, torch.ones(4))) for name in names}
             say("later:", sorted(set(later.values())))
@@ -138,7 +128,7 @@ async def server(policy: Policy) -> None:
             say("sync:", await outcome(ps.sync()))
             say("barrier:", await outcome(ps.barrier()))
             say("init:", await outcome(ps.init("another", torch.zeros(LARGE))))
-        await no_threads()
+        await until(lambda: not threads())
         say("left:", threads())
 
 
@@ -160,8 +150,7 @@ async def tables(policy: Policy) -> None:
             pending: list[aiodist.Handle[Any]] = []
             while not (lost := [handle for handle in pending if handle.done() and handle.exception() is not None]):
                 pending += [table.pull(ids), table.push(ids, torch.ones(ids.numel(), 8)), table.pull(ids[:3])]
-                await asyncio.sleep(0.005)
-            began = time.monotonic()
+                await rounds()
             say("heard:", named(lost[0].exception()))
             say("ends:", sorted({await outcome(handle) for handle in pending} - {"done"}))
             say("later:", await outcome(table.pull(ids)), await outcome(table.push(ids, torch.ones(ids.numel(), 8))))
@@ -170,8 +159,8 @@ async def tables(policy: Policy) -> None:
             except AiodistError as error:
                 say("layer:", named(error))
             synced = await outcome(ps.sync())  # of pushes that were accepted for a step it raises what became of them
-            say("sync ends:", synced in ("done", "PeerLost"), "soon:", time.monotonic() - began < 5.0)
-        await no_threads()
+            say("sync ends:", synced in ("done", "PeerLost"))
+        await until(lambda: not threads())
         say("left:", threads())
 
 

@@ -31,7 +31,7 @@ async def serve(coll: Communicator, ps: ParameterServer) -> None:
     if coll.generation > 0:
         return
     if coll.rank == 3:
-        await asyncio.sleep(0.5)
+        await coll.recv_object(0)
         os.kill(os.getpid(), signal.SIGKILL)
     with suppress(PeerLost, CommunicatorError):
         while True:
@@ -44,6 +44,8 @@ async def work(coll: Communicator, ps: ParameterServer, w: dict[str, torch.Tenso
     if coll.rank == 0:
         await ps.save(sys.argv[1])
     for i in range(PUSHES):
+        if i == PUSHES // 3 and coll.rank == 0:
+            await coll.send_object("amid pushes", 3)
         left = list(w)
         while left:
             try:
@@ -54,7 +56,7 @@ async def work(coll: Communicator, ps: ParameterServer, w: dict[str, torch.Tenso
             except (PeerLost, CommunicatorError) as error:
                 sys.stdout.write(f"lost: {type(error).__name__}\n")
                 coll = await regrouped(coll, ps)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
     await ps.sync()
     await ps.barrier()
     found = [t.unique().tolist() for t in await ps.pull(list(w))]

@@ -147,7 +147,7 @@ async def every(coll: Communicator, operation: str) -> int:
 
 async def main() -> None:
     async with aiodist.init() as coll:
-        shares = "shm" in coll._repertoire.all
+        shares = "shm" in coll.parts.repertoire.all
         print(f"shares memory: {shares}", flush=True)
         for operation in SCHEDULES:
             print(f"{operation}: {await every(coll, operation)}", flush=True)

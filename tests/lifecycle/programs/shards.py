@@ -15,6 +15,7 @@ import aiodist
 from aiodist import Communicator
 from aiodist.data import IndexShards, ShardQueue, prefetch
 from aiodist.errors import PeerLost
+from tests.support.blocking import blocked_until
 
 RECORDS, BATCHES = 3000, 5
 TOLD_SECONDS = 1.0  # after which rank 0 surely knows what was used
@@ -81,8 +82,8 @@ async def closed(coll: Communicator, lost: int | None) -> None:
     if lost is not None:
         done = {rank: Path(f"done {rank}") for rank in range(coll.size) if rank != lost}
         done[coll.rank].touch()
-        while not all(map(Path.exists, done.values())):  # noqa: ASYNC110  - it would be aborted under another's pass
-            await asyncio.sleep(0.02)
+        # It would be aborted under another's pass.
+        assert await asyncio.to_thread(blocked_until, lambda: all(map(Path.exists, done.values())))
         coll.abort()
 
 

@@ -3,9 +3,7 @@
 import os
 import signal
 import sys
-import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +11,7 @@ from torch import Tensor
 import aiodist
 from aiodist.ps import Adam, ParameterServer
 from aiodist.ps.requests import PullPart
+from tests.support.programs import until_stopped
 
 NUMEL = 8 << 20
 PUSHES = 10
@@ -34,14 +33,6 @@ def stop_in_the_midst(times: int) -> None:
         into[middle:].copy_(t[middle:])
 
     PullPart.fill = half  # type: ignore[assignment, method-assign]
-
-
-def until_stopped(pid: int) -> None:
-    until = time.monotonic() + LIMIT
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
-        if time.monotonic() > until:
-            raise TimeoutError(f"process {pid} was not stopped")
-        time.sleep(0.01)
 
 
 async def pushes_while_stopped(pid: int, push: Callable[[], Awaitable[object]]) -> None:

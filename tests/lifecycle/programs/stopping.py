@@ -7,19 +7,15 @@ import inspect
 import os
 import signal
 import sys
-import threading
-import time
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import aiodist
 from aiodist.nn import DataParallel
-
-
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
-    sys.stdout.flush()
+from tests.support.blocking import blocked_until, rounds
+from tests.support.programs import say
 
 
 async def asked() -> None:
@@ -65,29 +61,35 @@ def scripted() -> None:
         say("pid:", os.getpid())
         rounds = 0
         while not coll.stopping().wait():
-            time.sleep(0.001)
             rounds += 1
         say("rounds:", rounds)
     say("closed: yes")
 
 
+def signal_late(rank: int, pids: list[int]) -> None:
+    """Have rank 1 hear of a signal when it has come to its end, and rank 0 go on for a while."""
+    closing = Path("closing")
+    if rank == 1:
+        closing.touch()
+        return
+    assert blocked_until(closing.exists)
+    blocked_until(lambda: False, 0.1)
+    os.kill(pids[1], signal.SIGINT)
+
+
 def late() -> None:
     """One hears of the signal when it closes already, for it comes to each rank by itself."""
     with aiodist.start(stop_on_signal=True) as coll:
-        if coll.rank == 1:
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        else:
-            time.sleep(0.6)
+        signal_late(coll.rank, coll.allgather_object(os.getpid()).wait())
     say("closed: yes")
 
 
 async def late_in_asyncio() -> None:
     """As `late`."""
     async with aiodist.init(stop_on_signal=True) as coll:
-        if coll.rank == 1:
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        else:
-            await asyncio.sleep(0.6)
+        pids = await coll.allgather_object(os.getpid())
+        await asyncio.to_thread(signal_late, coll.rank, pids)
+        await rounds()
     say("closed: yes")
 
 

@@ -19,6 +19,7 @@ import torch
 import aiodist
 from aiodist import _core
 from aiodist.testing.seams.world import Limits, opened
+from tests.support.programs import say
 
 PLACES = 11  # as many as `enum stop` of lane.h has
 PRIVATE = (3, 90, 2000, 20_000, 1 << 21)  # elements of float32: in an entry, in the stage, in portions, by the engine
@@ -26,11 +27,6 @@ ARENA = (20_000, 1 << 21)
 PATIENT = Limits(drain=10)
 
 CONTINUE = "while ! grep -q '^State:.T' /proc/$1/status; do sleep 0.01; done; sleep 0.05; kill -CONT $1"
-
-
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
-    sys.stdout.flush()
 
 
 def arm(place: int, hits: int, signum: int) -> None:

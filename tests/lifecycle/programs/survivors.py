@@ -19,16 +19,13 @@ from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.testing.seams.transport import Done, Transport
 from aiodist.types import ANY
+from tests.support.programs import say
+from tests.support.until import until
 
 DEAD = 2
 SHORT, LONG = 16, 1 << 20  # of float32
 SECONDS = 10.0
 REQUEST, REPLY, LAST, ANNOUNCED = range(1, 5)
-
-
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
-    sys.stdout.flush()
 
 
 class Mail:
@@ -74,10 +71,8 @@ async def outcome(over: asyncio.Future[float]) -> str:
 async def three() -> AsyncIterator[Mail]:
     """Open the world and a duplicate of it, over whose transport things go."""
     async with aiodist.init() as world:
-        yield Mail((await world.dup())._transport)
-        async with asyncio.timeout(SECONDS):
-            while world._dispatcher.refusal is None:  # noqa: ASYNC110  - news of the loss come on a thread
-                await asyncio.sleep(0.002)
+        yield Mail((await world.dup()).parts.transport)
+        await until(lambda: world.parts.dispatcher.refusal is not None)
 
 
 def kill() -> None:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
 import aiodist
-
-
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
-    sys.stdout.flush()
+from tests.support.programs import say
 
 
 async def main() -> None:

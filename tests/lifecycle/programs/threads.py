@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 
 import aiodist
 from aiodist import Communicator, Handle
+from tests.support.blocking import blocked_until, rounds
+from tests.support.programs import say
 
 Call = Callable[[Communicator], Handle[Any]]
 
@@ -27,9 +30,7 @@ WAYS: dict[str, Call] = {
 LIMIT = 60.0
 
 
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
-    sys.stdout.flush()
+turns: Counter[str] = Counter()
 
 
 def tell(way: str, coll: Communicator) -> None:
@@ -37,6 +38,7 @@ def tell(way: str, coll: Communicator) -> None:
     try:
         while True:
             WAYS[way](coll).wait(LIMIT)
+            turns[way] += 1
     except Exception as error:  # noqa: BLE001  - its class is what the test is about
         say(f"{way}:", type(error).__name__)
 
@@ -58,7 +60,7 @@ async def killed(coll: Communicator) -> None:
     threads = await threads_of(coll)
     for thread in threads:
         thread.start()
-    time.sleep(0.3)  # noqa: ASYNC251  - the loop stands still
+    blocked_until(lambda: len(turns) == len(WAYS) - 1, 5)  # the loop stands still
     if coll.rank == coll.size - 1:
         say("mark:", time.monotonic())
         os.kill(os.getpid(), signal.SIGKILL)
@@ -73,11 +75,11 @@ async def interrupted(coll: Communicator) -> None:
     for thread in threads:
         thread.start()
     await coll.barrier()
-    await asyncio.sleep(0.2)
+    await rounds()
     say("mark:", time.monotonic())
     if coll.rank == 0:
         signal.raise_signal(signal.SIGINT)
-    await asyncio.sleep(LIMIT)
+    await asyncio.wait_for(asyncio.Event().wait(), LIMIT)
 
 
 async def left(coll: Communicator) -> None:
@@ -89,7 +91,7 @@ async def left(coll: Communicator) -> None:
     if coll.rank == coll.size - 1:
         say("mark:", time.monotonic())
         raise ValueError("boom")
-    await asyncio.sleep(LIMIT)
+    await asyncio.wait_for(asyncio.Event().wait(), LIMIT)
 
 
 async def main() -> None:

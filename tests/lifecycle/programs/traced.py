@@ -8,17 +8,16 @@ import signal
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import aiodist
 from aiodist.nn import DataParallel
-
-
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")  # at once: ranks may share a pipe
-    sys.stdout.flush()
+from tests.support.blocking import blocked_until
+from tests.support.programs import say
+from tests.support.until import until
 
 
 def held(net: DataParallel, _layer: nn.Module, _inputs: object, out: torch.Tensor) -> None:
@@ -28,10 +27,8 @@ def held(net: DataParallel, _layer: nn.Module, _inputs: object, out: torch.Tenso
     """
 
     def stay(_: torch.Tensor) -> None:
-        until = time.monotonic() + 20
         last = net.reducer.last
-        while last is not None and len(last.spans) < 2 and time.monotonic() < until:
-            time.sleep(1e-3)
+        blocked_until(lambda: last is None or len(last.spans) >= 2)
 
     if net.statistics().passes >= 2:
         out.register_hook(stay)
@@ -57,7 +54,8 @@ async def killed() -> None:
     async with aiodist.init() as coll:
         for _ in range(3):
             await coll.allreduce(torch.ones(100))
-        await asyncio.sleep(1.0)  # until that is written
+        written = Path(os.environ["AIODIST_TRACE"], f"rank-{coll.rank}.jsonl")
+        await until(lambda: written.read_text().count('"allreduce"') == 3)
         if coll.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         await coll.allreduce(torch.ones(100))
@@ -82,7 +80,7 @@ async def late() -> None:
     async with aiodist.init() as coll:
         for i in range(200):
             if coll.rank == 1 and i % 20 == 19:
-                time.sleep(0.2)  # noqa: ASYNC251  - it computes
+                time.sleep(0.2)  # noqa: ASYNC251  # a promise of seconds: W5
             await coll.allreduce(torch.ones(2))
             await coll.barrier()
 
@@ -92,7 +90,7 @@ async def late_in_turn() -> None:
     async with aiodist.init() as coll:
         for i in range(4 * coll.size):
             if coll.rank == i % coll.size:
-                time.sleep(0.05)  # noqa: ASYNC251  - it computes
+                time.sleep(0.05)  # noqa: ASYNC251  # a promise of seconds: W5
             await coll.allreduce(torch.ones(2))
 
 
@@ -111,12 +109,12 @@ async def asked() -> None:
             kind = "allreduce" if i % 2 else "broadcast"
             began = time.perf_counter()
             if side.rank == 1:
-                time.sleep(0.2)  # noqa: ASYNC251  - it computes
+                time.sleep(0.2)  # noqa: ASYNC251  # a promise of seconds: W5
             late[kind] += time.perf_counter() - began
             await (side.allreduce(torch.ones(2)) if i % 2 else side.broadcast(torch.ones(3)))
         async with asyncio.timeout(20):
-            while not await coll.allreduce(int(_compared(side) >= 5), "min"):  # noqa: ASYNC110  - all go on together
-                await asyncio.sleep(0.01)
+            while not await coll.allreduce(int(_compared(side) >= 5), "min"):
+                pass
         waited = side.statistics().waited
         assert waited is not None
         _, late = await coll.allgather_object(late)
