@@ -111,7 +111,7 @@ async def test_n5_no_sync_behind_a_step_whose_gradients_are_kept(
     trial.assert_same_gradients(net, gradients_of(trial, coll.size, range(4), op))
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(3)
 @each_op
 @each_bucket
 async def test_n5_no_sync_with_parameters_that_are_thawed_in_it(
