@@ -144,9 +144,6 @@ async def test_n17_every_dtype_and_layout(coll: Communicator, path: Path, dtype:
         assert torch.equal(got.contiguous().flatten().view(torch.uint8), t.contiguous().flatten().view(torch.uint8))
 
 
-# --- what each rank has of its own ------------------------------------------------------------------------------------
-
-
 class Loader:
     """A place in the data."""
 
@@ -267,9 +264,6 @@ async def test_n17_pending_updates_are_made_first(coll: Communicator, training: 
     await run.steps(3, 4)
     assert await run.steps(4, 5) == expected
     await opt.flush()
-
-
-# --- several ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2)
@@ -396,9 +390,6 @@ async def test_n17_a_save_beside_steps_ends_and_its_files_are_whole(coll: Commun
         found = torch.cat([p[f"net/{name}"].flatten() for p in pieces if f"net/{name}" in p])
         assert torch.equal(found, t.flatten()), name
     await net.aclose()
-
-
-# --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
 class Raises:

@@ -49,9 +49,6 @@ def test_n17_shares_are_even_and_have_each_element_once(tensors: list[tuple[int,
     assert max(nbytes) <= sum(nbytes) / size + (64 << 10) + 16
 
 
-# --- pieces -----------------------------------------------------------------------------------------------------------
-
-
 class Sharded:
     """What a sharded optimizer looks like: each rank has a contiguous piece of each tensor, made flat."""
 
@@ -145,9 +142,6 @@ async def test_n17_pieces_of_something_else_are_not_loaded(coll: Communicator, p
     opt.kept["exp_avg"] = Piece(torch.zeros(1), coll.rank, (2,))
     with pytest.raises(ValueError, match=r"there is no exp_avg of shape \[2\]"):
         await aiodist.load(path, opt, coll=coll)
-
-
-# --- blocks -----------------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):

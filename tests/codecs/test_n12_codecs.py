@@ -54,9 +54,6 @@ def gradients(grads: Sequence[Tensor], residuals: Sequence[Tensor], *, number: i
     ]
 
 
-# --- one code ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("numel", [0, 1, 9, 1000, CHUNK + 9])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @every
@@ -237,9 +234,6 @@ def test_n12_topk_by_a_sample_is_the_same() -> None:
         assert taken.tolist() == list(range(len(taken))), kind  # the lowest indices among equals
 
 
-# --- randomness -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("codec", [TernGrad(bucket=8), QSGD(4, bucket=8), RandomK(0.25, scaled=True)], ids=str)
 def test_n12_the_mean_of_many_codes_is_right(codec: GradientCodec) -> None:
     assert codec.unbiased
@@ -297,9 +291,6 @@ def test_n12_what_makes_no_sense_is_refused() -> None:
     for make_seeded in (lambda: PowerSGD(seed=-1), lambda: RandomK(0.5, seed=1 << 63)):
         with pytest.raises(ValueError, match="seed="):
             make_seeded()
-
-
-# --- many ranks -------------------------------------------------------------------------------------------------------
 
 
 @every
@@ -427,9 +418,6 @@ def test_n12_any_codec_can_be_gathered() -> None:
     outs, nbytes = exchanged(Gathered(codec), ranks, [{}, {}])
     assert (outs[1].tolist(), nbytes) == ([0.75, 0.75], 2)
     torch.testing.assert_close(ranks[0].total, torch.tensor([0.05, 0.0]))
-
-
-# --- why a residual is needed -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -170,9 +170,6 @@ async def test_n15_the_current_device_is_meant_where_no_number_is_given(simulate
             assert (await anext(items)).device == torch.device("cuda:1")
 
 
-# --- who waits for whom -----------------------------------------------------------------------------------------
-
-
 async def test_n15_the_reader_goes_on_while_copies_wait(simulated_cuda: SimulatedCuda, until: Until) -> None:
     read: list[int] = []
     opened = prefetch(tensors(9, read, numel=1 << 20), depth=4, device="cuda")
@@ -218,9 +215,6 @@ async def test_n15_reading_does_not_wait_for_the_transport_lock(simulated_cuda: 
         await opened.__aexit__(None, None, None)
 
 
-# --- memory -----------------------------------------------------------------------------------------------------
-
-
 async def test_n15_memory_is_not_used_anew_before_the_consumer_has_computed(simulated_cuda: SimulatedCuda) -> None:
     """The fixture tells of work that used memory which had been freed."""
     side: Any = torch.cuda.Stream()
@@ -250,9 +244,6 @@ async def test_n15_nothing_is_left_on_the_device(simulated_cuda: SimulatedCuda, 
         await until(lambda: Scheduler.current().in_flight == 3 * 4 * N)
     assert Scheduler.current().in_flight == 0
     await until(lambda: simulated_cuda.allocated() == 0)  # no garbage collector is needed
-
-
-# --- the end ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
@@ -357,9 +348,6 @@ async def test_n15_a_device_that_is_lost_is_an_error_of_the_item(simulated_cuda:
         await opened.__aexit__(None, None, None)
 
 
-# --- what torch moves itself ------------------------------------------------------------------------------------
-
-
 class Graph:
     """Moves itself, as the batches of graph libraries do."""
 
@@ -420,9 +408,6 @@ async def test_n15_what_cannot_move_ends_the_stream(simulated_cuda: SimulatedCud
     assert Scheduler.current().in_flight == 0
 
 
-# --- beside others ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.thorough
 def test_n15_every_rank_prefetches_and_reduces(simulated_cuda: SimulatedCuda) -> None:
     async def main() -> list[float]:
@@ -450,9 +435,6 @@ async def test_n15_copying_counts_as_work_that_may_be_hidden(
         await opened.__aexit__(None, None, None)
     found = items.statistics()
     assert (found.copying_seconds, found.waited_seconds, found.hidden) == (20.0, 0.0, 1.0)
-
-
-# --- where there is no device -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])

@@ -61,9 +61,6 @@ class Source:
             self.closed_on = threading.current_thread().name
 
 
-# --- errors -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("position", range(5))
 @pytest.mark.parametrize("where", ["source", "async source", "transform", "workers"])
 async def test_n15_an_error_is_raised_at_its_item(position: int, where: str) -> None:
@@ -180,9 +177,6 @@ async def test_n15_an_error_of_closing_the_source_is_raised_by_the_block() -> No
         assert nothing_in_flight()
 
 
-# --- leaving early ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["break", "error"])
 async def test_n15_leaving_early_closes_a_generator_on_its_thread(how: str) -> None:
     source = Source()
@@ -294,9 +288,6 @@ async def test_n15_the_workers_of_a_data_loader_end(how: str) -> None:
     assert not set(psutil.Process().children(recursive=True)) - before
 
 
-# --- cancellation -----------------------------------------------------------------------------------------------
-
-
 async def test_n15_nothing_is_lost_when_a_wait_is_cancelled() -> None:
     source = Source(block=2)
     async with asyncio.timeout(20), prefetch(source.items()) as items:
@@ -393,9 +384,6 @@ async def test_n15_a_task_that_waits_while_another_leaves_is_told() -> None:
         await leaving
         with pytest.raises(RuntimeError, match="was closed while this task waited"):
             await waiting
-
-
-# --- after the loop ---------------------------------------------------------------------------------------------
 
 
 def by_asyncio(main: Main) -> None:

@@ -264,9 +264,6 @@ def test_n15_order_is_kept_however_long_each_takes(count: int, workers: int, dep
     asyncio.run(main())
 
 
-# --- modes and context ------------------------------------------------------------------------------------------
-
-
 def modes(_: object = None) -> tuple[object, ...]:
     return (
         torch.is_grad_enabled(),
@@ -328,9 +325,6 @@ async def test_n15_context_variables_go_along() -> None:
     async with asyncio.timeout(20), prefetch(source(), transform=transform) as items:
         assert await taken(items) == [("given", "given"), ("item 0", "given"), ("item 1", "given")]
     assert variable.get() == "given"
-
-
-# --- bytes ------------------------------------------------------------------------------------------------------
 
 
 async def test_n15_what_is_ready_counts_in_the_scheduler_until_it_is_taken(until: Until) -> None:
@@ -476,9 +470,6 @@ async def test_n15_statistics_tell_what_was_hidden(monkeypatch: pytest.MonkeyPat
     assert waiting.waited_seconds == pytest.approx(0.08)
     assert hidden.waited_seconds == 0
     assert 0 <= waiting.hidden < hidden.hidden == 1
-
-
-# --- wrong use --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrong", [0, 1.5, float("inf"), "2", None])

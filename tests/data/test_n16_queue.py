@@ -350,9 +350,6 @@ async def test_n16_shards_with_threads_are_read_on_several(coll: Communicator) -
     assert len(set(readers.values())) == 2
 
 
-# --- the place of all ranks ------------------------------------------------------------------------------------
-
-
 @pytest.mark.ranks(4)
 @each_shuffle
 @pytest.mark.parametrize(("before", "after", "steps"), [(1, 1, 3), (1, 4, 0), (3, 2, 4), (2, 3, 1), (4, 1, 2)])
@@ -510,9 +507,6 @@ async def test_n16_states_of_other_data_are_refused(coll: Communicator) -> None:
         ShardQueue(IndexShards(203, 17), coll, seed=2, shuffle=True).load_state_dicts([{**state, "shards": 12}])
 
 
-# --- training ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.ranks(1, 2, 3)
 async def test_n16_uneven_passes_train_in_a_join_block(coll: Communicator) -> None:
     torch.manual_seed(0)
@@ -530,9 +524,6 @@ async def test_n16_uneven_passes_train_in_a_join_block(coll: Communicator) -> No
                     break  # it leaves, and others train on what it had
         assert await together(coll, mine) == list(range(90))
     await assert_synchronized(net.module, coll)
-
-
-# --- ends --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(1, 3)
@@ -730,9 +721,6 @@ async def test_n16_wrong_arguments_of_a_queue(coll: Communicator) -> None:
     for call, message in wrong:
         with pytest.raises((TypeError, ValueError), match=message):
             call()
-
-
-# --- records -----------------------------------------------------------------------------------------------------
 
 
 def written(path: Path, items: Sequence[bytes], chunk_bytes: int) -> Path:

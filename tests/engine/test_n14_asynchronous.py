@@ -1,6 +1,6 @@
 """N14: asynchronous SGD, with the clients of a parameter server in the place of an optimizer."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +10,7 @@ from torch.nn.functional import mse_loss
 from aiodist import Communicator, CommunicatorAborted, Engine, ParameterServer
 from aiodist.engine import State
 from aiodist.ps import EAMSGD, EASGD, SGD, AsySGInCon, Downpour, Synchronous
-
-if TYPE_CHECKING:
-    from tests.engine.conftest import Job
-
+from tests.engine.conftest import Job
 
 STEP: tuple[Any, ...] = ("sample", "forward", "criterion", "backward", "update")
 
@@ -34,79 +31,77 @@ def client(kind: str, ps: ParameterServer, module: nn.Module, **how: Any) -> Any
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("kind", ["downpour", "easgd", "eamsgd", "asysg"])
-async def test_n14_clients_do_what_they_do_in_the_bare_loop(coll: Communicator, job: type["Job"], kind: str) -> None:
+async def test_n14_clients_do_what_they_do_in_the_bare_loop(coll: Communicator, kind: str) -> None:
     """One worker, so that nothing depends on time."""
     ends = []
     seen: list[str] = []
     for bare in (True, False):
-        module = job.build()
+        module = Job.build()
         rule = SGD(lr=0.05) if kind == "asysg" else "add"
         async with ParameterServer(coll, module, rule=rule) as ps, client(kind, ps, module) as worker:
             if bare:
                 for _ in range(2):
-                    for x, y in job.pairs(0, 5):
+                    for x, y in Job.pairs(0, 5):
                         module.zero_grad()
                         mse_loss(module(x), y).backward()
                         await worker.step()
             else:
-                engine = Engine(module, worker, mse_loss, coll=coll, **job.QUIET)
+                engine = Engine(module, worker, mse_loss, coll=coll, **Job.QUIET)
                 noted(engine, seen)
-                figures = await engine.train(job.pairs(0, 5), epochs=2)
+                figures = await engine.train(Job.pairs(0, 5), epochs=2)
                 assert seen == [*STEP] * 10
                 assert worker.steps == 10
-                assert (await engine.test(job.pairs(0, 5)))["loss"] < figures["loss"]
+                assert (await engine.test(Job.pairs(0, 5)))["loss"] < figures["loss"]
         ends.append({name: t.clone() for name, t in module.state_dict().items()})
     assert all(torch.equal(t, ends[1][name]) for name, t in ends[0].items())
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("together", [False, True])
-async def test_n14_workers_wait_for_nobody(coll: Communicator, job: type["Job"], together: bool) -> None:
+async def test_n14_workers_wait_for_nobody(coll: Communicator, together: bool) -> None:
     """Each has other numbers of batches; figures are of all ranks, or without a communicator of its own."""
-    module = job.build()
+    module = Job.build()
     async with ParameterServer(coll, module) as ps, client("easgd", ps, module) as worker:
-        engine = Engine(module, worker, mse_loss, coll=coll if together else None, **job.QUIET)
-        figures = await engine.train(job.pairs(coll.rank, 1 + 3 * coll.rank), epochs=3)
+        engine = Engine(module, worker, mse_loss, coll=coll if together else None, **Job.QUIET)
+        figures = await engine.train(Job.pairs(coll.rank, 1 + 3 * coll.rank), epochs=3)
         assert worker.steps == 3 + 9 * coll.rank
         told = await coll.allgather_object(figures)
         assert all(one == figures for one in told) == together
 
 
 @pytest.mark.ranks(2)
-async def test_n14_synchronous_steps_at_the_server(coll: Communicator, job: type["Job"]) -> None:
+async def test_n14_synchronous_steps_at_the_server(coll: Communicator) -> None:
     """The server's optimizer makes one step of the gradients of all workers."""
-    module = job.build()
+    module = Job.build()
     async with ParameterServer(coll, module, rule=SGD(lr=0.1), consistency=Synchronous("mean")) as ps:
         async with AsySGInCon(ps, module) as worker:
-            engine = Engine(module, worker, mse_loss, **job.QUIET)
-            await engine.train(job.pairs(coll.rank, 1), epochs=1)
+            engine = Engine(module, worker, mse_loss, **Job.QUIET)
+            await engine.train(Job.pairs(coll.rank, 1), epochs=1)
         await ps.sync()
         await ps.barrier()
         await ps.pull(module)
-    job.assert_same(module, job.alone(2, [1, 1]))
+    Job.assert_same(module, Job.alone(2, [1, 1]))
 
 
 @pytest.mark.ranks(2)
-async def test_n14_a_stop_ends_this_worker_and_the_others_behind_their_epoch(
-    coll: Communicator, job: type["Job"]
-) -> None:
-    module = job.build()
+async def test_n14_a_stop_ends_this_worker_and_the_others_behind_their_epoch(coll: Communicator) -> None:
+    module = Job.build()
     async with ParameterServer(coll, module) as ps, client("downpour", ps, module) as worker:
-        engine = Engine(module, worker, mse_loss, coll=coll, **job.QUIET)
+        engine = Engine(module, worker, mse_loss, coll=coll, **Job.QUIET)
 
         @engine.on("update")
         def stop(state: State) -> None:
             state.stop = coll.rank == 1 and state.step == 2
 
-        await engine.train(job.pairs(coll.rank, 5), epochs=3)
+        await engine.train(Job.pairs(coll.rank, 5), epochs=3)
         assert engine.state.step == (5 if coll.rank == 0 else 2)
 
 
 @pytest.mark.ranks(2)
-async def test_n14_a_worker_that_fails(coll: Communicator, job: type["Job"]) -> None:
-    module = job.build()
+async def test_n14_a_worker_that_fails(coll: Communicator) -> None:
+    module = Job.build()
     async with ParameterServer(coll, module) as ps, client("downpour", ps, module) as worker:
-        engine = Engine(module, worker, mse_loss, coll=coll, **job.QUIET)
+        engine = Engine(module, worker, mse_loss, coll=coll, **Job.QUIET)
 
         @engine.on("criterion")
         def fail(state: State) -> None:
@@ -115,7 +110,7 @@ async def test_n14_a_worker_that_fails(coll: Communicator, job: type["Job"]) -> 
 
         if coll.rank == 1:
             with pytest.raises(ArithmeticError, match="here"):
-                await engine.train(job.pairs(1, 3), epochs=2)
+                await engine.train(Job.pairs(1, 3), epochs=2)
         else:
             with pytest.raises(CommunicatorAborted, match=r"rank 1 failed in this training: ArithmeticError\('here'\)"):
-                await engine.train(job.pairs(0, 3), epochs=2)
+                await engine.train(Job.pairs(0, 3), epochs=2)

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -12,61 +12,56 @@ from torch.nn.functional import mse_loss
 from aiodist import Communicator, Engine, MismatchError, RemoteError
 from aiodist.engine import State
 from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer
-
-if TYPE_CHECKING:
-    from tests.engine.conftest import Job
+from tests.engine.conftest import Job
 
 NAN, INF = float("nan"), float("inf")
 
 
-async def made(coll: Communicator, job: type["Job"], *, module: nn.Module | None = None, **options: Any) -> Engine:
-    net = await DataParallel.create(module or job.build(), coll)
-    return Engine(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), mse_loss, **job.QUIET, **options)
-
-
-# --- debug ----------------------------------------------------------------------------------------------------------
+async def made(coll: Communicator, *, module: nn.Module | None = None, **options: Any) -> Engine:
+    net = await DataParallel.create(module or Job.build(), coll)
+    return Engine(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), mse_loss, **Job.QUIET, **options)
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.ranks(2, backend=("mpi", "gloo"))
-async def test_n14_debug_finds_nothing_where_nothing_is_wrong(coll: Communicator, job: type["Job"]) -> None:
-    engine = await made(coll, job, debug=True, dynamic=False)
-    await engine.train(job.pairs(coll.rank, 4), epochs=2)
-    job.assert_same(engine.state.net, job.alone(coll.size, [4] * coll.size, epochs=2, optimizer="momentum"))
+async def test_n14_debug_finds_nothing_where_nothing_is_wrong(coll: Communicator) -> None:
+    engine = await made(coll, debug=True, dynamic=False)
+    await engine.train(Job.pairs(coll.rank, 4), epochs=2)
+    Job.assert_same(engine.state.net, Job.alone(coll.size, [4] * coll.size, epochs=2, optimizer="momentum"))
 
 
 @pytest.mark.ranks(2)
-async def test_n14_debug_with_a_pipelined_optimizer_and_uneven_data(coll: Communicator, job: type["Job"]) -> None:
-    net = await DataParallel.create(job.build(), coll, bucket_bytes=1, first_bucket_bytes=1)
-    engine = Engine(net, PipelinedOptimizer(net, job.OPTIMIZERS["momentum"]), mse_loss, debug=True, **job.QUIET)
-    await engine.train(job.pairs(coll.rank, 2), epochs=1)
-    job.assert_same(net, job.alone(2, [2, 2], optimizer="momentum"))
-    await engine.train(job.pairs(coll.rank, 2 + coll.rank), epochs=2)
+async def test_n14_debug_with_a_pipelined_optimizer_and_uneven_data(coll: Communicator) -> None:
+    net = await DataParallel.create(Job.build(), coll, bucket_bytes=1, first_bucket_bytes=1)
+    engine = Engine(net, PipelinedOptimizer(net, Job.OPTIMIZERS["momentum"]), mse_loss, debug=True, **Job.QUIET)
+    await engine.train(Job.pairs(coll.rank, 2), epochs=1)
+    Job.assert_same(net, Job.alone(2, [2, 2], optimizer="momentum"))
+    await engine.train(Job.pairs(coll.rank, 2 + coll.rank), epochs=2)
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("bad", [NAN, INF])
-async def test_n14_debug_names_a_loss_that_is_not_finite(coll: Communicator, job: type["Job"], bad: float) -> None:
+async def test_n14_debug_names_a_loss_that_is_not_finite(coll: Communicator, bad: float) -> None:
     guilty = coll.size - 1
-    pairs = job.pairs(coll.rank, 3)
+    pairs = Job.pairs(coll.rank, 3)
     if coll.rank == guilty:
         pairs[1][1][0, 0] = bad
-    engine = await made(coll, job, debug=True)
+    engine = await made(coll, debug=True)
     kind: type[Exception] = FloatingPointError if coll.rank == guilty else RemoteError
     with pytest.raises(kind, match=rf"the loss is {bad}: rank {guilty}, epoch 1, step 2"):
         await engine.train(pairs, epochs=2)
 
 
 @pytest.mark.ranks(1)
-async def test_n14_the_users_hooks_come_behind_ours(coll: Communicator, job: type["Job"]) -> None:
+async def test_n14_the_users_hooks_come_behind_ours(coll: Communicator) -> None:
     """What is checked is what they find."""
-    engine = await made(coll, job, debug=True)
+    engine = await made(coll, debug=True)
     seen: list[int] = []
     engine.on("criterion", lambda state: seen.append(state.step))
     engine.on("update", spoil)
     with pytest.raises(FloatingPointError, match="the loss is nan: rank 0, epoch 1, step 2"):
-        await engine.train(job.pairs(0, 2), epochs=1)
+        await engine.train(Job.pairs(0, 2), epochs=1)
     assert seen == [1]
 
 
@@ -97,18 +92,18 @@ class Root(nn.Module):
 
 
 @pytest.mark.ranks(1, 2)
-async def test_n14_debug_names_a_gradient_that_is_not_finite(coll: Communicator, job: type["Job"]) -> None:
+async def test_n14_debug_names_a_gradient_that_is_not_finite(coll: Communicator) -> None:
     guilty = coll.size - 1
-    engine = await made(coll, job, module=Root(at=4 if coll.rank == guilty else 0), debug=True)
+    engine = await made(coll, module=Root(at=4 if coll.rank == guilty else 0), debug=True)
     kind: type[Exception] = FloatingPointError if coll.rank == guilty else RemoteError
     with pytest.raises(kind, match=rf"the gradient of 'second\.\w+' has \d+ of \d+ .*: rank {guilty}, epoch 2, step 4"):
-        await engine.train(job.pairs(coll.rank, 3), epochs=2)
+        await engine.train(Job.pairs(coll.rank, 3), epochs=2)
     assert not any(p._backward_hooks for p in engine.state.net.parameters())
 
 
 @pytest.mark.ranks(1, 2)
-async def test_n14_debug_names_a_parameter_that_is_not_finite(coll: Communicator, job: type["Job"]) -> None:
-    engine = await made(coll, job, debug=True)
+async def test_n14_debug_names_a_parameter_that_is_not_finite(coll: Communicator) -> None:
+    engine = await made(coll, debug=True)
 
     @engine.on("backward")
     def break_it(state: State) -> None:
@@ -117,14 +112,12 @@ async def test_n14_debug_names_a_parameter_that_is_not_finite(coll: Communicator
 
     text = r"parameter '2\.bias' after the update has 1 of 3 elements .* -inf: rank \d, epoch 1, step 2"
     with pytest.raises(FloatingPointError, match=text):
-        await engine.train(job.pairs(coll.rank, 3), epochs=1)
+        await engine.train(Job.pairs(coll.rank, 3), epochs=1)
 
 
 @pytest.mark.ranks(2, 3)
-async def test_n14_debug_names_the_first_parameter_and_the_rank_that_differs(
-    coll: Communicator, job: type["Job"]
-) -> None:
-    engine = await made(coll, job, debug=True)
+async def test_n14_debug_names_the_first_parameter_and_the_rank_that_differs(coll: Communicator) -> None:
+    engine = await made(coll, debug=True)
     odd = coll.size - 1
 
     @engine.on("sample")
@@ -136,14 +129,14 @@ async def test_n14_debug_names_the_first_parameter_and_the_rank_that_differs(
                     p.copy_(torch.nextafter(p, torch.full_like(p, INF)))
 
     with pytest.raises(MismatchError, match=r"parameter '2\.weight' on rank \d .*step 2 of epoch 1; so do 1 more") as e:
-        await engine.train(job.pairs(coll.rank, 3), epochs=1)
+        await engine.train(Job.pairs(coll.rank, 3), epochs=1)
     assert coll.size == 2 or f"on rank {odd} differs" in str(e.value)
 
 
 @pytest.mark.ranks(2)
-async def test_n14_debug_compares_the_parameters_of_a_sharded_optimizer(coll: Communicator, job: type["Job"]) -> None:
-    net = await DataParallel.create(job.build(), coll)
-    engine = Engine(net, ShardedOptimizer(net, job.OPTIMIZERS["adam"]), mse_loss, debug=True, **job.QUIET)
+async def test_n14_debug_compares_the_parameters_of_a_sharded_optimizer(coll: Communicator) -> None:
+    net = await DataParallel.create(Job.build(), coll)
+    engine = Engine(net, ShardedOptimizer(net, Job.OPTIMIZERS["adam"]), mse_loss, debug=True, **Job.QUIET)
 
     @engine.on("backward")
     async def change(state: State) -> None:
@@ -153,18 +146,15 @@ async def test_n14_debug_compares_the_parameters_of_a_sharded_optimizer(coll: Co
                 net.get_parameter("2.bias")[1] += 1
 
     with pytest.raises(MismatchError, match=r"parameter '2\.bias' on rank \d .*step 2 of epoch 1"):
-        await engine.train(job.pairs(coll.rank, 3), epochs=1)
+        await engine.train(Job.pairs(coll.rank, 3), epochs=1)
 
 
 @pytest.mark.ranks(2)
-async def test_n14_debug_leaves_scaled_gradients_alone(coll: Communicator, job: type["Job"]) -> None:
+async def test_n14_debug_leaves_scaled_gradients_alone(coll: Communicator) -> None:
     """With a scaler an infinite gradient is no mistake: it leaves the step out."""
-    engine = await made(coll, job, module=Root(at=2), debug=True)
+    engine = await made(coll, module=Root(at=2), debug=True)
     engine.state.net.settings(scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
-    await engine.train(job.pairs(coll.rank, 3), epochs=1)
-
-
-# --- dynamic --------------------------------------------------------------------------------------------------------
+    await engine.train(Job.pairs(coll.rank, 3), epochs=1)
 
 
 class Branches(nn.Module):
@@ -184,9 +174,9 @@ class Branches(nn.Module):
 
 
 @pytest.mark.ranks(1, 2, 3)
-async def test_n14_a_dynamic_graph_may_change(coll: Communicator, job: type["Job"]) -> None:
-    engine = await made(coll, job, module=Branches())
-    await engine.train(job.pairs(coll.rank, 4), epochs=1)
+async def test_n14_a_dynamic_graph_may_change(coll: Communicator) -> None:
+    engine = await made(coll, module=Branches())
+    await engine.train(Job.pairs(coll.rank, 4), epochs=1)
     module = Branches()
     opt = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     for step in range(4):
@@ -194,44 +184,44 @@ async def test_n14_a_dynamic_graph_may_change(coll: Communicator, job: type["Job
         module.calls = step
         losses = []
         for rank in range(coll.size):
-            x, y = job.pairs(rank, 4)[step]
+            x, y = Job.pairs(rank, 4)[step]
             module.calls = step
             losses.append(mse_loss(module(x), y))
         torch.stack(losses).mean().backward()
         opt.step()
-    job.assert_same(engine.state.net, module)
+    Job.assert_same(engine.state.net, module)
 
 
 @pytest.mark.ranks(1, 2)
-async def test_n14_one_that_is_not_dynamic_must_not(coll: Communicator, job: type["Job"]) -> None:
+async def test_n14_one_that_is_not_dynamic_must_not(coll: Communicator) -> None:
     guilty = coll.size - 1
-    engine = await made(coll, job, module=Branches(changes=coll.rank == guilty), dynamic=False)
+    engine = await made(coll, module=Branches(changes=coll.rank == guilty), dynamic=False)
     kind: type[Exception] = RuntimeError if coll.rank == guilty else RemoteError
     text = (
         rf"the graph of step 2 differs .*: it now uses parameter 'now_and_then\.\w+' \(rank {guilty}, epoch 1, step 2\)"
     )
     with pytest.raises(kind, match=text):
-        await engine.train(job.pairs(coll.rank, 3), epochs=1)
+        await engine.train(Job.pairs(coll.rank, 3), epochs=1)
     assert engine.state_dict()["step"] == 1
 
 
 @pytest.mark.ranks(1)
-async def test_n14_other_operations_on_the_same_parameters(coll: Communicator, job: type["Job"]) -> None:
-    net = await DataParallel.create(job.build(), coll)
-    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), mse_loss, dynamic=False, **job.QUIET)
+async def test_n14_other_operations_on_the_same_parameters(coll: Communicator) -> None:
+    net = await DataParallel.create(Job.build(), coll)
+    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), mse_loss, dynamic=False, **Job.QUIET)
 
     @engine.on("forward")
     def change(state: State) -> None:
         state.output = state.output.sin() if state.step == 3 else state.output.cos()
 
     with pytest.raises(RuntimeError, match=r"node 1, counted from the loss, is SinBackward0 instead of CosBackward0"):
-        await engine.train(job.pairs(0, 3), epochs=1)
+        await engine.train(Job.pairs(0, 3), epochs=1)
 
 
 @pytest.mark.ranks(1, 2)
-async def test_n14_a_parameter_that_is_new(coll: Communicator, job: type["Job"]) -> None:
+async def test_n14_a_parameter_that_is_new(coll: Communicator) -> None:
     """Its gradients would be reduced by nobody."""
-    engine = await made(coll, job)
+    engine = await made(coll)
 
     @engine.on("epoch")
     def replace(state: State) -> None:
@@ -240,19 +230,16 @@ async def test_n14_a_parameter_that_is_new(coll: Communicator, job: type["Job"])
 
     kind: type[Exception] = RuntimeError if coll.rank == coll.size - 1 else RemoteError
     with pytest.raises(kind, match=r"parameter '2\.weight' is not the one that the net was created with"):
-        await engine.train(job.pairs(coll.rank, 2), epochs=2)
-
-
-# --- profile --------------------------------------------------------------------------------------------------------
+        await engine.train(Job.pairs(coll.rank, 2), epochs=2)
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(("steps", "made_steps"), [((2, 3), 2), ((4, 9), 1)])
 async def test_n14_a_trace_of_some_steps(
-    coll: Communicator, job: type["Job"], tmp_path: Path, steps: tuple[int, int], made_steps: int
+    coll: Communicator, tmp_path: Path, steps: tuple[int, int], made_steps: int
 ) -> None:
-    engine = await made(coll, job, profile=steps, traces=tmp_path / "traces")
-    await engine.train(job.pairs(0, 4), epochs=1)
+    engine = await made(coll, profile=steps, traces=tmp_path / "traces")
+    await engine.train(Job.pairs(0, 4), epochs=1)
     file = tmp_path / "traces" / f"rank0-steps{steps[0]}-{steps[1]}.json"
     events = json.loads(file.read_text())["traceEvents"]
     assert sum(event.get("name") == "aten::mse_loss" for event in events) == made_steps
@@ -260,30 +247,25 @@ async def test_n14_a_trace_of_some_steps(
 
 
 @pytest.mark.ranks(2, backend="gloo")
-async def test_n14_a_trace_of_each_rank(coll: Communicator, job: type["Job"], tmp_path_factory: Any) -> None:
+async def test_n14_a_trace_of_each_rank(coll: Communicator, tmp_path_factory: Any) -> None:
     folder = Path(await coll.broadcast_object(str(tmp_path_factory.mktemp("traces"))))
-    engine = await made(coll, job, profile=(1, 1), traces=folder)
-    await engine.train(job.pairs(coll.rank, 2), epochs=1)
+    engine = await made(coll, profile=(1, 1), traces=folder)
+    await engine.train(Job.pairs(coll.rank, 2), epochs=1)
     await coll.barrier()
     assert {file.name for file in folder.iterdir()} == {"rank0-steps1-1.json", "rank1-steps1-1.json"}  # noqa: ASYNC240
 
 
-# --- epochs -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("what", ["state", "epochs"])
-async def test_n14_ranks_in_different_epochs_are_told_when_one_begins(
-    coll: Communicator, job: type["Job"], what: str
-) -> None:
-    engine, steps = await made(coll, job), list[State]()
+async def test_n14_ranks_in_different_epochs_are_told_when_one_begins(coll: Communicator, what: str) -> None:
+    engine, steps = await made(coll), list[State]()
     engine.on("forward", steps.append)
-    await engine.train(job.pairs(coll.rank, 2), epochs=1)
+    await engine.train(Job.pairs(coll.rank, 2), epochs=1)
     state = engine.state_dict()
-    await engine.train(job.pairs(coll.rank, 2), epochs=2)
+    await engine.train(Job.pairs(coll.rank, 2), epochs=2)
     before = len(steps)
     if what == "state" and coll.rank == 1:
         engine.load_state_dict(state)
     with pytest.raises(MismatchError, match="ranks begin different epochs: epoch 3 of 4 on rank 0; epoch"):
-        await engine.train(job.pairs(coll.rank, 2), epochs=4 + (what == "epochs" and coll.rank))
+        await engine.train(Job.pairs(coll.rank, 2), epochs=4 + (what == "epochs" and coll.rank))
     assert len(steps) == before

@@ -4,7 +4,7 @@ import asyncio
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +17,7 @@ from aiodist.engine import State
 from aiodist.engine.state import Event
 from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer, assert_synchronized
 from aiodist.testing import run_ranks
-
-if TYPE_CHECKING:
-    from tests.engine.conftest import Job
+from tests.engine.conftest import Job
 
 EVENTS = ["start", "sample", "forward", "criterion", "backward", "update", "epoch", "end"]
 
@@ -28,15 +26,13 @@ class Broken(Exception):
     """What a rank raises in these tests."""
 
 
-async def made(
-    coll: Communicator, job: type["Job"], *, pipelined: bool = False, sharded: bool = False, **options: Any
-) -> Engine:
-    net = await DataParallel.create(job.build(), coll, bucket_bytes=1, first_bucket_bytes=1)
-    make = job.OPTIMIZERS["momentum"]
+async def made(coll: Communicator, *, pipelined: bool = False, sharded: bool = False, **options: Any) -> Engine:
+    net = await DataParallel.create(Job.build(), coll, bucket_bytes=1, first_bucket_bytes=1)
+    make = Job.OPTIMIZERS["momentum"]
     opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
     if sharded:
         opt = ShardedOptimizer(net, make)
-    return Engine(net, opt, mse_loss, **job.QUIET, **options)
+    return Engine(net, opt, mse_loss, **Job.QUIET, **options)
 
 
 async def check_failed(coll: Communicator, guilty: int, train: Any) -> None:
@@ -51,33 +47,28 @@ async def check_failed(coll: Communicator, guilty: int, train: Any) -> None:
         assert "in fail" in caught.value.traceback
 
 
-# --- failures -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.drawn(6)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("at", [1, 3])
 @pytest.mark.parametrize("event", EVENTS)
-async def test_n14_a_hook_that_raises(coll: Communicator, job: type["Job"], event: Any, at: int) -> None:
+async def test_n14_a_hook_that_raises(coll: Communicator, event: Any, at: int) -> None:
     """In the first step, and in the last one of an epoch, behind which the others make no other."""
     guilty = coll.size - 1
-    engine = await made(coll, job)
+    engine = await made(coll)
 
     def fail(state: State) -> None:
         if coll.rank == guilty and (state.batch in (0, at) or event in ("epoch", "end")):
             raise Broken("here")
 
     engine.on(event, fail)
-    await check_failed(coll, guilty, engine.train(job.pairs(coll.rank, 3), epochs=2))
+    await check_failed(coll, guilty, engine.train(Job.pairs(coll.rank, 3), epochs=2))
     assert await coll.allreduce(1) == coll.size  # nothing is left on the way
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("event", EVENTS)
-async def test_n14_a_coroutine_that_raises_with_a_pipelined_optimizer(
-    coll: Communicator, job: type["Job"], event: Any
-) -> None:
-    engine = await made(coll, job, pipelined=True)
+async def test_n14_a_coroutine_that_raises_with_a_pipelined_optimizer(coll: Communicator, event: Any) -> None:
+    engine = await made(coll, pipelined=True)
 
     async def fail(state: State) -> None:
         await asyncio.sleep(0)
@@ -85,14 +76,14 @@ async def test_n14_a_coroutine_that_raises_with_a_pipelined_optimizer(
             raise Broken("here")
 
     engine.on(event, fail)
-    await check_failed(coll, 0, engine.train(job.pairs(coll.rank, 3), epochs=1))
+    await check_failed(coll, 0, engine.train(Job.pairs(coll.rank, 3), epochs=1))
 
 
 @pytest.mark.drawn(6)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("event", [*EVENTS, "optimizer"])
-async def test_n14_a_failure_with_a_sharded_optimizer(coll: Communicator, job: type["Job"], event: Any) -> None:
-    engine = await made(coll, job, sharded=True)
+async def test_n14_a_failure_with_a_sharded_optimizer(coll: Communicator, event: Any) -> None:
+    engine = await made(coll, sharded=True)
     guilty = coll.size - 1
 
     def fail(state: State) -> None:
@@ -103,21 +94,21 @@ async def test_n14_a_failure_with_a_sharded_optimizer(coll: Communicator, job: t
         engine.state.optimizer.optimizer.register_step_pre_hook(lambda *_: fail(engine.state))
     else:
         engine.on(event, fail)
-    await check_failed(coll, guilty, engine.train(job.pairs(coll.rank, 3), epochs=1))
+    await check_failed(coll, guilty, engine.train(Job.pairs(coll.rank, 3), epochs=1))
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("event", ["sample", "forward", "criterion", "backward", "update", "epoch"])
-async def test_n14_a_hook_that_raises_amid_uneven_data(coll: Communicator, job: type["Job"], event: Any) -> None:
+async def test_n14_a_hook_that_raises_amid_uneven_data(coll: Communicator, event: Any) -> None:
     guilty = coll.size - 1
-    engine = await made(coll, job)
+    engine = await made(coll)
 
     def fail(state: State) -> None:
         if coll.rank == guilty and (state.batch == 3 or event == "epoch"):
             raise Broken("here")
 
     engine.on(event, fail)
-    await check_failed(coll, guilty, engine.train(job.pairs(coll.rank, 2 + 2 * coll.rank), epochs=2))
+    await check_failed(coll, guilty, engine.train(Job.pairs(coll.rank, 2 + 2 * coll.rank), epochs=2))
 
 
 def broken_after(pairs: list[Any], count: int) -> Iterator[Any]:
@@ -130,30 +121,30 @@ def broken_after(pairs: list[Any], count: int) -> Iterator[Any]:
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("count", [0, 2])
-async def test_n14_a_loader_that_raises(coll: Communicator, job: type["Job"], count: int) -> None:
-    engine = await made(coll, job)
-    pairs = job.pairs(coll.rank, 4)
+async def test_n14_a_loader_that_raises(coll: Communicator, count: int) -> None:
+    engine = await made(coll)
+    pairs = Job.pairs(coll.rank, 4)
     train = engine.train(broken_after(pairs, count) if coll.rank == 1 else iter(pairs), epochs=1)
     await check_failed(coll, 1, train)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("event", "at"), [("sample", 1), ("update", 1), ("update", 2)])
-async def test_n14_without_a_known_length(coll: Communicator, job: type["Job"], event: Any, at: int) -> None:
-    engine = await made(coll, job)
+async def test_n14_without_a_known_length(coll: Communicator, event: Any, at: int) -> None:
+    engine = await made(coll)
 
     def fail(state: State) -> None:
         if coll.rank == 1 and state.batch == at:
             raise Broken("here")
 
     engine.on(event, fail)
-    await check_failed(coll, 1, engine.train(iter(job.pairs(coll.rank, 2)), epochs=1))
+    await check_failed(coll, 1, engine.train(iter(Job.pairs(coll.rank, 2)), epochs=1))
 
 
 @pytest.mark.ranks(2)
-async def test_n14_an_optimizer_that_raises_on_one_rank(coll: Communicator, job: type["Job"]) -> None:
+async def test_n14_an_optimizer_that_raises_on_one_rank(coll: Communicator) -> None:
     """The others have made its step, and hear of it in the next one."""
-    engine = await made(coll, job)
+    engine = await made(coll)
     steps = []
     engine.on("update", lambda state: steps.append(state.step))
 
@@ -162,14 +153,14 @@ async def test_n14_an_optimizer_that_raises_on_one_rank(coll: Communicator, job:
             raise Broken("here")
 
     engine.state.optimizer.register_step_pre_hook(fail)
-    await check_failed(coll, 1, engine.train(job.pairs(coll.rank, 5), epochs=1))
+    await check_failed(coll, 1, engine.train(Job.pairs(coll.rank, 5), epochs=1))
     assert len(steps) == (2 if coll.rank else 3)
 
 
 @pytest.mark.ranks(2)
-async def test_n14_after_a_failure_training_goes_on(coll: Communicator, job: type["Job"]) -> None:
+async def test_n14_after_a_failure_training_goes_on(coll: Communicator) -> None:
     """A step that failed was made by no rank, and the next training makes it."""
-    engine = await made(coll, job)
+    engine = await made(coll)
     failing = [coll.rank == 1]
 
     @engine.on("criterion")
@@ -178,13 +169,10 @@ async def test_n14_after_a_failure_training_goes_on(coll: Communicator, job: typ
             failing[0] = False
             raise Broken("here")
 
-    await check_failed(coll, 1, engine.train(job.pairs(coll.rank, 4), epochs=2))
+    await check_failed(coll, 1, engine.train(Job.pairs(coll.rank, 4), epochs=2))
     assert engine.state_dict()["batch"] == 2
-    await engine.train(job.pairs(coll.rank, 4), epochs=2)
-    job.assert_same(engine.state.net, job.alone(2, [4, 4], epochs=2, optimizer="momentum"))
-
-
-# --- stops ----------------------------------------------------------------------------------------------------------
+    await engine.train(Job.pairs(coll.rank, 4), epochs=2)
+    Job.assert_same(engine.state.net, Job.alone(2, [4, 4], epochs=2, optimizer="momentum"))
 
 
 @pytest.mark.drawn(2)
@@ -194,9 +182,9 @@ async def test_n14_after_a_failure_training_goes_on(coll: Communicator, job: typ
     [("sample", 3, 3), ("criterion", 3, 3), ("update", 3, 4), ("sample", 5, 5), ("update", 5, 5), ("epoch", 5, 5)],
 )
 async def test_n14_a_stop_on_one_rank_stops_all_behind_the_same_step(
-    coll: Communicator, job: type["Job"], event: Any, at: int, last: int
+    coll: Communicator, event: Any, at: int, last: int
 ) -> None:
-    engine = await made(coll, job)
+    engine = await made(coll)
     made_steps = []
     ended = []
     engine.on("update", lambda state: made_steps.append(state.step))
@@ -206,18 +194,18 @@ async def test_n14_a_stop_on_one_rank_stops_all_behind_the_same_step(
     def stop(state: State) -> None:
         state.stop = state.stop or (coll.rank == coll.size - 1 and state.step == at)
 
-    await engine.train(job.pairs(coll.rank, 5), epochs=3)
+    await engine.train(Job.pairs(coll.rank, 5), epochs=3)
     assert (made_steps, ended) == ([*range(1, last + 1)], [True])
     await assert_synchronized(engine.state.net.module, coll)
     made_steps.clear()
-    await engine.train(job.pairs(coll.rank, 5), epochs=3)
+    await engine.train(Job.pairs(coll.rank, 5), epochs=3)
     assert made_steps == [*range(last + 1, 16)]
-    job.assert_same(engine.state.net, job.alone(coll.size, [5] * coll.size, epochs=3, optimizer="momentum"))
+    Job.assert_same(engine.state.net, Job.alone(coll.size, [5] * coll.size, epochs=3, optimizer="momentum"))
 
 
 @pytest.mark.ranks(1, 2, 3)
-async def test_n14_a_stop_with_a_pipelined_optimizer(coll: Communicator, job: type["Job"]) -> None:
-    engine = await made(coll, job, pipelined=True)
+async def test_n14_a_stop_with_a_pipelined_optimizer(coll: Communicator) -> None:
+    engine = await made(coll, pipelined=True)
     steps = []
 
     @engine.on("update")
@@ -225,17 +213,17 @@ async def test_n14_a_stop_with_a_pipelined_optimizer(coll: Communicator, job: ty
         steps.append(state.step)
         state.stop = state.stop or (coll.rank == 0 and state.step == 2)
 
-    await engine.train(job.pairs(coll.rank, 8), epochs=2)
+    await engine.train(Job.pairs(coll.rank, 8), epochs=2)
     assert steps == [1, 2, 3, 4]
-    await engine.train(job.pairs(coll.rank, 8), epochs=1)
+    await engine.train(Job.pairs(coll.rank, 8), epochs=1)
     assert steps == [*range(1, 9)]
-    job.assert_same(engine.state.net, job.alone(coll.size, [8] * coll.size, optimizer="momentum"))
+    Job.assert_same(engine.state.net, Job.alone(coll.size, [8] * coll.size, optimizer="momentum"))
 
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize(("event", "last"), [("sample", 3), ("criterion", 3), ("update", 4)])
-async def test_n14_a_stop_with_a_sharded_optimizer(coll: Communicator, job: type["Job"], event: Any, last: int) -> None:
-    engine = await made(coll, job, sharded=True)
+async def test_n14_a_stop_with_a_sharded_optimizer(coll: Communicator, event: Any, last: int) -> None:
+    engine = await made(coll, sharded=True)
     steps = []
 
     engine.on("update", lambda state: steps.append(state.step))
@@ -244,16 +232,16 @@ async def test_n14_a_stop_with_a_sharded_optimizer(coll: Communicator, job: type
     def stop(state: State) -> None:
         state.stop = state.stop or (coll.rank == 0 and state.step == 3)
 
-    await engine.train(job.pairs(coll.rank, 8), epochs=2)
+    await engine.train(Job.pairs(coll.rank, 8), epochs=2)
     assert steps == [*range(1, last + 1)]
-    await engine.train(job.pairs(coll.rank, 8), epochs=1)
-    job.assert_same(engine.state.net, job.alone(coll.size, [8] * coll.size, optimizer="momentum"))
+    await engine.train(Job.pairs(coll.rank, 8), epochs=1)
+    Job.assert_same(engine.state.net, Job.alone(coll.size, [8] * coll.size, optimizer="momentum"))
 
 
 @pytest.mark.ranks(2, 3)
-async def test_n14_a_stop_amid_uneven_data(coll: Communicator, job: type["Job"]) -> None:
+async def test_n14_a_stop_amid_uneven_data(coll: Communicator) -> None:
     """Rank 0's data have ended by then; no rank trains on a batch twice, and none is left out."""
-    engine = await made(coll, job)
+    engine = await made(coll)
     counts = [2 + 3 * rank for rank in range(coll.size)]
     steps = []
 
@@ -262,30 +250,24 @@ async def test_n14_a_stop_amid_uneven_data(coll: Communicator, job: type["Job"])
         steps.append(state.batch)
         state.stop = state.stop or (coll.rank == coll.size - 1 and state.step == 3)
 
-    pairs = job.pairs(coll.rank, counts[coll.rank])
+    pairs = Job.pairs(coll.rank, counts[coll.rank])
     await engine.train(pairs, epochs=1)
     assert steps == [*range(1, min(5, len(pairs) + 1))]
     await engine.train(pairs, epochs=1)
     assert steps == [*range(1, len(pairs) + 1)]
-    job.assert_same(engine.state.net, job.alone(coll.size, counts, optimizer="momentum"))
-
-
-# --- uneven data ------------------------------------------------------------------------------------------------------
+    Job.assert_same(engine.state.net, Job.alone(coll.size, counts, optimizer="momentum"))
 
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.parametrize("known", [False, True])
-async def test_n14_uneven_data(coll: Communicator, job: type["Job"], pipelined: bool, known: bool) -> None:
-    engine = await made(coll, job, pipelined=pipelined)
+async def test_n14_uneven_data(coll: Communicator, pipelined: bool, known: bool) -> None:
+    engine = await made(coll, pipelined=pipelined)
     counts = [(5, 2, 0)[rank] for rank in range(coll.size)]
-    pairs = job.pairs(coll.rank, counts[coll.rank])
+    pairs = Job.pairs(coll.rank, counts[coll.rank])
     for epoch in (1, 2):
         await engine.train(pairs if known else iter(pairs), epochs=epoch)
-    job.assert_same(engine.state.net, job.alone(coll.size, counts, epochs=2, optimizer="momentum"))
-
-
-# --- cancellation -----------------------------------------------------------------------------------------------------
+    Job.assert_same(engine.state.net, Job.alone(coll.size, counts, epochs=2, optimizer="momentum"))
 
 
 async def cancelled(train: Any, begun: asyncio.Event, ticks: int) -> None:
@@ -299,8 +281,8 @@ async def cancelled(train: Any, begun: asyncio.Event, ticks: int) -> None:
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("ticks", range(0, 40, 7))
-async def test_n14_a_rank_that_is_cancelled(coll: Communicator, job: type["Job"], ticks: int) -> None:
-    engine = await made(coll, job)
+async def test_n14_a_rank_that_is_cancelled(coll: Communicator, ticks: int) -> None:
+    engine = await made(coll)
     begun = asyncio.Event()
 
     @engine.on("sample")
@@ -308,7 +290,7 @@ async def test_n14_a_rank_that_is_cancelled(coll: Communicator, job: type["Job"]
         if state.step == 2:
             begun.set()
 
-    train = engine.train(job.pairs(coll.rank, 50), epochs=3)
+    train = engine.train(Job.pairs(coll.rank, 50), epochs=3)
     if coll.rank == 0:
         with pytest.raises(asyncio.CancelledError):
             await cancelled(train, begun, ticks)
@@ -320,7 +302,7 @@ async def test_n14_a_rank_that_is_cancelled(coll: Communicator, job: type["Job"]
 @pytest.mark.drawn(5)
 @pytest.mark.parametrize("made", [False, True])
 @pytest.mark.parametrize("ticks", range(1, 9))
-def test_n14_a_rank_that_is_cancelled_before_it_begins(job: type["Job"], made: bool, ticks: int) -> None:
+def test_n14_a_rank_that_is_cancelled_before_it_begins(made: bool, ticks: int) -> None:
     """Others had a duplicate of the communicator already, and waited there."""
 
     async def program() -> tuple[str, float]:
@@ -328,15 +310,15 @@ def test_n14_a_rank_that_is_cancelled_before_it_begins(job: type["Job"], made: b
         # Rank 0 tells it with its net too, where this rank may have left already: closing that net meets no other rank.
         with suppress(CommunicatorAborted):
             async with aiodist.init() as coll:
-                net = await DataParallel.create(job.build(), coll) if made else None
+                net = await DataParallel.create(Job.build(), coll) if made else None
                 loop = asyncio.get_running_loop()
 
                 async def begin() -> None:
                     if net is None:
-                        await DataParallel.create(job.build(), coll)
+                        await DataParallel.create(Job.build(), coll)
                     else:
-                        engine = Engine(net, job.OPTIMIZERS["momentum"](net.parameters()), mse_loss, **job.QUIET)
-                        await engine.train(job.pairs(coll.rank, 2), epochs=1)
+                        engine = Engine(net, Job.OPTIMIZERS["momentum"](net.parameters()), mse_loss, **Job.QUIET)
+                        await engine.train(Job.pairs(coll.rank, 2), epochs=1)
 
                 began, task = loop.time(), asyncio.ensure_future(begin())
                 if coll.rank == 0:
@@ -359,15 +341,15 @@ def test_n14_a_rank_that_is_cancelled_before_it_begins(job: type["Job"], made: b
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("event", ["start", "epoch"])
 @pytest.mark.parametrize("ticks", [0, 1, 3, 6, 10])
-def test_n14_a_rank_that_is_cancelled_between_epochs(job: type["Job"], event: Event, ticks: int) -> None:
+def test_n14_a_rank_that_is_cancelled_between_epochs(event: Event, ticks: int) -> None:
     """It gave up the engine's communicator alone: others, in the next epoch already, waited for its gradients."""
 
     async def program() -> tuple[str, float]:
         async with aiodist.init() as coll:
-            engine, begun, loop = await made(coll, job), asyncio.Event(), asyncio.get_running_loop()
+            engine, begun, loop = await made(coll), asyncio.Event(), asyncio.get_running_loop()
             engine.on(event, lambda state: begun.set())
             began = loop.time()
-            train = engine.train(job.pairs(coll.rank, 2), epochs=3)
+            train = engine.train(Job.pairs(coll.rank, 2), epochs=3)
             try:
                 await (cancelled(train, begun, ticks) if coll.rank == 0 else train)
             except asyncio.CancelledError:
@@ -383,25 +365,25 @@ def test_n14_a_rank_that_is_cancelled_between_epochs(job: type["Job"], event: Ev
 
 
 @pytest.mark.ranks(2)
-async def test_n14_all_ranks_are_cancelled(coll: Communicator, job: type["Job"]) -> None:
-    engine = await made(coll, job)
+async def test_n14_all_ranks_are_cancelled(coll: Communicator) -> None:
+    engine = await made(coll)
     begun = asyncio.Event()
     engine.on("update", lambda state: begun.set())
     with pytest.raises(asyncio.CancelledError):
-        await cancelled(engine.train(job.pairs(coll.rank, 50), epochs=3), begun, 3 * coll.rank)
+        await cancelled(engine.train(Job.pairs(coll.rank, 50), epochs=3), begun, 3 * coll.rank)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("guilty", [0, 1])
-async def test_n14_the_loss_must_be_one(coll: Communicator, job: type["Job"], guilty: int) -> None:
+async def test_n14_the_loss_must_be_one(coll: Communicator, guilty: int) -> None:
     def loss(output: Tensor, target: Tensor) -> Any:
         return output - target if coll.rank == guilty else mse_loss(output, target)
 
-    net = await DataParallel.create(job.build(), coll)
-    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), loss, **job.QUIET)
+    net = await DataParallel.create(Job.build(), coll)
+    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), loss, **Job.QUIET)
     kind: type[Exception] = TypeError if coll.rank == guilty else RemoteError
     with pytest.raises(kind, match=r"the loss is a tensor of shape \[3, 3\]: expected a tensor of one element"):
-        await engine.train(job.pairs(coll.rank, 2), epochs=1)
+        await engine.train(Job.pairs(coll.rank, 2), epochs=1)
 
 
 class Silent:
@@ -419,7 +401,7 @@ class Silent:
 
 
 @pytest.mark.ranks(1)
-async def test_n14_drivers_that_tell_nothing_are_refused(coll: Communicator, job: type["Job"]) -> None:
-    net = await DataParallel.create(job.build(), coll)
+async def test_n14_drivers_that_tell_nothing_are_refused(coll: Communicator) -> None:
+    net = await DataParallel.create(Job.build(), coll)
     with pytest.raises(TypeError, match="Silent: its steps are not one pass of all ranks each"):
         Engine(net, Silent(), mse_loss)

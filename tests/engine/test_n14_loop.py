@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +15,7 @@ from aiodist import Communicator, Engine
 from aiodist.data import ShardSampler, prefetch
 from aiodist.engine import State, WithCriterion
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
-
-if TYPE_CHECKING:
-    from tests.engine.conftest import Job
+from tests.engine.conftest import Job
 
 EVENTS: tuple[Any, ...] = ("start", "sample", "forward", "criterion", "backward", "update", "epoch", "end")
 STEP = ["sample", "forward", "criterion", "backward", "update"]
@@ -41,49 +39,49 @@ def noted(engine: Engine, into: list[str]) -> None:
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
-async def test_n14_trains_as_one_process(coll: Communicator, job: type["Job"], optimizer: str) -> None:
-    net = await DataParallel.create(job.build(), coll)
-    engine = Engine(net, job.OPTIMIZERS[optimizer](net.parameters()), mse_loss, **job.QUIET)
-    await engine.train(job.pairs(coll.rank, 5), epochs=3)
-    job.assert_same(net, job.alone(coll.size, [5] * coll.size, epochs=3, optimizer=optimizer))
+async def test_n14_trains_as_one_process(coll: Communicator, optimizer: str) -> None:
+    net = await DataParallel.create(Job.build(), coll)
+    engine = Engine(net, Job.OPTIMIZERS[optimizer](net.parameters()), mse_loss, **Job.QUIET)
+    await engine.train(Job.pairs(coll.rank, 5), epochs=3)
+    Job.assert_same(net, Job.alone(coll.size, [5] * coll.size, epochs=3, optimizer=optimizer))
     assert (engine.state.epoch, engine.state.step, engine.state.batch) == (3, 15, 5)
 
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.ranks(2, backend="gloo")
-async def test_n14_with_a_pipelined_optimizer(coll: Communicator, job: type["Job"]) -> None:
-    net = await DataParallel.create(job.build(), coll, bucket_bytes=1, first_bucket_bytes=1)
-    opt = PipelinedOptimizer(net, job.OPTIMIZERS["momentum"])
-    engine = Engine(net, opt, mse_loss, **job.QUIET)
+async def test_n14_with_a_pipelined_optimizer(coll: Communicator) -> None:
+    net = await DataParallel.create(Job.build(), coll, bucket_bytes=1, first_bucket_bytes=1)
+    opt = PipelinedOptimizer(net, Job.OPTIMIZERS["momentum"])
+    engine = Engine(net, opt, mse_loss, **Job.QUIET)
     seen: list[str] = []
     noted(engine, seen)
-    await engine.train(job.pairs(coll.rank, 4), epochs=2)
+    await engine.train(Job.pairs(coll.rank, 4), epochs=2)
     assert not opt.pending
-    job.assert_same(net, job.alone(coll.size, [4] * coll.size, epochs=2, optimizer="momentum"))
+    Job.assert_same(net, Job.alone(coll.size, [4] * coll.size, epochs=2, optimizer="momentum"))
     assert [event for event in seen if "," not in event][:7] == ["start", *STEP, "sample"]
 
 
 @pytest.mark.ranks(1, 2)
-async def test_n14_hooks_come_in_order(coll: Communicator, job: type["Job"]) -> None:
-    net = await DataParallel.create(job.build(), coll)
-    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), mse_loss, **job.QUIET)
+async def test_n14_hooks_come_in_order(coll: Communicator) -> None:
+    net = await DataParallel.create(Job.build(), coll)
+    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), mse_loss, **Job.QUIET)
     seen: list[str] = []
     noted(engine, seen)
-    await engine.train(job.pairs(coll.rank, 2), epochs=2)
+    await engine.train(Job.pairs(coll.rank, 2), epochs=2)
     events = ["start", *(STEP * 2 + ["epoch"]) * 2, "end"]
     assert seen == [said for event in events for said in (event, f"{event}, awaited")]
     seen.clear()
-    await engine.test(job.pairs(coll.rank, 2))
+    await engine.test(Job.pairs(coll.rank, 2))
     events = ["start", *["sample", "forward", "criterion"] * 2, "end"]
     assert seen == [said for event in events for said in (event, f"{event}, awaited")]
 
 
 @pytest.mark.ranks(2)
-async def test_n14_what_the_state_has(coll: Communicator, job: type["Job"]) -> None:
-    net = await DataParallel.create(job.build(), coll)
+async def test_n14_what_the_state_has(coll: Communicator) -> None:
+    net = await DataParallel.create(Job.build(), coll)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    engine = Engine(net, opt, mse_loss, **job.QUIET)
-    pairs = job.pairs(coll.rank, 3)
+    engine = Engine(net, opt, mse_loss, **Job.QUIET)
+    pairs = Job.pairs(coll.rank, 3)
     before: dict[str, Tensor] = {}
     checked = []
 
@@ -136,12 +134,12 @@ async def test_n14_what_the_state_has(coll: Communicator, job: type["Job"]) -> N
 
 
 @pytest.mark.ranks(2)
-async def test_n14_hooks_may_change_sample_output_loss_and_weight(coll: Communicator, job: type["Job"]) -> None:
+async def test_n14_hooks_may_change_sample_output_loss_and_weight(coll: Communicator) -> None:
     def penalised(output: Tensor, target: Tensor) -> Tensor:
         return mse_loss(2 * output, target + 1) + 0.5
 
-    net = await DataParallel.create(job.build(), coll)
-    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), mse_loss, **job.QUIET)
+    net = await DataParallel.create(Job.build(), coll)
+    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), mse_loss, **Job.QUIET)
 
     @engine.on("sample")
     def shift(state: State) -> None:
@@ -159,8 +157,8 @@ async def test_n14_hooks_may_change_sample_output_loss_and_weight(coll: Communic
 
     losses = []
     engine.on("update", lambda state: losses.append(float(state.loss)))
-    figures = await engine.train(job.pairs(coll.rank, 3), epochs=1)
-    job.assert_same(net, job.alone(2, [3, 3], loss=penalised))
+    figures = await engine.train(Job.pairs(coll.rank, 3), epochs=1)
+    Job.assert_same(net, Job.alone(2, [3, 3], loss=penalised))
     total = await coll.allreduce(sum(loss * weight for loss, weight in zip(losses, (2, 3, 4), strict=True)))
     assert figures["loss"] == pytest.approx(total / 18)
 
@@ -177,39 +175,39 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.ranks(1, 2, 3)
-async def test_n14_the_criterion_may_have_parameters(coll: Communicator, job: type["Job"]) -> None:
-    both = WithCriterion(job.build(), Scaled())
+async def test_n14_the_criterion_may_have_parameters(coll: Communicator) -> None:
+    both = WithCriterion(Job.build(), Scaled())
     net = await DataParallel.create(both, coll)
-    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), **job.QUIET)
+    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), **Job.QUIET)
     assert engine.state.network is both.network
-    await engine.train(job.pairs(coll.rank, 4), epochs=2)
+    await engine.train(Job.pairs(coll.rank, 4), epochs=2)
 
-    module = WithCriterion(job.build(), Scaled())
+    module = WithCriterion(Job.build(), Scaled())
     opt = torch.optim.SGD(module.parameters(), lr=0.1)
     for step in [*range(4)] * 2:
         opt.zero_grad()
         for rank in range(coll.size):
-            x, y = job.pairs(rank, 4)[step]
+            x, y = Job.pairs(rank, 4)[step]
             (module.criterion(module(x), y) / coll.size).backward()
         opt.step()
-    job.assert_same(net, module)
+    Job.assert_same(net, module)
     assert float(both.get_parameter("criterion.scale").detach()) != 1.5
 
 
 @pytest.mark.ranks(1)
-async def test_n14_a_criterion_that_nobody_would_train_is_refused(coll: Communicator, job: type["Job"]) -> None:
-    net = await DataParallel.create(job.build(), coll)
+async def test_n14_a_criterion_that_nobody_would_train_is_refused(coll: Communicator) -> None:
+    net = await DataParallel.create(Job.build(), coll)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"'scale' that the net does not train: expected a net of .*WithCriterion"):
         Engine(net, opt, Scaled())
-    both = await DataParallel.create(WithCriterion(job.build(), Scaled()), coll)
+    both = await DataParallel.create(WithCriterion(Job.build(), Scaled()), coll)
     with pytest.raises(ValueError, match="another one is given"):
         Engine(both, torch.optim.SGD(both.parameters(), lr=0.1), mse_loss)
 
 
 @pytest.mark.ranks(1)
-async def test_n14_wrong_arguments(coll: Communicator, job: type["Job"]) -> None:
-    net = await DataParallel.create(job.build(), coll)
+async def test_n14_wrong_arguments(coll: Communicator) -> None:
+    net = await DataParallel.create(Job.build(), coll)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
     wrong: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
         ((net.module, opt), {}, TypeError, r"Engine\(Sequential, SGD\): expected a DataParallel and an optimizer"),
@@ -226,7 +224,7 @@ async def test_n14_wrong_arguments(coll: Communicator, job: type["Job"]) -> None
     for given, keywords, kind, text in wrong:
         with pytest.raises(kind, match=text):
             Engine(*given, **keywords)
-    engine = Engine(net, opt, mse_loss, **job.QUIET)
+    engine = Engine(net, opt, mse_loss, **Job.QUIET)
     with pytest.raises(ValueError, match="event 'batch': expected one of start, sample"):
         engine.on("batch", print)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="hook for 'end' is int"):
@@ -251,38 +249,38 @@ class Named(nn.Module):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("form", ["arguments", "keywords", "split"])
-async def test_n14_forms_of_samples(coll: Communicator, job: type["Job"], form: str) -> None:
+async def test_n14_forms_of_samples(coll: Communicator, form: str) -> None:
     """The network itself may return the loss, of a dict; or a function says what is input and what target."""
     torch.manual_seed(coll.rank)
     net = await DataParallel.create(Named(), coll)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    pairs = job.pairs(coll.rank, 3)
+    pairs = Job.pairs(coll.rank, 3)
     if form == "keywords":
-        await Engine(net, opt, **job.QUIET).train([{"x": x, "y": y} for x, y in pairs], epochs=1)
+        await Engine(net, opt, **Job.QUIET).train([{"x": x, "y": y} for x, y in pairs], epochs=1)
     elif form == "split":
-        engine = Engine(net, opt, mse_loss, split=lambda sample: (sample["x"], sample["y"]), **job.QUIET)
+        engine = Engine(net, opt, mse_loss, split=lambda sample: (sample["x"], sample["y"]), **Job.QUIET)
         await engine.train([{"x": x, "y": y} for x, y in pairs], epochs=1)
     else:
-        await Engine(net, opt, mse_loss, **job.QUIET).train([((x,), y) for x, y in pairs], epochs=1)
+        await Engine(net, opt, mse_loss, **Job.QUIET).train([((x,), y) for x, y in pairs], epochs=1)
     torch.manual_seed(0)
-    job.assert_same(net, job.alone(2, [3, 3], make=Named))
+    Job.assert_same(net, Job.alone(2, [3, 3], make=Named))
 
 
 @pytest.mark.ranks(2)
-async def test_n14_kinds_of_loaders(coll: Communicator, job: type["Job"]) -> None:
+async def test_n14_kinds_of_loaders(coll: Communicator) -> None:
     """A DataLoader whose sampler is told the epoch, an async generator, what `prefetch` returned."""
-    x, y = (torch.cat(parts) for parts in zip(*job.pairs(0, 8), strict=True))
+    x, y = (torch.cat(parts) for parts in zip(*Job.pairs(0, 8), strict=True))
     sampler = ShardSampler(len(x), coll.rank, coll.size, shuffle=True, drop_last=True)
     loader: Any = DataLoader(TensorDataset(x, y), batch_size=5, sampler=sampler)
-    net = await DataParallel.create(job.build(), coll)
-    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), mse_loss, **job.QUIET)
+    net = await DataParallel.create(Job.build(), coll)
+    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), mse_loss, **Job.QUIET)
     told = []
     engine.on("sample", lambda state: told.append((state.epoch, sampler.epoch)))
     await engine.train(prefetch(loader, depth=3, workers=2, transform=lambda pair: pair), epochs=2)
     assert told == [(1, 0)] * 3 + [(2, 1)] * 3
 
     async def batches() -> AsyncIterator[Any]:
-        for pair in job.pairs(coll.rank, 2):
+        for pair in Job.pairs(coll.rank, 2):
             yield pair
 
     await engine.train(batches(), epochs=3)
@@ -291,27 +289,27 @@ async def test_n14_kinds_of_loaders(coll: Communicator, job: type["Job"]) -> Non
 
 
 @pytest.mark.ranks(1, 2)
-async def test_n14_epochs_count_those_of_before(coll: Communicator, job: type["Job"]) -> None:
-    net = await DataParallel.create(job.build(), coll)
-    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), mse_loss, **job.QUIET)
-    pairs = job.pairs(coll.rank, 3)
+async def test_n14_epochs_count_those_of_before(coll: Communicator) -> None:
+    net = await DataParallel.create(Job.build(), coll)
+    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), mse_loss, **Job.QUIET)
+    pairs = Job.pairs(coll.rank, 3)
     assert await engine.train(pairs, epochs=0) == {}
     await engine.train(pairs, epochs=1)
     first = await engine.train(pairs, epochs=1)
     assert engine.state.step == 3
     assert await engine.train(pairs, epochs=2) != first
     assert engine.state.step == 6
-    job.assert_same(net, job.alone(coll.size, [3] * coll.size, epochs=2))
+    Job.assert_same(net, Job.alone(coll.size, [3] * coll.size, epochs=2))
 
 
 @pytest.mark.ranks(2)
-async def test_n14_a_training_inside_itself_is_refused(coll: Communicator, job: type["Job"]) -> None:
-    net = await DataParallel.create(job.build(), coll)
-    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), mse_loss, **job.QUIET)
+async def test_n14_a_training_inside_itself_is_refused(coll: Communicator) -> None:
+    net = await DataParallel.create(Job.build(), coll)
+    engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), mse_loss, **Job.QUIET)
 
     @engine.on("epoch")
     async def again(state: State) -> None:
         await engine.train([], epochs=1)
 
     with pytest.raises(RuntimeError, match=r"engine\.train inside itself"):
-        await engine.train(job.pairs(coll.rank, 1), epochs=1)
+        await engine.train(Job.pairs(coll.rank, 1), epochs=1)

@@ -122,8 +122,6 @@ def test_train_digits_notices_different_weights(
     assert not (tmp_path / "never.pt").exists()
 
 
-# --- the ways to train ------------------------------------------------------------------------------------------------
-
 SAME_STEPS = [f"train_{way}" for way in ("allreduce", "async", "prefetch", "pipelined", "sharded", "evaluate")] + [
     "model_parallel"
 ]
@@ -280,9 +278,6 @@ def test_t3_resume_goes_on_with_other_ranks(launch: Launch, sequential: list[str
     assert (done.code, done.errors) == (0, "")
     assert done.lines[0][0] == "1 ranks go on behind step 40, saved by 2"
     same_weights(done.lines[0], sequential)
-
-
-# --- parameter servers ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.thorough

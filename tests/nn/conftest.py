@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
+from aiodist import Communicator
+from aiodist.nn import DataParallel, PipelinedOptimizer
 from tests.support.one_thread import one_thread as one_thread
 
 Make = Callable[[], nn.Module]
@@ -38,6 +39,26 @@ class Trial:
     SMALL: ClassVar[dict[str, Any]] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
     """A bucket for each parameter."""
     FEW: ClassVar[dict[str, Any]] = {"bucket_bytes": 600, "first_bucket_bytes": 100}
+
+    @classmethod
+    async def made(
+        cls,
+        coll: Communicator,
+        optimizer: str = "sgd",
+        module: nn.Module | None = None,
+        *,
+        pipelined: bool = False,
+        **options: Any,
+    ) -> tuple[DataParallel, Any]:
+        """Return a net on `coll` and its optimizer."""
+        net = await DataParallel.create(module or cls.Mlp(), coll, **options)
+        make = cls.OPTIMIZERS[optimizer]
+        return net, PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+
+    @classmethod
+    async def train(cls, net: DataParallel, opt: Any, steps: range, rank: int) -> None:
+        for step in steps:
+            await net.step(cls.loss, opt, net, rank, step)
 
     @staticmethod
     def batch(rank: int, step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -100,8 +121,3 @@ class Trial:
             else:
                 assert ours.grad is not None, name
                 torch.testing.assert_close(ours.grad, theirs.grad, msg=f"{name}: ".__add__)
-
-
-@pytest.fixture
-def trial() -> type[Trial]:
-    return Trial

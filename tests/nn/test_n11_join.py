@@ -48,18 +48,13 @@ def counts_of(coll: Communicator) -> list[tuple[int, ...]]:
     return UNEVEN[coll.size]
 
 
-# --- the mean over those that have data ------------------------------------------------------------------------
-
-
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 async def test_n11_the_mean_is_over_the_ranks_that_have_data(coll: Communicator, op: Literal["mean", "sum"]) -> None:
     for counts in counts_of(coll):
-        net = await DataParallel.create(Trial.Mlp(), coll, op=op, bucket_bytes=100, first_bucket_bytes=1)
-        opt = ADAM(net.parameters())
+        net, opt = await Trial.made(coll, "adam", op=op, bucket_bytes=100, first_bucket_bytes=1)
         async with net.join(opt):
-            for step in range(counts[coll.rank]):
-                await net.step(Trial.loss, opt, net, coll.rank, step)
+            await Trial.train(net, opt, range(counts[coll.rank]), coll.rank)
         expected = Trial.Mlp()
         plain = ADAM(expected.parameters())
         Trial.assert_same(net.module, reference(expected, plain, counts, op))
@@ -75,8 +70,7 @@ async def test_n11_the_mean_is_over_the_ranks_that_have_data(coll: Communicator,
 async def test_n11_epoch_after_epoch(coll: Communicator, pipelined: bool) -> None:
     """Who is late changes, and there are even ones between; a step outside needs all ranks again."""
     epochs = [counts for counts in counts_of(coll) if coll.size == 2 or counts != (2, 0, 0)]
-    net = await DataParallel.create(Trial.Mlp(), coll, bucket_bytes=1, first_bucket_bytes=1)
-    opt: Any = PipelinedOptimizer(net, MOMENTUM) if pipelined else MOMENTUM(net.parameters())
+    net, opt = await Trial.made(coll, "momentum", pipelined=pipelined, bucket_bytes=1, first_bucket_bytes=1)
     expected = Trial.Mlp()
     plain = MOMENTUM(expected.parameters())
     for epoch, counts in enumerate(epochs):
@@ -104,8 +98,7 @@ async def test_n11_with_a_pipelined_optimizer(coll: Communicator, given: bool) -
         net = await DataParallel.create(Trial.Mlp(), coll, bucket_bytes=1, first_bucket_bytes=1)
         opt = PipelinedOptimizer(net, ADAM)
         async with net.join(*[opt] * given):
-            for step in range(counts[coll.rank]):
-                await net.step(Trial.loss, opt, net, coll.rank, step)
+            await Trial.train(net, opt, range(counts[coll.rank]), coll.rank)
         expected = Trial.Mlp()
         Trial.assert_same(net.module, reference(expected, ADAM(expected.parameters()), counts))
         await assert_synchronized([list(net.parameters()), opt.state_dict()], coll)
@@ -118,8 +111,7 @@ async def test_n11_with_a_pipelined_optimizer(coll: Communicator, given: bool) -
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n11_scaler_and_schedulers_go_on_alike(coll: Communicator, pipelined: bool) -> None:
     """Those of `settings`, on ranks that have made other numbers of steps; also where they are given."""
-    net = await DataParallel.create(Trial.Mlp(), coll, bucket_bytes=100, first_bucket_bytes=1)
-    opt: Any = PipelinedOptimizer(net, MOMENTUM) if pipelined else MOMENTUM(net.parameters())
+    net, opt = await Trial.made(coll, "momentum", pipelined=pipelined, bucket_bytes=100, first_bucket_bytes=1)
     scaler = torch.amp.GradScaler("cpu", 1024.0, growth_interval=2)
     schedules = [CosineAnnealingLR(each, 9) for each in (opt.optimizers if pipelined else [opt])]
     net.settings(scaler=scaler, scheduler=schedules)
@@ -147,14 +139,12 @@ async def test_n11_scaler_and_schedulers_go_on_alike(coll: Communicator, pipelin
 @pytest.mark.ranks(2)
 async def test_n11_settings_of_one_rank_alone_are_told(coll: Communicator) -> None:
     """On all ranks, and nothing is shared."""
-    net = await DataParallel.create(Trial.Mlp(), coll)
-    opt = MOMENTUM(net.parameters())
+    net, opt = await Trial.made(coll, "momentum")
     net.settings(scheduler=CosineAnnealingLR(opt, 9) if coll.rank else None)
 
     async def train() -> None:
         async with net.join():
-            for step in range(1 + coll.rank):
-                await net.step(Trial.loss, opt, net, coll.rank, step)
+            await Trial.train(net, opt, range(1 + coll.rank), coll.rank)
 
     with pytest.raises(aiodist.MismatchError, match=r"settings .*\(rank 0: nothing; rank 1: CosineAnnealingLR\)"):
         await train()
@@ -178,8 +168,7 @@ async def test_n11_numbers_of_an_optimizer_keep_their_dtype(coll: Communicator) 
 async def test_n11_a_sum_that_is_added_to(coll: Communicator) -> None:
     """Each rank that still has data keeps its share of the sum, and a rank without brings none."""
     counts = (2, 1, 0)
-    net = await DataParallel.create(Trial.Mlp(), coll, op="sum", bucket_bytes=100, first_bucket_bytes=1)
-    opt = MOMENTUM(net.parameters())
+    net, opt = await Trial.made(coll, "momentum", op="sum", bucket_bytes=100, first_bucket_bytes=1)
     async with net.join(opt):
         for step in range(counts[coll.rank]):
             opt.zero_grad()
@@ -243,12 +232,10 @@ async def test_n11_what_is_no_optimizer_is_refused(coll: Communicator) -> None:
 @pytest.mark.ranks(2)
 async def test_n11_the_optimizer_of_the_last_step_is_meant(coll: Communicator) -> None:
     """Where none is given."""
-    net = await DataParallel.create(Trial.Mlp(), coll)
-    opt = MOMENTUM(net.parameters())
+    net, opt = await Trial.made(coll, "momentum")
     counts = (1, 3)
     async with net.join():
-        for step in range(counts[coll.rank]):
-            await net.step(Trial.loss, opt, net, coll.rank, step)
+        await Trial.train(net, opt, range(counts[coll.rank]), coll.rank)
     expected = Trial.Mlp()
     Trial.assert_same(net.module, reference(expected, MOMENTUM(expected.parameters()), counts))
     await assert_synchronized(opt.state_dict(), coll)
@@ -257,13 +244,11 @@ async def test_n11_the_optimizer_of_the_last_step_is_meant(coll: Communicator) -
 @pytest.mark.ranks(3)
 async def test_n11_a_rank_that_made_no_step_knows_of_no_optimizer(coll: Communicator) -> None:
     """All are told, the one that has it too, and nothing is shared; with the optimizer given all is well."""
-    net = await DataParallel.create(Trial.Mlp(), coll)
-    opt = MOMENTUM(net.parameters())
+    net, opt = await Trial.made(coll, "momentum")
 
     async def train(*given: torch.optim.Optimizer) -> None:
         async with net.join(*given):
-            for step in range(coll.rank):
-                await net.step(Trial.loss, opt, net, coll.rank, step)
+            await Trial.train(net, opt, range(coll.rank), coll.rank)
 
     with pytest.raises(ValueError, match=r"rank 0: 0, rank 1: 1, rank 2: 1.*`net\.join\(opt\)`"):
         await train()
@@ -279,8 +264,7 @@ async def test_n11_a_rank_that_made_no_step_knows_of_no_optimizer(coll: Communic
 async def test_n11_backward_and_an_own_step(coll: Communicator) -> None:
     """Two backwards to a step, the first of them local."""
     counts = counts_of(coll)[0]
-    net = await DataParallel.create(Trial.Mlp(), coll, bucket_bytes=100, first_bucket_bytes=1)
-    opt = MOMENTUM(net.parameters())
+    net, opt = await Trial.made(coll, "momentum", bucket_bytes=100, first_bucket_bytes=1)
     async with net.join(opt):
         for step in range(counts[coll.rank]):
             opt.zero_grad()
@@ -305,8 +289,7 @@ async def test_n11_backward_and_an_own_step(coll: Communicator) -> None:
 async def test_n11_gradients_come_one_by_one(coll: Communicator) -> None:
     """What `net.gradients` yields is the mean over those that have data already."""
     counts = (1, 2)
-    net = await DataParallel.create(Trial.Mlp(), coll, bucket_bytes=1, first_bucket_bytes=1)
-    opt = MOMENTUM(net.parameters())
+    net, opt = await Trial.made(coll, "momentum", bucket_bytes=1, first_bucket_bytes=1)
     expected = Trial.Mlp()
     plain = MOMENTUM(expected.parameters())
     async with net.join(opt):
@@ -335,16 +318,12 @@ async def test_n11_buffers_stay_each_ranks_own(coll: Communicator) -> None:
     await assert_synchronized(list(net.parameters()), coll)
 
 
-# --- what goes wrong ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("where", ["loader", "forward"])
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n11_an_error_in_the_block_hangs_nobody(coll: Communicator, where: str, pipelined: bool) -> None:
     """The others get it as a RemoteError, those that wait at the end of the block too; then all go on together."""
-    net = await DataParallel.create(Trial.Mlp(), coll, bucket_bytes=1, first_bucket_bytes=1)
-    opt: Any = PipelinedOptimizer(net, MOMENTUM) if pipelined else MOMENTUM(net.parameters())
+    net, opt = await Trial.made(coll, "momentum", pipelined=pipelined, bucket_bytes=1, first_bucket_bytes=1)
     counts = (1, 3, 5)  # rank 0 waits at the end when rank 1 fails
 
     def forward(step: int) -> Tensor:
@@ -371,8 +350,7 @@ async def test_n11_an_error_in_the_block_hangs_nobody(coll: Communicator, where:
     net.load_state_dict(Trial.Mlp().state_dict())
     fresh: Any = PipelinedOptimizer(net, ADAM) if pipelined else ADAM(net.parameters())
     async with net.join(fresh):
-        for step in range(1 + coll.rank):
-            await net.step(Trial.loss, fresh, net, coll.rank, step)
+        await Trial.train(net, fresh, range(1 + coll.rank), coll.rank)
     expected = Trial.Mlp()
     Trial.assert_same(net.module, reference(expected, ADAM(expected.parameters()), (1, 2, 3)))
 
@@ -383,8 +361,7 @@ def test_n11_a_rank_that_left_the_block_keeps_up_with_no_rank_that_has_failed() 
 
     async def program(rank: int) -> None:
         async with aiodist.init() as coll:
-            net = await DataParallel.create(Trial.Mlp(), coll)
-            opt = MOMENTUM(net.parameters())
+            net, opt = await Trial.made(coll, "momentum")
 
             def forward() -> Tensor:
                 if rank:
@@ -414,8 +391,7 @@ def test_n11_a_rank_that_left_the_block_keeps_up_with_no_rank_that_has_failed() 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("entering", [False, True])
 async def test_n11_cancelling_the_block_hangs_nobody(coll: Communicator, entering: bool) -> None:
-    net = await DataParallel.create(Trial.Mlp(), coll)
-    opt = MOMENTUM(net.parameters())
+    net, opt = await Trial.made(coll, "momentum")
     stop = asyncio.Event()
     if entering:
         stop.set()
@@ -442,8 +418,7 @@ async def test_n11_cancelling_the_block_hangs_nobody(coll: Communicator, enterin
 @pytest.mark.ranks(2)
 async def test_n11_after_the_block_a_step_counts_all_ranks(coll: Communicator) -> None:
     """A rank that has nothing to bring any more is waited for outside of the block, and its zeros count."""
-    net = await DataParallel.create(Trial.Mlp(), coll)
-    opt = MOMENTUM(net.parameters())
+    net, opt = await Trial.made(coll, "momentum")
     async with net.join(opt):
         pass
     before = copy.deepcopy(net.module)

@@ -6,7 +6,7 @@ import asyncio
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +30,8 @@ from aiodist.codecs import (
 )
 from aiodist.errors import AiodistError, MismatchError, RemoteError
 from aiodist.nn import Compression, DataParallel, PipelinedOptimizer, assert_synchronized
+from tests.nn.conftest import Trial
 from tests.support.exchanges import exchanged
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
 
 SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 
@@ -72,9 +70,6 @@ def reference(
     return module
 
 
-# --- what comes out ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.drawn(3)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("sizes", [SMALL], ids=["small"])
@@ -93,29 +88,26 @@ def reference(
     ids=str,
 )
 async def test_n12_training_is_what_it_is_by_hand(
-    coll: Communicator, trial: type[Trial], codec: GradientCodec | Compression, sizes: dict[str, Any]
+    coll: Communicator, codec: GradientCodec | Compression, sizes: dict[str, Any]
 ) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, compress=codec, **sizes)
-    opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step in range(5):
-        await net.step(trial.loss, opt, net, coll.rank, step)
+    net, opt = await Trial.made(coll, compress=codec, **sizes)
+    await Trial.train(net, opt, range(5), coll.rank)
     own, feedback = (codec.codec, False) if isinstance(codec, Compression) else (codec, True)
     assert isinstance(own, GradientCodec)
-    trial.assert_same(net, reference(own, trial.Mlp, trial.loss, coll.size, 5, feedback))
+    Trial.assert_same(net, reference(own, Trial.Mlp, Trial.loss, coll.size, 5, feedback))
 
 
 @pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("op", ["mean", "sum"])
-async def test_n12_codecs_that_keep_all_train_as_plain_ones(coll: Communicator, trial: type[Trial], op: Any) -> None:
+async def test_n12_codecs_that_keep_all_train_as_plain_ones(coll: Communicator, op: Any) -> None:
     for codec in (TopK(1.0), RandomK(1.0), PowerSGD(9), SVD(9)):
-        for sizes in (SMALL, trial.FEW, {}):
-            net = await DataParallel.create(trial.Mlp(), coll, op=op, compress=codec, **sizes)
-            opt = trial.OPTIMIZERS["momentum"](list(net.parameters()))
-            for step in range(4):
-                await net.step(trial.loss, opt, net, coll.rank, step)
-            trial.assert_same(net, trial.alone(coll.size, 4, optimizer="momentum", op=op))
+        for sizes in (SMALL, Trial.FEW, {}):
+            net = await DataParallel.create(Trial.Mlp(), coll, op=op, compress=codec, **sizes)
+            opt = Trial.OPTIMIZERS["momentum"](list(net.parameters()))
+            await Trial.train(net, opt, range(4), coll.rank)
+            Trial.assert_same(net, Trial.alone(coll.size, 4, optimizer="momentum", op=op))
             await net.aclose()
 
 
@@ -145,9 +137,6 @@ def square(net: DataParallel) -> Tensor:
     return loss
 
 
-# --- what is kept -----------------------------------------------------------------------------------------------------
-
-
 def flat_state(net: DataParallel) -> dict[str, Tensor]:
     assert net.compressor is not None
     state = net.compressor.state_dict()
@@ -156,30 +145,26 @@ def flat_state(net: DataParallel) -> dict[str, Tensor]:
 
 @pytest.mark.thorough
 @pytest.mark.ranks(2)
-async def test_n12_what_is_kept_makes_a_checkpoint(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n12_what_is_kept_makes_a_checkpoint(coll: Communicator) -> None:
     for codec in (PowerSGD(1), TopK(0.1), RandomK(0.3), QSGD(4), TernGrad(), Sign(vote=True), BFloat16()):
-        net = await DataParallel.create(trial.Mlp(), coll, compress=codec, **trial.FEW)
-        opt = torch.optim.SGD(net.parameters(), lr=0.1)
-        for step in range(3):
-            await net.step(trial.loss, opt, net, coll.rank, step)
-        trial.Mlp().load_state_dict(net.state_dict())  # the module's own, and nothing else
+        net, opt = await Trial.made(coll, compress=codec, **Trial.FEW)
+        await Trial.train(net, opt, range(3), coll.rank)
+        Trial.Mlp().load_state_dict(net.state_dict())  # the module's own, and nothing else
         assert net.compressor is not None
         weights, state = copy.deepcopy(net.state_dict()), net.compressor.state_dict()
-        for step in range(3, 6):
-            await net.step(trial.loss, opt, net, coll.rank, step)
+        await Trial.train(net, opt, range(3, 6), coll.rank)
         expected = copy.deepcopy(net.module)
         await net.aclose()
-        again = trial.Mlp()
+        again = Trial.Mlp()
         again.load_state_dict(weights)
-        net = await DataParallel.create(again, coll, compress=codec, **trial.FEW)
+        net = await DataParallel.create(again, coll, compress=codec, **Trial.FEW)
         assert net.compressor is not None
         net.compressor.load_state_dict(state)
         opt = torch.optim.SGD(net.parameters(), lr=0.1)
-        for step in range(3, 6):
-            await net.step(trial.loss, opt, net, coll.rank, step)
-        trial.assert_same(net, expected)
+        await Trial.train(net, opt, range(3, 6), coll.rank)
+        Trial.assert_same(net, expected)
         await net.aclose()
-    assert (await DataParallel.create(trial.Mlp(), coll)).compressor is None
+    assert (await DataParallel.create(Trial.Mlp(), coll)).compressor is None
 
 
 @pytest.mark.ranks(2)
@@ -205,11 +190,9 @@ async def test_n12_a_checkpoint_of_another_net_is_refused(coll: Communicator) ->
 @pytest.mark.drawn(2)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("codec", [TopK(0.2), Sign(vote=True), PowerSGD(1), RandomK(0.3), BFloat16()], ids=str)
-async def test_n12_a_step_that_fails_changes_no_residual(coll: Communicator, trial: type[Trial], codec: Codec) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, compress=codec, **trial.FEW)
-    opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step in range(3):
-        await net.step(trial.loss, opt, net, coll.rank, step)
+async def test_n12_a_step_that_fails_changes_no_residual(coll: Communicator, codec: Codec) -> None:
+    net, opt = await Trial.made(coll, compress=codec, **Trial.FEW)
+    await Trial.train(net, opt, range(3), coll.rank)
     assert net.compressor is not None
     before = net.compressor.state_dict()["residuals"]
     assert len(before) == 6
@@ -218,10 +201,10 @@ async def test_n12_a_step_that_fails_changes_no_residual(coll: Communicator, tri
         raise KeyError("no data")
 
     with pytest.raises(KeyError if coll.rank == 1 else RemoteError):
-        await net.step(fail if coll.rank == 1 else lambda: trial.loss(net, coll.rank, 3), opt)
+        await net.step(fail if coll.rank == 1 else lambda: Trial.loss(net, coll.rank, 3), opt)
     after = net.compressor.state_dict()["residuals"]
     assert all(torch.equal(after[name], before[name]) for name in before)
-    await net.step(trial.loss, opt, net, coll.rank, 4)
+    await net.step(Trial.loss, opt, net, coll.rank, 4)
     await assert_synchronized(net.module, coll)
 
 
@@ -241,9 +224,6 @@ async def test_n12_one_bad_gradient_is_sent_and_forgotten(coll: Communicator) ->
         assert all(bool(p.grad.isfinite().all()) for p in net.parameters() if p.grad is not None), codec
         assert all(bool(t.isfinite().all()) for t in flat_state(net).values()), codec
         await net.aclose()
-
-
-# --- what goes with it ------------------------------------------------------------------------------------------------
 
 
 class Two(nn.Module):
@@ -291,39 +271,35 @@ async def test_n12_what_a_rank_does_not_use_keeps_its_residual(coll: Communicato
 
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3)
-async def test_n12_uneven_data_and_gradients_that_add_up(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, compress=TopK(1.0), **trial.FEW)
-    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+async def test_n12_uneven_data_and_gradients_that_add_up(coll: Communicator) -> None:
+    net, opt = await Trial.made(coll, compress=TopK(1.0), **Trial.FEW)
     with net.no_sync():
-        await net.backward(trial.loss(net, coll.rank, 0))
-    await net.backward(trial.loss(net, coll.rank, 1))
+        await net.backward(Trial.loss(net, coll.rank, 0))
+    await net.backward(Trial.loss(net, coll.rank, 1))
     await net.run(opt.step)
-    trial.assert_same(net, trial.alone(coll.size, 2, every=2))
+    Trial.assert_same(net, Trial.alone(coll.size, 2, every=2))
     await net.aclose()
     for codec in (TopK(0.2), PowerSGD(1), Sign()):
-        net = await DataParallel.create(trial.Mlp(), coll, compress=codec, **trial.FEW)
-        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, opt = await Trial.made(coll, compress=codec, **Trial.FEW)
         async with net.join(opt):
-            for step in range(2 + 2 * coll.rank):
-                await net.step(trial.loss, opt, net, coll.rank, step)
+            await Trial.train(net, opt, range(2 + 2 * coll.rank), coll.rank)
         await assert_synchronized(net.module, coll)
         await net.aclose()
 
 
 @pytest.mark.ranks(2)
-async def test_n12_with_the_pipelined_optimizer_and_frozen_layers(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, compress=TopK(1.0), **SMALL)
+async def test_n12_with_the_pipelined_optimizer_and_frozen_layers(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll, compress=TopK(1.0), **SMALL)
     opt = PipelinedOptimizer(net, lambda params: torch.optim.SGD(params, lr=0.1))
-    for step in range(4):
-        await net.step(trial.loss, opt, net, coll.rank, step)
+    await Trial.train(net, opt, range(4), coll.rank)
     await opt.flush()
-    trial.assert_same(net, trial.alone(coll.size, 4))
+    Trial.assert_same(net, Trial.alone(coll.size, 4))
     await net.aclose()
-    net = await DataParallel.create(trial.Mlp(), coll, compress=PowerSGD(1), **trial.FEW)
+    net = await DataParallel.create(Trial.Mlp(), coll, compress=PowerSGD(1), **Trial.FEW)
     opt2 = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(6):
         next(net.module.children()).requires_grad_(step % 2 == 0)
-        await net.step(trial.loss, opt2, net, coll.rank, step)
+        await net.step(Trial.loss, opt2, net, coll.rank, step)
     await assert_synchronized(net.module, coll)
 
 
@@ -344,34 +320,28 @@ async def test_n12_embeddings_by_rows_go_as_they_are(coll: Communicator) -> None
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(4, 5)
 @pytest.mark.parametrize("codec", [PowerSGD(1), TopK(0.3), SVD(1), Sign()], ids=str)
-async def test_n12_hosts_add_up_in_full_and_exchange_codes(
-    coll: Communicator, trial: type[Trial], codec: GradientCodec
-) -> None:
+async def test_n12_hosts_add_up_in_full_and_exchange_codes(coll: Communicator, codec: GradientCodec) -> None:
     """Ranks 0 and 1 are a host, and so are the others: as two ranks that have the sums of their gradients."""
     hierarchy = await coll.hierarchy("a" if coll.rank < 2 else "b")
     spanned = await hierarchy.span(0, 1)
 
     def host(module: Any, number: int, step: int) -> Tensor:
         ranks = range(2) if number == 0 else range(2, coll.size)
-        return torch.stack([trial.loss(module, rank, step) for rank in ranks]).sum() * 2 / coll.size
+        return torch.stack([Trial.loss(module, rank, step) for rank in ranks]).sum() * 2 / coll.size
 
-    net = await DataParallel.create(trial.Mlp(), spanned, compress=codec, **SMALL)
+    net = await DataParallel.create(Trial.Mlp(), spanned, compress=codec, **SMALL)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step in range(4):
-        await net.step(trial.loss, opt, net, coll.rank, step)
-    trial.assert_same(net, reference(codec, trial.Mlp, host, 2, 4))
+    await Trial.train(net, opt, range(4), coll.rank)
+    Trial.assert_same(net, reference(codec, Trial.Mlp, host, 2, 4))
     leads = coll.rank in (0, 2)
     assert (net.statistics().sent_nbytes > 0) == leads
     assert bool(flat_state(net)) == leads
     flat = await DataParallel.create(
-        trial.Mlp(), spanned, compress=Compression(codec, within_hosts=True), bucket_bytes=1
+        Trial.Mlp(), spanned, compress=Compression(codec, within_hosts=True), bucket_bytes=1
     )
     opt = torch.optim.SGD(flat.parameters(), lr=0.1)
-    await flat.step(trial.loss, opt, flat, coll.rank, 0)
+    await flat.step(Trial.loss, opt, flat, coll.rank, 0)
     assert flat.statistics().sent_nbytes > 0
-
-
-# --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -397,16 +367,13 @@ class Fragile:
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("where", ["encode", "decode"])
-async def test_n12_a_codec_that_fails_on_one_rank_ends_it_for_all(
-    coll: Communicator, trial: type[Trial], where: str
-) -> None:
+async def test_n12_a_codec_that_fails_on_one_rank_ends_it_for_all(coll: Communicator, where: str) -> None:
     codec = Fragile(where, (True,) * (coll.rank == 1))
-    net = await DataParallel.create(trial.Mlp(), coll, compress=codec, **SMALL)
-    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    net, opt = await Trial.made(coll, compress=codec, **SMALL)
     with pytest.raises(ArithmeticError if coll.rank == 1 else AiodistError):
-        await net.step(trial.loss, opt, net, coll.rank, 0)
+        await net.step(Trial.loss, opt, net, coll.rank, 0)
     with pytest.raises((ArithmeticError, AiodistError)):
-        await net.step(trial.loss, opt, net, coll.rank, 1)
+        await net.step(Trial.loss, opt, net, coll.rank, 1)
 
 
 @pytest.mark.ranks(2)
@@ -421,44 +388,42 @@ async def test_n12_what_makes_no_sense_is_refused(coll: Communicator) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_n12_a_cancelled_step_goes_on(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, compress=TopK(1.0), **SMALL)
-    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+async def test_n12_a_cancelled_step_goes_on(coll: Communicator) -> None:
+    net, opt = await Trial.made(coll, compress=TopK(1.0), **SMALL)
     for step in range(4):
-        work = asyncio.ensure_future(net.step(trial.loss, opt, net, coll.rank, step))
+        work = asyncio.ensure_future(net.step(Trial.loss, opt, net, coll.rank, step))
         await asyncio.sleep(0)
         if step % 2:
             work.cancel()
         await asyncio.wait([work])
     await net.run(lambda: None)
-    trial.assert_same(net, trial.alone(coll.size, 4))
+    Trial.assert_same(net, Trial.alone(coll.size, 4))
 
 
 @pytest.mark.ranks(2)
-async def test_n12_unbiased_codecs_keep_no_residual_unless_asked(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n12_unbiased_codecs_keep_no_residual_unless_asked(coll: Communicator) -> None:
     for codec, kept in ((TernGrad(), 0), (RandomK(0.5, scaled=True), 0), (RandomK(0.5), 6), (Sign(), 6)):
         for feedback, expected in ((None, kept), (True, 6), (False, 0)):
-            net = await DataParallel.create(trial.Mlp(), coll, compress=Compression(codec, error_feedback=feedback))
-            opt = torch.optim.SGD(net.parameters(), lr=0.1)
-            await net.step(trial.loss, opt, net, coll.rank, 0)
+            net, opt = await Trial.made(coll, compress=Compression(codec, error_feedback=feedback))
+            await net.step(Trial.loss, opt, net, coll.rank, 0)
             assert len(flat_state(net)) == expected
             await net.aclose()
 
 
 @pytest.mark.ranks(2)
-async def test_n12_residuals_follow_the_scale_of_a_scaler(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n12_residuals_follow_the_scale_of_a_scaler(coll: Communicator) -> None:
     """It doubles with each step, which is exact: parameters are those of training without it, to the bit."""
     found = []
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)):
-        module = trial.Mlp()
-        net = await DataParallel.create(module, coll, compress=TopK(0.1), scaler=scaler, **trial.FEW)
+        module = Trial.Mlp()
+        net = await DataParallel.create(module, coll, compress=TopK(0.1), scaler=scaler, **Trial.FEW)
         async with net:
             opt = torch.optim.SGD(module.parameters(), lr=0.1)
             for step in range(6):
                 if step == 4:  # what is saved goes on
                     assert net.compressor is not None
                     net.compressor.load_state_dict(net.compressor.state_dict())
-                await net.step(lambda net=net, step=step: trial.loss(net, coll.rank, step), opt)
+                await net.step(lambda net=net, step=step: Trial.loss(net, coll.rank, step), opt)
         found.append([p.detach().clone() for p in module.parameters()])
         assert scaler is None or scaler.get_scale() == 8.0 * 2**6
     assert all(map(torch.equal, *found))

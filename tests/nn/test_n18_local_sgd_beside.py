@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,24 +15,22 @@ from torch.optim.lr_scheduler import ExponentialLR
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, Elastic, LocalSGD, SlowMo, assert_synchronized
-from tests.support.local_sgd import EVERY, OUTER, Alone, trained
+from tests.nn.conftest import Trial
+from tests.support.local_sgd import EVERY, OUTER, Alone
 from tests.support.simulated_cuda.device import SimulatedCuda
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
 
 each_rule = pytest.mark.parametrize("rule", OUTER)
 each_overlap = pytest.mark.parametrize("overlap", [False, True], ids=["waits", "overlaps"])
 
 
 @pytest.mark.ranks(1, 2, 3)
-async def test_n18_refused_inside_join(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n18_refused_inside_join(coll: Communicator) -> None:
     """Nobody waits there for an average that another rank cannot make: one that has no data is told too."""
-    net = await DataParallel.create(trial.Mlp(), coll)
-    local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
+    net = await DataParallel.create(Trial.Mlp(), coll)
+    local = LocalSGD(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
     with pytest.raises((RuntimeError, aiodist.RemoteError), match=r"LocalSGD inside net\.join"):
         async with net.join(local):
-            await trained(net, local, trial, range(min(coll.rank, 1) or coll.size == 1), coll.rank)
+            await Trial.train(net, local, range(min(coll.rank, 1) or coll.size == 1), coll.rank)
 
 
 @pytest.mark.ranks(2)
@@ -47,24 +45,23 @@ async def test_n18_sparse_gradients_stay_on_their_rank(coll: Communicator) -> No
 
 
 @pytest.mark.ranks(2)
-async def test_n18_settings_look_at_the_gradients_of_this_rank(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n18_settings_look_at_the_gradients_of_this_rank(coll: Communicator) -> None:
     """Clipping, three closures a step, and a scaler that leaves out a step of rank 1; schedulers step all the same."""
 
     def part(module: Any, rank: int, step: int) -> Tensor:
-        x, y = trial.batch(rank, step, torch.float32)
+        x, y = Trial.batch(rank, step, torch.float32)
         out: Tensor = module(x)
         return nn.functional.mse_loss(out, y)
 
     def bad(module: Any, rank: int, step: int) -> Tensor:
         return part(module, rank, step) * (float("inf") if rank == 1 and step == 4 else 1.0)
 
-    net = await DataParallel.create(trial.Mlp().float(), coll, clip_norm=0.2)
-    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+    net, opt = await Trial.made(coll, "momentum", Trial.Mlp().float(), clip_norm=0.2)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     net.settings(scaler=scaler, scheduler=ExponentialLR(opt, 0.9))
     local = LocalSGD(net, opt, every=EVERY)
-    modules = [trial.Mlp().float() for _ in range(2)]
-    optimizers: list[Any] = [trial.OPTIMIZERS["momentum"](list(m.parameters())) for m in modules]
+    modules = [Trial.Mlp().float() for _ in range(2)]
+    optimizers: list[Any] = [Trial.OPTIMIZERS["momentum"](list(m.parameters())) for m in modules]
     schedulers = [ExponentialLR(each, 0.9) for each in optimizers]
     for step in range(2 * EVERY):
         closures = [partial(bad, net, coll.rank, step), partial(part, net, coll.rank, step + 50)]
@@ -91,17 +88,17 @@ async def test_n18_settings_look_at_the_gradients_of_this_rank(coll: Communicato
 
 
 @pytest.mark.ranks(1, 2)
-async def test_n18_autocast(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n18_autocast(coll: Communicator) -> None:
     seen: list[torch.dtype] = []
 
     def loss(step: int) -> Tensor:
-        x, y = trial.batch(coll.rank, step, torch.float32)
+        x, y = Trial.batch(coll.rank, step, torch.float32)
         out = net(x)
         seen.append(out.dtype)
         return nn.functional.mse_loss(out.float(), y)
 
-    net = await DataParallel.create(trial.Mlp().float(), coll, autocast=torch.bfloat16)
-    local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
+    net = await DataParallel.create(Trial.Mlp().float(), coll, autocast=torch.bfloat16)
+    local = LocalSGD(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
     for step in range(3):
         await net.step(loss, local, step)
     assert seen == [torch.bfloat16] * 3
@@ -136,7 +133,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("sizes", [{"bucket_bytes": 1, "first_bucket_bytes": 1}, {}], ids=["each", "all"])
 @each_overlap
 async def test_n18_many_kinds_of_parameters(
-    coll: Communicator, trial: type[Trial], rule: str, overlap: bool, sizes: dict[str, Any]
+    coll: Communicator, rule: str, overlap: bool, sizes: dict[str, Any]
 ) -> None:
     net = await DataParallel.create(Odd(), coll, **sizes)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -145,10 +142,10 @@ async def test_n18_many_kinds_of_parameters(
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in modules]
     begin = [p.detach().double().clone() for p in modules[0].parameters()]
     for step in range(2):
-        await net.step(trial.loss, local, net, coll.rank, step)
+        await net.step(Trial.loss, local, net, coll.rank, step)
         for rank, (module, theirs) in enumerate(zip(modules, optimizers, strict=True)):
             theirs.zero_grad()
-            trial.loss(module, rank, step).backward()
+            Trial.loss(module, rank, step).backward()
             theirs.step()
     await local.flush()
     factor = {"plain": 1.0, "slowmo": 0.9, "diloco": 0.7 * 1.8, "elastic": 0.2 * coll.size}[rule]
@@ -166,11 +163,11 @@ async def test_n18_many_kinds_of_parameters(
 
 @pytest.mark.ranks(2)
 @each_overlap
-async def test_n18_freezing_and_thawing(coll: Communicator, trial: type[Trial], overlap: bool) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **trial.FEW)
+async def test_n18_freezing_and_thawing(coll: Communicator, overlap: bool) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll, **Trial.FEW)
     net.get_submodule("0").requires_grad_(False)
-    local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=2, overlap=overlap)
-    alone = Alone(trial, 2, "sgd", "plain", overlap=overlap)
+    local = LocalSGD(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2, overlap=overlap)
+    alone = Alone(2, "sgd", "plain", overlap=overlap)
     switches = {0: ("0", False), 3: ("0", True), 4: ("2", False), 9: ("2", True)}
     for step in range(12):
         if step in switches:
@@ -178,19 +175,15 @@ async def test_n18_freezing_and_thawing(coll: Communicator, trial: type[Trial], 
             for module in (net.module, *alone.modules):
                 module.get_submodule(which).requires_grad_(able)
         alone.step(step, every=2)
-        await net.step(trial.loss, local, net, coll.rank, step)
-        trial.assert_same(net, alone.modules[coll.rank])
+        await net.step(Trial.loss, local, net, coll.rank, step)
+        Trial.assert_same(net, alone.modules[coll.rank])
     await local.flush()
-    trial.assert_same(net, alone.flush())
-
-
-# --- calls that do not fit ---------------------------------------------------------------------------------------
+    Trial.assert_same(net, alone.flush())
 
 
 @pytest.mark.ranks(1)
-async def test_n18_arguments(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+async def test_n18_arguments(coll: Communicator) -> None:
+    net, opt = await Trial.made(coll)
     wrong: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
         ((net.module, opt), {}, TypeError, r"LocalSGD\(Mlp, SGD\): expected what"),
         ((net, [opt]), {}, TypeError, r"LocalSGD\(DataParallel, list\)"),
@@ -219,65 +212,62 @@ async def test_n18_arguments(coll: Communicator, trial: type[Trial]) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_n18_parameters_of_one_rank_are_not_taken_for_those_of_all(
-    coll: Communicator, trial: type[Trial]
-) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+async def test_n18_parameters_of_one_rank_are_not_taken_for_those_of_all(coll: Communicator) -> None:
+    net, opt = await Trial.made(coll)
     local = LocalSGD(net, opt, every=2)
-    await net.step(trial.loss, local, net, coll.rank, 0)
+    await net.step(Trial.loss, local, net, coll.rank, 0)
     for call in (net.state_dict, lambda: net.load_state_dict({})):
         with pytest.raises(RuntimeError, match=r"await opt\.flush"):
             call()
     with pytest.raises(RuntimeError, match=r"await opt\.flush"):
-        await net.step(trial.loss, opt, net, coll.rank, 1)
+        await net.step(Trial.loss, opt, net, coll.rank, 1)
     with pytest.raises(RuntimeError, match="no_sync"), net.no_sync():
-        await net.step(trial.loss, local, net, coll.rank, 1)
+        await net.step(Trial.loss, local, net, coll.rank, 1)
     await net.aclose()  # it averages
-    alone = Alone(trial, 2, "sgd", "plain")
+    alone = Alone(2, "sgd", "plain")
     alone.step(0)
-    trial.assert_same(net.module, alone.flush())
+    Trial.assert_same(net.module, alone.flush())
     with pytest.raises(RuntimeError, match="is closed"):
         await local.flush()
 
 
 @pytest.mark.ranks(2)
-async def test_n18_loaded_parameters_are_the_new_centre(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(1), coll)
-    local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=2, outer=OUTER["elastic"])
-    await trained(net, local, trial, range(3), coll.rank)
+async def test_n18_loaded_parameters_are_the_new_centre(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(1), coll)
+    local = LocalSGD(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2, outer=OUTER["elastic"])
+    await Trial.train(net, local, range(3), coll.rank)
     await local.flush()
-    net.load_state_dict(trial.Mlp().state_dict())
-    alone = Alone(trial, 2, "sgd", "elastic")
+    net.load_state_dict(Trial.Mlp().state_dict())
+    alone = Alone(2, "sgd", "elastic")
     for step in range(2):
         alone.step(step, every=2)
-    await trained(net, local, trial, range(2), coll.rank)
-    trial.assert_same(net, alone.modules[coll.rank])
+    await Trial.train(net, local, range(2), coll.rank)
+    Trial.assert_same(net, alone.modules[coll.rank])
 
 
 @pytest.mark.ranks(2, 3)
-async def test_n18_a_step_whose_await_is_cancelled_is_made(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
-    local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
-    alone = Alone(trial, coll.size, "sgd", "plain")
+async def test_n18_a_step_whose_await_is_cancelled_is_made(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll)
+    local = LocalSGD(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
+    alone = Alone(coll.size, "sgd", "plain")
     for step in range(4):
         alone.step(step, every=2)
-        task = asyncio.ensure_future(net.step(trial.loss, local, net, coll.rank, step))
+        task = asyncio.ensure_future(net.step(Trial.loss, local, net, coll.rank, step))
         await asyncio.sleep(0)
         if coll.rank == 1:
             task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled() == (coll.rank == 1)
     await local.flush()
-    trial.assert_same(net, alone.modules[0])
+    Trial.assert_same(net, alone.modules[0])
 
 
 @pytest.mark.ranks(2, 3)
-async def test_n18_a_rank_that_closes_in_the_middle_is_told(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
-    local = LocalSGD(net, trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
-    await trained(net, local, trial, range(2), coll.rank)
-    end = net.aclose() if coll.rank == 1 else trained(net, local, trial, range(2, 4), coll.rank)
+async def test_n18_a_rank_that_closes_in_the_middle_is_told(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll)
+    local = LocalSGD(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
+    await Trial.train(net, local, range(2), coll.rank)
+    end = net.aclose() if coll.rank == 1 else Trial.train(net, local, range(2, 4), coll.rank)
     with pytest.raises(aiodist.MismatchError, match=r"rank 1 closes the net after 1 steps.*net\.join"):
         await end
 
@@ -286,17 +276,14 @@ async def test_n18_a_rank_that_closes_in_the_middle_is_told(coll: Communicator, 
 @pytest.mark.ranks(1, 2, 3)
 @each_rule
 @each_overlap
-async def test_n18_on_cuda_devices(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], rule: str, overlap: bool
-) -> None:
+async def test_n18_on_cuda_devices(coll: Communicator, simulated_cuda: SimulatedCuda, rule: str, overlap: bool) -> None:
     def loss(step: int) -> Tensor:
-        x, y = trial.batch(coll.rank, step)
+        x, y = Trial.batch(coll.rank, step)
         return nn.functional.mse_loss(net(x.to(coll.device)), y.to(coll.device))
 
-    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.FEW)
-    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+    net, opt = await Trial.made(coll, "momentum", Trial.Mlp().to(coll.device), **Trial.FEW)
     local = LocalSGD(net, opt, every=EVERY, outer=OUTER[rule], overlap=overlap)
-    alone = Alone(trial, coll.size, "momentum", rule, overlap=overlap)
+    alone = Alone(coll.size, "momentum", rule, overlap=overlap)
     for step in range(3 * EVERY + 1):
         alone.step(step)
         await net.step(loss, local, step)

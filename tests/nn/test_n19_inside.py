@@ -14,11 +14,10 @@ from torch.optim import SGD
 import aiodist
 from aiodist import Communicator, nn
 from aiodist.nn import DataParallel, assert_synchronized
+from tests.nn.conftest import Trial
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from tests.nn.conftest import Trial
 
 
 class Expert(torch.nn.Module):
@@ -37,15 +36,15 @@ class Expert(torch.nn.Module):
         return y
 
 
-def alone(trial: type[Trial], size: int, steps: int, clip: float | None, wide: bool) -> list[Expert]:
+def alone(size: int, steps: int, clip: float | None, wide: bool) -> list[Expert]:
     """Return what one process makes of a body that all ranks share, and of the heads."""
-    body = trial.Mlp()
+    body = Trial.Mlp()
     every = [Expert(body, rank, rank * wide) for rank in range(size)]
     opt = SGD([*body.parameters(), *(p for each in every for p in each.head.parameters())], lr=0.1)
     for step in range(steps):
         opt.zero_grad()
         for rank, each in enumerate(every):
-            trial.loss(each, rank, step).backward()
+            Trial.loss(each, rank, step).backward()
         for p in body.parameters():
             assert p.grad is not None
             p.grad /= size
@@ -59,27 +58,27 @@ def alone(trial: type[Trial], size: int, steps: int, clip: float | None, wide: b
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("clip", [None, 0.05])
-async def test_n19_experts_within_the_module(coll: Communicator, trial: type[Trial], clip: float | None) -> None:
-    module = Expert(trial.Mlp(), coll.rank, coll.rank)
-    net = await DataParallel.create(module, coll, clip_norm=clip, per_rank=module.head.parameters(), **trial.SMALL)
+async def test_n19_experts_within_the_module(coll: Communicator, clip: float | None) -> None:
+    module = Expert(Trial.Mlp(), coll.rank, coll.rank)
+    net = await DataParallel.create(module, coll, clip_norm=clip, per_rank=module.head.parameters(), **Trial.SMALL)
     assert list(map(id, net.per_rank)) == list(map(id, module.head.parameters()))
     opt = SGD(net.parameters(), lr=0.1)
     for step in range(3):
-        await net.step(partial(trial.loss, net, coll.rank, step), opt)
-    trial.assert_same(net, alone(trial, coll.size, 3, clip, True)[coll.rank])
+        await net.step(partial(Trial.loss, net, coll.rank, step), opt)
+    Trial.assert_same(net, alone(coll.size, 3, clip, True)[coll.rank])
     net.settings(per_rank=None)  # those of the module stay
     opt.zero_grad()
-    await net.backward(trial.loss(net, coll.rank, 3))
+    await net.backward(Trial.loss(net, coll.rank, 3))
     opt.step()
-    trial.assert_same(net, alone(trial, coll.size, 4, clip, True)[coll.rank]) if clip is None else None
+    Trial.assert_same(net, alone(coll.size, 4, clip, True)[coll.rank]) if clip is None else None
     await assert_synchronized(module.body, coll)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["pipelined", "sharded", "local"])
-async def test_n19_drivers_beside_experts(coll: Communicator, trial: type[Trial], kind: str) -> None:
+async def test_n19_drivers_beside_experts(coll: Communicator, kind: str) -> None:
     """An optimizer of their own trains them."""
-    module = Expert(trial.Mlp(), coll.rank)
+    module = Expert(Trial.Mlp(), coll.rank)
     net = await DataParallel.create(module, coll, per_rank=module.head.parameters())
     own = SGD(module.head.parameters(), lr=0.1)
     make = partial(SGD, lr=0.1)
@@ -93,22 +92,22 @@ async def test_n19_drivers_beside_experts(coll: Communicator, trial: type[Trial]
     )
     for step in range(3):
         own.zero_grad()
-        await net.step(partial(trial.loss, net, coll.rank, step), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, step), opt)
         await net.run(own.step)
     await opt.flush()
-    trial.assert_same(net, alone(trial, 2, 3, None, False)[coll.rank])
+    Trial.assert_same(net, alone(2, 3, None, False)[coll.rank])
 
 
 @pytest.mark.ranks(2)
-async def test_n19_experts_where_data_end_unevenly(coll: Communicator, trial: type[Trial]) -> None:
-    module = Expert(trial.Mlp(), coll.rank)
+async def test_n19_experts_where_data_end_unevenly(coll: Communicator) -> None:
+    module = Expert(Trial.Mlp(), coll.rank)
     net = await DataParallel.create(module, coll, per_rank=module.head.parameters())
     opt, own = SGD(module.body.parameters(), lr=0.1), SGD(module.head.parameters(), lr=0.1)
     before = next(module.head.parameters()).detach().clone()
     async with net.join(opt):
         for step in range(1 + 2 * coll.rank):
             own.zero_grad()
-            await net.step(partial(trial.loss, net, coll.rank, step), opt)
+            await net.step(partial(Trial.loss, net, coll.rank, step), opt)
             await net.run(own.step)
     await assert_synchronized(module.body, coll)
     heads = await coll.allgather_object(next(module.head.parameters()).detach())
@@ -117,14 +116,12 @@ async def test_n19_experts_where_data_end_unevenly(coll: Communicator, trial: ty
 
 
 @pytest.mark.ranks(2)
-async def test_n17_a_checkpoint_has_the_experts_of_each_rank(
-    coll: Communicator, trial: type[Trial], tmp_path: Path
-) -> None:
+async def test_n17_a_checkpoint_has_the_experts_of_each_rank(coll: Communicator, tmp_path: Path) -> None:
     folder = await coll.broadcast_object(tmp_path)
-    module = Expert(trial.Mlp(), coll.rank)
+    module = Expert(Trial.Mlp(), coll.rank)
     net = await DataParallel.create(module, coll, per_rank=module.head.parameters())
     own = SGD(module.head.parameters(), lr=0.1)
-    await net.step(partial(trial.loss, net, coll.rank, 0), SGD(module.body.parameters(), lr=0.1))
+    await net.step(partial(Trial.loss, net, coll.rank, 0), SGD(module.body.parameters(), lr=0.1))
     await net.run(own.step)
     saved = {name: t.clone() for name, t in net.state_dict().items()}
     await aiodist.save(folder / "it", net, own=[own])
@@ -137,17 +134,17 @@ async def test_n17_a_checkpoint_has_the_experts_of_each_rank(
 
 
 @pytest.mark.ranks(2)
-async def test_n14_an_engine_with_experts(coll: Communicator, trial: type[Trial]) -> None:
-    module = Expert(trial.Mlp(), coll.rank)
+async def test_n14_an_engine_with_experts(coll: Communicator) -> None:
+    module = Expert(Trial.Mlp(), coll.rank)
     net = await DataParallel.create(module, coll, per_rank=module.head.parameters())
     engine = aiodist.Engine(net, SGD(net.parameters(), lr=0.1), mse_loss, debug=True)
-    await engine.train([trial.batch(coll.rank, step) for step in range(2)], epochs=1)
-    trial.assert_same(net, alone(trial, 2, 2, None, False)[coll.rank])
+    await engine.train([Trial.batch(coll.rank, step) for step in range(2)], epochs=1)
+    Trial.assert_same(net, alone(2, 2, None, False)[coll.rank])
 
 
 @pytest.mark.ranks(2)
-async def test_n19_ranks_that_keep_other_parameters(coll: Communicator, trial: type[Trial]) -> None:
-    module = trial.Mlp()
+async def test_n19_ranks_that_keep_other_parameters(coll: Communicator) -> None:
+    module = Trial.Mlp()
     with pytest.raises(aiodist.MismatchError, match=r"0\.weight"):
         await DataParallel.create(module, coll, per_rank=module[0].parameters() if coll.rank else None)
     with pytest.raises(ValueError, match="no parameter to train"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -11,19 +11,17 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from aiodist import Communicator
-from aiodist.nn import DataParallel, PipelinedOptimizer
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
+from aiodist.nn import DataParallel
+from tests.nn.conftest import Trial
 
 
-def normed(trial: type[Trial]) -> nn.Sequential:
-    return nn.Sequential(trial.Mlp(), nn.BatchNorm1d(3).double())
+def normed() -> nn.Sequential:
+    return nn.Sequential(Trial.Mlp(), nn.BatchNorm1d(3).double())
 
 
 @pytest.mark.ranks(1)
-async def test_n19_what_a_module_has(coll: Communicator, trial: type[Trial]) -> None:
-    module = normed(trial)
+async def test_n19_what_a_module_has(coll: Communicator) -> None:
+    module = normed()
     net = await DataParallel.create(module, coll)
     lists = ["parameters", "named_parameters", "buffers", "named_buffers", "modules", "named_modules", "children"]
     for name in [*lists, "named_children"]:
@@ -51,14 +49,14 @@ async def test_n19_what_a_module_has(coll: Communicator, trial: type[Trial]) -> 
 
 
 @pytest.mark.ranks(2)
-async def test_n19_an_average_of_the_weights(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n19_an_average_of_the_weights(coll: Communicator) -> None:
     """torch's EMA is fed from the net, its statistics of BatchNorm too."""
-    net = await DataParallel.create(normed(trial), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    net = await DataParallel.create(normed(), coll)
+    opt = Trial.OPTIMIZERS["sgd"](net.parameters())
     average: Any = AveragedModel(net.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     expected = None
     for step in range(4):
-        await net.step(trial.loss, opt, net, coll.rank, step)
+        await net.step(Trial.loss, opt, net, coll.rank, step)
         average.update_parameters(net)
         weight = net.get_parameter("0.2.weight").detach()
         expected = weight.clone() if expected is None else 0.5 * expected + 0.5 * weight
@@ -66,21 +64,21 @@ async def test_n19_an_average_of_the_weights(coll: Communicator, trial: type[Tri
     assert torch.equal(average.module[1].running_mean, net.get_buffer("1.running_mean"))
     targets: list[Any] = [average, net]
     for target in targets:
-        update_bn([trial.batch(0, step)[0] for step in range(3)], target)
+        update_bn([Trial.batch(0, step)[0] for step in range(3)], target)
     assert int(net.get_buffer("1.num_batches_tracked")) == 3
-    trial.loss(average, coll.rank, 0).backward()  # a module of its own
+    Trial.loss(average, coll.rank, 0).backward()  # a module of its own
 
 
 @pytest.mark.ranks(2)
-async def test_n19_torchmetrics(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n19_torchmetrics(coll: Communicator) -> None:
     """A metric of each rank, whose numbers the ranks gather."""
-    net = await DataParallel.create(trial.Mlp(), coll)
+    net = await DataParallel.create(Trial.Mlp(), coll)
     from torchmetrics.classification import MulticlassAccuracy  # takes 2 s, which every process would pay
 
     metric = MulticlassAccuracy(num_classes=3, average="micro")
     right = []
     for step in range(3):
-        x, y = trial.batch(coll.rank, step)
+        x, y = Trial.batch(coll.rank, step)
         scores, labels = await net.run(net, x), y.argmax(1)
         metric.update(scores, labels)
         right += (scores.argmax(1) == labels).tolist()
@@ -93,20 +91,18 @@ async def test_n19_torchmetrics(coll: Communicator, trial: type[Trial]) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("pipelined", [False, True])
-async def test_n19_freezing_all_but_the_head(coll: Communicator, trial: type[Trial], pipelined: bool) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
-    make = trial.OPTIMIZERS["sgd"]
-    opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
-    alone = trial.Mlp()
-    theirs = make(alone.parameters())
+async def test_n19_freezing_all_but_the_head(coll: Communicator, pipelined: bool) -> None:
+    net, opt = await Trial.made(coll, pipelined=pipelined)
+    alone = Trial.Mlp()
+    theirs = Trial.OPTIMIZERS["sgd"](alone.parameters())
     for step in range(4):
         for each in (net, alone):
             each.requires_grad_(step != 1)
             each.get_submodule("4").requires_grad_()
-        await net.step(partial(trial.loss, net, coll.rank, step), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, step), opt)
         theirs.zero_grad()
-        trial.joined(alone, 2, step).backward()
+        Trial.joined(alone, 2, step).backward()
         theirs.step()
     if pipelined:
         await opt.flush()
-    trial.assert_same(net, alone)
+    Trial.assert_same(net, alone)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +14,13 @@ from torch.optim.lr_scheduler import StepLR
 import aiodist
 from aiodist import Communicator, nn
 from aiodist.nn import DataParallel, assert_synchronized
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
+from tests.nn.conftest import Trial
 
 on_ranks = pytest.mark.ranks(2, 3)
 
 
-async def step(net: DataParallel, opt: Any, trial: type[Trial], rank: int, number: int = 0) -> None:
-    await net.step(partial(trial.loss, net, rank, number), opt)
+async def step(net: DataParallel, opt: Any, rank: int, number: int = 0) -> None:
+    await net.step(partial(Trial.loss, net, rank, number), opt)
 
 
 CLIP: dict[str, tuple[Callable[[bool], Any], str]] = {
@@ -35,30 +33,30 @@ CLIP: dict[str, tuple[Callable[[bool], Any], str]] = {
 
 @on_ranks
 @pytest.mark.parametrize("what", CLIP)
-async def test_n19_settings_that_differ(coll: Communicator, trial: type[Trial], what: str) -> None:
+async def test_n19_settings_that_differ(coll: Communicator, what: str) -> None:
     make, words = CLIP[what]
-    net = await DataParallel.create(trial.Mlp(), coll)
+    net = await DataParallel.create(Trial.Mlp(), coll)
     opt = SGD(net.parameters(), lr=0.1)
-    await step(net, opt, trial, coll.rank)
+    await step(net, opt, coll.rank)
     known = [p.detach().clone() for p in net.parameters()]
     net.settings(**make(coll.rank == 1))
     for _ in range(2):
         with pytest.raises(aiodist.MismatchError, match=words):
-            await step(net, opt, trial, coll.rank)
+            await step(net, opt, coll.rank)
         assert all(map(torch.equal, known, net.parameters()))
     net.settings(clip_norm=None, scaler=None, autocast=None)
-    await step(net, opt, trial, coll.rank)
+    await step(net, opt, coll.rank)
     await assert_synchronized(net.module, coll)
 
 
 @pytest.mark.ranks(2)
-async def test_n19_a_scaler_that_is_disabled_is_none(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
+async def test_n19_a_scaler_that_is_disabled_is_none(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll)
     opt = SGD(net.parameters(), lr=0.1)
     net.settings(scaler=torch.amp.GradScaler("cpu", enabled=False) if coll.rank else None)
     for number in range(2):
-        await step(net, opt, trial, coll.rank, number)
-    trial.assert_same(net, trial.alone(2, 2))
+        await step(net, opt, coll.rank, number)
+    Trial.assert_same(net, Trial.alone(2, 2))
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[Any, bool], Any], str]] = {
@@ -81,33 +79,33 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any, bool], Any], str]] = {
 
 @on_ranks
 @pytest.mark.parametrize("what", OPTIMIZERS)
-async def test_n19_hyperparameters_that_differ(coll: Communicator, trial: type[Trial], what: str) -> None:
+async def test_n19_hyperparameters_that_differ(coll: Communicator, what: str) -> None:
     make, words = OPTIMIZERS[what]
-    net = await DataParallel.create(trial.Mlp(), coll)
+    net = await DataParallel.create(Trial.Mlp(), coll)
     opt = make(list(net.parameters()), coll.rank == 1)
     with pytest.raises(aiodist.MismatchError, match=words):
-        await step(net, opt, trial, coll.rank)
-    trial.assert_same(net, trial.Mlp())
-    await step(net, SGD(net.parameters(), lr=0.1), trial, coll.rank)
-    trial.assert_same(net, trial.alone(coll.size, 1))
+        await step(net, opt, coll.rank)
+    Trial.assert_same(net, Trial.Mlp())
+    await step(net, SGD(net.parameters(), lr=0.1), coll.rank)
+    Trial.assert_same(net, Trial.alone(coll.size, 1))
 
 
 @on_ranks
 @pytest.mark.parametrize("way", ["step", "own", "changed"])
-async def test_n19_rates_that_come_to_differ(coll: Communicator, trial: type[Trial], way: str) -> None:
+async def test_n19_rates_that_come_to_differ(coll: Communicator, way: str) -> None:
     """By a scheduler, or by hand, in the step for which they do; where the program steps by itself at its backward."""
-    net = await DataParallel.create(trial.Mlp(), coll)
+    net = await DataParallel.create(Trial.Mlp(), coll)
     opt = SGD(net.parameters(), lr=0.1)
     schedule = StepLR(opt, 2 if coll.rank == 1 else 1, gamma=0.5)
 
     async def one(number: int) -> None:
         if way == "own":
             opt.zero_grad()
-            await net.backward(trial.loss(net, coll.rank, number))
+            await net.backward(Trial.loss(net, coll.rank, number))
             opt.step()
             schedule.step()
             return
-        await step(net, opt, trial, coll.rank, number)
+        await step(net, opt, coll.rank, number)
         if way == "step":
             schedule.step()
         elif coll.rank != 1:
@@ -119,25 +117,25 @@ async def test_n19_rates_that_come_to_differ(coll: Communicator, trial: type[Tri
         await one(1)
     assert all(map(torch.equal, known, net.parameters()))
     opt.param_groups[0]["lr"] = 0.1
-    await step(net, opt, trial, coll.rank, 1)
-    trial.assert_same(net, trial.alone(coll.size, 2))
+    await step(net, opt, coll.rank, 1)
+    Trial.assert_same(net, Trial.alone(coll.size, 2))
 
 
 @pytest.mark.ranks(2)
-async def test_n19_a_list_of_hyperparameters_that_changes_in_place(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
+async def test_n19_a_list_of_hyperparameters_that_changes_in_place(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll)
     opt, betas = Adam(net.parameters()), [0.9, 0.9]
     opt.param_groups[0]["betas"] = betas
-    await step(net, opt, trial, coll.rank)
+    await step(net, opt, coll.rank)
     betas[1] = 0.5 if coll.rank else 0.9
     with pytest.raises(aiodist.MismatchError, match=r"betas of group 0 of Adam: .*0\.5"):
-        await step(net, opt, trial, coll.rank)
+        await step(net, opt, coll.rank)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["pipelined", "sharded", "local", "plain", "outer"])
-async def test_n19_drivers_whose_rates_differ(coll: Communicator, trial: type[Trial], kind: str) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
+async def test_n19_drivers_whose_rates_differ(coll: Communicator, kind: str) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll)
     lr = 0.1 + 0.1 * coll.rank
 
     def sgd(params: Any) -> SGD:
@@ -154,7 +152,7 @@ async def test_n19_drivers_whose_rates_differ(coll: Communicator, trial: type[Tr
 
     async def train() -> None:
         for number in range(2):
-            await step(net, opt, trial, coll.rank, number)
+            await step(net, opt, coll.rank, number)
         await opt.flush()
 
     with pytest.raises(aiodist.MismatchError, match=r"lr of group 0 of SGD.*: 0\.1 on rank 0; 0\.2 on rank 1"):
@@ -165,11 +163,11 @@ async def test_n19_drivers_whose_rates_differ(coll: Communicator, trial: type[Tr
 
 
 @on_ranks
-async def test_n19_what_may_differ(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n19_what_may_differ(coll: Communicator) -> None:
     """Values that are equal, what each rank keeps for itself, how many closures; other objects."""
     torch.manual_seed(coll.rank)
     head = torch.nn.Linear(3, 3).double()
-    net = await DataParallel.create(trial.Mlp(), coll, per_rank=head.parameters())
+    net = await DataParallel.create(Trial.Mlp(), coll, per_rank=head.parameters())
     groups: list[dict[str, Any]] = [{"params": net.parameters(), "lr": 1 if coll.rank == 1 else 1.0, "tag": object()}]
     more = [torch.nn.Parameter(torch.zeros(3)) for _ in range(coll.rank)]
     net.settings(per_rank=[*head.parameters(), *more])
@@ -177,34 +175,34 @@ async def test_n19_what_may_differ(coll: Communicator, trial: type[Trial]) -> No
         [*groups, *({"params": [p]} for p in more), {"params": head.parameters(), "lr": 0.1 * (1 + coll.rank)}], lr=0.1
     )
     for number in range(2):
-        forwards = [lambda: trial.loss(net, coll.rank, 0) / (1 + coll.rank)] * (1 + coll.rank)
+        forwards = [lambda: Trial.loss(net, coll.rank, 0) / (1 + coll.rank)] * (1 + coll.rank)
         await net.step(forwards, opt)
         assert number == net.steps - 1
     await assert_synchronized(net.module, coll)
 
 
 @on_ranks
-async def test_n19_several_optimizers_in_another_order(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
+async def test_n19_several_optimizers_in_another_order(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll)
     first, *others = net.parameters()
     opts = [SGD([first], lr=0.1), Adam(others, lr=0.02)]
     for number in range(3):
         net.zero_grad()
-        await net.backward(trial.loss(net, coll.rank, number))
+        await net.backward(Trial.loss(net, coll.rank, number))
         for opt in opts if coll.rank else reversed(opts):
             opt.step()
     await assert_synchronized(net.module, coll)
     opts[1].param_groups[0]["lr"] *= 1 + coll.rank
     with pytest.raises(aiodist.MismatchError, match=r"lr of group 0 of Adam, the .*: 0\.02 on rank 0; 0\.04 on rank 1"):
-        await net.backward(trial.loss(net, coll.rank, 3))
+        await net.backward(Trial.loss(net, coll.rank, 3))
 
 
 @pytest.mark.ranks(2)
-async def test_n19_ranks_without_data_tell_no_settings(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, clip_norm=1.0)
+async def test_n19_ranks_without_data_tell_no_settings(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll, clip_norm=1.0)
     opt = Adam(net.parameters(), lr=0.02)
     async with net.join():
         for number in range(1 + 2 * coll.rank):
-            await step(net, opt, trial, coll.rank, number)
-    await step(net, opt, trial, coll.rank, 9)
+            await step(net, opt, coll.rank, number)
+    await step(net, opt, coll.rank, 9)
     await assert_synchronized(net.module, coll)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +15,7 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
+from tests.nn.conftest import Trial
 
 each_driver = pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
 
@@ -44,50 +42,48 @@ async def finish(opt: Any) -> None:
 
 @pytest.mark.ranks(1, 2, 3)
 @each_driver
-async def test_n19_clipping_and_a_scheduler(coll: Communicator, trial: type[Trial], pipelined: bool) -> None:
-    make = trial.OPTIMIZERS["momentum"]
-    net = await DataParallel.create(trial.Mlp(), coll, **trial.FEW, clip_norm=0.05)
+async def test_n19_clipping_and_a_scheduler(coll: Communicator, pipelined: bool) -> None:
+    make = Trial.OPTIMIZERS["momentum"]
+    net = await DataParallel.create(Trial.Mlp(), coll, **Trial.FEW, clip_norm=0.05)
     opt, scheduler = optimizers(net, make, pipelined)
     assert net.settings(scheduler=scheduler).clip_norm == 0.05
-    alone = trial.Mlp()
+    alone = Trial.Mlp()
     theirs = make(alone.parameters())
     other = ExponentialLR(theirs, 0.7)
     for step in range(4):
         if step == 3:
             net.settings(clip_norm=None)
-        await net.step(trial.loss, opt, net, coll.rank, step)
+        await net.step(Trial.loss, opt, net, coll.rank, step)
         theirs.zero_grad()
-        trial.joined(alone, coll.size, step).backward()
+        Trial.joined(alone, coll.size, step).backward()
         norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.05 if step < 3 else 1e9)
         assert norm > 0.05
         theirs.step()
         other.step()
     await finish(opt)
-    trial.assert_same(net, alone)
+    Trial.assert_same(net, alone)
     assert {group["lr"] for group in opt.param_groups} == {group["lr"] for group in theirs.param_groups}
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3)
 @each_driver
-async def test_n19_a_scaler_leaves_out_steps_on_all_ranks(
-    coll: Communicator, trial: type[Trial], pipelined: bool
-) -> None:
+async def test_n19_a_scaler_leaves_out_steps_on_all_ranks(coll: Communicator, pipelined: bool) -> None:
     """The gradients of one rank, and in one layer alone, are infinite; no parameter moves, nor does the scheduler."""
 
     def loss(module: Any, step: int) -> Tensor:
-        x, y = trial.batch(coll.rank, step, torch.float32)
+        x, y = Trial.batch(coll.rank, step, torch.float32)
         first = mse_loss(module(x), y)
         if step == 2 and coll.rank == 1:
             first = first + (module.module[0].weight * float("inf")).sum()
         return first
 
-    net = await DataParallel.create(trial.Mlp().float(), coll, **trial.SMALL)
-    opt, scheduler = optimizers(net, trial.OPTIMIZERS["momentum"], pipelined)
+    net = await DataParallel.create(Trial.Mlp().float(), coll, **Trial.SMALL)
+    opt, scheduler = optimizers(net, Trial.OPTIMIZERS["momentum"], pipelined)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     net.settings(scaler=scaler, scheduler=scheduler, clip_norm=0.3)
-    alone = trial.Mlp().float()
-    theirs = trial.OPTIMIZERS["momentum"](alone.parameters())
+    alone = Trial.Mlp().float()
+    theirs = Trial.OPTIMIZERS["momentum"](alone.parameters())
     other = ExponentialLR(theirs, 0.7)
     for step in range(5):
         seen = await net.step(loss, opt, net, step)
@@ -95,17 +91,17 @@ async def test_n19_a_scaler_leaves_out_steps_on_all_ranks(
         assert scaler.get_scale() == [1024, 1024, 512, 512, 512][step]
         if step == 2:
             assert torch.isfinite(seen) == (coll.rank != 1)
-            trial.assert_same(net, alone)
+            Trial.assert_same(net, alone)
             continue
-        x, y = trial.batch(coll.rank, step, torch.float32)
+        x, y = Trial.batch(coll.rank, step, torch.float32)
         torch.testing.assert_close(seen, mse_loss(alone(x), y), rtol=1e-4, atol=1e-5)
         theirs.zero_grad()
-        parts = [trial.batch(rank, step, torch.float32) for rank in range(coll.size)]
+        parts = [Trial.batch(rank, step, torch.float32) for rank in range(coll.size)]
         mse_loss(alone(torch.cat([x for x, _ in parts])), torch.cat([y for _, y in parts])).backward()
         nn.utils.clip_grad_norm_(alone.parameters(), 0.3)
         theirs.step()
         other.step()
-    trial.assert_same(net, alone)
+    Trial.assert_same(net, alone)
     assert {group["lr"] for group in opt.param_groups} == {theirs.param_groups[0]["lr"]}
     await assert_synchronized(net.module, coll)
     net.settings(scaler=None)
@@ -114,13 +110,13 @@ async def test_n19_a_scaler_leaves_out_steps_on_all_ranks(
 
 
 @pytest.mark.ranks(1, 2)
-async def test_n19_a_scaler_that_finds_no_gradient(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n19_a_scaler_that_finds_no_gradient(coll: Communicator) -> None:
     """All ranks are told so, and the next step works; without a scaler it moves nothing, as in torch."""
 
     def loss(used: range) -> Tensor:
         return torch.stack([module[i].weight.square().sum() for i in used]).sum()
 
-    module: Any = trial.Mlp()
+    module: Any = Trial.Mlp()
     net = await DataParallel.create(module, coll)
     opt = torch.optim.SGD(module[0].parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -140,9 +136,7 @@ async def test_n19_a_scaler_that_finds_no_gradient(coll: Communicator, trial: ty
 
 @pytest.mark.ranks(2)
 @each_driver
-async def test_n19_an_optimizer_that_fails_under_a_scaler(
-    coll: Communicator, trial: type[Trial], pipelined: bool
-) -> None:
+async def test_n19_an_optimizer_that_fails_under_a_scaler(coll: Communicator, pipelined: bool) -> None:
     """The scaler works in the next step."""
 
     class Fails(torch.optim.SGD):
@@ -152,33 +146,32 @@ async def test_n19_an_optimizer_that_fails_under_a_scaler(
             return super().step(closure)
 
     failing = True
-    net = await DataParallel.create(trial.Mlp(), coll, scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    net = await DataParallel.create(Trial.Mlp(), coll, scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
     opt, _ = optimizers(net, lambda params: Fails(params, lr=0.1), pipelined)
     with pytest.raises(ArithmeticError, match="broken"):
-        await finished_step(net, opt, trial.loss, net, coll.rank, 0)
+        await finished_step(net, opt, Trial.loss, net, coll.rank, 0)
     await coll.barrier()
     failing = False
-    net.load_state_dict(trial.Mlp().state_dict())
-    for step in range(2):
-        await net.step(trial.loss, opt, net, coll.rank, step)
+    net.load_state_dict(Trial.Mlp().state_dict())
+    await Trial.train(net, opt, range(2), coll.rank)
     await finish(opt)
-    trial.assert_same(net, trial.alone(2, 2))
+    Trial.assert_same(net, Trial.alone(2, 2))
 
 
 @pytest.mark.ranks(1, 2)
 @each_driver
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.autocast("cpu", torch.bfloat16)], ids=["dtype", "autocast"])
-async def test_n19_autocast(coll: Communicator, trial: type[Trial], given: Any, pipelined: bool) -> None:
+async def test_n19_autocast(coll: Communicator, given: Any, pipelined: bool) -> None:
     seen: list[torch.dtype] = []
 
     def loss(module: Any, rank: int, step: int) -> Tensor:
-        x, y = trial.batch(rank, step, torch.float32)
+        x, y = Trial.batch(rank, step, torch.float32)
         out = module(x)
         seen.append(out.dtype)
         return mse_loss(out.float(), y)
 
-    net = await DataParallel.create(trial.Mlp().float(), coll, **trial.SMALL, autocast=given)
-    opt, _ = optimizers(net, trial.OPTIMIZERS["sgd"], pipelined)
+    net = await DataParallel.create(Trial.Mlp().float(), coll, **Trial.SMALL, autocast=given)
+    opt, _ = optimizers(net, Trial.OPTIMIZERS["sgd"], pipelined)
     for step in range(3):
         await net.step(loss, opt, net, coll.rank, step)
     await finish(opt)
@@ -189,8 +182,8 @@ async def test_n19_autocast(coll: Communicator, trial: type[Trial], given: Any, 
         with torch.autocast("cpu", torch.bfloat16):
             return loss(*args)
 
-    expected = trial.alone(coll.size, 3, make=lambda: trial.Mlp().float(), loss=cast)
-    trial.assert_same(net, expected)
+    expected = Trial.alone(coll.size, 3, make=lambda: Trial.Mlp().float(), loss=cast)
+    Trial.assert_same(net, expected)
     net.settings(autocast=None)
     await net.step(loss, opt, net, coll.rank, 4)
     assert seen[-1] is torch.float32
@@ -200,39 +193,37 @@ async def test_n19_autocast(coll: Communicator, trial: type[Trial], given: Any, 
 @pytest.mark.ranks(1, 2, 3)
 @each_driver
 @pytest.mark.parametrize("op", ["mean", "sum"])
-async def test_n19_a_list_of_closures(coll: Communicator, trial: type[Trial], op: Any, pipelined: bool) -> None:
+async def test_n19_a_list_of_closures(coll: Communicator, op: Any, pipelined: bool) -> None:
     """Three backward passes and one reduction are as the sum of the losses."""
-    net = await DataParallel.create(trial.Mlp(), coll, op=op, **trial.FEW)
-    opt, _ = optimizers(net, trial.OPTIMIZERS["adam"], pipelined)
+    net = await DataParallel.create(Trial.Mlp(), coll, op=op, **Trial.FEW)
+    opt, _ = optimizers(net, Trial.OPTIMIZERS["adam"], pipelined)
 
     def summed(module: Any, rank: int, step: int) -> Tensor:
-        return torch.stack([trial.loss(module, rank, 3 * step + i) / 3 for i in range(3)]).sum()
+        return torch.stack([Trial.loss(module, rank, 3 * step + i) / 3 for i in range(3)]).sum()
 
-    alone = trial.Mlp()
+    alone = Trial.Mlp()
     for step in range(4):
-        before = alone if step == 0 else trial.alone(coll.size, step, loss=summed, optimizer="adam", op=op)
-        closures = [lambda module, i=i, step=step: trial.loss(module, coll.rank, 3 * step + i) / 3 for i in range(3)]
+        before = alone if step == 0 else Trial.alone(coll.size, step, loss=summed, optimizer="adam", op=op)
+        closures = [lambda module, i=i, step=step: Trial.loss(module, coll.rank, 3 * step + i) / 3 for i in range(3)]
         seen = await net.step(closures, opt, net)
         torch.testing.assert_close(seen, summed(before, coll.rank, step).detach())
         assert not seen.requires_grad
     await finish(opt)
     assert net.statistics().passes == 4
-    trial.assert_same(net, trial.alone(coll.size, 4, loss=summed, optimizer="adam", op=op))
+    Trial.assert_same(net, Trial.alone(coll.size, 4, loss=summed, optimizer="adam", op=op))
 
 
 @pytest.mark.ranks(2)
 @each_driver
 @pytest.mark.parametrize("where", [0, 1, 2])
-async def test_n19_one_of_several_closures_fails(
-    coll: Communicator, trial: type[Trial], where: int, pipelined: bool
-) -> None:
+async def test_n19_one_of_several_closures_fails(coll: Communicator, where: int, pipelined: bool) -> None:
     def closure(i: int, step: int) -> Tensor:
         if step == 1 and i == where and coll.rank == 1:
             raise KeyError("no data")
-        return trial.loss(net, coll.rank, step) / 3
+        return Trial.loss(net, coll.rank, step) / 3
 
-    net = await DataParallel.create(trial.Mlp(), coll, **trial.SMALL)
-    opt, _ = optimizers(net, trial.OPTIMIZERS["sgd"], pipelined)
+    net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
+    opt, _ = optimizers(net, Trial.OPTIMIZERS["sgd"], pipelined)
     for step in range(3):
         closures = [partial(closure, i, step) for i in range(3)]
         if step == 1:
@@ -241,14 +232,13 @@ async def test_n19_one_of_several_closures_fails(
         else:
             await net.step(closures, opt)
     await finish(opt)
-    expected = trial.alone(2, 2, loss=lambda module, rank, step: trial.loss(module, rank, 2 * step))
-    trial.assert_same(net, expected)
+    expected = Trial.alone(2, 2, loss=lambda module, rank, step: Trial.loss(module, rank, 2 * step))
+    Trial.assert_same(net, expected)
 
 
 @pytest.mark.ranks(1)
-async def test_n19_settings_that_are_none(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+async def test_n19_settings_that_are_none(coll: Communicator) -> None:
+    net, opt = await Trial.made(coll)
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"clip_norm": 0}, ValueError, "clip_norm=0: expected"),
         ({"clip_norm": float("nan")}, ValueError, "clip_norm=nan"),
@@ -266,5 +256,5 @@ async def test_n19_settings_that_are_none(coll: Communicator, trial: type[Trial]
         with pytest.raises(TypeError, match=r"step\(.*expected a function"):
             await net.step(nothing, opt)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="clip_norm=-1"):
-        await DataParallel.create(trial.Mlp(), coll, clip_norm=-1)
+        await DataParallel.create(Trial.Mlp(), coll, clip_norm=-1)
     assert net.settings().clip_norm is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -12,9 +12,6 @@ from torch import Tensor, nn
 from aiodist import Communicator, MismatchError
 from aiodist.nn import DataParallel, assert_synchronized, synchronize_gradients, synchronize_parameters
 from tests.support.simulated_cuda.device import SimulatedCuda
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
 
 
 class Net(nn.Module):
@@ -59,9 +56,7 @@ async def test_n1_cuda_parameters_and_buffers(
 
 
 @pytest.mark.ranks(2)
-async def test_n1_cuda_made_on_a_side_stream(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
-) -> None:
+async def test_n1_cuda_made_on_a_side_stream(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
     with torch.cuda.stream(torch.cuda.Stream(coll.device)):
         net = await DataParallel.create(Net(float(coll.rank + 1), coll.device), coll)
     for t in read_elsewhere(cast(Net, net.module).tensors()):

@@ -100,9 +100,6 @@ def same(seen: Tensor, expected: Tensor) -> bool:
     return torch.allclose(seen, expected, rtol=2 * torch.finfo(seen.dtype).eps, atol=0)
 
 
-# --- how tensors lie in memory ---------------------------------------------------------------------------------------
-
-
 LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "contiguous": lambda: torch.arange(24.0).view(2, 3, 4),
     "number": lambda: torch.tensor(3.0),
@@ -178,9 +175,6 @@ def test_n1_the_digest_sees_names_shapes_and_dtypes_alone() -> None:
     assert len(set(digests)) == len(digests)
     assert digests[5] == state_digest([("weight", torch.ones(4, 3).t())])
     assert digests[5] == 4418548292100966995  # in every process
-
-
-# --- parameters ------------------------------------------------------------------------------------------------------
 
 
 @every
@@ -368,9 +362,6 @@ async def test_n1_a_graph_that_saved_old_values_finds_out(coll: Communicator) ->
                 loss.backward()
         else:
             loss.backward()
-
-
-# --- gradients -------------------------------------------------------------------------------------------------------
 
 
 @every
@@ -566,8 +557,6 @@ async def test_n2_called_in_inference_mode_and_with_another_default_device(coll:
     assert layer.weight.grad is not None
     assert layer.weight.grad.mul_(2).eq(2).all()
 
-
-# --- over MPI --------------------------------------------------------------------------------------------------------
 
 over_mpi = pytest.mark.ranks(2, backend="mpi")
 

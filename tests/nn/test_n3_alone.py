@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +11,8 @@ from torch.nn.functional import mse_loss
 
 from aiodist import AiodistError, Communicator
 from aiodist.nn import DataParallel
+from tests.nn.conftest import Trial
 from tests.support.simulated_cuda.device import SimulatedCuda
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
 
 pytestmark = pytest.mark.ranks(1)
 STEPS = 4
@@ -25,20 +23,19 @@ def issued(net: DataParallel) -> list[int]:
     return [comm.allreduce(torch.zeros(1)).detach().seq for comm in (net.reducer.data, net.reducer.status)]
 
 
-async def test_n3_a_rank_alone_issues_nothing(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **trial.FEW)
-    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+async def test_n3_a_rank_alone_issues_nothing(coll: Communicator) -> None:
+    net, opt = await Trial.made(coll, "momentum", **Trial.FEW)
     before = issued(net)
     made: dict[nn.Parameter, int] = {}
     for p in net.parameters():
         p.register_post_accumulate_grad_hook(lambda p: made.update({p: p.grad.data_ptr()}))
     for step in range(STEPS):
-        await net.step(trial.loss, opt, net, 0, step)
+        await net.step(Trial.loss, opt, net, 0, step)
         assert net.reducer.last is not None
         assert net.reducer.last.over.done()
     assert issued(net) == [number + 1 for number in before]
     assert made == {p: p.grad.data_ptr() for p in net.parameters() if p.grad is not None}
-    for ours, theirs in zip(net.parameters(), trial.alone(1, STEPS, optimizer="momentum").parameters(), strict=True):
+    for ours, theirs in zip(net.parameters(), Trial.alone(1, STEPS, optimizer="momentum").parameters(), strict=True):
         assert torch.equal(ours, theirs)
     known, nbytes = net.statistics(), STEPS * sum(p.nbytes for p in net.parameters())
     assert (known.passes, known.buckets) == (STEPS, STEPS * len(net.reducer.buckets))
@@ -46,44 +43,43 @@ async def test_n3_a_rank_alone_issues_nothing(coll: Communicator, trial: type[Tr
     assert net.steps == STEPS
 
 
-async def test_n3_a_rank_alone_has_few_hooks(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_a_rank_alone_has_few_hooks(coll: Communicator) -> None:
     """Before it asks for gradients as they come, which needs one for each bucket and those of each module."""
-    net = await DataParallel.create(trial.Mlp(), coll, **trial.SMALL)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    net, opt = await Trial.made(coll, **Trial.SMALL)
     for step in range(3):
-        await net.step(trial.loss, opt, net, 0, step)
+        await net.step(Trial.loss, opt, net, 0, step)
         assert sum(bool(p._post_accumulate_grad_hooks) for p in net.parameters()) == 4
     with pytest.raises(RuntimeError, match=r"got a gradient outside of net\.step and net\.backward"):
-        trial.loss(net, 0, 0).backward()
+        Trial.loss(net, 0, 0).backward()
     net.zero_grad()
-    expected = trial.Mlp()
+    expected = Trial.Mlp()
     expected.load_state_dict(net.state_dict())
     for step in range(3):
         expected.zero_grad()
-        trial.loss(expected, 0, step).backward()
+        Trial.loss(expected, 0, step).backward()
         net.zero_grad()
-        came = [p async for p, _ in net.gradients(await net.run(trial.loss, net, 0, step))]
+        came = [p async for p, _ in net.gradients(await net.run(Trial.loss, net, 0, step))]
         assert len(came) == 6
-        trial.assert_same_gradients(net.module, expected)
+        Trial.assert_same_gradients(net.module, expected)
         net.zero_grad()
-        await net.backward(await net.run(trial.loss, net, 0, step))
-        trial.assert_same_gradients(net.module, expected)
+        await net.backward(await net.run(Trial.loss, net, 0, step))
+        Trial.assert_same_gradients(net.module, expected)
 
 
-async def test_n3_a_rank_alone_adds_up(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_a_rank_alone_adds_up(coll: Communicator) -> None:
     """To what was there before, made under `no_sync` or not; what is not used keeps its own."""
-    net, expected = await DataParallel.create(trial.Mlp(), coll, op="sum"), trial.Mlp()
+    net, expected = await DataParallel.create(Trial.Mlp(), coll, op="sum"), Trial.Mlp()
     module: Any = net.module
     module[2].bias.grad, expected[2].bias.grad = (torch.ones_like(module[2].bias) for _ in range(2))
     for step in range(4):
-        through(expected, trial.batch(0, step)).backward()
-        loss = await net.run(through, module, trial.batch(0, step))
+        through(expected, Trial.batch(0, step)).backward()
+        loss = await net.run(through, module, Trial.batch(0, step))
         if step % 2:
             with net.no_sync():
                 await net.backward(loss)
         else:
             await net.backward(loss)
-    trial.assert_same_gradients(net.module, expected)
+    Trial.assert_same_gradients(net.module, expected)
 
 
 def through(module: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -93,22 +89,22 @@ def through(module: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "sparse"])
-async def test_n3_what_a_rank_alone_raises(coll: Communicator, trial: type[Trial], where: str) -> None:
+async def test_n3_what_a_rank_alone_raises(coll: Communicator, where: str) -> None:
     table = nn.Embedding(5, 6).double()
-    net = await DataParallel.create(nn.Sequential(trial.Mlp(), table), coll)
+    net = await DataParallel.create(nn.Sequential(Trial.Mlp(), table), coll)
     module: Any = net.module
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    opt = Trial.OPTIMIZERS["sgd"](net.parameters())
 
     def failing(step: int) -> Tensor:
         table.sparse = where == "sparse"
-        loss: Tensor = trial.loss(module[0], 0, step) + table(torch.tensor([1])).sum()
+        loss: Tensor = Trial.loss(module[0], 0, step) + table(torch.tensor([1])).sum()
         if where == "forward":
             raise LookupError("wrong")
         if where == "backward":
             loss.register_hook(lambda _: 1 / 0)
         return loss
 
-    await net.step(lambda: trial.loss(module[0], 0, 0), opt)
+    await net.step(lambda: Trial.loss(module[0], 0, 0), opt)
     before = [p.detach().clone() for p in net.parameters()]
     error, text = {"forward": (LookupError, "wrong"), "backward": (ZeroDivisionError, "division")}.get(
         where, (TypeError, "'1.weight' has a gradient of layout torch.sparse_coo: expected a dense one")
@@ -118,25 +114,22 @@ async def test_n3_what_a_rank_alone_raises(coll: Communicator, trial: type[Trial
     assert all(map(torch.equal, before, net.parameters()))
     assert net.steps == 1
     table.sparse = False
-    await net.step(lambda: trial.loss(module[0], 0, 1), opt)
-    for ours, theirs in zip(module[0].parameters(), trial.alone(1, 2, optimizer="sgd").parameters(), strict=True):
-        torch.testing.assert_close(ours.detach(), theirs.detach())
+    await net.step(lambda: Trial.loss(module[0], 0, 1), opt)
+    Trial.assert_same(module[0], Trial.alone(1, 2))
 
 
-async def test_n3_a_rank_alone_whose_communicator_is_given_up(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    await net.step(trial.loss, opt, net, 0, 0)
+async def test_n3_a_rank_alone_whose_communicator_is_given_up(coll: Communicator) -> None:
+    net, opt = await Trial.made(coll)
+    await net.step(Trial.loss, opt, net, 0, 0)
     net.reducer.data.abort("the cable was pulled")
     with pytest.raises(AiodistError, match="the cable was pulled"):
-        await net.step(trial.loss, opt, net, 0, 1)
+        await net.step(Trial.loss, opt, net, 0, 1)
 
 
 async def test_n3_cuda_a_rank_alone_queues_nothing_of_its_own(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], monkeypatch: pytest.MonkeyPatch
+    coll: Communicator, simulated_cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.FEW)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    net, opt = await Trial.made(coll, "sgd", Trial.Mlp().to(coll.device), **Trial.FEW)
     recorded: list[torch.cuda.Event] = []
     record = torch.cuda.Event.record
 
@@ -146,10 +139,9 @@ async def test_n3_cuda_a_rank_alone_queues_nothing_of_its_own(
 
     monkeypatch.setattr(torch.cuda.Event, "record", noted)
     for step in range(STEPS):
-        x, y = (t.to(coll.device) for t in trial.batch(0, step))
+        x, y = (t.to(coll.device) for t in Trial.batch(0, step))
         await net.step(lambda x, y: mse_loss(net(x), y), opt, x, y)
         assert len(recorded) <= 1  # the first step begins behind what the caller has queued
     await net.run(net.compute.finish)
-    for ours, theirs in zip(net.parameters(), trial.alone(1, STEPS).parameters(), strict=True):
-        torch.testing.assert_close(ours.detach().cpu(), theirs.detach())
+    Trial.assert_same(net, Trial.alone(1, STEPS))
     await net.aclose()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
+from tests.nn.conftest import Trial
 
 OUTSIDE = r"got a gradient outside of net\.step and net\.backward.*net\.no_sync.*requires_grad_\(False\)"
 SIZES: list[dict[str, Any]] = [{"bucket_bytes": 1, "first_bucket_bytes": 1}, {}]
@@ -296,12 +294,12 @@ async def test_n3_a_backward_on_the_loop_beside_a_step(coll: Communicator, sizes
 
 
 @pytest.mark.ranks(2)
-async def test_n3_few_hooks_fire(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_few_hooks_fire(coll: Communicator) -> None:
     """At most four of each module and one of each bucket, once the order is known, however many there are."""
     net = await DataParallel.create(nn.Sequential(*[Bent(10) for _ in range(10)], nn.Linear(6, 3)), coll)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(3):
-        x, y = trial.batch(coll.rank, step, torch.float32)
+        x, y = Trial.batch(coll.rank, step, torch.float32)
         await net.step(lambda x, y: nn.functional.mse_loss(net(x), y), opt, x, y)
     hooked = [p for p in net.parameters() if p._post_accumulate_grad_hooks]
     assert len(hooked) in (42, 43)  # one that tells for a bucket may be one of the four

@@ -7,7 +7,7 @@ import contextlib
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +17,8 @@ import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel
 from aiodist.testing import run_ranks
+from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
 
 SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 STEPS = 3
@@ -63,13 +61,12 @@ async def give_up(work: asyncio.Task[Any]) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("who", [{0}, {1}, {0, 1}], ids=str)
 @pytest.mark.parametrize("where", ["forward", "backward"])
-async def test_n3_a_step_that_has_begun_ends(coll: Communicator, trial: type[Trial], where: str, who: set[int]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+async def test_n3_a_step_that_has_begun_ends(coll: Communicator, where: str, who: set[int]) -> None:
+    net, opt = await Trial.made(coll, "momentum", **SMALL)
     for step in range(STEPS):
         gate = Gate()
         forward = pausing(net, where, gate)
-        work = asyncio.ensure_future(net.step(partial(trial.loss, forward, coll.rank, step), opt))
+        work = asyncio.ensure_future(net.step(partial(Trial.loss, forward, coll.rank, step), opt))
         await gate.reached.wait()
         if coll.rank in who:
             await give_up(work)
@@ -78,7 +75,7 @@ async def test_n3_a_step_that_has_begun_ends(coll: Communicator, trial: type[Tri
             gate.go.set()
             await work
     await net.run(int)  # behind the last step
-    trial.assert_same(net, trial.alone(2, STEPS, optimizer="momentum"))
+    Trial.assert_same(net, Trial.alone(2, STEPS, optimizer="momentum"))
 
 
 def has_another_that_is_closed(net: DataParallel, last: object) -> bool:
@@ -87,22 +84,21 @@ def has_another_that_is_closed(net: DataParallel, last: object) -> bool:
 
 
 @pytest.mark.ranks(2)
-async def test_n3_cancelled_while_the_others_are_late(coll: Communicator, trial: type[Trial], until: Any) -> None:
+async def test_n3_cancelled_while_the_others_are_late(coll: Communicator, until: Any) -> None:
     """This rank's backward is over; its reductions wait for the other rank."""
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    opt = trial.OPTIMIZERS["adam"](net.parameters())
+    net, opt = await Trial.made(coll, "adam", **SMALL)
     for step in range(STEPS):
         last = net.reducer.last
         if coll.rank == step % 2:
             await coll.barrier()
-            await net.step(partial(trial.loss, net, coll.rank, step), opt)
+            await net.step(partial(Trial.loss, net, coll.rank, step), opt)
         else:
-            work = asyncio.ensure_future(net.step(partial(trial.loss, net, coll.rank, step), opt))
+            work = asyncio.ensure_future(net.step(partial(Trial.loss, net, coll.rank, step), opt))
             await until(partial(has_another_that_is_closed, net, last))
             await give_up(work)
             await coll.barrier()
     await net.run(int)
-    trial.assert_same(net, trial.alone(2, STEPS, optimizer="adam"))
+    Trial.assert_same(net, Trial.alone(2, STEPS, optimizer="adam"))
 
 
 async def _cancel(work: Awaitable[Any], passed: asyncio.Event) -> None:
@@ -141,35 +137,33 @@ async def _task_group(work: Awaitable[Any], passed: asyncio.Event) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", [_cancel, _wait_for, _timeout, _our_timeout, _task_group])
-async def test_n3_any_way_of_giving_up(coll: Communicator, trial: type[Trial], way: Any) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+async def test_n3_any_way_of_giving_up(coll: Communicator, way: Any) -> None:
+    net, opt = await Trial.made(coll, "momentum", **SMALL)
     for step in range(STEPS):
         gate = Gate()
         forward = pausing(net, "backward", gate)
-        await way(net.step(partial(trial.loss, forward, coll.rank, step), opt), gate.reached)
+        await way(net.step(partial(Trial.loss, forward, coll.rank, step), opt), gate.reached)
         gate.go.set()
     gate = Gate()
     await net.run(net.zero_grad)
-    loss = await net.run(trial.loss, pausing(net, "backward", gate), coll.rank, STEPS)
+    loss = await net.run(Trial.loss, pausing(net, "backward", gate), coll.rank, STEPS)
     await way(net.backward(loss), gate.reached)
     gate.go.set()
     await net.run(opt.step)
-    trial.assert_same(net, trial.alone(2, STEPS + 1, optimizer="momentum"))
+    Trial.assert_same(net, Trial.alone(2, STEPS + 1, optimizer="momentum"))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("who", [{0}, {1}, {0, 1}], ids=str)
-async def test_n3_cancelled_at_every_point(coll: Communicator, trial: type[Trial], who: set[int]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+async def test_n3_cancelled_at_every_point(coll: Communicator, who: set[int]) -> None:
+    net, opt = await Trial.made(coll, "momentum", **SMALL)
     points = 15
     for step in range(points):
         made: list[int] = []
 
         def forward(step: int = step, made: list[int] = made) -> Tensor:
             made.append(step)
-            return trial.loss(net, coll.rank, step)
+            return Trial.loss(net, coll.rank, step)
 
         work = asyncio.ensure_future(net.step(forward, opt))
         if coll.rank not in who:
@@ -183,18 +177,17 @@ async def test_n3_cancelled_at_every_point(coll: Communicator, trial: type[Trial
         await net.run(int)
         if not made:  # it never began
             await net.step(forward, opt)
-    trial.assert_same(net, trial.alone(2, points, optimizer="momentum"))
+    Trial.assert_same(net, Trial.alone(2, points, optimizer="momentum"))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("who", [{0}, {1}, {0, 1}], ids=str)
-async def test_n3_a_backward_cancelled_at_every_point(coll: Communicator, trial: type[Trial], who: set[int]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+async def test_n3_a_backward_cancelled_at_every_point(coll: Communicator, who: set[int]) -> None:
+    net, opt = await Trial.made(coll, **SMALL)
     points = 15
     for step in range(points):
         await net.run(opt.zero_grad)
-        loss = await net.run(trial.loss, net, coll.rank, step)
+        loss = await net.run(Trial.loss, net, coll.rank, step)
         work = asyncio.ensure_future(net.backward(loss))
         if coll.rank in who:
             for _ in range(step):
@@ -208,61 +201,60 @@ async def test_n3_a_backward_cancelled_at_every_point(coll: Communicator, trial:
         else:
             await work
         await net.run(opt.step)
-    trial.assert_same(net, trial.alone(2, points))
+    Trial.assert_same(net, Trial.alone(2, points))
 
 
-def test_n3_a_late_rank_is_told_and_the_step_goes_on(trial: type[Trial]) -> None:
+def test_n3_a_late_rank_is_told_and_the_step_goes_on() -> None:
     told = asyncio.Event()
 
     async def main() -> None:
         async with aiodist.init(timeout=5) as coll:
-            net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-            opt = trial.OPTIMIZERS["momentum"](net.parameters())
-            await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
+            net, opt = await Trial.made(coll, "momentum", **SMALL)
+            await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
             if coll.rank == 0:
                 with pytest.raises(aiodist.OperationTimeout, match="late: rank 1") as caught:
-                    await net.step(lambda: trial.loss(net, coll.rank, 1), opt)
+                    await net.step(lambda: Trial.loss(net, coll.rank, 1), opt)
                 assert list(caught.value.late) == [1]
                 told.set()
             else:
                 await told.wait()
-                await net.step(lambda: trial.loss(net, coll.rank, 1), opt)
-            await net.step(lambda: trial.loss(net, coll.rank, 2), opt)
-            trial.assert_same(net, trial.alone(2, 3, optimizer="momentum"))
+                await net.step(lambda: Trial.loss(net, coll.rank, 1), opt)
+            await net.step(lambda: Trial.loss(net, coll.rank, 2), opt)
+            Trial.assert_same(net, Trial.alone(2, 3, optimizer="momentum"))
 
     run_ranks(2, main)
 
 
 @pytest.mark.ranks(2)
-async def test_n3_no_sync_behind_a_backward_that_was_given_up(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_no_sync_behind_a_backward_that_was_given_up(coll: Communicator) -> None:
     """What is added up here must not be added to what is still being reduced, nor to a sum that all ranks share."""
     for op in ("mean", "sum"):
-        net = await DataParallel.create(trial.Mlp(), coll, op=op, **SMALL)
+        net = await DataParallel.create(Trial.Mlp(), coll, op=op, **SMALL)
         gate = Gate()
-        work = asyncio.ensure_future(net.backward(trial.loss(pausing(net, "backward", gate), coll.rank, 0)))
+        work = asyncio.ensure_future(net.backward(Trial.loss(pausing(net, "backward", gate), coll.rank, 0)))
         await gate.reached.wait()
         await give_up(work)
         with net.no_sync():
             gate.go.set()
-            await net.backward(trial.loss(net, coll.rank, 1))
-        await net.backward(trial.loss(net, coll.rank, 2))
-        expected = trial.Mlp()
+            await net.backward(Trial.loss(net, coll.rank, 1))
+        await net.backward(Trial.loss(net, coll.rank, 2))
+        expected = Trial.Mlp()
         for step in range(3):
-            losses = torch.stack([trial.loss(expected, rank, step) for rank in range(2)])
+            losses = torch.stack([Trial.loss(expected, rank, step) for rank in range(2)])
             (losses.mean() if op == "mean" else losses.sum()).backward()
-        trial.assert_same_gradients(net, expected)
+        Trial.assert_same_gradients(net, expected)
         await net.aclose()
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(2))
-def test_n3_a_rank_that_is_cancelled_while_a_net_is_made(trial: type[Trial], seed: int) -> None:
+def test_n3_a_rank_that_is_cancelled_while_a_net_is_made(seed: int) -> None:
     """The others hear of it, also those that have a communicator for it that the cancelled rank lacks."""
 
     async def program(ticks: int) -> tuple[str, float]:
         async with aiodist.init() as coll:
             loop = asyncio.get_running_loop()
-            began, task = loop.time(), asyncio.ensure_future(DataParallel.create(trial.Mlp(), coll))
+            began, task = loop.time(), asyncio.ensure_future(DataParallel.create(Trial.Mlp(), coll))
             if coll.rank == 0:
                 for _ in range(ticks):
                     await asyncio.sleep(0)

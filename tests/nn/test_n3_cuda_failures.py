@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,12 +13,10 @@ from torch.nn.functional import mse_loss
 
 from aiodist import AiodistError, Communicator
 from aiodist.nn import DataParallel
+from tests.nn.conftest import Trial
 from tests.support.simulated_cuda.device import Event, SimulatedCuda, Stream
 
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
-
-    Until = Callable[[Callable[[], object]], Awaitable[None]]
+Until = Callable[[Callable[[], object]], Awaitable[None]]
 
 LOST = "device-side assert triggered"
 
@@ -62,12 +60,12 @@ async def close(net: DataParallel, match: str) -> None:
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("failing", [{0}, {0, 1, 2}], ids=str)
 async def test_n3_cuda_no_memory_for_gradients(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], failing: set[int]
+    coll: Communicator, simulated_cuda: SimulatedCuda, failing: set[int]
 ) -> None:
-    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll)
+    net = await DataParallel.create(Trial.Mlp(coll.rank).to(coll.device), coll)
     await coll.barrier()  # it is made everywhere before a rank gives it up
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    x, y = (t.to(coll.device) for t in trial.batch(coll.rank, 0))
+    opt = Trial.OPTIMIZERS["sgd"](net.parameters())
+    x, y = (t.to(coll.device) for t in Trial.batch(coll.rank, 0))
     before = [p.detach().cpu() for p in net.parameters()]
 
     def full() -> Tensor:
@@ -88,12 +86,11 @@ async def test_n3_cuda_no_memory_for_gradients(
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 async def test_n3_cuda_a_device_that_is_lost(
-    coll: Communicator, strict_cuda: SimulatedCuda, trial: type[Trial], until: Until, where: str, steps: int
+    coll: Communicator, strict_cuda: SimulatedCuda, until: Until, where: str, steps: int
 ) -> None:
     """All that rank 1 asks of its device fails from then on."""
-    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.SMALL)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    x, y = (t.to(coll.device) for t in trial.batch(coll.rank, 0))
+    net, opt = await Trial.made(coll, "sgd", Trial.Mlp().to(coll.device), **Trial.SMALL)
+    x, y = (t.to(coll.device) for t in Trial.batch(coll.rank, 0))
     module: Any = net.module
 
     def lose(*_: Any) -> None:
@@ -119,11 +116,10 @@ async def test_n3_cuda_a_device_that_is_lost(
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 async def test_n3_cuda_a_device_that_is_lost_between_steps(
-    coll: Communicator, strict_cuda: SimulatedCuda, trial: type[Trial], op: Literal["mean", "sum"]
+    coll: Communicator, strict_cuda: SimulatedCuda, op: Literal["mean", "sum"]
 ) -> None:
-    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, op=op, **trial.SMALL)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    x, y = (t.to(coll.device) for t in trial.batch(coll.rank, 0))
+    net, opt = await Trial.made(coll, "sgd", Trial.Mlp().to(coll.device), op=op, **Trial.SMALL)
+    x, y = (t.to(coll.device) for t in Trial.batch(coll.rank, 0))
     for _ in range(3):
         await net.step(lambda: mse_loss(net(x), y), opt)
     await net.run(net.compute.finish)
@@ -137,12 +133,11 @@ async def test_n3_cuda_a_device_that_is_lost_between_steps(
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("delay", [0.0, 2e-3])
 async def test_n3_cuda_a_device_that_is_lost_while_it_reduces(
-    coll: Communicator, strict_cuda: SimulatedCuda, trial: type[Trial], delay: float
+    coll: Communicator, strict_cuda: SimulatedCuda, delay: float
 ) -> None:
     """Backward is over; what the others wait for from then on does not come."""
-    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.SMALL)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    x, y = (t.to(coll.device) for t in trial.batch(coll.rank, 0))
+    net, opt = await Trial.made(coll, "sgd", Trial.Mlp().to(coll.device), **Trial.SMALL)
+    x, y = (t.to(coll.device) for t in Trial.batch(coll.rank, 0))
     for _ in range(3):
         await net.step(lambda: mse_loss(net(x), y), opt)
     await coll.barrier()

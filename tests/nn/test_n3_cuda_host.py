@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from aiodist import Communicator
 from aiodist.data import prefetch
 from aiodist.nn import DataParallel
+from tests.nn.conftest import Trial
 from tests.support.simulated_cuda.device import Event, SimulatedCuda
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
 
 N = 1 << 14
 
@@ -73,12 +71,9 @@ async def test_n3_cuda_buckets_are_larger(coll: Communicator, simulated_cuda: Si
 @pytest.mark.thorough
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("how", ["step", "run", "nested"])
-async def test_n3_cuda_arguments_may_be_dropped(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], how: str
-) -> None:
+async def test_n3_cuda_arguments_may_be_dropped(coll: Communicator, simulated_cuda: SimulatedCuda, how: str) -> None:
     """A prefetched tensor that goes to a step on another stream, which is late; its memory is wanted meanwhile."""
-    net = await DataParallel.create(trial.Mlp().to(coll.device), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    net, opt = await Trial.made(coll, "sgd", Trial.Mlp().to(coll.device))
     ones = torch.ones(1, 6, device=coll.device, dtype=torch.float64)
     side = torch.cuda.Stream(device=coll.device)
     torch.cuda.synchronize(coll.device)

@@ -16,20 +16,20 @@ from torch.nn.functional import mse_loss
 
 from aiodist import AiodistError, Communicator
 from aiodist.handles import Handle, Scheduler
-from aiodist.nn import DataParallel, PipelinedOptimizer
+from aiodist.nn import DataParallel
 from aiodist.streams import Fence
+from tests.nn.conftest import Trial
 from tests.support.simulated_cuda.device import SimulatedCuda
 
 if TYPE_CHECKING:
     from tests.conftest import NcclOnDevices
-    from tests.nn.conftest import Trial
 
 STEPS = 4
 
 
-def batches(trial: type[Trial], coll: Communicator, steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
+def batches(coll: Communicator, steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
     """Return this rank's, on its device."""
-    drawn = [trial.batch(coll.rank, step) for step in range(steps)]
+    drawn = [Trial.batch(coll.rank, step) for step in range(steps)]
     return [(x.to(coll.device), y.to(coll.device)) for x, y in drawn]
 
 
@@ -44,19 +44,14 @@ def communication(net: DataParallel) -> list[torch.cuda.Stream]:
     return [group.stream]
 
 
-# --- what the host waits for --------------------------------------------------------------------------------------
-
-
 @pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n3_cuda_a_step_synchronises_nothing(
-    coll: Communicator, fake_nccl: NcclOnDevices, trial: type[Trial], pipelined: bool
+    coll: Communicator, fake_nccl: NcclOnDevices, pipelined: bool
 ) -> None:
-    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.FEW)
-    make = trial.OPTIMIZERS["adam"]
-    opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
-    data = batches(trial, coll)
+    net, opt = await Trial.made(coll, "adam", Trial.Mlp(coll.rank).to(coll.device), pipelined=pipelined, **Trial.FEW)
+    data = batches(coll)
     await coll.barrier()  # every rank has its batches there
     before = dict(fake_nccl.device.synchronisations)
     for x, y in data:
@@ -67,21 +62,20 @@ async def test_n3_cuda_a_step_synchronises_nothing(
     if pipelined:
         await opt.flush()
     await coll.barrier()  # nobody looks at parameters, which synchronises, before all have counted
-    trial.assert_same(net, trial.alone(coll.size, STEPS, optimizer="adam"))
+    Trial.assert_same(net, Trial.alone(coll.size, STEPS, optimizer="adam"))
     await net.aclose()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("limit", [256 << 20, 1])
 async def test_n3_cuda_a_step_returns_while_its_reductions_are_held(
-    coll: Communicator, fake_nccl: NcclOnDevices, trial: type[Trial], limit: int
+    coll: Communicator, fake_nccl: NcclOnDevices, limit: int
 ) -> None:
     """However many bytes there are: `limit` is what the loop may have in flight, and others have it all."""
     Scheduler.current().limit = limit
     others = Scheduler.current().lane("others").request(2 * limit, lambda: None)
-    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.FEW)
-    opt = trial.OPTIMIZERS["momentum"](net.parameters())
-    data = batches(trial, coll)
+    net, opt = await Trial.made(coll, "momentum", Trial.Mlp(coll.rank).to(coll.device), **Trial.FEW)
+    data = batches(coll)
     for x, y in data[:3]:
         await net.step(partial(loss_of, net, x, y), opt)
     await net.run(net.compute.finish)
@@ -92,7 +86,7 @@ async def test_n3_cuda_a_step_returns_while_its_reductions_are_held(
         assert not net.reducer.last.over.done()
         after = [p.detach().clone() for p in net.parameters()]  # queued behind what is held
     await coll.barrier()  # all have let go
-    for ours, theirs in zip(after, trial.alone(coll.size, 4, optimizer="momentum").parameters(), strict=True):
+    for ours, theirs in zip(after, Trial.alone(coll.size, 4, optimizer="momentum").parameters(), strict=True):
         torch.testing.assert_close(ours.cpu(), theirs.detach(), rtol=1e-6, atol=1e-9)
     await net.aclose()
     others.release()
@@ -101,11 +95,10 @@ async def test_n3_cuda_a_step_returns_while_its_reductions_are_held(
 
 @pytest.mark.ranks(2)
 async def test_n3_cuda_the_next_forward_is_queued_while_reductions_are_held(
-    coll: Communicator, fake_nccl: NcclOnDevices, trial: type[Trial]
+    coll: Communicator, fake_nccl: NcclOnDevices
 ) -> None:
-    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.FEW)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    data = batches(trial, coll)
+    net, opt = await Trial.made(coll, "sgd", Trial.Mlp(coll.rank).to(coll.device), **Trial.FEW)
+    data = batches(coll)
     for x, y in data[:2]:
         await net.step(partial(loss_of, net, x, y), opt)
     await net.run(net.compute.finish)
@@ -130,28 +123,25 @@ async def test_n3_cuda_the_next_forward_is_queued_while_reductions_are_held(
         assert not held.done()
     await last
     await coll.barrier()
-    trial.assert_same(net, trial.alone(coll.size, 4))
+    Trial.assert_same(net, Trial.alone(coll.size, 4))
     await net.aclose()
-
-
-# --- what the device waits for ------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2)
 async def test_n3_cuda_a_reduction_waits_for_its_own_gradients_alone(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
+    coll: Communicator, simulated_cuda: SimulatedCuda
 ) -> None:
     """The last layer's gradients arrive while backward of the first one is held."""
-    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.SMALL)
+    net = await DataParallel.create(Trial.Mlp().to(coll.device), coll, **Trial.SMALL)
     module: Any = net.module
-    data = batches(trial, coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    data = batches(coll)
+    opt = Trial.OPTIMIZERS["sgd"](net.parameters())
     for x, y in data[:2]:
         await net.step(partial(loss_of, net, x, y), opt)
     await coll.barrier()
-    alone = trial.Mlp()
+    alone = Trial.Mlp()
     alone.load_state_dict({name: t.cpu() for name, t in net.state_dict().items()})
-    torch.stack([trial.loss(alone, rank, 2) for rank in range(coll.size)]).mean().backward()
+    torch.stack([Trial.loss(alone, rank, 2) for rank in range(coll.size)]).mean().backward()
     net.zero_grad()
     blocked: Any = torch.cuda.Stream(coll.device)
     blocked.hold()
@@ -170,7 +160,7 @@ async def test_n3_cuda_a_reduction_waits_for_its_own_gradients_alone(
                 assert {id(p) for p in arrived} == {id(p) for p in (*module[2].parameters(), *module[4].parameters())}
                 await coll.barrier()
                 blocked.release()
-    trial.assert_same_gradients(module.cpu(), alone)
+    Trial.assert_same_gradients(module.cpu(), alone)
     await net.aclose()
 
 
@@ -183,7 +173,7 @@ def rest(module: Any, hidden: Tensor) -> Tensor:
 @pytest.mark.thorough
 @pytest.mark.ranks(2)
 async def test_n3_cuda_forward_on_a_side_stream_and_read_on_it(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
+    coll: Communicator, simulated_cuda: SimulatedCuda
 ) -> None:
     """100 runs, with other streams at work, all equal to the last bit."""
 
@@ -192,9 +182,9 @@ async def test_n3_cuda_forward_on_a_side_stream_and_read_on_it(
         return nn.Linear(6, 3).double()
 
     net = await DataParallel.create(build().to(coll.device), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    opt = Trial.OPTIMIZERS["sgd"](net.parameters())
     start = {name: t.clone() for name, t in net.state_dict().items()}
-    x, y = batches(trial, coll, 1)[0]
+    x, y = batches(coll, 1)[0]
     over = threading.Event()
 
     def load() -> None:
@@ -228,7 +218,7 @@ async def test_n3_cuda_forward_on_a_side_stream_and_read_on_it(
     results = [t.cpu() for t in seen]
     for one, other in pairwise(results):
         assert torch.equal(one, other)
-    alone = trial.alone(2, 1, make=build)
+    alone = Trial.alone(2, 1, make=build)
     expected = torch.cat([p.detach().reshape(-1) for p in alone.parameters()])
     torch.testing.assert_close(results[0][1:], expected, rtol=1e-6, atol=1e-9)
     await net.aclose()
@@ -237,13 +227,13 @@ async def test_n3_cuda_forward_on_a_side_stream_and_read_on_it(
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n3_cuda_each_step_on_a_stream_of_its_own(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], pipelined: bool
+    coll: Communicator, simulated_cuda: SimulatedCuda, pipelined: bool
 ) -> None:
     """The compute thread works in the order of the calls, on the device too."""
-    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.FEW)
-    make = trial.OPTIMIZERS["momentum"]
-    opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
-    data = batches(trial, coll)
+    net, opt = await Trial.made(
+        coll, "momentum", Trial.Mlp(coll.rank).to(coll.device), pipelined=pipelined, **Trial.FEW
+    )
+    data = batches(coll)
     torch.cuda.synchronize(coll.device)
     for x, y in data:
         with torch.cuda.stream(torch.cuda.Stream(coll.device)):
@@ -252,13 +242,10 @@ async def test_n3_cuda_each_step_on_a_stream_of_its_own(
         if pipelined:
             await opt.flush()
         seen = await net.run(lambda: [p.detach().clone() for p in net.parameters()])
-        expected = trial.alone(coll.size, STEPS, optimizer="momentum")
+        expected = Trial.alone(coll.size, STEPS, optimizer="momentum")
         for ours, theirs in zip(seen, expected.parameters(), strict=True):
             torch.testing.assert_close(ours.cpu(), theirs.detach(), rtol=1e-6, atol=1e-9)
     await net.aclose()
-
-
-# --- threads of autograd ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -298,21 +285,20 @@ def backward_threads(simulated_cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n3_cuda_hooks_run_in_a_thread_of_autograd(
     coll: Communicator,
-    trial: type[Trial],
     backward_threads: set[str],
     pipelined: bool,
 ) -> None:
-    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.SMALL)
-    make = trial.OPTIMIZERS["momentum"]
-    opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
-    data = batches(trial, coll)
+    net, opt = await Trial.made(
+        coll, "momentum", Trial.Mlp(coll.rank).to(coll.device), pipelined=pipelined, **Trial.SMALL
+    )
+    data = batches(coll)
     for x, y in data:
         await net.step(partial(loss_of, net, x, y), opt)
     if pipelined:
         await opt.flush()
     await coll.barrier()
     assert backward_threads == {"pt_autograd_0"}
-    trial.assert_same(net, trial.alone(coll.size, STEPS, optimizer="momentum"))
+    Trial.assert_same(net, Trial.alone(coll.size, STEPS, optimizer="momentum"))
     await net.aclose()
 
 
@@ -393,16 +379,10 @@ async def test_n3_cuda_gradients_that_came_on_several_streams(
     await net.aclose()
 
 
-# --- failures -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.ranks(2)
-async def test_n3_cuda_an_error_here_is_told_there(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
-) -> None:
-    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.SMALL)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    data = batches(trial, coll, 3)
+async def test_n3_cuda_an_error_here_is_told_there(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
+    net, opt = await Trial.made(coll, "sgd", Trial.Mlp(coll.rank).to(coll.device), **Trial.SMALL)
+    data = batches(coll, 3)
 
     module: Any = net.module
     fails: list[Any] = []
@@ -425,17 +405,16 @@ async def test_n3_cuda_an_error_here_is_told_there(
     for hook in fails:
         hook.remove()
     await net.step(partial(loss_of, net, *data[1]), opt)
-    trial.assert_same(net, trial.alone(2, 2))
+    Trial.assert_same(net, Trial.alone(2, 2))
     await net.aclose()
 
 
 @pytest.mark.ranks(2)
 async def test_n3_cuda_what_fails_after_the_step_is_raised_by_the_next(
-    coll: Communicator, fake_nccl: NcclOnDevices, trial: type[Trial]
+    coll: Communicator, fake_nccl: NcclOnDevices
 ) -> None:
-    net = await DataParallel.create(trial.Mlp().to(coll.device), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    data = batches(trial, coll)
+    net, opt = await Trial.made(coll, "sgd", Trial.Mlp().to(coll.device))
+    data = batches(coll)
     for x, y in data[:2]:
         await net.step(partial(loss_of, net, x, y), opt)
     await net.run(net.compute.finish)
@@ -474,7 +453,6 @@ def late_loop(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threadi
 async def test_n3_cuda_given_up_while_the_host_waits_for_its_part(
     coll: Communicator,
     simulated_cuda: SimulatedCuda,
-    trial: type[Trial],
     late_loop: tuple[threading.Event, threading.Event],
 ) -> None:
     """Tensors that go by way of the host: the compute thread waits until all is queued, and no longer than for ever.
@@ -482,9 +460,8 @@ async def test_n3_cuda_given_up_while_the_host_waits_for_its_part(
     It goes on before the loop has told the pass.
     """
     given_up, went_on = late_loop
-    net = await DataParallel.create(trial.Mlp().to(coll.device), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    data = batches(trial, coll)
+    net, opt = await Trial.made(coll, "sgd", Trial.Mlp().to(coll.device))
+    data = batches(coll)
     for x, y in data[:2]:
         await net.step(partial(loss_of, net, x, y), opt)
     await coll.barrier()
@@ -523,13 +500,10 @@ async def test_n3_cuda_given_up_while_the_host_waits_for_its_part(
 
 
 @pytest.mark.ranks(1, 2)
-async def test_n3_cuda_nothing_is_left_of_a_closed_net(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
-) -> None:
+async def test_n3_cuda_nothing_is_left_of_a_closed_net(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
     """No circle keeps its parameters and gradients until garbage is collected: they may be mapped by other ranks."""
-    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.SMALL)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    (x, y), *_ = batches(trial, coll)
+    net, opt = await Trial.made(coll, "sgd", Trial.Mlp(coll.rank).to(coll.device), **Trial.SMALL)
+    (x, y), *_ = batches(coll)
     await net.step(partial(loss_of, net, x, y), opt)
     await net.aclose()
     await coll.barrier()

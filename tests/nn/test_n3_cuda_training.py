@@ -14,11 +14,11 @@ from torch.nn.functional import mse_loss
 
 from aiodist import Communicator, MismatchError
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
+from tests.nn.conftest import Trial
 from tests.support.simulated_cuda.device import SimulatedCuda
 
 if TYPE_CHECKING:
     from tests.conftest import NcclOnDevices
-    from tests.nn.conftest import Trial
 
 STEPS = 4
 
@@ -39,8 +39,8 @@ class Halves(nn.Module):
         return hidden.to(x.device)
 
 
-def loss_on(device: torch.device | str, trial: type[Trial], module: Any, rank: int, step: int) -> Tensor:
-    x, y = trial.batch(rank, step, next(iter(module.parameters())).dtype)
+def loss_on(device: torch.device | str, module: Any, rank: int, step: int) -> Tensor:
+    x, y = Trial.batch(rank, step, next(iter(module.parameters())).dtype)
     return mse_loss(module(x.to(device)), y.to(device))
 
 
@@ -50,38 +50,35 @@ def loss_on(device: torch.device | str, trial: type[Trial], module: Any, rank: i
     ("optimizer", "dtype"), [("momentum", torch.float64), ("adam", torch.float64), ("momentum", torch.float32)]
 )
 async def test_n3_cuda_equals_one_process(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], optimizer: str, dtype: torch.dtype
+    coll: Communicator, simulated_cuda: SimulatedCuda, optimizer: str, dtype: torch.dtype
 ) -> None:
-    expected = trial.alone(coll.size, STEPS, optimizer=optimizer)
-    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device, dtype), coll, **trial.FEW)
-    opt = trial.OPTIMIZERS[optimizer](net.parameters())
+    expected = Trial.alone(coll.size, STEPS, optimizer=optimizer)
+    net, opt = await Trial.made(coll, optimizer, Trial.Mlp(coll.rank).to(coll.device, dtype), **Trial.FEW)
     for step in range(STEPS):
-        loss = await net.step(partial(loss_on, coll.device, trial, net, coll.rank, step), opt)
+        loss = await net.step(partial(loss_on, coll.device, net, coll.rank, step), opt)
         assert loss.is_cuda
         assert not loss.requires_grad
     if dtype is torch.float64:
-        trial.assert_same(net, expected)
+        Trial.assert_same(net, expected)
     else:
-        trial.assert_same(net, expected.float(), rtol=1e-3, atol=1e-5)
+        Trial.assert_same(net, expected.float(), rtol=1e-3, atol=1e-5)
     await net.aclose()
 
 
 @pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("pipelined", [False, True])
-async def test_n3_cuda_over_nccl(
-    coll: Communicator, fake_nccl: NcclOnDevices, trial: type[Trial], pipelined: bool
-) -> None:
-    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, **trial.SMALL)
+async def test_n3_cuda_over_nccl(coll: Communicator, fake_nccl: NcclOnDevices, pipelined: bool) -> None:
+    net = await DataParallel.create(Trial.Mlp(coll.rank).to(coll.device), coll, **Trial.SMALL)
     assert coll.size == 1 or coll.availability().of("allreduce", "nccl", "cuda").state == "available"
-    make = trial.OPTIMIZERS["momentum"]
+    make = Trial.OPTIMIZERS["momentum"]
     opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
     for step in range(STEPS):
-        await net.step(partial(loss_on, coll.device, trial, net, coll.rank, step), opt)
+        await net.step(partial(loss_on, coll.device, net, coll.rank, step), opt)
     if pipelined:
         await opt.flush()
     await coll.barrier()  # a rank that looks at parameters holds up the loop of all
-    trial.assert_same(net, trial.alone(coll.size, STEPS, optimizer="momentum"))
+    Trial.assert_same(net, Trial.alone(coll.size, STEPS, optimizer="momentum"))
     await net.aclose()
 
 
@@ -91,27 +88,24 @@ async def test_n3_cuda_over_nccl(
 async def test_n3_cuda_modules_on_several_devices(
     coll: Communicator,
     simulated_cuda: SimulatedCuda,
-    trial: type[Trial],
     places: tuple[str, str],
     pipelined: bool,
 ) -> None:
-    net = await DataParallel.create(Halves(trial.Mlp(coll.rank), *places), coll, **trial.FEW)
-    make = trial.OPTIMIZERS["momentum"]
+    net = await DataParallel.create(Halves(Trial.Mlp(coll.rank), *places), coll, **Trial.FEW)
+    make = Trial.OPTIMIZERS["momentum"]
     opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
     for step in range(STEPS):
-        await net.step(partial(trial.loss, net, coll.rank, step), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, step), opt)
     if pipelined:
         await opt.flush()
-    expected = [p.detach() for p in trial.alone(coll.size, STEPS, optimizer="momentum").parameters()]
+    expected = [p.detach() for p in Trial.alone(coll.size, STEPS, optimizer="momentum").parameters()]
     torch.testing.assert_close([p.detach().cpu() for p in net.parameters()], expected, rtol=1e-6, atol=1e-9)
     await net.aclose()
 
 
 @pytest.mark.ranks(2)
-async def test_n3_cuda_ranks_must_have_the_same_on_devices(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
-) -> None:
-    module = trial.Mlp()
+async def test_n3_cuda_ranks_must_have_the_same_on_devices(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
+    module = Trial.Mlp()
     if coll.rank:
         module[2].to("cuda")
     with pytest.raises(MismatchError, match=r"all on the CPU on rank 0.*module: 2\.weight, 2\.bias on rank 1"):
@@ -121,32 +115,31 @@ async def test_n3_cuda_ranks_must_have_the_same_on_devices(
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 async def test_n5_cuda_accumulated_gradients(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], op: Literal["mean", "sum"]
+    coll: Communicator, simulated_cuda: SimulatedCuda, op: Literal["mean", "sum"]
 ) -> None:
-    net = await DataParallel.create(trial.Mlp(coll.rank).to(coll.device), coll, op=op, **trial.FEW)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    net, opt = await Trial.made(coll, "sgd", Trial.Mlp(coll.rank).to(coll.device), op=op, **Trial.FEW)
     for step in range(STEPS):
         if step % 2 == 0:
             opt.zero_grad()
             with net.no_sync():
-                await net.backward(loss_on(coll.device, trial, net, coll.rank, step))
+                await net.backward(loss_on(coll.device, net, coll.rank, step))
         else:
-            await net.backward(loss_on(coll.device, trial, net, coll.rank, step))
+            await net.backward(loss_on(coll.device, net, coll.rank, step))
             await net.run(opt.step)
-    trial.assert_same(net, trial.alone(coll.size, STEPS, op=op, every=2))
+    Trial.assert_same(net, Trial.alone(coll.size, STEPS, op=op, every=2))
     await net.aclose()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 async def test_n5_cuda_gradients_are_added_to_reduced_ones(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial], op: Literal["mean", "sum"]
+    coll: Communicator, simulated_cuda: SimulatedCuda, op: Literal["mean", "sum"]
 ) -> None:
-    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, op=op, **trial.FEW)
-    alone = trial.Mlp()
+    net = await DataParallel.create(Trial.Mlp().to(coll.device), coll, op=op, **Trial.FEW)
+    alone = Trial.Mlp()
     for step in range(STEPS):
-        await net.backward(loss_on(coll.device, trial, net, coll.rank, step))
-        losses = torch.stack([trial.loss(alone, rank, step) for rank in range(coll.size)])
+        await net.backward(loss_on(coll.device, net, coll.rank, step))
+        losses = torch.stack([Trial.loss(alone, rank, step) for rank in range(coll.size)])
         (losses.mean() if op == "mean" else losses.sum()).backward()
     for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
         assert ours.grad is not None
@@ -155,17 +148,15 @@ async def test_n5_cuda_gradients_are_added_to_reduced_ones(
 
 
 @pytest.mark.ranks(1, 2)
-async def test_n8_cuda_gradients_as_they_come(
-    coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]
-) -> None:
-    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.SMALL)
+async def test_n8_cuda_gradients_as_they_come(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
+    net = await DataParallel.create(Trial.Mlp().to(coll.device), coll, **Trial.SMALL)
     side = torch.cuda.Stream(coll.device)
     for step in range(STEPS):
-        alone = trial.Mlp()
-        torch.stack([trial.loss(alone, rank, step) for rank in range(coll.size)]).mean().backward()
+        alone = Trial.Mlp()
+        torch.stack([Trial.loss(alone, rank, step) for rank in range(coll.size)]).mean().backward()
         expected = dict(zip(net.parameters(), alone.parameters(), strict=True))
         net.zero_grad()
-        async for parameter, gradient in net.gradients(loss_on(coll.device, trial, net, coll.rank, step)):
+        async for parameter, gradient in net.gradients(loss_on(coll.device, net, coll.rank, step)):
             with torch.cuda.stream(side):  # it is there: on any stream
                 seen = gradient.clone()
                 torch.testing.assert_close(seen.cpu(), expected.pop(parameter).grad)
@@ -174,20 +165,19 @@ async def test_n8_cuda_gradients_as_they_come(
 
 
 @pytest.mark.ranks(3)
-async def test_n11_cuda_join(coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]) -> None:
+async def test_n11_cuda_join(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
     counts = [2, 5, 3]
-    alone = trial.Mlp()
-    theirs = trial.OPTIMIZERS["momentum"](alone.parameters())
+    alone = Trial.Mlp()
+    theirs = Trial.OPTIMIZERS["momentum"](alone.parameters())
     for step in range(max(counts)):
         theirs.zero_grad()
-        torch.stack([trial.loss(alone, rank, step) for rank in range(3) if step < counts[rank]]).mean().backward()
+        torch.stack([Trial.loss(alone, rank, step) for rank in range(3) if step < counts[rank]]).mean().backward()
         theirs.step()
-    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.FEW)
-    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+    net, opt = await Trial.made(coll, "momentum", Trial.Mlp().to(coll.device), **Trial.FEW)
     async with net.join():
         for step in range(counts[coll.rank]):
-            await net.step(partial(loss_on, coll.device, trial, net, coll.rank, step), opt)
-    trial.assert_same(net, alone)
+            await net.step(partial(loss_on, coll.device, net, coll.rank, step), opt)
+    Trial.assert_same(net, alone)
     for ours, other in zip(net.parameters(), alone.parameters(), strict=True):
         momentum = opt.state[ours]["momentum_buffer"]
         assert momentum.device == ours.device
@@ -196,30 +186,30 @@ async def test_n11_cuda_join(coll: Communicator, simulated_cuda: SimulatedCuda, 
 
 
 @pytest.mark.ranks(2)
-async def test_n7_cuda_clipped(coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp().to(coll.device), coll, **trial.FEW)
+async def test_n7_cuda_clipped(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
+    net = await DataParallel.create(Trial.Mlp().to(coll.device), coll, **Trial.FEW)
     net.settings(clip_norm=0.05)
-    opt = PipelinedOptimizer(net, trial.OPTIMIZERS["sgd"])
-    alone = trial.Mlp()
-    theirs = trial.OPTIMIZERS["sgd"](alone.parameters())
+    opt = PipelinedOptimizer(net, Trial.OPTIMIZERS["sgd"])
+    alone = Trial.Mlp()
+    theirs = Trial.OPTIMIZERS["sgd"](alone.parameters())
     for step in range(STEPS):
-        await net.step(partial(loss_on, coll.device, trial, net, coll.rank, step), opt)
+        await net.step(partial(loss_on, coll.device, net, coll.rank, step), opt)
         theirs.zero_grad()
-        torch.stack([trial.loss(alone, rank, step) for rank in range(coll.size)]).mean().backward()
+        torch.stack([Trial.loss(alone, rank, step) for rank in range(coll.size)]).mean().backward()
         torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.05)
         theirs.step()
     await opt.flush()
-    trial.assert_same(net, alone)
+    Trial.assert_same(net, alone)
     await net.aclose()
 
 
 @pytest.mark.ranks(2)
-async def test_n3_cuda_under_any_delays(coll: Communicator, simulated_cuda: SimulatedCuda, trial: type[Trial]) -> None:
+async def test_n3_cuda_under_any_delays(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
     """Layers are used and left out as chance has it, another set on each rank; streams are late in turn."""
     chance = random.Random(3)
     alone = nn.ModuleList([nn.Linear(6, 6).double() for _ in range(5)])
     module = copy.deepcopy(alone).to(coll.device)
-    net = await DataParallel.create(module, coll, **trial.FEW)
+    net = await DataParallel.create(module, coll, **Trial.FEW)
     alone.load_state_dict({name: t.cpu() for name, t in net.state_dict().items()})  # rank 0's
     opt, theirs = torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(alone.parameters(), lr=0.1)
 
@@ -231,12 +221,12 @@ async def test_n3_cuda_under_any_delays(coll: Communicator, simulated_cuda: Simu
     for step in range(8):
         simulated_cuda.delay = chance.choice([0.0, 2e-4, 1e-3])
         used = [chance.sample(range(5), 3) for _ in range(coll.size)]
-        xs = [trial.batch(rank, step)[0] for rank in range(coll.size)]
+        xs = [Trial.batch(rank, step)[0] for rank in range(coll.size)]
         await net.step(partial(forward, module, used[coll.rank], xs[coll.rank].to(coll.device)), opt)
         theirs.zero_grad()
         for rank in range(coll.size):
             (forward(alone, used[rank], xs[rank]) / coll.size).backward()
         theirs.step()
-    trial.assert_same(net, alone)
+    Trial.assert_same(net, alone)
     await assert_synchronized(module, coll)
     await net.aclose()

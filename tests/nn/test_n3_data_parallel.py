@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,9 +19,7 @@ import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, assert_synchronized
 from aiodist.testing import run_ranks
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
+from tests.nn.conftest import Trial
 
 STEPS = 4
 SIZES: dict[str, dict[str, Any]] = {
@@ -34,60 +32,53 @@ SIZES: dict[str, dict[str, Any]] = {
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2, 3, 4, 5)
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
-async def test_n3_equals_one_process_with_the_joined_batch(
-    coll: Communicator, trial: type[Trial], optimizer: str
-) -> None:
-    module = trial.Mlp(0)
-    opt = trial.OPTIMIZERS[optimizer](module.parameters())
+async def test_n3_equals_one_process_with_the_joined_batch(coll: Communicator, optimizer: str) -> None:
+    module = Trial.Mlp(0)
+    opt = Trial.OPTIMIZERS[optimizer](module.parameters())
     for step in range(STEPS):
         opt.zero_grad()
-        trial.joined(module, coll.size, step).backward()
+        Trial.joined(module, coll.size, step).backward()
         opt.step()
     for sizes in SIZES.values():
-        net = await DataParallel.create(trial.Mlp(coll.rank), coll, **sizes)
-        ours = trial.OPTIMIZERS[optimizer](net.parameters())
+        net = await DataParallel.create(Trial.Mlp(coll.rank), coll, **sizes)
+        ours = Trial.OPTIMIZERS[optimizer](net.parameters())
         for step in range(STEPS):
-            loss = await net.step(partial(trial.loss, net, coll.rank, step), ours)
+            loss = await net.step(partial(Trial.loss, net, coll.rank, step), ours)
             assert not loss.requires_grad
-        trial.assert_same(net, module)
+        Trial.assert_same(net, module)
         await net.aclose()
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("sizes", SIZES)
-async def test_n3_the_loss_is_this_ranks_and_the_gradients_are_all_ranks(
-    coll: Communicator, trial: type[Trial], sizes: str
-) -> None:
+async def test_n3_the_loss_is_this_ranks_and_the_gradients_are_all_ranks(coll: Communicator, sizes: str) -> None:
     for op in ("mean", "sum"):
-        net = await DataParallel.create(trial.Mlp(), coll, op=op, **SIZES[sizes])
-        alone = trial.Mlp()
+        net = await DataParallel.create(Trial.Mlp(), coll, op=op, **SIZES[sizes])
+        alone = Trial.Mlp()
         for step in range(3):
             opt = torch.optim.SGD(net.parameters(), lr=0.0)
-            loss = await net.step(partial(trial.loss, net, coll.rank, step), opt)
-            torch.testing.assert_close(loss, trial.loss(alone, coll.rank, step).detach())
+            loss = await net.step(partial(Trial.loss, net, coll.rank, step), opt)
+            torch.testing.assert_close(loss, Trial.loss(alone, coll.rank, step).detach())
             alone.zero_grad()
-            losses = torch.stack([trial.loss(alone, rank, step) for rank in range(coll.size)])
+            losses = torch.stack([Trial.loss(alone, rank, step) for rank in range(coll.size)])
             (losses.mean() if op == "mean" else losses.sum()).backward()
-            trial.assert_same_gradients(net, alone)
+            Trial.assert_same_gradients(net, alone)
         await net.aclose()
 
 
 @pytest.mark.ranks(2)
-async def test_n3_statistics(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **SIZES["one parameter each"])
+async def test_n3_statistics(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll, **SIZES["one parameter each"])
     assert net.statistics().passes == 0
     assert net.statistics().hidden == 0
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    opt = Trial.OPTIMIZERS["sgd"](net.parameters())
     for step in range(3):
-        await net.step(partial(trial.loss, net, coll.rank, step), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, step), opt)
     known = net.statistics()
     assert (known.passes, known.buckets) == (3, 18)
     assert known.nbytes == 3 * sum(p.nbytes for p in net.parameters())
     assert 0 < known.exposed_seconds <= known.reduction_seconds
     assert 0 <= known.hidden < 1
-
-
-# --- random models -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -150,14 +141,14 @@ class Drawn(nn.Module):
 @pytest.mark.thorough
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=plans)
-def test_n3_random_models_equal_one_process(trial: type[Trial], plan: Plan) -> None:
+def test_n3_random_models_equal_one_process(plan: Plan) -> None:
     def loss(module: Any, rank: int, step: int) -> Tensor:
-        x, y = trial.batch(rank, step)
+        x, y = Trial.batch(rank, step)
         return mse_loss(module(x, rank, step), y)
 
     steps = 4
     make: Callable[[], nn.Module] = lambda: Drawn(plan)  # noqa: E731
-    expected = trial.alone(
+    expected = Trial.alone(
         plan.ranks, steps, make=make, loss=loss, optimizer=plan.optimizer, op=plan.op, every=plan.every
     )
 
@@ -165,7 +156,7 @@ def test_n3_random_models_equal_one_process(trial: type[Trial], plan: Plan) -> N
         async with aiodist.init() as coll:
             sizes: dict[str, Any] = {"bucket_bytes": plan.bucket_bytes, "first_bucket_bytes": plan.first_bucket_bytes}
             net = await DataParallel.create(make(), coll, op=plan.op, **sizes)
-            opt = trial.OPTIMIZERS[plan.optimizer](list(net.parameters()))
+            opt = Trial.OPTIMIZERS[plan.optimizer](list(net.parameters()))
             for step in range(steps):
                 if plan.every == 1:
                     await net.step(partial(loss, net, coll.rank, step), opt)
@@ -177,7 +168,7 @@ def test_n3_random_models_equal_one_process(trial: type[Trial], plan: Plan) -> N
                 else:
                     await net.backward(loss(net, coll.rank, step))
                     await net.run(opt.step)
-            trial.assert_same(net, expected)
+            Trial.assert_same(net, expected)
             await assert_synchronized(net.module, coll)
 
     run_ranks(plan.ranks, main, plan.seed)

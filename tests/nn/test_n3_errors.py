@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +15,7 @@ import aiodist
 from aiodist import Communicator, OperationTimeout
 from aiodist.nn import DataParallel
 from aiodist.testing import Fault, Faults, InjectedFault, run_ranks
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
+from tests.nn.conftest import Trial
 
 SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 
@@ -86,34 +84,33 @@ def parameters_of(net: DataParallel) -> list[Tensor]:
 @pytest.mark.parametrize("failing", [{0}, {2}, {0, 1}, {0, 1, 2}], ids=str)
 @pytest.mark.parametrize("way", WAYS)
 async def test_n3_an_error_is_raised_there_and_told_to_the_others(
-    coll: Communicator, trial: type[Trial], way: Fail, failing: set[int]
+    coll: Communicator, way: Fail, failing: set[int]
 ) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+    net, opt = await Trial.made(coll, "momentum", **SMALL)
     for step in range(3):
         for kind in (ValueError, Stop):
             before = parameters_of(net)
             if coll.rank in failing:
-                loss = partial(trial.loss, rank=coll.rank, step=step)
+                loss = partial(Trial.loss, rank=coll.rank, step=step)
                 with pytest.raises(kind, match="no luck"):
                     await net.step(partial(way, net, loss, kind("no luck")), opt)
             else:
                 with pytest.raises(aiodist.RemoteError, match=f"{kind.__name__}: no luck") as caught:
-                    await net.step(partial(trial.loss, net, coll.rank, step), opt)
+                    await net.step(partial(Trial.loss, net, coll.rank, step), opt)
                 assert caught.value.raised_by in failing
                 assert __file__ in caught.value.traceback
                 for rank in failing:
                     assert str(rank) in str(caught.value)
             assert all(map(torch.equal, before, parameters_of(net)))
-        await net.step(partial(trial.loss, net, coll.rank, step), opt)
-    trial.assert_same(net, trial.alone(3, 3, optimizer="momentum"))
+        await net.step(partial(Trial.loss, net, coll.rank, step), opt)
+    Trial.assert_same(net, Trial.alone(3, 3, optimizer="momentum"))
 
 
 @pytest.mark.ranks(2)
-async def test_n3_an_error_of_backward(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+async def test_n3_an_error_of_backward(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
     for _ in range(2):
-        loss = trial.loss(net, coll.rank, 0)
+        loss = Trial.loss(net, coll.rank, 0)
         if coll.rank:
             with pytest.raises(ValueError, match="no luck"):
                 await net.backward(Broken.apply(loss, ValueError("no luck")))  # type: ignore[no-untyped-call]
@@ -121,10 +118,10 @@ async def test_n3_an_error_of_backward(coll: Communicator, trial: type[Trial]) -
             with pytest.raises(aiodist.RemoteError, match="no luck"):
                 await net.backward(loss)
         net.zero_grad()
-        await net.backward(trial.loss(net, coll.rank, 0))
-        expected = trial.Mlp()
-        trial.joined(expected, 2, 0).backward()
-        trial.assert_same_gradients(net, expected)
+        await net.backward(Trial.loss(net, coll.rank, 0))
+        expected = Trial.Mlp()
+        Trial.joined(expected, 2, 0).backward()
+        Trial.assert_same_gradients(net, expected)
 
 
 WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
@@ -137,63 +134,59 @@ WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("what", WRONG)
-async def test_n3_a_loss_that_is_none(coll: Communicator, trial: type[Trial], what: str) -> None:
+async def test_n3_a_loss_that_is_none(coll: Communicator, what: str) -> None:
     spoil, kind, text = WRONG[what]
-    net = await DataParallel.create(trial.Mlp(), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    net, opt = await Trial.made(coll)
 
     def forward(wrong: bool) -> Any:
-        loss = trial.loss(net, coll.rank, 0)
+        loss = Trial.loss(net, coll.rank, 0)
         return spoil(loss) if wrong else loss
 
     for wrong in range(2):
         expected = kind if coll.rank == wrong else aiodist.RemoteError
         with pytest.raises(expected, match=text):
             await net.step(partial(forward, coll.rank == wrong), opt)
-    await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
-    trial.assert_same(net, trial.alone(2, 1))
+    await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
+    Trial.assert_same(net, Trial.alone(2, 1))
 
 
 @pytest.mark.ranks(2)
-async def test_n3_backward_outside_of_it_is_an_error(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+async def test_n3_backward_outside_of_it_is_an_error(coll: Communicator) -> None:
+    net, opt = await Trial.made(coll)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"'\d\.(weight|bias)' got a gradient outside of net\.step"):
-            trial.loss(net, coll.rank, 0).backward()
+            Trial.loss(net, coll.rank, 0).backward()
         with pytest.raises(RuntimeError, match="outside of net"):
-            await net.run(lambda: trial.loss(net, coll.rank, 0).backward())
-    await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
-    trial.assert_same(net, trial.alone(2, 1))
+            await net.run(lambda: Trial.loss(net, coll.rank, 0).backward())
+    await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
+    Trial.assert_same(net, Trial.alone(2, 1))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-async def test_n3_modes_that_build_no_graph(coll: Communicator, trial: type[Trial], mode: Any) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+async def test_n3_modes_that_build_no_graph(coll: Communicator, mode: Any) -> None:
+    net, opt = await Trial.made(coll, **SMALL)
     for _ in range(2):
         with mode(), pytest.raises(ValueError, match="depends on no parameter"):
-            await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
-        await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
+            await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
+        await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
         with torch.no_grad():
-            net.load_state_dict(trial.Mlp().state_dict())
+            net.load_state_dict(Trial.Mlp().state_dict())
     with net.no_sync():
-        await net.backward(trial.loss(net, coll.rank, 0))
+        await net.backward(Trial.loss(net, coll.rank, 0))
     net.zero_grad()
-    await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
-    trial.assert_same(net, trial.alone(2, 1))
+    await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
+    Trial.assert_same(net, Trial.alone(2, 1))
 
 
 @pytest.mark.ranks(2)
-async def test_n3_a_rank_that_failed_and_leaves_at_once(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+async def test_n3_a_rank_that_failed_and_leaves_at_once(coll: Communicator) -> None:
+    net, opt = await Trial.made(coll, **SMALL)
 
     def forward() -> Tensor:
         if coll.rank:
             raise ArithmeticError("no luck")
-        return trial.loss(net, coll.rank, 0)
+        return Trial.loss(net, coll.rank, 0)
 
     with pytest.raises((aiodist.RemoteError, ArithmeticError)):
         await net.step(forward, opt)
@@ -202,9 +195,8 @@ async def test_n3_a_rank_that_failed_and_leaves_at_once(coll: Communicator, tria
 
 
 @pytest.mark.ranks(2)
-async def test_n3_an_error_of_the_optimizer(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+async def test_n3_an_error_of_the_optimizer(coll: Communicator) -> None:
+    net, opt = await Trial.made(coll)
 
     def refuse(*args: object) -> None:
         raise ArithmeticError("not today")
@@ -212,18 +204,18 @@ async def test_n3_an_error_of_the_optimizer(coll: Communicator, trial: type[Tria
     hook = opt.register_step_pre_hook(refuse)
     before = parameters_of(net)
     with pytest.raises(ArithmeticError, match="not today"):
-        await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
+        await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
     assert all(map(torch.equal, before, parameters_of(net)))
     hook.remove()
-    await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
-    trial.assert_same(net, trial.alone(2, 1))
+    await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
+    Trial.assert_same(net, Trial.alone(2, 1))
 
 
 @pytest.mark.ranks(3)
-async def test_n3_the_order_is_learnt_after_a_first_step_that_failed(coll: Communicator, trial: type[Trial]) -> None:
-    module = trial.Mlp()
+async def test_n3_the_order_is_learnt_after_a_first_step_that_failed(coll: Communicator) -> None:
+    module = Trial.Mlp()
     net = await DataParallel.create(module, coll, **SMALL)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    opt = Trial.OPTIMIZERS["sgd"](net.parameters())
 
     def forward() -> Tensor:  # the other way about: the first layer's gradients come first
         return torch.stack([module.get_parameter(f"{i}.weight").square().sum() for i in (4, 2, 0)]).sum()
@@ -237,45 +229,42 @@ async def test_n3_the_order_is_learnt_after_a_first_step_that_failed(coll: Commu
 
 
 @pytest.mark.ranks(2)
-async def test_n3_a_lost_communicator_ends_the_step(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_a_lost_communicator_ends_the_step(coll: Communicator) -> None:
     own = await coll.dup()
-    net = await DataParallel.create(trial.Mlp(), own)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
+    net, opt = await Trial.made(own)
+    await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
     before = parameters_of(net)
     if coll.rank:
         net.reducer.data.abort("had enough")
     with pytest.raises(aiodist.CommunicatorAborted, match="had enough"):
-        await asyncio.wait_for(net.step(lambda: trial.loss(net, coll.rank, 1), opt), 100)
+        await asyncio.wait_for(net.step(lambda: Trial.loss(net, coll.rank, 1), opt), 100)
     with pytest.raises(aiodist.CommunicatorAborted, match="had enough"):
-        await net.step(lambda: trial.loss(net, coll.rank, 1), opt)
+        await net.step(lambda: Trial.loss(net, coll.rank, 1), opt)
     assert all(map(torch.equal, before, parameters_of(net)))
     assert await coll.allreduce(1) == 2
 
 
 @pytest.mark.ranks(1)
-async def test_n3_arguments_of_a_wrong_kind(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_arguments_of_a_wrong_kind(coll: Communicator) -> None:
     with pytest.raises(TypeError, match=r"create\(Communicator, Linear\): expected a module"):
         await DataParallel.create(coll, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
-    net = await DataParallel.create(trial.Mlp(), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    net, opt = await Trial.made(coll)
     with pytest.raises(TypeError, match=r"step\(SGD and function\): expected a function"):
         await net.step(opt, lambda: None)  # type: ignore[arg-type]
     with net.no_sync(), pytest.raises(RuntimeError, match=r"net\.backward"):
-        await net.step(partial(trial.loss, net, coll.rank, 0), opt)
-    await net.step(trial.loss, opt, net, coll.rank, step=0)  # arguments are bound at the call
-    trial.assert_same(net, trial.alone(1, 1))
+        await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
+    await net.step(Trial.loss, opt, net, coll.rank, step=0)  # arguments are bound at the call
+    Trial.assert_same(net, Trial.alone(1, 1))
 
 
 @pytest.mark.ranks(2)
-async def test_n3_the_message_of_a_group_is_that_of_its_first_exception(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_the_message_of_a_group_is_that_of_its_first_exception(coll: Communicator) -> None:
     """Also where one group holds another, or an exception came of a group."""
-    net = await DataParallel.create(trial.Mlp(), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    net, opt = await Trial.made(coll)
 
     def forward(kind: str) -> Tensor:
         if not coll.rank:
-            return trial.loss(net, 0, 0)
+            return Trial.loss(net, 0, 0)
         try:
             raise ExceptionGroup("all", [ExceptionGroup("some", [ArithmeticError("no more\nat all")]), KeyError(1)])
         except ExceptionGroup as group:

@@ -50,15 +50,13 @@ async def one_step(net: DataParallel, opt: Any, loss: Callable[[], Tensor], way:
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("way", ["step", "own", "run"])
 @pytest.mark.parametrize("when", ["made", "later", "in_place"])
-async def test_n3_an_optimizer_with_foreign_parameters(
-    coll: Communicator, trial: type[Trial], when: str, way: str
-) -> None:
-    net, head = await DataParallel.create(trial.Mlp(), coll, clip_norm=0.5), Head(coll.rank)
+async def test_n3_an_optimizer_with_foreign_parameters(coll: Communicator, when: str, way: str) -> None:
+    net, head = await DataParallel.create(Trial.Mlp(), coll, clip_norm=0.5), Head(coll.rank)
     extra = list(head.parameters()) if when == "made" else []
     opt = SGD([*net.parameters(), *extra], lr=0.1)
     loss = partial(loss_of, net, head, coll.rank)
     if when != "made":
-        await one_step(net, opt, partial(trial.loss, net, coll.rank, 0), way)
+        await one_step(net, opt, partial(Trial.loss, net, coll.rank, 0), way)
         if when == "later":
             opt.add_param_group({"params": list(head.parameters())})
         else:
@@ -72,8 +70,8 @@ async def test_n3_an_optimizer_with_foreign_parameters(
 
 
 @pytest.mark.ranks(2)
-async def test_n3_a_foreign_parameter_that_has_a_name(coll: Communicator, trial: type[Trial]) -> None:
-    net, head = await DataParallel.create(trial.Mlp(), coll), Head(coll.rank)
+async def test_n3_a_foreign_parameter_that_has_a_name(coll: Communicator) -> None:
+    net, head = await DataParallel.create(Trial.Mlp(), coll), Head(coll.rank)
     opt = Adam([*net.named_parameters(), *head.named_parameters("head")])
     with pytest.raises(ValueError, match=r"reduces: 'head\.weight', a float64\[3, 3\]"):
         await net.step(partial(loss_of, net, head, coll.rank, 0), opt)
@@ -83,10 +81,8 @@ async def test_n3_a_foreign_parameter_that_has_a_name(coll: Communicator, trial:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("later", [True, False])
 @pytest.mark.parametrize("kind", ["local", "pipelined", "sharded", "engine"])
-async def test_n3_a_driver_with_foreign_parameters(
-    coll: Communicator, trial: type[Trial], kind: str, later: bool
-) -> None:
-    net, head = await DataParallel.create(trial.Mlp(), coll), Head(coll.rank)
+async def test_n3_a_driver_with_foreign_parameters(coll: Communicator, kind: str, later: bool) -> None:
+    net, head = await DataParallel.create(Trial.Mlp(), coll), Head(coll.rank)
 
     optimizers: list[SGD] = []
 
@@ -114,31 +110,31 @@ async def test_n3_a_driver_with_foreign_parameters(
     if kind == "engine":
         optimizers[0].add_param_group(groups[0])
         with wrong:
-            await opt.train([trial.batch(coll.rank, 0)], epochs=1)
+            await opt.train([Trial.batch(coll.rank, 0)], epochs=1)
         return
-    await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+    await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
     await opt.flush()
     optimizers[0].add_param_group(groups[0])
     with wrong:
-        await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
 
 
 @pytest.mark.ranks(2)
-async def test_n3_one_optimizer_of_two_nets(coll: Communicator, trial: type[Trial]) -> None:
-    net, other = await DataParallel.create(trial.Mlp(), coll), await DataParallel.create(trial.Mlp(1), coll)
+async def test_n3_one_optimizer_of_two_nets(coll: Communicator) -> None:
+    net, other = await DataParallel.create(Trial.Mlp(), coll), await DataParallel.create(Trial.Mlp(1), coll)
     opt = SGD([*net.parameters(), *other.parameters()], lr=0.1)
     for step in range(2):
         opt.zero_grad()
-        await net.backward(trial.loss(net, coll.rank, step))
-        await other.backward(trial.loss(other, coll.rank, step))
+        await net.backward(Trial.loss(net, coll.rank, step))
+        await other.backward(Trial.loss(other, coll.rank, step))
         opt.step()
-    trial.assert_same(net, trial.alone(2, 2))
-    trial.assert_same(other, trial.alone(2, 2, make=partial(trial.Mlp, 1)))
+    Trial.assert_same(net, Trial.alone(2, 2))
+    Trial.assert_same(other, Trial.alone(2, 2, make=partial(Trial.Mlp, 1)))
 
 
 @pytest.mark.ranks(2)
-async def test_n3_what_does_not_train_may_be_there(coll: Communicator, trial: type[Trial]) -> None:
-    net, head = await DataParallel.create(trial.Mlp(), coll), Head(coll.rank)
+async def test_n3_what_does_not_train_may_be_there(coll: Communicator) -> None:
+    net, head = await DataParallel.create(Trial.Mlp(), coll), Head(coll.rank)
     opt = SGD([*net.parameters(), *head.requires_grad_(False).parameters()], lr=0.1)
     await net.step(partial(loss_of, net, head, coll.rank, 0), opt)
     head.requires_grad_(True)
@@ -147,25 +143,25 @@ async def test_n3_what_does_not_train_may_be_there(coll: Communicator, trial: ty
 
 
 @pytest.mark.ranks(2)
-async def test_n14_a_criterion_may_have_parameters_that_are_frozen(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n14_a_criterion_may_have_parameters_that_are_frozen(coll: Communicator) -> None:
     """As a loss of the features of another network."""
 
     class Features(torch.nn.Linear):
         def forward(self, output: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
             return mse_loss(super().forward(output), super().forward(target))
 
-    net = await DataParallel.create(trial.Mlp(), coll)
+    net = await DataParallel.create(Trial.Mlp(), coll)
     criterion = Features(3, 2, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"the criterion has a parameter 'weight' that the net does not train"):
         Engine(net, SGD(net.parameters(), lr=0.1), criterion)
     engine = Engine(net, SGD(net.parameters(), lr=0.1), criterion.requires_grad_(False))
-    await engine.train([trial.batch(coll.rank, step) for step in range(2)], epochs=1)
+    await engine.train([Trial.batch(coll.rank, step) for step in range(2)], epochs=1)
     await assert_synchronized(net.module, coll)
 
 
 @pytest.mark.ranks(2)
-async def test_n14_a_criterion_trains_with_its_network(coll: Communicator, trial: type[Trial]) -> None:
-    both = WithCriterion(trial.Mlp(), Head(coll.rank))
+async def test_n14_a_criterion_trains_with_its_network(coll: Communicator) -> None:
+    both = WithCriterion(Trial.Mlp(), Head(coll.rank))
     net = await DataParallel.create(both, coll, clip_norm=0.5)
     opt = SGD(net.parameters(), lr=0.1)
     for step in range(2):
@@ -173,12 +169,9 @@ async def test_n14_a_criterion_trains_with_its_network(coll: Communicator, trial
     await assert_synchronized(both, coll)
 
 
-# --- what each rank keeps for itself ---------------------------------------------------------------------------------
-
-
-def plain(trial: type[Trial], heads: list[Head], steps: int, clip: float | None) -> tuple[torch.nn.Module, list[Head]]:
+def plain(heads: list[Head], steps: int, clip: float | None) -> tuple[torch.nn.Module, list[Head]]:
     """Return what one process makes of a body that all ranks share, and a head of each."""
-    body = trial.Mlp()
+    body = Trial.Mlp()
     opt, own = SGD(body.parameters(), lr=0.1), [SGD(head.parameters(), lr=0.1) for head in heads]
     for step in range(steps):
         for each in (opt, *own):
@@ -201,31 +194,29 @@ def plain(trial: type[Trial], heads: list[Head], steps: int, clip: float | None)
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("where", ["create", "settings"])
-async def test_n19_each_rank_keeps_a_head(
-    coll: Communicator, trial: type[Trial], clip: float | None, scaled: bool, where: str
-) -> None:
+async def test_n19_each_rank_keeps_a_head(coll: Communicator, clip: float | None, scaled: bool, where: str) -> None:
     head = Head(coll.rank)
     known: Any = {"per_rank": head.parameters(), "clip_norm": clip}
     if scaled:
         known["scaler"] = torch.amp.GradScaler("cpu", init_scale=64.0)
-    net = await DataParallel.create(trial.Mlp(), coll, **(known if where == "create" else {}))
+    net = await DataParallel.create(Trial.Mlp(), coll, **(known if where == "create" else {}))
     if where == "settings":
         net.settings(**known)
     opt = SGD([*net.parameters(), *head.parameters()], lr=0.1)
     for step in range(3):
         await net.step(partial(loss_of, net, head, coll.rank, step), opt)
-    body, heads = plain(trial, [Head(rank) for rank in range(coll.size)], 3, clip)
-    trial.assert_same(net, body)
-    trial.assert_same(head, heads[coll.rank])
+    body, heads = plain([Head(rank) for rank in range(coll.size)], 3, clip)
+    Trial.assert_same(net, body)
+    Trial.assert_same(head, heads[coll.rank])
     net.settings(per_rank=None)
     with pytest.raises(ValueError, match=FOREIGN):
         await net.step(partial(loss_of, net, head, coll.rank, 3), opt)
 
 
 @pytest.mark.ranks(2)
-async def test_n19_a_head_that_overflows_holds_up_no_other_rank(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n19_a_head_that_overflows_holds_up_no_other_rank(coll: Communicator) -> None:
     head, scaler = Head(coll.rank), torch.amp.GradScaler("cpu", init_scale=8.0)
-    net = await DataParallel.create(trial.Mlp(), coll, per_rank=head.parameters(), scaler=scaler)
+    net = await DataParallel.create(Trial.Mlp(), coll, per_rank=head.parameters(), scaler=scaler)
     opt = SGD([*net.parameters(), *head.parameters()], lr=0.1)
     before = head.weight.detach().clone()
 
@@ -236,14 +227,14 @@ async def test_n19_a_head_that_overflows_holds_up_no_other_rank(coll: Communicat
     await net.step(partial(loss_of, net, head, coll.rank, 0), opt)
     assert torch.equal(before, head.weight) is (coll.rank == 1)
     assert scaler.get_scale() == 8.0
-    body, _ = plain(trial, [Head(rank) for rank in range(2)], 1, None)
-    trial.assert_same(net, body)
+    body, _ = plain([Head(rank) for rank in range(2)], 1, None)
+    Trial.assert_same(net, body)
 
 
 @pytest.mark.ranks(2)
-async def test_n19_local_steps_with_a_head(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n19_local_steps_with_a_head(coll: Communicator) -> None:
     head = Head(coll.rank)
-    net = await DataParallel.create(trial.Mlp(), coll, per_rank=head.parameters(), clip_norm=0.1)
+    net = await DataParallel.create(Trial.Mlp(), coll, per_rank=head.parameters(), clip_norm=0.1)
     local = nn.LocalSGD(net, SGD([*net.parameters(), *head.parameters()], lr=0.1), every=2)
     for step in range(3):
         await net.step(partial(loss_of, net, head, coll.rank, step), local)
@@ -252,13 +243,13 @@ async def test_n19_local_steps_with_a_head(coll: Communicator, trial: type[Trial
 
 
 @pytest.mark.ranks(2)
-async def test_n14_an_engine_with_a_criterion_of_each_rank(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n14_an_engine_with_a_criterion_of_each_rank(coll: Communicator) -> None:
     class Scored(Head):
         def forward(self, output: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
             return mse_loss(super().forward(output), target)
 
     head = Scored(coll.rank)
-    net = await DataParallel.create(trial.Mlp(), coll, per_rank=head.parameters())
+    net = await DataParallel.create(Trial.Mlp(), coll, per_rank=head.parameters())
     engine = Engine(net, SGD([*net.parameters(), *head.parameters()], lr=0.1), head)
     steps: list[int] = []
 
@@ -266,14 +257,14 @@ async def test_n14_an_engine_with_a_criterion_of_each_rank(coll: Communicator, t
     def note(state: State) -> None:
         steps.append(state.step)
 
-    await engine.train([trial.batch(coll.rank, step) for step in range(3)], epochs=1)
+    await engine.train([Trial.batch(coll.rank, step) for step in range(3)], epochs=1)
     assert len(steps) == 3
     await assert_synchronized(net.module, coll)
 
 
 @pytest.mark.ranks(2)
-async def test_n19_what_a_rank_cannot_keep(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
+async def test_n19_what_a_rank_cannot_keep(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll)
     with pytest.raises(TypeError, match="per_rank has int: expected parameters"):
         net.settings(per_rank=[torch.nn.Linear(1, 1), 3])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"per_rank has '0\.weight', a parameter of the net"):

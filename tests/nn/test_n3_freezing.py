@@ -7,7 +7,7 @@ import copy
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +17,7 @@ from torch.nn.functional import mse_loss
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
+from tests.nn.conftest import Trial
 
 SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 FEW: dict[str, Any] = {"bucket_bytes": 600, "first_bucket_bytes": 100}
@@ -51,14 +49,14 @@ async def through(step: Awaitable[Any], opt: Any) -> None:
     await flushed(opt)
 
 
-def alone(trial: type[Trial], size: int, schedule: Sequence[set[str]], optimizer: str) -> nn.Module:
+def alone(size: int, schedule: Sequence[set[str]], optimizer: str) -> nn.Module:
     """Return what one process makes of the joined batches."""
-    module = trial.Mlp()
-    opt = trial.OPTIMIZERS[optimizer](module.parameters())
+    module = Trial.Mlp()
+    opt = Trial.OPTIMIZERS[optimizer](module.parameters())
     for step, names in enumerate(schedule):
         freeze(module, names)
         opt.zero_grad()
-        trial.joined(module, size, step).backward()
+        Trial.joined(module, size, step).backward()
         opt.step()
     return module
 
@@ -71,32 +69,31 @@ def alone(trial: type[Trial], size: int, schedule: Sequence[set[str]], optimizer
 )
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n3_frozen_and_thawed_as_one_process(
-    coll: Communicator, trial: type[Trial], sizes: dict[str, Any], schedule: str, optimizer: str, pipelined: bool
+    coll: Communicator, sizes: dict[str, Any], schedule: str, optimizer: str, pipelined: bool
 ) -> None:
-    module = trial.Mlp()
+    module = Trial.Mlp()
     freeze(module, SCHEDULES[schedule][0])
     net = await DataParallel.create(module, coll, **sizes)
-    make = trial.OPTIMIZERS[optimizer]
+    make = Trial.OPTIMIZERS[optimizer]
     opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
     for step, names in enumerate(SCHEDULES[schedule]):
         freeze(module, names)
-        await net.step(partial(trial.loss, net, coll.rank, step), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, step), opt)
         if not pipelined:
             assert {name for name, p in module.named_parameters() if p.grad is None} == names
     await flushed(opt)
-    trial.assert_same(net, alone(trial, coll.size, SCHEDULES[schedule], optimizer))
+    Trial.assert_same(net, alone(coll.size, SCHEDULES[schedule], optimizer))
     await assert_synchronized(module, coll)
 
 
 @pytest.mark.ranks(2)
 @each_size
-async def test_n3_only_what_is_trained_travels(coll: Communicator, trial: type[Trial], sizes: dict[str, Any]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **sizes)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+async def test_n3_only_what_is_trained_travels(coll: Communicator, sizes: dict[str, Any]) -> None:
+    net, opt = await Trial.made(coll, **sizes)
     for step, names in enumerate(SCHEDULES["in turns"]):
         freeze(net.module, names)
         before = net.statistics().nbytes
-        await net.step(partial(trial.loss, net, coll.rank, step), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, step), opt)
         sent = sum(p.nbytes for p in net.parameters() if p.requires_grad)
         assert net.statistics().nbytes - before == sent
 
@@ -104,16 +101,14 @@ async def test_n3_only_what_is_trained_travels(coll: Communicator, trial: type[T
 @pytest.mark.ranks(2)
 @each_size
 @pytest.mark.parametrize("thaws", [False, True])
-async def test_n3_frozen_while_gradients_add_up(
-    coll: Communicator, trial: type[Trial], sizes: dict[str, Any], thaws: bool
-) -> None:
+async def test_n3_frozen_while_gradients_add_up(coll: Communicator, sizes: dict[str, Any], thaws: bool) -> None:
     """What came before the freeze is reduced with the rest: an optimizer uses every gradient that is there."""
-    module = trial.Mlp()
+    module = Trial.Mlp()
     freeze(module, {"4.bias"})
     net = await DataParallel.create(module, coll, **sizes)
-    opt = trial.OPTIMIZERS["momentum"](net.parameters())
-    expected = trial.Mlp()
-    theirs = trial.OPTIMIZERS["momentum"](expected.parameters())
+    opt = Trial.OPTIMIZERS["momentum"](net.parameters())
+    expected = Trial.Mlp()
+    theirs = Trial.OPTIMIZERS["momentum"](expected.parameters())
     for step in range(0, 6, 2):
         opt.zero_grad()
         theirs.zero_grad()
@@ -122,29 +117,29 @@ async def test_n3_frozen_while_gradients_add_up(
             freeze(expected, names)
             if part == 0:
                 with net.no_sync():
-                    await net.backward(trial.loss(net, coll.rank, step))
+                    await net.backward(Trial.loss(net, coll.rank, step))
             else:
-                await net.backward(trial.loss(net, coll.rank, step + 1))
-            trial.joined(expected, 2, step + part).backward()
-        trial.assert_same_gradients(net, expected)
+                await net.backward(Trial.loss(net, coll.rank, step + 1))
+            Trial.joined(expected, 2, step + part).backward()
+        Trial.assert_same_gradients(net, expected)
         await net.run(opt.step)
         theirs.step()
-    trial.assert_same(net, expected)
+    Trial.assert_same(net, expected)
     assert (module[4].bias.grad is not None) == thaws
 
 
 @pytest.mark.ranks(2)
-async def test_n3_a_frozen_gradient_is_left_alone(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_a_frozen_gradient_is_left_alone(coll: Communicator) -> None:
     """A parameter that was reduced once, and is frozen, keeps what it had, the very value."""
     for op in ("mean", "sum"):
-        net = await DataParallel.create(trial.Mlp(), coll, op=op, **SMALL)
-        await net.backward(trial.loss(net, coll.rank, 0))
+        net = await DataParallel.create(Trial.Mlp(), coll, op=op, **SMALL)
+        await net.backward(Trial.loss(net, coll.rank, 0))
         kept = net.module.get_parameter("0.weight").grad
         assert kept is not None
         before = kept.clone()
         freeze(net.module, {"0.weight"})
         for step in range(3):
-            await net.backward(trial.loss(net, coll.rank, step))
+            await net.backward(Trial.loss(net, coll.rank, step))
             torch.testing.assert_close(net.module.get_parameter("0.weight").grad, before)
         await net.aclose()
 
@@ -173,20 +168,18 @@ class Paths(nn.Module):
 
 @pytest.mark.ranks(1, 2, 3)
 @each_size
-async def test_n3_freezing_where_parameters_are_used_seldom(
-    coll: Communicator, trial: type[Trial], sizes: dict[str, Any]
-) -> None:
+async def test_n3_freezing_where_parameters_are_used_seldom(coll: Communicator, sizes: dict[str, Any]) -> None:
     plan: list[set[str]] = [{"scale"}, {"on_rank_1.weight"}, {"single.weight", "last.bias"}, set()]
     plan += [{"sometimes.weight"}, set(), {"scale"}, set()]
 
     def loss_of(module: Any, rank: int, step: int) -> Tensor:
-        x, y = trial.batch(rank, step)
+        x, y = Trial.batch(rank, step)
         return mse_loss(module(x, rank, step), y)
 
     net = await DataParallel.create(Paths(), coll, **sizes)
-    opt = trial.OPTIMIZERS["adam"](net.parameters())
+    opt = Trial.OPTIMIZERS["adam"](net.parameters())
     expected = Paths()
-    theirs = trial.OPTIMIZERS["adam"](expected.parameters())
+    theirs = Trial.OPTIMIZERS["adam"](expected.parameters())
     for step, names in enumerate(plan):
         freeze(net.module, names)
         freeze(expected, names)
@@ -199,9 +192,6 @@ async def test_n3_freezing_where_parameters_are_used_seldom(
             torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-6, msg=f"{step} {name}: ".__add__)
 
 
-# --- ranks that do not freeze the same ------------------------------------------------------------------------------
-
-
 @pytest.mark.drawn(4)
 @pytest.mark.ranks(2, 3)
 @each_size
@@ -209,15 +199,15 @@ async def test_n3_freezing_where_parameters_are_used_seldom(
 @pytest.mark.parametrize("first", [set(), {"0.bias"}], ids=["", "one frozen at first"])
 @pytest.mark.parametrize("way", ["one alone", "all but one", "each another"])
 async def test_n3_ranks_that_freeze_different_parameters(
-    coll: Communicator, trial: type[Trial], sizes: dict[str, Any], pipelined: bool, first: set[str], way: str
+    coll: Communicator, sizes: dict[str, Any], pipelined: bool, first: set[str], way: str
 ) -> None:
     """All get a MismatchError with the names, nobody hangs, no weight changes; the next step works."""
-    module = trial.Mlp()
+    module = Trial.Mlp()
     freeze(module, first)
     net = await DataParallel.create(module, coll, **sizes)
-    make = trial.OPTIMIZERS["momentum"]
+    make = Trial.OPTIMIZERS["momentum"]
     opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
-    await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+    await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
     last = coll.size - 1
     mine = {
         "one alone": {"2.weight"} if coll.rank == last else first,
@@ -229,13 +219,13 @@ async def test_n3_ranks_that_freeze_different_parameters(
     for _ in range(2):
         freeze(module, mine)
         with pytest.raises(aiodist.MismatchError, match=r"train different parameters: .*'2\.weight'.*on rank"):
-            await through(net.step(partial(trial.loss, net, coll.rank, 1), opt), opt)
+            await through(net.step(partial(Trial.loss, net, coll.rank, 1), opt), opt)
         torch.testing.assert_close(dict(module.named_parameters()), before, rtol=0, atol=0)
     for step, names in ((1, first), (2, {"2.weight"}), (3, set[str]())):
         freeze(module, names)
-        await net.step(partial(trial.loss, net, coll.rank, step), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, step), opt)
     await flushed(opt)
-    trial.assert_same(net, alone(trial, coll.size, [first, first, {"2.weight"}, set()], "momentum"))
+    Trial.assert_same(net, alone(coll.size, [first, first, {"2.weight"}, set()], "momentum"))
 
 
 @pytest.mark.ranks(2)
@@ -250,60 +240,52 @@ async def test_n3_names_of_many_are_cut(coll: Communicator) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_n3_all_frozen_for_a_while(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_all_frozen_for_a_while(coll: Communicator) -> None:
     """A backward through the net, for another's sake, reduces nothing and is no error."""
-    net = await DataParallel.create(trial.Mlp(), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+    net, opt = await Trial.made(coll)
+    await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
     net.zero_grad()
     net.module.requires_grad_(False)
-    x, y = trial.batch(coll.rank, 1)
+    x, y = Trial.batch(coll.rank, 1)
     x.requires_grad_()
     await net.backward(mse_loss(net(x), y))
     assert x.grad is not None
     assert all(p.grad is None for p in net.parameters())
     with pytest.raises(ValueError, match="depends on no parameter"):
-        await net.step(partial(trial.loss, net, coll.rank, 1), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, 1), opt)
     net.module.requires_grad_(True)
-    await net.step(partial(trial.loss, net, coll.rank, 1), opt)
-    trial.assert_same(net, trial.alone(2, 2))
+    await net.step(partial(Trial.loss, net, coll.rank, 1), opt)
+    Trial.assert_same(net, Trial.alone(2, 2))
 
 
 @pytest.mark.ranks(2)
-async def test_n3_what_thaws_may_belong_to_another_net(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_what_thaws_may_belong_to_another_net(coll: Communicator) -> None:
     """Frozen, they serve in both; trained they are one's own, and the other net works once they are frozen again."""
     shared = nn.Linear(6, 6).double().requires_grad_(False)
     modules = [nn.Sequential(shared, nn.Linear(6, 3).double()) for _ in range(2)]
     nets = [await DataParallel.create(module, coll) for module in modules]
-    opts = [trial.OPTIMIZERS["sgd"](net.parameters()) for net in nets]
+    opts = [Trial.OPTIMIZERS["sgd"](net.parameters()) for net in nets]
     shared.requires_grad_(True)
-    await nets[0].step(partial(trial.loss, nets[0], coll.rank, 0), opts[0])
+    await nets[0].step(partial(Trial.loss, nets[0], coll.rank, 0), opts[0])
     with pytest.raises(RuntimeError, match=r"'0\.weight' is not frozen any more, and belongs to another DataParallel"):
-        await nets[1].step(partial(trial.loss, nets[1], coll.rank, 0), opts[1])
+        await nets[1].step(partial(Trial.loss, nets[1], coll.rank, 0), opts[1])
     shared.requires_grad_(False)
     for net, opt in zip(nets, opts, strict=True):
-        await net.step(partial(trial.loss, net, coll.rank, 1), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, 1), opt)
     await assert_synchronized([list(net.parameters()) for net in nets], coll)
     await nets[0].aclose()
     shared.requires_grad_(True)
-    await nets[1].step(partial(trial.loss, nets[1], coll.rank, 2), opts[1])
+    await nets[1].step(partial(Trial.loss, nets[1], coll.rank, 2), opts[1])
     await assert_synchronized(list(shared.parameters()), coll)
-
-
-# --- beside errors ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("where", ["before it freezes", "after it froze"])
 @pytest.mark.parametrize("pipelined", [False, True])
-async def test_n3_a_rank_fails_where_the_others_freeze(
-    coll: Communicator, trial: type[Trial], where: str, pipelined: bool
-) -> None:
+async def test_n3_a_rank_fails_where_the_others_freeze(coll: Communicator, where: str, pipelined: bool) -> None:
     """It tells why; the others get that, and the next step works."""
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    make = trial.OPTIMIZERS["momentum"]
-    opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
-    await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+    net, opt = await Trial.made(coll, "momentum", pipelined=pipelined, **SMALL)
+    await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
 
     def forward() -> Tensor:
         if coll.rank == 1 and where == "before it freezes":
@@ -311,24 +293,23 @@ async def test_n3_a_rank_fails_where_the_others_freeze(
         freeze(net.module, {"0.weight", "4.bias"})
         if coll.rank == 1:
             raise ArithmeticError("no luck")
-        return trial.loss(net, coll.rank, 1)
+        return Trial.loss(net, coll.rank, 1)
 
     expected = ArithmeticError if coll.rank == 1 else aiodist.RemoteError
     with pytest.raises(expected, match="no luck"):
         await through(net.step(forward, opt), opt)
     freeze(net.module, {"0.weight", "4.bias"})
-    await net.step(partial(trial.loss, net, coll.rank, 1), opt)
+    await net.step(partial(Trial.loss, net, coll.rank, 1), opt)
     await flushed(opt)
-    trial.assert_same(net, alone(trial, coll.size, [set(), {"0.weight", "4.bias"}], "momentum"))
+    Trial.assert_same(net, alone(coll.size, [set(), {"0.weight", "4.bias"}], "momentum"))
 
 
 @pytest.mark.ranks(2)
-async def test_n3_a_cancelled_step_freezes_as_any(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **FEW)
-    opt = trial.OPTIMIZERS["momentum"](net.parameters())
-    await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+async def test_n3_a_cancelled_step_freezes_as_any(coll: Communicator) -> None:
+    net, opt = await Trial.made(coll, "momentum", **FEW)
+    await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
     freeze(net.module, {"0.weight"})
-    task = asyncio.ensure_future(net.step(partial(trial.loss, net, coll.rank, 1), opt))
+    task = asyncio.ensure_future(net.step(partial(Trial.loss, net, coll.rank, 1), opt))
     await asyncio.sleep(0)
     if coll.rank == 0:
         task.cancel()
@@ -336,60 +317,54 @@ async def test_n3_a_cancelled_step_freezes_as_any(coll: Communicator, trial: typ
         await task
     await net.run(lambda: None)
     freeze(net.module, set())
-    await net.step(partial(trial.loss, net, coll.rank, 2), opt)
-    trial.assert_same(net, alone(trial, 2, [set(), {"0.weight"}, set()], "momentum"))
-
-
-# --- beside join ----------------------------------------------------------------------------------------------------
+    await net.step(partial(Trial.loss, net, coll.rank, 2), opt)
+    Trial.assert_same(net, alone(2, [set(), {"0.weight"}, set()], "momentum"))
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("pipelined", [False, True])
-async def test_n3_ranks_whose_data_have_ended_follow(coll: Communicator, trial: type[Trial], pipelined: bool) -> None:
+async def test_n3_ranks_whose_data_have_ended_follow(coll: Communicator, pipelined: bool) -> None:
     """Those that go on freeze and thaw; the others, which know nothing of it, reduce the same with them."""
     counts = (5, 2, 3)[: coll.size]
     plan = [set(), {"0.weight"}, {"0.weight", "2.bias"}, set(), {"4.weight"}]
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    make = trial.OPTIMIZERS["momentum"]
-    opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+    net, opt = await Trial.made(coll, "momentum", pipelined=pipelined, **SMALL)
     async with net.join(opt):
         for step in range(counts[coll.rank]):
             freeze(net.module, plan[step])
-            await net.step(partial(trial.loss, net, coll.rank, step), opt)
-    expected = trial.Mlp()
-    theirs = make(expected.parameters())
+            await net.step(partial(Trial.loss, net, coll.rank, step), opt)
+    expected = Trial.Mlp()
+    theirs = Trial.OPTIMIZERS["momentum"](expected.parameters())
     for step, names in enumerate(plan):
         freeze(expected, names)
         theirs.zero_grad()
         active = [rank for rank in range(coll.size) if counts[rank] > step]
-        torch.stack([trial.loss(expected, rank, step) for rank in active]).mean().backward()
+        torch.stack([Trial.loss(expected, rank, step) for rank in active]).mean().backward()
         theirs.step()
-    trial.assert_same(net, expected)
+    Trial.assert_same(net, expected)
     freeze(net.module, set())
     freeze(expected, set())
-    await net.step(partial(trial.loss, net, coll.rank, 9), opt)
+    await net.step(partial(Trial.loss, net, coll.rank, 9), opt)
     theirs.zero_grad()
-    trial.joined(expected, coll.size, 9).backward()
+    Trial.joined(expected, coll.size, 9).backward()
     theirs.step()
     await flushed(opt)
-    trial.assert_same(net, expected)
+    Trial.assert_same(net, expected)
 
 
 @pytest.mark.ranks(3)
-async def test_n3_ranks_that_freeze_differently_in_a_join_block(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_ranks_that_freeze_differently_in_a_join_block(coll: Communicator) -> None:
     """Rank 2 has no data any more; the others disagree, all are told, leave the block, and go on together."""
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    net, opt = await Trial.made(coll, **SMALL)
 
     async def train() -> None:
         async with net.join(opt):
-            await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+            await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
             if coll.rank < 2:
                 freeze(net.module, {"0.weight"} if coll.rank == 0 else set())
-                await net.step(partial(trial.loss, net, coll.rank, 1), opt)
+                await net.step(partial(Trial.loss, net, coll.rank, 1), opt)
 
     with pytest.raises(aiodist.MismatchError, match=r"'0\.weight' frozen on rank 0; '0\.weight' trained on rank 1"):
         await train()
     freeze(net.module, set())
-    await net.step(partial(trial.loss, net, coll.rank, 1), opt)
-    trial.assert_same(net, trial.alone(3, 2))
+    await net.step(partial(Trial.loss, net, coll.rank, 1), opt)
+    Trial.assert_same(net, Trial.alone(3, 2))

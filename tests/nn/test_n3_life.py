@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +16,7 @@ from aiodist import Communicator
 from aiodist.handles import Scheduler
 from aiodist.nn import DataParallel
 from aiodist.testing import gather_ranks, run_ranks
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
+from tests.nn.conftest import Trial
 
 SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 
@@ -28,20 +26,20 @@ def compute_threads() -> list[str]:
 
 
 @pytest.mark.ranks(2)
-async def test_n3_everything_runs_on_one_thread_in_order(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+async def test_n3_everything_runs_on_one_thread_in_order(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
     seen: list[tuple[str, int]] = []
 
     def note(what: str, *_: object) -> None:
         seen.append((what, threading.get_ident()))
 
     net.module.get_parameter("0.weight").register_hook(lambda *_: note("backward"))
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    opt = Trial.OPTIMIZERS["sgd"](net.parameters())
     opt.register_step_pre_hook(lambda *_: note("optimizer"))
 
     def forward() -> Tensor:
         note("forward")
-        return trial.loss(net, coll.rank, 0)
+        return Trial.loss(net, coll.rank, 0)
 
     first = net.run(note, "first")
     step = asyncio.ensure_future(net.step(forward, opt))
@@ -61,14 +59,13 @@ async def test_n3_everything_runs_on_one_thread_in_order(coll: Communicator, tri
 
 
 @pytest.mark.ranks(2)
-async def test_n3_the_loop_goes_on_meanwhile(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+async def test_n3_the_loop_goes_on_meanwhile(coll: Communicator) -> None:
+    net, opt = await Trial.made(coll)
     go = threading.Event()
 
     def forward() -> Tensor:
         assert go.wait(30)
-        return trial.loss(net, coll.rank, 0)
+        return Trial.loss(net, coll.rank, 0)
 
     step = asyncio.ensure_future(net.step(forward, opt))
     assert await coll.allreduce(1) == 2
@@ -77,11 +74,11 @@ async def test_n3_the_loop_goes_on_meanwhile(coll: Communicator, trial: type[Tri
 
 
 @pytest.mark.ranks(2)
-async def test_n3_a_closed_net_says_so(coll: Communicator, trial: type[Trial]) -> None:
-    async with await DataParallel.create(trial.Mlp(), coll) as net:
-        opt = trial.OPTIMIZERS["sgd"](net.parameters())
-        await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
-    loss = trial.loss(net, coll.rank, 1)
+async def test_n3_a_closed_net_says_so(coll: Communicator) -> None:
+    async with await DataParallel.create(Trial.Mlp(), coll) as net:
+        opt = Trial.OPTIMIZERS["sgd"](net.parameters())
+        await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
+    loss = Trial.loss(net, coll.rank, 1)
 
     async def each() -> None:
         async for _ in net.gradients(loss):
@@ -102,29 +99,28 @@ async def test_n3_a_closed_net_says_so(coll: Communicator, trial: type[Trial]) -
             await call()
     await net.aclose()
     assert net.statistics().passes == 1
-    assert net.state_dict().keys() == trial.Mlp().state_dict().keys()
+    assert net.state_dict().keys() == Trial.Mlp().state_dict().keys()
 
 
 @pytest.mark.ranks(2)
-async def test_n3_what_was_asked_is_done_before_it_closes(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    step = asyncio.ensure_future(net.step(lambda: trial.loss(net, coll.rank, 0), opt))
+async def test_n3_what_was_asked_is_done_before_it_closes(coll: Communicator) -> None:
+    net, opt = await Trial.made(coll, **SMALL)
+    step = asyncio.ensure_future(net.step(lambda: Trial.loss(net, coll.rank, 0), opt))
     await asyncio.sleep(0)
     await net.aclose()
     await step
-    trial.assert_same(net, trial.alone(2, 1))
+    Trial.assert_same(net, Trial.alone(2, 1))
 
 
-def test_n3_the_world_closes_what_was_left_open(trial: type[Trial]) -> None:
+def test_n3_the_world_closes_what_was_left_open() -> None:
     async def main() -> None:
         async with aiodist.init() as coll:
-            nets = [await DataParallel.create(trial.Mlp(), coll) for _ in range(2)]
+            nets = [await DataParallel.create(Trial.Mlp(), coll) for _ in range(2)]
             group = await coll.dup()
-            nets.append(await DataParallel.create(trial.Mlp(), group))
+            nets.append(await DataParallel.create(Trial.Mlp(), group))
             for net in nets:
-                opt = trial.OPTIMIZERS["sgd"](net.parameters())
-                await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+                opt = Trial.OPTIMIZERS["sgd"](net.parameters())
+                await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
             await group.aclose()
             with pytest.raises(RuntimeError, match="closed"):
                 net.run(int)
@@ -132,35 +128,34 @@ def test_n3_the_world_closes_what_was_left_open(trial: type[Trial]) -> None:
         for net in nets:
             with pytest.raises(RuntimeError, match="closed"):
                 net.run(int)
-            trial.loss(net, 0, 0).backward()  # no hook is left
+            Trial.loss(net, 0, 0).backward()  # no hook is left
 
     run_ranks(2, main)
     assert compute_threads() == []
 
 
 @pytest.mark.parametrize("when", ["idle", "in a step", "in backward", "the others' step"])
-def test_n3_a_program_that_fails_ends(trial: type[Trial], when: str) -> None:
+def test_n3_a_program_that_fails_ends(when: str) -> None:
     """With a net open, in any state of it; what is not closed would warn, and warnings are errors here."""
 
     async def main() -> None:
         async with aiodist.init() as coll:
-            net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-            opt = trial.OPTIMIZERS["sgd"](net.parameters())
-            await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
+            net, opt = await Trial.made(coll, **SMALL)
+            await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
             work: asyncio.Future[Any]
             reached = asyncio.Event()
             loop = asyncio.get_running_loop()
             if when == "idle" or (when == "the others' step" and coll.rank == 0):
                 raise LookupError("by design")
             if when == "in backward":
-                loss = trial.loss(net, coll.rank, 0)
+                loss = Trial.loss(net, coll.rank, 0)
                 loss.register_hook(lambda grad: loop.call_soon_threadsafe(reached.set) and None)
                 work = asyncio.ensure_future(net.backward(loss))
             else:
 
                 def forward() -> Tensor:
                     loop.call_soon_threadsafe(reached.set)
-                    return trial.loss(net, coll.rank, 0)
+                    return Trial.loss(net, coll.rank, 0)
 
                 work = asyncio.ensure_future(net.step(forward, opt))
             # It may hear of the other rank before it is cancelled: nobody else looks how it ends.
@@ -180,17 +175,13 @@ def test_n3_a_program_that_fails_ends(trial: type[Trial], when: str) -> None:
     assert compute_threads() == []
 
 
-# --- modes (H13) ---------------------------------------------------------------------------------------------------
-
-
-async def test_h13_evaluation_beside_training(trial: type[Trial]) -> None:
+async def test_h13_evaluation_beside_training() -> None:
     """Under asyncio and uvloop: modes held across awaits here leak neither into the compute thread nor out of it."""
     aiodist.isolate(asyncio.get_running_loop())
 
     async def main() -> None:
         async with aiodist.init() as coll:
-            net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-            opt = trial.OPTIMIZERS["momentum"](net.parameters())
+            net, opt = await Trial.made(coll, "momentum", **SMALL)
             other = nn.Linear(6, 3)
             over = False
             rounds = 0
@@ -218,7 +209,7 @@ async def test_h13_evaluation_beside_training(trial: type[Trial]) -> None:
                 assert not torch.is_autocast_enabled("cpu")
                 torch.set_grad_enabled(False)  # and never back: it is this step's alone
                 torch.set_grad_enabled(True)
-                return trial.loss(net, coll.rank, step)
+                return Trial.loss(net, coll.rank, step)
 
             def leave_modes() -> None:
                 torch.set_grad_enabled(False)
@@ -235,21 +226,17 @@ async def test_h13_evaluation_beside_training(trial: type[Trial]) -> None:
             over = True
             await asyncio.gather(*tasks)
             assert rounds > 1
-            trial.assert_same(net, trial.alone(2, 8, optimizer="momentum"))
+            Trial.assert_same(net, Trial.alone(2, 8, optimizer="momentum"))
 
     await asyncio.wait_for(gather_ranks(2, main), 60)
 
 
-# --- beside others ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.ranks(3)
-async def test_n3_leave_that_another_task_gives(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_leave_that_another_task_gives(coll: Communicator) -> None:
     """Reductions wait for bytes that a prefetch gives back: they are issued in order, and not as calls of that task."""
     scheduler = Scheduler.current()
     scheduler.limit = 300
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    net, opt = await Trial.made(coll, **SMALL)
     over = False
 
     async def prefetch() -> None:
@@ -262,9 +249,9 @@ async def test_n3_leave_that_another_task_gives(coll: Communicator, trial: type[
     async with asyncio.TaskGroup() as group:
         group.create_task(prefetch())
         for step in range(8):
-            await net.step(partial(trial.loss, net, coll.rank, step), opt)
+            await net.step(partial(Trial.loss, net, coll.rank, step), opt)
         over = True
-    trial.assert_same(net, trial.alone(3, 8))
+    Trial.assert_same(net, Trial.alone(3, 8))
     await net.aclose()
     await coll.barrier()
     assert scheduler.in_flight == 0
@@ -293,13 +280,10 @@ async def test_n3_a_close_that_is_cancelled_gives_the_net_up(coll: Communicator)
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("work", ["step", "backward", "accumulate", "gradients", "optimizer"])
-async def test_n3_a_state_is_not_loaded_while_a_step_is_under_way(
-    coll: Communicator, trial: type[Trial], work: str
-) -> None:
+async def test_n3_a_state_is_not_loaded_while_a_step_is_under_way(coll: Communicator, work: str) -> None:
     """It would be written beside what the compute thread reads and writes; behind that it is loaded."""
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    state = trial.Mlp(5).state_dict()
+    net, opt = await Trial.made(coll, **SMALL)
+    state = Trial.Mlp(5).state_dict()
     begun, go_on = threading.Event(), threading.Event()
 
     def hold(*_: object) -> None:
@@ -308,7 +292,7 @@ async def test_n3_a_state_is_not_loaded_while_a_step_is_under_way(
 
     def forward() -> Tensor:
         hold()
-        return trial.loss(net, coll.rank, 0)
+        return Trial.loss(net, coll.rank, 0)
 
     async def asked() -> None:
         if work == "step":
@@ -317,7 +301,7 @@ async def test_n3_a_state_is_not_loaded_while_a_step_is_under_way(
             opt.register_step_pre_hook(hold)
             await net.run(opt.step)
         else:
-            loss = trial.loss(net, coll.rank, 0)
+            loss = Trial.loss(net, coll.rank, 0)
             assert loss.grad_fn is not None
             loss.grad_fn.register_prehook(hold)
             if work == "gradients":
@@ -336,6 +320,6 @@ async def test_n3_a_state_is_not_loaded_while_a_step_is_under_way(
     go_on.set()
     await behind
     await task
-    trial.assert_same(net, trial.Mlp(5))
-    net.load_state_dict(trial.Mlp(6).state_dict())
-    trial.assert_same(net, trial.Mlp(6))
+    Trial.assert_same(net, Trial.Mlp(5))
+    net.load_state_dict(Trial.Mlp(6).state_dict())
+    Trial.assert_same(net, Trial.Mlp(6))

@@ -92,8 +92,6 @@ class Pass(PassMachine[Load]):
     def state(self) -> dict[str, Any]:
         return {name: value.copy() if isinstance(value, list | set) else value for name, value in vars(self).items()}
 
-    # --- what the machine wants -----------------------------------------------------------------------------------
-
     def _send(self, index: int) -> None:
         """Have a bucket wait for leave."""
         assert not self.ended
@@ -172,8 +170,6 @@ class Rank:
     @property
     def newest(self) -> Pass | None:
         return self.passes[-1] if self.passes else None
-
-    # --- passes ---------------------------------------------------------------------------------------------------
 
     def may_start(self, kinds: list[str]) -> bool:
         newest = self.newest
@@ -276,8 +272,6 @@ class Walk(RuleBasedStateMachine):
         self.failed: set[tuple[int, int]] = set()
         """The passes in which backward raised, and the ranks."""
 
-    # --- what may happen --------------------------------------------------------------------------------------------
-
     def startable(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.may_start(self.kinds)]
 
@@ -337,8 +331,6 @@ class Walk(RuleBasedStateMachine):
     def grant(self, pick: int) -> None:
         chosen(self.asking_leave(), pick).let()
 
-    # --- what may go wrong ------------------------------------------------------------------------------------------
-
     @precondition(lambda self: not self.calm and self.backward())
     @rule(pick=PICKS)
     def raise_in_backward(self, pick: int) -> None:
@@ -366,8 +358,6 @@ class Walk(RuleBasedStateMachine):
     def lose(self, error: Exception, *, wholly: bool) -> None:
         for wire in (self.data, self.status)[: 1 + wholly]:
             wire.lost = wire.lost or error
-
-    # --- what holds -------------------------------------------------------------------------------------------------
 
     @invariant()
     def all_send_the_same(self) -> None:

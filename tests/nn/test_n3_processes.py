@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +13,7 @@ from torch import Tensor
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, assert_synchronized
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
+from tests.nn.conftest import Trial
 
 FEW: dict[str, Any] = {"bucket_bytes": 600, "first_bucket_bytes": 100}
 processes = pytest.mark.ranks(2, backend=("mpi", "gloo"))
@@ -25,13 +23,14 @@ over_mpi = pytest.mark.ranks(2, backend="mpi")
 @pytest.mark.drawn(1)
 @processes
 @over_mpi
-async def test_n3_equals_one_process_over_a_library(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_equals_one_process_over_a_library(coll: Communicator) -> None:
     for bucket_bytes in (1, 600, 1 << 20):
-        net = await DataParallel.create(trial.Mlp(coll.rank), coll, bucket_bytes=bucket_bytes, first_bucket_bytes=100)
-        opt = trial.OPTIMIZERS["adam"](net.parameters())
+        net, opt = await Trial.made(
+            coll, "adam", Trial.Mlp(coll.rank), bucket_bytes=bucket_bytes, first_bucket_bytes=100
+        )
         for step in range(4):
-            await net.step(partial(trial.loss, net, coll.rank, step), opt)
-        trial.assert_same(net, trial.alone(coll.size, 4, optimizer="adam"))
+            await net.step(partial(Trial.loss, net, coll.rank, step), opt)
+        Trial.assert_same(net, Trial.alone(coll.size, 4, optimizer="adam"))
         await assert_synchronized(net.module, coll)
         await net.aclose()
 
@@ -39,10 +38,10 @@ async def test_n3_equals_one_process_over_a_library(coll: Communicator, trial: t
 @pytest.mark.drawn(1)
 @processes
 @over_mpi
-async def test_n3_beside_a_task_that_communicates(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_beside_a_task_that_communicates(coll: Communicator) -> None:
     """Its awaits poll for the reductions too; what those lead to is no call of that task's."""
     beside = await coll.dup()
-    net = await DataParallel.create(trial.Mlp(coll.rank), coll, bucket_bytes=1, first_bucket_bytes=1)
+    net = await DataParallel.create(Trial.Mlp(coll.rank), coll, bucket_bytes=1, first_bucket_bytes=1)
     over = False
 
     async def evaluation() -> None:
@@ -51,14 +50,14 @@ async def test_n3_beside_a_task_that_communicates(coll: Communicator, trial: typ
 
     async with asyncio.TaskGroup() as group:
         group.create_task(evaluation())
-        opt = trial.OPTIMIZERS["sgd"](net.parameters())
+        opt = Trial.OPTIMIZERS["sgd"](net.parameters())
         for step in range(20):
             if step % 5 == 4:
                 with pytest.raises((ArithmeticError, aiodist.RemoteError), match="no luck"):
-                    await net.step(raising if coll.rank == step % 2 else lambda: trial.loss(net, coll.rank, 0), opt)
-            await net.step(partial(trial.loss, net, coll.rank, step), opt)
+                    await net.step(raising if coll.rank == step % 2 else lambda: Trial.loss(net, coll.rank, 0), opt)
+            await net.step(partial(Trial.loss, net, coll.rank, step), opt)
         over = True
-    trial.assert_same(net, trial.alone(2, 20))
+    Trial.assert_same(net, Trial.alone(2, 20))
     assert net.reducer.learnt
     await net.aclose()
 
@@ -68,21 +67,20 @@ def raising() -> Tensor:
 
 
 @processes
-async def test_n3_errors_and_time_outs_over_a_library(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **FEW)
-    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+async def test_n3_errors_and_time_outs_over_a_library(coll: Communicator) -> None:
+    net, opt = await Trial.made(coll, "momentum", **FEW)
     for step in range(3):
         with pytest.raises((ArithmeticError, aiodist.RemoteError), match="no luck") as caught:
-            await net.step(raising if coll.rank == step % 2 else lambda: trial.loss(net, coll.rank, 0), opt)
+            await net.step(raising if coll.rank == step % 2 else lambda: Trial.loss(net, coll.rank, 0), opt)
         assert isinstance(caught.value, aiodist.RemoteError) == (coll.rank != step % 2)
         try:
             async with asyncio.timeout(1e-4 * step):
-                await net.step(partial(trial.loss, net, coll.rank, step), opt)
+                await net.step(partial(Trial.loss, net, coll.rank, step), opt)
         except TimeoutError:
             await net.run(int)
             if net.statistics().passes == 2 * step + 1:  # it never began
-                await net.step(partial(trial.loss, net, coll.rank, step), opt)
-    trial.assert_same(net, trial.alone(2, 3, optimizer="momentum"))
+                await net.step(partial(Trial.loss, net, coll.rank, step), opt)
+    Trial.assert_same(net, Trial.alone(2, 3, optimizer="momentum"))
 
 
 @processes

@@ -6,7 +6,7 @@ import asyncio
 import re
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +15,7 @@ import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
 from aiodist.testing import run_ranks
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
+from tests.nn.conftest import Trial
 
 SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 each_size = pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "one"])
@@ -39,10 +37,10 @@ def failing(fails: bool) -> type[Fails]:
     return type("Failing", (Fails,), {"fails": fails})
 
 
-async def update(net: DataParallel, opt: Any, trial: type[Trial], rank: int, step: int, way: str) -> None:
+async def update(net: DataParallel, opt: Any, rank: int, step: int, way: str) -> None:
     if way in ("run", "plain", "between"):
         net.zero_grad()
-        await net.backward(trial.loss(net, rank, step))
+        await net.backward(Trial.loss(net, rank, step))
         if way == "between" and type(opt).fails:
             raise ArithmeticError("no luck")
         if way == "run":
@@ -50,12 +48,9 @@ async def update(net: DataParallel, opt: Any, trial: type[Trial], rank: int, ste
         else:
             opt.step()
     else:
-        await net.step(partial(trial.loss, net, rank, step), opt)
+        await net.step(partial(Trial.loss, net, rank, step), opt)
     if way == "pipelined":
         await opt.flush()
-
-
-# --- an optimizer that raises -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.drawn(4)
@@ -63,23 +58,21 @@ async def update(net: DataParallel, opt: Any, trial: type[Trial], rank: int, ste
 @pytest.mark.ranks(2, backend="gloo")
 @each_size
 @pytest.mark.parametrize("way", ["step", "run", "pipelined", "plain", "between"])
-async def test_n3_an_optimizer_that_raises_on_one_rank(
-    coll: Communicator, trial: type[Trial], sizes: dict[str, Any], way: str
-) -> None:
+async def test_n3_an_optimizer_that_raises_on_one_rank(coll: Communicator, sizes: dict[str, Any], way: str) -> None:
     """The next step raises on all, with ranks and numbers, makes nothing worse; a state that all load ends it.
 
     However it is called, or where what comes before it raised.
     """
-    net = await DataParallel.create(trial.Mlp(), coll, **sizes)
+    net = await DataParallel.create(Trial.Mlp(), coll, **sizes)
     kind = failing(False)
     opt: Any = PipelinedOptimizer(net, partial(kind, lr=0.1)) if way == "pipelined" else kind(net.parameters(), lr=0.1)
-    await update(net, opt, trial, coll.rank, 0, way)
+    await update(net, opt, coll.rank, 0, way)
     kind.fails = coll.rank == 1
     if coll.rank == 1:
         with pytest.raises(ArithmeticError, match="no luck"):
-            await update(net, opt, trial, coll.rank, 1, way)
+            await update(net, opt, coll.rank, 1, way)
     else:
-        await update(net, opt, trial, coll.rank, 1, way)
+        await update(net, opt, coll.rank, 1, way)
     kind.fails = False
     before = [p.detach().clone() for p in net.parameters()]
     others = "ranks 0 and 2" if coll.size == 3 else "rank 0"
@@ -89,96 +82,93 @@ async def test_n3_an_optimizer_that_raises_on_one_rank(
     )
     for _ in range(2):
         with pytest.raises(aiodist.MismatchError, match=text):
-            await update(net, opt, trial, coll.rank, 2, way)
+            await update(net, opt, coll.rank, 2, way)
         assert all(map(torch.equal, before, net.parameters()))
     if way == "pipelined":
         with suppress(aiodist.MismatchError):
             await opt.flush()
-    net.load_state_dict(trial.Mlp().state_dict())
+    net.load_state_dict(Trial.Mlp().state_dict())
     for step in range(2):
-        await update(net, opt, trial, coll.rank, step, way)
-    trial.assert_same(net, trial.alone(coll.size, 2))
+        await update(net, opt, coll.rank, step, way)
+    Trial.assert_same(net, Trial.alone(coll.size, 2))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", ["step", "run", "pipelined", "plain", "between"])
-async def test_n3_an_optimizer_that_raises_on_all_ranks(coll: Communicator, trial: type[Trial], way: str) -> None:
+async def test_n3_an_optimizer_that_raises_on_all_ranks(coll: Communicator, way: str) -> None:
     """They are alike: the next step works."""
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    net = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
     kind = failing(False)
     opt: Any = PipelinedOptimizer(net, partial(kind, lr=0.1)) if way == "pipelined" else kind(net.parameters(), lr=0.1)
     for step in range(3):
         kind.fails = step == 1
         if kind.fails:
             with pytest.raises(ArithmeticError, match="no luck"):
-                await update(net, opt, trial, coll.rank, step, way)
+                await update(net, opt, coll.rank, step, way)
         else:
-            await update(net, opt, trial, coll.rank, step and 1, way)
-    trial.assert_same(net, trial.alone(2, 2))
+            await update(net, opt, coll.rank, step and 1, way)
+    Trial.assert_same(net, Trial.alone(2, 2))
 
 
 @pytest.mark.ranks(2)
-async def test_n3_only_one_rank_loads_a_state(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+async def test_n3_only_one_rank_loads_a_state(coll: Communicator) -> None:
+    net, opt = await Trial.made(coll)
+    await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
     if coll.rank:
-        net.load_state_dict(trial.Mlp().state_dict())
+        net.load_state_dict(Trial.Mlp().state_dict())
     with pytest.raises(
         aiodist.MismatchError, match=r"1 step made on rank 0; 0 steps made after a load of the state \w+ on rank 1"
     ):
-        await net.step(partial(trial.loss, net, coll.rank, 1), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, 1), opt)
 
 
 @pytest.mark.ranks(2)
-async def test_n3_a_state_that_one_rank_loads_before_the_first_step(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_a_state_that_one_rank_loads_before_the_first_step(coll: Communicator) -> None:
     """Or another one than the others; once all have loaded the same, the next step works."""
-    net = await DataParallel.create(trial.Mlp(), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    states = [{name: t + i for name, t in trial.Mlp().state_dict().items()} for i in range(2)]
+    net, opt = await Trial.made(coll)
+    states = [{name: t + i for name, t in Trial.Mlp().state_dict().items()} for i in range(2)]
     alone = r"0 steps made on rank 0; 0 steps made after a load of the state \w+ on rank 1"
     if coll.rank:
         net.load_state_dict(states[1])
     for _ in range(2):
         with pytest.raises(aiodist.MismatchError, match=alone):
-            await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+            await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
     with pytest.raises(aiodist.MismatchError, match=alone):
-        await net.backward(trial.loss(net, coll.rank, 0))
+        await net.backward(Trial.loss(net, coll.rank, 0))
     net.load_state_dict(states[coll.rank])
     with pytest.raises(aiodist.MismatchError, match=r"the state \w+ on rank 0; 0 steps made after a load of the state"):
-        await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
     net.load_state_dict(states[0])
-    await net.step(partial(trial.loss, net, coll.rank, 0), opt)
-    await net.step(partial(trial.loss, net, coll.rank, 1), opt)
+    await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
+    await net.step(partial(Trial.loss, net, coll.rank, 1), opt)
     await assert_synchronized(net.module, coll)
 
 
 @pytest.mark.ranks(2)
-async def test_n3_a_state_that_one_rank_cannot_load(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_a_state_that_one_rank_cannot_load(coll: Communicator) -> None:
     """It does not count as loaded there."""
-    net = await DataParallel.create(trial.Mlp(), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    await net.step(partial(trial.loss, net, coll.rank, 0), opt)
-    state = trial.Mlp().state_dict()
+    net, opt = await Trial.made(coll)
+    await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
+    state = Trial.Mlp().state_dict()
     with pytest.raises(RuntimeError, match="size mismatch") if coll.rank else nullcontext():
         net.load_state_dict({**state, "0.weight": torch.zeros(1)} if coll.rank else state)
     with pytest.raises(
         aiodist.MismatchError, match=r"0 steps made after a load of the state \w+ on rank 0; 1 step made on rank 1"
     ):
-        await net.step(partial(trial.loss, net, coll.rank, 1), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, 1), opt)
 
 
 @pytest.mark.ranks(3)
-async def test_n3_numbers_of_steps_beside_join(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_numbers_of_steps_beside_join(coll: Communicator) -> None:
     """Within the block they differ, after it they do not; one that an optimizer has left behind is told in it too."""
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+    net = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
     kind = failing(False)
     opt = kind(net.parameters(), lr=0.1)
     for epoch in range(2):
         async with net.join(opt):
             for step in range(coll.rank + epoch):
-                await net.step(partial(trial.loss, net, coll.rank, step), opt)
-        await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+                await net.step(partial(Trial.loss, net, coll.rank, step), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
         await assert_synchronized(list(net.parameters()), coll)
 
     async def train() -> None:
@@ -186,33 +176,26 @@ async def test_n3_numbers_of_steps_beside_join(coll: Communicator, trial: type[T
             for step in range(3 * coll.rank):
                 kind.fails = coll.rank == 1 and step == 1
                 with suppress(ArithmeticError):
-                    await net.step(partial(trial.loss, net, coll.rank, step), opt)
+                    await net.step(partial(Trial.loss, net, coll.rank, step), opt)
 
     with pytest.raises(aiodist.MismatchError, match=r"8 steps made, since .* on rank 1; 9 steps made on rank 2"):
         await train()
 
 
-# --- data that end ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("counts", [(3, 4), (2, 5, 2), (0, 1)], ids=str)
 @pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "one"])
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_n3_uneven_numbers_of_steps(
-    trial: type[Trial], counts: tuple[int, ...], sizes: dict[str, Any], pipelined: bool
-) -> None:
+def test_n3_uneven_numbers_of_steps(counts: tuple[int, ...], sizes: dict[str, Any], pipelined: bool) -> None:
     """Ranks that end early and ranks that go on get the same: ranks, numbers, the remedy, and the call that waited."""
     texts: list[str] = []
     calls: list[tuple[int, str]] = []
 
     async def main() -> None:
         async with aiodist.init() as coll:
-            net = await DataParallel.create(trial.Mlp(), coll, **sizes)
-            make = trial.OPTIMIZERS["sgd"]
-            opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+            net, opt = await Trial.made(coll, pipelined=pipelined, **sizes)
             try:
                 for step in range(counts[coll.rank]):
-                    await net.step(partial(trial.loss, net, coll.rank, step), opt)
+                    await net.step(partial(Trial.loss, net, coll.rank, step), opt)
                 await net.aclose()
             except aiodist.MismatchError as error:
                 texts.append(str(error))
@@ -235,11 +218,10 @@ def test_n3_uneven_numbers_of_steps(
 
 
 @pytest.mark.ranks(2)
-async def test_n3_after_an_uneven_end_a_step_is_refused(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_after_an_uneven_end_a_step_is_refused(coll: Communicator) -> None:
     own = await coll.dup()
-    net = await DataParallel.create(trial.Mlp(), own)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    step = partial(net.step, partial(trial.loss, net, coll.rank, 0), opt)
+    net, opt = await Trial.made(own)
+    step = partial(net.step, partial(Trial.loss, net, coll.rank, 0), opt)
     with pytest.raises(aiodist.MismatchError, match="rank 0 closes the net after 0 steps, rank 1 is in step 1"):
         await (step() if coll.rank else net.aclose())
     with pytest.raises((aiodist.CommunicatorAborted, RuntimeError), match=r"closes the net after 0 steps|is closed"):
@@ -248,10 +230,10 @@ async def test_n3_after_an_uneven_end_a_step_is_refused(coll: Communicator, tria
 
 
 @pytest.mark.ranks(2)
-async def test_n3_only_one_rank_is_in_a_join_block(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), await coll.dup(), **SMALL)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    step = partial(net.step, partial(trial.loss, net, coll.rank, 0), opt)
+async def test_n3_only_one_rank_is_in_a_join_block(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), await coll.dup(), **SMALL)
+    opt = Trial.OPTIMIZERS["sgd"](net.parameters())
+    step = partial(net.step, partial(Trial.loss, net, coll.rank, 0), opt)
 
     async def joined() -> None:
         async with net.join(opt):
@@ -264,29 +246,26 @@ async def test_n3_only_one_rank_is_in_a_join_block(coll: Communicator, trial: ty
     assert await coll.allreduce(1) == 2
 
 
-# --- words that help --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.ranks(1)
-async def test_n3_made_without_create(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_made_without_create(coll: Communicator) -> None:
     with pytest.raises(TypeError, match=r"`net = await DataParallel\.create\(module, coll\)`"):
-        DataParallel(trial.Mlp(), coll)
+        DataParallel(Trial.Mlp(), coll)
     with pytest.raises(TypeError, match=r"await DataParallel\.create"):
-        DataParallel(trial.Mlp(), device_ids=[0])
+        DataParallel(Trial.Mlp(), device_ids=[0])
 
 
 @pytest.mark.ranks(2)
-async def test_n7_optimizers_that_evaluate_the_loss_themselves(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n7_optimizers_that_evaluate_the_loss_themselves(coll: Communicator) -> None:
     """LBFGS says why not, with a step of the net and with the pipelined optimizer; nothing is sent."""
-    net = await DataParallel.create(trial.Mlp(), coll)
+    net = await DataParallel.create(Trial.Mlp(), coll)
     opt = torch.optim.LBFGS(net.parameters())
     why = r"LBFGS runs forward and backward by itself, as often as it likes \(its `closure`\)"
     with pytest.raises(TypeError, match=why):
-        await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
     with pytest.raises(TypeError, match=why):
         PipelinedOptimizer(net, torch.optim.LBFGS)
     with pytest.raises(TypeError, match="make_optimizer returned NoneType: expected an optimizer"):
         PipelinedOptimizer(net, lambda params: None)  # type: ignore[arg-type, return-value]
-    sgd = trial.OPTIMIZERS["sgd"](net.parameters())
-    await net.step(partial(trial.loss, net, coll.rank, 0), sgd)
-    trial.assert_same(net, trial.alone(2, 1))
+    sgd = Trial.OPTIMIZERS["sgd"](net.parameters())
+    await net.step(partial(Trial.loss, net, coll.rank, 0), sgd)
+    Trial.assert_same(net, Trial.alone(2, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +16,7 @@ from torch.optim import optimizer as of_torch
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, assert_synchronized
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
+from tests.nn.conftest import Trial
 
 on_ranks = pytest.mark.ranks(2)
 on_processes = pytest.mark.ranks(2, backend="gloo")
@@ -32,84 +30,78 @@ class Derived(SGD):
 
 
 @asynccontextmanager
-async def trained(coll: Communicator, trial: type[Trial]) -> AsyncIterator[DataParallel]:
+async def trained(coll: Communicator) -> AsyncIterator[DataParallel]:
     """Make a net; in the end no alarm was raised, and all ranks have the same parameters."""
-    async with await DataParallel.create(trial.Mlp(), coll, **trial.FEW) as net:
+    async with await DataParallel.create(Trial.Mlp(), coll, **Trial.FEW) as net:
         yield net
         net.zero_grad()
-        await net.backward(trial.loss(net, coll.rank, 9))
+        await net.backward(Trial.loss(net, coll.rank, 9))
         await assert_synchronized(list(net.parameters()), coll)
 
 
-async def backward(net: DataParallel, trial: type[Trial], rank: int, step: int = 0) -> None:
+async def backward(net: DataParallel, rank: int, step: int = 0) -> None:
     net.zero_grad()
-    await net.backward(trial.loss(net, rank, step))
+    await net.backward(Trial.loss(net, rank, step))
 
 
-# --- alarms -----------------------------------------------------------------------------------------------------------
-
-
-async def check_told(net: DataParallel, trial: type[Trial], rank: int, made: tuple[int, int]) -> None:
+async def check_told(net: DataParallel, rank: int, made: tuple[int, int]) -> None:
     said = [f"{count} step{'s' * (count != 1)} made on rank {rank}" for rank, count in enumerate(made)]
     with pytest.raises(aiodist.MismatchError, match="; ".join(said)):
-        await backward(net, trial, rank)
+        await backward(net, rank)
 
 
 @on_ranks
 @pytest.mark.parametrize("lost", [0, 1])
-async def test_n3_one_of_several_optimizers_is_left_out(coll: Communicator, trial: type[Trial], lost: int) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
+async def test_n3_one_of_several_optimizers_is_left_out(coll: Communicator, lost: int) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll)
     first, *others = net.parameters()
     opts = [SGD([first], lr=0.1), Adam(others, lr=0.1)]
     for step in range(2):
-        await backward(net, trial, coll.rank, step)
+        await backward(net, coll.rank, step)
         for number, opt in enumerate(opts):
             if (coll.rank, step, number) != (1, 1, lost):
                 opt.step()
-    await check_told(net, trial, coll.rank, (4, 3))
+    await check_told(net, coll.rank, (4, 3))
 
 
 @on_ranks
 @pytest.mark.parametrize("kind", [Derived, partial(Adam, foreach=True), partial(Adam, fused=True), "scheduled"])
-async def test_n3_every_kind_of_step_is_seen(coll: Communicator, trial: type[Trial], kind: Any) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
+async def test_n3_every_kind_of_step_is_seen(coll: Communicator, kind: Any) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll)
     opt = SGD(net.parameters(), lr=0.1) if kind == "scheduled" else kind(net.parameters(), lr=0.1)
     if kind == "scheduled":
         torch.optim.lr_scheduler.StepLR(opt, 1)
     for step in range(3):
-        await backward(net, trial, coll.rank, step)
+        await backward(net, coll.rank, step)
         if (coll.rank, step) != (1, 2):
             opt.step()
-    await check_told(net, trial, coll.rank, (3, 2))
+    await check_told(net, coll.rank, (3, 2))
 
 
 @pytest.mark.thorough
 @on_ranks
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-async def test_n3_a_compiled_step_is_seen(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
+async def test_n3_a_compiled_step_is_seen(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll)
     opt = SGD(net.parameters(), lr=0.1)
     compiled = torch.compile(opt.step, backend="eager")
     for step in range(3):
-        await backward(net, trial, coll.rank, step)
+        await backward(net, coll.rank, step)
         if (coll.rank, step) != (1, 2):
             (compiled if coll.rank == 0 or step else opt.step)()
-    await check_told(net, trial, coll.rank, (3, 2))
-
-
-# --- no alarm ---------------------------------------------------------------------------------------------------------
+    await check_told(net, coll.rank, (3, 2))
 
 
 @on_ranks
-async def test_n3_several_backwards_for_a_step(coll: Communicator, trial: type[Trial]) -> None:
-    async with trained(coll, trial) as net:
+async def test_n3_several_backwards_for_a_step(coll: Communicator) -> None:
+    async with trained(coll) as net:
         opt = SGD(net.parameters(), lr=0.1)
         for step in range(8):
             if step % 4 < 2:
                 with net.no_sync():
-                    await net.backward(trial.loss(net, coll.rank, step))
+                    await net.backward(Trial.loss(net, coll.rank, step))
             else:
-                await net.backward(trial.loss(net, coll.rank, step))
+                await net.backward(Trial.loss(net, coll.rank, step))
             if step % 4 == 3:
                 opt.step()
                 opt.zero_grad()
@@ -118,7 +110,7 @@ async def test_n3_several_backwards_for_a_step(coll: Communicator, trial: type[T
 @pytest.mark.drawn(2)
 @on_ranks
 @pytest.mark.parametrize("way", ["plain", "run", "step"])
-async def test_n3_a_step_that_all_ranks_skip(coll: Communicator, trial: type[Trial], way: str) -> None:
+async def test_n3_a_step_that_all_ranks_skip(coll: Communicator, way: str) -> None:
     """As GradScaler does, on all where one has overflowed: what is reduced is the same on all."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
@@ -128,15 +120,15 @@ async def test_n3_a_step_that_all_ranks_skip(coll: Communicator, trial: type[Tri
                 return None
             return super().step(closure)
 
-    async with trained(coll, trial) as net:
+    async with trained(coll) as net:
         opt = (Scaled if way == "step" else SGD)(net.parameters(), lr=0.1)
         for step in range(4):
             factor = float("inf") if coll.rank == 1 and step in (1, 2) else 1.0
             if way == "step":
-                await net.step(lambda step, factor: factor * trial.loss(net, coll.rank, step), opt, step, factor)
+                await net.step(lambda step, factor: factor * Trial.loss(net, coll.rank, step), opt, step, factor)
                 continue
             net.zero_grad()
-            await net.backward(scaler.scale(factor * trial.loss(net, coll.rank, step)))
+            await net.backward(scaler.scale(factor * Trial.loss(net, coll.rank, step)))
             if way == "run":
                 await net.run(scaler.step, opt)
             else:
@@ -146,15 +138,15 @@ async def test_n3_a_step_that_all_ranks_skip(coll: Communicator, trial: type[Tri
 
 
 @on_ranks
-async def test_n3_ways_to_step_that_differ(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_ways_to_step_that_differ(coll: Communicator) -> None:
     """One rank lets the compute thread do it, another calls it, a third has a closure: each has made it."""
-    async with trained(coll, trial) as net:
+    async with trained(coll) as net:
         opt = SGD(net.parameters(), lr=0.1)
         for step in range(4):
             if step == 3:
-                await net.step(partial(trial.loss, net, coll.rank, step), opt)
+                await net.step(partial(Trial.loss, net, coll.rank, step), opt)
                 continue
-            await backward(net, trial, coll.rank, step)
+            await backward(net, coll.rank, step)
             if (coll.rank + step) % 3 == 0:
                 await net.run(opt.step)
             elif (coll.rank + step) % 3 == 1:
@@ -164,13 +156,13 @@ async def test_n3_ways_to_step_that_differ(coll: Communicator, trial: type[Trial
 
 
 @on_processes
-async def test_n3_a_hook_that_fires_twice_on_one_rank(coll: Communicator, trial: type[Trial]) -> None:
-    async with trained(coll, trial) as net:
+async def test_n3_a_hook_that_fires_twice_on_one_rank(coll: Communicator) -> None:
+    async with trained(coll) as net:
         opt = Derived(net.parameters(), lr=0.1)
         if coll.rank:
             SGD([nn.Parameter(torch.ones(1))], lr=0.1)
         for step in range(3):
-            await backward(net, trial, coll.rank, step)
+            await backward(net, coll.rank, step)
             opt.step()
 
 
@@ -193,52 +185,49 @@ def at_once(net: DataParallel) -> None:
 @on_ranks
 @pytest.mark.parametrize("what", [elsewhere, at_once])
 async def test_n3_steps_of_one_rank_that_change_nothing(
-    coll: Communicator, trial: type[Trial], what: Callable[[DataParallel], None]
+    coll: Communicator, what: Callable[[DataParallel], None]
 ) -> None:
-    async with trained(coll, trial) as net:
+    async with trained(coll) as net:
         opt = SGD(net.parameters(), lr=0.1)
         for step in range(3):
             if coll.rank and (step == 0 or what is elsewhere):
                 what(net)
-            await net.step(partial(trial.loss, net, coll.rank, step), opt)
+            await net.step(partial(Trial.loss, net, coll.rank, step), opt)
             if coll.rank:
                 await net.run(opt.state_dict)
-        await backward(net, trial, coll.rank)
+        await backward(net, coll.rank)
         if coll.rank:
             await net.run(opt.state_dict)
 
 
 @on_ranks
-async def test_n3_an_optimizer_for_each_parameter_as_gradients_arrive(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_an_optimizer_for_each_parameter_as_gradients_arrive(coll: Communicator) -> None:
     """The ranks step in different order, and while the pass is not over."""
-    async with trained(coll, trial) as net:
+    async with trained(coll) as net:
         opts = {p: SGD([p], lr=0.1) for p in net.parameters()}
         for step in range(3):
             net.zero_grad()
-            async for p, _ in net.gradients(trial.loss(net, coll.rank, step)):
+            async for p, _ in net.gradients(Trial.loss(net, coll.rank, step)):
                 opts[p].step()
 
 
 @on_ranks
-async def test_n3_plain_steps_in_a_join_block(coll: Communicator, trial: type[Trial]) -> None:
-    async with trained(coll, trial) as net:
+async def test_n3_plain_steps_in_a_join_block(coll: Communicator) -> None:
+    async with trained(coll) as net:
         opt = SGD(net.parameters(), lr=0.1, momentum=0.9)
         for epoch in range(2):
             async with net.join(opt):
                 for step in range(1 + 2 * coll.rank + epoch):
-                    await backward(net, trial, coll.rank, step)
+                    await backward(net, coll.rank, step)
                     opt.step()
-            await backward(net, trial, coll.rank)
+            await backward(net, coll.rank)
             opt.step()
 
 
-# --- the hook ---------------------------------------------------------------------------------------------------------
-
-
 @on_processes
-async def test_n3_the_hook_goes_with_the_last_net(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_the_hook_goes_with_the_last_net(coll: Communicator) -> None:
     before = dict(of_torch._global_optimizer_post_hooks)
-    nets = [await DataParallel.create(trial.Mlp(), coll) for _ in range(2)]
+    nets = [await DataParallel.create(Trial.Mlp(), coll) for _ in range(2)]
     hooks = of_torch._global_optimizer_post_hooks
     assert len(hooks) == len(before) + 1
     await nets[1].aclose()

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +16,8 @@ from torch.optim import SGD, Adam
 
 from aiodist import Communicator, RemoteError, nn
 from aiodist.nn import DataParallel, assert_synchronized
+from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
 
 on_ranks = pytest.mark.ranks(1, 2)
 NOT_REDUCED = r"\.step\(\) was called while the gradient of parameter '\d\.\w+' was not reduced yet.*net\.gradients"
@@ -50,9 +48,9 @@ async def one_pass(net: DataParallel, forward: Callable[[], Tensor], way: str, o
         await net.step([forward] * (2 if way == "list" else 1), opt)
 
 
-async def check_works(net: DataParallel, trial: type[Trial], coll: Communicator) -> None:
+async def check_works(net: DataParallel, coll: Communicator) -> None:
     """The next step works, and all ranks have the same parameters."""
-    await net.step(lambda: trial.loss(net, coll.rank, 7), SGD(net.parameters(), lr=0.1))
+    await net.step(lambda: Trial.loss(net, coll.rank, 7), SGD(net.parameters(), lr=0.1))
     await assert_synchronized(net.module, coll)
 
 
@@ -60,38 +58,34 @@ async def check_works(net: DataParallel, trial: type[Trial], coll: Communicator)
 @pytest.mark.parametrize("make", [SGD, partial(Adam, foreach=True)])
 @pytest.mark.parametrize("where", ["before", "after"])
 @pytest.mark.parametrize("way", ["backward", "step", "list", "gradients"])
-async def test_n3_a_hook_that_steps_within_backward(
-    coll: Communicator, trial: type[Trial], way: str, where: str, make: Any
-) -> None:
-    module = trial.Mlp()
+async def test_n3_a_hook_that_steps_within_backward(coll: Communicator, way: str, where: str, make: Any) -> None:
+    module = Trial.Mlp()
     with hooked(module, stepping(module, make) if where == "before" else lambda _: None):
-        net = await DataParallel.create(module, coll, **trial.FEW)
+        net = await DataParallel.create(module, coll, **Trial.FEW)
         with hooked(module, stepping(module, make) if where == "after" else lambda _: None):
             for step in range(2):  # the first one learns the order
                 before = [p.detach().clone() for p in module.parameters()]
-                forward = partial(trial.loss, net, coll.rank, step)
+                forward = partial(Trial.loss, net, coll.rank, step)
                 with pytest.raises(RuntimeError, match=NOT_REDUCED):
                     await one_pass(net, forward, way, SGD(net.parameters(), lr=0.1))
                 assert all(map(torch.equal, before, module.parameters()))
-    await check_works(net, trial, coll)
+    await check_works(net, coll)
 
 
 @pytest.mark.ranks(2)
-async def test_n3_a_hook_that_steps_on_one_rank_alone(coll: Communicator, trial: type[Trial]) -> None:
-    module = trial.Mlp()
+async def test_n3_a_hook_that_steps_on_one_rank_alone(coll: Communicator) -> None:
+    module = Trial.Mlp()
     net = await DataParallel.create(module, coll)
     told = pytest.raises(RuntimeError if coll.rank else RemoteError, match="was not reduced yet")
     with hooked(module, stepping(module) if coll.rank else lambda _: None), told:
-        await net.backward(trial.loss(net, coll.rank, 0))
-    await check_works(net, trial, coll)
+        await net.backward(Trial.loss(net, coll.rank, 0))
+    await check_works(net, coll)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("change", ["add", "copy", "foreach"])
 @pytest.mark.parametrize("way", ["backward", "step", "gradients", "pipelined"])
-async def test_n3_a_parameter_that_is_changed_within_backward(
-    coll: Communicator, trial: type[Trial], way: str, change: str
-) -> None:
+async def test_n3_a_parameter_that_is_changed_within_backward(coll: Communicator, way: str, change: str) -> None:
     def descend(p: Tensor) -> None:
         assert p.grad is not None
         with torch.no_grad():
@@ -102,86 +96,81 @@ async def test_n3_a_parameter_that_is_changed_within_backward(
             else:
                 torch._foreach_add_([p], [p.grad], alpha=-0.1)
 
-    module = trial.Mlp()
-    net = await DataParallel.create(module, coll, **trial.FEW)
+    module = Trial.Mlp()
+    net = await DataParallel.create(module, coll, **Trial.FEW)
     opt: Any = (nn.PipelinedOptimizer if way == "pipelined" else lambda net, make: make(net.parameters()))(
-        net, trial.OPTIMIZERS["sgd"]
+        net, Trial.OPTIMIZERS["sgd"]
     )
     with hooked(module, descend):
         for step in range(2):
-            forward = partial(trial.loss, net, coll.rank, step)
+            forward = partial(Trial.loss, net, coll.rank, step)
             with pytest.raises(RuntimeError, match=CHANGED):
                 await one_pass(net, forward, way, opt)
 
 
 @pytest.mark.ranks(2)
-async def test_n3_a_step_beside_a_pass_that_goes_on(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_a_step_beside_a_pass_that_goes_on(coll: Communicator) -> None:
     """Of an optimizer of the net that is not the pipelined one, and after a loop over gradients was left early."""
-    module = trial.Mlp()
-    net = await DataParallel.create(module, coll, **trial.FEW)
+    module = Trial.Mlp()
+    net = await DataParallel.create(module, coll, **Trial.FEW)
     opt = SGD(net.parameters(), lr=0.1)
-    async for _ in net.gradients(trial.loss(net, coll.rank, 0)):
+    async for _ in net.gradients(Trial.loss(net, coll.rank, 0)):
         with pytest.raises(RuntimeError, match=NOT_REDUCED):
             opt.step()
         break
     net.zero_grad()
-    await net.backward(trial.loss(net, coll.rank, 1))
+    await net.backward(Trial.loss(net, coll.rank, 1))
     opt.step()
     await assert_synchronized(net.module, coll)
 
 
 @pytest.mark.ranks(2)
-async def test_n8_each_parameter_is_stepped_as_its_gradient_is_reduced(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **trial.SMALL)
+async def test_n8_each_parameter_is_stepped_as_its_gradient_is_reduced(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
     optimizers = {p: SGD([p], lr=0.1) for p in net.parameters()}
     for step in range(3):
         net.zero_grad()
-        async for p, _ in net.gradients(trial.loss(net, coll.rank, step)):
+        async for p, _ in net.gradients(Trial.loss(net, coll.rank, step)):
             optimizers[p].step()
-    trial.assert_same(net, trial.alone(coll.size, 3))
+    Trial.assert_same(net, Trial.alone(coll.size, 3))
 
 
 @pytest.mark.ranks(2)
-async def test_n18_hooks_may_step_where_ranks_step_alone(coll: Communicator, trial: type[Trial]) -> None:
-    module = trial.Mlp()
+async def test_n18_hooks_may_step_where_ranks_step_alone(coll: Communicator) -> None:
+    module = Trial.Mlp()
     net = await DataParallel.create(module, coll)
     local = nn.LocalSGD(net, SGD(net.parameters(), lr=0.0), every=2)
     with hooked(module, stepping(module)):
         for step in range(4):
-            await net.step([partial(trial.loss, net, coll.rank, step)] * 2, local)
+            await net.step([partial(Trial.loss, net, coll.rank, step)] * 2, local)
     await local.flush()
     await assert_synchronized(net.module, coll)
 
 
 @pytest.mark.ranks(2)
-async def test_n3_another_net_may_step_within_backward(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n3_another_net_may_step_within_backward(coll: Communicator) -> None:
     """What is stepped in a hook is no parameter of this net."""
-    module, other = trial.Mlp(), trial.Mlp(1)
+    module, other = Trial.Mlp(), Trial.Mlp(1)
     net = await DataParallel.create(module, coll)
     beside = await DataParallel.create(other, coll)
     opt, first = SGD(other.parameters(), lr=0.1), next(other.parameters())
     before = first.detach().clone()
-    await beside.backward(trial.loss(beside, coll.rank, 0))
+    await beside.backward(Trial.loss(beside, coll.rank, 0))
 
     def stepped(_: Tensor) -> None:
         opt.step()
 
     with hooked(module, stepped):
-        await net.backward(trial.loss(net, coll.rank, 0))
+        await net.backward(Trial.loss(net, coll.rank, 0))
     assert not torch.equal(before, first)
-
-
-# --- gradients that were kept ----------------------------------------------------------------------------------------
 
 
 @on_ranks
 @pytest.mark.parametrize("kind", ["sgd", "pipelined", "sharded", "local"])
 @pytest.mark.parametrize("way", ["net", "torch", "thread"])
-async def test_n5_a_step_does_not_drop_gradients_that_were_kept(
-    coll: Communicator, trial: type[Trial], way: str, kind: str
-) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **trial.FEW)
-    make = trial.OPTIMIZERS["sgd"]
+async def test_n5_a_step_does_not_drop_gradients_that_were_kept(coll: Communicator, way: str, kind: str) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll, **Trial.FEW)
+    make = Trial.OPTIMIZERS["sgd"]
     drivers: dict[str, Callable[[], Any]] = {
         "sgd": lambda: make(net.parameters()),
         "pipelined": lambda: nn.PipelinedOptimizer(net, make),
@@ -191,53 +180,50 @@ async def test_n5_a_step_does_not_drop_gradients_that_were_kept(
     opt = drivers[kind]()
     with net.no_sync():
         if way == "net":
-            await net.backward(trial.loss(net, coll.rank, 0))
+            await net.backward(Trial.loss(net, coll.rank, 0))
         elif way == "torch":
-            trial.loss(net, coll.rank, 0).backward()
+            Trial.loss(net, coll.rank, 0).backward()
         else:
-            await net.run(lambda: torch.autograd.backward(trial.loss(net, coll.rank, 0)))
+            await net.run(lambda: torch.autograd.backward(Trial.loss(net, coll.rank, 0)))
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"net\.step forgets gradients .* as a list, `await net\.step\(\[forw"):
-            await net.step(partial(trial.loss, net, coll.rank, 1), opt)
+            await net.step(partial(Trial.loss, net, coll.rank, 1), opt)
     net.zero_grad(set_to_none=coll.rank == 0)
-    await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+    await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
     if kind != "sgd":
         await opt.flush()
-    trial.assert_same(net, trial.alone(coll.size, 1))
-    await net.step(partial(trial.loss, net, coll.rank, 1), opt)
+    Trial.assert_same(net, Trial.alone(coll.size, 1))
+    await net.step(partial(Trial.loss, net, coll.rank, 1), opt)
 
 
 @pytest.mark.ranks(1)
-async def test_n5_what_is_kept_while_another_net_is_in_its_backward_is_kept(
-    coll: Communicator, trial: type[Trial]
-) -> None:
+async def test_n5_what_is_kept_while_another_net_is_in_its_backward_is_kept(coll: Communicator) -> None:
     """That one is on a thread of its own, and has nothing to do with this net."""
-    net, other = await DataParallel.create(trial.Mlp(), coll), await DataParallel.create(trial.Mlp(), coll)
+    net, other = await DataParallel.create(Trial.Mlp(), coll), await DataParallel.create(Trial.Mlp(), coll)
     begun, done = threading.Event(), threading.Event()
 
     def hold() -> None:
         begun.set()
         assert done.wait(20)
 
-    task = asyncio.ensure_future(other.backward(in_backward(trial.loss(other, coll.rank, 0), hold)))
+    task = asyncio.ensure_future(other.backward(in_backward(Trial.loss(other, coll.rank, 0), hold)))
     await asyncio.to_thread(begun.wait, 20)
     with net.no_sync():
-        trial.loss(net, coll.rank, 0).backward()
+        Trial.loss(net, coll.rank, 0).backward()
     done.set()
     await task
     with pytest.raises(RuntimeError, match=r"net\.step forgets gradients"):
-        await net.step(partial(trial.loss, net, coll.rank, 1), trial.OPTIMIZERS["sgd"](net.parameters()))
+        await net.step(partial(Trial.loss, net, coll.rank, 1), Trial.OPTIMIZERS["sgd"](net.parameters()))
 
 
 @pytest.mark.ranks(2)
-async def test_n5_gradients_that_were_kept_and_reduced(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+async def test_n5_gradients_that_were_kept_and_reduced(coll: Communicator) -> None:
+    net, opt = await Trial.made(coll)
     for step in range(0, 4, 2):
         net.zero_grad()
         with net.no_sync():
-            await net.backward(trial.loss(net, coll.rank, step))
-        await net.backward(trial.loss(net, coll.rank, step + 1))
+            await net.backward(Trial.loss(net, coll.rank, step))
+        await net.backward(Trial.loss(net, coll.rank, step + 1))
         opt.step()
-    trial.assert_same(net, trial.alone(coll.size, 4, every=2))
-    await net.step(partial(trial.loss, net, coll.rank, 4), opt)
+    Trial.assert_same(net, Trial.alone(coll.size, 4, every=2))
+    await net.step(partial(Trial.loss, net, coll.rank, 4), opt)

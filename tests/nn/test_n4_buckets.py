@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,10 +19,8 @@ from torch.nn.functional import mse_loss
 from aiodist import Communicator
 from aiodist.nn import DataParallel
 from aiodist.nn.buckets import deal
+from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
 
 SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 
@@ -68,12 +66,12 @@ def names_of(net: DataParallel) -> list[list[str]]:
 
 
 @pytest.mark.ranks(3)
-async def test_n4_the_order_of_the_first_backward_is_that_of_rank_0(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n4_the_order_of_the_first_backward_is_that_of_rank_0(coll: Communicator) -> None:
     layers = nn.ModuleDict({str(i): nn.Linear(6, 6, bias=False).double() for i in range(6)})
     net = await DataParallel.create(layers, coll, **SMALL)
 
     def forward(order: list[int]) -> Tensor:
-        x, y = trial.batch(coll.rank, 0)
+        x, y = Trial.batch(coll.rank, 0)
         for i in order:
             x = layers[str(i)](x)
         return mse_loss(x[:, :3], y)
@@ -87,7 +85,7 @@ async def test_n4_the_order_of_the_first_backward_is_that_of_rank_0(coll: Commun
 
 
 @pytest.mark.ranks(1, 2)
-async def test_n4_the_first_bucket_is_small(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n4_the_first_bucket_is_small(coll: Communicator) -> None:
     module = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(9)])  # 256 bytes each
     net = await DataParallel.create(module, coll, bucket_bytes=1024, first_bucket_bytes=512)
     for _ in range(2):
@@ -120,18 +118,18 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize("bucket_bytes", [1, 700])
 async def test_n4_branches_drawn_on_each_rank(
-    coll: Communicator, trial: type[Trial], bucket_bytes: int, op: Literal["mean", "sum"]
+    coll: Communicator, bucket_bytes: int, op: Literal["mean", "sum"]
 ) -> None:
     def loss(module: Any, rank: int, step: int) -> Tensor:
-        x, y = trial.batch(rank, step)
+        x, y = Trial.batch(rank, step)
         return mse_loss(module(x, random.Random(f"{rank} {step}")), y)
 
     for optimizer in ("momentum", "adam"):
         net = await DataParallel.create(Branches(), coll, bucket_bytes=bucket_bytes, first_bucket_bytes=1, op=op)
-        opt = trial.OPTIMIZERS[optimizer](net.parameters())
+        opt = Trial.OPTIMIZERS[optimizer](net.parameters())
         for step in range(6):
             await net.step(partial(loss, net, coll.rank, step), opt)
-        trial.assert_same(net, trial.alone(coll.size, 6, make=Branches, loss=loss, optimizer=optimizer, op=op))
+        Trial.assert_same(net, Trial.alone(coll.size, 6, make=Branches, loss=loss, optimizer=optimizer, op=op))
         await net.aclose()
 
 
@@ -156,7 +154,7 @@ class Odd(nn.Module):
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
-async def test_n4_any_memory_layout(coll: Communicator, trial: type[Trial], bucket_bytes: int) -> None:
+async def test_n4_any_memory_layout(coll: Communicator, bucket_bytes: int) -> None:
     def loss(module: Any, rank: int, step: int) -> Tensor:
         drawn = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(10 * rank + step))
         out: Tensor = module(drawn.contiguous(memory_format=torch.channels_last))
@@ -166,7 +164,7 @@ async def test_n4_any_memory_layout(coll: Communicator, trial: type[Trial], buck
     opt = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
     for step in range(3):
         await net.step(partial(loss, net, coll.rank, step), opt)
-    module = trial.alone(coll.size, 3, make=Odd, loss=loss, optimizer=partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
+    module = Trial.alone(coll.size, 3, make=Odd, loss=loss, optimizer=partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
     for (name, ours), theirs in zip(net.named_parameters(), module.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=f"{name}: ".__add__)
         assert ours.grad is not None
@@ -177,17 +175,17 @@ async def test_n4_any_memory_layout(coll: Communicator, trial: type[Trial], buck
 
 
 @pytest.mark.ranks(2)
-async def test_n4_gradients_stay_in_their_places(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n4_gradients_stay_in_their_places(coll: Communicator) -> None:
     """Once they lie in a bucket, zeroing them in place leaves them there: nothing is made anew."""
-    net = await DataParallel.create(trial.Mlp(), coll)
+    net = await DataParallel.create(Trial.Mlp(), coll)
     places = []
     for step in range(4):
         net.zero_grad(set_to_none=step % 2 == 0)
-        await net.backward(trial.loss(net, coll.rank, step))
+        await net.backward(Trial.loss(net, coll.rank, step))
         places.append([p.grad.data_ptr() for p in net.parameters() if p.grad is not None])
-        expected = trial.Mlp()
-        trial.joined(expected, 2, step).backward()
-        trial.assert_same_gradients(net, expected)
+        expected = Trial.Mlp()
+        Trial.joined(expected, 2, step).backward()
+        Trial.assert_same_gradients(net, expected)
     assert places[1] == places[2] == places[3]
     assert len({p.grad.untyped_storage().data_ptr() for p in net.parameters() if p.grad is not None}) == 1
 

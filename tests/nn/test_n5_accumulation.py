@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,9 +13,7 @@ from torch.nn.functional import mse_loss
 
 from aiodist import Communicator
 from aiodist.nn import DataParallel, assert_synchronized
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
+from tests.nn.conftest import Trial
 
 SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 BUCKETS: list[dict[str, Any]] = [SMALL, {"bucket_bytes": 600, "first_bucket_bytes": 100}, {}]
@@ -23,11 +21,11 @@ each_op = pytest.mark.parametrize("op", ["mean", "sum"])
 each_bucket = pytest.mark.parametrize("sizes", BUCKETS, ids=["each", "few", "all"])
 
 
-def gradients_of(trial: type[Trial], size: int, steps: range, op: str) -> nn.Module:
+def gradients_of(size: int, steps: range, op: str) -> nn.Module:
     """Return a module with the gradients of one process that took these steps."""
-    module = trial.Mlp()
+    module = Trial.Mlp()
     for step in steps:
-        losses = torch.stack([trial.loss(module, rank, step) for rank in range(size)])
+        losses = torch.stack([Trial.loss(module, rank, step) for rank in range(size)])
         (losses.mean() if op == "mean" else losses.sum()).backward()
     return module
 
@@ -36,10 +34,9 @@ def gradients_of(trial: type[Trial], size: int, steps: range, op: str) -> nn.Mod
 @each_op
 @each_bucket
 async def test_n5_no_sync_adds_up_locally(
-    coll: Communicator, trial: type[Trial], op: Literal["mean", "sum"], sizes: dict[str, Any]
+    coll: Communicator, op: Literal["mean", "sum"], sizes: dict[str, Any]
 ) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, op=op, **sizes)
-    opt = trial.OPTIMIZERS["adam"](net.parameters())
+    net, opt = await Trial.made(coll, "adam", op=op, **sizes)
     every = 3
     for step in range(3 * every):
         if step % every == 0:
@@ -47,43 +44,43 @@ async def test_n5_no_sync_adds_up_locally(
         if step % every < every - 1:
             issued = net.reducer.data.seq
             with net.no_sync():
-                await net.backward(trial.loss(net, coll.rank, step))
+                await net.backward(Trial.loss(net, coll.rank, step))
             assert net.reducer.data.seq == issued
         else:
-            await net.backward(trial.loss(net, coll.rank, step))
+            await net.backward(Trial.loss(net, coll.rank, step))
             await net.run(opt.step)
-    trial.assert_same(net, trial.alone(coll.size, 3 * every, optimizer="adam", op=op, every=every))
+    Trial.assert_same(net, Trial.alone(coll.size, 3 * every, optimizer="adam", op=op, every=every))
 
 
 @pytest.mark.ranks(2)
 @each_bucket
-async def test_n5_no_sync_with_backward_of_torch(coll: Communicator, trial: type[Trial], sizes: dict[str, Any]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **sizes)
+async def test_n5_no_sync_with_backward_of_torch(coll: Communicator, sizes: dict[str, Any]) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll, **sizes)
     for begin in (0, 3):
         net.zero_grad()
         with net.no_sync():
-            trial.loss(net, coll.rank, begin).backward()
+            Trial.loss(net, coll.rank, begin).backward()
             with net.no_sync():
-                await net.run(trial.loss(net, coll.rank, begin + 1).backward)
-        await net.backward(trial.loss(net, coll.rank, begin + 2))
-        trial.assert_same_gradients(net, gradients_of(trial, 2, range(begin, begin + 3), "mean"))
+                await net.run(Trial.loss(net, coll.rank, begin + 1).backward)
+        await net.backward(Trial.loss(net, coll.rank, begin + 2))
+        Trial.assert_same_gradients(net, gradients_of(2, range(begin, begin + 3), "mean"))
 
 
 @pytest.mark.ranks(1, 2, 3)
 @each_op
 @each_bucket
 async def test_n5_gradients_that_are_not_forgotten_add_up(
-    coll: Communicator, trial: type[Trial], op: Literal["mean", "sum"], sizes: dict[str, Any]
+    coll: Communicator, op: Literal["mean", "sum"], sizes: dict[str, Any]
 ) -> None:
     """Backward onto gradients that are reduced already: the total is that of one process."""
-    net = await DataParallel.create(trial.Mlp(), coll, op=op, **sizes)
+    net = await DataParallel.create(Trial.Mlp(), coll, op=op, **sizes)
     for step in range(4):
-        await net.backward(trial.loss(net, coll.rank, step))
-        trial.assert_same_gradients(net, gradients_of(trial, coll.size, range(step + 1), op))
+        await net.backward(Trial.loss(net, coll.rank, step))
+        Trial.assert_same_gradients(net, gradients_of(coll.size, range(step + 1), op))
     with net.no_sync():
-        await net.backward(trial.loss(net, coll.rank, 4))
-    await net.backward(trial.loss(net, coll.rank, 5))
-    trial.assert_same_gradients(net, gradients_of(trial, coll.size, range(6), op))
+        await net.backward(Trial.loss(net, coll.rank, 4))
+    await net.backward(Trial.loss(net, coll.rank, 5))
+    Trial.assert_same_gradients(net, gradients_of(coll.size, range(6), op))
 
 
 @pytest.mark.ranks(2, 3)
@@ -91,90 +88,85 @@ async def test_n5_gradients_that_are_not_forgotten_add_up(
 @each_bucket
 @pytest.mark.parametrize("how", ["net", "torch"])
 async def test_n5_no_sync_behind_a_step_whose_gradients_are_kept(
-    coll: Communicator, trial: type[Trial], op: Literal["mean", "sum"], sizes: dict[str, Any], how: str
+    coll: Communicator, op: Literal["mean", "sum"], sizes: dict[str, Any], how: str
 ) -> None:
     """A block without a backward changes nothing; what was reduced counts once, where it was used here again or not."""
-    net = await DataParallel.create(trial.Mlp(), coll, op=op, **sizes)
-    await net.step(partial(trial.loss, net, coll.rank, 0), torch.optim.SGD(net.parameters(), lr=0.0))
+    net = await DataParallel.create(Trial.Mlp(), coll, op=op, **sizes)
+    await net.step(partial(Trial.loss, net, coll.rank, 0), torch.optim.SGD(net.parameters(), lr=0.0))
     for part in range(1, 4):
-        expected = gradients_of(trial, coll.size, range(part), op)
+        expected = gradients_of(coll.size, range(part), op)
         with net.no_sync(), net.no_sync():
-            trial.assert_same_gradients(net, expected)
-            torch.autograd.grad(trial.loss(net, coll.rank, part), list(net.parameters()))  # adds nothing to them
-        trial.assert_same_gradients(net, expected)
+            Trial.assert_same_gradients(net, expected)
+            torch.autograd.grad(Trial.loss(net, coll.rank, part), list(net.parameters()))  # adds nothing to them
+        Trial.assert_same_gradients(net, expected)
         with net.no_sync():
             some = list(net.parameters())[-1:]  # the others' gradients stay the sum
-            loss = trial.loss(net, coll.rank, part)
+            loss = Trial.loss(net, coll.rank, part)
             await net.backward(loss, inputs=some) if how == "net" else loss.backward(inputs=some)
         others = list(net.parameters())[:-1]
-        await net.backward(trial.loss(net, coll.rank, part), inputs=others)
-    trial.assert_same_gradients(net, gradients_of(trial, coll.size, range(4), op))
+        await net.backward(Trial.loss(net, coll.rank, part), inputs=others)
+    Trial.assert_same_gradients(net, gradients_of(coll.size, range(4), op))
 
 
 @pytest.mark.ranks(3)
 @each_op
 @each_bucket
 async def test_n5_no_sync_with_parameters_that_are_thawed_in_it(
-    coll: Communicator, trial: type[Trial], op: Literal["mean", "sum"], sizes: dict[str, Any]
+    coll: Communicator, op: Literal["mean", "sum"], sizes: dict[str, Any]
 ) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, op=op, **sizes)
-    await net.backward(trial.loss(net, coll.rank, 0))
+    net = await DataParallel.create(Trial.Mlp(), coll, op=op, **sizes)
+    await net.backward(Trial.loss(net, coll.rank, 0))
     net.module.requires_grad_(False).get_submodule("0").requires_grad_(True)
     with net.no_sync():
         with net.no_sync():
             net.module.requires_grad_(True)
-            loss = trial.loss(net, coll.rank, 1)
+            loss = Trial.loss(net, coll.rank, 1)
         loss.backward()
-    await net.backward(trial.loss(net, coll.rank, 2))
-    trial.assert_same_gradients(net, gradients_of(trial, coll.size, range(3), op))
+    await net.backward(Trial.loss(net, coll.rank, 2))
+    Trial.assert_same_gradients(net, gradients_of(coll.size, range(3), op))
 
 
 @pytest.mark.ranks(2)
 @each_op
 @each_bucket
-async def test_n5_retain_graph(
-    coll: Communicator, trial: type[Trial], op: Literal["mean", "sum"], sizes: dict[str, Any]
-) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, op=op, **sizes)
+async def test_n5_retain_graph(coll: Communicator, op: Literal["mean", "sum"], sizes: dict[str, Any]) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll, op=op, **sizes)
     for _ in range(2):
         net.zero_grad()
-        loss = trial.loss(net, coll.rank, 0)
+        loss = Trial.loss(net, coll.rank, 0)
         for times in range(1, 4):
             await net.backward(loss, retain_graph=times < 3)
-            expected = gradients_of(trial, 2, range(1), op)
+            expected = gradients_of(2, range(1), op)
             for p in expected.parameters():
                 assert p.grad is not None
                 p.grad *= times
-            trial.assert_same_gradients(net, expected)
+            Trial.assert_same_gradients(net, expected)
         with pytest.raises(RuntimeError, match="second time"):
             await net.backward(loss)
 
 
 @pytest.mark.ranks(2)
 @each_bucket
-async def test_n5_a_gradient_is_given(coll: Communicator, trial: type[Trial], sizes: dict[str, Any]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **sizes)
-    x, _ = trial.batch(coll.rank, 0)
+async def test_n5_a_gradient_is_given(coll: Communicator, sizes: dict[str, Any]) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll, **sizes)
+    x, _ = Trial.batch(coll.rank, 0)
     await net.backward(net(x), torch.full((4, 3), float(coll.rank + 1), dtype=torch.float64))
-    expected = trial.Mlp()
+    expected = Trial.Mlp()
     for rank in range(2):
-        expected(trial.batch(rank, 0)[0]).backward(torch.full((4, 3), (rank + 1) / 2, dtype=torch.float64))
-    trial.assert_same_gradients(net, expected)
+        expected(Trial.batch(rank, 0)[0]).backward(torch.full((4, 3), (rank + 1) / 2, dtype=torch.float64))
+    Trial.assert_same_gradients(net, expected)
 
 
 @pytest.mark.ranks(2)
 @each_bucket
-async def test_n5_inputs(coll: Communicator, trial: type[Trial], sizes: dict[str, Any]) -> None:
+async def test_n5_inputs(coll: Communicator, sizes: dict[str, Any]) -> None:
     """Only those that are named get a gradient, in each of several backwards."""
-    net = await DataParallel.create(trial.Mlp(), coll, **sizes)
-    expected = trial.Mlp()
+    net = await DataParallel.create(Trial.Mlp(), coll, **sizes)
+    expected = Trial.Mlp()
     for layer in (4, 0, 2, 4):
-        await net.backward(trial.loss(net, coll.rank, layer), inputs=[net.module.get_parameter(f"{layer}.weight")])
-        trial.joined(expected, 2, layer).backward(inputs=[expected[layer].weight])
-        trial.assert_same_gradients(net, expected)
-
-
-# --- used seldom, often, or not at all -----------------------------------------------------------------------------
+        await net.backward(Trial.loss(net, coll.rank, layer), inputs=[net.module.get_parameter(f"{layer}.weight")])
+        Trial.joined(expected, 2, layer).backward(inputs=[expected[layer].weight])
+        Trial.assert_same_gradients(net, expected)
 
 
 class Parts(nn.Module):
@@ -216,59 +208,56 @@ def loss_of_parts(module: Any, rank: int, step: int) -> Tensor:
 @each_bucket
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 async def test_n5_unused_shared_and_frozen_parameters(
-    coll: Communicator, trial: type[Trial], op: Literal["mean", "sum"], sizes: dict[str, Any], optimizer: str
+    coll: Communicator, op: Literal["mean", "sum"], sizes: dict[str, Any], optimizer: str
 ) -> None:
     """Adam and weight decay tell a gradient of zeros from none."""
     module = Parts()
     net = await DataParallel.create(module, coll, op=op, **sizes)
     never = [p.detach().clone() for p in module.never.parameters()]
-    opt = trial.OPTIMIZERS[optimizer](net.parameters())
+    opt = Trial.OPTIMIZERS[optimizer](net.parameters())
     for step in range(7):
         await net.step(partial(loss_of_parts, net, coll.rank, step), opt)
         assert module.never.weight.grad is None
         assert module.frozen.weight.grad is None
         assert (module.on_rank_1.weight.grad is None) == (coll.size == 1)
         assert (module.sometimes.weight.grad is None) == (step % 3 != 2)
-    expected = trial.alone(coll.size, 7, make=Parts, loss=loss_of_parts, optimizer=optimizer, op=op)
-    trial.assert_same(net, expected)
+    expected = Trial.alone(coll.size, 7, make=Parts, loss=loss_of_parts, optimizer=optimizer, op=op)
+    Trial.assert_same(net, expected)
     assert all(map(torch.equal, never, module.never.parameters()))
     await assert_synchronized(net.module, coll)
 
 
 @pytest.mark.ranks(2)
-async def test_n5_unused_in_some_backwards_of_an_accumulation(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n5_unused_in_some_backwards_of_an_accumulation(coll: Communicator) -> None:
     net = await DataParallel.create(Parts(), coll, **SMALL)
-    opt = trial.OPTIMIZERS["adam"](net.parameters())
+    opt = Trial.OPTIMIZERS["adam"](net.parameters())
     for step in range(8):
         if step % 2 == 0:
             opt.zero_grad()
         await net.backward(loss_of_parts(net, coll.rank, step))
         if step % 2:
             await net.run(opt.step)
-    trial.assert_same(net, trial.alone(2, 8, make=Parts, loss=loss_of_parts, optimizer="adam", every=2))
+    Trial.assert_same(net, Trial.alone(2, 8, make=Parts, loss=loss_of_parts, optimizer="adam", every=2))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
-async def test_n5_either_form_of_zero_grad(coll: Communicator, trial: type[Trial], set_to_none: bool) -> None:
+async def test_n5_either_form_of_zero_grad(coll: Communicator, set_to_none: bool) -> None:
     for who in ("net", "opt"):
         net = await DataParallel.create(Parts(), coll)
-        opt = trial.OPTIMIZERS["adam"](net.parameters())
+        opt = Trial.OPTIMIZERS["adam"](net.parameters())
         alone = Parts()
-        theirs = trial.OPTIMIZERS["adam"](alone.parameters())
+        theirs = Trial.OPTIMIZERS["adam"](alone.parameters())
         for step in range(6):
             (net if who == "net" else opt).zero_grad(set_to_none=set_to_none)
             theirs.zero_grad(set_to_none=set_to_none)
             await net.backward(loss_of_parts(net, coll.rank, step))
             torch.stack([loss_of_parts(alone, rank, step) for rank in range(2)]).mean().backward()
-            trial.assert_same_gradients(net, alone)
+            Trial.assert_same_gradients(net, alone)
             await net.run(opt.step)
             theirs.step()
-        trial.assert_same(net, alone)
+        Trial.assert_same(net, alone)
         await net.aclose()
-
-
-# --- many kinds ------------------------------------------------------------------------------------------------------
 
 
 class Mixed(nn.Module):
@@ -290,14 +279,12 @@ class Mixed(nn.Module):
 @pytest.mark.ranks(1, 2, 3)
 @each_op
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
-async def test_n5_mixed_dtypes(
-    coll: Communicator, trial: type[Trial], op: Literal["mean", "sum"], bucket_bytes: int
-) -> None:
+async def test_n5_mixed_dtypes(coll: Communicator, op: Literal["mean", "sum"], bucket_bytes: int) -> None:
     net = await DataParallel.create(Mixed(), coll, op=op, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(3):
-        await net.step(partial(trial.loss, net, coll.rank, step), opt)
-    expected = trial.alone(coll.size, 3, make=Mixed, op=op)
+        await net.step(partial(Trial.loss, net, coll.rank, step), opt)
+    expected = Trial.alone(coll.size, 3, make=Mixed, op=op)
     for (name, ours), theirs in zip(net.named_parameters(), expected.parameters(), strict=True):
         assert ours.dtype is theirs.dtype
         assert ours.grad is not None
@@ -310,36 +297,36 @@ async def test_n5_mixed_dtypes(
 
 @pytest.mark.ranks(2)
 @each_bucket
-async def test_n5_several_parameter_groups(coll: Communicator, trial: type[Trial], sizes: dict[str, Any]) -> None:
+async def test_n5_several_parameter_groups(coll: Communicator, sizes: dict[str, Any]) -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         first, *others = parameters
         groups = [{"params": [first], "lr": 0.2}, {"params": others, "weight_decay": 0.1}]
         return torch.optim.SGD(groups, lr=0.05, momentum=0.5)
 
-    net = await DataParallel.create(trial.Mlp(), coll, **sizes)
+    net = await DataParallel.create(Trial.Mlp(), coll, **sizes)
     opt = make(net.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
-    alone = trial.Mlp()
+    alone = Trial.Mlp()
     theirs = make(alone.parameters())
     other_schedule = torch.optim.lr_scheduler.StepLR(theirs, 1, 0.5)
     for step in range(4):
-        await net.step(partial(trial.loss, net, coll.rank, step), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, step), opt)
         schedule.step()
         theirs.zero_grad()
-        trial.joined(alone, 2, step).backward()
+        Trial.joined(alone, 2, step).backward()
         theirs.step()
         other_schedule.step()
-    trial.assert_same(net, alone)
+    Trial.assert_same(net, alone)
 
 
 @pytest.mark.ranks(2)
-async def test_n5_two_nets_side_by_side(coll: Communicator, trial: type[Trial]) -> None:
-    one = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    other = await DataParallel.create(trial.Mlp(), coll)
-    opts = [trial.OPTIMIZERS["sgd"](net.parameters()) for net in (one, other)]
+async def test_n5_two_nets_side_by_side(coll: Communicator) -> None:
+    one = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
+    other = await DataParallel.create(Trial.Mlp(), coll)
+    opts = [Trial.OPTIMIZERS["sgd"](net.parameters()) for net in (one, other)]
     for step in range(3):
         async with asyncio.TaskGroup() as group:
             for net, opt in ((one, opts[0]), (other, opts[1]))[:: 1 if coll.rank else -1]:
-                group.create_task(net.step(partial(trial.loss, net, coll.rank, step), opt))
+                group.create_task(net.step(partial(Trial.loss, net, coll.rank, step), opt))
     for net in (one, other):
-        trial.assert_same(net, trial.alone(2, 3))
+        Trial.assert_same(net, Trial.alone(2, 3))

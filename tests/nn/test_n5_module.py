@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,61 +16,58 @@ from torch.nn.functional import mse_loss
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, LocalSGD, PipelinedOptimizer, ShardedOptimizer, assert_synchronized
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
+from tests.nn.conftest import Trial
 
 SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 
 
-async def trained(coll: Communicator, trial: type[Trial], steps: int = 2) -> Any:
-    net = await DataParallel.create(trial.Mlp(), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+async def trained(coll: Communicator, steps: int = 2) -> Any:
+    net, opt = await Trial.made(coll)
     for step in range(steps):
-        await net.step(partial(trial.loss, net, coll.rank, step), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, step), opt)
     return net
 
 
 @pytest.mark.ranks(2)
-async def test_n5_it_gives_the_callers_own_objects(coll: Communicator, trial: type[Trial]) -> None:
-    module = trial.Mlp(coll.rank)
+async def test_n5_it_gives_the_callers_own_objects(coll: Communicator) -> None:
+    module = Trial.Mlp(coll.rank)
     module[2].register_buffer("seen", torch.tensor(coll.rank))
     parameters = list(module.parameters())
     net = await DataParallel.create(module, coll)
     assert net.module is module
     assert all(a is b for a, b in zip(net.parameters(), parameters, strict=True))
     assert [name for name, _ in net.named_parameters()] == [name for name, _ in module.named_parameters()]
-    x, _ = trial.batch(0, 0)
+    x, _ = Trial.batch(0, 0)
     assert torch.equal(net(x), module(x))
-    for name, p in trial.Mlp(0).named_parameters():  # rank 0's
+    for name, p in Trial.Mlp(0).named_parameters():  # rank 0's
         assert torch.equal(p, module.get_parameter(name))
     assert module[2].seen == 0
     assert "DataParallel of Mlp" in repr(net)
 
 
 @pytest.mark.ranks(2)
-async def test_n5_state_dict_has_no_prefix(coll: Communicator, trial: type[Trial]) -> None:
-    net = await trained(coll, trial)
+async def test_n5_state_dict_has_no_prefix(coll: Communicator) -> None:
+    net = await trained(coll)
     state = net.state_dict()
-    plain = trial.Mlp(7)
+    plain = Trial.Mlp(7)
     plain.load_state_dict(state)
-    trial.assert_same(net, plain)
-    net.load_state_dict(trial.Mlp().state_dict())
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
-    trial.assert_same(net, trial.alone(2, 1))
+    Trial.assert_same(net, plain)
+    net.load_state_dict(Trial.Mlp().state_dict())
+    opt = Trial.OPTIMIZERS["sgd"](net.parameters())
+    await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
+    Trial.assert_same(net, Trial.alone(2, 1))
     with pytest.raises(RuntimeError, match="Missing key"):
         net.load_state_dict({})
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", ["deepcopy", "copy of a parameter", "pickle", "torch.save"])
-async def test_n5_copies_are_plain_modules(coll: Communicator, trial: type[Trial], how: str) -> None:
-    net = await trained(coll, trial)
+async def test_n5_copies_are_plain_modules(coll: Communicator, how: str) -> None:
+    net = await trained(coll)
     if how == "deepcopy":
         twin: Any = copy.deepcopy(net.module)
     elif how == "copy of a parameter":
-        twin = trial.Mlp()
+        twin = Trial.Mlp()
         for layer, theirs in zip(twin, net.module, strict=True):
             for name, p in theirs.named_parameters():
                 setattr(layer, name, copy.deepcopy(p))
@@ -81,67 +78,67 @@ async def test_n5_copies_are_plain_modules(coll: Communicator, trial: type[Trial
         torch.save(net.module, file)
         file.seek(0)
         twin = torch.load(file, weights_only=False)
-    trial.assert_same(net, twin)
-    trial.loss(twin, coll.rank, 2).backward()  # its gradients are its own, and nobody minds
-    alone = trial.Mlp()
+    Trial.assert_same(net, twin)
+    Trial.loss(twin, coll.rank, 2).backward()  # its gradients are its own, and nobody minds
+    alone = Trial.Mlp()
     alone.load_state_dict(net.state_dict())
-    trial.loss(alone, coll.rank, 2).backward()
-    trial.assert_same_gradients(twin, alone)
+    Trial.loss(alone, coll.rank, 2).backward()
+    Trial.assert_same_gradients(twin, alone)
     if coll.rank == 0:
         twin[0].weight.data.zero_()
     again = await DataParallel.create(twin, coll)
-    opt = trial.OPTIMIZERS["sgd"](again.parameters())
-    await again.step(lambda: trial.loss(again, coll.rank, 0), opt)
+    opt = Trial.OPTIMIZERS["sgd"](again.parameters())
+    await again.step(lambda: Trial.loss(again, coll.rank, 0), opt)
     await assert_synchronized(twin, coll)
     assert not torch.equal(twin[0].weight, net.module[0].weight)
 
 
 @pytest.mark.ranks(2)
-async def test_n5_closing_takes_the_hooks_off(coll: Communicator, trial: type[Trial]) -> None:
-    module = trial.Mlp()
+async def test_n5_closing_takes_the_hooks_off(coll: Communicator) -> None:
+    module = Trial.Mlp()
     for times in range(3):
         net = await DataParallel.create(module, coll)
-        opt = trial.OPTIMIZERS["sgd"](net.parameters())
+        opt = Trial.OPTIMIZERS["sgd"](net.parameters())
         for step in range(times):
-            await net.step(partial(trial.loss, net, coll.rank, times + step), opt)
+            await net.step(partial(Trial.loss, net, coll.rank, times + step), opt)
         await net.aclose()
         await net.aclose()
         grads = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
         assert (grads[0] is None) == (times == 0)
         module.zero_grad()
-        trial.loss(module, coll.rank, 0).backward()  # nobody minds any more
+        Trial.loss(module, coll.rank, 0).backward()  # nobody minds any more
         module.zero_grad()
-    alone = trial.Mlp()
-    theirs = trial.OPTIMIZERS["sgd"](alone.parameters())
+    alone = Trial.Mlp()
+    theirs = Trial.OPTIMIZERS["sgd"](alone.parameters())
     for step in (1, 2, 3):
         theirs.zero_grad()
-        trial.joined(alone, 2, step).backward()
+        Trial.joined(alone, 2, step).backward()
         theirs.step()
-    trial.assert_same(module, alone)
+    Trial.assert_same(module, alone)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("steps", [0, 2])
-async def test_n5_wrapping_twice_is_an_error(coll: Communicator, trial: type[Trial], steps: int) -> None:
-    net = await trained(coll, trial, steps)
+async def test_n5_wrapping_twice_is_an_error(coll: Communicator, steps: int) -> None:
+    net = await trained(coll, steps)
     for part in (net.module, net.module[0], net.module[2], nn.Sequential(net.module[4], nn.Linear(3, 2))):
         before = [p.detach().clone() for p in part.parameters()]
         with pytest.raises(RuntimeError, match=r"parameter '.*(weight|bias)' belongs to a DataParallel already"):
             await DataParallel.create(part, coll)
         assert all(map(torch.equal, before, part.parameters()))
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    await net.step(lambda: trial.loss(net, coll.rank, steps), opt)
-    trial.assert_same(net, trial.alone(2, steps + 1))
+    opt = Trial.OPTIMIZERS["sgd"](net.parameters())
+    await net.step(lambda: Trial.loss(net, coll.rank, steps), opt)
+    Trial.assert_same(net, Trial.alone(2, steps + 1))
 
 
 @pytest.mark.ranks(2)
-async def test_n5_what_cannot_be_wrapped(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n5_what_cannot_be_wrapped(coll: Communicator) -> None:
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         (nn.Tanh(), {}, "no parameter"),
-        (trial.Mlp().requires_grad_(False), {}, "no parameter"),
-        (trial.Mlp(), {"op": "max"}, "op='max'"),
-        (trial.Mlp(), {"bucket_bytes": 0}, "bucket"),
-        (trial.Mlp(), {"first_bucket_bytes": -1}, "first bucket"),
+        (Trial.Mlp().requires_grad_(False), {}, "no parameter"),
+        (Trial.Mlp(), {"op": "max"}, "op='max'"),
+        (Trial.Mlp(), {"bucket_bytes": 0}, "bucket"),
+        (Trial.Mlp(), {"first_bucket_bytes": -1}, "first bucket"),
         (nn.Linear(2, 2, device="meta"), {}, "meta device"),
         (nn.LazyLinear(2), {}, "not initialised"),
     ]
@@ -159,14 +156,14 @@ async def test_n5_what_cannot_be_wrapped(coll: Communicator, trial: type[Trial])
         with pytest.raises(aiodist.MismatchError, match=text):
             await DataParallel.create(module, coll)
         assert all(map(torch.equal, before, module.parameters()))
-    net = await trained(coll, trial)
-    trial.assert_same(net, trial.alone(2, 2))
+    net = await trained(coll)
+    Trial.assert_same(net, Trial.alone(2, 2))
 
 
 @pytest.mark.ranks(2)
-async def test_n5_frozen_on_one_rank_only(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n5_frozen_on_one_rank_only(coll: Communicator) -> None:
     """The ranks would deal different buckets: told at once, with the name."""
-    module = trial.Mlp()
+    module = Trial.Mlp()
     module[2].weight.requires_grad_(coll.rank == 0)
     with pytest.raises(aiodist.MismatchError, match=r"2\.weight"):
         await DataParallel.create(module, coll)
@@ -174,38 +171,37 @@ async def test_n5_frozen_on_one_rank_only(coll: Communicator, trial: type[Trial]
 
 
 @pytest.mark.ranks(2)
-async def test_n5_options_that_differ(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n5_options_that_differ(coll: Communicator) -> None:
     differing: list[tuple[dict[str, Any], str]] = [
         ({"op": ("mean", "sum")[coll.rank]}, "mean.*sum"),
         ({"bucket_bytes": 100 + coll.rank}, "100.*101"),
     ]
     for options, text in differing:
         with pytest.raises(aiodist.MismatchError, match=text):
-            await DataParallel.create(trial.Mlp(), coll, **options)
+            await DataParallel.create(Trial.Mlp(), coll, **options)
     assert await coll.allreduce(1) == 2
 
 
 @pytest.mark.ranks(2)
-async def test_n5_frozen_later_is_as_unused(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    opt = trial.OPTIMIZERS["adam"](net.parameters())
-    alone = trial.Mlp()
-    theirs = trial.OPTIMIZERS["adam"](alone.parameters())
+async def test_n5_frozen_later_is_as_unused(coll: Communicator) -> None:
+    net, opt = await Trial.made(coll, "adam", **SMALL)
+    alone = Trial.Mlp()
+    theirs = Trial.OPTIMIZERS["adam"](alone.parameters())
     for step in range(6):
         for layer in (net.module.get_submodule("2"), alone[2]):
             layer.requires_grad_(step not in (2, 3))
-        await net.step(partial(trial.loss, net, coll.rank, step), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, step), opt)
         theirs.zero_grad()
-        trial.joined(alone, 2, step).backward()
+        Trial.joined(alone, 2, step).backward()
         theirs.step()
-    trial.assert_same(net, alone)
+    Trial.assert_same(net, alone)
 
 
 @pytest.mark.ranks(2)
-async def test_n5_a_parameter_of_another_dtype_later(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n5_a_parameter_of_another_dtype_later(coll: Communicator) -> None:
     """Its bucket has the dtype of before: an error, on all ranks, and none hangs."""
-    net = await DataParallel.create(trial.Mlp().float(), coll)
-    x, y = trial.batch(coll.rank, 0)
+    net = await DataParallel.create(Trial.Mlp().float(), coll)
+    x, y = Trial.batch(coll.rank, 0)
     if coll.rank == 0:
         net.module.double()
     dtype = net.module.get_parameter("0.weight").dtype
@@ -228,9 +224,9 @@ CHANGES: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("change", CHANGES)
-async def test_n5_parameters_that_come_later_are_an_error(coll: Communicator, trial: type[Trial], change: str) -> None:
+async def test_n5_parameters_that_come_later_are_an_error(coll: Communicator, change: str) -> None:
     """Else each rank trains its own."""
-    sgd = trial.OPTIMIZERS["sgd"]
+    sgd = Trial.OPTIMIZERS["sgd"]
     drivers: list[Any] = [
         lambda net: sgd(net.parameters()),
         lambda net: PipelinedOptimizer(net, sgd),
@@ -238,44 +234,44 @@ async def test_n5_parameters_that_come_later_are_an_error(coll: Communicator, tr
         lambda net: LocalSGD(net, sgd(net.parameters()), every=2),
     ]
     for drive in drivers:
-        net = await trained(coll, trial)
+        net = await trained(coll)
         opt = drive(net)
-        await net.step(partial(trial.loss, net, coll.rank, 0), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
         if hasattr(opt, "flush"):
             await opt.flush()
         CHANGES[change](net.module)
         for each in (opt, opt) if drive is not drivers[0] else (opt, sgd(net.parameters())):
             with pytest.raises(RuntimeError, match=r"parameters? to train .* put into the module after its DataPar"):
-                await net.step(partial(trial.loss, net, coll.rank, 1), each)
+                await net.step(partial(Trial.loss, net, coll.rank, 1), each)
         if drive is drivers[0]:
             with pytest.raises(RuntimeError, match="put into the module after"):
-                await net.backward(trial.loss(net, coll.rank, 1))
+                await net.backward(Trial.loss(net, coll.rank, 1))
             with pytest.raises(RuntimeError, match="put into the module after"):
-                _ = [pair async for pair in net.gradients(trial.loss(net, coll.rank, 1))]
+                _ = [pair async for pair in net.gradients(Trial.loss(net, coll.rank, 1))]
             with net.no_sync(), pytest.raises(RuntimeError, match="put into the module after"):
-                await net.backward(trial.loss(net, coll.rank, 1))
+                await net.backward(Trial.loss(net, coll.rank, 1))
         await net.aclose()
     again = await DataParallel.create(net.module, coll)
-    await again.step(partial(trial.loss, again, coll.rank, 1), sgd(again.parameters()))
+    await again.step(partial(Trial.loss, again, coll.rank, 1), sgd(again.parameters()))
     await assert_synchronized(again.module, coll)
 
 
 @pytest.mark.ranks(2)
-async def test_n5_parameters_that_come_later_on_one_rank(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n5_parameters_that_come_later_on_one_rank(coll: Communicator) -> None:
     """All ranks are told, and go on once they are gone. Frozen ones, another net's and a new name of one do no harm."""
-    net = await trained(coll, trial)
-    other = await DataParallel.create(trial.Mlp(), coll)
+    net = await trained(coll)
+    other = await DataParallel.create(Trial.Mlp(), coll)
     net.module[0].other = other.module
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    opt = Trial.OPTIMIZERS["sgd"](net.parameters())
     layer = nn.Linear(3, 3).double().requires_grad_(False)
     net.module.append(layer)
     net.module[0].twin = net.module[0].bias
-    await net.step(partial(trial.loss, net, coll.rank, 2), opt)
+    await net.step(partial(Trial.loss, net, coll.rank, 2), opt)
     layer.requires_grad_(coll.rank == 1)
     with pytest.raises((RuntimeError, aiodist.RemoteError), match=r"5\.weight, 5\.bias: 2 parameters to train"):
-        await net.step(partial(trial.loss, net, coll.rank, 3), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, 3), opt)
     net.module.pop(-1)
-    await net.step(partial(trial.loss, net, coll.rank, 3), opt)
+    await net.step(partial(Trial.loss, net, coll.rank, 3), opt)
     await assert_synchronized(net.module, coll)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,32 +17,29 @@ import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, assert_synchronized
 from aiodist.testing import gather_ranks
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
+from tests.nn.conftest import Trial
 
 SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 FEW: dict[str, Any] = {"bucket_bytes": 600, "first_bucket_bytes": 100}
 
 
 @pytest.mark.ranks(1, 2, 3)
-async def test_n5_clipping_by_the_global_norm(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **FEW)
-    opt = trial.OPTIMIZERS["momentum"](net.parameters())
-    alone = trial.Mlp()
-    theirs = trial.OPTIMIZERS["momentum"](alone.parameters())
+async def test_n5_clipping_by_the_global_norm(coll: Communicator) -> None:
+    net, opt = await Trial.made(coll, "momentum", **FEW)
+    alone = Trial.Mlp()
+    theirs = Trial.OPTIMIZERS["momentum"](alone.parameters())
     for step in range(3):
         opt.zero_grad()
-        await net.backward(trial.loss(net, coll.rank, step))
+        await net.backward(Trial.loss(net, coll.rank, step))
         norm = await net.run(nn.utils.clip_grad_norm_, net.parameters(), 0.05)
         await net.run(opt.step)
         theirs.zero_grad()
-        trial.joined(alone, coll.size, step).backward()
+        Trial.joined(alone, coll.size, step).backward()
         expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.05)
         theirs.step()
         torch.testing.assert_close(norm, expected)
         assert norm > 0.05
-    trial.assert_same(net, alone)
+    Trial.assert_same(net, alone)
 
 
 def loss_on(module: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -50,14 +47,13 @@ def loss_on(module: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.ranks(2)
-async def test_n5_grad_scaler(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n5_grad_scaler(coll: Communicator) -> None:
     """A step whose gradients overflow on one rank is left out on all."""
-    net = await DataParallel.create(trial.Mlp().float(), coll, **FEW)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    net, opt = await Trial.made(coll, "sgd", Trial.Mlp().float(), **FEW)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     for step in range(6):
         opt.zero_grad()
-        x, y = trial.batch(coll.rank, step, torch.float32)
+        x, y = Trial.batch(coll.rank, step, torch.float32)
         loss = await net.run(partial(loss_on, net, x, y))
         if step == 3 and coll.rank == 1:
             loss = loss * float("inf")
@@ -71,27 +67,27 @@ async def test_n5_grad_scaler(coll: Communicator, trial: type[Trial]) -> None:
     await assert_synchronized(net.module, coll)
 
     def loss_of(module: Any, rank: int, step: int) -> Tensor:
-        x, y = trial.batch(rank, step if step < 3 else step + 1, torch.float32)
+        x, y = Trial.batch(rank, step if step < 3 else step + 1, torch.float32)
         return mse_loss(module(x), y)
 
-    expected = trial.alone(2, 5, make=lambda: trial.Mlp().float(), loss=loss_of)
-    trial.assert_same(net, expected)
+    expected = Trial.alone(2, 5, make=lambda: Trial.Mlp().float(), loss=loss_of)
+    Trial.assert_same(net, expected)
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
-async def test_n5_compiled_modules(trial: type[Trial]) -> None:
+async def test_n5_compiled_modules() -> None:
     """A compiled module that is wrapped, and a compiled forward through one that was wrapped before."""
 
     async def main() -> None:
         async with aiodist.init() as coll:
             for way in ("module", "forward"):
-                module = trial.Mlp(coll.rank)
+                module = Trial.Mlp(coll.rank)
                 compiled: Any = torch.compile(module, backend="aot_eager")
-                net = await DataParallel.create(compiled if way == "module" else module, coll, **trial.FEW)
-                opt = trial.OPTIMIZERS["adam"](net.parameters())
+                net = await DataParallel.create(compiled if way == "module" else module, coll, **Trial.FEW)
+                opt = Trial.OPTIMIZERS["adam"](net.parameters())
                 for step in range(3):
-                    await net.step(partial(trial.loss, compiled, coll.rank, step), opt)
-                trial.assert_same(module, trial.alone(2, 3, optimizer="adam"))
+                    await net.step(partial(Trial.loss, compiled, coll.rank, step), opt)
+                Trial.assert_same(module, Trial.alone(2, 3, optimizer="adam"))
                 await net.aclose()
 
     await asyncio.wait_for(gather_ranks(2, main), 100)
@@ -126,39 +122,39 @@ class Checkpointed(nn.Module):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("reentrant", [True, False])
-async def test_n5_activation_checkpointing(coll: Communicator, trial: type[Trial], reentrant: bool, times: int) -> None:
+async def test_n5_activation_checkpointing(coll: Communicator, reentrant: bool, times: int) -> None:
     for sizes in (SMALL, FEW, {}):
         net = await DataParallel.create(Checkpointed(reentrant, times), coll, **sizes)
-        opt = trial.OPTIMIZERS["adam"](net.parameters())
+        opt = Trial.OPTIMIZERS["adam"](net.parameters())
         for step in range(4):
-            await net.step(partial(trial.loss, net, coll.rank, step), opt)
-        expected = trial.alone(2, 4, make=lambda: Checkpointed(reentrant, times), optimizer="adam")
-        trial.assert_same(net, expected)
+            await net.step(partial(Trial.loss, net, coll.rank, step), opt)
+        expected = Trial.alone(2, 4, make=lambda: Checkpointed(reentrant, times), optimizer="adam")
+        Trial.assert_same(net, expected)
         await net.aclose()
 
 
 @pytest.mark.ranks(2)
-async def test_n5_checkpointing_that_changes(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n5_checkpointing_that_changes(coll: Communicator) -> None:
     """A layer that runs once more than before: either it is right, or it is an error, on all ranks, and once."""
     module = Checkpointed(True, 1)
     net = await DataParallel.create(module, coll, **SMALL)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    opt = Trial.OPTIMIZERS["sgd"](net.parameters())
     alone = Checkpointed(True, 1)
-    theirs = trial.OPTIMIZERS["sgd"](alone.parameters())
+    theirs = Trial.OPTIMIZERS["sgd"](alone.parameters())
     for step, times in enumerate([1, 1, 3, 3, 1, 2, 3, 4, 4]):
         module.times = alone.times = times
         before = [p.detach().clone() for p in net.parameters()]
         try:
-            await net.step(partial(trial.loss, net, coll.rank, step), opt)
+            await net.step(partial(Trial.loss, net, coll.rank, step), opt)
         except RuntimeError as error:
             assert times in (3, 4)
             assert "shared" in str(error)  # noqa: PT017
             assert all(map(torch.equal, before, net.parameters()))
-            await net.step(partial(trial.loss, net, coll.rank, step), opt)
+            await net.step(partial(Trial.loss, net, coll.rank, step), opt)
         theirs.zero_grad()
-        trial.joined(alone, 2, step).backward()
+        Trial.joined(alone, 2, step).backward()
         theirs.step()
-    trial.assert_same(net, alone)
+    Trial.assert_same(net, alone)
 
 
 class Doubled(torch.autograd.Function):
@@ -188,12 +184,12 @@ class Custom(nn.Module):
 
 
 @pytest.mark.ranks(2)
-async def test_n5_custom_autograd_functions(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n5_custom_autograd_functions(coll: Communicator) -> None:
     net = await DataParallel.create(Custom(), coll, **SMALL)
-    opt = trial.OPTIMIZERS["adam"](net.parameters())
+    opt = Trial.OPTIMIZERS["adam"](net.parameters())
     for step in range(3):
-        await net.step(partial(trial.loss, net, coll.rank, step), opt)
-    trial.assert_same(net, trial.alone(2, 3, make=Custom, optimizer="adam"))
+        await net.step(partial(Trial.loss, net, coll.rank, step), opt)
+    Trial.assert_same(net, Trial.alone(2, 3, make=Custom, optimizer="adam"))
 
 
 @pytest.fixture
@@ -206,16 +202,15 @@ def anomaly_mode() -> Iterator[None]:
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.filterwarnings("ignore:Error detected in")
-async def test_n5_anomaly_mode(coll: Communicator, trial: type[Trial], anomaly_mode: None) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+async def test_n5_anomaly_mode(coll: Communicator, anomaly_mode: None) -> None:
+    net, opt = await Trial.made(coll, **SMALL)
     for step in range(2):
-        await net.step(partial(trial.loss, net, coll.rank, step), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, step), opt)
     nan = torch.tensor(float("nan"), dtype=torch.float64) if coll.rank else 1.0
     with pytest.raises(RuntimeError if coll.rank else aiodist.RemoteError, match="returned nan"):
-        await net.step(lambda: trial.loss(lambda x: net(x) * nan, coll.rank, 2), opt)
-    await net.step(lambda: trial.loss(net, coll.rank, 2), opt)
-    trial.assert_same(net, trial.alone(2, 3))
+        await net.step(lambda: Trial.loss(lambda x: net(x) * nan, coll.rank, 2), opt)
+    await net.step(lambda: Trial.loss(net, coll.rank, 2), opt)
+    Trial.assert_same(net, Trial.alone(2, 3))
 
 
 class Imaging(nn.Module):
@@ -232,7 +227,7 @@ class Imaging(nn.Module):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("sizes", [SMALL, FEW, {}], ids=["each", "few", "all"])
-async def test_n5_channels_last(coll: Communicator, trial: type[Trial], sizes: dict[str, Any]) -> None:
+async def test_n5_channels_last(coll: Communicator, sizes: dict[str, Any]) -> None:
     def loss(module: Any, rank: int, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(10 * rank + step)
         drawn = torch.randn(2, 3, 6, 6, dtype=torch.float64, generator=generator)
@@ -240,13 +235,13 @@ async def test_n5_channels_last(coll: Communicator, trial: type[Trial], sizes: d
         return out
 
     net = await DataParallel.create(Imaging(), coll, **sizes)
-    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+    opt = Trial.OPTIMIZERS["momentum"](net.parameters())
     for step in range(3):
         await net.step(partial(loss, net, coll.rank, step), opt)
         for p in net.parameters():
             assert p.grad is not None
             assert p.grad.stride() == p.stride()
-    trial.assert_same(net, trial.alone(coll.size, 3, make=Imaging, loss=loss, optimizer="momentum"))
+    Trial.assert_same(net, Trial.alone(coll.size, 3, make=Imaging, loss=loss, optimizer="momentum"))
 
 
 class Noisy(nn.Module):
@@ -260,14 +255,14 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.ranks(1, 3)
-async def test_n5_dropout_with_the_same_rng(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n5_dropout_with_the_same_rng(coll: Communicator) -> None:
     def loss(module: Any, rank: int, step: int) -> Tensor:
         with torch.random.fork_rng():
             torch.manual_seed(step)  # the same mask on all ranks
-            return trial.loss(module, rank, step)
+            return Trial.loss(module, rank, step)
 
     net = await DataParallel.create(Noisy(), coll)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+    opt = Trial.OPTIMIZERS["sgd"](net.parameters())
     turn = await coll.dup()
     for step in range(3):  # one rank after the other: the generator is the process's
         for rank in range(coll.size):
@@ -277,10 +272,10 @@ async def test_n5_dropout_with_the_same_rng(coll: Communicator, trial: type[Tria
         opt.zero_grad()
         await net.backward(value)
         await net.run(opt.step)
-    trial.assert_same(net, trial.alone(coll.size, 3, make=Noisy, loss=loss))
+    Trial.assert_same(net, Trial.alone(coll.size, 3, make=Noisy, loss=loss))
     assert net.eval() is net
     assert not net.module.training
-    x, _ = trial.batch(0, 0)
+    x, _ = Trial.batch(0, 0)
     assert torch.equal(net(x), net(x))
     assert net.train().module.training
 
@@ -293,23 +288,23 @@ class Normed(nn.Sequential):
 
 
 @pytest.mark.ranks(1, 2, 3)
-async def test_n5_batch_norm(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n5_batch_norm(coll: Communicator) -> None:
     """Each rank has statistics of its own; before a checkpoint the root's, or their mean, is given to all."""
     net = await DataParallel.create(Normed(), coll, **FEW)
-    opt = trial.OPTIMIZERS["momentum"](net.parameters())
+    opt = Trial.OPTIMIZERS["momentum"](net.parameters())
     # One process with a set of statistics for each rank.
     alone = Normed()
-    theirs = trial.OPTIMIZERS["momentum"](alone.parameters())
+    theirs = Trial.OPTIMIZERS["momentum"](alone.parameters())
     own = [{name: b.clone() for name, b in alone.named_buffers()} for _ in range(coll.size)]
     for step in range(3):
-        await net.step(partial(trial.loss, net, coll.rank, step), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, step), opt)
         theirs.zero_grad()
         for rank in range(coll.size):
             alone.load_state_dict(own[rank], strict=False)
-            (trial.loss(alone, rank, step) / coll.size).backward()
+            (Trial.loss(alone, rank, step) / coll.size).backward()
             own[rank] = {name: b.clone() for name, b in alone.named_buffers()}
         theirs.step()
-    trial.assert_same(net, alone)
+    Trial.assert_same(net, alone)
 
     def check(expected: dict[str, Tensor]) -> None:
         for name, buffer in net.module.named_buffers():
@@ -334,15 +329,14 @@ async def test_n5_batch_norm(coll: Communicator, trial: type[Trial]) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_n5_autocast_in_forward_and_around_a_step(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n5_autocast_in_forward_and_around_a_step(coll: Communicator) -> None:
     results = []
     for around in (False, True):
-        net = await DataParallel.create(trial.Mlp().float(), coll, **FEW)
-        opt = trial.OPTIMIZERS["sgd"](net.parameters())
+        net, opt = await Trial.made(coll, "sgd", Trial.Mlp().float(), **FEW)
         seen: list[torch.dtype] = []
 
         def forward(step: int, net: DataParallel = net, seen: list[torch.dtype] = seen) -> Tensor:
-            x, y = trial.batch(coll.rank, step, torch.float32)
+            x, y = Trial.batch(coll.rank, step, torch.float32)
             out = net(x)
             seen.append(out.dtype)
             return mse_loss(out.float(), y)

@@ -63,9 +63,6 @@ async def write(path: Path, module: nn.Module) -> None:
         await asyncio.to_thread(torch.save, state, path)
 
 
-# --- a limit of one byte ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n6_all_goes_on_with_a_limit_of_one_byte(coll: Communicator, pipelined: bool, tmp_path: Path) -> None:
@@ -141,9 +138,6 @@ async def test_n6_one_net_beside_a_pipelined_one(coll: Communicator) -> None:
     await drained(coll)
 
 
-# --- who goes first ------------------------------------------------------------------------------------------------
-
-
 def test_n6_reductions_go_before_prefetch_where_both_wait() -> None:
     """And prefetch, which has nothing in flight, is not kept out by them."""
     late = asyncio.Event()
@@ -199,9 +193,6 @@ async def test_n6_the_order_of_reductions_is_one_though_a_rank_has_no_room(coll:
             permit.release()
     Trial.assert_same(net.module, reference(coll.size))
     await drained(coll)
-
-
-# --- nobody starves ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2)
@@ -280,9 +271,6 @@ async def test_n6_what_waits_last_is_served_too(coll: Communicator) -> None:
     with suppress(asyncio.CancelledError):
         await beside
     await drained(coll)
-
-
-# --- the account is right in the end ----------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2)

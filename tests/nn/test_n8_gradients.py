@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,44 +14,42 @@ from torch import Tensor, nn
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel
+from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
 
 SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 FEW: dict[str, Any] = {"bucket_bytes": 600, "first_bucket_bytes": 100}
 
 
-def expected_of(trial: type[Trial], size: int, step: int) -> nn.Module:
-    module = trial.Mlp()
-    trial.joined(module, size, step).backward()
+def expected_of(size: int, step: int) -> nn.Module:
+    module = Trial.Mlp()
+    Trial.joined(module, size, step).backward()
     return module
 
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("sizes", [SMALL, FEW, {}], ids=["each", "few", "all"])
-async def test_n8_each_gradient_once(coll: Communicator, trial: type[Trial], sizes: dict[str, Any]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **sizes)
+async def test_n8_each_gradient_once(coll: Communicator, sizes: dict[str, Any]) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll, **sizes)
     for step in range(3):
         net.zero_grad()
-        expected = dict(expected_of(trial, coll.size, step).named_parameters())
+        expected = dict(expected_of(coll.size, step).named_parameters())
         names = {p: name for name, p in net.named_parameters()}
         came: list[str] = []
-        async for parameter, grad in net.gradients(trial.loss(net, coll.rank, step)):
+        async for parameter, grad in net.gradients(Trial.loss(net, coll.rank, step)):
             came.append(names[parameter])
             torch.testing.assert_close(grad, expected[came[-1]].grad)
             assert grad.shape == parameter.shape
         assert sorted(came) == sorted(names.values())
         if coll.size == 1:
             assert came == [slot.name for bucket in net.reducer.buckets for slot in bucket.slots]
-        trial.assert_same_gradients(net, expected_of(trial, coll.size, step))
+        Trial.assert_same_gradients(net, expected_of(coll.size, step))
 
 
 @pytest.mark.ranks(2)
-async def test_n8_the_first_arrive_while_backward_goes_on(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    await net.backward(trial.loss(net, coll.rank, 0))
+async def test_n8_the_first_arrive_while_backward_goes_on(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
+    await net.backward(Trial.loss(net, coll.rank, 0))
     net.zero_grad()
     go = threading.Event()
     first, *others = net.module.children()
@@ -60,21 +58,21 @@ async def test_n8_the_first_arrive_while_backward_goes_on(coll: Communicator, tr
         return nn.Sequential(*others)(in_backward(first(x), partial(go.wait, 30)))
 
     came = 0
-    async for parameter, _ in net.gradients(trial.loss(forward, coll.rank, 1)):
+    async for parameter, _ in net.gradients(Trial.loss(forward, coll.rank, 1)):
         came += 1
         if came == 4:  # those of the last two layers; the first one's come only now
             assert parameter is not first.weight
             go.set()
     assert came == 6
-    trial.assert_same_gradients(net, expected_of(trial, 2, 1))
+    Trial.assert_same_gradients(net, expected_of(2, 1))
 
 
 @pytest.mark.ranks(2)
-async def test_n8_unused_parameters(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n8_unused_parameters(coll: Communicator) -> None:
     """Those that other ranks used come last; those that none used do not come."""
     module = nn.ModuleDict({name: nn.Linear(6, 3).double() for name in ("both", "one", "none")})
     net = await DataParallel.create(module, coll, **SMALL)
-    x, y = trial.batch(coll.rank, 0)
+    x, y = Trial.batch(coll.rank, 0)
     for _ in range(2):
         net.zero_grad()
         out = module["both"](x) + (module["one"](x) if coll.rank == 0 else 0)
@@ -90,15 +88,15 @@ async def test_n8_unused_parameters(coll: Communicator, trial: type[Trial]) -> N
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "all"])
 async def test_n8_what_becomes_of_a_gradient_that_has_come_is_the_users(
-    coll: Communicator, trial: type[Trial], sizes: dict[str, Any]
+    coll: Communicator, sizes: dict[str, Any]
 ) -> None:
     """It is forgotten, and does not come back; or another one is put in its place."""
-    net = await DataParallel.create(trial.Mlp(), coll, **sizes)
+    net = await DataParallel.create(Trial.Mlp(), coll, **sizes)
     for step in range(6):
-        expected = dict(expected_of(trial, coll.size, step).named_parameters())
+        expected = dict(expected_of(coll.size, step).named_parameters())
         names = {p: name for name, p in net.named_parameters()}
         mine = torch.ones(()) if step % 2 else None
-        async for parameter, grad in net.gradients(trial.loss(net, coll.rank, step)):
+        async for parameter, grad in net.gradients(Trial.loss(net, coll.rank, step)):
             torch.testing.assert_close(grad, expected[names[parameter]].grad)
             parameter.grad = None if mine is None else mine.to(grad).expand_as(grad)
         left = [p.grad for p in net.parameters()]
@@ -107,37 +105,36 @@ async def test_n8_what_becomes_of_a_gradient_that_has_come_is_the_users(
 
 
 @pytest.mark.ranks(2)
-async def test_n8_there_are_none_within_no_sync(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
+async def test_n8_there_are_none_within_no_sync(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll)
     with net.no_sync(), pytest.raises(RuntimeError, match=r"net.gradients inside net.no_sync\(\)"):
-        await anext(net.gradients(trial.loss(net, coll.rank, 0)))
+        await anext(net.gradients(Trial.loss(net, coll.rank, 0)))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("who", [{0}, {1}, {0, 1}], ids=str)
-async def test_n8_leaving_early(coll: Communicator, trial: type[Trial], who: set[int]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
+async def test_n8_leaving_early(coll: Communicator, who: set[int]) -> None:
+    net, opt = await Trial.made(coll, **SMALL)
     for step in range(3):
         net.zero_grad()
-        async for _ in net.gradients(trial.loss(net, coll.rank, 7)):
+        async for _ in net.gradients(Trial.loss(net, coll.rank, 7)):
             if coll.rank in who:
                 break
-        await net.step(partial(trial.loss, net, coll.rank, step), opt)
-    trial.assert_same(net, trial.alone(2, 3))
+        await net.step(partial(Trial.loss, net, coll.rank, step), opt)
+    Trial.assert_same(net, Trial.alone(2, 3))
 
 
 @pytest.mark.ranks(2)
-async def test_n8_leaving_early_and_what_may_come_next(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n8_leaving_early_and_what_may_come_next(coll: Communicator) -> None:
     """Backward of the one goes on: what communicates next must not get among its reductions."""
-    module = nn.Sequential(trial.Mlp(), nn.BatchNorm1d(3).double())
+    module = nn.Sequential(Trial.Mlp(), nn.BatchNorm1d(3).double())
     net = await DataParallel.create(module, coll, **SMALL)
-    await net.backward(trial.loss(net, coll.rank, 0))
+    await net.backward(Trial.loss(net, coll.rank, 0))
     net.zero_grad()
     go = threading.Event()
     if coll.rank == 0:
         go.set()
-    held = trial.loss(lambda x: net(in_backward(x.requires_grad_(), partial(go.wait, 30))), coll.rank, 1)
+    held = Trial.loss(lambda x: net(in_backward(x.requires_grad_(), partial(go.wait, 30))), coll.rank, 1)
     async for _ in net.gradients(held):
         break
     synchronized = net.synchronize_buffers()
@@ -148,11 +145,11 @@ async def test_n8_leaving_early_and_what_may_come_next(coll: Communicator, trial
 
 
 @pytest.mark.ranks(2)
-async def test_n8_errors(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+async def test_n8_errors(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
     for _ in range(2):
         net.zero_grad()
-        loss = trial.loss(net, coll.rank, 0)
+        loss = Trial.loss(net, coll.rank, 0)
         if coll.rank:
             loss = torch.stack([loss, loss])
         with pytest.raises(
@@ -161,21 +158,21 @@ async def test_n8_errors(coll: Communicator, trial: type[Trial]) -> None:
             async for _ in net.gradients(loss):
                 pass
         net.zero_grad()
-        came = [p async for p, _ in net.gradients(trial.loss(net, coll.rank, 1))]
+        came = [p async for p, _ in net.gradients(Trial.loss(net, coll.rank, 1))]
         assert len(came) == 6
-        trial.assert_same_gradients(net, expected_of(trial, 2, 1))
+        Trial.assert_same_gradients(net, expected_of(2, 1))
 
 
 @pytest.mark.ranks(2)
-async def test_n8_a_user_who_raises(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
+async def test_n8_a_user_who_raises(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
     with pytest.raises(LookupError):  # noqa: PT012  - the loop is what is tested
-        async for _ in net.gradients(trial.loss(net, coll.rank, 0)):
+        async for _ in net.gradients(Trial.loss(net, coll.rank, 0)):
             raise LookupError
     arrived = asyncio.Event()
 
     async def consume() -> None:
-        async for _ in net.gradients(trial.loss(net, coll.rank, 1)):
+        async for _ in net.gradients(Trial.loss(net, coll.rank, 1)):
             arrived.set()
             await asyncio.Event().wait()
 
@@ -186,6 +183,6 @@ async def test_n8_a_user_who_raises(coll: Communicator, trial: type[Trial]) -> N
     with pytest.raises(asyncio.CancelledError):
         await task
     await net.run(int)
-    opt = trial.OPTIMIZERS["sgd"](net.parameters())
-    await net.step(lambda: trial.loss(net, coll.rank, 0), opt)
-    trial.assert_same(net, trial.alone(2, 1))
+    opt = Trial.OPTIMIZERS["sgd"](net.parameters())
+    await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
+    Trial.assert_same(net, Trial.alone(2, 1))

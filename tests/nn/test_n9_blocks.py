@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import combinations, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +18,8 @@ from torch import Tensor, nn
 from aiodist import Communicator
 from aiodist.nn import BlockSequential, DataParallel, PipelinedOptimizer
 from aiodist.nn.blocks import balanced
+from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
-
-# --- blocks ------------------------------------------------------------------------------------------------------
 
 
 def test_n9_31_layers_in_7_blocks() -> None:
@@ -55,9 +51,6 @@ def test_n9_layers_without_parameters_stay_with_the_one_before() -> None:
 def test_n9_a_wrong_number_of_blocks(blocks: int) -> None:
     with pytest.raises(ValueError, match=f"blocks={blocks}: expected 1 to 2, the number of layers"):
         BlockSequential([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)], blocks)
-
-
-# --- equal to the plain one ----------------------------------------------------------------------------------------
 
 
 class Pair(nn.Module):
@@ -158,9 +151,6 @@ def test_n9_what_cannot_cross_blocks(way: str) -> None:
     assert all(p.grad is None for p in (x, *net.parameters()))
 
 
-# --- on many ranks ---------------------------------------------------------------------------------------------------
-
-
 def blocked(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     widths = [6, 9, 8, 7, 7, 5, 3]
@@ -171,16 +161,16 @@ def blocked(seed: int = 0) -> nn.Module:
 @pytest.mark.drawn(4)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("optimizer", ["momentum", "adam", "pipelined"])
-async def test_n9_ranks_train_as_one_process(coll: Communicator, trial: type[Trial], optimizer: str) -> None:
+async def test_n9_ranks_train_as_one_process(coll: Communicator, optimizer: str) -> None:
     net = await DataParallel.create(blocked(coll.rank), coll, bucket_bytes=1, first_bucket_bytes=1)
-    make = trial.OPTIMIZERS.get(optimizer, trial.OPTIMIZERS["adam"])
-    opt = make(net.parameters()) if optimizer in trial.OPTIMIZERS else PipelinedOptimizer(net, make)
+    make = Trial.OPTIMIZERS.get(optimizer, Trial.OPTIMIZERS["adam"])
+    opt = make(net.parameters()) if optimizer in Trial.OPTIMIZERS else PipelinedOptimizer(net, make)
     for step in range(4):
-        await net.step(partial(trial.loss, net, coll.rank, step), opt)
+        await net.step(partial(Trial.loss, net, coll.rank, step), opt)
     if isinstance(opt, PipelinedOptimizer):
         await opt.flush()
-    expected = trial.alone(coll.size, 4, make=blocked, optimizer=make)
-    trial.assert_same(net, expected)
+    expected = Trial.alone(coll.size, 4, make=blocked, optimizer=make)
+    Trial.assert_same(net, expected)
     inner = net.module[0]  # type: ignore[index]
     names = {id(p): name for name, p in net.named_parameters()}
     blocks = [{names[id(p)] for layer in block for p in layer.parameters()} for block in inner.blocks]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,9 +14,7 @@ from torch.nn import functional as F
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
+from tests.nn.conftest import Trial
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimizers make sparse tensors
 SIZES: list[dict[str, Any]] = [{"bucket_bytes": 1, "first_bucket_bytes": 1}, {}]
@@ -76,7 +74,6 @@ def adagrad(params: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("optimizer", [sgd, adagrad])
 async def test_p15_rows_equal_dense_gradients_of_one_process(
     coll: Communicator,
-    trial: type[Trial],
     sizes: dict[str, Any],
     op: Literal["mean", "sum"],
     optimizer: Callable[[Any], torch.optim.Optimizer],
@@ -92,12 +89,12 @@ async def test_p15_rows_equal_dense_gradients_of_one_process(
         assert grad.is_coalesced()
         assert grad._nnz() < 11
     make = partial(Words, sparse=False)
-    trial.assert_same(net, trial.alone(coll.size, 6, make=make, loss=loss_of, optimizer=optimizer, op=op))
+    Trial.assert_same(net, Trial.alone(coll.size, 6, make=make, loss=loss_of, optimizer=optimizer, op=op))
     await assert_synchronized(module, coll)
 
 
 @pytest.mark.ranks(1, 2, 3)
-async def test_p15_sparse_adam_beside_adam(coll: Communicator, trial: type[Trial]) -> None:
+async def test_p15_sparse_adam_beside_adam(coll: Communicator) -> None:
     module, alone = Words(), Words()
     net = await DataParallel.create(module, coll)
     ours, theirs = Both(module), Both(alone)
@@ -111,7 +108,7 @@ async def test_p15_sparse_adam_beside_adam(coll: Communicator, trial: type[Trial
             assert alone.bags.weight.grad is None
         await net.run(ours.step)
         theirs.step()
-    trial.assert_same(net, alone)
+    Trial.assert_same(net, alone)
 
 
 @pytest.mark.ranks(3)
@@ -132,9 +129,7 @@ async def test_p15_rows_of_16_bits_are_summed_in_32(
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize("synced", [False, True])
-async def test_p15_rows_add_up(
-    coll: Communicator, trial: type[Trial], op: Literal["mean", "sum"], synced: bool
-) -> None:
+async def test_p15_rows_add_up(coll: Communicator, op: Literal["mean", "sum"], synced: bool) -> None:
     """In `no_sync` on each rank, and, where every backward is reduced, those of all ranks."""
     net = await DataParallel.create(Words(), coll, op=op)
     opt = sgd(net.parameters())
@@ -148,15 +143,13 @@ async def test_p15_rows_add_up(
             await net.backward(loss_of(net, coll.rank, step))
         if step % 3 == 2:
             await net.run(opt.step)
-    trial.assert_same(net, trial.alone(coll.size, 6, make=Words, loss=loss_of, optimizer=sgd, op=op, every=3))
+    Trial.assert_same(net, Trial.alone(coll.size, 6, make=Words, loss=loss_of, optimizer=sgd, op=op, every=3))
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("op", ["mean", "sum"])
-async def test_p15_ranks_whose_data_end_bring_no_rows(
-    coll: Communicator, trial: type[Trial], op: Literal["mean", "sum"]
-) -> None:
+async def test_p15_ranks_whose_data_end_bring_no_rows(coll: Communicator, op: Literal["mean", "sum"]) -> None:
     counts = [2, 5, 3][: coll.size]
     net = await DataParallel.create(Words(), coll, op=op)
     opt = sgd(net.parameters())
@@ -170,17 +163,17 @@ async def test_p15_ranks_whose_data_end_bring_no_rows(
         losses = torch.stack([loss_of(alone, rank, step) for rank, count in enumerate(counts) if step < count])
         (losses.mean() if op == "mean" else losses.sum()).backward()
         their.step()
-    trial.assert_same(net, alone)
+    Trial.assert_same(net, alone)
 
 
 @pytest.mark.ranks(1, 2)
-async def test_p15_pipelined(coll: Communicator, trial: type[Trial]) -> None:
+async def test_p15_pipelined(coll: Communicator) -> None:
     net = await DataParallel.create(Words(), coll)
     opt = PipelinedOptimizer(net, sgd)
     for step in range(5):
         await net.step(partial(loss_of, net, coll.rank, step), opt)
     await opt.flush()
-    trial.assert_same(net, trial.alone(coll.size, 5, make=Words, loss=loss_of, optimizer=sgd))
+    Trial.assert_same(net, Trial.alone(coll.size, 5, make=Words, loss=loss_of, optimizer=sgd))
 
 
 @pytest.mark.ranks(2, 3)
@@ -203,7 +196,7 @@ async def test_p15_gradients_as_they_arrive(coll: Communicator) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_p15_frozen_and_thawed(coll: Communicator, trial: type[Trial]) -> None:
+async def test_p15_frozen_and_thawed(coll: Communicator) -> None:
     module, alone = Words(), Words()
     net = await DataParallel.create(module, coll)
     ours, theirs = sgd(net.parameters()), sgd(alone.parameters())
@@ -214,7 +207,7 @@ async def test_p15_frozen_and_thawed(coll: Communicator, trial: type[Trial]) -> 
         theirs.zero_grad()
         torch.stack([loss_of(alone, rank, step) for rank in range(coll.size)]).mean().backward()
         theirs.step()
-    trial.assert_same(net, alone)
+    Trial.assert_same(net, alone)
 
 
 @pytest.mark.ranks(2)
@@ -228,7 +221,7 @@ async def test_p15_bytes_of_rows_are_counted(coll: Communicator) -> None:
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("scaled", [False, True])
-async def test_p15_rows_count_in_the_norm_that_is_clipped(coll: Communicator, trial: type[Trial], scaled: bool) -> None:
+async def test_p15_rows_count_in_the_norm_that_is_clipped(coll: Communicator, scaled: bool) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1000) if scaled else None
     net = await DataParallel.create(Words(), coll, clip_norm=0.05, scaler=scaler)
     opt = sgd(net.parameters())
@@ -240,7 +233,7 @@ async def test_p15_rows_count_in_the_norm_that_is_clipped(coll: Communicator, tr
         torch.stack([loss_of(alone, rank, step) for rank in range(coll.size)]).mean().backward()
         assert nn.utils.clip_grad_norm_(alone.parameters(), 0.05) > 0.05, "it is clipped"
         theirs.step()
-    trial.assert_same(net, alone)
+    Trial.assert_same(net, alone)
 
 
 @pytest.mark.ranks(2)

@@ -18,6 +18,7 @@ from aiodist import Communicator, MismatchError, PeerError
 from aiodist.codecs import TopK
 from aiodist.nn import DataParallel, PipelinedOptimizer
 from aiodist.testing import kill_rank, run_ranks
+from tests.nn.conftest import Trial
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -125,8 +126,7 @@ def test_w3_killed_at_any_moment_and_joined_it_trains_as_one_process_does(kind: 
     assert all(each == held[0] for each in held), "bit by bit the same on all ranks"
     started = float(modules[0].seen)
     if started == 0:  # rank 0 lived until all had its parameters
-        for name, p in alone(kind, steps).named_parameters():
-            torch.testing.assert_close(modules[0].get_parameter(name), p, rtol=1e-9, atol=1e-11)
+        Trial.assert_same(modules[0], alone(kind, steps), rtol=1e-9, atol=1e-11)
 
 
 def warming(opt: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -192,8 +192,7 @@ def test_w3_a_pipelined_optimizer_goes_back_to_its_last_whole_step(seed: int) ->
             opt.step()
             if scheduler is not None:
                 scheduler.step()
-        for name, p in expected.named_parameters():
-            torch.testing.assert_close(modules[0].get_parameter(name), p, rtol=1e-9, atol=1e-11)
+        Trial.assert_same(modules[0], expected, rtol=1e-9, atol=1e-11)
 
 
 def test_w3_the_rank_that_made_most_steps_gives_the_others_what_it_has() -> None:
@@ -469,8 +468,7 @@ def test_w3_what_a_pipelined_optimizer_made_in_part_is_taken_back(failing: list[
     (steps, zero, module), (also, one, _) = run_ranks(2, main, elastic=(1, 2))
     assert steps == also == (3 if failing == [0] else 2)
     assert zero == one
-    for name, p in alone("sgd", 5).named_parameters():
-        torch.testing.assert_close(module.get_parameter(name), p, rtol=1e-9, atol=1e-11)
+    Trial.assert_same(module, alone("sgd", 5), rtol=1e-9, atol=1e-11)
 
 
 def test_w3_several_steps_that_were_made_in_part_are_all_taken_back() -> None:
@@ -494,8 +492,7 @@ def test_w3_several_steps_that_were_made_in_part_are_all_taken_back() -> None:
 
     (zero, module), (one, _) = run_ranks(2, main, elastic=(1, 2))
     assert zero == one
-    for name, p in alone("sgd", 5).named_parameters():
-        torch.testing.assert_close(module.get_parameter(name), p, rtol=1e-9, atol=1e-11)
+    Trial.assert_same(module, alone("sgd", 5), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.drawn(4)
@@ -531,8 +528,7 @@ def test_w3_a_step_behind_a_load_is_taken_back_to_what_was_loaded(turns: int) ->
         opt.step()
     for steps, module in (one, two):
         assert steps == one[0]
-        for name, p in expected.named_parameters():
-            torch.testing.assert_close(module.get_parameter(name), p, rtol=1e-9, atol=1e-11)
+        Trial.assert_same(module, expected, rtol=1e-9, atol=1e-11)
 
 
 async def whole_step(net: DataParallel, opt: PipelinedOptimizer, forward: Any) -> None:
@@ -629,6 +625,5 @@ async def test_w3_any_other_communicator_will_do(coll: Communicator) -> None:
         opt.zero_grad()
         share(expected, step, 0, 1).backward()
         opt.step()
-    for name, p in expected.named_parameters():
-        torch.testing.assert_close(net.module.get_parameter(name), p, rtol=1e-9, atol=1e-11)
+    Trial.assert_same(net.module, expected, rtol=1e-9, atol=1e-11)
     await net.aclose()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from aiodist.nn import DataParallel, Elastic, LocalSGD, SlowMo
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
+from aiodist.nn import Elastic, SlowMo
+from tests.nn.conftest import Trial
 
 EVERY = 3
 
@@ -26,10 +24,9 @@ OUTER: dict[str, Any] = {"plain": None, "slowmo": SlowMo(0.6, lr=0.9), "diloco":
 class Alone:
     """All ranks in one process: their modules, the centre as a vector, and the formulas of the papers."""
 
-    def __init__(self, trial: type[Trial], size: int, optimizer: str, rule: str, *, overlap: bool = False) -> None:
-        self.trial = trial
-        self.modules = [trial.Mlp() for _ in range(size)]
-        self.optimizers: list[Any] = [trial.OPTIMIZERS[optimizer](list(m.parameters())) for m in self.modules]
+    def __init__(self, size: int, optimizer: str, rule: str, *, overlap: bool = False) -> None:
+        self.modules = [Trial.Mlp() for _ in range(size)]
+        self.optimizers: list[Any] = [Trial.OPTIMIZERS[optimizer](list(m.parameters())) for m in self.modules]
         self.schedulers: list[Any] = []
         self.rule = rule
         self.overlap = overlap
@@ -54,7 +51,7 @@ class Alone:
         for rank, (module, opt) in enumerate(zip(self.modules, self.optimizers, strict=True)):
             if rank not in fails:
                 opt.zero_grad()
-                self.trial.loss(module, rank, step).backward()
+                Trial.loss(module, rank, step).backward()
                 opt.step()
         for scheduler in self.schedulers:
             scheduler.step()
@@ -98,8 +95,3 @@ class Alone:
             self.settle()
         self.put([self.centre] * len(self.modules))
         return self.modules[0]
-
-
-async def trained(net: DataParallel, local: LocalSGD, trial: type[Trial], steps: range, rank: int) -> None:
-    for step in steps:
-        await net.step(trial.loss, local, net, rank, step)

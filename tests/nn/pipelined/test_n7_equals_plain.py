@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,9 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
-
-if TYPE_CHECKING:
-    from tests.nn.pipelined.conftest import Course, Make
+from tests.nn.pipelined.conftest import Course, Make
 
 
 class Tied(nn.Module):
@@ -195,63 +193,61 @@ def decayed(module: nn.Module) -> Make:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("kind", MODELS)
-async def test_n7_equals_the_plain_loop(coll: Communicator, course: type[Course], kind: str, bucket_bytes: int) -> None:
-    net = await course.split(build(kind), coll, bucket_bytes)
-    opt = PipelinedOptimizer(net, course.sgd)
-    await course.train(net, opt, coll, held=course.hold(net))
-    course.check(net.module, build(kind), coll.size)
+async def test_n7_equals_the_plain_loop(coll: Communicator, kind: str, bucket_bytes: int) -> None:
+    net = await Course.split(build(kind), coll, bucket_bytes)
+    opt = PipelinedOptimizer(net, Course.sgd)
+    await Course.train(net, opt, coll, held=Course.hold(net))
+    Course.check(net.module, build(kind), coll.size)
     await assert_synchronized(list(net.parameters()), coll)
 
 
 @pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("how", ["sgd", "adam", "adamw"])
-async def test_n7_equals_the_plain_loop_with_each_optimizer(coll: Communicator, course: type[Course], how: str) -> None:
-    await _with(coll, course, how)
+async def test_n7_equals_the_plain_loop_with_each_optimizer(coll: Communicator, how: str) -> None:
+    await _with(coll, how)
 
 
 @pytest.mark.thorough
 @pytest.mark.ranks(2, backend="mpi")
-async def test_n7_equals_the_plain_loop_on_processes(coll: Communicator, course: type[Course]) -> None:
-    await _with(coll, course, "adamw")
+async def test_n7_equals_the_plain_loop_on_processes(coll: Communicator) -> None:
+    await _with(coll, "adamw")
 
 
-async def _with(coll: Communicator, course: type[Course], how: str) -> None:
+async def _with(coll: Communicator, how: str) -> None:
     def maker(module: nn.Module) -> Make:
-        return {"sgd": course.sgd, "adam": course.adam, "adamw": decayed(module)}[how]
+        return {"sgd": Course.sgd, "adam": Course.adam, "adamw": decayed(module)}[how]
 
     net = await DataParallel.create(build("transformer"), coll, bucket_bytes=300, first_bucket_bytes=1)
     opt = PipelinedOptimizer(net, maker(net.module))
     assert len(opt.optimizers) > 2
-    await course.train(net, opt, coll)
+    await Course.train(net, opt, coll)
     expected = build("transformer")
-    course.check(net.module, expected, coll.size, make=maker(expected))
+    Course.check(net.module, expected, coll.size, make=maker(expected))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", ["mean", "sum"])
-async def test_n7_an_optimizer_made_later_and_the_sum(
-    coll: Communicator, course: type[Course], op: Literal["mean", "sum"]
-) -> None:
+async def test_n7_an_optimizer_made_later_and_the_sum(coll: Communicator, op: Literal["mean", "sum"]) -> None:
     """Some steps of the plain kind before: buckets were dealt anew by then."""
-    net = await DataParallel.create(course.mlp(), coll, op=op, bucket_bytes=100, first_bucket_bytes=1)
+    net = await DataParallel.create(Course.mlp(), coll, op=op, bucket_bytes=100, first_bucket_bytes=1)
     plain = torch.optim.SGD(net.parameters(), lr=0.05)
     for step in range(2):
-        await net.step(course.loss_of, plain, net, coll.rank, step)
+        await net.step(Course.loss_of, plain, net, coll.rank, step)
     opt = PipelinedOptimizer(net, lambda params: torch.optim.SGD(params, lr=0.05))
-    await course.train(net, opt, coll, range(2, 5), course.hold(net))
+    await Course.train(net, opt, coll, range(2, 5), Course.hold(net))
     lr = 0.05 * (coll.size if op == "sum" else 1)
-    course.check(net.module, course.mlp(), coll.size, range(5), lambda params: torch.optim.SGD(params, lr=lr))
+    Course.check(net.module, Course.mlp(), coll.size, range(5), lambda params: torch.optim.SGD(params, lr=lr))
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("kind", ["normed", "branches"])
-async def test_n7_clipping_by_the_global_norm(coll: Communicator, course: type[Course], kind: str) -> None:
-    net = await course.split(build(kind), coll)
+async def test_n7_clipping_by_the_global_norm(coll: Communicator, kind: str) -> None:
+    net = await Course.split(build(kind), coll)
     net.settings(clip_norm=0.01)
-    opt = PipelinedOptimizer(net, course.sgd)
-    await course.train(net, opt, coll, held=course.hold(net))
-    course.same(net.module, course.reference(build(kind), None, coll.size, clip=0.01))
+    opt = PipelinedOptimizer(net, Course.sgd)
+    await Course.train(net, opt, coll, held=Course.hold(net))
+    Course.same(net.module, Course.reference(build(kind), None, coll.size, clip=0.01))
     with pytest.raises(ValueError, match="clip_norm=0"):
         net.settings(clip_norm=0)
 
@@ -260,17 +256,17 @@ async def test_n7_clipping_by_the_global_norm(coll: Communicator, course: type[C
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler ignores it, on one thread at a time
 @pytest.mark.parametrize("way", ["module", "layer", "forward"])
-async def test_n7_compiled_code(coll: Communicator, course: type[Course], way: str) -> None:
+async def test_n7_compiled_code(coll: Communicator, way: str) -> None:
     """Of the module that is wrapped, of a layer in it, of a function around it: no hook runs in compiled code."""
-    module: Any = course.mlp()
+    module: Any = Course.mlp()
     if way == "module":
         module = torch.compile(module, backend="eager")
     elif way == "layer":
         module[2] = torch.compile(module[2], backend="eager")
-    net = await course.split(module, coll)
+    net = await Course.split(module, coll)
     call: Any = torch.compile(module, backend="eager") if way == "forward" else net
-    opt = PipelinedOptimizer(net, course.sgd)
-    await course.train(net, opt, coll, held=course.hold(net), call=call)
-    expected = course.reference(course.mlp(), None, coll.size)
+    opt = PipelinedOptimizer(net, Course.sgd)
+    await Course.train(net, opt, coll, held=Course.hold(net), call=call)
+    expected = Course.reference(Course.mlp(), None, coll.size)
     for ours, theirs in zip(net.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)

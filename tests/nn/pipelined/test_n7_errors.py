@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +17,7 @@ from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
 from aiodist.testing import run_ranks
 from aiodist.testing.seams.world import Limits, opened
-
-if TYPE_CHECKING:
-    from tests.nn.pipelined.conftest import Course
+from tests.nn.pipelined.conftest import Course
 
 
 class Wanders(nn.Module):
@@ -38,14 +36,14 @@ class Wanders(nn.Module):
 
 
 @pytest.mark.ranks(2)
-async def test_n7_a_parameter_that_is_used_elsewhere_later(coll: Communicator, course: type[Course]) -> None:
+async def test_n7_a_parameter_that_is_used_elsewhere_later(coll: Communicator) -> None:
     """That step fails on all ranks and changes no weight; from then on forward waits for that one before it begins."""
     module = Wanders()
-    net = await course.split(module, coll)
-    opt = PipelinedOptimizer(net, course.sgd)
-    held = course.hold(net, lambda t: t.numel() == 12)
-    await course.train(net, opt, coll, range(2), held)
-    await net.step(course.loss_of, opt, net, coll.rank, 2)
+    net = await Course.split(module, coll)
+    opt = PipelinedOptimizer(net, Course.sgd)
+    held = Course.hold(net, lambda t: t.numel() == 12)
+    await Course.train(net, opt, coll, range(2), held)
+    await net.step(Course.loss_of, opt, net, coll.rank, 2)
     module.wanders = coll.rank == 1
     ran = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -53,13 +51,13 @@ async def test_n7_a_parameter_that_is_used_elsewhere_later(coll: Communicator, c
     def forward() -> Tensor:
         if coll.rank == 0:  # its last layer waits
             loop.call_soon_threadsafe(ran.set)
-        loss = course.loss_of(net, coll.rank, 3)
+        loss = Course.loss_of(net, coll.rank, 3)
         loop.call_soon_threadsafe(ran.set)
         return loss
 
     work = asyncio.ensure_future(net.step(forward, opt))
     await asyncio.wait_for(ran.wait(), 20)
-    await course.until(lambda: len(held) == 1)
+    await Course.until(lambda: len(held) == 1)
     held.end()
     if coll.rank == 1:
         with pytest.raises(RuntimeError, match=r"last\.weight: used in this forward while the last"):
@@ -70,17 +68,17 @@ async def test_n7_a_parameter_that_is_used_elsewhere_later(coll: Communicator, c
             await opt.flush()
         assert caught.value.raised_by == 1
     await opt.flush()
-    course.check(module, Wanders(), 2, range(3))
+    Course.check(module, Wanders(), 2, range(3))
     held.holding = lambda t: t.numel() == 12
-    await course.train(net, opt, coll, range(4, 7), held)
-    course.check(module, Wanders(), 2, [0, 1, 2, 4, 5, 6])
+    await Course.train(net, opt, coll, range(4, 7), held)
+    Course.check(module, Wanders(), 2, [0, 1, 2, 4, 5, 6])
 
 
 def fail() -> None:
     raise ArithmeticError("no more")
 
 
-def fails(course: type[Course], module: nn.Module, where: str, x: Tensor) -> Tensor:
+def fails(module: nn.Module, where: str, x: Tensor) -> Tensor:
     """Return the loss, unless something raises on the way: `where`."""
     if where == "before":
         fail()
@@ -89,7 +87,7 @@ def fails(course: type[Course], module: nn.Module, where: str, x: Tensor) -> Ten
         if i == 2 and where == "forward":
             fail()
         if i == 2 and where == "backward":
-            x = course.wait(x, fail)
+            x = Course.wait(x, fail)
     if where == "after":
         fail()
     return (x * torch.arange(1.0, x.shape[-1] + 1, dtype=x.dtype)).tanh().square().mean()
@@ -99,20 +97,20 @@ def fails(course: type[Course], module: nn.Module, where: str, x: Tensor) -> Ten
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("where", ["before", "forward", "after", "backward"])
-async def test_n7_an_error_on_one_rank(coll: Communicator, course: type[Course], where: str, bucket_bytes: int) -> None:
+async def test_n7_an_error_on_one_rank(coll: Communicator, where: str, bucket_bytes: int) -> None:
     """That rank raises it, the others a RemoteError once, nobody makes that step, all go on together."""
 
     def loss_of(step: int) -> Tensor:
         at = where if coll.rank == 1 and step == 2 else ""
-        return fails(course, net.module, at, course.batch(coll.rank, step))
+        return fails(net.module, at, Course.batch(coll.rank, step))
 
-    net = await course.split(course.mlp(), coll, bucket_bytes)
-    opt = PipelinedOptimizer(net, course.sgd)
-    held = course.hold(net)
+    net = await Course.split(Course.mlp(), coll, bucket_bytes)
+    opt = PipelinedOptimizer(net, Course.sgd)
+    held = Course.hold(net)
     raised: list[BaseException] = []
-    for step in range(course.STEPS):
+    for step in range(Course.STEPS):
         work = asyncio.ensure_future(net.step(loss_of, opt, step))
-        await course.until(work.done, held.release)
+        await Course.until(work.done, held.release)
         try:
             await work
         except (ArithmeticError, aiodist.RemoteError) as error:
@@ -127,19 +125,19 @@ async def test_n7_an_error_on_one_rank(coll: Communicator, course: type[Course],
         assert told.raised_by == 1
         assert "no more" in str(told)
     await assert_synchronized(list(net.parameters()), coll)
-    course.check(net.module, course.mlp(), coll.size, [0, 1, 3])
+    Course.check(net.module, Course.mlp(), coll.size, [0, 1, 3])
 
 
 @pytest.mark.ranks(2)
-async def test_n7_an_error_in_the_last_step_is_told_by_flush(coll: Communicator, course: type[Course]) -> None:
+async def test_n7_an_error_in_the_last_step_is_told_by_flush(coll: Communicator) -> None:
     def forward() -> Tensor:
         if coll.rank == 0:
             raise ArithmeticError("no more")
-        return course.loss_of(net, coll.rank, 1)
+        return Course.loss_of(net, coll.rank, 1)
 
-    net = await DataParallel.create(course.mlp(), coll)
-    opt = PipelinedOptimizer(net, course.sgd)
-    await net.step(course.loss_of, opt, net, coll.rank, 0)
+    net = await DataParallel.create(Course.mlp(), coll)
+    opt = PipelinedOptimizer(net, Course.sgd)
+    await net.step(Course.loss_of, opt, net, coll.rank, 0)
     if coll.rank == 0:
         with pytest.raises(ArithmeticError):
             await net.step(forward, opt)
@@ -148,11 +146,11 @@ async def test_n7_an_error_in_the_last_step_is_told_by_flush(coll: Communicator,
         with pytest.raises(aiodist.RemoteError, match="no more"):
             await opt.flush()
     await opt.flush()
-    course.check(net.module, course.mlp(), coll.size, range(1))
+    Course.check(net.module, Course.mlp(), coll.size, range(1))
 
 
 @pytest.mark.ranks(2)
-async def test_n7_an_optimizer_that_raises_is_heard(coll: Communicator, course: type[Course]) -> None:
+async def test_n7_an_optimizer_that_raises_is_heard(coll: Communicator) -> None:
     """Also where the update was made while nobody waited."""
 
     class Fragile(torch.optim.SGD):
@@ -161,17 +159,17 @@ async def test_n7_an_optimizer_that_raises_is_heard(coll: Communicator, course: 
             raise FloatingPointError("that is not a number")
 
     made: list[int] = []
-    net = await DataParallel.create(course.mlp(), coll)
+    net = await DataParallel.create(Course.mlp(), coll)
     opt = PipelinedOptimizer(net, lambda params: Fragile(params, lr=0.1))
-    await net.step(course.loss_of, opt, net, coll.rank, 0)
-    await course.until(lambda: made)
+    await net.step(Course.loss_of, opt, net, coll.rank, 0)
+    await Course.until(lambda: made)
     with pytest.raises(FloatingPointError, match="not a number"):
         await opt.flush()
     await opt.flush()
 
 
 @pytest.mark.ranks(2)
-async def test_n7_what_raises_before_the_updates_of_a_step(coll: Communicator, course: type[Course]) -> None:
+async def test_n7_what_raises_before_the_updates_of_a_step(coll: Communicator) -> None:
     """None of them is made, nor tried again: the rank is a step behind, until all have loaded the same."""
 
     class Fragile(torch.amp.GradScaler):
@@ -181,29 +179,29 @@ async def test_n7_what_raises_before_the_updates_of_a_step(coll: Communicator, c
             super().unscale_(optimizer)
 
     broken = [bool(coll.rank)]
-    net = await DataParallel.create(course.mlp(), coll, scaler=Fragile("cpu", 64.0))
-    opt = PipelinedOptimizer(net, course.sgd)
+    net = await DataParallel.create(Course.mlp(), coll, scaler=Fragile("cpu", 64.0))
+    opt = PipelinedOptimizer(net, Course.sgd)
     new = opt.state_dict()
-    await net.step(course.loss_of, opt, net, coll.rank, 0)
+    await net.step(Course.loss_of, opt, net, coll.rank, 0)
     with pytest.raises(FloatingPointError, match="not a number") if coll.rank else nullcontext():
         await opt.flush()
     assert not opt.pending
-    await net.step(course.loss_of, opt, net, coll.rank, 1)
+    await net.step(Course.loss_of, opt, net, coll.rank, 1)
     with pytest.raises(aiodist.MismatchError, match=r"0 steps made, since its optimizer raised Floating.* on rank 1"):
         await opt.flush()
-    net.load_state_dict(course.mlp().state_dict())
+    net.load_state_dict(Course.mlp().state_dict())
     opt.load_state_dict(new)
-    await net.step(course.loss_of, opt, net, coll.rank, 0)
+    await net.step(Course.loss_of, opt, net, coll.rank, 0)
     await opt.flush()
-    course.check(net.module, course.mlp(), coll.size, range(1))
+    Course.check(net.module, Course.mlp(), coll.size, range(1))
 
 
 @pytest.mark.ranks(2)
-async def test_n7_a_step_that_is_cancelled_ends_all_the_same(coll: Communicator, course: type[Course]) -> None:
-    net = await course.split(course.mlp(), coll)
-    opt = PipelinedOptimizer(net, course.sgd)
-    for step in range(course.STEPS):
-        work = asyncio.ensure_future(net.step(course.loss_of, opt, net, coll.rank, step))
+async def test_n7_a_step_that_is_cancelled_ends_all_the_same(coll: Communicator) -> None:
+    net = await Course.split(Course.mlp(), coll)
+    opt = PipelinedOptimizer(net, Course.sgd)
+    for step in range(Course.STEPS):
+        work = asyncio.ensure_future(net.step(Course.loss_of, opt, net, coll.rank, step))
         for _ in range(1 + 20 * coll.rank * (step % 2)):
             await asyncio.sleep(0)
         if step != 2:
@@ -211,42 +209,39 @@ async def test_n7_a_step_that_is_cancelled_ends_all_the_same(coll: Communicator,
         with suppress(asyncio.CancelledError):
             await work
     await opt.flush()
-    course.check(net.module, course.mlp(), coll.size)
-
-
-# --- the end -----------------------------------------------------------------------------------------------------
+    Course.check(net.module, Course.mlp(), coll.size)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", ["given", "left to the world"])
-async def test_n7_closing_with_updates_pending_makes_them(coll: Communicator, course: type[Course], how: str) -> None:
-    net = await course.split(course.mlp(), coll)
-    opt = PipelinedOptimizer(net, course.sgd)
-    for step in range(course.STEPS):
-        await net.step(course.loss_of, opt, net, coll.rank, step)
+async def test_n7_closing_with_updates_pending_makes_them(coll: Communicator, how: str) -> None:
+    net = await Course.split(Course.mlp(), coll)
+    opt = PipelinedOptimizer(net, Course.sgd)
+    for step in range(Course.STEPS):
+        await net.step(Course.loss_of, opt, net, coll.rank, step)
     if how == "given":
         await net.aclose()
     else:
         await net.reducer.data.aclose()
-    course.check(net.module, course.mlp(), coll.size)
-    net.module(course.batch(0, 0))
+    Course.check(net.module, Course.mlp(), coll.size)
+    net.module(Course.batch(0, 0))
     with pytest.raises(RuntimeError, match="closed"):
         await opt.flush()
 
 
-def test_n7_closing_while_another_rank_does_not_come(course: type[Course]) -> None:
+def test_n7_closing_while_another_rank_does_not_come() -> None:
     """It waits for the last updates as long as closing waits at all, and then says what was not over."""
     waited: list[float] = []
 
     async def main(rank: int) -> None:
         async with opened(Limits(drain=2.0)) as coll:
-            net = await DataParallel.create(course.mlp(), coll)
-            opt = PipelinedOptimizer(net, course.sgd)
-            await net.step(course.loss_of, opt, net, rank, 0)
+            net = await DataParallel.create(Course.mlp(), coll)
+            opt = PipelinedOptimizer(net, Course.sgd)
+            await net.step(Course.loss_of, opt, net, rank, 0)
             await opt.flush()
             if rank == 1:
                 await coll.recv(src=0)  # until it is told that the other has given up
-            await net.step(course.loss_of, opt, net, rank, 1)
+            await net.step(Course.loss_of, opt, net, rank, 1)
             began = asyncio.get_running_loop().time()
             try:
                 await net.aclose()
@@ -260,28 +255,28 @@ def test_n7_closing_while_another_rank_does_not_come(course: type[Course]) -> No
 
 
 @pytest.mark.ranks(2)
-async def test_n7_a_state_is_not_loaded_while_updates_are_pending(coll: Communicator, course: type[Course]) -> None:
+async def test_n7_a_state_is_not_loaded_while_updates_are_pending(coll: Communicator) -> None:
     """They would be made to what is loaded, in silence."""
-    net = await course.split(course.mlp(), coll)
-    opt = PipelinedOptimizer(net, course.sgd)
+    net = await Course.split(Course.mlp(), coll)
+    opt = PipelinedOptimizer(net, Course.sgd)
     state = opt.state_dict()
-    held = course.hold(net)
-    await net.step(course.loss_of, opt, net, coll.rank, 0)
+    held = Course.hold(net)
+    await net.step(Course.loss_of, opt, net, coll.rank, 0)
     with pytest.raises(RuntimeError, match=r"await opt\.flush\(\)"):
-        net.load_state_dict(course.mlp().state_dict())
+        net.load_state_dict(Course.mlp().state_dict())
     with pytest.raises(RuntimeError, match=r"await opt\.flush\(\)"):
         opt.load_state_dict(state)
     held.end()
     await opt.flush()
-    net.load_state_dict(course.mlp().state_dict())
-    course.same(net.module, course.mlp())
+    net.load_state_dict(Course.mlp().state_dict())
+    Course.same(net.module, Course.mlp())
 
 
 @pytest.mark.ranks(2)
-async def test_n7_a_state_is_not_loaded_while_the_last_update_is_made(coll: Communicator, course: type[Course]) -> None:
+async def test_n7_a_state_is_not_loaded_while_the_last_update_is_made(coll: Communicator) -> None:
     """It is on the compute thread just then, beside the loop."""
-    net = await DataParallel.create(course.mlp(), coll)
-    opt = PipelinedOptimizer(net, course.sgd)
+    net = await DataParallel.create(Course.mlp(), coll)
+    opt = PipelinedOptimizer(net, Course.sgd)
     begun, go_on = threading.Event(), threading.Event()
 
     def hold(*_: object) -> None:
@@ -289,15 +284,15 @@ async def test_n7_a_state_is_not_loaded_while_the_last_update_is_made(coll: Comm
         assert go_on.wait(20)
 
     opt.optimizers[0].register_step_pre_hook(hold)
-    await net.step(course.loss_of, opt, net, coll.rank, 0)
+    await net.step(Course.loss_of, opt, net, coll.rank, 0)
     assert await asyncio.to_thread(begun.wait, 20)
-    for look in (opt.state_dict, net.state_dict, lambda: net.load_state_dict(course.mlp().state_dict())):
+    for look in (opt.state_dict, net.state_dict, lambda: net.load_state_dict(Course.mlp().state_dict())):
         with pytest.raises(RuntimeError, match=r"await opt\.flush\(\)"):
             look()
     go_on.set()
     await opt.flush()
-    net.load_state_dict(course.mlp().state_dict())
-    course.same(net.module, course.mlp())
+    net.load_state_dict(Course.mlp().state_dict())
+    Course.same(net.module, Course.mlp())
 
 
 @pytest.mark.ranks(1)

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +16,7 @@ import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer
 from aiodist.nn.pass_machine import Phase
-
-if TYPE_CHECKING:
-    from tests.nn.pipelined.conftest import Course
+from tests.nn.pipelined.conftest import Course
 
 BACKWARD = [24, 56, 42, 30, 20]
 """Elements of the chain's layers, as backward comes to them."""
@@ -33,20 +31,20 @@ def recorded(module: nn.Module) -> list[int]:
 
 
 @pytest.mark.ranks(1, 2)
-async def test_n7_forward_begins_while_the_last_bucket_is_on_its_way(coll: Communicator, course: type[Course]) -> None:
+async def test_n7_forward_begins_while_the_last_bucket_is_on_its_way(coll: Communicator) -> None:
     """And so it does in each step, though the bucket of the step before came in the middle of it."""
-    net = await course.split(course.chain(), coll)
+    net = await Course.split(Course.chain(), coll)
     ran = recorded(net.module)
-    opt = PipelinedOptimizer(net, course.sgd)
-    await net.step(course.loss_of, opt, net, coll.rank, 0)
+    opt = PipelinedOptimizer(net, Course.sgd)
+    await net.step(Course.loss_of, opt, net, coll.rank, 0)
     await opt.flush()
-    held = course.hold(net, lambda t: t.numel() == 24)
-    await net.step(course.loss_of, opt, net, coll.rank, 1)
+    held = Course.hold(net, lambda t: t.numel() == 24)
+    await net.step(Course.loss_of, opt, net, coll.rank, 1)
     for step in range(2, 5):
-        await course.until(lambda: len(held) == 1)
+        await Course.until(lambda: len(held) == 1)
         ran.clear()
-        work = asyncio.ensure_future(net.step(course.loss_of, opt, net, coll.rank, step))
-        await course.until(lambda: ran == [0, 1, 2, 3])
+        work = asyncio.ensure_future(net.step(Course.loss_of, opt, net, coll.rank, step))
+        await Course.until(lambda: ran == [0, 1, 2, 3])
         assert len(held) == 1
         assert not work.done()
         held.release()
@@ -54,7 +52,7 @@ async def test_n7_forward_begins_while_the_last_bucket_is_on_its_way(coll: Commu
         assert ran == [0, 1, 2, 3, 4]
     held.end()
     await opt.flush()
-    course.check(net.module, course.chain(), coll.size, range(5))
+    Course.check(net.module, Course.chain(), coll.size, range(5))
 
 
 def has_status(reduction: Any) -> bool:
@@ -72,62 +70,62 @@ def set_window(net: DataParallel, nbytes: int) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("first", [2, 3, 4])
 async def test_n7_what_is_not_sent_when_backward_ends_goes_in_the_order_of_forward(
-    coll: Communicator, course: type[Course], first: int
+    coll: Communicator, first: int
 ) -> None:
     """One rank has sent two buckets then, the other more: all go on from there, with the first layer's first."""
-    net = await course.split(course.chain(), coll)
-    opt = PipelinedOptimizer(net, course.sgd)
-    await course.train(net, opt, coll, range(2))
-    held = course.hold(net)
+    net = await Course.split(Course.chain(), coll)
+    opt = PipelinedOptimizer(net, Course.sgd)
+    await Course.train(net, opt, coll, range(2))
+    held = Course.hold(net)
     for step in (2, 3):
         mine = first if coll.rank == step % 2 else 2
         set_window(net, 1 if mine == 2 else 8 * sum(BACKWARD[:mine]))
         held.issued.clear()
-        await net.step(course.loss_of, opt, net, coll.rank, step)
+        await net.step(Course.loss_of, opt, net, coll.rank, step)
         last = net.reducer.last
         assert last is not None
-        await course.until(partial(has_status, last))
+        await Course.until(partial(has_status, last))
         # Nothing came back yet, so it is for the window alone to say what may go.
         assert held.issued[:mine] == BACKWARD[:mine]
         assert len(held.issued) in (mine, first)
         flushed = asyncio.ensure_future(opt.flush())
-        await course.until(flushed.done, held.release)
+        await Course.until(flushed.done, held.release)
         await flushed
         assert held.issued == BACKWARD[:first] + BACKWARD[first:][::-1]
     held.end()
-    course.check(net.module, course.chain(), coll.size)
+    Course.check(net.module, Course.chain(), coll.size)
 
 
-def test_n7_one_order_on_all_ranks_though_backward_ends_at_other_times(course: type[Course]) -> None:
+def test_n7_one_order_on_all_ranks_though_backward_ends_at_other_times() -> None:
     """One rank is in the middle of its backward while that of the others is over."""
     late = threading.Event()
     orders: dict[int, list[int]] = {}
 
     async def main(rank: int) -> None:
         async with aiodist.init() as coll:
-            net = await course.split(course.chain(), coll)
-            opt = PipelinedOptimizer(net, course.sgd)
-            await course.train(net, opt, coll, range(2))
-            held = course.hold(net, lambda t: False)
+            net = await Course.split(Course.chain(), coll)
+            opt = PipelinedOptimizer(net, Course.sgd)
+            await Course.train(net, opt, coll, range(2))
+            held = Course.hold(net, lambda t: False)
             set_window(net, 1)
 
             def forward() -> Tensor:
-                x = course.batch(rank, 2)
+                x = Course.batch(rank, 2)
                 for i, layer in enumerate(net.module.children()):
                     x = layer(x)
                     if rank == 1 and i == 3:
-                        x = course.wait(x, lambda: late.wait(20))
+                        x = Course.wait(x, lambda: late.wait(20))
                 return (x * torch.arange(1.0, 4.0, dtype=x.dtype)).tanh().square().mean()
 
             work = asyncio.ensure_future(net.step(forward, opt))
             if rank == 0:  # the second bucket waits for rank 1, and the third for that
-                await course.until(partial(is_agreeing, net))
+                await Course.until(partial(is_agreeing, net))
                 assert held.issued in (BACKWARD[:2], BACKWARD[:3])
                 late.set()
             await work
             await opt.flush()
             orders[rank] = held.issued
-            course.check(net.module, course.chain(), 3, range(3))
+            Course.check(net.module, Course.chain(), 3, range(3))
 
     aiodist.testing.run_ranks(3, main)
     assert orders[0] == orders[1] == orders[2]
@@ -135,7 +133,7 @@ def test_n7_one_order_on_all_ranks_though_backward_ends_at_other_times(course: t
 
 
 @pytest.mark.ranks(2)
-async def test_n7_only_the_compute_thread_steps(coll: Communicator, course: type[Course]) -> None:
+async def test_n7_only_the_compute_thread_steps(coll: Communicator) -> None:
     threads: set[str] = set()
 
     class Spy(torch.optim.SGD):
@@ -143,24 +141,24 @@ async def test_n7_only_the_compute_thread_steps(coll: Communicator, course: type
             threads.add(threading.current_thread().name)
             return super().step(closure)
 
-    net = await course.split(course.mlp(), coll)
+    net = await Course.split(Course.mlp(), coll)
     opt = PipelinedOptimizer(net, lambda params: Spy(params, lr=0.1))
-    held = course.hold(net)
-    await course.train(net, opt, coll, held=held)
+    held = Course.hold(net)
+    await Course.train(net, opt, coll, held=held)
     held.holding = lambda t: False
-    await course.train(net, opt, coll)
+    await Course.train(net, opt, coll)
     assert threads == {await net.run(lambda: threading.current_thread().name)}
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_n7_a_clock_that_jumps_does_not_while_a_rank_computes(course: type[Course], slow: int) -> None:
+def test_n7_a_clock_that_jumps_does_not_while_a_rank_computes(slow: int) -> None:
     """A timer that a forward waits for is due when it is by a real clock, and a limit of a day is not over."""
     due = threading.Event()
 
     async def main(rank: int) -> None:
         async with aiodist.init() as coll, asyncio.timeout(86_000):
-            net = await course.split(course.mlp(), coll)
-            opt = PipelinedOptimizer(net, course.sgd)
+            net = await Course.split(Course.mlp(), coll)
+            opt = PipelinedOptimizer(net, Course.sgd)
             loop = asyncio.get_running_loop()
 
             def forward(step: int) -> Tensor:
@@ -169,11 +167,11 @@ def test_n7_a_clock_that_jumps_does_not_while_a_rank_computes(course: type[Cours
                     loop.call_soon_threadsafe(loop.call_later, 0.2, due.set)
                     assert due.wait(20)
                     assert loop.time() - jumping <= time.monotonic() - real
-                return course.loss_of(net, rank, step)
+                return Course.loss_of(net, rank, step)
 
             for step in range(2):
                 await net.step(forward, opt, step)
             await opt.flush()
-            course.check(net.module, course.mlp(), 2, range(2))
+            Course.check(net.module, Course.mlp(), 2, range(2))
 
     aiodist.testing.run_ranks(2, main)

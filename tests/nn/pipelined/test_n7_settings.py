@@ -6,7 +6,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,30 +14,26 @@ from torch import nn
 
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer
-
-if TYPE_CHECKING:
-    from tests.nn.pipelined.conftest import Course
+from tests.nn.pipelined.conftest import Course
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("late", [True, False])
-async def test_n7_an_update_is_made_with_the_settings_of_its_step(
-    coll: Communicator, course: type[Course], late: bool
-) -> None:
+async def test_n7_an_update_is_made_with_the_settings_of_its_step(coll: Communicator, late: bool) -> None:
     def turn_down(groups: list[dict[str, Any]], step: int) -> None:
         for group in groups:
             group["lr"] = 0.05 / (step + 2)
             group["momentum"] = 0.9 if step % 2 else 0.5
 
-    net = await course.split(course.mlp(), coll)
-    opt = PipelinedOptimizer(net, course.sgd)
-    held = course.hold(net) if late else None
-    await course.train(net, opt, coll, held=held, between=lambda step: turn_down(opt.param_groups, step))
-    expected = course.mlp()
-    plain = course.sgd(expected.parameters())
-    course.reference(expected, plain, coll.size, between=lambda step: turn_down(plain.param_groups, step))
-    course.same(net.module, expected)
-    assert {group["lr"] for group in opt.param_groups} == {0.05 / (course.STEPS + 1)}
+    net = await Course.split(Course.mlp(), coll)
+    opt = PipelinedOptimizer(net, Course.sgd)
+    held = Course.hold(net) if late else None
+    await Course.train(net, opt, coll, held=held, between=lambda step: turn_down(opt.param_groups, step))
+    expected = Course.mlp()
+    plain = Course.sgd(expected.parameters())
+    Course.reference(expected, plain, coll.size, between=lambda step: turn_down(plain.param_groups, step))
+    Course.same(net.module, expected)
+    assert {group["lr"] for group in opt.param_groups} == {0.05 / (Course.STEPS + 1)}
 
 
 def turn(schedules: list[torch.optim.lr_scheduler.ExponentialLR]) -> None:
@@ -47,18 +43,18 @@ def turn(schedules: list[torch.optim.lr_scheduler.ExponentialLR]) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("late", [True, False])
-async def test_n7_a_scheduler_of_torch_for_each_optimizer(coll: Communicator, course: type[Course], late: bool) -> None:
+async def test_n7_a_scheduler_of_torch_for_each_optimizer(coll: Communicator, late: bool) -> None:
     """Nor does torch warn that the optimizer has not stepped yet."""
-    net = await course.split(course.mlp(), coll)
-    opt = PipelinedOptimizer(net, course.sgd)
+    net = await Course.split(Course.mlp(), coll)
+    opt = PipelinedOptimizer(net, Course.sgd)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in opt.optimizers]
-    held = course.hold(net) if late else None
-    await course.train(net, opt, coll, held=held, between=lambda step: turn(schedules))
-    expected = course.mlp()
-    plain = course.sgd(expected.parameters())
+    held = Course.hold(net) if late else None
+    await Course.train(net, opt, coll, held=held, between=lambda step: turn(schedules))
+    expected = Course.mlp()
+    plain = Course.sgd(expected.parameters())
     schedule = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
-    course.reference(expected, plain, coll.size, between=lambda step: turn([schedule]))
-    course.same(net.module, expected)
+    Course.reference(expected, plain, coll.size, between=lambda step: turn([schedule]))
+    Course.same(net.module, expected)
 
 
 class Slow(torch.optim.SGD):
@@ -75,19 +71,19 @@ class Slow(torch.optim.SGD):
 
 
 @pytest.mark.ranks(1)
-async def test_n7_settings_changed_just_while_an_update_is_made(coll: Communicator, course: type[Course]) -> None:
+async def test_n7_settings_changed_just_while_an_update_is_made(coll: Communicator) -> None:
     """The compute thread makes it, beside the loop: the new ones are for the next step, and none is lost."""
     began, go_on = threading.Event(), threading.Event()
-    net = await DataParallel.create(course.mlp(), coll)
+    net = await DataParallel.create(Course.mlp(), coll)
     opt = PipelinedOptimizer(net, lambda params: Slow(params, began, go_on))
-    await net.step(course.loss_of, opt, net, 0, 0)
+    await net.step(Course.loss_of, opt, net, 0, 0)
     opt.param_groups[0]["lr"] = 7.0
-    await course.until(began.is_set)
+    await Course.until(began.is_set)
     opt.param_groups[0]["lr"] = 0.5
     go_on.set()
     await opt.flush()
     assert opt.param_groups[0]["lr"] == 0.5
-    course.check(net.module, course.mlp(), 1, range(1), lambda params: torch.optim.SGD(params, lr=0.05))
+    Course.check(net.module, Course.mlp(), 1, range(1), lambda params: torch.optim.SGD(params, lr=0.05))
 
 
 class Learns(torch.optim.SGD):
@@ -107,14 +103,12 @@ class Learns(torch.optim.SGD):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("late", [True, False])
-async def test_n7_an_optimizer_that_changes_its_own_settings(
-    coll: Communicator, course: type[Course], late: bool
-) -> None:
-    net = await course.split(course.mlp(), coll)
+async def test_n7_an_optimizer_that_changes_its_own_settings(coll: Communicator, late: bool) -> None:
+    net = await Course.split(Course.mlp(), coll)
     opt = PipelinedOptimizer(net, Learns)
-    await course.train(net, opt, coll, held=course.hold(net) if late else None)
-    course.check(net.module, course.mlp(), coll.size, make=Learns)
-    assert {group["lr"] for group in opt.param_groups} == {0.05 / (1 + course.STEPS)}
+    await Course.train(net, opt, coll, held=Course.hold(net) if late else None)
+    Course.check(net.module, Course.mlp(), coll.size, make=Learns)
+    assert {group["lr"] for group in opt.param_groups} == {0.05 / (1 + Course.STEPS)}
 
 
 def two_rates(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -124,63 +118,61 @@ def two_rates(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.ranks(2)
-async def test_n7_the_norm_is_of_what_the_optimizers_have(coll: Communicator, course: type[Course]) -> None:
+async def test_n7_the_norm_is_of_what_the_optimizers_have(coll: Communicator) -> None:
     def of_weights(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return course.sgd([p for p in params if p.dim() > 1])
+        return Course.sgd([p for p in params if p.dim() > 1])
 
     trained = []
     for pipelined in (False, True):
-        net = await course.split(course.mlp(), coll, bucket_bytes=1 << 20)
+        net = await Course.split(Course.mlp(), coll, bucket_bytes=1 << 20)
         net.settings(clip_norm=1e-3)
         opt = PipelinedOptimizer(net, of_weights) if pipelined else of_weights(net.parameters())
         for step in range(4):
-            await net.step(course.loss_of, opt, net, coll.rank, step)
+            await net.step(Course.loss_of, opt, net, coll.rank, step)
         if isinstance(opt, PipelinedOptimizer):
             await opt.flush()
         trained.append(net.module)
         await net.aclose()
-    course.same(*trained)
+    Course.same(*trained)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("make", ["one", "two"])
 @pytest.mark.parametrize("bucket_bytes", [100, 1 << 20])
-async def test_n7_going_on_from_a_state(coll: Communicator, course: type[Course], bucket_bytes: int, make: str) -> None:
+async def test_n7_going_on_from_a_state(coll: Communicator, bucket_bytes: int, make: str) -> None:
     """The state of small buckets, in buckets of this size."""
-    adam = course.adam if make == "one" else two_rates
-    net = await course.split(course.mlp(), coll, 100)
+    adam = Course.adam if make == "one" else two_rates
+    net = await Course.split(Course.mlp(), coll, 100)
     opt = PipelinedOptimizer(net, adam)
-    await course.train(net, opt, coll, range(2))
+    await Course.train(net, opt, coll, range(2))
     weights, state = copy.deepcopy(net.state_dict()), pickle.loads(pickle.dumps(opt.state_dict()))
-    await course.train(net, opt, coll, range(2, 4))
+    await Course.train(net, opt, coll, range(2, 4))
     opt.close()
     await net.aclose()
 
-    other = await course.split(course.mlp(), coll, bucket_bytes)
+    other = await Course.split(Course.mlp(), coll, bucket_bytes)
     again = PipelinedOptimizer(other, adam)
     with pytest.raises(ValueError, match="expected"):
         again.load_state_dict(state[:-1])
     other.load_state_dict(weights)
     again.load_state_dict(state)
-    await course.train(other, again, coll, range(2, 4))
-    course.same(other.module, net.module)
+    await Course.train(other, again, coll, range(2, 4))
+    Course.same(other.module, net.module)
 
 
 @pytest.mark.ranks(2)
-async def test_n7_settings_of_a_state_go_to_their_parameters_or_nowhere(
-    coll: Communicator, course: type[Course]
-) -> None:
+async def test_n7_settings_of_a_state_go_to_their_parameters_or_nowhere(coll: Communicator) -> None:
     """Two rates go from a bucket each into one, and back, with the same groups; into one group they do not fit."""
 
     def rates(opt: PipelinedOptimizer) -> dict[tuple[int, ...], float]:
         return {tuple(p.shape): group["lr"] for group in opt.param_groups for p in group["params"]}
 
-    small = await course.split(course.mlp(), coll, 1)
+    small = await Course.split(Course.mlp(), coll, 1)
     opt = PipelinedOptimizer(small, two_rates)
     assert len(opt.optimizers) > 2
     for group in opt.param_groups:
         group["lr"] *= 3
-    large = await course.split(course.mlp(), coll, 1 << 20)
+    large = await Course.split(Course.mlp(), coll, 1 << 20)
     other = PipelinedOptimizer(large, two_rates)
     other.load_state_dict(opt.state_dict())
     wanted = {tuple(p.shape): pytest.approx(0.09 if p.dim() == 1 else 0.03) for p in small.parameters()}
@@ -189,7 +181,7 @@ async def test_n7_settings_of_a_state_go_to_their_parameters_or_nowhere(
     opt.load_state_dict(other.state_dict())
     assert rates(opt) == wanted
     other.close()
-    plain = PipelinedOptimizer(large, course.adam)
+    plain = PipelinedOptimizer(large, Course.adam)
     before = copy.deepcopy(plain.state_dict())
     with pytest.raises(ValueError, match="parameters with different lr in one group here"):
         plain.load_state_dict(opt.state_dict())
@@ -197,11 +189,11 @@ async def test_n7_settings_of_a_state_go_to_their_parameters_or_nowhere(
 
 
 @pytest.mark.ranks(1)
-async def test_n7_a_state_of_what_is_updated(coll: Communicator, course: type[Course]) -> None:
+async def test_n7_a_state_of_what_is_updated(coll: Communicator) -> None:
     """An optimizer may leave parameters out; a state that does not say of which ones it is is refused."""
-    net = await course.split(course.mlp(), coll)
+    net = await Course.split(Course.mlp(), coll)
     opt = PipelinedOptimizer(net, lambda params: torch.optim.SGD(params[1:] or params, lr=0.1, momentum=0.9))
-    await course.train(net, opt, coll, range(2))
+    await Course.train(net, opt, coll, range(2))
     opt.load_state_dict(opt.state_dict())
     with pytest.raises(ValueError, match="without the numbers of its parameters"):
         opt.load_state_dict([each.state_dict() for each in opt.optimizers])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,9 +12,7 @@ from torch.nn import functional as F
 
 from aiodist import Communicator
 from aiodist.nn import BlockSequential, DataParallel, ShardedOptimizer, assert_synchronized
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
+from tests.nn.conftest import Trial
 
 SIZES: dict[str, dict[str, Any]] = {
     "each": {"bucket_bytes": 1, "first_bucket_bytes": 1},
@@ -28,53 +26,49 @@ each_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.ranks(1, 2, 3, 4, 5)
 @each_size
 @pytest.mark.parametrize("how", ["sgd", "momentum", "adam"])
-async def test_n20_equals_the_plain_loop(coll: Communicator, trial: type[Trial], how: str, sizes: Any) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **sizes)
-    opt = ShardedOptimizer(net, trial.OPTIMIZERS[how])
+async def test_n20_equals_the_plain_loop(coll: Communicator, how: str, sizes: Any) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll, **sizes)
+    opt = ShardedOptimizer(net, Trial.OPTIMIZERS[how])
     for step in range(5):
-        loss = await net.step(trial.loss, opt, net, coll.rank, step)
+        loss = await net.step(Trial.loss, opt, net, coll.rank, step)
         assert not loss.requires_grad
         assert all(parameter.grad is None for parameter in net.parameters())
     await opt.flush()
-    trial.assert_same(net, trial.alone(coll.size, 5, optimizer=how))
+    Trial.assert_same(net, Trial.alone(coll.size, 5, optimizer=how))
     await assert_synchronized(list(net.parameters()), coll)
 
 
 @pytest.mark.ranks(1, 2, 3)
-async def test_n20_the_sum(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, op="sum", **SIZES["some"])
-    opt = ShardedOptimizer(net, trial.OPTIMIZERS["momentum"])
-    for step in range(4):
-        await net.step(trial.loss, opt, net, coll.rank, step)
+async def test_n20_the_sum(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll, op="sum", **SIZES["some"])
+    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["momentum"])
+    await Trial.train(net, opt, range(4), coll.rank)
     await opt.flush()
-    trial.assert_same(net, trial.alone(coll.size, 4, optimizer="momentum", op="sum"))
+    Trial.assert_same(net, Trial.alone(coll.size, 4, optimizer="momentum", op="sum"))
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("op", ["mean", "sum"])
 async def test_n20_bit_equal_where_the_order_of_sums_is_the_same(
-    coll: Communicator, trial: type[Trial], op: Literal["mean", "sum"], dtype: torch.dtype
+    coll: Communicator, op: Literal["mean", "sum"], dtype: torch.dtype
 ) -> None:
     """Two ranks: a + b is b + a; and SGD computes each element alike wherever it lies."""
 
     def loss(net: DataParallel, step: int) -> Tensor:
-        x, y = trial.batch(coll.rank, step, dtype)
+        x, y = Trial.batch(coll.rank, step, dtype)
         return F.mse_loss(net(x), y)
 
-    plain = await DataParallel.create(trial.Mlp().to(dtype), coll, op=op)
-    sharded = await DataParallel.create(trial.Mlp().to(dtype), coll, op=op)
-    opt = trial.OPTIMIZERS["momentum"](plain.parameters())
-    ours_opt = ShardedOptimizer(sharded, trial.OPTIMIZERS["momentum"])
+    plain = await DataParallel.create(Trial.Mlp().to(dtype), coll, op=op)
+    sharded = await DataParallel.create(Trial.Mlp().to(dtype), coll, op=op)
+    opt = Trial.OPTIMIZERS["momentum"](plain.parameters())
+    ours_opt = ShardedOptimizer(sharded, Trial.OPTIMIZERS["momentum"])
     for step in range(4):
         expected = await plain.step(loss, opt, plain, step)
         assert torch.equal(await sharded.step(loss, ours_opt, sharded, step), expected)
     await ours_opt.flush()
     for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-# --- modules ---------------------------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -156,15 +150,14 @@ def build(kind: str) -> nn.Module:
 @pytest.mark.ranks(1, 2, 3)
 @each_size
 @pytest.mark.parametrize("kind", MODULES)
-async def test_n20_modules(coll: Communicator, trial: type[Trial], kind: str, sizes: Any) -> None:
+async def test_n20_modules(coll: Communicator, kind: str, sizes: Any) -> None:
     """Adam counts the steps of each parameter: one that no rank has used is left alone."""
     net = await DataParallel.create(build(kind), coll, **sizes)
     strides = [parameter.stride() for parameter in net.parameters()]
-    opt = ShardedOptimizer(net, trial.OPTIMIZERS["adam"])
-    for step in range(6):
-        await net.step(trial.loss, opt, net, coll.rank, step)
+    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["adam"])
+    await Trial.train(net, opt, range(6), coll.rank)
     await opt.flush()
-    expected = trial.alone(coll.size, 6, make=lambda: build(kind), optimizer="adam")
+    expected = Trial.alone(coll.size, 6, make=lambda: build(kind), optimizer="adam")
     rtol = 1e-4 if kind == "mixed" else 1e-6  # of its float32
     for ours, theirs in zip(net.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol / 1000)
@@ -174,27 +167,24 @@ async def test_n20_modules(coll: Communicator, trial: type[Trial], kind: str, si
 @pytest.mark.drawn(2)
 @pytest.mark.ranks(2, 3)
 @each_size
-async def test_n20_freezing_and_thawing(coll: Communicator, trial: type[Trial], sizes: Any) -> None:
+async def test_n20_freezing_and_thawing(coll: Communicator, sizes: Any) -> None:
     def freeze(module: nn.Module, step: int) -> None:
         module.get_submodule("2").requires_grad_(step not in (2, 3))
         module.get_submodule("0").requires_grad_(step != 3)
 
-    net = await DataParallel.create(trial.Mlp(), coll, **sizes)
-    opt = ShardedOptimizer(net, trial.OPTIMIZERS["adam"])
-    expected = trial.Mlp()
-    plain = trial.OPTIMIZERS["adam"](expected.parameters())
+    net = await DataParallel.create(Trial.Mlp(), coll, **sizes)
+    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["adam"])
+    expected = Trial.Mlp()
+    plain = Trial.OPTIMIZERS["adam"](expected.parameters())
     for step in range(6):
         freeze(net.module, step)
         freeze(expected, step)
-        await net.step(trial.loss, opt, net, coll.rank, step)
+        await net.step(Trial.loss, opt, net, coll.rank, step)
         plain.zero_grad()
-        trial.joined(expected, coll.size, step).backward()
+        Trial.joined(expected, coll.size, step).backward()
         plain.step()
     await opt.flush()
-    trial.assert_same(net, expected)
-
-
-# --- parameter groups ------------------------------------------------------------------------------------------------
+    Trial.assert_same(net, expected)
 
 
 def decayed(module: nn.Module) -> list[dict[str, Any]]:
@@ -206,12 +196,11 @@ def decayed(module: nn.Module) -> list[dict[str, Any]]:
 
 @pytest.mark.ranks(1, 2, 4)
 @each_size
-async def test_n20_parameter_groups(coll: Communicator, trial: type[Trial], sizes: Any) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **sizes)
+async def test_n20_parameter_groups(coll: Communicator, sizes: Any) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll, **sizes)
     opt = ShardedOptimizer(net, lambda groups: torch.optim.AdamW(groups, lr=0.02), decayed(net.module))
     assert [group["weight_decay"] for group in opt.param_groups] == [0.1, 0.01]
-    for step in range(4):
-        await net.step(trial.loss, opt, net, coll.rank, step)
+    await Trial.train(net, opt, range(4), coll.rank)
     await opt.flush()
 
     def plain(params: Any) -> torch.optim.Optimizer:
@@ -222,21 +211,18 @@ async def test_n20_parameter_groups(coll: Communicator, trial: type[Trial], size
         ]
         return torch.optim.AdamW(groups, lr=0.02)
 
-    trial.assert_same(net, trial.alone(coll.size, 4, optimizer=plain))
+    Trial.assert_same(net, Trial.alone(coll.size, 4, optimizer=plain))
 
 
 @pytest.mark.ranks(2)
-async def test_n20_parameters_of_no_group_stay_as_they_are(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
-    before = trial.Mlp()
-    opt = ShardedOptimizer(net, trial.OPTIMIZERS["sgd"], net.module.get_submodule("2").parameters())
-    await net.step(trial.loss, opt, net, coll.rank, 0)
+async def test_n20_parameters_of_no_group_stay_as_they_are(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll)
+    before = Trial.Mlp()
+    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["sgd"], net.module.get_submodule("2").parameters())
+    await net.step(Trial.loss, opt, net, coll.rank, 0)
     await opt.flush()
     for name, parameter in net.named_parameters():
         assert torch.equal(parameter, before.get_parameter(name)) == (not name.startswith("2."))
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
 
 
 def state_bytes(opt: torch.optim.Optimizer) -> int:
@@ -245,17 +231,17 @@ def state_bytes(opt: torch.optim.Optimizer) -> int:
 
 @pytest.mark.ranks(1, 2, 3, 5)
 @each_size
-async def test_n20_each_rank_has_a_pth_of_the_state(coll: Communicator, trial: type[Trial], sizes: Any) -> None:
+async def test_n20_each_rank_has_a_pth_of_the_state(coll: Communicator, sizes: Any) -> None:
     def make() -> nn.Module:
         torch.manual_seed(2)
         return nn.Sequential(nn.Linear(6, 101), nn.Tanh(), nn.Linear(101, 103), nn.Tanh(), nn.Linear(103, 3)).double()
 
     net = await DataParallel.create(make(), coll, **sizes)
     opt = ShardedOptimizer(net, torch.optim.Adam)
-    await net.step(trial.loss, opt, net, coll.rank, 0)
+    await net.step(Trial.loss, opt, net, coll.rank, 0)
     await opt.flush()
     expected = make()
     plain = torch.optim.Adam(expected.parameters())
-    trial.joined(expected, coll.size, 0).backward()
+    Trial.joined(expected, coll.size, 0).backward()
     plain.step()
     assert 0 < state_bytes(opt.optimizer) <= 1.05 * state_bytes(plain) / coll.size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +16,8 @@ import aiodist
 from aiodist import Communicator
 from aiodist.codecs import BFloat16
 from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer, assert_synchronized
+from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
 
 SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 
@@ -31,22 +29,22 @@ def fail() -> None:
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "one"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-async def test_n20_an_error_on_one_rank(coll: Communicator, trial: type[Trial], where: str, sizes: Any) -> None:
+async def test_n20_an_error_on_one_rank(coll: Communicator, where: str, sizes: Any) -> None:
     """That rank raises it, the others a RemoteError, nobody makes that step, all go on together."""
 
     def loss(step: int) -> Tensor:
         if coll.rank != 1 or step != 2:
-            return trial.loss(net, coll.rank, step)
+            return Trial.loss(net, coll.rank, step)
         if where == "forward":
             fail()
-        x, y = trial.batch(coll.rank, step)
+        x, y = Trial.batch(coll.rank, step)
         first, *others = net.children()
         return mse_loss(nn.Sequential(*others)(in_backward(first(x), fail)), y)
 
-    net = await DataParallel.create(trial.Mlp(), coll, **sizes)
-    opt = ShardedOptimizer(net, trial.OPTIMIZERS["adam"])
-    expected = trial.Mlp()
-    plain = trial.OPTIMIZERS["adam"](expected.parameters())
+    net = await DataParallel.create(Trial.Mlp(), coll, **sizes)
+    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["adam"])
+    expected = Trial.Mlp()
+    plain = Trial.OPTIMIZERS["adam"](expected.parameters())
     for step in range(5):
         if step == 2:
             with pytest.raises(ArithmeticError if coll.rank == 1 else aiodist.RemoteError, match="no more"):
@@ -54,10 +52,10 @@ async def test_n20_an_error_on_one_rank(coll: Communicator, trial: type[Trial], 
             continue
         await net.step(loss, opt, step)
         plain.zero_grad()
-        trial.joined(expected, coll.size, step).backward()
+        Trial.joined(expected, coll.size, step).backward()
         plain.step()
     await opt.flush()
-    trial.assert_same(net, expected)
+    Trial.assert_same(net, expected)
 
 
 class Failing(torch.optim.SGD):
@@ -72,78 +70,74 @@ class Failing(torch.optim.SGD):
 
 
 @pytest.mark.ranks(2, 3)
-async def test_n20_an_optimizer_that_raises_on_one_rank(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n20_an_optimizer_that_raises_on_one_rank(coll: Communicator) -> None:
     """The ranks still have the same parameters, of which one shard is a step behind: every later step tells."""
-    net = await DataParallel.create(trial.Mlp(), coll)
+    net = await DataParallel.create(Trial.Mlp(), coll)
     opt = ShardedOptimizer(net, lambda groups: Failing(groups, lr=0.1))
-    await net.step(trial.loss, opt, net, coll.rank, 0)
+    await net.step(Trial.loss, opt, net, coll.rank, 0)
     await opt.flush()
     saved = {name: value.clone() for name, value in net.state_dict().items()}
     opt.optimizer.fails = coll.rank == 1  # type: ignore[attr-defined]
     if coll.rank == 1:
         with pytest.raises(ArithmeticError, match="no luck"):
-            await net.step(trial.loss, opt, net, coll.rank, 1)
+            await net.step(Trial.loss, opt, net, coll.rank, 1)
     else:
-        await net.step(trial.loss, opt, net, coll.rank, 1)
+        await net.step(Trial.loss, opt, net, coll.rank, 1)
     opt.optimizer.fails = False  # type: ignore[attr-defined]
     for step in (2, 3):
         with pytest.raises(aiodist.MismatchError, match="no luck"):
-            await net.step(trial.loss, opt, net, coll.rank, step)
+            await net.step(Trial.loss, opt, net, coll.rank, step)
     await opt.flush()
     await assert_synchronized(list(net.parameters()), coll)
     net.load_state_dict(saved)
-    await net.step(trial.loss, opt, net, coll.rank, 1)
+    await net.step(Trial.loss, opt, net, coll.rank, 1)
     await opt.flush()
-    trial.assert_same(net, trial.alone(coll.size, 2))
+    Trial.assert_same(net, Trial.alone(coll.size, 2))
 
 
 @pytest.mark.ranks(2)
-async def test_n20_cancelling_the_await_stops_nothing(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    opt = ShardedOptimizer(net, trial.OPTIMIZERS["momentum"])
+async def test_n20_cancelling_the_await_stops_nothing(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
+    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["momentum"])
     for step in range(4):
-        work = asyncio.ensure_future(net.step(trial.loss, opt, net, coll.rank, step))
+        work = asyncio.ensure_future(net.step(Trial.loss, opt, net, coll.rank, step))
         await asyncio.sleep(0)
         if step == 1 and coll.rank == 0:
             work.cancel()
         with suppress(asyncio.CancelledError):
             await work
     await opt.flush()
-    trial.assert_same(net, trial.alone(2, 4, optimizer="momentum"))
+    Trial.assert_same(net, Trial.alone(2, 4, optimizer="momentum"))
 
 
 @pytest.mark.ranks(2)
-async def test_n20_closing_the_net_while_parameters_are_gathered(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    opt = ShardedOptimizer(net, trial.OPTIMIZERS["momentum"])
-    for step in range(2):
-        await net.step(trial.loss, opt, net, coll.rank, step)
+async def test_n20_closing_the_net_while_parameters_are_gathered(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
+    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["momentum"])
+    await Trial.train(net, opt, range(2), coll.rank)
     await net.aclose()
     assert not opt.pending
-    trial.assert_same(net, trial.alone(2, 2, optimizer="momentum"))
+    Trial.assert_same(net, Trial.alone(2, 2, optimizer="momentum"))
     with pytest.raises(RuntimeError, match="is closed"):
         await opt.flush()
 
 
 @pytest.mark.ranks(2)
-async def test_n20_a_rank_that_gives_up_in_the_middle(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n20_a_rank_that_gives_up_in_the_middle(coll: Communicator) -> None:
     """What the others wait for does not come: they are told, and nobody hangs."""
-    net = await DataParallel.create(trial.Mlp(), coll, **SMALL)
-    opt = ShardedOptimizer(net, trial.OPTIMIZERS["momentum"])
-    await net.step(trial.loss, opt, net, coll.rank, 0)
+    net = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
+    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["momentum"])
+    await net.step(Trial.loss, opt, net, coll.rank, 0)
     await opt.flush()
     if coll.rank == 1:
         net.reducer.data.abort("enough")
 
     async def go_on() -> None:
         while True:
-            await net.step(trial.loss, opt, net, coll.rank, 1)
+            await net.step(Trial.loss, opt, net, coll.rank, 1)
 
     with pytest.raises(aiodist.CommunicatorAborted, match="enough"):
         await go_on()
-
-
-# --- layer by layer --------------------------------------------------------------------------------------------------
 
 
 class Gate(nn.Module):
@@ -161,17 +155,17 @@ class Gate(nn.Module):
 
 
 @pytest.mark.ranks(2)
-async def test_n20_forward_waits_in_each_layer_for_its_own_parameters(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n20_forward_waits_in_each_layer_for_its_own_parameters(coll: Communicator) -> None:
     """The last layer's parameters come late: all layers before it run in the meantime, and it gets the new ones."""
 
     def make(gate: Gate) -> nn.Module:
-        *before, last = trial.Mlp()
+        *before, last = Trial.Mlp()
         return nn.Sequential(*before, gate, last)
 
     gate = Gate()
     net = await DataParallel.create(make(gate), coll, **SMALL)
-    opt = ShardedOptimizer(net, trial.OPTIMIZERS["momentum"])
-    await net.step(trial.loss, opt, net, coll.rank, 0)
+    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["momentum"])
+    await net.step(Trial.loss, opt, net, coll.rank, 0)
     await opt.flush()
     usual, held = net.reducer.data.allgather, asyncio.Event()
 
@@ -190,25 +184,25 @@ async def test_n20_forward_waits_in_each_layer_for_its_own_parameters(coll: Comm
 
     tasks: list[Any] = []
     vars(net.reducer.data)["allgather"] = gather
-    await net.step(trial.loss, opt, net, coll.rank, 1)
+    await net.step(Trial.loss, opt, net, coll.rank, 1)
     assert opt.pending
     with pytest.raises(RuntimeError, match=r"await opt\.flush\(\)"):
         net.state_dict()
     with pytest.raises(RuntimeError, match=r"on the compute thread"):
-        net(trial.batch(0, 0)[0])
+        net(Trial.batch(0, 0)[0])
     gate.ran.clear()
-    work = asyncio.ensure_future(net.step(trial.loss, opt, net, coll.rank, 2))
+    work = asyncio.ensure_future(net.step(Trial.loss, opt, net, coll.rank, 2))
     assert await asyncio.to_thread(gate.ran.wait, 20)
     assert not work.done()
     held.set()
     await work
     await opt.flush()
     assert len(tasks) == 4  # two parameters, two steps
-    trial.assert_same(net, trial.alone(2, 3, make=lambda: make(Gate()), optimizer="momentum"))
+    Trial.assert_same(net, Trial.alone(2, 3, make=lambda: make(Gate()), optimizer="momentum"))
 
 
 @pytest.mark.ranks(2)
-async def test_n20_gradients_of_whole_parameters_go_while_backward_runs(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n20_gradients_of_whole_parameters_go_while_backward_runs(coll: Communicator) -> None:
     """Of two that are reduced one is gone before the first layer has its own; the other, the newest, is kept."""
     storages: list[Any] = []
     gone: list[list[bool]] = []
@@ -233,8 +227,8 @@ async def test_n20_gradients_of_whole_parameters_go_while_backward_runs(coll: Co
     for layer in (middle, last):
         layer.weight.register_post_accumulate_grad_hook(keep)
     net = await DataParallel.create(nn.Sequential(first, middle, last), coll, **SMALL)
-    opt = ShardedOptimizer(net, trial.OPTIMIZERS["sgd"])
-    x, y = trial.batch(coll.rank, 0)
+    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["sgd"])
+    x, y = Trial.batch(coll.rank, 0)
     await net.step(lambda: mse_loss(net(x), y), opt)  # learns in which order gradients come
     await net.step(lambda: mse_loss(net(x), y), opt)
     storages.clear()
@@ -243,15 +237,12 @@ async def test_n20_gradients_of_whole_parameters_go_while_backward_runs(coll: Co
     assert [sorted(one) for one in gone] == [[False, True]]
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.ranks(2)
-async def test_n20_what_it_does_not_take(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
-    sgd = trial.OPTIMIZERS["sgd"]
+async def test_n20_what_it_does_not_take(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll)
+    sgd = Trial.OPTIMIZERS["sgd"]
     with pytest.raises(TypeError, match="net is a Mlp"):
-        ShardedOptimizer(trial.Mlp(), sgd)  # type: ignore[arg-type]
+        ShardedOptimizer(Trial.Mlp(), sgd)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected a function that makes one"):
         ShardedOptimizer(net, sgd(net.parameters()))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"float64\[2\].*expected parameters of the net"):
@@ -267,31 +258,31 @@ async def test_n20_what_it_does_not_take(coll: Communicator, trial: type[Trial])
     with pytest.raises(TypeError, match="make_optimizer returned int"):
         ShardedOptimizer(net, lambda groups: 3)  # type: ignore[arg-type, return-value]
     plain = sgd(net.parameters())
-    await net.step(trial.loss, plain, net, coll.rank, 0)
+    await net.step(Trial.loss, plain, net, coll.rank, 0)
     opt = ShardedOptimizer(net, sgd)
     for make in (ShardedOptimizer, PipelinedOptimizer):
         with pytest.raises(RuntimeError, match=r"<ShardedOptimizer of SGD on .*close\(\) that first"):
             make(net, sgd)
     with pytest.raises(RuntimeError, match=r"net\.step\(forward, sharded\)"):
-        await net.step(trial.loss, plain, net, coll.rank, 1)
+        await net.step(Trial.loss, plain, net, coll.rank, 1)
     with pytest.raises(RuntimeError, match=r"net\.step\(forward, sharded\)"):
-        await net.backward(trial.loss(net, coll.rank, 1))
+        await net.backward(Trial.loss(net, coll.rank, 1))
     with pytest.raises(RuntimeError, match=r"net\.step\(forward, sharded\)"):
-        await anext(net.gradients(trial.loss(net, coll.rank, 1)))
+        await anext(net.gradients(Trial.loss(net, coll.rank, 1)))
     with net.no_sync(), pytest.raises(RuntimeError, match="no_sync"):
-        await net.step(trial.loss, opt, net, coll.rank, 1)
-    await net.step(trial.loss, opt, net, coll.rank, 1)
+        await net.step(Trial.loss, opt, net, coll.rank, 1)
+    await net.step(Trial.loss, opt, net, coll.rank, 1)
     await opt.flush()
     opt.close()
-    await net.step(trial.loss, plain, net, coll.rank, 2)
-    trial.assert_same(net, trial.alone(2, 3))
-    trial.assert_same_gradients(net, trial.alone(2, 3))
+    await net.step(Trial.loss, plain, net, coll.rank, 2)
+    Trial.assert_same(net, Trial.alone(2, 3))
+    Trial.assert_same_gradients(net, Trial.alone(2, 3))
 
 
 @pytest.mark.ranks(2)
-async def test_n20_nets_that_it_does_not_take(coll: Communicator, trial: type[Trial]) -> None:
-    sgd = trial.OPTIMIZERS["sgd"]
-    compressed = await DataParallel.create(trial.Mlp(), coll, compress=BFloat16())
+async def test_n20_nets_that_it_does_not_take(coll: Communicator) -> None:
+    sgd = Trial.OPTIMIZERS["sgd"]
+    compressed = await DataParallel.create(Trial.Mlp(), coll, compress=BFloat16())
     with pytest.raises(ValueError, match="compresses its gradients"):
         ShardedOptimizer(compressed, sgd)
     sparse = await DataParallel.create(nn.Embedding(5, 3, sparse=True), coll)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +15,7 @@ from aiodist import Communicator
 from aiodist.checkpoints import InPieces, Piece
 from aiodist.nn import DataParallel, ShardedOptimizer
 from aiodist.testing import run_ranks
-
-if TYPE_CHECKING:
-    from tests.nn.conftest import Trial
+from tests.nn.conftest import Trial
 
 SIZES: Sequence[dict[str, Any]] = ({"bucket_bytes": 1, "first_bucket_bytes": 1}, {"bucket_bytes": 600}, {})
 
@@ -55,9 +53,9 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 class Part(nn.Module):
     """One layer is used only when it is told to; one lies in memory in another order."""
 
-    def __init__(self, trial: type[Trial]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = trial.Mlp()
+        self.layers = Trial.Mlp()
         self.conv = nn.Conv2d(2, 3, (3, 1), bias=False).to(memory_format=torch.channels_last).double()  # type: ignore[call-overload]
         self.rest = nn.Linear(3, 3).double()
         self.whole = False
@@ -97,10 +95,10 @@ def together(each: Sequence[Any]) -> Any:
     return whole.item() if first.number else whole if first.dims is None else whole.permute(first.dims)
 
 
-async def train(net: DataParallel, opt: ShardedOptimizer, trial: type[Trial], steps: range) -> None:
+async def train(net: DataParallel, opt: ShardedOptimizer, steps: range) -> None:
     """All ranks train on the batch of four, so that the result does not depend on their number."""
     for step in steps:
-        await net.step(trial.joined, opt, net, 4, step)
+        await net.step(Trial.joined, opt, net, 4, step)
     await opt.flush()
 
 
@@ -127,64 +125,64 @@ class Alike:
         return repr(self.expected)
 
 
-def plainly(trial: type[Trial], how: str, steps: int, whole_from: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    module = Part(trial)
+def plainly(how: str, steps: int, whole_from: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    module = Part()
     opt = MAKERS[how](groups_of(module))
     opt.param_groups[1]["lr"] = 0.03
     for step in range(steps):
         module.whole = step >= whole_from
         opt.zero_grad()
-        trial.joined(module, 4, step).backward()
+        Trial.joined(module, 4, step).backward()
         opt.step()
     return module, opt
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", MAKERS)
-def test_n20_from_4_ranks_to_others(trial: type[Trial], how: str) -> None:
+def test_n20_from_4_ranks_to_others(how: str) -> None:
     """Three steps on 4 ranks, then two on others, with other buckets: the state is that which was saved, bit by bit."""
 
     async def save() -> tuple[Any, Mapping[str, Any]]:
         async with aiodist.init() as coll:
-            net = await DataParallel.create(Part(trial), coll, **SIZES[1])
+            net = await DataParallel.create(Part(), coll, **SIZES[1])
             opt = ShardedOptimizer(net, MAKERS[how], groups_of(net.module))
             opt.param_groups[1]["lr"] = 0.03
-            await train(net, opt, trial, range(3))
+            await train(net, opt, range(3))
             return deepcopy(opt.pieces()), deepcopy(net.state_dict())
 
     def load(sizes: dict[str, Any]) -> Callable[[], Any]:
         async def program() -> Any:
             async with aiodist.init() as coll:
-                net = await DataParallel.create(Part(trial), coll, **sizes)
+                net = await DataParallel.create(Part(), coll, **sizes)
                 opt = ShardedOptimizer(net, MAKERS[how], groups_of(net.module))
                 net.load_state_dict(made[0][1])
                 opt.load_state_dict(opt.divided(saved))
                 again = deepcopy(opt.pieces())
                 net.module.whole = True  # type: ignore[assignment]
-                await train(net, opt, trial, range(3, 5))
+                await train(net, opt, range(3, 5))
                 return again, net.module
 
         return program
 
     made = run_ranks(4, save)
     saved = together([pieces for pieces, _ in made])
-    _, plain = plainly(trial, how, 3, 3)
+    _, plain = plainly(how, 3, 3)
     assert {k: v for k, v in saved.items() if k != "names"} == Alike(plain.state_dict())
-    expected, _ = plainly(trial, how, 5, 3)
+    expected, _ = plainly(how, 5, 3)
     for number, ranks in enumerate((1, 2, 3, 5)):
         loaded = run_ranks(ranks, load(SIZES[number % 3]))
         assert together([pieces for pieces, _ in loaded]) == Alike(saved, exact=True)
         for _, module in loaded:
-            trial.assert_same(module, expected)
+            Trial.assert_same(module, expected)
 
 
 @pytest.mark.ranks(2)
-async def test_n20_shapes_of_pieces(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(Part(trial), coll)
+async def test_n20_shapes_of_pieces(coll: Communicator) -> None:
+    net = await DataParallel.create(Part(), coll)
     opt = ShardedOptimizer(net, torch.optim.Adam)
     assert isinstance(opt, InPieces)
     assert opt.pieces()["state"] == {}
-    await train(net, opt, trial, range(1))
+    await train(net, opt, range(1))
     pieces = opt.pieces()
     names = [name for name, _ in net.named_parameters()]
     assert pieces["names"] == [names]
@@ -202,19 +200,19 @@ async def test_n20_shapes_of_pieces(coll: Communicator, trial: type[Trial]) -> N
 
 
 @pytest.mark.ranks(1, 3)
-async def test_n20_state_of_the_own_shard(coll: Communicator, trial: type[Trial]) -> None:
+async def test_n20_state_of_the_own_shard(coll: Communicator) -> None:
     async def some(sizes: dict[str, Any]) -> tuple[DataParallel, ShardedOptimizer]:
-        net = await DataParallel.create(trial.Mlp(), coll, **sizes)
-        return net, ShardedOptimizer(net, trial.OPTIMIZERS["adam"])
+        net = await DataParallel.create(Trial.Mlp(), coll, **sizes)
+        return net, ShardedOptimizer(net, Trial.OPTIMIZERS["adam"])
 
     net, opt = await some(SIZES[0])
-    await train(net, opt, trial, range(3))
+    await train(net, opt, range(3))
     state, weights = deepcopy(opt.state_dict()), deepcopy(net.state_dict())
     after, new = await some(SIZES[0])
     after.load_state_dict(weights)
     new.load_state_dict(state)
-    await train(after, new, trial, range(3, 5))
-    await train(net, opt, trial, range(3, 5))
+    await train(after, new, range(3, 5))
+    await train(net, opt, range(3, 5))
     for ours, theirs in zip(after.parameters(), net.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert new.pieces()["param_groups"] == opt.pieces()["param_groups"]
@@ -235,13 +233,13 @@ class Rows(torch.optim.SGD):
 
 
 @pytest.mark.ranks(2)
-async def test_n20_what_cannot_be_saved_or_loaded(coll: Communicator, trial: type[Trial]) -> None:
-    net = await DataParallel.create(trial.Mlp(), coll)
+async def test_n20_what_cannot_be_saved_or_loaded(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll)
     opt = ShardedOptimizer(net, Rows)
     with pytest.raises(TypeError, match=r"Rows keeps rows, a tensor of shape \[2\]"):
         opt.pieces()
     opt.close()
-    opt = ShardedOptimizer(net, trial.OPTIMIZERS["adam"])
+    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["adam"])
     state = opt.pieces()
     two = [{**state["param_groups"][0], "params": [0]}, state["param_groups"][0]]
     with pytest.raises(ValueError, match=r"groups of \[1, 6\] parameters, and the optimizer of \[6\]"):
