@@ -208,18 +208,6 @@ def test_p10_topk_against_sorting(numel: int, ratio: float, seed: int) -> None:
 # QSGD
 
 
-@pytest.mark.thorough
-def test_p10_qsgd_is_unbiased() -> None:
-    t = torch.cat([normal(64), torch.tensor([0.0, -0.0, 1e-3, 5.0, -5.0])])
-    for codec in (QSGD(bits=2), QSGD(bits=4), QSGD(bits=8), QSGD(bits=4, bucket=5)):
-        rounds, step = 1500, 5.0 / codec.levels
-        mean = torch.stack([back(codec, t) for _ in range(rounds)]).double().mean(0)
-        # Hoeffding: each draw lies in an interval of one step, so P(|mean - t| >= a) <= 2 exp(-2 rounds (a / step)**2),
-        # here 1e-9 for each element.
-        allowed = step * math.sqrt(math.log(2e9) / (2 * rounds))
-        assert float((mean - t.double()).abs().max()) <= allowed + 1e-6
-
-
 @pytest.mark.parametrize("level", [0.1, 0.5, 0.9, -0.7])
 def test_p10_qsgd_is_unbiased_to_a_hundredth_of_a_step(level: float) -> None:
     numel = 1 << 18
@@ -340,8 +328,3 @@ def test_p10_what_is_finite_stays_finite(dtype: torch.dtype) -> None:
     spoilt = t.clone()
     spoilt[1] = -math.inf
     assert back(codecs.BFloat16(), spoilt)[1] == -math.inf
-
-
-def test_p10_public_names() -> None:
-    assert sorted(codecs.__all__, key=str.lower) == sorted(set(codecs.__all__), key=str.lower)
-    assert all(hasattr(codecs, name) for name in codecs.__all__)

@@ -47,7 +47,7 @@ async def check_failed(coll: Communicator, guilty: int, train: Any) -> None:
         assert "in fail" in caught.value.traceback
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("at", [1, 3])
 @pytest.mark.parametrize("event", EVENTS)
@@ -65,6 +65,7 @@ async def test_n14_a_hook_that_raises(coll: Communicator, event: Any, at: int) -
     assert await coll.allreduce(1) == coll.size  # nothing is left on the way
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("event", EVENTS)
 async def test_n14_a_coroutine_that_raises_with_a_pipelined_optimizer(coll: Communicator, event: Any) -> None:
@@ -79,7 +80,7 @@ async def test_n14_a_coroutine_that_raises_with_a_pipelined_optimizer(coll: Comm
     await check_failed(coll, 0, engine.train(Job.pairs(coll.rank, 3), epochs=1))
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("event", [*EVENTS, "optimizer"])
 async def test_n14_a_failure_with_a_sharded_optimizer(coll: Communicator, event: Any) -> None:
@@ -97,6 +98,7 @@ async def test_n14_a_failure_with_a_sharded_optimizer(coll: Communicator, event:
     await check_failed(coll, guilty, engine.train(Job.pairs(coll.rank, 3), epochs=1))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("event", ["sample", "forward", "criterion", "backward", "update", "epoch"])
 async def test_n14_a_hook_that_raises_amid_uneven_data(coll: Communicator, event: Any) -> None:
@@ -203,6 +205,7 @@ async def test_n14_a_stop_on_one_rank_stops_all_behind_the_same_step(
     Job.assert_same(engine.state.net, Job.alone(coll.size, [5] * coll.size, epochs=3, optimizer="momentum"))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2, 3)
 async def test_n14_a_stop_with_a_pipelined_optimizer(coll: Communicator) -> None:
     engine = await made(coll, pipelined=True)
@@ -220,6 +223,7 @@ async def test_n14_a_stop_with_a_pipelined_optimizer(coll: Communicator) -> None
     Job.assert_same(engine.state.net, Job.alone(coll.size, [8] * coll.size, optimizer="momentum"))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize(("event", "last"), [("sample", 3), ("criterion", 3), ("update", 4)])
 async def test_n14_a_stop_with_a_sharded_optimizer(coll: Communicator, event: Any, last: int) -> None:
@@ -258,6 +262,7 @@ async def test_n14_a_stop_amid_uneven_data(coll: Communicator) -> None:
     Job.assert_same(engine.state.net, Job.alone(coll.size, counts, optimizer="momentum"))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.parametrize("known", [False, True])
@@ -279,6 +284,7 @@ async def cancelled(train: Any, begun: asyncio.Event, ticks: int) -> None:
     await task
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("ticks", range(0, 40, 7))
 async def test_n14_a_rank_that_is_cancelled(coll: Communicator, ticks: int) -> None:
@@ -299,7 +305,7 @@ async def test_n14_a_rank_that_is_cancelled(coll: Communicator, ticks: int) -> N
             await train
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("made", [False, True])
 @pytest.mark.parametrize("ticks", range(1, 9))
 def test_n14_a_rank_that_is_cancelled_before_it_begins(made: bool, ticks: int) -> None:
@@ -338,7 +344,7 @@ def test_n14_a_rank_that_is_cancelled_before_it_begins(made: bool, ticks: int) -
     assert seconds < 10
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("event", ["start", "epoch"])
 @pytest.mark.parametrize("ticks", [0, 1, 3, 6, 10])
 def test_n14_a_rank_that_is_cancelled_between_epochs(event: Event, ticks: int) -> None:

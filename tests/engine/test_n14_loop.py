@@ -37,6 +37,7 @@ def noted(engine: Engine, into: list[str]) -> None:
         engine.on(event, coroutine)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
 async def test_n14_trains_as_one_process(coll: Communicator, optimizer: str) -> None:
@@ -47,6 +48,7 @@ async def test_n14_trains_as_one_process(coll: Communicator, optimizer: str) -> 
     assert (engine.state.epoch, engine.state.step, engine.state.batch) == (3, 15, 5)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 3)
 @pytest.mark.ranks(2, backend="gloo")
 async def test_n14_with_a_pipelined_optimizer(coll: Communicator) -> None:
@@ -174,6 +176,7 @@ class Scaled(nn.Module):
         return mse_loss(output * self.scale, target) + self.scale.square()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 async def test_n14_the_criterion_may_have_parameters(coll: Communicator) -> None:
     both = WithCriterion(Job.build(), Scaled())

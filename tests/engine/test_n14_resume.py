@@ -43,7 +43,7 @@ async def made(coll: Communicator, *, pipelined: bool) -> tuple[Any, Any, Engine
     return net, opt, Engine(net, opt, mse_loss, metrics={"mae": lambda o, t: (o - t).abs().mean()}, **Job.QUIET)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1)
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("kind", ["epoch", "generator"])

@@ -78,6 +78,13 @@ class Trial:
         return mse_loss(module(x), y)
 
     @classmethod
+    def step_alone(cls, module: nn.Module, opt: Optimizer, size: int, step: int) -> None:
+        """Make a step of one process on the joined batch of all ranks."""
+        opt.zero_grad()
+        cls.joined(module, size, step).backward()
+        opt.step()
+
+    @classmethod
     def alone(
         cls,
         size: int,

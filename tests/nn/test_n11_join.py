@@ -48,6 +48,7 @@ def counts_of(coll: Communicator) -> list[tuple[int, ...]]:
     return UNEVEN[coll.size]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 async def test_n11_the_mean_is_over_the_ranks_that_have_data(coll: Communicator, op: Literal["mean", "sum"]) -> None:
@@ -70,7 +71,7 @@ async def test_n11_the_mean_is_over_the_ranks_that_have_data(coll: Communicator,
 async def test_n11_epoch_after_epoch(coll: Communicator, pipelined: bool) -> None:
     """Who is late changes, and there are even ones between; a step outside needs all ranks again."""
     epochs = [counts for counts in counts_of(coll) if coll.size == 2 or counts != (2, 0, 0)]
-    net, opt = await Trial.made(coll, "momentum", pipelined=pipelined, bucket_bytes=1, first_bucket_bytes=1)
+    net, opt = await Trial.made(coll, "momentum", pipelined=pipelined, **Trial.SMALL)
     expected = Trial.Mlp()
     plain = MOMENTUM(expected.parameters())
     for epoch, counts in enumerate(epochs):
@@ -95,7 +96,7 @@ async def test_n11_epoch_after_epoch(coll: Communicator, pipelined: bool) -> Non
 async def test_n11_with_a_pipelined_optimizer(coll: Communicator, given: bool) -> None:
     """The net knows of it where no step was made, too."""
     for counts in counts_of(coll):
-        net = await DataParallel.create(Trial.Mlp(), coll, bucket_bytes=1, first_bucket_bytes=1)
+        net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
         opt = PipelinedOptimizer(net, ADAM)
         async with net.join(*[opt] * given):
             await Trial.train(net, opt, range(counts[coll.rank]), coll.rank)
@@ -289,7 +290,7 @@ async def test_n11_backward_and_an_own_step(coll: Communicator) -> None:
 async def test_n11_gradients_come_one_by_one(coll: Communicator) -> None:
     """What `net.gradients` yields is the mean over those that have data already."""
     counts = (1, 2)
-    net, opt = await Trial.made(coll, "momentum", bucket_bytes=1, first_bucket_bytes=1)
+    net, opt = await Trial.made(coll, "momentum", **Trial.SMALL)
     expected = Trial.Mlp()
     plain = MOMENTUM(expected.parameters())
     async with net.join(opt):
@@ -323,7 +324,7 @@ async def test_n11_buffers_stay_each_ranks_own(coll: Communicator) -> None:
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n11_an_error_in_the_block_hangs_nobody(coll: Communicator, where: str, pipelined: bool) -> None:
     """The others get it as a RemoteError, those that wait at the end of the block too; then all go on together."""
-    net, opt = await Trial.made(coll, "momentum", pipelined=pipelined, bucket_bytes=1, first_bucket_bytes=1)
+    net, opt = await Trial.made(coll, "momentum", pipelined=pipelined, **Trial.SMALL)
     counts = (1, 3, 5)  # rank 0 waits at the end when rank 1 fails
 
     def forward(step: int) -> Tensor:

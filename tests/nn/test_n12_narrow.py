@@ -25,6 +25,7 @@ def gradients(rank: int, step: int, dtype: torch.dtype) -> list[Tensor]:
     ]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

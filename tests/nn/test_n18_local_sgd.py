@@ -21,6 +21,7 @@ each_overlap = pytest.mark.parametrize("overlap", [False, True], ids=["waits", "
 each_optimizer = pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2, 3)
 @each_optimizer
 async def test_n18_every_step_is_the_plain_loop(coll: Communicator, optimizer: str) -> None:
@@ -102,6 +103,7 @@ async def test_n18_one_exchange_moves_the_centre_by_alpha_times_the_sum(coll: Co
     assert torch.equal(module.weight, torch.full((2, 3), 4 + 0.25 * total, dtype=torch.float64))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(2, 3)
 @each_rule
 @each_overlap
@@ -203,6 +205,7 @@ async def test_n18_with_fixed_rates_slow_momentum_is_an_outer_sgd(coll: Communic
     Trial.assert_same(*nets)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(2, 3)
 @each_rule
 async def test_n18_nobody_waits_for_an_average_before_the_next_is_due(coll: Communicator, rule: str) -> None:
@@ -227,6 +230,7 @@ async def test_n18_nobody_waits_for_an_average_before_the_next_is_due(coll: Comm
     Trial.assert_same(net, alone.flush())
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2)
 @each_rule
 @each_overlap
@@ -279,7 +283,7 @@ async def test_n18_a_backward_of_the_net_comes_behind_an_average(coll: Communica
     Trial.assert_same(net, alone.flush())
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(2, 3)
 @each_rule
 @each_overlap

@@ -127,10 +127,10 @@ class Odd(nn.Module):
         return (x.float() @ self.turned).double()
 
 
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(3)
 @pytest.mark.ranks(1, 2, 3)
 @each_rule
-@pytest.mark.parametrize("sizes", [{"bucket_bytes": 1, "first_bucket_bytes": 1}, {}], ids=["each", "all"])
+@pytest.mark.parametrize("sizes", [Trial.SMALL, {}], ids=["each", "all"])
 @each_overlap
 async def test_n18_many_kinds_of_parameters(
     coll: Communicator, rule: str, overlap: bool, sizes: dict[str, Any]

@@ -100,9 +100,7 @@ async def test_n19_freezing_all_but_the_head(coll: Communicator, pipelined: bool
             each.requires_grad_(step != 1)
             each.get_submodule("4").requires_grad_()
         await net.step(partial(Trial.loss, net, coll.rank, step), opt)
-        theirs.zero_grad()
-        Trial.joined(alone, 2, step).backward()
-        theirs.step()
+        Trial.step_alone(alone, theirs, 2, step)
     if pipelined:
         await opt.flush()
     Trial.assert_same(net, alone)

@@ -40,6 +40,7 @@ async def finish(opt: Any) -> None:
         await opt.flush()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @each_driver
 async def test_n19_clipping_and_a_scheduler(coll: Communicator, pipelined: bool) -> None:
@@ -213,6 +214,7 @@ async def test_n19_a_list_of_closures(coll: Communicator, op: Any, pipelined: bo
     Trial.assert_same(net, Trial.alone(coll.size, 4, loss=summed, optimizer="adam", op=op))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2)
 @each_driver
 @pytest.mark.parametrize("where", [0, 1, 2])

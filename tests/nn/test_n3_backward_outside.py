@@ -15,7 +15,7 @@ from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
 from tests.nn.conftest import Trial
 
 OUTSIDE = r"got a gradient outside of net\.step and net\.backward.*net\.no_sync.*requires_grad_\(False\)"
-SIZES: list[dict[str, Any]] = [{"bucket_bytes": 1, "first_bucket_bytes": 1}, {}]
+SIZES: list[dict[str, Any]] = [Trial.SMALL, {}]
 each_size = pytest.mark.parametrize("sizes", SIZES, ids=["each", "one"])
 
 

@@ -20,7 +20,6 @@ from aiodist.testing import run_ranks
 from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
 
-SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 STEPS = 3
 
 
@@ -62,7 +61,7 @@ async def give_up(work: asyncio.Task[Any]) -> None:
 @pytest.mark.parametrize("who", [{0}, {1}, {0, 1}], ids=str)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 async def test_n3_a_step_that_has_begun_ends(coll: Communicator, where: str, who: set[int]) -> None:
-    net, opt = await Trial.made(coll, "momentum", **SMALL)
+    net, opt = await Trial.made(coll, "momentum", **Trial.SMALL)
     for step in range(STEPS):
         gate = Gate()
         forward = pausing(net, where, gate)
@@ -86,7 +85,7 @@ def has_another_that_is_closed(net: DataParallel, last: object) -> bool:
 @pytest.mark.ranks(2)
 async def test_n3_cancelled_while_the_others_are_late(coll: Communicator, until: Any) -> None:
     """This rank's backward is over; its reductions wait for the other rank."""
-    net, opt = await Trial.made(coll, "adam", **SMALL)
+    net, opt = await Trial.made(coll, "adam", **Trial.SMALL)
     for step in range(STEPS):
         last = net.reducer.last
         if coll.rank == step % 2:
@@ -138,7 +137,7 @@ async def _task_group(work: Awaitable[Any], passed: asyncio.Event) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", [_cancel, _wait_for, _timeout, _our_timeout, _task_group])
 async def test_n3_any_way_of_giving_up(coll: Communicator, way: Any) -> None:
-    net, opt = await Trial.made(coll, "momentum", **SMALL)
+    net, opt = await Trial.made(coll, "momentum", **Trial.SMALL)
     for step in range(STEPS):
         gate = Gate()
         forward = pausing(net, "backward", gate)
@@ -153,10 +152,11 @@ async def test_n3_any_way_of_giving_up(coll: Communicator, way: Any) -> None:
     Trial.assert_same(net, Trial.alone(2, STEPS + 1, optimizer="momentum"))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("who", [{0}, {1}, {0, 1}], ids=str)
 async def test_n3_cancelled_at_every_point(coll: Communicator, who: set[int]) -> None:
-    net, opt = await Trial.made(coll, "momentum", **SMALL)
+    net, opt = await Trial.made(coll, "momentum", **Trial.SMALL)
     points = 15
     for step in range(points):
         made: list[int] = []
@@ -180,10 +180,11 @@ async def test_n3_cancelled_at_every_point(coll: Communicator, who: set[int]) ->
     Trial.assert_same(net, Trial.alone(2, points, optimizer="momentum"))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("who", [{0}, {1}, {0, 1}], ids=str)
 async def test_n3_a_backward_cancelled_at_every_point(coll: Communicator, who: set[int]) -> None:
-    net, opt = await Trial.made(coll, **SMALL)
+    net, opt = await Trial.made(coll, **Trial.SMALL)
     points = 15
     for step in range(points):
         await net.run(opt.zero_grad)
@@ -209,7 +210,7 @@ def test_n3_a_late_rank_is_told_and_the_step_goes_on() -> None:
 
     async def main() -> None:
         async with aiodist.init(timeout=5) as coll:
-            net, opt = await Trial.made(coll, "momentum", **SMALL)
+            net, opt = await Trial.made(coll, "momentum", **Trial.SMALL)
             await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
             if coll.rank == 0:
                 with pytest.raises(aiodist.OperationTimeout, match="late: rank 1") as caught:
@@ -229,7 +230,7 @@ def test_n3_a_late_rank_is_told_and_the_step_goes_on() -> None:
 async def test_n3_no_sync_behind_a_backward_that_was_given_up(coll: Communicator) -> None:
     """What is added up here must not be added to what is still being reduced, nor to a sum that all ranks share."""
     for op in ("mean", "sum"):
-        net = await DataParallel.create(Trial.Mlp(), coll, op=op, **SMALL)
+        net = await DataParallel.create(Trial.Mlp(), coll, op=op, **Trial.SMALL)
         gate = Gate()
         work = asyncio.ensure_future(net.backward(Trial.loss(pausing(net, "backward", gate), coll.rank, 0)))
         await gate.reached.wait()

@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -168,60 +167,6 @@ def rest(module: Any, hidden: Tensor) -> Tensor:
     for layer in list(module)[2:]:
         hidden = layer(hidden)
     return hidden
-
-
-@pytest.mark.thorough
-@pytest.mark.ranks(2)
-async def test_n3_cuda_forward_on_a_side_stream_and_read_on_it(
-    coll: Communicator, simulated_cuda: SimulatedCuda
-) -> None:
-    """100 runs, with other streams at work, all equal to the last bit."""
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Linear(6, 3).double()
-
-    net = await DataParallel.create(build().to(coll.device), coll)
-    opt = Trial.OPTIMIZERS["sgd"](net.parameters())
-    start = {name: t.clone() for name, t in net.state_dict().items()}
-    x, y = batches(coll, 1)[0]
-    over = threading.Event()
-
-    def load() -> None:
-        mine = torch.cuda.Stream(coll.device)
-        with torch.cuda.stream(mine):
-            while not over.is_set():
-                torch.ones(100, device=coll.device).mul_(2)
-                mine.synchronize()
-                over.wait(1e-3)
-
-    busy = threading.Thread(target=load)
-    busy.start()
-    torch.cuda.current_stream(coll.device).synchronize()
-    streams = [torch.cuda.Stream(coll.device) for _ in range(3)]
-    seen: list[Tensor] = []
-    before = None
-    simulated_cuda.delay = 5e-5
-    for run in range(100):
-        side = streams[run % 3]
-        if before is not None:
-            side.wait_stream(before)  # the parameters are the user's: one run after the other
-        before = side
-        with torch.cuda.stream(side):
-            net.load_state_dict(start)
-            loss = await net.step(partial(loss_of, net, x, y), opt)
-            assert torch.cuda.current_stream(coll.device) == side
-            seen.append(torch.cat([loss.reshape(1), *(p.detach().reshape(-1) for p in net.parameters())]))
-    over.set()
-    busy.join()
-    torch.cuda.synchronize(coll.device)
-    results = [t.cpu() for t in seen]
-    for one, other in pairwise(results):
-        assert torch.equal(one, other)
-    alone = Trial.alone(2, 1, make=build)
-    expected = torch.cat([p.detach().reshape(-1) for p in alone.parameters()])
-    torch.testing.assert_close(results[0][1:], expected, rtol=1e-6, atol=1e-9)
-    await net.aclose()
 
 
 @pytest.mark.ranks(1, 2)

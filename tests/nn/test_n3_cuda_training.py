@@ -82,6 +82,7 @@ async def test_n3_cuda_over_nccl(coll: Communicator, fake_nccl: NcclOnDevices, p
     await net.aclose()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("places", [("cuda:0", "cpu"), ("cpu", "cuda:1"), ("cuda:1", "cuda:0")])
 @pytest.mark.parametrize("pipelined", [False, True])

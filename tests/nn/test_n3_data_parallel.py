@@ -24,8 +24,8 @@ from tests.nn.conftest import Trial
 STEPS = 4
 SIZES: dict[str, dict[str, Any]] = {
     "as they are": {},
-    "one parameter each": {"bucket_bytes": 1, "first_bucket_bytes": 1},
-    "a few": {"bucket_bytes": 600, "first_bucket_bytes": 100},
+    "one parameter each": Trial.SMALL,
+    "a few": Trial.FEW,
 }
 
 
@@ -36,9 +36,7 @@ async def test_n3_equals_one_process_with_the_joined_batch(coll: Communicator, o
     module = Trial.Mlp(0)
     opt = Trial.OPTIMIZERS[optimizer](module.parameters())
     for step in range(STEPS):
-        opt.zero_grad()
-        Trial.joined(module, coll.size, step).backward()
-        opt.step()
+        Trial.step_alone(module, opt, coll.size, step)
     for sizes in SIZES.values():
         net = await DataParallel.create(Trial.Mlp(coll.rank), coll, **sizes)
         ours = Trial.OPTIMIZERS[optimizer](net.parameters())
@@ -49,6 +47,7 @@ async def test_n3_equals_one_process_with_the_joined_batch(coll: Communicator, o
         await net.aclose()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("sizes", SIZES)
 async def test_n3_the_loss_is_this_ranks_and_the_gradients_are_all_ranks(coll: Communicator, sizes: str) -> None:

@@ -17,8 +17,6 @@ from aiodist.nn import DataParallel
 from aiodist.testing import Fault, Faults, InjectedFault, run_ranks
 from tests.nn.conftest import Trial
 
-SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
-
 
 class Stop(BaseException):
     """As KeyboardInterrupt is one."""
@@ -86,7 +84,7 @@ def parameters_of(net: DataParallel) -> list[Tensor]:
 async def test_n3_an_error_is_raised_there_and_told_to_the_others(
     coll: Communicator, way: Fail, failing: set[int]
 ) -> None:
-    net, opt = await Trial.made(coll, "momentum", **SMALL)
+    net, opt = await Trial.made(coll, "momentum", **Trial.SMALL)
     for step in range(3):
         for kind in (ValueError, Stop):
             before = parameters_of(net)
@@ -108,7 +106,7 @@ async def test_n3_an_error_is_raised_there_and_told_to_the_others(
 
 @pytest.mark.ranks(2)
 async def test_n3_an_error_of_backward(coll: Communicator) -> None:
-    net = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
+    net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
     for _ in range(2):
         loss = Trial.loss(net, coll.rank, 0)
         if coll.rank:
@@ -165,7 +163,7 @@ async def test_n3_backward_outside_of_it_is_an_error(coll: Communicator) -> None
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 async def test_n3_modes_that_build_no_graph(coll: Communicator, mode: Any) -> None:
-    net, opt = await Trial.made(coll, **SMALL)
+    net, opt = await Trial.made(coll, **Trial.SMALL)
     for _ in range(2):
         with mode(), pytest.raises(ValueError, match="depends on no parameter"):
             await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
@@ -181,7 +179,7 @@ async def test_n3_modes_that_build_no_graph(coll: Communicator, mode: Any) -> No
 
 @pytest.mark.ranks(2)
 async def test_n3_a_rank_that_failed_and_leaves_at_once(coll: Communicator) -> None:
-    net, opt = await Trial.made(coll, **SMALL)
+    net, opt = await Trial.made(coll, **Trial.SMALL)
 
     def forward() -> Tensor:
         if coll.rank:
@@ -214,7 +212,7 @@ async def test_n3_an_error_of_the_optimizer(coll: Communicator) -> None:
 @pytest.mark.ranks(3)
 async def test_n3_the_order_is_learnt_after_a_first_step_that_failed(coll: Communicator) -> None:
     module = Trial.Mlp()
-    net = await DataParallel.create(module, coll, **SMALL)
+    net = await DataParallel.create(module, coll, **Trial.SMALL)
     opt = Trial.OPTIMIZERS["sgd"](net.parameters())
 
     def forward() -> Tensor:  # the other way about: the first layer's gradients come first

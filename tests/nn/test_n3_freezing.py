@@ -19,9 +19,7 @@ from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
 from tests.nn.conftest import Trial
 
-SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
-FEW: dict[str, Any] = {"bucket_bytes": 600, "first_bucket_bytes": 100}
-each_size = pytest.mark.parametrize("sizes", [SMALL, FEW, {}], ids=["each", "few", "one"])
+each_size = pytest.mark.parametrize("sizes", [Trial.SMALL, Trial.FEW, {}], ids=["each", "few", "one"])
 
 SCHEDULES: dict[str, list[set[str]]] = {
     "a layer": [set(), {"0.weight", "0.bias"}, {"0.weight", "0.bias"}, set(), {"0.weight", "0.bias"}, set()],
@@ -55,13 +53,11 @@ def alone(size: int, schedule: Sequence[set[str]], optimizer: str) -> nn.Module:
     opt = Trial.OPTIMIZERS[optimizer](module.parameters())
     for step, names in enumerate(schedule):
         freeze(module, names)
-        opt.zero_grad()
-        Trial.joined(module, size, step).backward()
-        opt.step()
+        Trial.step_alone(module, opt, size, step)
     return module
 
 
-@pytest.mark.drawn(7)
+@pytest.mark.drawn(4)
 @pytest.mark.ranks(1, 2, 3)
 @each_size
 @pytest.mark.parametrize(
@@ -132,7 +128,7 @@ async def test_n3_frozen_while_gradients_add_up(coll: Communicator, sizes: dict[
 async def test_n3_a_frozen_gradient_is_left_alone(coll: Communicator) -> None:
     """A parameter that was reduced once, and is frozen, keeps what it had, the very value."""
     for op in ("mean", "sum"):
-        net = await DataParallel.create(Trial.Mlp(), coll, op=op, **SMALL)
+        net = await DataParallel.create(Trial.Mlp(), coll, op=op, **Trial.SMALL)
         await net.backward(Trial.loss(net, coll.rank, 0))
         kept = net.module.get_parameter("0.weight").grad
         assert kept is not None
@@ -166,6 +162,7 @@ class Paths(nn.Module):
         return out
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2, 3)
 @each_size
 async def test_n3_freezing_where_parameters_are_used_seldom(coll: Communicator, sizes: dict[str, Any]) -> None:
@@ -192,7 +189,7 @@ async def test_n3_freezing_where_parameters_are_used_seldom(coll: Communicator, 
             torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-6, msg=f"{step} {name}: ".__add__)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(2, 3)
 @each_size
 @pytest.mark.parametrize("pipelined", [False, True])
@@ -284,7 +281,7 @@ async def test_n3_what_thaws_may_belong_to_another_net(coll: Communicator) -> No
 @pytest.mark.parametrize("pipelined", [False, True])
 async def test_n3_a_rank_fails_where_the_others_freeze(coll: Communicator, where: str, pipelined: bool) -> None:
     """It tells why; the others get that, and the next step works."""
-    net, opt = await Trial.made(coll, "momentum", pipelined=pipelined, **SMALL)
+    net, opt = await Trial.made(coll, "momentum", pipelined=pipelined, **Trial.SMALL)
     await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
 
     def forward() -> Tensor:
@@ -306,7 +303,7 @@ async def test_n3_a_rank_fails_where_the_others_freeze(coll: Communicator, where
 
 @pytest.mark.ranks(2)
 async def test_n3_a_cancelled_step_freezes_as_any(coll: Communicator) -> None:
-    net, opt = await Trial.made(coll, "momentum", **FEW)
+    net, opt = await Trial.made(coll, "momentum", **Trial.FEW)
     await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
     freeze(net.module, {"0.weight"})
     task = asyncio.ensure_future(net.step(partial(Trial.loss, net, coll.rank, 1), opt))
@@ -327,7 +324,7 @@ async def test_n3_ranks_whose_data_have_ended_follow(coll: Communicator, pipelin
     """Those that go on freeze and thaw; the others, which know nothing of it, reduce the same with them."""
     counts = (5, 2, 3)[: coll.size]
     plan = [set(), {"0.weight"}, {"0.weight", "2.bias"}, set(), {"4.weight"}]
-    net, opt = await Trial.made(coll, "momentum", pipelined=pipelined, **SMALL)
+    net, opt = await Trial.made(coll, "momentum", pipelined=pipelined, **Trial.SMALL)
     async with net.join(opt):
         for step in range(counts[coll.rank]):
             freeze(net.module, plan[step])
@@ -344,9 +341,7 @@ async def test_n3_ranks_whose_data_have_ended_follow(coll: Communicator, pipelin
     freeze(net.module, set())
     freeze(expected, set())
     await net.step(partial(Trial.loss, net, coll.rank, 9), opt)
-    theirs.zero_grad()
-    Trial.joined(expected, coll.size, 9).backward()
-    theirs.step()
+    Trial.step_alone(expected, theirs, coll.size, 9)
     await flushed(opt)
     Trial.assert_same(net, expected)
 
@@ -354,7 +349,7 @@ async def test_n3_ranks_whose_data_have_ended_follow(coll: Communicator, pipelin
 @pytest.mark.ranks(3)
 async def test_n3_ranks_that_freeze_differently_in_a_join_block(coll: Communicator) -> None:
     """Rank 2 has no data any more; the others disagree, all are told, leave the block, and go on together."""
-    net, opt = await Trial.made(coll, **SMALL)
+    net, opt = await Trial.made(coll, **Trial.SMALL)
 
     async def train() -> None:
         async with net.join(opt):

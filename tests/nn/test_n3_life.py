@@ -18,8 +18,6 @@ from aiodist.nn import DataParallel
 from aiodist.testing import gather_ranks, run_ranks
 from tests.nn.conftest import Trial
 
-SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
-
 
 def compute_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("aiodist-compute")]
@@ -27,7 +25,7 @@ def compute_threads() -> list[str]:
 
 @pytest.mark.ranks(2)
 async def test_n3_everything_runs_on_one_thread_in_order(coll: Communicator) -> None:
-    net = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
+    net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
     seen: list[tuple[str, int]] = []
 
     def note(what: str, *_: object) -> None:
@@ -104,7 +102,7 @@ async def test_n3_a_closed_net_says_so(coll: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 async def test_n3_what_was_asked_is_done_before_it_closes(coll: Communicator) -> None:
-    net, opt = await Trial.made(coll, **SMALL)
+    net, opt = await Trial.made(coll, **Trial.SMALL)
     step = asyncio.ensure_future(net.step(lambda: Trial.loss(net, coll.rank, 0), opt))
     await asyncio.sleep(0)
     await net.aclose()
@@ -140,7 +138,7 @@ def test_n3_a_program_that_fails_ends(when: str) -> None:
 
     async def main() -> None:
         async with aiodist.init() as coll:
-            net, opt = await Trial.made(coll, **SMALL)
+            net, opt = await Trial.made(coll, **Trial.SMALL)
             await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
             work: asyncio.Future[Any]
             reached = asyncio.Event()
@@ -181,7 +179,7 @@ async def test_h13_evaluation_beside_training() -> None:
 
     async def main() -> None:
         async with aiodist.init() as coll:
-            net, opt = await Trial.made(coll, "momentum", **SMALL)
+            net, opt = await Trial.made(coll, "momentum", **Trial.SMALL)
             other = nn.Linear(6, 3)
             over = False
             rounds = 0
@@ -236,7 +234,7 @@ async def test_n3_leave_that_another_task_gives(coll: Communicator) -> None:
     """Reductions wait for bytes that a prefetch gives back: they are issued in order, and not as calls of that task."""
     scheduler = Scheduler.current()
     scheduler.limit = 300
-    net, opt = await Trial.made(coll, **SMALL)
+    net, opt = await Trial.made(coll, **Trial.SMALL)
     over = False
 
     async def prefetch() -> None:
@@ -282,7 +280,7 @@ async def test_n3_a_close_that_is_cancelled_gives_the_net_up(coll: Communicator)
 @pytest.mark.parametrize("work", ["step", "backward", "accumulate", "gradients", "optimizer"])
 async def test_n3_a_state_is_not_loaded_while_a_step_is_under_way(coll: Communicator, work: str) -> None:
     """It would be written beside what the compute thread reads and writes; behind that it is loaded."""
-    net, opt = await Trial.made(coll, **SMALL)
+    net, opt = await Trial.made(coll, **Trial.SMALL)
     state = Trial.Mlp(5).state_dict()
     begun, go_on = threading.Event(), threading.Event()
 

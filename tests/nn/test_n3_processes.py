@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from aiodist import Communicator
 from aiodist.nn import DataParallel, assert_synchronized
 from tests.nn.conftest import Trial
 
-FEW: dict[str, Any] = {"bucket_bytes": 600, "first_bucket_bytes": 100}
 processes = pytest.mark.ranks(2, backend=("mpi", "gloo"))
 over_mpi = pytest.mark.ranks(2, backend="mpi")
 
@@ -41,7 +39,7 @@ async def test_n3_equals_one_process_over_a_library(coll: Communicator) -> None:
 async def test_n3_beside_a_task_that_communicates(coll: Communicator) -> None:
     """Its awaits poll for the reductions too; what those lead to is no call of that task's."""
     beside = await coll.dup()
-    net = await DataParallel.create(Trial.Mlp(coll.rank), coll, bucket_bytes=1, first_bucket_bytes=1)
+    net = await DataParallel.create(Trial.Mlp(coll.rank), coll, **Trial.SMALL)
     over = False
 
     async def evaluation() -> None:
@@ -68,7 +66,7 @@ def raising() -> Tensor:
 
 @processes
 async def test_n3_errors_and_time_outs_over_a_library(coll: Communicator) -> None:
-    net, opt = await Trial.made(coll, "momentum", **FEW)
+    net, opt = await Trial.made(coll, "momentum", **Trial.FEW)
     for step in range(3):
         with pytest.raises((ArithmeticError, aiodist.RemoteError), match="no luck") as caught:
             await net.step(raising if coll.rank == step % 2 else lambda: Trial.loss(net, coll.rank, 0), opt)
@@ -88,7 +86,7 @@ async def test_n3_larger_gradients_over_a_library(coll: Communicator) -> None:
     """Some buckets are driven by the thread, some by the loop; the order stays."""
     torch.manual_seed(coll.rank)
     layers = [torch.nn.Linear(300, 300), torch.nn.Linear(300, 5), torch.nn.Linear(5, 300), torch.nn.Linear(300, 300)]
-    net = await DataParallel.create(torch.nn.Sequential(*layers), coll, bucket_bytes=1, first_bucket_bytes=1)
+    net = await DataParallel.create(torch.nn.Sequential(*layers), coll, **Trial.SMALL)
     opt = torch.optim.SGD(net.parameters(), lr=0.01)
     for _ in range(5):
         await net.step(lambda: net(torch.randn(4, 300)).square().mean(), opt)

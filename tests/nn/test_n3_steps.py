@@ -17,8 +17,7 @@ from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
 from aiodist.testing import run_ranks
 from tests.nn.conftest import Trial
 
-SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
-each_size = pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "one"])
+each_size = pytest.mark.parametrize("sizes", [Trial.SMALL, {}], ids=["each", "one"])
 
 
 class Fails(torch.optim.SGD):
@@ -97,7 +96,7 @@ async def test_n3_an_optimizer_that_raises_on_one_rank(coll: Communicator, sizes
 @pytest.mark.parametrize("way", ["step", "run", "pipelined", "plain", "between"])
 async def test_n3_an_optimizer_that_raises_on_all_ranks(coll: Communicator, way: str) -> None:
     """They are alike: the next step works."""
-    net = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
+    net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
     kind = failing(False)
     opt: Any = PipelinedOptimizer(net, partial(kind, lr=0.1)) if way == "pipelined" else kind(net.parameters(), lr=0.1)
     for step in range(3):
@@ -161,7 +160,7 @@ async def test_n3_a_state_that_one_rank_cannot_load(coll: Communicator) -> None:
 @pytest.mark.ranks(3)
 async def test_n3_numbers_of_steps_beside_join(coll: Communicator) -> None:
     """Within the block they differ, after it they do not; one that an optimizer has left behind is told in it too."""
-    net = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
+    net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
     kind = failing(False)
     opt = kind(net.parameters(), lr=0.1)
     for epoch in range(2):
@@ -183,7 +182,7 @@ async def test_n3_numbers_of_steps_beside_join(coll: Communicator) -> None:
 
 
 @pytest.mark.parametrize("counts", [(3, 4), (2, 5, 2), (0, 1)], ids=str)
-@pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "one"])
+@pytest.mark.parametrize("sizes", [Trial.SMALL, {}], ids=["each", "one"])
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_n3_uneven_numbers_of_steps(counts: tuple[int, ...], sizes: dict[str, Any], pipelined: bool) -> None:
     """Ranks that end early and ranks that go on get the same: ranks, numbers, the remedy, and the call that waited."""
@@ -231,7 +230,7 @@ async def test_n3_after_an_uneven_end_a_step_is_refused(coll: Communicator) -> N
 
 @pytest.mark.ranks(2)
 async def test_n3_only_one_rank_is_in_a_join_block(coll: Communicator) -> None:
-    net = await DataParallel.create(Trial.Mlp(), await coll.dup(), **SMALL)
+    net = await DataParallel.create(Trial.Mlp(), await coll.dup(), **Trial.SMALL)
     opt = Trial.OPTIMIZERS["sgd"](net.parameters())
     step = partial(net.step, partial(Trial.loss, net, coll.rank, 0), opt)
 

@@ -22,8 +22,6 @@ from aiodist.nn.buckets import deal
 from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
 
-SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
-
 
 @given(
     st.lists(st.tuples(st.integers(0, 50), st.sampled_from("abc")), max_size=30),
@@ -68,7 +66,7 @@ def names_of(net: DataParallel) -> list[list[str]]:
 @pytest.mark.ranks(3)
 async def test_n4_the_order_of_the_first_backward_is_that_of_rank_0(coll: Communicator) -> None:
     layers = nn.ModuleDict({str(i): nn.Linear(6, 6, bias=False).double() for i in range(6)})
-    net = await DataParallel.create(layers, coll, **SMALL)
+    net = await DataParallel.create(layers, coll, **Trial.SMALL)
 
     def forward(order: list[int]) -> Tensor:
         x, y = Trial.batch(coll.rank, 0)
@@ -152,6 +150,7 @@ class Odd(nn.Module):
         return torch.stack([*parts, (y * self.complex).abs().sum()]).sum()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 async def test_n4_any_memory_layout(coll: Communicator, bucket_bytes: int) -> None:
@@ -207,7 +206,7 @@ class OneGradient(nn.Module):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "all"])
+@pytest.mark.parametrize("sizes", [Trial.SMALL, {}], ids=["each", "all"])
 @pytest.mark.parametrize("kept", [True, False])
 async def test_n4_a_gradient_that_backward_goes_on_from_is_left_alone(
     coll: Communicator, sizes: dict[str, Any], kept: bool
@@ -251,7 +250,7 @@ async def test_n4_a_default_dtype_of_the_user(coll: Communicator) -> None:
     """What ranks tell each other beside the gradients is ours, for any default dtype of torch."""
     names = [str(i) for i in range(300)]
     module = nn.ParameterDict({name: nn.Parameter(torch.zeros(1)) for name in names})
-    net = await DataParallel.create(module, coll, **SMALL)
+    net = await DataParallel.create(module, coll, **Trial.SMALL)
     for step in range(2):
         await net.backward(torch.stack([module[name] * (coll.rank + 1) for name in names[step:]]).sum())
     assert [p.grad.item() for p in net.parameters() if p.grad is not None] == [1.5] + [3.0] * 299

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import Any, Literal
 
@@ -15,8 +14,7 @@ from aiodist import Communicator
 from aiodist.nn import DataParallel, assert_synchronized
 from tests.nn.conftest import Trial
 
-SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
-BUCKETS: list[dict[str, Any]] = [SMALL, {"bucket_bytes": 600, "first_bucket_bytes": 100}, {}]
+BUCKETS: list[dict[str, Any]] = [Trial.SMALL, Trial.FEW, {}]
 each_op = pytest.mark.parametrize("op", ["mean", "sum"])
 each_bucket = pytest.mark.parametrize("sizes", BUCKETS, ids=["each", "few", "all"])
 
@@ -66,6 +64,7 @@ async def test_n5_no_sync_with_backward_of_torch(coll: Communicator, sizes: dict
         Trial.assert_same_gradients(net, gradients_of(2, range(begin, begin + 3), "mean"))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @each_op
 @each_bucket
@@ -83,6 +82,7 @@ async def test_n5_gradients_that_are_not_forgotten_add_up(
     Trial.assert_same_gradients(net, gradients_of(coll.size, range(6), op))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(2, 3)
 @each_op
 @each_bucket
@@ -202,7 +202,7 @@ def loss_of_parts(module: Any, rank: int, step: int) -> Tensor:
     return mse_loss(out, drawn[:, 6:])
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @each_op
 @each_bucket
@@ -229,7 +229,7 @@ async def test_n5_unused_shared_and_frozen_parameters(
 
 @pytest.mark.ranks(2)
 async def test_n5_unused_in_some_backwards_of_an_accumulation(coll: Communicator) -> None:
-    net = await DataParallel.create(Parts(), coll, **SMALL)
+    net = await DataParallel.create(Parts(), coll, **Trial.SMALL)
     opt = Trial.OPTIMIZERS["adam"](net.parameters())
     for step in range(8):
         if step % 2 == 0:
@@ -276,6 +276,7 @@ class Mixed(nn.Module):
         return x[:, :3].double()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @each_op
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
@@ -312,21 +313,6 @@ async def test_n5_several_parameter_groups(coll: Communicator, sizes: dict[str, 
     for step in range(4):
         await net.step(partial(Trial.loss, net, coll.rank, step), opt)
         schedule.step()
-        theirs.zero_grad()
-        Trial.joined(alone, 2, step).backward()
-        theirs.step()
+        Trial.step_alone(alone, theirs, 2, step)
         other_schedule.step()
     Trial.assert_same(net, alone)
-
-
-@pytest.mark.ranks(2)
-async def test_n5_two_nets_side_by_side(coll: Communicator) -> None:
-    one = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
-    other = await DataParallel.create(Trial.Mlp(), coll)
-    opts = [Trial.OPTIMIZERS["sgd"](net.parameters()) for net in (one, other)]
-    for step in range(3):
-        async with asyncio.TaskGroup() as group:
-            for net, opt in ((one, opts[0]), (other, opts[1]))[:: 1 if coll.rank else -1]:
-                group.create_task(net.step(partial(Trial.loss, net, coll.rank, step), opt))
-    for net in (one, other):
-        Trial.assert_same(net, Trial.alone(2, 3))

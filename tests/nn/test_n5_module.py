@@ -18,8 +18,6 @@ from aiodist import Communicator
 from aiodist.nn import DataParallel, LocalSGD, PipelinedOptimizer, ShardedOptimizer, assert_synchronized
 from tests.nn.conftest import Trial
 
-SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
-
 
 async def trained(coll: Communicator, steps: int = 2) -> Any:
     net, opt = await Trial.made(coll)
@@ -111,9 +109,7 @@ async def test_n5_closing_takes_the_hooks_off(coll: Communicator) -> None:
     alone = Trial.Mlp()
     theirs = Trial.OPTIMIZERS["sgd"](alone.parameters())
     for step in (1, 2, 3):
-        theirs.zero_grad()
-        Trial.joined(alone, 2, step).backward()
-        theirs.step()
+        Trial.step_alone(alone, theirs, 2, step)
     Trial.assert_same(module, alone)
 
 
@@ -180,21 +176,6 @@ async def test_n5_options_that_differ(coll: Communicator) -> None:
         with pytest.raises(aiodist.MismatchError, match=text):
             await DataParallel.create(Trial.Mlp(), coll, **options)
     assert await coll.allreduce(1) == 2
-
-
-@pytest.mark.ranks(2)
-async def test_n5_frozen_later_is_as_unused(coll: Communicator) -> None:
-    net, opt = await Trial.made(coll, "adam", **SMALL)
-    alone = Trial.Mlp()
-    theirs = Trial.OPTIMIZERS["adam"](alone.parameters())
-    for step in range(6):
-        for layer in (net.module.get_submodule("2"), alone[2]):
-            layer.requires_grad_(step not in (2, 3))
-        await net.step(partial(Trial.loss, net, coll.rank, step), opt)
-        theirs.zero_grad()
-        Trial.joined(alone, 2, step).backward()
-        theirs.step()
-    Trial.assert_same(net, alone)
 
 
 @pytest.mark.ranks(2)

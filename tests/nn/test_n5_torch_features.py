@@ -19,13 +19,10 @@ from aiodist.nn import DataParallel, assert_synchronized
 from aiodist.testing import gather_ranks
 from tests.nn.conftest import Trial
 
-SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
-FEW: dict[str, Any] = {"bucket_bytes": 600, "first_bucket_bytes": 100}
-
 
 @pytest.mark.ranks(1, 2, 3)
 async def test_n5_clipping_by_the_global_norm(coll: Communicator) -> None:
-    net, opt = await Trial.made(coll, "momentum", **FEW)
+    net, opt = await Trial.made(coll, "momentum", **Trial.FEW)
     alone = Trial.Mlp()
     theirs = Trial.OPTIMIZERS["momentum"](alone.parameters())
     for step in range(3):
@@ -49,7 +46,7 @@ def loss_on(module: Any, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.ranks(2)
 async def test_n5_grad_scaler(coll: Communicator) -> None:
     """A step whose gradients overflow on one rank is left out on all."""
-    net, opt = await Trial.made(coll, "sgd", Trial.Mlp().float(), **FEW)
+    net, opt = await Trial.made(coll, "sgd", Trial.Mlp().float(), **Trial.FEW)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     for step in range(6):
         opt.zero_grad()
@@ -123,7 +120,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("reentrant", [True, False])
 async def test_n5_activation_checkpointing(coll: Communicator, reentrant: bool, times: int) -> None:
-    for sizes in (SMALL, FEW, {}):
+    for sizes in (Trial.SMALL, Trial.FEW, {}):
         net = await DataParallel.create(Checkpointed(reentrant, times), coll, **sizes)
         opt = Trial.OPTIMIZERS["adam"](net.parameters())
         for step in range(4):
@@ -137,7 +134,7 @@ async def test_n5_activation_checkpointing(coll: Communicator, reentrant: bool, 
 async def test_n5_checkpointing_that_changes(coll: Communicator) -> None:
     """A layer that runs once more than before: either it is right, or it is an error, on all ranks, and once."""
     module = Checkpointed(True, 1)
-    net = await DataParallel.create(module, coll, **SMALL)
+    net = await DataParallel.create(module, coll, **Trial.SMALL)
     opt = Trial.OPTIMIZERS["sgd"](net.parameters())
     alone = Checkpointed(True, 1)
     theirs = Trial.OPTIMIZERS["sgd"](alone.parameters())
@@ -151,9 +148,7 @@ async def test_n5_checkpointing_that_changes(coll: Communicator) -> None:
             assert "shared" in str(error)  # noqa: PT017
             assert all(map(torch.equal, before, net.parameters()))
             await net.step(partial(Trial.loss, net, coll.rank, step), opt)
-        theirs.zero_grad()
-        Trial.joined(alone, 2, step).backward()
-        theirs.step()
+        Trial.step_alone(alone, theirs, 2, step)
     Trial.assert_same(net, alone)
 
 
@@ -185,7 +180,7 @@ class Custom(nn.Module):
 
 @pytest.mark.ranks(2)
 async def test_n5_custom_autograd_functions(coll: Communicator) -> None:
-    net = await DataParallel.create(Custom(), coll, **SMALL)
+    net = await DataParallel.create(Custom(), coll, **Trial.SMALL)
     opt = Trial.OPTIMIZERS["adam"](net.parameters())
     for step in range(3):
         await net.step(partial(Trial.loss, net, coll.rank, step), opt)
@@ -203,7 +198,7 @@ def anomaly_mode() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.filterwarnings("ignore:Error detected in")
 async def test_n5_anomaly_mode(coll: Communicator, anomaly_mode: None) -> None:
-    net, opt = await Trial.made(coll, **SMALL)
+    net, opt = await Trial.made(coll, **Trial.SMALL)
     for step in range(2):
         await net.step(partial(Trial.loss, net, coll.rank, step), opt)
     nan = torch.tensor(float("nan"), dtype=torch.float64) if coll.rank else 1.0
@@ -225,8 +220,9 @@ class Imaging(nn.Module):
         return self.layers(x).square().mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("sizes", [SMALL, FEW, {}], ids=["each", "few", "all"])
+@pytest.mark.parametrize("sizes", [Trial.SMALL, Trial.FEW, {}], ids=["each", "few", "all"])
 async def test_n5_channels_last(coll: Communicator, sizes: dict[str, Any]) -> None:
     def loss(module: Any, rank: int, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(10 * rank + step)
@@ -287,10 +283,11 @@ class Normed(nn.Sequential):
         self.double()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 async def test_n5_batch_norm(coll: Communicator) -> None:
     """Each rank has statistics of its own; before a checkpoint the root's, or their mean, is given to all."""
-    net = await DataParallel.create(Normed(), coll, **FEW)
+    net = await DataParallel.create(Normed(), coll, **Trial.FEW)
     opt = Trial.OPTIMIZERS["momentum"](net.parameters())
     # One process with a set of statistics for each rank.
     alone = Normed()
@@ -332,7 +329,7 @@ async def test_n5_batch_norm(coll: Communicator) -> None:
 async def test_n5_autocast_in_forward_and_around_a_step(coll: Communicator) -> None:
     results = []
     for around in (False, True):
-        net, opt = await Trial.made(coll, "sgd", Trial.Mlp().float(), **FEW)
+        net, opt = await Trial.made(coll, "sgd", Trial.Mlp().float(), **Trial.FEW)
         seen: list[torch.dtype] = []
 
         def forward(step: int, net: DataParallel = net, seen: list[torch.dtype] = seen) -> Tensor:

@@ -52,7 +52,7 @@ async def drained(coll: Communicator) -> None:
 
 
 async def create(coll: Communicator, seed: int = 3) -> DataParallel:
-    return await DataParallel.create(Trial.Mlp(seed), coll, bucket_bytes=1, first_bucket_bytes=1)
+    return await DataParallel.create(Trial.Mlp(seed), coll, **Trial.SMALL)
 
 
 async def write(path: Path, module: nn.Module) -> None:
@@ -114,27 +114,6 @@ async def test_n6_two_nets_in_two_tasks(coll: Communicator, limit: int) -> None:
             tasks.create_task(train(net, 20 * i + 7 * coll.rank))
     for seed, net in zip((3, 4), nets, strict=True):
         Trial.assert_same(net.module, reference(coll.size, seed))
-    await drained(coll)
-
-
-@pytest.mark.ranks(2)
-async def test_n6_one_net_beside_a_pipelined_one(coll: Communicator) -> None:
-    Scheduler.current().limit = 1
-    plain, other = await create(coll, 3), await create(coll, 4)
-    opt, pipelined = MOMENTUM(plain.parameters()), PipelinedOptimizer(other, MOMENTUM)
-
-    async def first() -> None:
-        for step in range(STEPS):
-            await plain.step(loss_of, opt, plain, Trial.batch(coll.rank, step)[0])
-
-    async def second() -> None:
-        for step in range(STEPS):
-            await other.step(loss_of, pipelined, other, Trial.batch(coll.rank, step)[0])
-        await pipelined.flush()
-
-    await asyncio.gather(*([first(), second()] if coll.rank else [second(), first()]))
-    Trial.assert_same(plain.module, reference(2, 3))
-    Trial.assert_same(other.module, reference(2, 4))
     await drained(coll)
 
 

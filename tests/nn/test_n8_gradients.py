@@ -17,9 +17,6 @@ from aiodist.nn import DataParallel
 from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
 
-SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
-FEW: dict[str, Any] = {"bucket_bytes": 600, "first_bucket_bytes": 100}
-
 
 def expected_of(size: int, step: int) -> nn.Module:
     module = Trial.Mlp()
@@ -27,8 +24,9 @@ def expected_of(size: int, step: int) -> nn.Module:
     return module
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 3)
-@pytest.mark.parametrize("sizes", [SMALL, FEW, {}], ids=["each", "few", "all"])
+@pytest.mark.parametrize("sizes", [Trial.SMALL, Trial.FEW, {}], ids=["each", "few", "all"])
 async def test_n8_each_gradient_once(coll: Communicator, sizes: dict[str, Any]) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll, **sizes)
     for step in range(3):
@@ -48,7 +46,7 @@ async def test_n8_each_gradient_once(coll: Communicator, sizes: dict[str, Any]) 
 
 @pytest.mark.ranks(2)
 async def test_n8_the_first_arrive_while_backward_goes_on(coll: Communicator) -> None:
-    net = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
+    net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
     await net.backward(Trial.loss(net, coll.rank, 0))
     net.zero_grad()
     go = threading.Event()
@@ -71,7 +69,7 @@ async def test_n8_the_first_arrive_while_backward_goes_on(coll: Communicator) ->
 async def test_n8_unused_parameters(coll: Communicator) -> None:
     """Those that other ranks used come last; those that none used do not come."""
     module = nn.ModuleDict({name: nn.Linear(6, 3).double() for name in ("both", "one", "none")})
-    net = await DataParallel.create(module, coll, **SMALL)
+    net = await DataParallel.create(module, coll, **Trial.SMALL)
     x, y = Trial.batch(coll.rank, 0)
     for _ in range(2):
         net.zero_grad()
@@ -86,7 +84,7 @@ async def test_n8_unused_parameters(coll: Communicator) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "all"])
+@pytest.mark.parametrize("sizes", [Trial.SMALL, {}], ids=["each", "all"])
 async def test_n8_what_becomes_of_a_gradient_that_has_come_is_the_users(
     coll: Communicator, sizes: dict[str, Any]
 ) -> None:
@@ -111,10 +109,11 @@ async def test_n8_there_are_none_within_no_sync(coll: Communicator) -> None:
         await anext(net.gradients(Trial.loss(net, coll.rank, 0)))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("who", [{0}, {1}, {0, 1}], ids=str)
 async def test_n8_leaving_early(coll: Communicator, who: set[int]) -> None:
-    net, opt = await Trial.made(coll, **SMALL)
+    net, opt = await Trial.made(coll, **Trial.SMALL)
     for step in range(3):
         net.zero_grad()
         async for _ in net.gradients(Trial.loss(net, coll.rank, 7)):
@@ -128,7 +127,7 @@ async def test_n8_leaving_early(coll: Communicator, who: set[int]) -> None:
 async def test_n8_leaving_early_and_what_may_come_next(coll: Communicator) -> None:
     """Backward of the one goes on: what communicates next must not get among its reductions."""
     module = nn.Sequential(Trial.Mlp(), nn.BatchNorm1d(3).double())
-    net = await DataParallel.create(module, coll, **SMALL)
+    net = await DataParallel.create(module, coll, **Trial.SMALL)
     await net.backward(Trial.loss(net, coll.rank, 0))
     net.zero_grad()
     go = threading.Event()
@@ -146,7 +145,7 @@ async def test_n8_leaving_early_and_what_may_come_next(coll: Communicator) -> No
 
 @pytest.mark.ranks(2)
 async def test_n8_errors(coll: Communicator) -> None:
-    net = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
+    net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
     for _ in range(2):
         net.zero_grad()
         loss = Trial.loss(net, coll.rank, 0)
@@ -165,7 +164,7 @@ async def test_n8_errors(coll: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 async def test_n8_a_user_who_raises(coll: Communicator) -> None:
-    net = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
+    net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
     with pytest.raises(LookupError):  # noqa: PT012  - the loop is what is tested
         async for _ in net.gradients(Trial.loss(net, coll.rank, 0)):
             raise LookupError

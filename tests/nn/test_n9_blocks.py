@@ -158,11 +158,11 @@ def blocked(seed: int = 0) -> nn.Module:
     return nn.Sequential(BlockSequential(layers, blocks=3), nn.Linear(3, 3)).double()
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("optimizer", ["momentum", "adam", "pipelined"])
 async def test_n9_ranks_train_as_one_process(coll: Communicator, optimizer: str) -> None:
-    net = await DataParallel.create(blocked(coll.rank), coll, bucket_bytes=1, first_bucket_bytes=1)
+    net = await DataParallel.create(blocked(coll.rank), coll, **Trial.SMALL)
     make = Trial.OPTIMIZERS.get(optimizer, Trial.OPTIMIZERS["adam"])
     opt = make(net.parameters()) if optimizer in Trial.OPTIMIZERS else PipelinedOptimizer(net, make)
     for step in range(4):

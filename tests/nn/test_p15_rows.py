@@ -17,7 +17,7 @@ from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
 from tests.nn.conftest import Trial
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimizers make sparse tensors
-SIZES: list[dict[str, Any]] = [{"bucket_bytes": 1, "first_bucket_bytes": 1}, {}]
+SIZES: list[dict[str, Any]] = [Trial.SMALL, {}]
 each_size = pytest.mark.parametrize("sizes", SIZES, ids=["each", "all"])
 
 
@@ -67,7 +67,7 @@ def adagrad(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(params, lr=0.3)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3, 4)
 @each_size
 @pytest.mark.parametrize("op", ["mean", "sum"])
@@ -93,6 +93,7 @@ async def test_p15_rows_equal_dense_gradients_of_one_process(
     await assert_synchronized(module, coll)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2, 3)
 async def test_p15_sparse_adam_beside_adam(coll: Communicator) -> None:
     module, alone = Words(), Words()

@@ -15,8 +15,8 @@ from aiodist.nn import BlockSequential, DataParallel, ShardedOptimizer, assert_s
 from tests.nn.conftest import Trial
 
 SIZES: dict[str, dict[str, Any]] = {
-    "each": {"bucket_bytes": 1, "first_bucket_bytes": 1},
-    "some": {"bucket_bytes": 600, "first_bucket_bytes": 100},
+    "each": Trial.SMALL,
+    "some": Trial.FEW,
     "one": {},
 }
 each_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -38,6 +38,7 @@ async def test_n20_equals_the_plain_loop(coll: Communicator, how: str, sizes: An
     await assert_synchronized(list(net.parameters()), coll)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(1, 2, 3)
 async def test_n20_the_sum(coll: Communicator) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll, op="sum", **SIZES["some"])
@@ -180,9 +181,7 @@ async def test_n20_freezing_and_thawing(coll: Communicator, sizes: Any) -> None:
         freeze(net.module, step)
         freeze(expected, step)
         await net.step(Trial.loss, opt, net, coll.rank, step)
-        plain.zero_grad()
-        Trial.joined(expected, coll.size, step).backward()
-        plain.step()
+        Trial.step_alone(expected, plain, coll.size, step)
     await opt.flush()
     Trial.assert_same(net, expected)
 
@@ -194,6 +193,7 @@ def decayed(module: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 4)
 @each_size
 async def test_n20_parameter_groups(coll: Communicator, sizes: Any) -> None:
@@ -229,6 +229,7 @@ def state_bytes(opt: torch.optim.Optimizer) -> int:
     return sum(x.nbytes for state in opt.state.values() for x in state.values() if isinstance(x, Tensor))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3, 5)
 @each_size
 async def test_n20_each_rank_has_a_pth_of_the_state(coll: Communicator, sizes: Any) -> None:

@@ -19,15 +19,13 @@ from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer, asser
 from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
 
-SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
-
 
 def fail() -> None:
     raise ArithmeticError("no more")
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "one"])
+@pytest.mark.parametrize("sizes", [Trial.SMALL, {}], ids=["each", "one"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 async def test_n20_an_error_on_one_rank(coll: Communicator, where: str, sizes: Any) -> None:
     """That rank raises it, the others a RemoteError, nobody makes that step, all go on together."""
@@ -51,9 +49,7 @@ async def test_n20_an_error_on_one_rank(coll: Communicator, where: str, sizes: A
                 await net.step(loss, opt, step)
             continue
         await net.step(loss, opt, step)
-        plain.zero_grad()
-        Trial.joined(expected, coll.size, step).backward()
-        plain.step()
+        Trial.step_alone(expected, plain, coll.size, step)
     await opt.flush()
     Trial.assert_same(net, expected)
 
@@ -97,7 +93,7 @@ async def test_n20_an_optimizer_that_raises_on_one_rank(coll: Communicator) -> N
 
 @pytest.mark.ranks(2)
 async def test_n20_cancelling_the_await_stops_nothing(coll: Communicator) -> None:
-    net = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
+    net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
     opt = ShardedOptimizer(net, Trial.OPTIMIZERS["momentum"])
     for step in range(4):
         work = asyncio.ensure_future(net.step(Trial.loss, opt, net, coll.rank, step))
@@ -112,7 +108,7 @@ async def test_n20_cancelling_the_await_stops_nothing(coll: Communicator) -> Non
 
 @pytest.mark.ranks(2)
 async def test_n20_closing_the_net_while_parameters_are_gathered(coll: Communicator) -> None:
-    net = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
+    net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
     opt = ShardedOptimizer(net, Trial.OPTIMIZERS["momentum"])
     await Trial.train(net, opt, range(2), coll.rank)
     await net.aclose()
@@ -125,7 +121,7 @@ async def test_n20_closing_the_net_while_parameters_are_gathered(coll: Communica
 @pytest.mark.ranks(2)
 async def test_n20_a_rank_that_gives_up_in_the_middle(coll: Communicator) -> None:
     """What the others wait for does not come: they are told, and nobody hangs."""
-    net = await DataParallel.create(Trial.Mlp(), coll, **SMALL)
+    net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
     opt = ShardedOptimizer(net, Trial.OPTIMIZERS["momentum"])
     await net.step(Trial.loss, opt, net, coll.rank, 0)
     await opt.flush()
@@ -163,7 +159,7 @@ async def test_n20_forward_waits_in_each_layer_for_its_own_parameters(coll: Comm
         return nn.Sequential(*before, gate, last)
 
     gate = Gate()
-    net = await DataParallel.create(make(gate), coll, **SMALL)
+    net = await DataParallel.create(make(gate), coll, **Trial.SMALL)
     opt = ShardedOptimizer(net, Trial.OPTIMIZERS["momentum"])
     await net.step(Trial.loss, opt, net, coll.rank, 0)
     await opt.flush()
@@ -226,7 +222,7 @@ async def test_n20_gradients_of_whole_parameters_go_while_backward_runs(coll: Co
     first, middle, last = (nn.Linear(a, b, bias=False).double() for a, b in ((6, 8), (8, 8), (8, 3)))
     for layer in (middle, last):
         layer.weight.register_post_accumulate_grad_hook(keep)
-    net = await DataParallel.create(nn.Sequential(first, middle, last), coll, **SMALL)
+    net = await DataParallel.create(nn.Sequential(first, middle, last), coll, **Trial.SMALL)
     opt = ShardedOptimizer(net, Trial.OPTIMIZERS["sgd"])
     x, y = Trial.batch(coll.rank, 0)
     await net.step(lambda: mse_loss(net(x), y), opt)  # learns in which order gradients come

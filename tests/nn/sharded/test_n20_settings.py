@@ -15,12 +15,10 @@ from aiodist import Communicator
 from aiodist.nn import DataParallel, ShardedOptimizer, assert_synchronized
 from tests.nn.conftest import Trial
 
-SMALL: dict[str, Any] = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 
-
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3, 5)
-@pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "one"])
+@pytest.mark.parametrize("sizes", [Trial.SMALL, {}], ids=["each", "one"])
 async def test_n20_clipping_by_the_norm_over_all_ranks(coll: Communicator, sizes: Any) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll, clip_norm=0.05, **sizes)
     opt = ShardedOptimizer(net, Trial.OPTIMIZERS["momentum"])
@@ -36,6 +34,7 @@ async def test_n20_clipping_by_the_norm_over_all_ranks(coll: Communicator, sizes
     Trial.assert_same(net, expected)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 async def test_n20_a_scaler_leaves_out_a_step_on_all_ranks(coll: Communicator, clip_norm: float | None) -> None:
@@ -49,7 +48,7 @@ async def test_n20_a_scaler_leaves_out_a_step_on_all_ranks(coll: Communicator, c
         return mse_loss(out, y) + bias[1] * worse * 0.01
 
     scaler, mine = torch.amp.GradScaler("cpu", 64.0), torch.amp.GradScaler("cpu", 64.0)
-    net = await DataParallel.create(Trial.Mlp(), coll, clip_norm=clip_norm, **SMALL)
+    net = await DataParallel.create(Trial.Mlp(), coll, clip_norm=clip_norm, **Trial.SMALL)
     opt = ShardedOptimizer(net, Trial.OPTIMIZERS["adam"])
     net.settings(scaler=scaler, scheduler=ExponentialLR(opt.optimizer, 0.5))
     expected = Trial.Mlp()
@@ -85,9 +84,7 @@ async def test_n20_learning_rates_by_hand_and_by_a_scheduler(coll: Communicator)
             one.param_groups[0]["momentum"] = 0.9 if step % 2 else 0.5
         await net.step(Trial.loss, opt, net, coll.rank, step)
         schedule.step()
-        plain.zero_grad()
-        Trial.joined(expected, coll.size, step).backward()
-        plain.step()
+        Trial.step_alone(expected, plain, coll.size, step)
         theirs.step()
     await opt.flush()
     Trial.assert_same(net, expected)
@@ -132,7 +129,7 @@ UNEVEN: dict[int, list[tuple[int, ...]]] = {2: [(3, 1), (0, 2), (2, 2)], 3: [(1,
 
 @pytest.mark.drawn(1)
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("sizes", [SMALL, {}], ids=["each", "one"])
+@pytest.mark.parametrize("sizes", [Trial.SMALL, {}], ids=["each", "one"])
 @pytest.mark.parametrize("op", ["mean", "sum"])
 async def test_n20_uneven_data(coll: Communicator, sizes: Any, op: Literal["mean", "sum"]) -> None:
     """A rank that runs dry steps its shard all the same, and clips it, at the rate of its scheduler."""

@@ -17,7 +17,7 @@ from aiodist.nn import DataParallel, ShardedOptimizer
 from aiodist.testing import run_ranks
 from tests.nn.conftest import Trial
 
-SIZES: Sequence[dict[str, Any]] = ({"bucket_bytes": 1, "first_bucket_bytes": 1}, {"bucket_bytes": 600}, {})
+SIZES: Sequence[dict[str, Any]] = (Trial.SMALL, {"bucket_bytes": 600}, {})
 
 
 class Counts(torch.optim.Optimizer):
@@ -131,9 +131,7 @@ def plainly(how: str, steps: int, whole_from: int) -> tuple[nn.Module, torch.opt
     opt.param_groups[1]["lr"] = 0.03
     for step in range(steps):
         module.whole = step >= whole_from
-        opt.zero_grad()
-        Trial.joined(module, 4, step).backward()
-        opt.step()
+        Trial.step_alone(module, opt, 4, step)
     return module, opt
 
 
