@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -18,6 +17,7 @@ from aiodist.data import IndexShards, ShardQueue, prefetch
 from aiodist.data.shards import Shuffle
 from aiodist.nn import DataParallel
 from aiodist.testing import kill_rank, run_ranks
+from tests.support.elastic import survivors
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -37,15 +37,6 @@ class Tally(nn.Module):
 
 async def taken(queue: ShardQueue[int]) -> list[int]:
     return [record async for batch in queue for record in batch]
-
-
-async def killed_after(turns: int, work: Any) -> Any:
-    """Return what `work` does; the rank dies after so many turns of the loop."""
-    task = asyncio.ensure_future(work)
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    kill_rank()
-    return await task
 
 
 async def epoch_of(net: DataParallel, opt: Any, queue: ShardQueue[int], ahead: int) -> None:
@@ -94,17 +85,14 @@ def test_w3_each_record_is_trained_on_once_though_ranks_die_at_any_moment(
     seed: int, shuffle: Shuffle, ahead: int
 ) -> None:
     """The parameters are the counts. Of four ranks two are killed, the first one too; one joins in the first epoch."""
-    draws = random.Random(seed)
-    turns = {number: draws.randrange(2500) for number in draws.sample(range(4), 2)}
 
     async def main(number: int) -> Any:
         module = Tally()
-        work = train(module, seed, shuffle, ahead, 0 if seed % 2 else None)
         with suppress(PeerError):  # of a rank that is killed while all close the world
-            await (killed_after(turns[number], work) if number in turns else work)
+            await train(module, seed, shuffle, ahead, 0 if seed % 2 else None)
         return module.times.detach().tolist()
 
-    said = [times for times in run_ranks(4, main, seed, elastic=(1, 4)) if times is not None]
+    said = survivors(4, main, seed, within=2500)
     assert len(said) >= 2
     assert all(times == [[1.0] * RECORDS] * EPOCHS for times in said)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from aiodist.data import IndexShards, ShardQueue
 from aiodist.engine import State
 from aiodist.nn import DataParallel, PipelinedOptimizer
 from aiodist.testing import run_ranks
-from tests.nn.test_w3_rebind import build, bytes_of, killed_after
+from tests.support.elastic import build, bytes_of, survivors
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -88,14 +87,7 @@ async def train(number: int, kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["adam", "pipelined"])
 def test_w3_an_engine_makes_each_step_once_whichever_ranks_die(kind: str, seed: int) -> None:
     """Of four ranks two are killed; others join after two epochs. One process comes to the same."""
-    draws = random.Random(f"{kind} {seed}")
-    turns = {number: draws.randrange(3000) for number in draws.sample(range(4), 2)}
-
-    async def main(number: int) -> Any:
-        work = train(number, kind)
-        return await (killed_after(turns[number], work) if number in turns else work)
-
-    said = [each for each in run_ranks(4, main, seed, elastic=(1, 4)) if each is not None]
+    said = survivors(4, lambda number: train(number, kind), seed, within=3000, drawn=f"{kind} {seed}")
     held, counts, modules, steps, figures = zip(*said, strict=True)
     assert len(said) >= 2
     assert set(counts) == {EPOCHS * BATCHES}
@@ -168,17 +160,14 @@ async def count(number: int, module: Tally, kind: str) -> int:
 @pytest.mark.parametrize("kind", ["plain", "pipelined"])
 def test_w3_an_engine_trains_once_on_each_record_of_a_queue(kind: str, seed: int) -> None:
     """The parameters are the counts. Of four ranks two are killed at any moment, and others join."""
-    draws = random.Random(f"{kind} {seed}")
-    turns = {number: draws.randrange(3500) for number in draws.sample(range(4), 2)}
 
     async def main(number: int) -> Any:
         module = Tally()
-        work = count(number, module, kind)
         with suppress(PeerError):
-            await (killed_after(turns[number], work) if number in turns else work)
+            await count(number, module, kind)
         return module.times.detach().tolist()
 
-    said = [times for times in run_ranks(4, main, seed, elastic=(1, 4)) if times is not None]
+    said = survivors(4, main, seed, within=3500, drawn=f"{kind} {seed}")
     assert len(said) >= 2
     assert all(times == [[1.0] * RECORDS] * EPOCHS for times in said)
 

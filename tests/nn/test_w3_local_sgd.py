@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 import aiodist
 from aiodist import PeerError
 from aiodist.nn import DataParallel, Elastic, LocalSGD, SlowMo
-from aiodist.testing import run_ranks
-from tests.nn.test_w3_rebind import build, bytes_of, killed_after, share
+from tests.support.elastic import build, bytes_of, share, survivors
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -179,15 +177,9 @@ class Replay:
 @pytest.mark.parametrize("case", CASES)
 def test_w3_local_steps_go_on_from_the_last_average(case: str, size: int, seed: int) -> None:
     """One or two ranks are killed at any moment: what was made since the last average is made again by the others."""
-    draws = random.Random(f"{case} {size} {seed}")
-    turns = {number: draws.randrange(900) for number in draws.sample(range(size), size - 2)}
     log: Log = {}
-
-    async def main(number: int) -> Any:
-        work = train(number, CASES[case], log)
-        return await (killed_after(turns[number], work) if number in turns else work)
-
-    said = [each for each in run_ranks(size, main, seed, elastic=(1, 4)) if each is not None]
+    drawn = f"{case} {size} {seed}"
+    said = survivors(size, lambda number: train(number, CASES[case], log), seed, within=900, drawn=drawn, dead=size - 2)
     held, steps, modules = zip(*said, strict=True)
     assert len(said) >= 2
     assert set(steps) == {STEPS}

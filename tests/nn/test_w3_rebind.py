@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import random
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import aiodist
 from aiodist import Communicator, MismatchError, PeerError
@@ -19,25 +18,13 @@ from aiodist.codecs import TopK
 from aiodist.nn import DataParallel, PipelinedOptimizer
 from aiodist.testing import kill_rank, run_ranks
 from tests.nn.conftest import Trial
+from tests.support.elastic import build, bytes_of, killed_after, share, stepped, survivors
 
 pytestmark = pytest.mark.timeout(100)
-
-SAMPLES = 12
 
 
 class Done(Exception):
     """All went as it should."""
-
-
-def build(seed: int) -> nn.Module:
-    """Return a module in float64, other on each rank at first."""
-    generator = torch.Generator().manual_seed(seed)
-    module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 3)
-    module.register_buffer("seen", torch.tensor(float(seed)))
-    return module
 
 
 def optimizers(kind: str, module: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
@@ -48,42 +35,10 @@ def optimizers(kind: str, module: nn.Module) -> tuple[torch.optim.Optimizer, tor
     return opt, torch.optim.lr_scheduler.StepLR(opt, 7, gamma=0.7)
 
 
-def share(module: Any, step: int, rank: int, size: int) -> Tensor:
-    """Return a rank's part of the loss of a step's batch, which is a sum over its samples."""
-    at = torch.arange(SAMPLES, dtype=torch.float64)[rank::size, None] + step
-    x, y = (at * torch.arange(1, 6)).sin(), (at * torch.arange(1, 4)).cos()
-    loss: Tensor = (module(x) - y).square().sum() / SAMPLES
-    return loss
-
-
 def alone(kind: str, steps: int) -> nn.Module:
     """Return what one process comes to that makes as many steps on the joined batches."""
     module = build(0)
-    opt, scheduler = optimizers(kind, module)
-    for step in range(steps):
-        opt.zero_grad()
-        share(module, step, 0, 1).backward()
-        opt.step()
-        scheduler.step()
-    return module
-
-
-async def killed_after(turns: int, work: Any) -> Any:
-    """Return what `work` does; the rank dies after so many turns of the loop."""
-    task = asyncio.ensure_future(work)
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    kill_rank()
-    return await task
-
-
-def bytes_of(module: nn.Module, *states: Any) -> list[bytes]:
-    """Return all numbers of a module and of some states, to be compared bit by bit."""
-    held: list[Any] = [module.state_dict(), *(each.state_dict() for each in states)]
-    return [
-        each.clone().view(-1).view(torch.uint8).numpy().tobytes() if isinstance(each, Tensor) else repr(each).encode()
-        for each in torch.utils._pytree.tree_leaves(held)
-    ]
+    return stepped(module, *optimizers(kind, module), steps=range(steps))
 
 
 async def train(number: int, kind: str, steps: int, grows_at: int) -> Any:
@@ -111,15 +66,8 @@ async def train(number: int, kind: str, steps: int, grows_at: int) -> Any:
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_w3_killed_at_any_moment_and_joined_it_trains_as_one_process_does(kind: str, seed: int) -> None:
     """Of four ranks two are killed, in a step, while the others rebind or before there is a net; then one joins."""
-    draws = random.Random(seed)
-    turns = {number: draws.randrange(1500) for number in draws.sample(range(4), 2)}
     steps = 40
-
-    async def main(number: int) -> Any:
-        work = train(number, kind, steps, 30)
-        return await (killed_after(turns[number], work) if number in turns else work)
-
-    said = [each for each in run_ranks(4, main, seed, elastic=(1, 4)) if each is not None]
+    said = survivors(4, lambda number: train(number, kind, steps, 30), seed, within=1500)
     sizes, counts, held, modules = zip(*said, strict=True)
     assert set(counts) == {steps}
     assert len(set(sizes)) == 1
@@ -169,15 +117,8 @@ def test_w3_a_pipelined_optimizer_goes_back_to_its_last_whole_step(seed: int) ->
 
     With odd seeds a scheduler for each bucket is a setting of the net; one that joins gets the states of the others'.
     """
-    draws = random.Random(seed)
-    turns = {number: draws.randrange(4000) for number in draws.sample(range(4), 2)}
     steps = 40
-
-    async def main(number: int) -> Any:
-        work = train_pipelined(number, steps, 30, scheduled=seed % 2 == 1)
-        return await (killed_after(turns[number], work) if number in turns else work)
-
-    said = [each for each in run_ranks(4, main, seed, elastic=(1, 4)) if each is not None]
+    said = survivors(4, lambda number: train_pipelined(number, steps, 30, scheduled=seed % 2 == 1), seed, within=4000)
     sizes, counts, held, modules = zip(*said, strict=True)
     assert set(counts) == {steps}
     assert len(set(sizes)) == 1
@@ -185,13 +126,7 @@ def test_w3_a_pipelined_optimizer_goes_back_to_its_last_whole_step(seed: int) ->
     if float(modules[0].seen) == 0:  # rank 0 lived until all had its parameters
         expected = build(0)
         opt = torch.optim.Adam(expected.parameters(), lr=0.03)
-        scheduler = warming(opt) if seed % 2 else None
-        for step in range(steps):
-            opt.zero_grad()
-            share(expected, step, 0, 1).backward()
-            opt.step()
-            if scheduler is not None:
-                scheduler.step()
+        stepped(expected, opt, warming(opt) if seed % 2 else None, steps=range(steps))
         Trial.assert_same(modules[0], expected, rtol=1e-9, atol=1e-11)
 
 
@@ -620,10 +555,6 @@ async def test_w3_any_other_communicator_will_do(coll: Communicator) -> None:
         assert net.steps == step
         await net.step(partial(share, net, step, coll.rank, coll.size), opt)
     expected = build(0)
-    opt, _ = optimizers("sgd", expected)
-    for step in range(4):
-        opt.zero_grad()
-        share(expected, step, 0, 1).backward()
-        opt.step()
+    stepped(expected, optimizers("sgd", expected)[0], steps=range(4))
     Trial.assert_same(net.module, expected, rtol=1e-9, atol=1e-11)
     await net.aclose()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import aiodist
 from aiodist import PeerError
 from aiodist.nn import DataParallel, ShardedOptimizer
 from aiodist.testing import run_ranks
-from tests.nn.test_w3_rebind import build, bytes_of, killed_after, share
+from tests.support.elastic import build, bytes_of, share, survivors
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -69,14 +68,8 @@ def test_w3_shards_go_on_from_the_last_checkpoint(
     kind: str, clip_norm: float | None, size: int, seed: int, tmp_path: Path
 ) -> None:
     """One or two ranks are killed at any moment, also while the others save or load; then others join."""
-    draws = random.Random(f"{kind} {size} {seed}")
-    turns = {number: draws.randrange(2500) for number in draws.sample(range(size), size - 2)}
-
-    async def main(number: int) -> Any:
-        work = train(number, kind, tmp_path / "run", clip_norm)
-        return await (killed_after(turns[number], work) if number in turns else work)
-
-    said = [each for each in run_ranks(size, main, seed, elastic=(1, 4)) if each is not None]
+    work = partial(train, kind=kind, folder=tmp_path / "run", clip_norm=clip_norm)
+    said = survivors(size, work, seed, within=2500, drawn=f"{kind} {size} {seed}", dead=size - 2)
     held, modules = zip(*said, strict=True)
     assert len(said) >= 2
     assert all(each == held[0] for each in held), "bit by bit the same on all ranks"
