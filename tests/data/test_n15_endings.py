@@ -269,12 +269,12 @@ async def test_n15_the_workers_of_a_data_loader_end(how: str) -> None:
     loader = DataLoader(
         Numbers(bad=20 if how == "error" else -1), batch_size=4, num_workers=2, multiprocessing_context="fork"
     )
-    before = set(psutil.Process().children(recursive=True))
+    before = set(psutil.Process().children())
     error: BaseException | None = None
     async with asyncio.timeout(40):
         async with prefetch(loader) as batches:
             seen = [await anext(batches)]
-            assert set(psutil.Process().children(recursive=True)) - before
+            assert set(psutil.Process().children()) - before
             if how == "whole":
                 seen += [batch async for batch in batches]
             elif how == "error":
@@ -285,7 +285,7 @@ async def test_n15_the_workers_of_a_data_loader_end(how: str) -> None:
                     error = raised  # its traceback holds the loader's iterator
     assert [int(batch[0]) for batch in seen] == list(range(0, {"whole": 64, "early": 4, "error": 20}[how], 4))
     assert (error is not None) is (how == "error")
-    assert not set(psutil.Process().children(recursive=True)) - before
+    assert not set(psutil.Process().children()) - before
 
 
 async def test_n15_nothing_is_lost_when_a_wait_is_cancelled() -> None:
@@ -428,11 +428,11 @@ def test_n15_no_thread_and_no_process_is_left_once_the_loop_is_closed(run: Calla
         assert nothing_in_flight()
 
     threads = set(threading.enumerate())
-    processes = set(psutil.Process().children(recursive=True))
+    processes = set(psutil.Process().children())
     with pytest.raises(ZeroDivisionError) if how == "error" else contextlib.nullcontext():
         run(main)
     until_gone(threads)
-    assert not set(psutil.Process().children(recursive=True)) - processes
+    assert not set(psutil.Process().children()) - processes
 
 
 @pytest.mark.filterwarnings("ignore:.*was never closed:ResourceWarning")  # whenever the collector comes to it

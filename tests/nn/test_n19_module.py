@@ -69,6 +69,7 @@ async def test_n19_an_average_of_the_weights(coll: Communicator) -> None:
     Trial.loss(average, coll.rank, 0).backward()  # a module of its own
 
 
+@pytest.mark.thorough  # to import torchmetrics takes 2 s, and a test of the engine does
 @pytest.mark.ranks(2)
 async def test_n19_torchmetrics(coll: Communicator) -> None:
     """A metric of each rank, whose numbers the ranks gather."""
