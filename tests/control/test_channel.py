@@ -1,10 +1,9 @@
 """What a channel does, the same over sockets and inside one process."""
 
 import asyncio
-import functools
 import gc
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -15,17 +14,9 @@ from aiodist.testing.seams.channel import Channel, connect, exchange, host, in_p
 
 SIZE = 3
 
-Test = Callable[..., Coroutine[Any, Any, None]]
+pytestmark = pytest.mark.timeout(20)
+
 Channels = list[Channel]
-
-
-def limited(test: Test) -> Test:
-    @functools.wraps(test)
-    async def run(*args: object, **kwargs: object) -> None:
-        async with asyncio.timeout(20):
-            await test(*args, **kwargs)
-
-    return run
 
 
 class Letters:
@@ -58,13 +49,11 @@ async def channels(request: pytest.FixtureRequest) -> AsyncIterator[Channels]:
     gc.collect()
 
 
-@limited
 async def test_rank_and_size(channels: Channels) -> None:
     assert [(channel.rank, channel.size) for channel in channels] == [(0, SIZE), (1, SIZE), (2, SIZE)]
     assert all(isinstance(channel, Channel) for channel in channels)
 
 
-@limited
 async def test_get_returns_what_any_rank_set_now_or_later(channels: Channels) -> None:
     await channels[0].set("here", b"\x00\xff")
     assert await channels[1].get("here") == b"\x00\xff"
@@ -73,7 +62,6 @@ async def test_get_returns_what_any_rank_set_now_or_later(channels: Channels) ->
     assert await asyncio.gather(*waiting) == [b""] * SIZE
 
 
-@limited
 async def test_get_in_vain_times_out_and_leaves_the_key_usable(channels: Channels) -> None:
     with pytest.raises(OperationTimeout, match=r"'never' was not set within 0\.02 s"):
         await channels[1].get("never", timeout=0.02)
@@ -81,21 +69,18 @@ async def test_get_in_vain_times_out_and_leaves_the_key_usable(channels: Channel
     assert await channels[1].get("never", timeout=5) == b"after all"
 
 
-@limited
 async def test_an_exchange_gives_each_rank_the_words_of_all(channels: Channels) -> None:
     for said in ({"a": [1, None]}, ["x"]):
         found = await asyncio.gather(*(exchange(rank, "words", [rank.rank, said]) for rank in channels))
         assert found == [[[0, said], [1, said], [2, said]]] * 3
 
 
-@limited
 async def test_an_exchange_names_the_ranks_that_do_not_come(channels: Channels) -> None:
     with pytest.raises(OperationTimeout, match=r"ranks 0, 2 did not come to 'alone' within 0\.05 s") as raised:
         await exchange(channels[1], "alone", 1, 0.05)
     assert raised.value.late == dict.fromkeys((0, 2), "never came to 'alone'")
 
 
-@limited
 async def test_a_cancelled_get_is_withdrawn(channels: Channels) -> None:
     waiting = asyncio.ensure_future(channels[1].get("k"))
     await channels[1].add("let the question out")
@@ -106,21 +91,18 @@ async def test_a_cancelled_get_is_withdrawn(channels: Channels) -> None:
     assert await channels[2].get("k") == b"v"
 
 
-@limited
 async def test_add_counts_without_losing_any(channels: Channels) -> None:
     await asyncio.gather(*(channel.add("n") for channel in channels for _ in range(50)))
     assert await channels[0].add("n", -50) == 100
     assert await channels[1].get("n") == b"100"
 
 
-@limited
 async def test_add_to_what_is_no_counter_is_an_error(channels: Channels) -> None:
     await channels[0].set("text", b"abc")
     with pytest.raises(ValueError, match="no counter"):
         await channels[1].add("text")
 
 
-@limited
 async def test_messages_arrive_in_order_with_their_source(channels: Channels) -> None:
     letters = Letters()
     channels[2].subscribe("t", letters)
@@ -129,7 +111,6 @@ async def test_messages_arrive_in_order_with_their_source(channels: Channels) ->
     assert await letters.take(200) == [(0, {"n": n, "raw": bytes([n])}) for n in range(200)]
 
 
-@limited
 async def test_broadcast_reaches_every_other_rank(channels: Channels) -> None:
     letters = [Letters() for _ in channels]
     for channel, box in zip(channels, letters, strict=True):
@@ -139,7 +120,6 @@ async def test_broadcast_reaches_every_other_rank(channels: Channels) -> None:
     assert [await box.take() for box in letters] == [[(1, "all")], [(1, "myself")], [(1, "all")]]
 
 
-@limited
 async def test_messages_before_the_subscription_are_kept(channels: Channels) -> None:
     letters, marker = Letters(), Letters()
     channels[1].subscribe("marker", marker)
@@ -152,7 +132,6 @@ async def test_messages_before_the_subscription_are_kept(channels: Channels) -> 
     assert await letters.take(4) == [(0, n) for n in range(4)]
 
 
-@limited
 async def test_unsubscribed_messages_are_dropped_until_somebody_subscribes(channels: Channels) -> None:
     letters, marker = Letters(), Letters()
     channels[1].subscribe("marker", marker)
@@ -168,7 +147,6 @@ async def test_unsubscribed_messages_are_dropped_until_somebody_subscribes(chann
     assert await letters.take() == [(0, "heard")]
 
 
-@limited
 async def test_send_works_from_any_thread(channels: Channels) -> None:
     letters = Letters()
     channels[1].subscribe("t", letters)
@@ -176,7 +154,6 @@ async def test_send_works_from_any_thread(channels: Channels) -> None:
     assert await letters.take() == [(0, 1)]
 
 
-@limited
 async def test_a_subscriber_that_raises_is_reported_and_goes_on(channels: Channels) -> None:
     letters = Letters()
     reports = Letters()
@@ -196,7 +173,6 @@ async def test_a_subscriber_that_raises_is_reported_and_goes_on(channels: Channe
 
 
 @pytest.mark.thorough
-@limited
 async def test_mistakes_are_raised_by_the_call(channels: Channels) -> None:
     with pytest.raises(ValueError, match="rank 3 of 3: expected 0 <= rank < 3"):
         channels[0].send(3, "t", 1)
@@ -208,14 +184,12 @@ async def test_mistakes_are_raised_by_the_call(channels: Channels) -> None:
         await channels[0].set("k", bytes(MAX_FRAME))
 
 
-@limited
 async def test_a_large_value_passes(channels: Channels) -> None:
     value = bytes(range(256)) * (8 << 12)  # 8 MiB
     await channels[0].set("large", value)
     assert await channels[1].get("large") == value
 
 
-@limited
 async def test_a_clean_leave_is_known_and_no_loss(channels: Channels) -> None:
     lost, marker = Letters(), Letters()
     channels[0].on_lost(lost)
@@ -231,7 +205,6 @@ async def test_a_clean_leave_is_known_and_no_loss(channels: Channels) -> None:
     assert [found.rank for (found,) in await lost.take()] == [1]
 
 
-@limited
 async def test_a_reported_failure_reaches_everybody_with_its_traceback(channels: Channels) -> None:
     lost = Letters()
     channels[0].on_lost(lost)
@@ -249,7 +222,6 @@ async def test_a_reported_failure_reaches_everybody_with_its_traceback(channels:
     assert isinstance(channels[0].exits()[1].error(), RemoteError)
 
 
-@limited
 async def test_a_closed_channel_says_so(channels: Channels) -> None:
     waiting = asyncio.ensure_future(channels[1].get("never"))
     await channels[1].add("let the question out")
@@ -265,7 +237,6 @@ async def test_a_closed_channel_says_so(channels: Channels) -> None:
     channels[0].send(1, "t", "to nobody")
 
 
-@limited
 async def test_subscribers_hear_while_the_main_thread_is_stuck() -> None:
     hub = await host(2)
     a, b = await asyncio.gather(*(connect(hub.address, rank=r, size=2, hub=None if r else hub) for r in range(2)))

@@ -1,11 +1,10 @@
 """The hub: whom it lets in, what it notices, what becomes of those who are connected when it goes."""
 
 import asyncio
-import functools
 import gc
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,40 +16,22 @@ from aiodist.control.wire import Kind, frame, pack
 from aiodist.errors import ConfigError, OperationTimeout, PeerLost
 from aiodist.testing import FakeClockLoop
 from aiodist.testing.seams.channel import Hub, SocketChannel, connect, host
+from tests.support.news import News
 
-Test = Callable[..., Coroutine[Any, Any, None]]
-
-
-def limited(test: Test) -> Test:
-    @functools.wraps(test)
-    async def run(*args: object, **kwargs: object) -> None:
-        async with asyncio.timeout(20):
-            await test(*args, **kwargs)
-        gc.collect()
-        assert not [thread for thread in threading.enumerate() if thread.name == "aiodist-control"]
-
-    return run
+pytestmark = pytest.mark.timeout(20)
 
 
-class News:
-    """Collects the calls of a callback, whichever thread they come from."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Any] = asyncio.Queue()
-
-    def __call__(self, *args: object) -> None:
-        self._loop.call_soon_threadsafe(lambda: self._queue.put_nowait(*args))
-
-    async def take(self) -> Any:
-        return await self._queue.get()
+@pytest.fixture(autouse=True)
+def _no_socket_forgotten() -> Iterator[None]:
+    """Collect what the test has left: a socket that is open then warns."""
+    yield
+    gc.collect()
 
 
 async def join(hub: Hub, size: int, **settings: Any) -> list[Any]:
     return await asyncio.gather(*(connect(hub.address, rank=r, size=size, **settings) for r in range(size)))
 
 
-@limited
 async def test_the_hub_knows_who_came_and_who_left() -> None:
     async with Hub(2) as hub:
         a, b = await join(hub, 2)
@@ -62,7 +43,6 @@ async def test_the_hub_knows_who_came_and_who_left() -> None:
         await b.aclose()
 
 
-@limited
 async def test_a_wrong_token_is_refused() -> None:
     async with Hub(1, token="right") as hub:
         with pytest.raises(ConfigError, match="wrong token"):
@@ -70,7 +50,6 @@ async def test_a_wrong_token_is_refused() -> None:
         await (await connect(hub.address, rank=0, size=1, token="right")).aclose()
 
 
-@limited
 async def test_a_hub_that_does_not_know_the_token_is_refused() -> None:
     """A stranger that lets everybody in cannot prove that it knows the token."""
 
@@ -89,7 +68,6 @@ async def test_a_hub_that_does_not_know_the_token_is_refused() -> None:
     await server.wait_closed()
 
 
-@limited
 async def test_a_second_process_with_the_same_rank_is_refused() -> None:
     async with Hub(2) as hub:
         a, b = await join(hub, 2)
@@ -102,14 +80,12 @@ async def test_a_second_process_with_the_same_rank_is_refused() -> None:
         await asyncio.gather(a.aclose(), b.aclose())
 
 
-@limited
 async def test_another_size_is_refused() -> None:
     async with Hub(2) as hub:
         with pytest.raises(ConfigError, match="rank 0 expects 3 ranks, this hub 2"):
             await connect(hub.address, rank=0, size=3)
 
 
-@limited
 async def test_strangers_are_sent_away_and_nobody_else_notices() -> None:
     async with Hub(1) as hub:
         (a,) = await join(hub, 1)
@@ -123,7 +99,6 @@ async def test_strangers_are_sent_away_and_nobody_else_notices() -> None:
         await a.aclose()
 
 
-@limited
 async def test_who_never_says_hello_is_sent_away_when_the_hub_closes() -> None:
     async with Hub(1) as hub:
         reader, writer = await asyncio.open_connection("127.0.0.1", hub.port)
@@ -133,7 +108,6 @@ async def test_who_never_says_hello_is_sent_away_when_the_hub_closes() -> None:
     await writer.wait_closed()
 
 
-@limited
 async def test_a_broken_connection_is_a_loss() -> None:
     async with Hub(2) as hub:
         a, b = await join(hub, 2)
@@ -149,7 +123,6 @@ async def test_a_broken_connection_is_a_loss() -> None:
         await asyncio.gather(a.aclose(), b.aclose())
 
 
-@limited
 async def test_a_rank_without_heartbeats_is_lost_and_told_so() -> None:
     async with Hub(2, heartbeat=0.3) as hub:
         a, b = await join(hub, 2)
@@ -192,7 +165,6 @@ def test_a_starved_watcher_blames_nobody() -> None:
     loop.close()
 
 
-@limited
 async def test_a_closed_hub_ends_what_waits_for_it_and_is_no_failure() -> None:
     async with Hub(1) as hub:
         (a,) = await join(hub, 1)
@@ -208,14 +180,12 @@ async def test_a_closed_hub_ends_what_waits_for_it_and_is_no_failure() -> None:
     await a.aclose()
 
 
-@limited
 async def test_a_hub_that_goes_while_a_rank_says_goodbye_is_no_error() -> None:
     async with Hub(1) as hub:
         (a,) = await join(hub, 1)
         await asyncio.gather(hub.aclose(), a.aclose())  # the hub may go before it can answer
 
 
-@limited
 async def test_sessions_follow_each_other_under_one_hub() -> None:
     async with Hub(2) as hub:
         for _ in range(3):
@@ -230,7 +200,6 @@ async def test_sessions_follow_each_other_under_one_hub() -> None:
             await asyncio.gather(a.aclose(), b.aclose())
 
 
-@limited
 async def test_the_hosting_rank_stays_until_the_others_have_left() -> None:
     hub = await host(2)
     a, b = await asyncio.gather(connect(hub.address, rank=0, size=2, hub=hub), connect(hub.address, rank=1, size=2))
@@ -242,7 +211,6 @@ async def test_the_hosting_rank_stays_until_the_others_have_left() -> None:
     await leaving
 
 
-@limited
 async def test_the_hosting_rank_does_not_stay_for_ever() -> None:
     hub = await host(2, linger=0.05)
     a, b = await asyncio.gather(connect(hub.address, rank=0, size=2, hub=hub), connect(hub.address, rank=1, size=2))
@@ -254,7 +222,6 @@ async def test_the_hosting_rank_does_not_stay_for_ever() -> None:
     await b.aclose()
 
 
-@limited
 async def test_a_hosted_hub_can_be_closed_before_anybody_came() -> None:
     hub = await host(2)
     await hub.aclose()
@@ -262,13 +229,11 @@ async def test_a_hosted_hub_can_be_closed_before_anybody_came() -> None:
         await connect(hub.address, rank=0, size=2, hub=hub)
 
 
-@limited
 async def test_a_port_in_use_is_an_error_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
         await host(1, port=taken.getsockname()[1])
 
 
-@limited
 async def test_a_rank_that_gives_up_before_all_have_come_may_come_again() -> None:
     async with Hub(2) as hub:
         for _ in range(3):

@@ -6,10 +6,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,10 +18,12 @@ from aiodist.control import HUB
 from aiodist.errors import PeerLost
 from aiodist.testing.seams.channel import Hub, connect
 from tests.support.environ import python_path
+from tests.support.news import News
 
 ROOT = Path(aiodist.__file__).parents[1]
 
-Test = Callable[..., Coroutine[Any, Any, None]]
+pytestmark = pytest.mark.timeout(40)
+
 
 PRELUDE = """
 import asyncio, os, sys, time, threading
@@ -32,15 +33,6 @@ address, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + chr(10)).encode())  # at once as a whole: a forked child writes here too
 """
-
-
-def limited(test: Test) -> Test:
-    @functools.wraps(test)
-    async def run(*args: object, **kwargs: object) -> None:
-        async with asyncio.timeout(40):
-            await test(*args, **kwargs)
-
-    return run
 
 
 class Child:
@@ -74,18 +66,6 @@ async def child(body: str, *args: object) -> AsyncIterator[Child]:
             await process.communicate()
 
 
-class News:
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Any] = asyncio.Queue()
-
-    def __call__(self, *args: object) -> None:
-        self._loop.call_soon_threadsafe(lambda: self._queue.put_nowait(*args))
-
-    async def take(self) -> Any:
-        return await self._queue.get()
-
-
 STAY = """
 async def main():
     channel = await control.connect(address, rank=rank, size=size)
@@ -95,7 +75,6 @@ asyncio.run(main())
 """
 
 
-@limited
 async def test_a_killed_rank_is_lost_at_once() -> None:
     async with Hub(2) as hub, child(STAY, hub.address, 1, 2) as other:
         channel = await connect(hub.address, rank=0, size=2)
@@ -110,7 +89,6 @@ async def test_a_killed_rank_is_lost_at_once() -> None:
         await channel.aclose()
 
 
-@limited
 async def test_a_stopped_rank_is_lost_when_its_heartbeats_stop() -> None:
     async with Hub(2, heartbeat=0.5) as hub, child(STAY, hub.address, 1, 2) as other:
         channel = await connect(hub.address, rank=0, size=2)
@@ -134,7 +112,6 @@ say("it rests")
 """
 
 
-@limited
 async def test_the_thread_of_a_channel_that_nobody_closed_rests_while_the_interpreter_ends() -> None:
     async with Hub(1) as hub, child(FORGOTTEN, hub.address, 0, 1) as forgetful:
         assert await forgetful.line() == "it rests"
@@ -155,7 +132,6 @@ def _seconds_of(call: Callable[[], None]) -> float:
     return time.monotonic() - began
 
 
-@limited
 async def test_a_dead_hub_is_told_to_everybody_and_get_raises_at_once() -> None:
     async with child(HUB_ALONE, "-", 0, 2) as launcher:
         address = await launcher.line()
@@ -187,7 +163,6 @@ asyncio.run(main())
 """
 
 
-@limited
 async def test_the_death_of_the_rank_that_hosts_the_hub_names_it(tmp_path: Path) -> None:
     address = (tmp_path / "meet").as_uri()
     async with child(HOST, address, 0, 2) as first:
@@ -218,7 +193,6 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-@limited
 async def test_a_failure_is_told_though_the_process_ends_at_once(tmp_path: Path, failing: int) -> None:
     address = (tmp_path / "meet").as_uri()
     async with child(FAILING, address, failing, 2) as other:
@@ -243,7 +217,6 @@ sys.exit(5)
 """
 
 
-@limited
 async def test_a_rank_that_exits_without_closing_ends_and_is_lost() -> None:
     async with Hub(2) as hub, child(EXITING, hub.address, 1, 2) as other:
         channel = await connect(hub.address, rank=0, size=2)
@@ -294,7 +267,6 @@ def _peers() -> set[tuple[str, int]]:
     return {tuple(each.raddr) for each in psutil.Process().net_connections("tcp") if each.raddr}
 
 
-@limited
 async def test_a_forked_child_has_no_channel_and_holds_none_open(tmp_path: Path) -> None:
     """The child lives on while its parent, which hosts the hub, is killed: that must be seen all the same."""
     address = (tmp_path / "meet").as_uri()
@@ -319,7 +291,6 @@ say("banned", *banned)
 """
 
 
-@limited
 async def test_control_imports_neither_torch_nor_numpy_nor_mpi4py() -> None:
     async with child(IMPORTS, "-", 0, 1) as other:
         assert await other.line() == "banned"

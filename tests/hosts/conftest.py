@@ -23,9 +23,8 @@ import pytest
 import aiodist
 from aiodist.bench.plan import Plan
 from aiodist.bench.records import Record
-from aiodist.errors import BackendUnavailable
-from aiodist.testing.seams.mpi import find_mpi
 from tests.support.blocking import blocked_until
+from tests.support.mpi import find
 from tests.support.records import loads
 
 if TYPE_CHECKING:
@@ -263,20 +262,7 @@ def hosts(
     """Two hosts, for each MPI that is installed and without; nothing may be left running there."""
     if request.param != "none":
         pytest.importorskip("mpi4py", reason="mpi4py is not installed")
-    monkeypatch.setattr(any_hosts, "mpi", _find(request.param))
+    monkeypatch.setattr(any_hosts, "mpi", find(request.param))
     record_property("mpi", NAMES[request.param])
     yield any_hosts
     assert any_hosts.left_after(5) == []
-
-
-def _find(mpi: str) -> str:
-    """Return what `--mpi` is given for this MPI; skip the test where there is none."""
-    if mpi == "mpich" and (prefix := os.environ.get("AIODIST_TEST_MPICH")):
-        return str(Path(prefix) / "bin" / "mpirun")
-    if mpi == "none":
-        return mpi
-    try:
-        find_mpi(mpi, os.environ.get("PATH", os.defpath))
-    except BackendUnavailable as error:
-        pytest.skip(str(error))
-    return mpi

@@ -20,8 +20,7 @@ import psutil
 import pytest
 
 import aiodist
-from aiodist.errors import BackendUnavailable
-from aiodist.testing.seams.mpi import Flavour, find_mpi, probe
+from tests.support.mpi import find
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -134,24 +133,6 @@ def stay():
         signal.pause()
 
 """
-
-
-def find(mpi: str) -> str:
-    """Return what `--mpi` is given for this MPI; skip the test, with the reason, where there is none."""
-    if mpi == "none":
-        return mpi
-    prefix = os.environ.get("AIODIST_TEST_MPICH")
-    if mpi == "mpich" and prefix:
-        mpirun = str(Path(prefix) / "bin" / "mpirun")
-        found = probe(mpirun)
-        assert found is not None, f"AIODIST_TEST_MPICH={prefix}: {mpirun} does not answer"
-        assert found.flavour is Flavour.MPICH
-        return mpirun
-    try:
-        find_mpi(mpi, os.environ.get("PATH", os.defpath))
-    except BackendUnavailable as error:
-        pytest.skip(str(error))
-    return mpi
 
 
 @pytest.fixture(params=["none", "openmpi", "mpich"])

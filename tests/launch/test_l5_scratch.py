@@ -10,7 +10,8 @@ import pytest
 
 from aiodist.launch.scratch import scratch_folder
 from aiodist.testing.seams.memory import boot_id
-from tests.launch.conftest import Launcher, find
+from tests.launch.conftest import Launcher
+from tests.support.mpi import find
 
 HOLD = """
 import signal, sys

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 import aiodist
-from aiodist.errors import BackendUnavailable
 from aiodist.testing.seams.mpi import find_mpi
+from tests.support.mpi import find
 from tests.support.nursed import stub
 
 HERE = Path(__file__).parent
@@ -170,17 +170,6 @@ class Run(Jobs):
 def jobs(nursery: str, tmp_path: Path) -> Jobs:
     """Single processes."""
     return Jobs(nursery, tmp_path)
-
-
-def find(mpi: str) -> str:
-    """Return what `--mpi` is given for this MPI; skip the test where there is none."""
-    if mpi == "mpich" and (prefix := os.environ.get("AIODIST_TEST_MPICH")):
-        return str(Path(prefix) / "bin" / "mpirun")
-    try:
-        find_mpi(mpi, os.environ.get("PATH", os.defpath))
-    except BackendUnavailable as error:
-        pytest.skip(str(error))
-    return mpi
 
 
 def note_mpi(backend: str, record: Callable[[str, object], None]) -> None:

@@ -89,7 +89,7 @@ def test_l2_a_forked_child_leaves_its_parents_memory_alone(run: Run, tmp_path: P
 
 @none
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("operations", [30_000, pytest.param(1_000_000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("operations", [10_000, pytest.param(1_000_000, marks=pytest.mark.thorough)])
 def test_a5_after_many_operations_no_memory_and_no_descriptor_is_missing(run: Run, operations: int) -> None:
     with run.started(run.command("memory.py", "many", str(operations), n=2)) as process:
         ended = run.finish(process, limit=200)

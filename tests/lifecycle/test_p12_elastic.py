@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Run
 
-pytestmark = pytest.mark.parametrize("run", ["none"], indirect=True)
+pytestmark = [pytest.mark.drawn(1), pytest.mark.parametrize("run", ["none"], indirect=True)]
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
