@@ -77,7 +77,6 @@ async def test_n3_a_foreign_parameter_that_has_a_name(coll: Communicator) -> Non
         await net.step(partial(loss_of, net, head, coll.rank, 0), opt)
 
 
-@pytest.mark.drawn(8)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("later", [True, False])
 @pytest.mark.parametrize("kind", ["local", "pipelined", "sharded", "engine"])
