@@ -63,7 +63,6 @@ async def synchronize_parameters(
     _check_how(how, root, coll)
     named = named_state(module, buffers=buffers)
     check_dense("tensor", named)
-    check_memory(named)
     with _heard(coll, "synchronize_parameters"):
         await check_same_structure(named, coll, f"how={how!r} with root {root}", any_order=True)
         shared = share([t for _, t in named], coll, how, root)

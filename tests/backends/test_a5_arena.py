@@ -8,6 +8,8 @@ import random
 import threading
 from collections.abc import Callable
 from multiprocessing import get_context
+from pathlib import Path
+from resource import RUSAGE_THREAD, getrusage
 
 import pytest
 import torch
@@ -223,6 +225,30 @@ def test_a5_blocks_that_would_have_the_kernel_kill_somebody_are_refused(monkeypa
         arena.reserve(1)
     assert held(arena) == resident(arena) == PAGE
     assert arena.empty((10,), torch.float32).data_ptr() > small.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("limit", "used"),
+    [("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")],
+    ids=["2", "1"],
+)
+def test_a5_a_container_has_the_room_that_its_limit_leaves(tmp_path: Path, limit: str, used: str) -> None:
+    (tmp_path / limit).parent.mkdir(exist_ok=True)
+    (tmp_path / limit).write_text("1000\n")
+    (tmp_path / used).write_text("400\n")
+    memory.check_room(600, tmp_path)
+    with pytest.raises(MemoryError, match="601 bytes was asked for: 600 bytes of memory are available"):
+        memory.check_room(601, tmp_path)
+
+
+@pytest.mark.skipif(
+    tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14), reason="each page costs a fault there"
+)
+def test_a5_new_memory_costs_no_faults_of_pages() -> None:
+    t = Arena().empty((4 << 20,), torch.uint8)
+    before = getrusage(RUSAGE_THREAD).ru_minflt
+    t.numpy()[:] = 1
+    assert getrusage(RUSAGE_THREAD).ru_minflt - before < t.nbytes // PAGE // 2
 
 
 def test_a5_what_dies_while_the_arena_is_busy_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,6 +241,23 @@ async def test_n3_create_gives_the_shared_state_of_an_optimizer(coll: Communicat
     await net.step(partial(loss_of, net, coll.rank, 1), opt)
 
 
+class Loads(SGD):
+    """Its state may have any form, so that it is no part of what ranks give one another."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+
+
+@pytest.mark.ranks(2)
+async def test_n11_what_a_join_block_refuses_is_used_after_it(coll: Communicator) -> None:
+    net = await DataParallel.create(Headed(coll.rank), coll, per_rank="head")
+    opt = Loads(net.parameters(), lr=0.1)
+    async with net.join(SGD(net.shared.parameters())):
+        with pytest.raises(ValueError, match="join: Loads has parameters that each rank keeps for itself"):
+            await net.step(partial(loss_of, net, coll.rank, 0), opt)
+    await net.step(partial(loss_of, net, coll.rank, 1), opt)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["local", "pipelined", "sharded"])
 async def test_n19_drivers_of_a_net_with_a_head_of_each_rank(coll: Communicator, kind: str) -> None:

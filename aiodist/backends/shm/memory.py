@@ -263,12 +263,12 @@ def _in_pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def check_room(nbytes: int) -> None:
-    """Raise MemoryError where reserving would have the kernel kill somebody."""
+def check_room(nbytes: int, cgroup: Path = _CGROUP) -> None:
+    """Raise MemoryError where reserving would have the kernel kill somebody; `cgroup` has this process's limits."""
     available = psutil.virtual_memory().available
     for limit, used in _LIMITS:
         try:
-            available = min(available, int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text()))
+            available = min(available, int((cgroup / limit).read_text()) - int((cgroup / used).read_text()))
         except (OSError, ValueError):  # no such limit
             continue
     if nbytes > available:
