@@ -107,7 +107,8 @@ async def test_a5_tables_that_are_dropped_leave_nothing(coll: Communicator) -> N
     assert [table[:2].tolist() for table in kept] == [[number, number] for number in range(5)]
 
 
-@pytest.mark.ranks(3, backend="shm")
+@pytest.mark.drawn(1)
+@pytest.mark.ranks(2, 3, backend="shm")
 async def test_a5_calls_that_fail_leave_nothing(coll: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     before = await held_by_all(coll)
     for _ in range(5):

@@ -13,7 +13,7 @@ import aiodist
 from aiodist import Communicator
 from aiodist.communicator.oplog import Latest
 
-pytestmark = pytest.mark.drawn(4)
+pytestmark = pytest.mark.drawn(3)
 
 processes = pytest.mark.ranks(2, 3, backend=("openmpi", "mpich", "gloo"))
 

@@ -29,7 +29,7 @@ from aiodist.types import Op
 from tests.support.blocking import blocked_until, rounds
 from tests.support.simulated_cuda.simulation import simulated_cuda
 
-pytestmark = pytest.mark.drawn(6)
+pytestmark = pytest.mark.drawn(4)
 
 some = pytest.mark.ranks(2, 3, 5)
 processes = pytest.mark.ranks(2, 3, 5, backend=("openmpi", "mpich", "gloo", "shm"))

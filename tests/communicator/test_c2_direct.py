@@ -16,7 +16,7 @@ import aiodist
 from aiodist import BufferInFlight, Communicator, MismatchError, RemoteError
 from aiodist.handles import in_flight
 
-pytestmark = pytest.mark.drawn(4)
+pytestmark = pytest.mark.drawn(3)
 
 processes = pytest.mark.ranks(2, 3, backend=("openmpi", "mpich", "gloo", "shm"))
 

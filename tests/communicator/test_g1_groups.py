@@ -17,6 +17,8 @@ from tests.support.calls import CALLS
 from tests.support.hearing import heard
 from tests.support.simulated_cuda.simulation import simulated_cuda
 
+pytestmark = pytest.mark.drawn(3)
+
 some = pytest.mark.ranks(2, 4, 5)
 processes = pytest.mark.ranks(2, backend=("mpi", "mpich", "gloo"))
 

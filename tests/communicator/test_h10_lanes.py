@@ -20,6 +20,8 @@ async def tell(coll: Communicator) -> None:
     await aiodist.gather(*[coll.send_object(None, rank) for rank in range(1, coll.size)])
 
 
+pytestmark = pytest.mark.drawn(2)
+
 processes = pytest.mark.ranks(2, 3, backend=("openmpi", "shm"))
 
 

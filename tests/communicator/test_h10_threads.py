@@ -25,6 +25,8 @@ from aiodist.communicator.threaded import ThreadedCommunicator
 from aiodist.handles import Handle
 from tests.support.blocking import blocked_until, rounds
 
+pytestmark = pytest.mark.drawn(2)
+
 everywhere = pytest.mark.ranks(2, 3, backend=("openmpi", "gloo", "shm"))
 _LIMIT = 30.0
 

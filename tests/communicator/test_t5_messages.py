@@ -13,6 +13,8 @@ import torch
 from aiodist import ANY, Communicator, Handle, OperationTimeout
 from aiodist.communicator.messages import Message
 
+pytestmark = pytest.mark.drawn(3)
+
 everywhere = pytest.mark.ranks(1, 2, 3, backend=("local", "openmpi", "mpich", "gloo", "shm"))
 LONG = 300_000  # elements: their data follow the header in a message of their own
 

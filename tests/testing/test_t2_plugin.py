@@ -404,6 +404,7 @@ def test_t2_a_rank_that_dies_fails_its_test_alone(run: Run) -> None:
     result.stdout.fnmatch_lines(["*rank 1*no result*"])
 
 
+@pytest.mark.thorough  # `make test` runs in such processes, and there are tests of deadlocks in it
 def test_t2_a_deadlock_is_an_error_under_pytest_xdist_too(pytester: pytest.Pytester) -> None:
     """Each of its processes has a thread that waits for messages, which is none of the program's."""
     pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
