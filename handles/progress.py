@@ -737,7 +737,7 @@ class ProgressThread:
         self._thread = threading.Thread(target=self._run, name="aiodist-progress", daemon=True)
         self._thread.start()
 
-    def end(self) -> None:
+    def end(self, seconds: float | None = _END_SECONDS) -> None:
         """The interpreter ends: drive nothing any more.
 
         A thread that finds it gone when a call into torch returns is taken out of the midst of that, which aborts the
@@ -746,11 +746,11 @@ class ProgressThread:
         self._ending = True
         if self._thread is not None:
             self._doorbell.ring()
-            self._thread.join(_END_SECONDS)
+            self._thread.join(seconds)
 
     def restart(self, linger_seconds: float) -> None:
         """Continue in a new thread, for the loops that are open."""
-        self.end()
+        self.end(None)
         with self._members_lock:
             self._members = tuple(ref(progress) for progress in self._alive() if not progress.loop.is_closed())
             self.linger_seconds, self.asleep, self._ending = linger_seconds, False, False
