@@ -20,6 +20,7 @@ from torch import Tensor
 from aiodist.backends.shm import memory
 from aiodist.testing.seams.memory import Arena, Place, move
 from tests.support.moving import needs_moving
+from tests.support.transports import held
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 KINDS = (torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.complex64, torch.complex128)
@@ -28,11 +29,6 @@ KINDS = (torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float32, to
 def resident(arena: Arena) -> int:
     """Return the bytes of pages that the kernel holds for it."""
     return sum(os.fstat(segment.fd).st_blocks * 512 for segment in arena.segments)
-
-
-def held(arena: Arena) -> int:
-    """Return the bytes that are no holes."""
-    return sum(s.nbytes - sum(stop - start for start, stop in s.holes) for s in arena.segments)
 
 
 def place_of(arena: Arena, t: Tensor) -> Place:

@@ -23,6 +23,7 @@ from aiodist.testing.seams.channel import in_process
 from aiodist.testing.seams.progress import transport_lock
 from aiodist.testing.seams.transport import Done, Operation
 from aiodist.types import ReduceOp
+from tests.support.transports import held, started
 
 SUM = ReduceOp.SUM
 STAGE_BYTES = 1 << 20  # of a lane
@@ -60,19 +61,8 @@ class World:
         self, rank: int, call: Call, key: int, natives: Sequence[ShmNative] | None = None
     ) -> asyncio.Future[None]:
         """Issue one rank's part of an operation."""
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        progress = Progress.current()
         native = (natives or self.natives)[rank]
-
-        def settle(error: BaseException | None) -> None:
-            assert not ended.done(), "done was called twice"
-            if error is None:
-                ended.set_result(None)
-            else:
-                ended.set_exception(error)
-
-        progress.start(lambda: call(native, key, lambda error: progress.post(lambda: settle(error))))
-        return ended
+        return started(lambda done: call(native, key, done))
 
     async def all(self, call: Callable[[int], Call]) -> None:
         """Run one operation on all ranks."""
@@ -414,7 +404,7 @@ async def test_a5_giving_up_lets_go_of_everything(arena: str, numel: int) -> Non
 
 async def test_a5_a_group_that_is_given_up_holds_no_memory() -> None:
     async with world(2) as here:
-        used = [held(near) for near in here.nears]
+        used = [held(near.arena) for near in here.nears]
         for i in range(20):
             natives = here.group(f"g{i}")
             ts = [torch.ones(400_000), torch.ones(400_000)]
@@ -431,7 +421,7 @@ async def test_a5_a_group_that_is_given_up_holds_no_memory() -> None:
         gc.collect()
         # The lanes of the last one may stay until the others are known to have left too.
         lanes = 2 * (STAGE_BYTES + (1 << 16))
-        assert all(held(near) - before <= lanes for near, before in zip(here.nears, used, strict=True))
+        assert all(held(near.arena) - before <= lanes for near, before in zip(here.nears, used, strict=True))
 
 
 async def test_a5_what_a_callback_raises_is_for_the_hook_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,7 +443,7 @@ async def test_a5_what_others_may_still_write_is_kept_until_they_have_left_too()
     async with world(2) as here:
         natives = here.group("given up")
         await asyncio.gather(*[here.issue(r, begun("allreduce", torch.ones(9)), 1, natives) for r in range(2)])
-        before = held(here.nears[0])
+        before = held(here.nears[0].arena)
         t = here.shared(0, torch.ones(300_000))
         end = here.issue(0, begun("allreduce", t), 2, natives)
         with transport_lock:
@@ -463,16 +453,12 @@ async def test_a5_what_others_may_still_write_is_kept_until_they_have_left_too()
         nbytes = t.nbytes
         del t, end
         gc.collect()
-        assert held(here.nears[0]) >= before + nbytes
+        assert held(here.nears[0].arena) >= before + nbytes
         with transport_lock:
             natives[1].give_up(CommunicatorClosed("given up too"))
             here.nears[0].leave("nothing", [1], None)  # it looks who has left
         gc.collect()
-        assert held(here.nears[0]) < before + nbytes
-
-
-def held(near: Neighbourhood) -> int:
-    return sum(s.nbytes - sum(stop - start for start, stop in s.holes) for s in near.arena.segments)
+        assert held(here.nears[0].arena) < before + nbytes
 
 
 @pytest.mark.parametrize("arena", ["all", "none", "some"])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from aiodist import Communicator, Handle
+from tests.support.transports import held
 
 NUMEL = 8 << 20
 MIB = 1 << 20
@@ -65,7 +66,7 @@ class Probe:
 
     def arena_bytes(self) -> int:
         """Return the bytes of the arena that are in use."""
-        return sum(s.nbytes - sum(stop - start for start, stop in s.holes) for s in self._arena.segments)
+        return held(self._arena)
 
     async def growth(self, call: Callable[[], Handle[Any]]) -> int:
         """Return by how many bytes the process was larger at most than before."""

@@ -23,14 +23,10 @@ from aiodist.errors import BackendUnavailable, BufferInFlight
 from aiodist.handles import in_flight
 from aiodist.testing.seams.memory import Arena, move
 from tests.support.moving import needs_moving
+from tests.support.transports import held
 
 pytestmark = needs_moving
 PAGE = 4096
-
-
-def held(arena: Arena) -> int:
-    """Return how many bytes are in blocks."""
-    return sum(s.nbytes - sum(stop - start for start, stop in s.holes) for s in arena.segments)
 
 
 def inside(arena: Arena, t: Tensor) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import random
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -21,15 +21,16 @@ from aiodist._core import NUMBERS_BYTES
 from aiodist.backends.shm.messages import PASS_BYTES
 from aiodist.backends.shm.peers import CREDIT_BYTES, ring_bytes, short_bytes
 from aiodist.errors import BackendError, BackendUnavailable
-from aiodist.handles import LARGE_BYTES, Progress
+from aiodist.handles import LARGE_BYTES
 from aiodist.testing.seams.carriers import Neighbourhood, ShmTransport, meet, open_world
 from aiodist.testing.seams.channel import Channel, in_process
 from aiodist.testing.seams.memory import Place
 from aiodist.testing.seams.progress import transport_lock
-from aiodist.testing.seams.transport import Done, Transport
+from aiodist.testing.seams.transport import Transport
 from aiodist.testing.seams.world import Environment, Limits
 from aiodist.types import ANY
 from aiodist.world.opening import open_transport
+from tests.support.transports import held, started
 
 SHORT = short_bytes(2)
 Ended = asyncio.Future[None]
@@ -49,25 +50,10 @@ class Rank:
         return self.near.arena.empty((nbytes,), torch.uint8).fill_(value)
 
     def send(self, t: Tensor, dst: int, tag: int = 0) -> Ended:
-        return _started(lambda done: self.transport.isend(t, dst, tag, done))
+        return started(lambda done: self.transport.isend(t, dst, tag, done))
 
     def receive(self, t: Tensor, src: int, tag: int = 0) -> Ended:
-        return _started(lambda done: self.transport.irecv(t, src, tag, done))
-
-
-def _started(call: Callable[[Done], None]) -> Ended:
-    ended: Ended = asyncio.get_running_loop().create_future()
-    progress = Progress.current()
-
-    def settle(error: BaseException | None) -> None:
-        assert not ended.done(), "done was called twice"
-        if error is None:
-            ended.set_result(None)
-        else:
-            ended.set_exception(error)
-
-    progress.start(lambda: call(lambda error: progress.post(lambda: settle(error))))
-    return ended
+        return started(lambda done: self.transport.irecv(t, src, tag, done))
 
 
 @asynccontextmanager
@@ -77,7 +63,7 @@ async def ranks(count: int, *, drained: bool = True) -> AsyncIterator[list[Rank]
         met = await asyncio.gather(*[meet(channel, [0] * count) for channel in in_process(count)])
         nears = [one.near for one in met if one.near is not None]
         assert len(nears) == count
-        before = [_used(near) for near in nears]
+        before = [held(near.arena) for near in nears]
         opened = [Rank(near, open_world(near)) for near in nears]
         try:
             yield opened
@@ -89,11 +75,7 @@ async def ranks(count: int, *, drained: bool = True) -> AsyncIterator[list[Rank]
             rank.transport = None  # type: ignore[assignment]
         if not drained:  # the others may have looked into it until now
             gc.collect()
-        assert [_used(near) for near in nears] == before
-
-
-def _used(near: Neighbourhood) -> int:
-    return sum(s.nbytes - sum(stop - start for start, stop in s.holes) for s in near.arena.segments)
+        assert [held(near.arena) for near in nears] == before
 
 
 SIZES = (0, 1, 63, 64, 65, SHORT - 1, SHORT, SHORT + 1, 2 * SHORT + 1, LARGE_BYTES - 1, LARGE_BYTES, 5_000_001)
@@ -260,12 +242,12 @@ async def test_c1_an_unmatched_send_takes_no_memory() -> None:
         first = a.send(a.private(1, 1), 1)
         room = b.private(1)
         await asyncio.gather(first, b.receive(room, 0))
-        before = _used(a.near) + _used(b.near)
+        before = held(a.near.arena) + held(b.near.arena)
         large = torch.empty(1 << 30, dtype=torch.uint8)  # whose pages nobody touches
         sent = a.send(large, 1, tag=1)
         await asyncio.gather(a.send(a.private(1, 2), 1), b.receive(room, 0))
         assert room.item() == 2, "it holds up nothing"
-        assert _used(a.near) + _used(b.near) == before
+        assert held(a.near.arena) + held(b.near.arena) == before
         assert not sent.done()
         await a.transport.aclose(drained=False)
         with pytest.raises(BackendError, match="given up"):
