@@ -180,7 +180,12 @@ async def check_versions(coll: Communicator, kind: str, make: Make, numel: int) 
     ts = [*call.written, *call.read]
     if any(t.is_inference() for t in ts):  # they have no version, and may be written all the same
         await call.issue(ts)
-        return
+    else:
+        # Of several handles some may be over at the call.
+        await _check_call(call, ts, kind, when_over=not kind.startswith("send recv"))
+
+
+async def _check_call(call: Call, ts: list[Tensor], kind: str, *, when_over: bool = True) -> None:
     before = [t._version for t in ts]
     handle = call.issue(ts)
     pending, issued = not handle.done(), [t._version for t in ts]
@@ -188,7 +193,7 @@ async def check_versions(coll: Communicator, kind: str, make: Make, numel: int) 
     over = [t._version for t in ts]
     writes = len(call.written)
     assert all(a < b for a, b in zip(before[:writes], issued, strict=False)), f"{kind}: not at the call"
-    if pending and not kind.startswith("send recv"):  # of several handles some may be over at the call
+    if pending and when_over:
         assert all(a < b for a, b in zip(issued[:writes], over, strict=False)), f"{kind}: not when the data came"
     assert before[writes:] == over[writes:], f"{kind}: what is only read has a new version"
 
@@ -347,14 +352,7 @@ async def test_c3_calls_of_the_parameter_server_raise_the_versions_of_what_they_
         words = await ps.embedding("words", 4)
         for call in ps_calls(ps, words, kept):
             ts, writes = [*call.written, *call.read], len(call.written)
-            before = [t._version for t in ts]
-            handle = call.issue(ts)
-            pending, issued = not handle.done(), [t._version for t in ts]
-            await handle
-            over = [t._version for t in ts]
-            assert all(a < b for a, b in zip(before[:writes], issued, strict=False))
-            assert not pending or all(a < b for a, b in zip(issued[:writes], over, strict=False))
-            assert before[writes:] == over[writes:]
+            await _check_call(call, ts, "of the server")
             for how in RECORDED:
                 for i in range(writes):
                     given = [_recorded(t, how) if i == j else t for j, t in enumerate(ts)]
