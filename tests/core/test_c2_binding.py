@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import weakref
 from pathlib import Path
 from random import Random
 from zlib import crc32
@@ -19,6 +20,15 @@ from tests.support.processor import best_kernels
 
 def test_c2_kernels_are_the_best_that_the_processor_runs() -> None:
     assert core.kernels() == best_kernels()
+
+
+def test_c2_a_plan_that_is_dropped_keeps_nothing() -> None:
+    def otherwise(*_: object) -> None: ...
+
+    plan = core.Plan("what", "allreduce", otherwise, 0, 0, 0, 0, 0, 0, 0, 4, 4, True, (), ())
+    kept = weakref.ref(otherwise)
+    del plan, otherwise
+    assert kept() is None
 
 
 def _open(path: Path, past_cache: bool) -> int:
