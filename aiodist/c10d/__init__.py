@@ -8,10 +8,10 @@ on and how ranks meet, `hooks` puts DDP's buckets into the arena.
 """
 
 from aiodist.c10d.calls import AiodistProcessGroup, create
-from aiodist.c10d.home import register, wrap
+from aiodist.c10d.home import Home, register, wrap
 from aiodist.c10d.hooks import ddp_hook
 
-__all__ = ["AiodistProcessGroup", "ddp_hook", "register_backend", "wrap"]
+__all__ = ["AiodistProcessGroup", "Home", "ddp_hook", "register_backend", "wrap"]
 
 
 def register_backend() -> None:

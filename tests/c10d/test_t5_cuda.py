@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from aiodist import Communicator
-from aiodist.c10d import AiodistProcessGroup
-from aiodist.c10d.home import Home
+from aiodist.c10d import AiodistProcessGroup, Home
 from tests.support.simulated_cuda.device import SimulatedCuda
 
 

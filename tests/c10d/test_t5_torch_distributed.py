@@ -15,7 +15,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistStoreError
 
-from aiodist.c10d.home import Home
+from aiodist.c10d import Home
 from aiodist.errors import BackendUnavailable, OperationTimeout
 from aiodist.testing.seams.mpi import find_mpi, mpirun_environment
 from tests.support.environ import python_path

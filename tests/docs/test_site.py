@@ -78,13 +78,16 @@ async def browser(folder: Path) -> AsyncIterator[Tab]:
     aiohttp = pytest.importorskip("aiohttp")
     assert BROWSER is not None
     options = ("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", f"--user-data-dir={folder}")
-    process = subprocess.Popen([BROWSER, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
-    listening = folder / "DevToolsActivePort"
+    process = await asyncio.create_subprocess_exec(BROWSER, *options, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    reading = asyncio.ensure_future(process.stderr.read(0))
     try:
         async with asyncio.timeout(100), aiohttp.ClientSession() as session:
-            while not listening.exists() or "\n" not in listening.read_text():  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-            port = listening.read_text().partition("\n")[0]
+            listening = b"DevTools listening on ws://127.0.0.1:"
+            while not (line := await process.stderr.readline()).startswith(listening):
+                assert line, "the browser ended"
+            port = line.removeprefix(listening).partition(b"/")[0].decode()
+            reading = asyncio.ensure_future(process.stderr.read())
             async with session.put(f"http://127.0.0.1:{port}/json/new?about:blank") as opened:
                 socket = (await opened.json())["webSocketDebuggerUrl"]
             async with session.ws_connect(socket, max_msg_size=0) as channel:
@@ -95,8 +98,9 @@ async def browser(folder: Path) -> AsyncIterator[Tab]:
                 await tab.ask("Emulation.setDeviceMetricsOverride", **size)
                 yield tab
     finally:
+        reading.cancel()
         process.kill()
-        process.wait()
+        await process.wait()
 
 
 @pytest.mark.thorough

@@ -135,7 +135,7 @@ def test_h13_a_step_on_a_side_stream_is_read_there_at_once(spin: Spin) -> None:
         while True:
             with torch.cuda.stream(stream):
                 a = (a @ a).tanh()
-            await asyncio.sleep(1e-3)
+            await CudaStream(stream).record()
 
     async def main() -> None:
         side = torch.cuda.Stream()

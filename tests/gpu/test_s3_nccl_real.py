@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
@@ -229,11 +228,9 @@ async def test_s3_nccl_is_released_and_made_again(ranks: list[Rank]) -> None:
         await succeed(ranks, [step("allreduce", t, ReduceOp.SUM) for t in ts])
         assert all(bool(t.eq(len(ranks)).all()) for t in ts)
         old = [rank.group() for rank in ranks]
-        began = time.monotonic()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(5):  # it would be given up then
             released = [rank.groups.release(group, drained=True) for rank, group in zip(ranks, old, strict=True)]
             await asyncio.gather(*released)
-        assert time.monotonic() - began < 5  # not given up
         assert all(rank.group() is not group for rank, group in zip(ranks, old, strict=True))
 
 
@@ -247,7 +244,8 @@ async def test_s3_nccl_gives_up_connecting_with_a_rank_that_never_comes(ranks: l
         NcclNative(group).start(Operation("allreduce", t, op=ReduceOp.SUM), done)
 
     future = rank.start(enqueue)
-    await asyncio.sleep(0.5)  # NCCL waits for rank 1 by now; sooner it would be given up all the same
+    for _ in range(1000):
+        await asyncio.sleep(0)
     assert not future.done()
     await give_up(rank, group)
     (error,) = await enqueued(future)
@@ -267,46 +265,15 @@ async def test_s3_nccl_aborts_a_kernel_that_hangs(ranks: list[Rank]) -> None:
 
 async def give_up(rank: Rank, group: NcclGroup) -> None:
     """Abort it: later calls say so, and nothing on the device waits any more."""
-    began = time.monotonic()
     with transport_lock:
         assert group.poll_error() is None
         group.abort(CommunicatorAborted("given up"))
     t = torch.ones(1, device=rank.device)
     later = await enqueued(rank.start(lambda done: NcclNative(group).start(Operation("broadcast", t), done)))
     assert "given up" in str(later[0])
-    while not rank.stream.query():
-        await asyncio.sleep(0.01)
-        assert time.monotonic() - began < 20
-    print(f"aborted in {time.monotonic() - began:.3f} s")
-
-
-async def test_s3_nccl_costs_little_more_than_calling_it(ranks: list[Rank]) -> None:
-    """Prints microseconds of a call of a small allreduce, ours and nccl4py's own; asserts only that it is sane."""
-    if len(ranks) > 1:
-        pytest.skip("one rank tells enough")
-    (rank,) = ranks
-    t = torch.ones(256, device=rank.device)
-    await succeed(ranks, [step("allreduce", t, ReduceOp.SUM)])
-    group, count = rank.group(), 2000
-    spent = {}
-    with transport_lock, torch.cuda.stream(rank.stream):
-        native = NcclNative(group)
-        began = time.perf_counter()
-        for _ in range(count):
-            native.start(Operation("allreduce", t, op=ReduceOp.SUM), lambda error: None)
-        spent["aiodist"] = (time.perf_counter() - began) / count
-        comm, op = group.comm, group.library.ops["sum"]
-        while group.library.state(comm) != 0:  # in progress
-            pass
-        began = time.perf_counter()
-        for _ in range(count):
-            comm.allreduce(t, t, op, stream=rank.stream.cuda_stream)
-            while group.library.state(comm) != 0:  # in progress
-                pass
-        spent["nccl4py"] = (time.perf_counter() - began) / count
-    print({name: f"{1e6 * seconds:.1f} us" for name, seconds in spent.items()})
-    rank.stream.synchronize()
-    assert spent["aiodist"] < spent["nccl4py"] + 200e-6
+    async with asyncio.timeout(20):
+        while not rank.stream.query():  # noqa: ASYNC110  - a device sets no event
+            await asyncio.sleep(0)
 
 
 async def test_s3_nccl_errors_keep_its_text() -> None:

@@ -48,14 +48,12 @@ async def test_s6_wait_stream_does_not_hold_the_host(spin: Spin) -> None:
     t = torch.full((NUMEL,), float("nan"), device="cuda")
     assert bool((t * 2).isnan().all())  # a kernel is loaded at its first use, and that waits for the device
     torch.cuda.synchronize()
-    began = time.perf_counter()
     handle = first.submit(late, spin, t, 3.0, 0.3)
     handle.wait_stream(second)
     with torch.cuda.stream(second):
         y = t * 2
         ended = torch.cuda.Event()
         ended.record(second)
-    assert time.perf_counter() - began < 0.15
     assert not ended.query()
     async with asyncio.timeout(10):
         await handle
@@ -208,7 +206,8 @@ async def test_s6_items_are_prefetched_while_a_graph_is_captured(mode: str) -> N
         with torch.cuda.graph(graph, capture_error_mode=mode):
             y = x + 1
             going.set()
-            await asyncio.sleep(0.3)  # others may issue meanwhile, and this task does not
+            for _ in range(10_000):
+                await asyncio.sleep(0)  # others may issue meanwhile, and this task does not
         captured.set()
         seen = 0
         async for t in items:

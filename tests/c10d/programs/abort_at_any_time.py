@@ -6,7 +6,7 @@ import faulthandler
 import gc
 import sys
 import threading
-import time
+from contextlib import ExitStack
 
 import torch
 from in_threads import left, made, pool
@@ -30,6 +30,10 @@ def fall_into_a_cycle(groups):
     groups.clear()
 
 
+closing = threading.Event()
+close = ExitStack.close
+ExitStack.close = lambda stack: (closing.set(), close(stack))  # what a shutdown calls first
+
 for turn in range(3):
     groups = made(f"{turn}")
     first, second = groups
@@ -48,8 +52,9 @@ for turn in range(3):
     elif when == "on the loop's own thread":
         home.loop.call_soon_threadsafe(first.abort)
     elif when == "the group is being closed":
+        closing.clear()
         waiting = [pool.submit(ends, first.shutdown)]
-        time.sleep(0.1)  # nothing says that the close waits for the other rank
+        assert closing.wait(10)
         first.abort()
     elif when == "after it was closed":
         list(pool.map(lambda group: group.shutdown(), groups))
