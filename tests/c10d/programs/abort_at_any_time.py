@@ -32,7 +32,7 @@ def fall_into_a_cycle(groups):
 
 closing = threading.Event()
 close = ExitStack.close
-ExitStack.close = lambda stack: (closing.set(), close(stack))  # what a shutdown calls first
+ExitStack.close = lambda stack: (closing.set(), close(stack))  # what a shutdown calls
 
 for turn in range(3):
     groups = made(f"{turn}")
@@ -77,6 +77,6 @@ for turn in range(3):
             group.abort()
     for future in waiting:
         print(when, "->", future.result(10)[:150], flush=True)
-        assert future.result() != "None"
+        assert future.result() != "None" or when == "the group is being closed"  # the abort may have come first
     assert not left(10)
 print("all ended", flush=True)
