@@ -23,8 +23,8 @@ from benchmarks import __main__ as command
 from benchmarks import coding, endtoend, engine_steps, jobs, models, prefetching, reading, threads, training
 from benchmarks.suite import BENCHMARKS, MODELS, batches
 from benchmarks.targets import verdicts
+from tests.bench.written import loads
 from tests.support.commands import python
-from tests.support.records import loads
 
 TRAIN = Plan("train", 2, ("datapar", "pipelined", "sync"), ("none",), repeat=1, own={"model": "tiny1000"})
 
@@ -78,6 +78,7 @@ def test_n3_bad_arguments_are_one_clear_error(
 # --- what is trained ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("name", "numel", "tensors"), [
     ("mlp", 16_785_408, 8), ("conv", 1_086_610, 43), ("transformer", 6_318_080, 96), ("tiny1000", 64_000, 1000),
 ])  # fmt: skip
@@ -104,6 +105,7 @@ def test_n3_gradients_of_tiny_parameters_come_one_by_one() -> None:
     assert came == list(range(19, -1, -1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", jobs.JOBS)
 def test_n3_jobs_prepare_the_same_samples_each_time(name: str) -> None:
     job = jobs.JOBS[name]()
@@ -212,6 +214,7 @@ def test_n3_contenders_train_alike(few: None, monkeypatch: pytest.MonkeyPatch) -
             assert not torch.allclose(one, begun, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_n3_prefetch_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetching, "SECONDS", 2e-4)
     monkeypatch.setattr(prefetching, "BATCHES", 3)

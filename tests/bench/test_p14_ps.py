@@ -19,8 +19,8 @@ from benchmarks import __main__ as command
 from benchmarks import ps, ps_saving, ps_serving
 from benchmarks.ps_ways import SPLIT_BYTES, Roles
 from benchmarks.targets import verdicts
+from tests.bench.written import loads
 from tests.support.environ import python_path
-from tests.support.records import loads
 
 OURS = ("aiodist:ps", "aiodist:ps-arena")
 

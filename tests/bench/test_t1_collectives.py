@@ -31,6 +31,7 @@ async def measure(op: str, sizes: tuple[int, ...]) -> list[Record]:
         return await collectives.measure(session)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("op", COLLECTIVES)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_t1_every_operation_is_measured(op: str, ranks: int) -> None:
@@ -51,6 +52,7 @@ async def measure_awaits() -> list[Record]:
         return await awaits.measure(Session(plan, coll, ("auto",), (), coll.barrier))
 
 
+@pytest.mark.thorough
 def test_t1_handles_at_once_are_gathered_beside_what_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     async def nothing(session: Session) -> list[Record]:
         return []

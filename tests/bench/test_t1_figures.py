@@ -24,7 +24,7 @@ from aiodist.bench.timing import (
 from aiodist.errors import ConfigError
 from benchmarks.await_targets import verdicts
 from benchmarks.busy import BUSY
-from tests.support.records import loads
+from tests.bench.written import loads
 
 FIELDS = ["op", "impl", "ranks", "nbytes", "seconds", "mean", "p50", "p99", "algbw_gbps", "busbw_gbps"]
 FIELDS += ["affinity", "torch_threads"]

@@ -67,6 +67,7 @@ def failures(found: Mapping[str, Outcome]) -> dict[str, str]:
     return {name: outcome.why for name, outcome in found.items() if outcome.end == "failed"}
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_t5_some_of_torchs_own_tests(nursery: str, tmp_path: Path) -> None:
     found = outcomes(nursery, tmp_path, 3, DRAWN, 110)

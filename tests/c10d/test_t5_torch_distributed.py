@@ -191,6 +191,7 @@ def test_t5_a_peer_that_is_gone_is_told_in_the_words_of_gloo(end: str, words: st
     assert said.count(words) == 2, said
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("gone", ["0", "1", "2"])
 def test_t5_an_abort_leaves_a_message_between_two_others_alone(gone: str) -> None:

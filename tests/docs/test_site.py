@@ -112,6 +112,7 @@ def test_t4_every_public_module_and_example_has_a_page(site: Path) -> None:
     assert "aiodist run" in (site / "reference" / "command-line.html").read_text()
 
 
+@pytest.mark.thorough
 def test_t4_the_site_needs_no_network(site: Path) -> None:
     foreign = {match[0] for page in site.rglob("*.html") for match in FOREIGN.finditer(page.read_text())}
     assert not foreign

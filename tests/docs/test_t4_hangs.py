@@ -132,6 +132,7 @@ def timeless(text: str) -> str:
     return re.sub(r"for [\d.]+ s\b", "for … s", text)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "program", "shown"),
     [

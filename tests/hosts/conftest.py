@@ -23,9 +23,9 @@ import pytest
 import aiodist
 from aiodist.bench.plan import Plan
 from aiodist.bench.records import Record
+from tests.bench.written import loads
 from tests.support.blocking import blocked_until
 from tests.support.mpi import find
-from tests.support.records import loads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aiodist.ps import EAMSGD, EASGD, AsySGInCon, Downpour
-from tests.support.frames import Frames
+from tests.ps.frames import Frames
 
 Make = Callable[..., Any]
 

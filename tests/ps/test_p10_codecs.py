@@ -17,7 +17,7 @@ from aiodist.errors import RemoteError
 from aiodist.ps import SGD, Synchronous
 from aiodist.testing.seams.carriers import LocalTransport
 from aiodist.testing.seams.progress import transport_lock
-from tests.support.left_out import Remembering
+from tests.ps.left_out import Remembering
 from tests.support.until import until
 
 SMALL, LARGE = 100, 70_000  # elements; the large ones are encoded in the service thread

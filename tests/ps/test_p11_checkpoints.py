@@ -20,7 +20,7 @@ from aiodist.codecs import Json, TopK
 from aiodist.errors import CheckpointDamaged, MismatchError, RemoteError
 from aiodist.ps import SGD, Adagrad, Adam, Asynchronous, ParameterServer, Synchronous, optimizer
 from aiodist.testing import run_ranks
-from tests.support.left_out import Remembering
+from tests.ps.left_out import Remembering
 
 SECONDS = 60.0
 SERVERS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from aiodist import Communicator, Handle
 from aiodist.errors import CommunicatorAborted, RemoteError
 from aiodist.ps import Asynchronous, ParameterServer, Synchronous
 from aiodist.testing import Fault, Faults, run_ranks
-from tests.support.frames import Frames
+from tests.ps.frames import Frames
 from tests.support.until import until
 
 NUMELS = [12, 120_000]
@@ -123,6 +123,7 @@ async def test_p12_a_barrier_waits_for_no_worker_that_leaves_meanwhile(coll: Com
 # --- messages that are lost, and that come twice ---------------------------------------------------------------------
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("keys", [300, pytest.param(10_000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("servers", [1, 2, 3])

@@ -52,6 +52,7 @@ def test_p15_ids_that_all_begin_at_one_cell_are_found() -> None:
     assert index.find(ids[:50]).tolist() == [crowd.tolist().index(i) if i in crowd.tolist() else -1 for i in range(50)]
 
 
+@pytest.mark.thorough
 def test_p15_a_million_ids_in_batches() -> None:
     generator = torch.Generator().manual_seed(random.randrange(1 << 30))
     ids = torch.randint(0, HIGH, (1_000_000,), generator=generator).unique()

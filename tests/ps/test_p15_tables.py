@@ -27,7 +27,7 @@ from aiodist.ps import (
 )
 from aiodist.ps.rows import packed_rows
 from aiodist.ps.wire import TABLE, Kind, PullHead, PushHead, Way, pack_ids, pack_pull, pack_push, unpack
-from tests.support.frames import Entry, Frames
+from tests.ps.frames import Entry, Frames
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimizers make sparse tensors
 SECONDS = 20.0
@@ -57,7 +57,7 @@ def used(ids: Tensor, step: int) -> Tensor:
     return ids if step == 1 else ids[step * 7 :: 41].contiguous()
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -19,7 +19,7 @@ from aiodist.codecs import Json
 from aiodist.errors import AiodistError, CommunicatorAborted
 from aiodist.ps import Quorum, Synchronous
 from aiodist.ps.wire import PUSH_BYTES, Kind, PushHead, Way, pack_done, pack_push, unpack
-from tests.support.frames import Entry, Frames
+from tests.ps.frames import Entry, Frames
 
 SECONDS = 20.0
 LARGE = 70_000  # more than an entry carries
@@ -68,7 +68,7 @@ def values(numel: int, rank: int) -> list[torch.Tensor]:
     return [torch.full((numel,), rank + 1).to(kind) for kind in (torch.float32, torch.bfloat16, torch.int64)]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(3)
 @pytest.mark.ranks(2, backend=TRANSPORTS)
 @pytest.mark.parametrize("numel", SIZES)
@@ -89,7 +89,7 @@ async def test_p16_collectives_and_messages_unpickle_nothing(coll: Communicator,
     assert not poison.tried
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(2, backend=TRANSPORTS)
 @pytest.mark.parametrize("servers", [None, 1])
 @pytest.mark.parametrize("consistency", [None, Synchronous("sum"), Quorum(1, "sum")], ids=str)

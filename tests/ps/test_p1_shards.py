@@ -35,6 +35,7 @@ DTYPES = [
 ]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("keys", [300, pytest.param(10_000, marks=pytest.mark.soak)])
 @pytest.mark.timeout(600)
@@ -113,7 +114,7 @@ async def test_p1_truth_values_are_copied(coll: Communicator, split: int) -> Non
             ps.init("c", flags, rule="add")
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.ranks(2, backend=("mpi", "gloo", "shm"))
 @pytest.mark.parametrize("split", [1, 1 << 30])

@@ -10,7 +10,7 @@ import pytest
 
 from aiodist.ps import Asynchronous, Bounded, Policy, Quorum, Synchronous, inverse_age
 from aiodist.ps.machines import EXACT_STALENESS, Action, Apply, Drop, Machine, Part, Pull, Push, Serve
-from tests.support.machines import waiting
+from tests.ps.held import waiting
 
 
 def step(version: int, *pushes: tuple[int, int], weight: float = 1.0) -> Apply:

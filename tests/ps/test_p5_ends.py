@@ -77,7 +77,7 @@ def worked(layout: dict[str, Any], work: Callable[[Communicator, ParameterServer
 # --- on real ranks -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.ranks(2, backend=("mpi", "shm"))
 @EVERYWHERE
@@ -118,7 +118,7 @@ async def test_p5_training_goes_on_after_a_barrier(coll: Communicator, policy: s
 # --- one after another -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @EVERYWHERE
 def test_p5_syncs_that_wait_for_one_another_end(policy: str, layout: str) -> None:
@@ -134,7 +134,7 @@ def test_p5_syncs_that_wait_for_one_another_end(policy: str, layout: str) -> Non
     worked(LAYOUTS[layout], work, POLICIES[policy]())
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @EVERYWHERE
 def test_p5_who_closes_or_comes_to_a_barrier_holds_nobody_up(policy: str, layout: str) -> None:
@@ -214,7 +214,7 @@ def test_p5_all_that_was_accepted_before_a_barrier_is_there_after_it() -> None:
         worked(LAYOUTS[layout], work, Synchronous("sum"))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @EVERYWHERE
 def test_p5_what_follows_a_barrier_that_nobody_awaits_comes_after_it(policy: str) -> None:
     async def work(coll: Communicator, ps: ParameterServer) -> None:
@@ -316,6 +316,7 @@ def test_p5_any_pushes_of_workers_come_to_the_end(policy: str, layout: str) -> N
 # --- who was refused ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.ranks(3)
 @pytest.mark.ranks(3, backend="gloo")
 async def test_p5_who_means_something_else_by_a_name_is_not_waited_for(coll: Communicator) -> None:

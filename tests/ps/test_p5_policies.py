@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from aiodist.ps import Asynchronous, Bounded, Policy, Quorum, Synchronous
 from aiodist.ps.machines import Action, Apply, Drop, Machine, Pull, Push, Serve
-from tests.support.machines import waiting
+from tests.ps.held import waiting
 
 READER = 1000
 

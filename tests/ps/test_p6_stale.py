@@ -11,7 +11,7 @@ import pytest
 
 from aiodist.ps import Asynchronous, Policy, Quorum, Synchronous, inverse_age
 from aiodist.ps.machines import Apply, Drop, Part, Pull, Push, Serve
-from tests.support.machines import waiting
+from tests.ps.held import waiting
 
 
 def test_p6_n_of_any_workers() -> None:

@@ -68,7 +68,7 @@ async def test_p7_small_snapshots_never_mix_in_one_process(coll: Communicator, s
     await read_while_others_push(coll, 100, torch.zeros(30), 30, servers=servers, split_bytes=4, consistency=policy)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.thorough
 @pytest.mark.ranks(3, backend=("mpi", "shm"))
 @pytest.mark.parametrize(
     ("servers", "place"),

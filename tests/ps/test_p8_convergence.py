@@ -40,6 +40,7 @@ def test_p8_verdicts_say_what_is_not_reached() -> None:
     assert not verdicts([*found, run("downpour", 16, 1.9, 40)])[2].reached
 
 
+@pytest.mark.thorough
 def test_p8_bench_command_writes_records_and_a_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]

@@ -22,6 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -52,15 +53,8 @@ if core := os.environ.get("LIFECYCLE_CORE"):  # in place of the one that is inst
     sys.modules["aiodist._core"] = built = module_from_spec(spec)
     spec.loader.exec_module(built)
 
-import aiodist.backends.gloo  # noqa: E402
-import aiodist.checkpoints  # noqa: E402
-import aiodist.cli  # noqa: E402
-import aiodist.data  # noqa: E402
-import aiodist.engine  # noqa: E402
-import aiodist.launch.job  # noqa: E402
-import aiodist.nn  # noqa: E402
-import aiodist.ps  # noqa: E402
-import aiodist.world.runtime  # noqa: E402, F401
+for name in ("backends.gloo", "checkpoints", "cli", "data", "engine", "launch.job", "nn", "ps", "world.runtime"):
+    import_module(f"aiodist.{name}")
 
 del sys.modules["aiodist.cli"]  # it is run as a program, with what it has imported
 

@@ -6,8 +6,9 @@ import pickle
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from aiodist.backends.cuda_ipc.mapping import Own
+from aiodist.errors import BackendError
 from aiodist.testing.seams.cuda import Mapped, Mapper
 from tests.support.simulated_cuda.device import active
 from tests.support.simulated_cuda.lanes import Lane
@@ -60,15 +61,26 @@ class _Unheard(set[Lane]):
         pass
 
 
-class _Opened(Own):
+def _lent(cdata: int) -> torch.UntypedStorage:
+    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(cdata)
+    if storage is None:
+        raise BackendError("the tensor that another rank of this process lent is gone")
+    return storage
+
+
+class _Opened(Mapped):
     def __init__(self, mapper: SimulatedMapper, description: bytes, device: torch.device) -> None:
-        super().__init__(pickle.loads(description)[0], device)
+        self._storage = StorageWeakRef(_lent(pickle.loads(description)[0]))  # looked at, not kept alive
+        self._device = device
         self._mapper = mapper
         self._description = description
         self._streams: set[torch.cuda.Stream] = set()
 
     def memory(self) -> Tensor:
-        memory = super().memory()
+        storage = _lent(self._storage.cdata)
+        with torch.inference_mode(False), torch.no_grad():
+            empty = torch.empty(0, dtype=torch.uint8, device=self._device)
+            memory = empty.set_(storage, 0, (storage.nbytes(),), (1,))
         if memory.is_cuda:
             self._streams.add(torch.cuda.current_stream(memory.device))
         return memory
