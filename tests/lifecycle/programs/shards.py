@@ -67,7 +67,7 @@ async def killed(queue: ShardQueue[int], coll: Communicator) -> None:
         while len(mine) < BATCHES * 8:
             mine += await anext(batches)
         await enough(coll)
-        await asyncio.sleep(TOLD_SECONDS)
+        await asyncio.sleep(TOLD_SECONDS)  # a promise of seconds: N16
         say("used", *mine)
         os.kill(os.getpid(), signal.SIGKILL)
 
