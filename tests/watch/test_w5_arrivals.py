@@ -64,13 +64,16 @@ def test_w5_what_came_before_and_behind_a_pause_is_kept_for_longer() -> None:
     assert other is None or 8 in numbers
 
 
-async def _looked_at_twice(coll: Communicator) -> None:
-    """Return when what is pending has been so for a tenth of a second at least, and others begin to wonder."""
-    looked, on_look = asyncio.Semaphore(0), coll.parts.dispatcher.watch.on_look
-    on_look.append(looked.release)
-    for _ in range(2):
-        await looked.acquire()
-    on_look.remove(looked.release)
+async def _looked_at_twice(coll: Communicator, handle: aiodist.Handle[Any]) -> None:
+    """Return when it was pending for a tenth of a second at least, or is done."""
+    looked, on_look = asyncio.Event(), coll.parts.dispatcher.watch.on_look
+    on_look.append(looked.set)
+    async with asyncio.timeout(20):
+        for _ in range(2):
+            if not handle.done():  # else nobody looks
+                await looked.wait()
+                looked.clear()
+    on_look.remove(looked.set)
 
 
 def times(*rows: tuple[int, float]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
@@ -105,7 +108,7 @@ async def test_w5_ranks_of_one_process_are_compared_too(name: str | None, kind: 
                     await wait.wait()
                 handle = coll.allreduce(torch.ones(3), name=name)
                 if rank == 0:
-                    await _looked_at_twice(coll)
+                    await _looked_at_twice(coll, handle)
                     wait.set()
                 await handle
         waited = coll.statistics().waited
@@ -126,12 +129,12 @@ async def test_w5_names_are_compared_in_whichever_order_ranks_use_them() -> None
             for turn in range(3):
                 first, second = ("a", "b") if rank == turn % 2 else ("b", "a")
                 one = coll.allreduce(torch.ones(3), name=first)
-                await _looked_at_twice(coll)
+                await _looked_at_twice(coll, one)
                 two = coll.allreduce(torch.ones(3), name=second)
                 await aiodist.gather(one, two)
                 for _ in range(turn):  # a comparison may come in between
                     ahead = coll.recv(src=1 - rank)
-                    await _looked_at_twice(coll)
+                    await _looked_at_twice(coll, ahead)
                     await aiodist.gather(ahead, coll.send(torch.ones(1), 1 - rank))
         waited = coll.statistics().waited
         assert waited is not None
@@ -161,7 +164,7 @@ async def test_w5_receives_wait_for_their_sender() -> None:
                     await coll.send_object(turn, 1)
                 else:
                     handle: aiodist.Handle[Any] = coll.recv(src=2, tag=turn) if rank == 0 else coll.recv_object(2)
-                    await _looked_at_twice(coll)
+                    await _looked_at_twice(coll, handle)
                     waits[turn][rank].set()
                     await handle
             if rank == 0:  # from anybody, and one that is withdrawn
