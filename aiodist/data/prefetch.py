@@ -15,7 +15,8 @@ from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, cast, get_arg
 import torch
 from anyio import CancelScope
 
-from aiodist.data.items import DeviceLike, Item, Made, ToDevice, device_of, nbytes_of
+from aiodist.data.items import DeviceLike, Item, Made, ToDevice, device_of
+from aiodist.data.nesting import nbytes_of
 from aiodist.data.reading import Workers, reader_of
 from aiodist.data.shard_queue import ShardQueue
 from aiodist.data.shards import checked_int

@@ -16,7 +16,8 @@ from typing import Any, Generic, TypeVar
 
 from anyio import BrokenWorkerProcess, CapacityLimiter, from_thread, to_process, to_thread
 
-from aiodist.data.items import Item, Made, nbytes_of
+from aiodist.data.items import Item, Made
+from aiodist.data.nesting import nbytes_of
 from aiodist.handles import Handle, Progress
 from aiodist.handles.tracing import span
 from aiodist.handles.waiting import JobQueue

@@ -19,11 +19,12 @@ from torch import nn
 
 import aiodist
 from aiodist import CheckpointDamaged, checkpoints
-from aiodist.checkpoints.folders import MANIFEST
 from aiodist.checkpoints.format import Manifest
 from aiodist.testing import run_ranks
 
 SAVED_BY = 2
+
+MANIFEST = "manifest.json"
 
 
 def module() -> nn.Module:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from aiodist.data.items import rebuilt
+from aiodist.data.nesting import rebuilt
 
 
 class Pair(NamedTuple):

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from aiodist import Communicator
 from aiodist.data import Prefetched, prefetch
-from aiodist.data.items import nbytes_of
+from aiodist.data.nesting import nbytes_of
 from aiodist.handles import Scheduler
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,7 +15,7 @@ import threading
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader
 
 from aiodist import Communicator
 from aiodist.data import RecordFile, RecordWriter, ShardSampler, prefetch, records
-from aiodist.data.records import Compressor
 from aiodist.errors import BackendUnavailable
 
+Compressor = Literal["none", "snappy", "gzip"]
 COMPRESSORS: tuple[Compressor, ...] = get_args(Compressor)
 each_compressor = pytest.mark.parametrize("compressor", COMPRESSORS)
 

@@ -4,7 +4,7 @@ import asyncio
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from torch.nn.functional import mse_loss
 import aiodist
 from aiodist import Communicator, CommunicatorAborted, Engine, MismatchError, RemoteError
 from aiodist.engine import State
-from aiodist.engine.state import Event
 from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer, assert_synchronized
 from aiodist.testing import run_ranks
 from tests.engine.conftest import Job
@@ -347,7 +346,7 @@ def test_n14_a_rank_that_is_cancelled_before_it_begins(made: bool, ticks: int) -
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("event", ["start", "epoch"])
 @pytest.mark.parametrize("ticks", [0, 1, 3, 6, 10])
-def test_n14_a_rank_that_is_cancelled_between_epochs(event: Event, ticks: int) -> None:
+def test_n14_a_rank_that_is_cancelled_between_epochs(event: Literal["start", "epoch"], ticks: int) -> None:
     """It gave up the engine's communicator alone: others, in the next epoch already, waited for its gradients."""
 
     async def program() -> tuple[str, float]:
