@@ -43,13 +43,13 @@ class Events:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._free: dict[int, list[torch.cuda.Event]] = {}
+        self.free: dict[int, list[torch.cuda.Event]] = {}
         self._streams: dict[object, torch.cuda.Stream] = {}
         """By torch's number, device and kind of each, which are those of no other."""
         self._queues: dict[object, deque[_Watched]] = {}
         """By device, stream, and whether it was recorded before it came here: others may have overtaken it."""
         self._count = 0
-        self._looked = 0.0
+        self.looked = 0.0
         progress.add_poller(self)
 
     @classmethod
@@ -77,7 +77,7 @@ class Events:
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """Return an event that is over when all that was queued on `stream` is; from any thread."""
-        free = self._free.setdefault(stream.device_index, [])
+        free = self.free.setdefault(stream.device_index, [])
         try:
             event = free.pop()
         except IndexError:
@@ -87,7 +87,7 @@ class Events:
 
     def release(self, device: int, event: torch.cuda.Event) -> None:
         """Let `event`, of `record`, be used again: nobody looks at it any more; from any thread."""
-        self._free.setdefault(device, []).append(event)
+        self.free.setdefault(device, []).append(event)
 
     def add(self, stream: torch.cuda.Stream, event: torch.cuda.Event, then: Then) -> None:
         """Call `then(None)` when `event`, which `record` returned for `stream`, is over, or `then(error)`.
@@ -119,9 +119,9 @@ class Events:
     def poll(self, until: float = 0.0) -> bool:
         """See `Poller`; one pass, and not too soon after the last one."""
         now = perf_counter()
-        if now - self._looked < (_COMPUTING_PAUSE_SECONDS if self._progress.computing else _PAUSE_SECONDS):
+        if now - self.looked < (_COMPUTING_PAUSE_SECONDS if self._progress.computing else _PAUSE_SECONDS):
             return False
-        self._looked = now
+        self.looked = now
         return self.look()
 
     def look(self) -> bool:

@@ -148,7 +148,7 @@ async def test_s2_events_are_reused_and_asked_about_in_order(simulated_cuda: Sim
     stream = CudaStream.of("compute")
     for _ in range(20):
         await gather(*[stream.record() for _ in range(50)])
-    assert 0 < len(events._free[0]) <= 50  # fewer where some were over before others were issued
+    assert 0 < len(events.free[0]) <= 50  # fewer where some were over before others were issued
     assert len(events) == 0
 
 
@@ -304,7 +304,7 @@ async def test_s2_others_events_are_handles_of_one_poller(
         handles = [event_handle(current.record_event()) for _ in range(100)]
         events = Events.of(progress)
         with transport_lock:
-            events._looked = 0.0
+            events.looked = 0.0
             asked.clear()
             events.poll()
         assert len(asked) == 100
