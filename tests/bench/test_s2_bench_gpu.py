@@ -179,25 +179,6 @@ def test_s2_bench_gpu_cases_of_several_ranks_run(name: str, device: SimulatedCud
     assert {record.ranks for record in first.records} == {CASES[name].ranks}
 
 
-async def test_s2_bench_gpu_operations_are_in_flight_together() -> None:
-    """As the copies are that they are compared with."""
-    here: list[torch.Tensor] = []
-    all_here = asyncio.Event()
-
-    class Coll:
-        async def allreduce(self, t: torch.Tensor, *, impl: str) -> None:
-            here.append(t)
-            if len(here) == 3:
-                all_here.set()
-            await all_here.wait()
-
-    session: Any = type("_", (), {"coll": Coll()})
-    ts = [torch.ones(1) for _ in range(3)]
-    async with asyncio.timeout(10):
-        await gpu_reductions.by_aiodist(Bench(session, TINY), "cuda_ipc")(ts)
-    assert all(one is t for one, t in zip(here, ts, strict=True))
-
-
 @pytest.fixture
 def fake_nccl(monkeypatch: pytest.MonkeyPatch, device: SimulatedCuda) -> Iterator[FakeNccl]:
     library = FakeNccl()
@@ -213,13 +194,9 @@ def test_s2_bench_gpu_beside_nccl(name: str, fake_nccl: FakeNccl) -> None:
     first, *_ = measured(name)
     check_values(name, first)
     assert fake_nccl.communicators
-
-
-def test_s2_bench_gpu_nccls_own_calls_are_awaited_as_ours_are(fake_nccl: FakeNccl) -> None:
-    (result,) = measured("nccl_overhead")
-    took = {record.impl: record.seconds or 0.0 for record in result.records}
-    for name in ("await", "issue", "flight"):
-        assert result.values[name] == pytest.approx((took[f"aiodist:{name}"] - took[f"nccl4py:{name}"]) * 1e6)
+    took = {record.impl: record.seconds or 0.0 for record in first.records}
+    for way in ("await", "issue", "flight") if name == "nccl_overhead" else ():  # beside NCCL's own calls
+        assert first.values[way] == pytest.approx((took[f"aiodist:{way}"] - took[f"nccl4py:{way}"]) * 1e6)
 
 
 @pytest.mark.parametrize("name", ["nccl_overhead", "nccl_2"])
@@ -583,27 +560,6 @@ def test_s2_bench_gpu_bad_arguments(
 def test_s2_bench_gpu_without_a_device(outside: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["gpu"]) == 2
     assert "there is no CUDA device here" in capsys.readouterr().err
-
-
-def test_s2_bench_gpu_targets_are_the_issues() -> None:
-    targets = {
-        f"{case.name}.{line.name}": (line.target, line.at_least)
-        for case in CASES.values()
-        for line in case.lines
-        if line.target is not None
-    }
-    assert targets == {
-        "await.await": (30.0, False),
-        "parked.cpu": (0.05, False),
-        "wait_stream.wait_stream": (10.0, False),
-        "nccl_overhead.await": (15.0, False),
-        "train.datapar": (1.03, False),
-        "prefetch.prefetch": (1.1, False),
-        **{f"allreduce_{n}.copy": (0.6, True) for n in (2, 4)},
-        **{f"allreduce_{n}.{way}": (5.0, True) for n in (2, 4) for way in ("gloo", "staged")},
-        **{f"nccl_{n}.nccl": (1.0, True) for n in (2, 4)},
-        "train_4.ddp": (1.5, True),
-    }
 
 
 def judged(case: Case, value: float) -> str:

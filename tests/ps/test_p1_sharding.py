@@ -54,11 +54,6 @@ def test_p1_an_empty_tensor_is_one_empty_block(servers: int) -> None:
     assert place("nothing", 0, 4, range(servers), 1) == (Span(crc32(b"nothing") % servers, 0, 0),)
 
 
-def test_p1_fewer_elements_than_servers() -> None:
-    spans = place("few", 2, 4, servers=range(5), split_bytes=1)
-    assert [(span.start, span.stop) for span in spans] == [(0, 1), (1, 2)]
-
-
 def test_p1_exactly_split_bytes_is_cut_and_one_byte_less_is_not() -> None:
     assert len(place("w", 256, 4, (0, 1), split_bytes=1024)) == 2
     assert len(place("w", 255, 4, (0, 1), split_bytes=1024)) == 1
