@@ -168,6 +168,7 @@ def test_w3_a_net_that_is_given_up_while_it_is_made_leaves_no_thread(compress: T
     async def main(ticks: int) -> None:
         async with aiodist.init() as coll:
             making = asyncio.ensure_future(DataParallel.create(build(0), coll, compress=compress))
+            making.add_done_callback(lambda made: made.cancelled() or made.exception())  # nobody awaits it
             for _ in range(ticks):
                 await asyncio.sleep(0)
             seen.add(making.done())
