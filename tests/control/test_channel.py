@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aiodist.control import MAX_FRAME
+from aiodist.control.wire import MAX_FRAME
 from aiodist.errors import OperationTimeout, RemoteError
 from aiodist.testing.seams.channel import Channel, connect, exchange, host, in_process
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from aiodist.control import HUB
 from aiodist.control.link import Hello, Link, Pulse, dial
-from aiodist.control.roster import Refused
+from aiodist.control.roster import HUB, Refused
 from aiodist.control.wire import Kind, frame, pack
 from aiodist.errors import ConfigError, OperationTimeout, PeerLost
 from aiodist.testing import FakeClockLoop

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import aiodist
-from aiodist.control import HUB
+from aiodist.control.roster import HUB
 from aiodist.errors import PeerLost
 from aiodist.testing.seams.channel import Hub, connect
 from tests.support.environ import python_path

@@ -16,7 +16,7 @@ from aiodist.communicator.base import WaitingCall
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.oplog import OpLog
 from aiodist.handles.origin import whence
-from aiodist.testing.ranks import gather_ranks
+from aiodist.testing import gather_ranks
 from aiodist.watch.arrivals import lateness
 from tests.support.blocking import blocked_until
 
