@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import aiodist
 from aiodist import Communicator
@@ -178,10 +180,10 @@ async def test_p2_nothing_is_kept_of_names_that_come_and_go(coll: Communicator, 
 @pytest.mark.parametrize("reads", ["snapshot", "lock-free"])
 async def test_p2_memory_of_a_freed_tensor_goes_when_its_last_reader_has_it(coll: Communicator, reads: Any) -> None:
     ones, names = torch.ones(100_000), [str(i) for i in range(4)]
-    memory: list[int] = []
+    memory: list[StorageWeakRef] = []
 
     def look(shard: Tensor, value: Tensor) -> None:
-        memory.append(shard.data_ptr())
+        memory.append(StorageWeakRef(shard.untyped_storage()))
 
     tensors = {name: ones.clone() for name in names}
     async with ParameterServer(coll, tensors, rules={"look": look}, servers=[0], workers=[0]) as ps:
@@ -193,16 +195,13 @@ async def test_p2_memory_of_a_freed_tensor_goes_when_its_last_reader_has_it(coll
             return
         for name in names:
             await ps.push(name, ones, rule="look")
-        before = set(memory)
         await until(lambda: ps.statistics().served)
         free = ps.free(names)
         await coll.barrier()
         await free
         await coll.barrier()
-        for name in names:
-            await ps.init(f"new {name}", ones)  # takes memory that is free
-            await ps.push(f"new {name}", ones, rule="look")
-        assert before & set(memory[4:])
+        gc.collect()
+        assert sum(one.expired() for one in memory) >= 3  # one may be in the pool
 
 
 def test_p2_the_pool_forgets_what_was_not_asked_for_the_longest() -> None:
