@@ -30,7 +30,7 @@ from hypothesis import HealthCheck, settings
 
 from aiodist.handles import Progress
 from aiodist.testing.jobs import Spec
-from tests.support.contract import Cpu, FilesAndJobs, note_quarantine
+from tests.support.contract import Cpu, FilesAndJobs, NoSleeping, note_quarantine
 from tests.support.drawing import draw
 from tests.support.nursed import nursed
 from tests.support.nursed import nursery as nursery
@@ -71,6 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(signum, lambda *_: None)  # which is as good here, and not inherited
     if not config.getoption("--aiodist-worker"):
         _take_away_what_is_left()
+        config.pluginmanager.register(NoSleeping())
 
 
 def _take_away_what_is_left() -> None:
@@ -225,7 +226,7 @@ def _no_thread_left() -> Iterator[None]:
 
     until = time.monotonic() + 5
     while left() and time.monotonic() < until:
-        time.sleep(0.01)
+        threading.Event().wait(0.01)
     assert not left(), f"the test left threads behind: {left()}"
 
 

@@ -1,4 +1,4 @@
-"""No package of ours uses what another one keeps to itself.
+"""No package of ours uses what another one keeps to itself, and no test what any does.
 
 A name with an underscore belongs to the package that defines it: `aiodist.world`, `aiodist.handles`, and so on. What
 another package needs has a public name. The names of torch's and Python's classes are not ours, and are not looked at.
@@ -40,6 +40,10 @@ EXCEPTIONS = {
     ("handles/handle.py", "_rest"): "the same",
 }
 """Why a module may use a private name all the same, by the module and the name."""
+
+
+IN_TESTS: dict[tuple[str, str], str] = {}
+"""Why a test may use a private name of ours, by the file and the name."""
 
 
 class Module(NamedTuple):
@@ -137,10 +141,38 @@ def reaches(found: list[Module]) -> list[Use]:
     ]
 
 
+def reaches_of_tests() -> Iterator[str]:
+    """Yield each use in tests of a private name that the product defines and the file does not; patches too."""
+    ours = {name for module in modules(ROOT) for name in filter(is_private, defined(module.tree))}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        module = Module(str(path.relative_to(ROOT)), "tests", tree)
+        own = set(defined(tree))
+        for use in (*used(module), *patched(module)):
+            if use.name in ours - own and (use.path, use.name) not in IN_TESTS:
+                yield f"{use.path}:{use.line}: {use.name}"
+
+
+def patched(module: Module) -> Iterator[Use]:
+    """Yield the names that a test patches by their texts."""
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="setattr" | "setitem" | "object"), args=[first, *rest]):
+                texts = [arg.value for arg in (first, *rest[:1]) if isinstance(arg, ast.Constant)]
+                yield from (
+                    Use(module.path, node.lineno, text.rpartition(".")[2]) for text in texts if type(text) is str
+                )
+
+
 @pytest.mark.thorough
 def test_no_package_uses_private_names_of_another() -> None:
     found = [use for use in reaches(modules(ROOT)) if (use.path, use.name) not in EXCEPTIONS]
     assert [f"{use.path}:{use.line}: {use.name}" for use in found] == []
+
+
+@pytest.mark.thorough
+def test_no_test_uses_private_names_of_ours() -> None:
+    assert list(reaches_of_tests()) == []
 
 
 def test_every_exception_is_needed() -> None:

@@ -1,21 +1,29 @@
-"""What makes a run of the tests red, in which process a test runs, and the CPU time that tests take."""
+"""What makes a run of the tests red, in which process a test runs, the CPU time that tests take, and no sleeping."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import os
 import re
+import sys
+import time
 import tomllib
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-__all__ = ["Cpu", "FilesAndJobs", "note_quarantine", "quarantine"]
+from aiodist.testing import FakeClockLoop
 
-_QUARANTINE = Path(__file__).parent.parent / "quarantine.toml"
+__all__ = ["Cpu", "FilesAndJobs", "NoSleeping", "note_quarantine", "quarantine"]
+
+_TESTS = str(Path(__file__).parent.parent)
+_QUARANTINE = Path(_TESTS) / "quarantine.toml"
 _MOST = 10
 _DAYS = 14
 _JOB = re.compile(r"\[(?:.*-)?(\d+-(?:openmpi|mpich|mpi|gloo|shm))\b")
@@ -75,3 +83,39 @@ class Cpu:
         """Return the seconds since the last lap."""
         before, self._before = self._before, self._now()
         return max(self._before - before, 0.0)
+
+
+class NoSleeping:
+    """Fails a test that is not marked `processes` when it sleeps in real time; a virtual clock may jump.
+
+    A test waits for an event, with a limit: it is as quick as the machine, and right on one that is slow.
+    """
+
+    def __init__(self) -> None:
+        self._test: pytest.Item | None = None
+        self._sleep: Any = time.sleep
+        self._sleep_in_loop: Any = asyncio.sleep
+        vars(time)["sleep"], vars(asyncio)["sleep"] = self._checked, self._checked_in_loop
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Note which test runs."""
+        self._test = item
+        return (yield)
+
+    def _checked(self, seconds: float) -> None:
+        self._check(seconds)
+        self._sleep(seconds)
+
+    def _checked_in_loop(self, delay: float, result: object = None) -> Any:
+        if not isinstance(asyncio.get_running_loop(), FakeClockLoop):
+            self._check(delay)
+        return self._sleep_in_loop(delay, result)
+
+    def _check(self, seconds: float) -> None:
+        test, code = self._test, sys._getframe(2).f_code
+        if test is None or seconds <= 0 or any(map(test.get_closest_marker, ("processes", "soak"))):
+            return
+        if code.co_filename.startswith(_TESTS) and "/support/" not in code.co_filename:
+            place = f"{code.co_filename}:{code.co_firstlineno}"
+            raise AssertionError(f"a test sleeps for {seconds:g} s in {place}: wait for an event, or have a clock jump")
