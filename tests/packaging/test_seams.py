@@ -56,14 +56,14 @@ PARTS = {
     "collectives.cuda.device_messages collectives.cuda.ipc collectives.cuda.peers",
     "benchmarks, with plans of a few milliseconds": "bench.cli bench.collectives bench.peers bench.session "
     "bench.tuning",
-    "files, and how they are written": "checkpoints.folders checkpoints.writer data.records "
+    "files, and how they are written": "checkpoints.folders checkpoints.writer "
     "collectives.choice.tablefile launch.scratch",
     "the launcher and the doctor, with processes of the test": "launch.commands launch.discover launch.elastic "
     "launch.hosts launch.output launch.processes launch.ranks launch.supervisor launch.wire launch.worker "
-    "doctor.calls doctor.here doctor.hosts world.pinning c10d.home",
-    "the control channel, with sockets of the test": "control control.link control.places",
+    "doctor.calls doctor.here doctor.hosts world.pinning",
+    "the control channel, with sockets of the test": "control.link control.places",
     "what watches": "watch.arrivals watch.clock watch.jobs watch.shown watch.stillness watch.trace handles.stacks",
-    "parts of one class, which no call shows apart": "communicator.threaded engine.state handles.buffers "
+    "parts of one class, which no call shows apart": "communicator.threaded handles.buffers "
     "handles.calls handles.waiting nn.buckets ps.pool world.isolation",
     "the plugin of pytest itself": "testing.plugin testing.ranks testing.jobs",
 }
@@ -143,6 +143,8 @@ def test_tests_import_what_is_public_seams_and_rules() -> None:
     files = sorted((ROOT / "tests").rglob("*.py"))
     found = {str(path.relative_to(ROOT / "tests")): sorted(names) for path in files if (names := internals(path))}
     assert found == {path: sorted(names.split()) for path, names in ACROSS.items()}
+    imported = {name.removeprefix("aiodist.") for path in files for name in imports(path)}
+    assert not set(" ".join(PARTS.values()).split()) - imported
 
 
 def test_modules_of_rules_have_no_machinery() -> None:

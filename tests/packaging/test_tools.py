@@ -138,7 +138,7 @@ def test_a_folder_far_over_its_budget_is_named(
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "budget.toml").write_text("[seconds]\nhandles = 10\nnn = 20\n")
     monkeypatch.setattr(tool, "ROOT", tmp_path)
-    assert tool.over_budget({"handles": 30.1, "nn": 59.9, "new": 1.0}) == ["handles"]
+    assert tool.over_budget({"handles": 15.1, "nn": 29.9, "new": 1.0}) == ["handles"]
     assert "handles          30.1    10.0" in capsys.readouterr().out
 
 
