@@ -3,9 +3,9 @@
 `--tier thorough` runs the tests that this leaves to `make test-all`, and `--changed COMMIT` those of the tier that the
 difference to a commit concerns (tools/changed.py). Other arguments are given to pytest; the checks are skipped then.
 
-pytest-xdist runs the tests in one process more than cores. One failed test fails the run. Failed tests run once more,
-alone, and the summary says how that ended: it shows whether chance is in it. After a crash faulthandler prints the
-stacks of all threads. Tests listed in tests/quarantine.toml may fail. The summary compares the CPU time of each folder
+pytest-xdist runs the tests in one process more than cores. A crash fails the run; faulthandler prints the stacks of all
+threads. Up to twelve failed tests run once more, alone: one that passes then does not fail the run, and the summary
+names it. Tests listed in tests/quarantine.toml may fail. The summary compares the CPU time of each folder
 with tests/budget.toml, and counts the tests that ran under each MPI: those that recorded a property `mpi` (pytest's
 `record_property("mpi", "Open MPI")`), or whose id names one. Each row of docs/features.md needs a test in the contract
 tier.
@@ -24,7 +24,7 @@ import time
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -36,7 +36,9 @@ from tools.rows import row_ids
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 _TIERS = {"contract": "not soak and not thorough", "thorough": "(thorough or hypothesis) and not soak"}
-_OVER = 1.5
+_FEW = 12
+"""The number of failed tests that run once more."""
+_OVER = 3.0
 """The factor over its budget with which a folder fails the run."""
 _STEAL = 0.05
 """The part of the CPU time that other machines may take of this one before it counts as busy."""
@@ -149,6 +151,12 @@ def failed_in(report: Path) -> set[str]:
     return {f"{case.get('classname')}.{case.get('name')}" for case in cases(report) if outcome(case) == "failed"}
 
 
+def crashed_in(report: Path) -> bool:
+    """Return True if a test ended the process that ran it."""
+    errors = [error.get("message") or "" for case in cases(report) for error in case.iter("error")]
+    return any("crashed while running" in text for text in errors)
+
+
 def tally(report: Path) -> str:
     """Return the number of tests that ended in each way, and that ran under each MPI."""
     outcomes: Counter[str] = Counter()
@@ -217,11 +225,14 @@ def main(arguments: list[str]) -> int:
     cache = ["-o", f"cache_dir={options.build / 'pytest_cache'}", "-m", _TIERS[options.tier]]
     spread = ["-n", str(1 + (os.cpu_count() or 1))]  # many tests wait for processes
     with beside(options.build / "mypy.log", ends) if whole else contextlib.nullcontext():
-        ends.append(run(pytest(options.tier, report, [*cache, *spread, *pytest_args])))
+        end = run(pytest(options.tier, report, [*cache, *spread, *pytest_args]))
     failed, again = failed_in(report), set[str]()
     if failed:
-        run(pytest("once more", options.build / "again.xml", [*cache, "--last-failed", *pytest_args]))
+        second = run(pytest("once more", options.build / "again.xml", [*cache, "--last-failed", *pytest_args]))
         again = failed_in(options.build / "again.xml")
+        if second.code == 0 and len(failed) <= _FEW and not crashed_in(report):
+            end = replace(end, code=0)
+    ends.append(end)
     print("\n=== summary", *ends, tally(report), sep="\n")
     for name in sorted(failed):
         print(f"failed, and {'failed again' if name in again else 'passed'} when it ran once more: {name}")

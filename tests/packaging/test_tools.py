@@ -108,16 +108,18 @@ def checked(folder: Path, body: str) -> tuple[int, str]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("body", "counts", "said"),
+    ("body", "ends", "counts", "said"),
     [
-        ("assert ran", "1 failed, 1 passed", "failed, and passed when it ran once more: test_it.test_it"),
-        ("assert False", "1 failed, 1 passed", "failed, and failed again when it ran once more: test_it.test_it"),
-        ("ran or os.abort()", "1 failed, 1 passed", "failed, and passed when it ran once more: "),
+        ("assert ran", 0, "1 failed, 1 passed", "failed, and passed when it ran once more: test_it.test_it"),
+        ("assert False", 1, "1 failed, 1 passed", "failed, and failed again when it ran once more: test_it.test_it"),
+        ("ran or os.abort()", 1, "1 failed, 1 passed", "failed, and passed when it ran once more: "),
     ],
 )
-def test_one_failure_fails_the_run_and_so_does_a_crash(tmp_path: Path, body: str, counts: str, said: str) -> None:
+def test_a_crash_fails_the_run_and_so_does_a_second_failure(
+    tmp_path: Path, body: str, ends: int, counts: str, said: str
+) -> None:
     code, output = checked(tmp_path, body)
-    assert code == 1
+    assert code == ends
     assert f"tests: {counts}" in output
     assert said in output
     if "abort" in body:
@@ -138,7 +140,7 @@ def test_a_folder_far_over_its_budget_is_named(
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "budget.toml").write_text("[seconds]\nhandles = 10\nnn = 20\n")
     monkeypatch.setattr(tool, "ROOT", tmp_path)
-    assert tool.over_budget({"handles": 15.1, "nn": 29.9, "new": 1.0}) == ["handles"]
+    assert tool.over_budget({"handles": 30.1, "nn": 59.9, "new": 1.0}) == ["handles"]
     assert "handles          30.1    10.0" in capsys.readouterr().out
 
 

@@ -108,7 +108,7 @@ class NoSleeping:
         self._sleep(seconds)
 
     def _checked_in_loop(self, delay: float, result: object = None) -> Any:
-        if not isinstance(asyncio.get_running_loop(), FakeClockLoop):
+        if not isinstance(asyncio._get_running_loop(), FakeClockLoop):
             self._check(delay)
         return self._sleep_in_loop(delay, result)
 
