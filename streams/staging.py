@@ -34,6 +34,18 @@ PINNED_BYTES = 64 << 20
 _as_it_is = nullcontext()
 
 
+class _Pinned:
+    """How many bytes are pinned for a loop's buffers: all that these keep of the loop."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._lock = threading.RLock()  # a collection of garbage may come in between
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes
+
+
 class Staging:
     """What one loop copies between host and devices; get it with `Staging.of(progress)`.
 
@@ -50,8 +62,7 @@ class Staging:
         self.events = Events.of(progress)
         self._streams: dict[tuple[bool, int], torch.cuda.Stream] = {}
         self._pins = True
-        self._pinned_bytes = 0
-        self._lock = threading.RLock()  # a collection of garbage may come in between
+        self._pinned = _Pinned()
 
     @classmethod
     def of(cls, progress: Progress) -> Staging:
@@ -65,11 +76,11 @@ class Staging:
         it any more.
         """
         with torch.inference_mode(False):
-            if self._pins and 0 < nbytes <= PINNED_BYTES - self._pinned_bytes:
+            if self._pins and 0 < nbytes <= PINNED_BYTES - self._pinned.nbytes:
                 try:
                     buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-                    self._pin(nbytes)
-                    finalize(buffer.untyped_storage(), self._pin, -nbytes).atexit = False
+                    self._pinned.add(nbytes)
+                    finalize(buffer.untyped_storage(), self._pinned.add, -nbytes).atexit = False
                     return buffer
                 except RuntimeError as error:
                     self._pins = False
@@ -78,10 +89,6 @@ class Staging:
                     # On the loop: where warnings are errors, they must not end a transfer.
                     self.progress.post(partial(warnings.warn, told, RuntimeWarning))
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-    def _pin(self, nbytes: int) -> None:
-        with self._lock:
-            self._pinned_bytes += nbytes
 
     def to_host(self, device: torch.device) -> torch.cuda.Stream:
         """Return the stream for copies to the host that can begin at once, and nothing else: see the note."""

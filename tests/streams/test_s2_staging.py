@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import warnings
+import weakref
 from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import product
@@ -322,3 +324,18 @@ async def test_s2_what_is_pinned_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert [staging.buffer(2 * PIECE).is_pinned(), staging.buffer(3 * PIECE).is_pinned()] == [True, False]
     del view
     assert staging.buffer(3 * PIECE).is_pinned()
+
+
+@pytest.mark.usefixtures("simulated_cuda")
+def test_s2_buffers_keep_nothing_of_a_loop_that_has_closed() -> None:
+    """An aborted operation may hold a buffer, and what holds the operation holds the loop."""
+
+    async def made() -> weakref.ref[Staging]:
+        staging = Staging.of(Progress.current())
+        vars(staging)["of_an_operation"] = staging.buffer(PIECE)
+        assert vars(staging)["of_an_operation"].is_pinned()
+        return weakref.ref(staging)
+
+    staging = asyncio.run(made())
+    gc.collect()
+    assert staging() is None
