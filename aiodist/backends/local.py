@@ -62,7 +62,7 @@ class LocalHub:
     def abort(self, at: Address) -> None:
         """The rank is gone: what it or others wait for never happens, and their buffers are free again."""
         comm, rank = at
-        gone = BackendError(f"rank {rank} of {comm!r} has left")
+        gone = _gone(rank, comm)
         own = self._waiting.pop(at, None) or Matching()
         over: list[Receive | LocalMessage] = [*own.cancel_receives(), *own.cancel_messages()]
         for (name, _), others in self._waiting.items():
@@ -97,6 +97,10 @@ class LocalHub:
             self._ready.popleft()()
 
 
+def _gone(rank: int, comm: str) -> BackendError:
+    return BackendError(f"rank {rank} of {comm!r} has left")
+
+
 def _copy(message: LocalMessage, receive: Receive) -> None:
     data, into = message.data, receive.into
     error: BaseException | None = None
@@ -120,16 +124,23 @@ class LocalTransport:
         self.size = size
         self.native: Native | None = None
         self._comm = comm
+        self._closed = False
 
     def capabilities(self) -> Capabilities:
         return Capabilities(short_receives=True, kept_from=0)
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """Send `t`; done when the receiver has copied it."""
-        self._hub.send((self._comm, dst), LocalMessage(self.rank, tag, t, done))
+        if self._closed:  # an operation that was aborted came to its next step
+            done(_gone(self.rank, self._comm))
+        else:
+            self._hub.send((self._comm, dst), LocalMessage(self.rank, tag, t, done))
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
-        self._hub.receive((self._comm, self.rank), Receive(src, tag, t, done))
+        if self._closed:
+            done(_gone(self.rank, self._comm))
+        else:
+            self._hub.receive((self._comm, self.rank), Receive(src, tag, t, done))
 
     async def split(self, ranks: Sequence[int], name: str) -> Transport:
         path = f"{self._comm}/{name}"
@@ -138,4 +149,5 @@ class LocalTransport:
     async def aclose(self, *, drained: bool) -> None:
         """Forget what waits for this rank."""
         with transport_lock:
+            self._closed = True
             self._hub.abort((self._comm, self.rank))

@@ -337,6 +337,17 @@ async def test_c1_closing_fails_all_that_is_pending_once() -> None:
         del ends, failures, b
 
 
+async def test_h7_what_a_closed_split_of_shared_memory_sends_or_receives_fails() -> None:
+    async with ranks(2) as world:
+        half, other = [cast(ShmTransport, await rank.transport.split([0, 1], "half")) for rank in world]
+        await half.aclose(drained=False)
+        for nbytes in (1, 4 * PASS_BYTES):
+            for step in (half.isend, half.irecv):
+                with pytest.raises(BackendError, match="closed"):
+                    await started(lambda done: step(torch.zeros(nbytes, dtype=torch.uint8), 1, 0, done))  # noqa: B023
+        await other.aclose(drained=False)
+
+
 async def test_c1_where_memory_is_not_shared_the_backend_says_why() -> None:
     async def opened(environment: Environment, channel: Channel, hosts: list[int]) -> Transport:
         met = await meet(channel, hosts, allowed=environment.shared_memory)

@@ -156,6 +156,9 @@ class GlooTransport:
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """Send `t`; done at once when it is short, else when it was received."""
+        if self._closed:  # an operation that was aborted came to its next step
+            done(BackendError("gloo: the transport was closed"))
+            return
         if dst == self.rank or self.wire is None:
             self._receiving.arrived(ArrivedMessage(self.rank, tag, t.nbytes, bytes_of(t).clone(), 0))
             done(None)

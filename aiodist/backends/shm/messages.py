@@ -101,12 +101,12 @@ class Messages:
         return peer is not None and self._failure is None and peer.send_now(data, comm, tag)
 
     def _send(self, send: Send, to: int) -> None:
+        box = self.box(send.comm)
+        if box is None:  # an operation that was aborted came to its next step
+            self.over(send, BackendError("the communicator is closed"))
+            return
         if to != self.rank:
             self.peers[to].send(send)
-            return
-        box = self.box(send.comm)
-        if box is None:
-            self.over(send, BackendError("the communicator is closed"))
             return
         message = Envelope(send.comm, to, send.tag, send.t.nbytes, own=send)
         receive = box.match(to, send.tag)
