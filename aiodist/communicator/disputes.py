@@ -92,7 +92,7 @@ class Disputes:
         progress: Progress,
     ) -> None:
         """`ranks` are the world ranks of the communicator's, in order."""
-        self.to_fail: dict[int, AiodistError] = {}
+        self.to_fail: Latest[AiodistError] = Latest()
         """Operations that failed on another rank before this one issued them."""
         self._stopped: Latest[_Stopped] = Latest()
         self._name = name
@@ -201,7 +201,7 @@ class Disputes:
         if self._judge.has_issued(seq):
             self._refuse(seq, text, error)
         else:
-            self.to_fail.setdefault(seq, error)
+            self.to_fail[seq] = self.to_fail.get(seq, error)
 
     def _clear_stopped(self, src: int, seq: int, sent: list[Any], asked: list[Any]) -> None:
         stopped = self._stopped[seq]
