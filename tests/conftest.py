@@ -90,7 +90,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.collect()
     gc.freeze()
-    session.stash[_CPU] = Cpu()
+    session.stash[_CPU], session.stash[_MODULES] = Cpu(), len(sys.modules)
     if "not thorough" in session.config.option.markexpr and any(
         getattr(i, "on_processes", False) for i in session.items
     ):
@@ -100,6 +100,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 _CPU = pytest.StashKey[Cpu]()
+_MODULES = pytest.StashKey[int]()
+"""How many modules there were when what exists was last kept out of the collections."""
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
@@ -116,13 +118,17 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol() -> Generator[None, object, object]:
-    """Keep a large library that a test was the first to import out of the collections too."""
-    before = len(sys.modules)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Keep a large library that a test was the first to import out of the collections too.
+
+    A thread may hold what a test left for a moment more; frozen, it would never go. Then a later test freezes.
+    """
     result = yield
-    if len(sys.modules) > before + 200:
+    if len(sys.modules) > item.session.stash[_MODULES] + 200:
         gc.collect()
-        gc.freeze()
+        if not any(progress.loop.is_closed() for progress in list(Progress._of_loop.values())):
+            gc.freeze()
+            item.session.stash[_MODULES] = len(sys.modules)
     return result
 
 

@@ -383,13 +383,21 @@ async def test_n3_cuda_what_fails_after_the_step_is_raised_by_the_next(
 
 @pytest.fixture
 def late_loop(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """Once the first is set, the loop does nothing after it has let a compute thread go on, until the second is."""
-    reached, given_up, went_on = Fence.reached, threading.Event(), threading.Event()
+    """Once the first is set, the loop that lets a compute thread go on does nothing more until the second is."""
+    reached, order, given_up, went_on = Fence.reached, Fence.order, threading.Event(), threading.Event()
+    waited_for: set[int] = set()
+
+    def noted(fence: Fence, *args: Any) -> None:
+        waited_for.add(id(fence))
+        order(fence, *args)
+        waited_for.discard(id(fence))
 
     def late(fence: Fence, event: torch.cuda.Event | None) -> None:
+        held = given_up.is_set() and event is None and id(fence) in waited_for
         reached(fence, event)
-        assert not given_up.is_set() or event is not None or went_on.wait(10)
+        assert not held or went_on.wait(10)
 
+    monkeypatch.setattr(Fence, "order", noted)
     monkeypatch.setattr(Fence, "reached", late)
     return given_up, went_on
 
@@ -430,18 +438,20 @@ async def test_n3_cuda_given_up_while_the_host_waits_for_its_part(
         await coll.barrier()
         assert not step.done()
         await coll.barrier()  # each has looked
+        wait = net.compute.wait
+
+        def waits(handle: Handle[Any]) -> Any:
+            went_on.set()
+            return wait(handle)
+
+        net.compute.wait = waits  # type: ignore[method-assign]
+        await coll.barrier()
         if coll.rank == 0:
-            wait = net.compute.wait
-
-            def waits(handle: Handle[Any]) -> Any:
-                went_on.set()
-                return wait(handle)
-
-            net.compute.wait = waits  # type: ignore[method-assign]
             given_up.set()
             net.reducer.data.abort("enough")
         with pytest.raises(AiodistError, match="enough"):
             await step
+    assert went_on.is_set()
 
 
 @pytest.mark.ranks(1, 2)
