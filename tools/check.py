@@ -4,7 +4,7 @@
 difference to a commit concerns (tools/changed.py). Other arguments are given to pytest; the checks are skipped then.
 
 pytest-xdist runs the tests in one process more than cores. A crash fails the run; faulthandler prints the stacks of all
-threads. Up to twelve failed tests run once more, alone: one that passes then does not fail the run, and the summary
+threads. Up to two failed tests run once more, alone: one that passes then does not fail the run, and the summary
 names it. Tests listed in tests/quarantine.toml may fail. The summary compares the CPU time of each folder
 with tests/budget.toml, and counts the tests that ran under each MPI: those that recorded a property `mpi` (pytest's
 `record_property("mpi", "Open MPI")`), or whose id names one. Each row of docs/features.md needs a test in the contract
@@ -36,7 +36,7 @@ from tools.rows import row_ids
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 _TIERS = {"contract": "not soak and not thorough", "thorough": "(thorough or hypothesis) and not soak"}
-_FEW = 12
+_FEW = 2
 """The number of failed tests that run once more."""
 _OVER = 3.0
 """The factor over its budget with which a folder fails the run."""

@@ -307,7 +307,7 @@ async def test_a_split_that_is_closed_is_kept_nowhere(until: Until) -> None:
         await until(lambda: gc.collect() >= 0 and [each() for each in kept] == [None, None])  # a thread lets go of them
 
 
-async def test_what_a_closed_split_sends_or_receives_fails() -> None:
+async def test_h7_what_a_closed_split_of_gloo_sends_or_receives_fails() -> None:
     async with worlds(2) as both:
         half, other = await asyncio.gather(*(world.split([0, 1], "a") for world in both))
         await half.aclose(drained=False)
