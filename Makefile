@@ -72,7 +72,7 @@ sanitize: $(VENV)/dev.stamp  ## the core under the sanitizers of addresses, of u
 	$(BIN)/python -m pytest -m thorough tests/core -k sanitizer $(PYTEST_ARGS)
 
 .PHONY: rows
-rows: $(BIN)/python  ## each row of docs/features.md with its tests
+rows: $(BIN)/python  ## each row of tests/CONTRACT.md with its tests
 	$(BIN)/python tools/rows.py
 
 .PHONY: drawings

@@ -7,7 +7,7 @@ pytest-xdist runs the tests in one process more than cores. A crash fails the ru
 threads. Up to two failed tests run once more, alone: one that passes then does not fail the run, and the summary
 names it. Tests listed in tests/quarantine.toml may fail. The summary compares the CPU time of each folder
 with tests/budget.toml, and counts the tests that ran under each MPI: those that recorded a property `mpi` (pytest's
-`record_property("mpi", "Open MPI")`), or whose id names one. Each row of docs/features.md needs a test in the contract
+`record_property("mpi", "Open MPI")`), or whose id names one. Each row of tests/CONTRACT.md needs a test in the contract
 tier.
 """
 
@@ -190,9 +190,9 @@ def over_budget(seconds: Mapping[str, float]) -> list[str]:
 
 
 def rows_without_tests(report: Path) -> list[str]:
-    """Return the rows of docs/features.md that no test of the report bears."""
+    """Return the rows of tests/CONTRACT.md that no test of the report bears."""
     found = {match[1].upper() for case in cases(report) if (match := _ROW.match(case.get("name") or ""))}
-    return [row for row in row_ids((ROOT / "docs" / "features.md").read_text(encoding="utf-8")) if row not in found]
+    return [row for row in row_ids((ROOT / "tests" / "CONTRACT.md").read_text(encoding="utf-8")) if row not in found]
 
 
 def let_cores_be_written() -> None:

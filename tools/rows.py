@@ -1,4 +1,4 @@
-"""Print each row id of docs/features.md with its tests; exit 1 when a row has none.
+"""Print each row id of tests/CONTRACT.md with its tests; exit 1 when a row has none.
 
 A test bears a row when its name begins with `test_<id>_`, the id in lower case:
 `test_h6_cancelled_wait_leaves_the_transfer` bears H6. Test files are parsed, not imported, so this needs
@@ -47,7 +47,7 @@ def collect(folder: Path) -> dict[str, list[str]]:
 
 def main() -> int:
     """Print the rows with their tests and what is wrong; return the exit code."""
-    rows = row_ids((ROOT / "docs" / "features.md").read_text(encoding="utf-8"))
+    rows = row_ids((ROOT / "tests" / "CONTRACT.md").read_text(encoding="utf-8"))
     tests = collect(ROOT / "tests")
     for row in rows:
         print(row)

@@ -27,7 +27,11 @@ _PAGES = {
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
     "security.md": "SECURITY.md",
+    "contract.md": "tests/CONTRACT.md",
+    "results.md": "benchmarks/RESULTS.md",
 }
+_UNSEARCHED = ("changelog.md", "contract.md", "results.md")
+"""Pages that the search leaves out: they hold every word of the project."""
 _TOP = {
     "starting": ("Starting and ending", ("init", "run", "open", "start", "isolate")),
     "communicator": ("Communicator", ("Communicator", "ReduceOp", "ANY")),
@@ -54,6 +58,7 @@ pictures = _pictures()
 def pages() -> dict[str, str]:
     """Return the pages that are made, by where they are in the site."""
     made = {page: (ROOT / source).read_text(encoding="utf-8") for page, source in _PAGES.items()}
+    made |= {page: f"---\nsearch:\n  exclude: true\n---\n{made[page]}" for page in _UNSEARCHED}
     return made | _examples() | _reference()
 
 
@@ -62,8 +67,9 @@ def _linked(text: str) -> str:
     homes = {source: page for page, source in _PAGES.items()} | {"examples": "examples/index.md"}
 
     def led(link: re.Match[str]) -> str:
-        path = link[1].removeprefix("docs/")
-        return f"]({homes.get(path.removeprefix('../'), path)}"
+        up = "../" if link[1].startswith("../../") else ""  # of a page of docs/design
+        home = homes.get(link[1].removeprefix(up).removeprefix("../").removeprefix("docs/"))
+        return f"]({up}{home}" if home else f"]({link[1].removeprefix('../docs/').removeprefix('docs/')}"
 
     return _LINK.sub(led, text)
 

@@ -1,4 +1,4 @@
-"""C2 to C7, C11, C13: what the rows of features.md say, on the values that they name."""
+"""C2 to C7, C11, C13: what the rows of tests/CONTRACT.md say, on the values that they name."""
 
 import math
 from itertools import chain

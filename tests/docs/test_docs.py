@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_BLOCKS = Path(__file__).with_name("run_blocks.py")
-FILES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+FILES = sorted(
+    [ROOT / "README.md", ROOT / "tests/CONTRACT.md", ROOT / "benchmarks/RESULTS.md", *(ROOT / "docs").rglob("*.md")]
+)
 EVERY_FILE = pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 INLINE = re.compile(r"`((?:aiodist|make|python\s+-m\s+benchmarks)\s[^`]+)`")

@@ -146,5 +146,5 @@ def test_w1_a_call_costs_less_than_a_microsecond_more() -> None:
     call.close()
     times = [repeat(partial(closed, fn), number=2000, repeat=20) for fn in (plain, noted)]
     costs = [min(each) / 2000 for each in times]
-    assert costs[1] - costs[0] < 5e-6, costs  # a machine that is shared; docs/performance.md has figures
+    assert costs[1] - costs[0] < 5e-6, costs  # a machine that is shared; benchmarks/RESULTS.md has figures
     print(f"{(costs[1] - costs[0]) * 1e6:.2f} us")

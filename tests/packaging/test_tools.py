@@ -32,9 +32,8 @@ def tool(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Mod
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    (tmp_path / "docs").mkdir()
     (tmp_path / "tests" / "handles").mkdir(parents=True)
-    (tmp_path / "docs" / "features.md").write_text("| id | feature |\n|---|---|\n| H1 | issued |\n| H10 | threads |\n")
+    (tmp_path / "tests" / "CONTRACT.md").write_text("| id | feature |\n|---|---|\n| H1 | issued |\n| H10 | threads |\n")
     (tmp_path / "tests" / "handles" / "test_handle.py").write_text(
         "import pytest\n"
         "async def test_h1_issued_at_once(): ...\n"
@@ -66,7 +65,7 @@ def test_rows_fails_and_names_what_does_not_fit(
     tool: ModuleType, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tool, "ROOT", project)
-    (project / "docs" / "features.md").write_text("| C1 | a |\n| C2 | b |\n| H1 | issued |\n")
+    (project / "tests" / "CONTRACT.md").write_text("| C1 | a |\n| C2 | b |\n| H1 | issued |\n")
     assert tool.main() == 1
     assert capsys.readouterr().err.splitlines() == [
         "rows that have no test: C1 C2",
