@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,6 +22,9 @@ from aiodist.errors import AiodistError, OperationTimeout, PeerLost
 from aiodist.handles import Handle, Posted
 from aiodist.handles.waiting import JobQueue
 
+_EXIT_SECONDS = 30.0
+"""The longest wait for the callbacks of futures at exit."""
+
 
 class _Workers:
     """Threads that run jobs, each until it is finished: a job never waits for a thread that another one holds.
@@ -31,31 +36,44 @@ class _Workers:
     def __init__(self) -> None:
         self.queue: JobQueue[Callable[[], None] | None] = JobQueue()
         self._idle = threading.Semaphore(0)
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._groups = 0
+        self._unfinished = 0
 
     def add_group(self) -> None:
         """Keep idle threads until `discard_group`."""
-        with self._lock:
+        with self._changed:
             self._groups += 1
 
     def discard_group(self) -> None:
         """End the idle threads if this was the last group."""
-        with self._lock:
+        with self._changed:
             self._groups -= 1
             while self._groups == 0 and self._idle.acquire(blocking=False):
                 self.queue.put(None)
 
     def run(self, job: Callable[[], None]) -> None:
         """Have an idle thread run `job`, or a new one."""
+        with self._changed:
+            self._unfinished += 1
         if not self._idle.acquire(blocking=False):
             threading.Thread(target=self._serve, name="aiodist-future", daemon=True).start()
         self.queue.put(job)
 
+    def finish(self, seconds: float) -> None:
+        """Block until all jobs are finished, for at most `seconds`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._unfinished == 0, seconds)
+
     def _serve(self) -> None:
         while (job := self.queue.get()) is not None:
-            job()
-            with self._lock:
+            try:
+                job()
+            finally:
+                with self._changed:
+                    self._unfinished -= 1
+                    self._changed.notify_all()
+            with self._changed:
                 if self._groups == 0:
                     return
                 self._idle.release()
@@ -63,6 +81,19 @@ class _Workers:
 
 workers = _Workers()
 """Of this process: they run the callbacks of futures."""
+
+
+def _at_exit(process: int) -> None:
+    """Wait for the callbacks of futures that still run when the process exits; a forked child has none of them.
+
+    Their threads are inside torch's C++. A thread that asks for the GIL of a finalized interpreter is unwound, and a
+    frame there that allows no exception aborts the process.
+    """
+    if os.getpid() == process:
+        workers.finish(_EXIT_SECONDS)
+
+
+atexit.register(_at_exit, os.getpid())
 
 
 def backend_error(error: BaseException) -> dist.DistBackendError:

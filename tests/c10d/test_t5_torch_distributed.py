@@ -85,6 +85,15 @@ def test_t5_every_signature_of_torchs_process_group(nursery: str, tmp_path: Path
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("end", ["destroy", pytest.param("leave", marks=pytest.mark.thorough)])
+def test_t5_a_callback_that_runs_at_exit_is_waited_for(end: str) -> None:
+    """Its thread was caught inside torch by the end of the interpreter, and the rank aborted."""
+    for code, output in started(PROGRAMS / "callback_at_exit.py", end):
+        assert code == 0, output
+
+
+@pytest.mark.processes
 @pytest.mark.timeout(30)
 def test_t5_the_groups_timeout_bounds_the_meeting() -> None:
     """One rank of two comes: the group's 1 s counts, not the 60 s of the store."""
