@@ -1,7 +1,7 @@
 # Needs Python 3.11 or later and make; everything else is installed into .venv. `make` alone lists the targets.
-# Settings: PYTHON (the interpreter that makes .venv), PIP_ARGS (added to each `pip install`), PYTEST_ARGS
-# (added to each pytest call), SINCE (the commit for `make test-changed`), BENCH (what `make bench` measures), MACHINE
-# (what `make wheel` builds for).
+# Settings: PYTHON (the interpreter that makes .venv), PIP_ARGS (added to each `pip install`), PYTEST_ARGS (added to each
+# pytest call), CHECK_ARGS (added to tools.check, as `--forgive 2`), SINCE (the commit for `make test-changed`), BENCH
+# (what `make bench` measures), MACHINE (what `make wheel` builds for).
 
 SHELL := /bin/sh
 MAKEFLAGS += --no-print-directory
@@ -14,6 +14,7 @@ NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in $(CANDIDATES); do "$$p" -c '$(NEW_ENOUGH)' 2>/dev/null && echo "$$p" && break; done)
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+CHECK_ARGS ?=
 BENCH ?= await allreduce
 SINCE ?= origin/main
 MACHINE ?= $(shell uname -m)
@@ -49,7 +50,7 @@ demo: $(VENV)/demo.stamp  ## install into .venv and train on two ranks
 
 .PHONY: test
 test: $(VENV)/dev.stamp  ## install into .venv, run every check and the contract tier of the tests
-	$(BIN)/python -m tools.check $(PYTEST_ARGS)
+	$(BIN)/python -m tools.check $(CHECK_ARGS) $(PYTEST_ARGS)
 
 .PHONY: test-changed
 test-changed: $(VENV)/dev.stamp  ## the tests of that tier that import what differs from origin/main

@@ -3,12 +3,13 @@
 `--tier thorough` runs the tests that this leaves to `make test-all`, and `--changed COMMIT` those of the tier that the
 difference to a commit concerns (tools/changed.py). Other arguments are given to pytest; the checks are skipped then.
 
-pytest-xdist runs the tests in one process more than cores. A crash fails the run; faulthandler prints the stacks of all
-threads. Up to two failed tests run once more, alone: one that passes then does not fail the run, and the summary
-names it. Tests listed in tests/quarantine.toml may fail. The summary compares the CPU time of each folder
-with tests/budget.toml, and counts the tests that ran under each MPI: those that recorded a property `mpi` (pytest's
-`record_property("mpi", "Open MPI")`), or whose id names one. Each row of tests/CONTRACT.md needs a test in the contract
-tier.
+pytest-xdist runs the tests in one process more than cores. One failed test fails the run. Failed tests run once more,
+alone, and the summary says how that ended: it shows whether chance is in it. `--forgive N`, for a machine that others
+share, passes a run of which at most N tests failed and all passed then. After a crash, which nothing forgives,
+faulthandler prints the stacks of all threads. Tests listed in tests/quarantine.toml may fail. The summary compares the
+CPU time of each folder with tests/budget.toml, and counts the tests that ran under each MPI: those that recorded a
+property `mpi` (pytest's `record_property("mpi", "Open MPI")`), or whose id names one. Each row of tests/CONTRACT.md
+needs a test in the contract tier.
 """
 
 from __future__ import annotations
@@ -36,9 +37,7 @@ from tools.rows import row_ids
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 _TIERS = {"contract": "not soak and not thorough", "thorough": "(thorough or hypothesis) and not soak"}
-_FEW = 2
-"""The number of failed tests that run once more."""
-_OVER = 3.0
+_OVER = 1.5
 """The factor over its budget with which a folder fails the run."""
 _STEAL = 0.05
 """The part of the CPU time that other machines may take of this one before it counts as busy."""
@@ -207,6 +206,7 @@ def main(arguments: list[str]) -> int:
     """Run all steps, print the summary, return 1 if one of them failed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tier", choices=_TIERS, default="contract")
+    parser.add_argument("--forgive", type=int, default=0, help="the number of failed tests that may pass once more")
     parser.add_argument("--changed", metavar="COMMIT", help="run the tests of what differs from this commit alone")
     parser.add_argument("--build", type=Path, default=BUILD, help="the folder of reports and of pytest's cache")
     options, pytest_args = parser.parse_known_args(arguments)
@@ -230,7 +230,7 @@ def main(arguments: list[str]) -> int:
     if failed:
         second = run(pytest("once more", options.build / "again.xml", [*cache, "--last-failed", *pytest_args]))
         again = failed_in(options.build / "again.xml")
-        if second.code == 0 and len(failed) <= _FEW and not crashed_in(report):
+        if second.code == 0 and len(failed) <= options.forgive and not crashed_in(report):
             end = replace(end, code=0)
     ends.append(end)
     print("\n=== summary", *ends, tally(report), sep="\n")
