@@ -14,7 +14,7 @@ exiting = threading.Event()
 atexit.register(exiting.set)
 
 
-def callback(_):
+def callback(_: object) -> None:
     exiting.wait(20)
     time.sleep(0.3)  # the interpreter is finalized meanwhile
 
