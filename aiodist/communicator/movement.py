@@ -293,7 +293,7 @@ class Movement(Base):
         return lists, nested
 
     def barrier(self, *, timeout: float | None = None, name: str | None = None) -> Handle[None]:
-        """Return None once every rank has called it. Covers the handles before it that nobody awaited.
+        """Return None once every rank has called it. A dropped handle of an earlier operation still warns.
 
         Cost: what every collective costs that moves nothing, the comparison of the ranks: a word in memory within a
         host, log2(hosts) small messages of one rank each between hosts. Source: Hensgen, Finkel, Manber 1988, Two

@@ -240,8 +240,9 @@ def run(
 ) -> T:
     """Run a coroutine function with `args`, or a coroutine, to its end on a new event loop; return its result.
 
-    uvloop is used where it is installed, and torch's modes are kept apart per task (see `isolate`). A convenience:
-    `asyncio.run(main())` works too. Raises RuntimeError where a loop runs already, TypeError for a plain function.
+    It uses uvloop if that is installed, and keeps torch's modes apart for each task (see `isolate`). Under
+    `asyncio.run(main())` only tasks made inside `async with aiodist.init()` are kept apart: elsewhere a `no_grad` block
+    of one task takes the graph of another. Raises RuntimeError if a loop runs already, TypeError for a plain function.
     """
     if _get_running_loop() is not None:
         raise RuntimeError("run makes an event loop, and one is running here, as in a notebook: `await main()` instead")

@@ -72,6 +72,9 @@ def test_l2_a_missing_attribute_tells_what_is_meant(jobs: Jobs) -> None:
     assert told.count("Did you mean: 'allreduce'?") == 1
     told = jobs.alone("failing.py", "unawaited").errors
     assert "no attribute 'allreduce'\nit is awaitable: `await` it first\n" in told
+    told = jobs.alone("failing.py", "unopened").errors
+    assert "AttributeError: no allreduce here: aiodist.init() is a block" in told
+    assert "`await` it" not in told
 
 
 def test_l2_a_world_that_does_not_open_shows_the_frames_of_the_program(jobs: Jobs) -> None:

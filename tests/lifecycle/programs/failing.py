@@ -51,6 +51,10 @@ async def unawaited(coll: aiodist.Communicator) -> None:
     coll.dup().allreduce(torch.ones(4))  # type: ignore[attr-defined]
 
 
+async def unopened(coll: aiodist.Communicator) -> None:
+    aiodist.init().allreduce(torch.ones(4))  # type: ignore[attr-defined]
+
+
 async def hooked(coll: aiodist.Communicator) -> None:
     sys.excepthook = lambda *_: print("the program's own", file=sys.stderr)
     raise ValueError("boom")
