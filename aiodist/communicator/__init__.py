@@ -37,8 +37,8 @@ class Communicator(SharedMemory, Reductions, Movement, Objects):
     it was made for that (`dup(thread=True)`). Tensors are dense,
     contiguous, and on the CPU or a CUDA device; any shape goes unless a call names one, 0 elements too. Every
     collective is called by all ranks, in the same order and with the same arguments, tensors and sizes apart where the
-    call says so. Collectives and messages take `timeout=` (seconds from issue; None is none) and most `impl=` (the name of an
-    implementation, or "auto": the table of `selector` chooses).
+    call says so. Collectives and messages take `timeout=` (seconds from issue; None is none) and most `impl=` (the name
+    of an implementation, or "auto": the table of `selector` chooses).
 
     `name=`, a str, frees a collective from the order: it meets those that the other ranks issue by that name, the k-th
     use of a name the k-th of each. So tasks that nothing orders can share a communicator, each with names of its own.
