@@ -91,7 +91,7 @@ class _Rounds:
                 called = perf_counter()
                 saving = aiodist.save(self._path, self._net, self._optimizer, keep=1)
                 held = perf_counter()
-                await self._net.run(lambda: None)
+                await self._net.submit(lambda: None)
                 copied = perf_counter()
                 beside = [await self._step()]
                 while not await self._setting.coll.allreduce(int(saving.done()), "min"):

@@ -142,12 +142,12 @@ async def _sync(setting: Setting) -> AsyncIterator[Trainer]:
     optimizer = _optimizer(list(net.parameters()))
 
     async def step() -> None:
-        await net.run(optimizer.zero_grad)
-        loss = await net.run(setting.loss, net)
+        await net.submit(optimizer.zero_grad)
+        loss = await net.submit(setting.loss, net)
         with net.no_sync():
             await net.backward(loss)
         await synchronize_gradients(net.module, setting.coll, op="mean")
-        await net.run(optimizer.step)
+        await net.submit(optimizer.step)
 
     try:
         yield Trainer("aiodist:sync", step, net=net)

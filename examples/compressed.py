@@ -30,7 +30,7 @@ async def train(coll: aiodist.Communicator, codec: codecs.Codec | None) -> DataP
     images, labels = load()  # (1797, 64), (1797,)
     net = await DataParallel.create(build().float(), coll, compress=codec)
     opt = torch.optim.SGD(net.parameters(), lr=0.5)
-    net.settings(scheduler=torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.05, PASSES * EPOCHS * STEPS))
+    net.configure(scheduler=torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.05, PASSES * EPOCHS * STEPS))
     for _ in range(PASSES):
         for mine in batches(coll.rank, coll.size):  # (120 / size,)
             x, y = images[mine].float(), labels[mine]

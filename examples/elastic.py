@@ -5,7 +5,7 @@ aiodist run -n 2 --elastic 1:2 examples/elastic.py --undisturbed     # ends with
 
 The ranks divide each batch among themselves, and add up their gradients, so the steps are the same for any number of
 ranks. Where a rank dies in the middle of a step, that step is done again, or not, where another rank had finished it:
-`net.rebind` has all go on from the state of one that has made most steps, and `net.steps` says how many these are.
+`net.rebind` has all go on from the state of one that has made most steps, and `net.steps_done` says how many these are.
 """
 
 import argparse
@@ -82,18 +82,18 @@ async def main(*, undisturbed: bool, seed: int) -> None:
                 await net.rebind(coll, opt)  # where the world is another one; else nothing happens
                 if coll.generation != drawn_in and not undisturbed:
                     dies_at, drawn_in = dies(draws, coll), coll.generation
-                if net.steps == dies_at:
+                if net.steps_done == dies_at:
                     os.kill(os.getpid(), signal.SIGKILL)
-                if net.steps == GROWS_AT and coll.generation == 2 and not undisturbed:
+                if net.steps_done == GROWS_AT and coll.generation == 2 and not undisturbed:
                     coll = await coll.grow()
                     continue
-                if net.steps == STEPS:  # in the block, since a rank may have died in the last step
+                if net.steps_done == STEPS:  # in the block, since a rank may have died in the last step
                     figure = await accuracy(coll, module, images[-HELD_OUT:], labels[-HELD_OUT:])
                     break
-                mine = batch(net.steps, coll)
+                mine = batch(net.steps_done, coll)
                 await net.step(partial(loss, net, images[mine], labels[mine]), opt)
             except aiodist.PeerError as error:
-                where = "before the first step" if net is None else f"step {net.steps}"
+                where = "before the first step" if net is None else f"step {net.steps_done}"
                 print(f"{where}, rank {coll.rank} of {coll.size}: {type(error).__name__}")
                 coll = await coll.shrink()
         if coll.rank == 0:

@@ -31,7 +31,7 @@ async def main() -> None:
             nonlocal evaluations
             evaluations += 1
             opt.zero_grad()
-            loss = await net.run(lambda: F.mse_loss(net(x[mine]), y[mine]))
+            loss = await net.submit(lambda: F.mse_loss(net(x[mine]), y[mine]))
             await net.backward(loss)  # every .grad is the mean over all ranks
             return await coll.allreduce(loss.detach().clone(), op="mean")
 

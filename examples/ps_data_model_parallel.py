@@ -24,7 +24,7 @@ SHARE, GROUP, TAU = 2, 2, 8  # ranks of a model, models of a group, steps
 async def train(net: DataParallel, client: EASGD, mine: list[Tensor], images: Tensor, labels: Tensor) -> None:
     for chosen in mine:  # (120 / models,)
         net.zero_grad()
-        loss = await net.run(lambda: F.cross_entropy(net(images[chosen]), labels[chosen]))
+        loss = await net.submit(lambda: F.cross_entropy(net(images[chosen]), labels[chosen]))
         await net.backward(loss)  # the mean over the group
         await client.step()  # the optimizer's; every eighth time the group and the centre move towards each other
 
@@ -44,7 +44,7 @@ async def main() -> None:
             net = await DataParallel.create(module, group)
             opt = optimizer(net.parameters())
             alpha = elastic_alpha(0.9, -(-part.size // GROUP))  # counts groups
-            async with EASGD(ps, module, opt, tau=TAU, alpha=alpha, group=group, run=net.run) as client:
+            async with EASGD(ps, module, opt, tau=TAU, alpha=alpha, group=group, run=net.submit) as client:
                 await train(net, client, list(batches(part.rank, part.size)), images, labels)
             await ps.sync()
             await ps.barrier()

@@ -21,7 +21,7 @@ GROUP, TAU = 2, 8  # ranks, steps
 async def train(net: DataParallel, client: EASGD, mine: list[Tensor], images: Tensor, labels: Tensor) -> None:
     for chosen in mine:  # (120 / workers,)
         net.zero_grad()
-        loss = await net.run(lambda: F.cross_entropy(net(images[chosen]), labels[chosen]))
+        loss = await net.submit(lambda: F.cross_entropy(net(images[chosen]), labels[chosen]))
         await net.backward(loss)  # the mean over the group
         await client.step()  # the optimizer's; every eighth time the group and the centre move towards each other
 
@@ -38,7 +38,7 @@ async def main() -> None:
             net = await DataParallel.create(module, group)
             opt = optimizer(net.parameters())
             alpha = elastic_alpha(0.9, -(-workers // GROUP))  # counts groups
-            async with EASGD(ps, module, opt, tau=TAU, alpha=alpha, group=group, run=net.run) as client:
+            async with EASGD(ps, module, opt, tau=TAU, alpha=alpha, group=group, run=net.submit) as client:
                 await train(net, client, list(batches(number, workers)), images, labels)
             await ps.sync()
             await ps.barrier()

@@ -55,7 +55,7 @@ async def work(coll: aiodist.Communicator, ps: ParameterServer, ids: Tensor, lab
     if coll.rank == 0:
         net.eval()  # nothing more is pushed
         with torch.no_grad():
-            found = await net.run(net, ids[-HELD_OUT:])  # (360, 10)
+            found = await net.submit(net, ids[-HELD_OUT:])  # (360, 10)
         print(f"test accuracy {(found.argmax(1) == labels[-HELD_OUT:]).double().mean():.4f}")
 
 

@@ -34,7 +34,7 @@ class Service:
             with torch.no_grad():
                 return int(self.net.module(image).argmax())
 
-        return web.json_response({"digit": await self.net.run(classify), "step": self.steps})
+        return web.json_response({"digit": await self.net.submit(classify), "step": self.steps})
 
     async def stop(self, request: web.Request) -> web.Response:
         self.coll.request_stop()  # seen by all ranks at the same step

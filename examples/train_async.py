@@ -28,8 +28,8 @@ async def main() -> None:
 
         for mine in batches(coll.rank, coll.size):  # (120 / size,)
             net.zero_grad()
-            loss = await net.run(forward, mine)  # on the compute thread; the loop is free meanwhile
-            async for parameter, gradient in net.gradients(loss):
+            loss = await net.submit(forward, mine)  # on the compute thread; the loop is free meanwhile
+            async for parameter, gradient in net.backward_iter(loss):
                 with torch.no_grad():  # SGD by hand: an optimizer's step would want all gradients to be there
                     velocity[parameter].mul_(MOMENTUM).add_(gradient)
                     parameter.sub_(velocity[parameter], alpha=RATE)

@@ -33,7 +33,7 @@ async def train(net: DataParallel, mine: list[Tensor], images: Tensor, labels: T
         x, y = images[chosen], labels[chosen]
         await net.step(lambda: F.cross_entropy(net(x), y), opt)
         if step % (EVERY * STEPS) == 0:
-            weights = await net.run(copy)  # on the compute thread, between two steps
+            weights = await net.submit(copy)  # on the compute thread, between two steps
             for reader in readers:
                 reader.put_nowait((step // STEPS, weights))
 

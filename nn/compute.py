@@ -146,7 +146,7 @@ class Compute:
 
     # --- passes -------------------------------------------------------------------------------------------------
 
-    @called("net.gradients")
+    @called("net.backward_iter")
     def reduce(
         self,
         forward: Callable[[], Tensor],

@@ -114,7 +114,7 @@ class DataParallel(ModuleLike):
     _work: Handle[Any] | None = None
     """The newest step or backward that was asked for."""
     _passes: set[asyncio.Future[None]]
-    """Those of `gradients` that are under way."""
+    """Passes of `backward_iter` in flight."""
     _expected: tuple[Expected, ...] = ()
     _stateful: SettingsState
     _refuses: str | None = "is on no communicator"
@@ -147,14 +147,14 @@ class DataParallel(ModuleLike):
         next step raises `MismatchError` on all, with their names, and no rank makes it. It costs one small exchange
         where something has changed. What is frozen takes no part, unless it has a gradient of before. Parameters that
         come to the module later are a `RuntimeError` of the next step, unless they are frozen: nobody reduces them.
-        `settings` are those of the method of that name. `per_rank` may also be, or have, submodules, parameters and
+        `settings` are the arguments of `configure`. `per_rank` may also be, or have, submodules, parameters and
         buffers of `module`, or their names: each rank keeps those for itself, and they may differ in shape. The names
         that torch's DistributedDataParallel ignores, in `module._ddp_params_and_buffers_to_ignore`, count too.
         With `compress`, a codec of `aiodist.codecs` or a `Compression`, gradients travel as codes, made on the host;
         what these leave out is sent later (`compressor`). Sparse gradients go as they are.
         All ranks get rank 0's `state` too, such as the optimizer's. In an elastic world a rank that joins calls this
         where the others call `rebind`, with as much `state`, and gets what they have. `PipelinedOptimizer`, `LocalSGD`
-        or `ShardedOptimizer`, the class, stands for one that you make on this net next; `settings` may come behind it.
+        or `ShardedOptimizer`, the class, stands for one that you make on this net next; `configure` may come behind it.
 
         Raises `ValueError` for another `op`, sizes below 1, a module with nothing to train, or on several ranks an
         embedding whose forward changes its weight (`max_norm`), which would come to differ, `TypeError` for
@@ -209,9 +209,10 @@ class DataParallel(ModuleLike):
         joins calls `create` instead, with the same arguments as the others once. Where the net is on `coll` already
         nothing happens, so a loop may call it before each step. The first of the ranks that have made
         most steps gives all others its parameters, buffers and `state`, those of the scaler and the schedulers of
-        `settings` too; `steps` is then the same everywhere. Gradients are forgotten, and so is what `compress` had left
-        for later. Buckets are dealt anew, but for those of a `PipelinedOptimizer`, which goes back to the last step
-        whose updates were all made. Where it raises `PeerError` nothing else has changed: shrink, and call it again.
+        `configure` too; `steps_done` is then the same everywhere. Gradients are forgotten, and so is what `compress`
+        had left for later. Buckets are dealt anew, but for those of a `PipelinedOptimizer`, which goes back to the last
+        step whose updates were all made. Where it raises `PeerError` nothing else has changed: shrink, and call it
+        again.
 
         A `ShardedOptimizer` has to be given a state then: see its `lost`.
 
@@ -337,7 +338,7 @@ class DataParallel(ModuleLike):
 
         It has parameters that are `per_rank` too, with this rank's values. As torch's it holds the parameters
         themselves, which a step changes, also one in flight: a copy of their values between two steps is
-        `await net.run(lambda: copy.deepcopy(net.state_dict()))`. Raises `RuntimeError`
+        `await net.submit(lambda: copy.deepcopy(net.state_dict()))`. Raises `RuntimeError`
         while updates are pending: `await opt.flush()` first.
         """
         self.check_updated()
@@ -349,20 +350,20 @@ class DataParallel(ModuleLike):
         If ranks do not, the next step or backward raises `MismatchError` on all. After steps that some ranks have not
         made this is how the next step works again. Raises `RuntimeError` while updates are pending, which would be made
         to what is loaded: `await opt.flush()` first; and while a step or a backward is under way, which reads and
-        writes the same: `await` it, or `await net.run(net.load_state_dict, …)`.
+        writes the same: `await` it, or `await net.submit(net.load_state_dict, …)`.
         """
         self.check_updated()
         if not self.compute.is_current() and (self._passes or not (self._work is None or self._work.done())):
             raise RuntimeError(
                 "a step or a backward is under way, on the compute thread, and uses the parameters: await it first, or "
-                "load behind it, `await net.run(net.load_state_dict, state)`"
+                "load behind it, `await net.submit(net.load_state_dict, state)`"
             )
         self._module.load_state_dict(state, strict=strict)
         self.reducer.steps.alike(loaded=hash_of([slot.parameter for slot in self.reducer.slots]))
 
     # --- training ---------------------------------------------------------------------------------------------
 
-    def settings(self, **changes: Unpack[Changes]) -> StepSettings:
+    def configure(self, **changes: Unpack[Changes]) -> StepSettings:
         """Change how `step` works, from the next one that is asked for; return all settings, None for what is off.
 
         `clip_norm` is what the global norm of the reduced gradients of the optimizer's parameters is clipped to.
@@ -394,7 +395,7 @@ class DataParallel(ModuleLike):
 
         `forward(*args, **kwargs)` returns it, a tensor of one element. The compute thread forgets the gradients, calls
         `forward`, runs backward while each bucket is reduced as it becomes full, and calls `opt.step()` with the
-        reduced gradients, as `settings` say. A step that was asked for ends on every rank alike: cancelling the await
+        reduced gradients, as `configure` says. A step that was asked for ends on every rank alike: cancelling the await
         does not stop it.
 
         A list of k such functions makes k forward and backward passes, whose gradients add up on this rank, and one
@@ -448,7 +449,7 @@ class DataParallel(ModuleLike):
         await self._timely(self.compute.submit(opt.train, work))
         return work.loss
 
-    def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         """Return a handle of `fn(*args, **kwargs)`, which runs on the compute thread behind what was asked earlier.
 
         With parameters on CUDA devices tensors among the arguments may be dropped at once, as in `step`. Raises
@@ -485,7 +486,7 @@ class DataParallel(ModuleLike):
         self._check_owner()
         await self._timely(self.compute.submit(self.compute.reduce_all, lambda: loss, **how))
 
-    async def gradients(self, loss: Tensor) -> AsyncGenerator[tuple[nn.Parameter, Tensor], None]:
+    async def backward_iter(self, loss: Tensor) -> AsyncGenerator[tuple[nn.Parameter, Tensor], None]:
         """Yield each parameter with its reduced gradient, now its `.grad`, as they arrive, while backward goes on.
 
         `loss` has one element, a gradient the shape of its parameter. Parameters that this rank did not use come last.
@@ -493,7 +494,7 @@ class DataParallel(ModuleLike):
         and costs as `step`.
         """
         self._check()
-        self._check_reduces("gradients")
+        self._check_reduces("backward_iter")
         self._check_owner()
         arrivals: asyncio.Queue[Bucket | None] = asyncio.Queue()
         work = self.compute.submit(self.compute.reduce, lambda: loss, on_arrival=arrivals.put_nowait)
@@ -533,7 +534,7 @@ class DataParallel(ModuleLike):
         ```
         A rank that has left the loop brings nothing to the others' reductions, and does not count in the mean. In
         the end all ranks have the parameters, and the state of `optimizers` (unless given, the one of the last
-        `step`) and of the scaler and the schedulers of `settings`, of a rank that went on longest; buffers stay each
+        `step`) and of the scaler and the schedulers of `configure`, of a rank that went on longest; buffers stay each
         rank's own. Every `.grad` is then the last reduction. With `op="sum"` what `no_sync` made shares of counts as
         far as the ranks that hold them go on. In the block only `step` and `backward` may communicate. When the block
         raises, this rank does not wait; the others get a `RemoteError`, those that have come to the end too.
@@ -542,7 +543,7 @@ class DataParallel(ModuleLike):
         if wrong := [type(each).__name__ for each in optimizers if not isinstance(each, Stateful)]:
             raise TypeError(f"join({', '.join(wrong)}): expected optimizers, as `net.join(opt)`")
         _alike("join", optimizers, self._settings.per_rank)
-        finished = self.run(self.compute.finish)  # a step that failed here may not have ended yet
+        finished = self.submit(self.compute.finish)  # a step that failed here may not have ended yet
         try:
             await finished
         except asyncio.CancelledError as error:  # the others may be in the block, and hear of it there alone
@@ -558,7 +559,7 @@ class DataParallel(ModuleLike):
                 if isinstance(driver, Driver):
                     await driver.flush()
             if self.reducer.devices:
-                await self.run(self.compute.finish)
+                await self.submit(self.compute.finish)
             mine = self.reducer.statistics.passes - before
             active = True
             while active:
@@ -594,7 +595,7 @@ class DataParallel(ModuleLike):
 
     @property
     def per_rank(self) -> Sequence[Tensor]:
-        """The parameters that each rank keeps for itself, of the module and of others; see `settings`."""
+        """The parameters that each rank keeps for itself, of the module and of others; see `configure`."""
         return self._settings.per_rank
 
     @property
@@ -617,7 +618,7 @@ class DataParallel(ModuleLike):
         return self.reducer.hook if isinstance(self.reducer.hook, Compressor) else None
 
     @property
-    def steps(self) -> int:
+    def steps_done(self) -> int:
         """How many steps of optimizers the parameters have seen since the net was made, or a state was loaded.
 
         It goes on with `rebind`. A step that a scaler left out does not count.
@@ -651,9 +652,9 @@ class DataParallel(ModuleLike):
             self.reducer.waiting.remove(over.future)
 
     @property
-    def open(self) -> bool:
-        """It was not closed."""
-        return self._refuses is None
+    def closed(self) -> bool:
+        """True once the net was closed, by itself or with its communicator."""
+        return self._refuses is not None
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -690,7 +691,7 @@ class DataParallel(ModuleLike):
             raise RuntimeError(
                 "net.step forgets gradients before it computes new ones, also those that backwards in net.no_sync() "
                 "have added up: give it all forwards as a list, `await net.step([forward, …], opt)`, or have the next "
-                "backward reduce the sum, `await net.backward(loss)`, and then `await net.run(opt.step)`. "
+                "backward reduce the sum, `await net.backward(loss)`, and then `await net.submit(opt.step)`. "
                 "`net.zero_grad()` drops them"
             )
         self.reducer.kept = False
@@ -767,7 +768,7 @@ def _alike(call: str, state: Sequence[T], per_rank: Sequence[Tensor]) -> list[T 
             raise ValueError(
                 f"{call}: {type(each).__name__} has parameters that each rank keeps for itself (per_rank), and {call} "
                 "gives all ranks one rank's state of it. Give those parameters an optimizer of their own, and step it "
-                "after `net.step` with `await net.run(own.step)`"
+                "after `net.step` with `await net.submit(own.step)`"
             )
         found.append(SharedState(mixed[0], own) if mixed else each)
     return found

@@ -143,7 +143,7 @@ def completed(coll: Communicator, call: Callable[[], Handle[T]], line: Line | No
     if progress.owns_thread():
         raise RuntimeError(
             f"a forward or backward that waits for other ranks of {coll.name!r} would block the event loop: run it on "
-            "the compute thread of a net (net.step, net.run, net.backward), or `await asyncio.to_thread(...)`"
+            "the compute thread of a net (net.step, net.submit, net.backward), or `await asyncio.to_thread(...)`"
         )
     with _told_with(coll, line):
         handle = call()

@@ -70,7 +70,7 @@ class SettingsState:
             theirs = ", ".join(kind for kind, _ in self._awaited)
             raise RuntimeError(
                 f"the settings of this net have {', '.join(self.kinds) or 'nothing'} with a state, those of the ranks "
-                f"that it has joined {theirs}: expected `net.settings(…)` as they have, before the first step"
+                f"that it has joined {theirs}: expected `net.configure(…)` as they have, before the first step"
             )
 
 

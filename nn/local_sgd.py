@@ -91,7 +91,7 @@ class LocalSGD:
     minus average is their gradient (DiLoCo: Douillard et al. 2023, doi:10.48550/arXiv.2311.08105, with `lambda params:
     SGD(params, lr=0.7, momentum=0.9, nesterov=True)` around AdamW).
 
-    In a step `net.settings` look at this rank's gradients: clip_norm clips their norm, and a scaler leaves out a step
+    In a step `net.configure` look at this rank's gradients: clip_norm clips their norm, and a scaler leaves out a step
     of this rank alone. A scheduler steps in each step, so that ranks keep the same rates. What forward raises is its
     rank's own affair, and what the optimizer raises too: the other ranks do not hear of it, the step counts as one of
     the period, and an average that is due is made. Buffers and the state of `optimizer` stay each rank's own. Averages
@@ -193,7 +193,7 @@ class LocalSGD:
         Collective; nothing is sent where they have the same already. The next step begins a new period. Raises what the
         communicator or the outer optimizer raises, RuntimeError once the net is closed.
         """
-        await self._net.run(self.make_updates)
+        await self._net.submit(self.make_updates)
 
     @property
     def checkpoint_kind(self) -> str:
@@ -271,7 +271,7 @@ class LocalSGD:
     def _keep(self, steps: int) -> None:
         """Note what this rank has of its own, behind so many steps."""
         if self._kept is not None:
-            owners: list[Stateful] = [self.optimizer, *self._net.settings().stateful]
+            owners: list[Stateful] = [self.optimizer, *self._net.configure().stateful]
             self._kept = {made: kept for made, kept in self._kept.items() if made >= self._common}
             self._kept[steps] = [(owner, deepcopy(owner.state_dict())) for owner in owners]
 

@@ -13,6 +13,15 @@ from aiodist.nn.per_rank import Shared
 P = ParamSpec("P")
 T = TypeVar("T")
 
+RENAMED = {
+    "run": "net.submit(fn)",
+    "settings": "net.configure(...)",
+    "gradients": "net.backward_iter(loss)",
+    "steps": "net.steps_done",
+    "open": "net.closed, which is True once the net is closed",
+}
+"""What replaces the old names of a net's methods and properties."""
+
 
 def _of_module(method: Callable[Concatenate[nn.Module, P], T]) -> Callable[Concatenate[ModuleLike, P], T]:
     """Return a method that does what that of the module does, which may be its own."""
@@ -94,7 +103,9 @@ class ModuleLike:
 
         def __getattr__(self, name: str) -> NoReturn:
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if not name.startswith("__"):  # Python and its copy and pickle ask for such
+            if (new := RENAMED.get(name)) is not None:
+                text += f": use {new}"
+            elif not name.startswith("__"):  # Python and its copy and pickle ask for such
                 text += (
                     f": it is no nn.Module. Expected `net.module.{name}`, or `net.module` where a function needs a "
                     "module, as in `functional_call(net.module, parameters, x)`"

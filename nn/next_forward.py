@@ -77,7 +77,7 @@ class UpdatedAhead(Generic[P]):
 
         Raises what the last reduction, update or gathering of parameters raised, RuntimeError once the net is closed.
         """
-        await self._net.run(self.make_updates)
+        await self._net.submit(self.make_updates)
 
     @called("opt.flush")
     def make_updates(self) -> None:
@@ -146,7 +146,7 @@ class UpdatedAhead(Generic[P]):
         if not current:
             raise RuntimeError(
                 "updates of this module are still on their way: call it on the compute thread, "
-                "`await net.run(net, x)`, or `await opt.flush()` first"
+                "`await net.submit(net, x)`, or `await opt.flush()` first"
             )
         if training:
             self._use(parts)

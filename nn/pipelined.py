@@ -39,8 +39,8 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
     last step once `flush` was awaited.
 
     `make_optimizer(params)` is called once for each bucket, with a list of its parameters: it may sort them into
-    groups by their identity. `net.settings` hold for it; with clip_norm or a scaler an update takes all gradients: then
-    the next forward waits for everything. Learning rates are set in `param_groups`; a
+    groups by their identity. The settings of `net.configure` hold for it; with clip_norm or a scaler an update takes
+    all gradients: then the next forward waits for everything. Learning rates are set in `param_groups`; a
     scheduler of torch goes with each of `optimizers`, and as a setting steps once all updates of a step are made. The
     buckets are those of the moment when it is made.
 
@@ -281,8 +281,9 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
     def _catch_up(self, finished: Handle[None]) -> None:
         """On the loop: all has come, and if nothing else is to be done the updates can be made now."""
-        if finished.outcome_error() is None and self._net.open:
-            self._net.run(self._finish_newest, finished).add_done_callback(lambda _: None)  # the next wait tells errors
+        if finished.outcome_error() is None and not self._net.closed:
+            work = self._net.submit(self._finish_newest, finished)
+            work.add_done_callback(lambda _: None)  # the next wait reports errors
 
     @called("net.step")
     def _finish_newest(self, finished: Handle[None]) -> None:

@@ -430,7 +430,7 @@ class Reducer:
         return None
 
     def _changed(self, reduction: Reduction) -> RuntimeError | None:
-        """Return an error if this backward changed a parameter whose gradient `net.gradients` had not yielded yet."""
+        """Return an error if backward changed a parameter whose gradient `net.backward_iter` had not yielded."""
         now = self._deal.versions()
         if now == self._versions:
             return None
@@ -439,7 +439,7 @@ class Reducer:
                 return RuntimeError(
                     f"parameter {slot.name!r} was changed while backward ran (torch counts {after - before} changes), "
                     "before its gradient was reduced: ranks may differ now. Change parameters between two steps, or as "
-                    "`net.gradients(loss)` yields them, and have all ranks load the same state, "
+                    "`net.backward_iter(loss)` yields them, and have all ranks load the same state, "
                     "`net.load_state_dict(...)`"
                 )
         return None

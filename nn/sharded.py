@@ -49,8 +49,8 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
     groups: those of `params`, which is what a plain optimizer takes (parameters, or groups with a weight decay each),
     or one group of all parameters of the net; in each group is what this rank owns of its parameters, as tensors of
     one dimension, or nothing. It is called once more, with a few tensors of three elements, where state is saved in
-    pieces. Learning rates are set in `param_groups`, schedulers are made of `optimizer`. `net.settings`, `net.join` and
-    lists of closures work; norms are those over all ranks, and a scaler leaves out a step on all of them.
+    pieces. Learning rates are set in `param_groups`, schedulers are made of `optimizer`. `net.configure`, `net.join`
+    and lists of closures work; norms are those over all ranks, and a scaler leaves out a step on all of them.
 
     Every rank makes it with the same arguments, between two steps. Parameters move to other memory, as with
     `coll.share_`: views and addresses that were taken before are void. From then on only this optimizer may step the
@@ -239,7 +239,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
     def follow(self, reduction: Reduction) -> None:
         """Step the shard of this rank with what the others have brought; `net.join` calls it."""
         self._finish()
-        settings = self._net.settings()
+        settings = self._net.configure()
         if settings.scaler is not None:
             settings.scaler.scale(torch.zeros((), device="cpu"))  # the first time it makes what it counts with
         self._update(reduction, settings)

@@ -351,7 +351,7 @@ class Steps:
                     f"{type(opt).__name__}.step() was called while the gradient of parameter "
                     f"{self.names[parameter]!r} was not reduced yet, as by a hook within backward: it would use the "
                     "gradient of this rank alone, and ranks would come to differ. To update parameters while backward "
-                    "runs, step as `async for parameter, gradient in net.gradients(loss)` yields them, or take "
+                    "runs, step as `async for parameter, gradient in net.backward_iter(loss)` yields them, or take "
                     "`aiodist.nn.PipelinedOptimizer`; else step after `await net.backward(loss)`"
                 )
 
@@ -383,7 +383,7 @@ class Steps:
                 f"{type(opt).__name__} has a parameter that no net reduces: {place}. Each rank would train it on its "
                 "own gradients, and ranks would come to differ. Train it in one net with the others, "
                 "`DataParallel.create(aiodist.engine.WithCriterion(network, criterion), coll)`, or say that each rank "
-                "keeps its own, `net.settings(per_rank=head.parameters())`"
+                "keeps its own, `net.configure(per_rank=head.parameters())`"
             )
 
     def release(self) -> None:

@@ -197,7 +197,7 @@ class Net(Protocol):
     def compressor(self) -> Stateful | None:
         """What keeps residuals of this rank's own, if anything does."""
 
-    def run(self, fn: Any, /, *args: Any) -> Handle[Any]:  # noqa: ANN401
+    def submit(self, fn: Any, /, *args: Any) -> Handle[Any]:  # noqa: ANN401
         """Return the handle of `fn(*args)`, which runs on the thread behind what was asked earlier."""
 
 

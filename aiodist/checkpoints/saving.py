@@ -161,7 +161,7 @@ class _Save:
         """Have the copy taken: behind the steps that were asked for, or now where nothing computes beside."""
         net, buffers = self._parts[0], writer.buffers
         if isinstance(net, Net):
-            self._copying = net.run(self._copy, buffers.borrow, buffers.release)
+            self._copying = net.submit(self._copy, buffers.borrow, buffers.release)
         else:
             try:
                 self._copy(buffers.borrow_nowait, buffers.release)
@@ -315,7 +315,7 @@ class _Load:
     async def _compute(self, fn: Callable[[], None]) -> None:
         net = self.parts[0]
         if isinstance(net, Net):
-            await net.run(fn)
+            await net.submit(fn)
         else:
             fn()
 

@@ -95,7 +95,7 @@ class Engine:
                 f"Engine({type(net).__name__}, {type(optimizer).__name__}): expected a DataParallel and an optimizer, "
                 "or a module and a client of a parameter server"
             )
-        per_rank = net.settings().per_rank if isinstance(net, DataParallel) else ()
+        per_rank = net.configure().per_rank if isinstance(net, DataParallel) else ()
         self._model = model_of(net, module, criterion, checked_metrics(metrics), split, per_rank)
         self._assembly = Assembly(self._stepper.base if coll is None else coll)
         self._position = Position()
@@ -196,7 +196,7 @@ class Engine:
         is on `coll` already nothing happens. An epoch that was interrupted goes on behind the last step that was made;
         its figures are those of what is left of it. The k-th batch of a loader stands for one that all ranks share, so
         give one that divides it among the ranks of `coll`; or a `ShardQueue`, of which no record is lost or used twice,
-        with `await queue.rebind(coll, net.steps)` behind this.
+        with `await queue.rebind(coll, net.steps_done)` behind this.
 
         Raises what `net.rebind` raises; at the call TypeError for an engine with a client of a parameter server, and
         RuntimeError while training is under way, or with both a scaler and a `PipelinedOptimizer`. Cost: that of

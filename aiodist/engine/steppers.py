@@ -44,7 +44,7 @@ class PassStepper:
         """It tells when gradients are reduced, before the update."""
 
     def run(self, fn: Callable[..., T], /, *args: Any) -> Handle[T]:
-        return self._net.run(fn, *args)
+        return self._net.submit(fn, *args)
 
     async def step(self, work: Callable[[], Tensor], reduced: Callable[[], None]) -> Tensor:
         """Return the loss of one step; with `midway`, `reduced` is called when the gradients are, on the thread."""
@@ -62,7 +62,7 @@ class PassStepper:
         if step is None:
             self._known = None
         elif not (isinstance(self._optimizer, Driver) and self._optimizer.pending):
-            self._known = self._net.steps, step
+            self._known = self._net.steps_done, step
 
     def counted(self, step: int) -> int:
         """Return how many steps the net counts behind step number `step`, in an epoch."""
@@ -75,10 +75,10 @@ class PassStepper:
         if self._known is None:
             return step
         counted, known = self._known
-        return known + self._net.steps - counted
+        return known + self._net.steps_done - counted
 
     async def rebind(self, coll: Communicator, state: Sequence[Stateful]) -> None:
-        if self._lag and self._net.settings().scaler is not None:
+        if self._lag and self._net.configure().scaler is not None:
             raise RuntimeError(
                 "rebind with a scaler, and updates that are made later: it is not known which it left out"
             )

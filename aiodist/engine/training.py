@@ -128,7 +128,7 @@ class Training:
             async with AsyncExitStack() as stack:
                 await self._assembly.open()
                 await stack.enter_async_context(self._stepper.open(self._asks_stop))
-                scaled = isinstance(net, DataParallel) and net.settings().scaler is not None
+                scaled = isinstance(net, DataParallel) and net.configure().scaler is not None
                 if self._debug and not scaled:  # scaled ones may be infinite
                     stack.enter_context(checks.checked_gradients(self._model.module, self._state))
                 if self._display is not None:

@@ -114,7 +114,7 @@ class Embedding(nn.Module):
     passes that use the layer.
 
     The servers have the rows: they are not in its `state_dict`, and no parameters. A loss that is scaled scales what is
-    pushed. `forward` and backward run on a compute thread, as in `net.step` and `net.run`, or on any but the loop's.
+    pushed. `forward` and backward run on a compute thread, as in `net.step` and `net.submit`, or on any but the loop's.
 
     Raises TypeError for what is no `Table`. `forward` raises as `Table.pull`, and RuntimeError on the loop's thread,
     where it would have to wait.
@@ -217,7 +217,7 @@ class Embedding(nn.Module):
         if progress.owns_thread() and not (fetch.issued.done() and fetch.issued.result().done()):
             raise RuntimeError(
                 f"the rows of {self.table.name!r} are not there, and to wait for them would block the event loop: "
-                "call the model on a compute thread, as net.step and net.run do"
+                "call the model on a compute thread, as net.step and net.submit do"
             )
         while True:
             try:

@@ -31,7 +31,7 @@ async def test_n17_cuda_parameters(
     for step in range(2):
         await net.step(loss, opt, step)
     saving = aiodist.save(path, net, opt)
-    state = net.run(lambda: {name: t.cpu().clone() for name, t in net.state_dict().items()})
+    state = net.submit(lambda: {name: t.cpu().clone() for name, t in net.state_dict().items()})
     losses = [float((await net.step(loss, opt, step)).cpu()) for step in (2, 3)]
     await saving
     await aiodist.load(path, net, opt)

@@ -50,7 +50,7 @@ def test_n17_training_goes_on_bit_by_bit_on_any_number_of_ranks(training: Any, p
             run = await training.make(coll)
             await run.steps(0, 3)
             saving = aiodist.save(path, run.net, run.opt, extra={"step": 3})
-            saved = run.net.run(run.state)  # behind the copy
+            saved = run.net.submit(run.state)  # behind the copy
             after = await run.steps(3, 6)  # beside the writing, which must not see them
             assert await saving == path / "checkpoint-00000001"
             expected.update(state=await saved, losses=after, end=run.state())
@@ -216,7 +216,7 @@ def test_n17_each_rank_has_its_random_states_and_loaders_back(path: Path) -> Non
 async def test_n17_the_generators_of_the_process_go_on(coll: Communicator, training: Any, path: Path) -> None:
     run = await training.make(coll)
     saving = aiodist.save(path, run.net, run.opt)
-    await run.net.run(lambda: None)
+    await run.net.submit(lambda: None)
 
     def draw() -> list[Any]:
         return [random.random(), np.random.rand(3).tolist(), torch.rand(5).tolist()]
@@ -286,7 +286,7 @@ async def test_n17_saves_under_way_are_written_in_turn(coll: Communicator, train
     states = []
     for number in range(4):
         saving.append(aiodist.save(path, run.net, run.opt, extra=number))
-        states.append(run.net.run(run.state))
+        states.append(run.net.submit(run.state))
         await run.steps(number, number + 1)
     found = aiodist.load(path, run.net, run.opt)  # it waits for them
     assert (await found).extra == 3
@@ -378,7 +378,7 @@ async def test_n17_a_save_beside_steps_ends_and_its_files_are_whole(coll: Commun
     batch = torch.ones(64, 700)
     async with aiodist.timeout(30):
         saving = aiodist.save(path, net, opt)
-        expected = await net.run(lambda: {name: t.clone() for name, t in net.state_dict().items()})
+        expected = await net.submit(lambda: {name: t.clone() for name, t in net.state_dict().items()})
         steps = 0
         while not await coll.allreduce(int(saving.done()), "min"):
             await net.step(lambda: net(batch).square().mean(), opt)

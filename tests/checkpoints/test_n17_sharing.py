@@ -94,7 +94,7 @@ def test_n17_pieces_go_to_another_number_of_ranks(path: Path, training: Any) -> 
             opt = Sharded(coll.rank, coll.size, 3)
             assert isinstance(opt, InPieces)
             saving = aiodist.save(path, net, opt)
-            await net.run(opt.kept["big/one"].tensor.zero_)  # behind the copy
+            await net.submit(opt.kept["big/one"].tensor.zero_)  # behind the copy
             await saving
 
     async def load() -> None:

@@ -47,7 +47,7 @@ async def epoch_of(net: DataParallel, opt: Any, queue: ShardQueue[int], ahead: i
     async with source as batches:
         while True:
             batch: list[int] = await anext(batches, [])
-            count = await queue.agree(net.steps)
+            count = await queue.agree(net.steps_done)
             if not count:
                 return
             before = times.detach().sum()
@@ -66,7 +66,7 @@ async def train(module: Tally, seed: int, shuffle: Shuffle, ahead: int, grows_at
                 await net.rebind(coll, opt)
                 if queue is None:
                     queue = ShardQueue(IndexShards(RECORDS, 16), coll, batch_size=5, shuffle=shuffle, seed=seed)
-                await queue.rebind(coll, net.steps)
+                await queue.rebind(coll, net.steps_done)
                 await epoch_of(net, opt, queue, ahead)
                 if grows_at == queue.epoch and coll.size < 4:
                     coll = await coll.grow()

@@ -71,7 +71,7 @@ async def spoil(state: State) -> None:
             p.data.fill_(NAN)
 
     assert isinstance(state.net, DataParallel)
-    await state.net.run(fill)
+    await state.net.submit(fill)
 
 
 class Root(nn.Module):
@@ -153,7 +153,7 @@ async def test_n14_debug_compares_the_parameters_of_a_sharded_optimizer(coll: Co
 async def test_n14_debug_leaves_scaled_gradients_alone(coll: Communicator) -> None:
     """With a scaler an infinite gradient is no mistake: it leaves the step out."""
     engine = await made(coll, module=Root(at=2), debug=True)
-    engine.state.net.settings(scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+    engine.state.net.configure(scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
     await engine.train(Job.pairs(coll.rank, 3), epochs=1)
 
 

@@ -76,7 +76,7 @@ async def train(number: int, kind: str) -> Any:
                     continue
                 figures = await engine.train(Divided(coll), epochs=EPOCHS)
                 await coll.barrier()
-                return bytes_of(module, opt), net.steps, module, steps, figures
+                return bytes_of(module, opt), net.steps_done, module, steps, figures
             except PeerError:
                 coll = await coll.shrink()
 
@@ -142,7 +142,7 @@ async def count(number: int, module: Tally, kind: str) -> int:
                 await engine.rebind(coll)
                 if queue is None:
                     queue = ShardQueue(IndexShards(RECORDS, 16), coll, batch_size=5, shuffle=True)
-                await queue.rebind(coll, net.steps)
+                await queue.rebind(coll, net.steps_done)
                 await engine.train(queue, epochs=GROWN)
                 if coll.size < 4:
                     coll = await coll.grow(4 - coll.size)
@@ -181,7 +181,7 @@ def test_w3_what_an_engine_does_not_go_on_with() -> None:
             engine = Engine(net, opt, loss_of, progress=False)
             with pytest.raises(RuntimeError, match="which it left out"):
                 await engine.rebind(coll)
-            net.settings(scaler=None)
+            net.configure(scaler=None)
 
             async def inside(state: State) -> None:
                 with pytest.raises(RuntimeError, match=r"engine\.rebind in a training"):

@@ -33,14 +33,14 @@ TRAIN = """
                 try:
                     net = net or await DataParallel.create(module, coll, opt, op="sum")
                     await net.rebind(coll, opt)
-                    if net.steps == 40 and coll.size == 2:
+                    if net.steps_done == 40 and coll.size == 2:
                         coll = await coll.grow(2)
                         continue
-                    if net.steps == STEPS:
+                    if net.steps_done == STEPS:
                         await coll.barrier()
                         break
-                    if net.steps in DIES and coll.size == 4 - list(DIES).index(net.steps):
-                        if coll.rank == DIES[net.steps]:
+                    if net.steps_done in DIES and coll.size == 4 - list(DIES).index(net.steps_done):
+                        if coll.rank == DIES[net.steps_done]:
                             os.kill(os.getpid(), signal.SIGKILL)
                     part = x[coll.rank :: coll.size]
                     await net.step(lambda part: (net(part) - part[:, :2].cos()).square().sum() / SAMPLES, opt, part)

@@ -115,7 +115,7 @@ async def test_n11_scaler_and_schedulers_go_on_alike(coll: Communicator, pipelin
     net, opt = await Trial.made(coll, "momentum", pipelined=pipelined, bucket_bytes=100, first_bucket_bytes=1)
     scaler = torch.amp.GradScaler("cpu", 1024.0, growth_interval=2)
     schedules = [CosineAnnealingLR(each, 9) for each in (opt.optimizers if pipelined else [opt])]
-    net.settings(scaler=scaler, scheduler=schedules)
+    net.configure(scaler=scaler, scheduler=schedules)
     expected = Trial.Mlp()
     plain = MOMENTUM(expected.parameters())
     theirs = CosineAnnealingLR(plain, 9)
@@ -141,7 +141,7 @@ async def test_n11_scaler_and_schedulers_go_on_alike(coll: Communicator, pipelin
 async def test_n11_settings_of_one_rank_alone_are_told(coll: Communicator) -> None:
     """On all ranks, and nothing is shared."""
     net, opt = await Trial.made(coll, "momentum")
-    net.settings(scheduler=CosineAnnealingLR(opt, 9) if coll.rank else None)
+    net.configure(scheduler=CosineAnnealingLR(opt, 9) if coll.rank else None)
 
     async def train() -> None:
         async with net.join():
@@ -288,7 +288,7 @@ async def test_n11_backward_and_an_own_step(coll: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 async def test_n11_gradients_come_one_by_one(coll: Communicator) -> None:
-    """What `net.gradients` yields is the mean over those that have data already."""
+    """What `net.backward_iter` yields is the mean over those that have data already."""
     counts = (1, 2)
     net, opt = await Trial.made(coll, "momentum", **Trial.SMALL)
     expected = Trial.Mlp()
@@ -296,7 +296,7 @@ async def test_n11_gradients_come_one_by_one(coll: Communicator) -> None:
     async with net.join(opt):
         for step in range(counts[coll.rank]):
             opt.zero_grad()
-            seen = {p: grad.clone() async for p, grad in net.gradients(Trial.loss(net, coll.rank, step))}
+            seen = {p: grad.clone() async for p, grad in net.backward_iter(Trial.loss(net, coll.rank, step))}
             opt.step()
             reference(expected, plain, [int(step < count) for count in counts], first=step)
             for mine, theirs in zip(net.parameters(), expected.parameters(), strict=True):
@@ -381,7 +381,7 @@ def test_n11_a_rank_that_left_the_block_keeps_up_with_no_rank_that_has_failed() 
                         with suppress(asyncio.CancelledError):
                             await asyncio.sleep(1000)  # until the other program has failed
                         raise error from None
-            await net.run(ended.append, rank)
+            await net.submit(ended.append, rank)
 
     ended: list[int] = []
     with pytest.raises(ArithmeticError, match="no more"):

@@ -260,7 +260,7 @@ async def test_n12_uneven_data_and_gradients_that_add_up(coll: Communicator) -> 
     with net.no_sync():
         await net.backward(Trial.loss(net, coll.rank, 0))
     await net.backward(Trial.loss(net, coll.rank, 1))
-    await net.run(opt.step)
+    await net.submit(opt.step)
     Trial.assert_same(net, Trial.alone(coll.size, 2, every=2))
     await net.aclose()
     for codec in (TopK(0.2), PowerSGD(1), Sign()):
@@ -380,7 +380,7 @@ async def test_n12_a_cancelled_step_goes_on(coll: Communicator) -> None:
         if step % 2:
             work.cancel()
         await asyncio.wait([work])
-    await net.run(lambda: None)
+    await net.submit(lambda: None)
     Trial.assert_same(net, Trial.alone(coll.size, 4))
 
 

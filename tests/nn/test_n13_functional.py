@@ -285,6 +285,6 @@ async def test_n13_in_modules_and_coroutines_under_data_parallel(coll: Communica
         net.zero_grad()  # the same by hand: the loop computes, and awaits
         hidden = await functional.allreduce(module.first(xs[coll.rank]), own, "mean")
         await net.backward(module.last(hidden.tanh()).square().mean())
-        await net.run(opt.step)
+        await net.submit(opt.step)
     for ours, their in zip(net.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours, their)

@@ -40,7 +40,7 @@ async def test_n18_averages_of_one_step_are_reduced_gradients(coll: Communicator
     local = LocalSGD(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=1, outer=SlowMo(0.0))
     await Trial.train(net, local, range(6), coll.rank)
     assert not local.pending
-    assert (net.statistics().passes, net.steps) == (6, 6)
+    assert (net.statistics().passes, net.steps_done) == (6, 6)
     Trial.assert_same(net, Trial.alone(coll.size, 6))
 
 
@@ -174,7 +174,7 @@ async def test_n18_post_local_begins_with_ordinary_steps(coll: Communicator, ove
 @each_overlap
 async def test_n18_slow_momentum_takes_the_learning_rates_of_its_period(coll: Communicator, overlap: bool) -> None:
     net, opt = await Trial.made(coll)
-    net.settings(scheduler=ExponentialLR(opt, 0.8))
+    net.configure(scheduler=ExponentialLR(opt, 0.8))
     local = LocalSGD(net, opt, every=EVERY, outer=OUTER["slowmo"], overlap=overlap)
     alone = Alone(2, "sgd", "slowmo", overlap=overlap)
     alone.schedulers = [ExponentialLR(each, 0.8) for each in alone.optimizers]

@@ -58,7 +58,7 @@ async def test_n18_settings_look_at_the_gradients_of_this_rank(coll: Communicato
 
     net, opt = await Trial.made(coll, "momentum", Trial.Mlp().float(), clip_norm=0.2)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    net.settings(scaler=scaler, scheduler=ExponentialLR(opt, 0.9))
+    net.configure(scaler=scaler, scheduler=ExponentialLR(opt, 0.9))
     local = LocalSGD(net, opt, every=EVERY)
     modules = [Trial.Mlp().float() for _ in range(2)]
     optimizers: list[Any] = [Trial.OPTIMIZERS["momentum"](list(m.parameters())) for m in modules]

@@ -66,7 +66,7 @@ async def test_n19_experts_within_the_module(coll: Communicator, clip: float | N
     for step in range(3):
         await net.step(partial(Trial.loss, net, coll.rank, step), opt)
     Trial.assert_same(net, alone(coll.size, 3, clip, True)[coll.rank])
-    net.settings(per_rank=None)  # those of the module stay
+    net.configure(per_rank=None)  # those of the module stay
     opt.zero_grad()
     await net.backward(Trial.loss(net, coll.rank, 3))
     opt.step()
@@ -93,7 +93,7 @@ async def test_n19_drivers_beside_experts(coll: Communicator, kind: str) -> None
     for step in range(3):
         own.zero_grad()
         await net.step(partial(Trial.loss, net, coll.rank, step), opt)
-        await net.run(own.step)
+        await net.submit(own.step)
     await opt.flush()
     Trial.assert_same(net, alone(2, 3, None, False)[coll.rank])
 
@@ -108,7 +108,7 @@ async def test_n19_experts_where_data_end_unevenly(coll: Communicator) -> None:
         for step in range(1 + 2 * coll.rank):
             own.zero_grad()
             await net.step(partial(Trial.loss, net, coll.rank, step), opt)
-            await net.run(own.step)
+            await net.submit(own.step)
     await assert_synchronized(module.body, coll)
     heads = await coll.allgather_object(next(module.head.parameters()).detach())
     assert not torch.equal(*heads)
@@ -122,7 +122,7 @@ async def test_n17_a_checkpoint_has_the_experts_of_each_rank(coll: Communicator,
     net = await DataParallel.create(module, coll, per_rank=module.head.parameters())
     own = SGD(module.head.parameters(), lr=0.1)
     await net.step(partial(Trial.loss, net, coll.rank, 0), SGD(module.body.parameters(), lr=0.1))
-    await net.run(own.step)
+    await net.submit(own.step)
     saved = {name: t.clone() for name, t in net.state_dict().items()}
     await aiodist.save(folder / "it", net, own=[own])
     with torch.no_grad():

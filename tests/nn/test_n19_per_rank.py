@@ -154,10 +154,10 @@ async def test_n19_settings_keep_what_create_left_out(coll: Communicator) -> Non
     kept = [*model.head.parameters(), *other.parameters()]
     assert [id(p) for p in net.per_rank] == list(map(id, kept))
     for again in ("head", "head.1.weight", model.head.parameters(), None):
-        net.settings(per_rank=again)
+        net.configure(per_rank=again)
         assert [id(p) for p in net.per_rank] == list(map(id, kept[:4]))
     with pytest.raises(ValueError, match=r"per_rank has 'body\.0\.weight', a parameter of the net"):
-        net.settings(per_rank=["body"])
+        net.configure(per_rank=["body"])
     await net.step(partial(loss_of, net, coll.rank, 0), SGD(net.parameters(), lr=0.1))
 
 
@@ -273,7 +273,7 @@ async def test_n19_drivers_of_a_net_with_a_head_of_each_rank(coll: Communicator,
         opt = nn.ShardedOptimizer(net, lambda params: SGD(params, lr=0.1))
     for step in range(3):
         await net.step(partial(loss_of, net, coll.rank, step), opt)
-        await net.run(own.step)
+        await net.submit(own.step)
         own.zero_grad()
     await opt.flush()
     Trial.assert_same(net, plain(2, 3)[coll.rank])
@@ -311,7 +311,7 @@ async def test_n17_a_checkpoint_has_the_head_of_each_rank(coll: Communicator, tm
     async def steps(first: int) -> None:
         for step in range(first, first + 2):
             await net.step(partial(loss_of, net, coll.rank, step), opt)
-            await net.run(own.step)
+            await net.submit(own.step)
             own.zero_grad()
 
     await steps(0)

@@ -39,12 +39,12 @@ async def test_n19_settings_that_differ(coll: Communicator, what: str) -> None:
     opt = SGD(net.parameters(), lr=0.1)
     await step(net, opt, coll.rank)
     known = [p.detach().clone() for p in net.parameters()]
-    net.settings(**make(coll.rank == 1))
+    net.configure(**make(coll.rank == 1))
     for _ in range(2):
         with pytest.raises(aiodist.MismatchError, match=words):
             await step(net, opt, coll.rank)
         assert all(map(torch.equal, known, net.parameters()))
-    net.settings(clip_norm=None, scaler=None, autocast=None)
+    net.configure(clip_norm=None, scaler=None, autocast=None)
     await step(net, opt, coll.rank)
     await assert_synchronized(net.module, coll)
 
@@ -53,7 +53,7 @@ async def test_n19_settings_that_differ(coll: Communicator, what: str) -> None:
 async def test_n19_a_scaler_that_is_disabled_is_none(coll: Communicator) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll)
     opt = SGD(net.parameters(), lr=0.1)
-    net.settings(scaler=torch.amp.GradScaler("cpu", enabled=False) if coll.rank else None)
+    net.configure(scaler=torch.amp.GradScaler("cpu", enabled=False) if coll.rank else None)
     for number in range(2):
         await step(net, opt, coll.rank, number)
     Trial.assert_same(net, Trial.alone(2, 2))
@@ -170,14 +170,14 @@ async def test_n19_what_may_differ(coll: Communicator) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll, per_rank=head.parameters())
     groups: list[dict[str, Any]] = [{"params": net.parameters(), "lr": 1 if coll.rank == 1 else 1.0, "tag": object()}]
     more = [torch.nn.Parameter(torch.zeros(3)) for _ in range(coll.rank)]
-    net.settings(per_rank=[*head.parameters(), *more])
+    net.configure(per_rank=[*head.parameters(), *more])
     opt = SGD(
         [*groups, *({"params": [p]} for p in more), {"params": head.parameters(), "lr": 0.1 * (1 + coll.rank)}], lr=0.1
     )
     for number in range(2):
         forwards = [lambda: Trial.loss(net, coll.rank, 0) / (1 + coll.rank)] * (1 + coll.rank)
         await net.step(forwards, opt)
-        assert number == net.steps - 1
+        assert number == net.steps_done - 1
     await assert_synchronized(net.module, coll)
 
 

@@ -47,13 +47,13 @@ async def test_n19_clipping_and_a_scheduler(coll: Communicator, pipelined: bool)
     make = Trial.OPTIMIZERS["momentum"]
     net = await DataParallel.create(Trial.Mlp(), coll, **Trial.FEW, clip_norm=0.05)
     opt, scheduler = optimizers(net, make, pipelined)
-    assert net.settings(scheduler=scheduler).clip_norm == 0.05
+    assert net.configure(scheduler=scheduler).clip_norm == 0.05
     alone = Trial.Mlp()
     theirs = make(alone.parameters())
     other = ExponentialLR(theirs, 0.7)
     for step in range(4):
         if step == 3:
-            net.settings(clip_norm=None)
+            net.configure(clip_norm=None)
         await net.step(Trial.loss, opt, net, coll.rank, step)
         theirs.zero_grad()
         Trial.joined(alone, coll.size, step).backward()
@@ -82,7 +82,7 @@ async def test_n19_a_scaler_leaves_out_steps_on_all_ranks(coll: Communicator, pi
     net = await DataParallel.create(Trial.Mlp().float(), coll, **Trial.SMALL)
     opt, scheduler = optimizers(net, Trial.OPTIMIZERS["momentum"], pipelined)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-    net.settings(scaler=scaler, scheduler=scheduler, clip_norm=0.3)
+    net.configure(scaler=scaler, scheduler=scheduler, clip_norm=0.3)
     alone = Trial.Mlp().float()
     theirs = Trial.OPTIMIZERS["momentum"](alone.parameters())
     other = ExponentialLR(theirs, 0.7)
@@ -105,7 +105,7 @@ async def test_n19_a_scaler_leaves_out_steps_on_all_ranks(coll: Communicator, pi
     Trial.assert_same(net, alone)
     assert {group["lr"] for group in opt.param_groups} == {theirs.param_groups[0]["lr"]}
     await assert_synchronized(net.module, coll)
-    net.settings(scaler=None)
+    net.configure(scaler=None)
     await net.step(loss, opt, net, 5)
     assert scaler.get_scale() == 512
 
@@ -123,7 +123,7 @@ async def test_n19_a_scaler_that_finds_no_gradient(coll: Communicator) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for known in (scaler, None, torch.amp.GradScaler("cpu", enabled=False)):
         before = module[0].weight.detach().clone()
-        net.settings(scaler=known, clip_norm=1.0)
+        net.configure(scaler=known, clip_norm=1.0)
         if known is scaler:
             with pytest.raises(RuntimeError, match=r"no parameter of the optimizer has a gradient.*expected a loss"):
                 await net.step(loss, opt, range(2, 3))
@@ -185,7 +185,7 @@ async def test_n19_autocast(coll: Communicator, given: Any, pipelined: bool) -> 
 
     expected = Trial.alone(coll.size, 3, make=lambda: Trial.Mlp().float(), loss=cast)
     Trial.assert_same(net, expected)
-    net.settings(autocast=None)
+    net.configure(autocast=None)
     await net.step(loss, opt, net, coll.rank, 4)
     assert seen[-1] is torch.float32
 
@@ -253,10 +253,10 @@ async def test_n19_settings_that_are_none(coll: Communicator) -> None:
     ]
     for given, error, text in wrong:
         with pytest.raises(error, match=text):
-            net.settings(**given)
+            net.configure(**given)
     for nothing in ([], [None], None):
         with pytest.raises(TypeError, match=r"step\(.*expected a function"):
             await net.step(nothing, opt)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="clip_norm=-1"):
         await DataParallel.create(Trial.Mlp(), coll, clip_norm=-1)
-    assert net.settings().clip_norm is None
+    assert net.configure().clip_norm is None

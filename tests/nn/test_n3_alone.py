@@ -40,7 +40,7 @@ async def test_n3_a_rank_alone_issues_nothing(coll: Communicator) -> None:
     known, nbytes = net.statistics(), STEPS * sum(p.nbytes for p in net.parameters())
     assert (known.passes, known.buckets) == (STEPS, STEPS * len(net.reducer.buckets))
     assert known.nbytes == known.sent_nbytes == nbytes
-    assert net.steps == STEPS
+    assert net.steps_done == STEPS
 
 
 async def test_n3_a_rank_alone_has_few_hooks(coll: Communicator) -> None:
@@ -58,11 +58,11 @@ async def test_n3_a_rank_alone_has_few_hooks(coll: Communicator) -> None:
         expected.zero_grad()
         Trial.loss(expected, 0, step).backward()
         net.zero_grad()
-        came = [p async for p, _ in net.gradients(await net.run(Trial.loss, net, 0, step))]
+        came = [p async for p, _ in net.backward_iter(await net.submit(Trial.loss, net, 0, step))]
         assert len(came) == 6
         Trial.assert_same_gradients(net.module, expected)
         net.zero_grad()
-        await net.backward(await net.run(Trial.loss, net, 0, step))
+        await net.backward(await net.submit(Trial.loss, net, 0, step))
         Trial.assert_same_gradients(net.module, expected)
 
 
@@ -73,7 +73,7 @@ async def test_n3_a_rank_alone_adds_up(coll: Communicator) -> None:
     module[2].bias.grad, expected[2].bias.grad = (torch.ones_like(module[2].bias) for _ in range(2))
     for step in range(4):
         through(expected, Trial.batch(0, step)).backward()
-        loss = await net.run(through, module, Trial.batch(0, step))
+        loss = await net.submit(through, module, Trial.batch(0, step))
         if step % 2:
             with net.no_sync():
                 await net.backward(loss)
@@ -112,7 +112,7 @@ async def test_n3_what_a_rank_alone_raises(coll: Communicator, where: str) -> No
     with pytest.raises(error, match=text):
         await net.step(failing, opt, 1)
     assert all(map(torch.equal, before, net.parameters()))
-    assert net.steps == 1
+    assert net.steps_done == 1
     table.sparse = False
     await net.step(lambda: Trial.loss(module[0], 0, 1), opt)
     Trial.assert_same(module[0], Trial.alone(1, 2))
@@ -142,6 +142,6 @@ async def test_n3_cuda_a_rank_alone_queues_nothing_of_its_own(
         x, y = (t.to(coll.device) for t in Trial.batch(0, step))
         await net.step(lambda x, y: mse_loss(net(x), y), opt, x, y)
         assert len(recorded) <= 1  # the first step begins behind what the caller has queued
-    await net.run(net.compute.finish)
+    await net.submit(net.compute.finish)
     Trial.assert_same(net, Trial.alone(1, STEPS))
     await net.aclose()

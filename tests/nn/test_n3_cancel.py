@@ -73,7 +73,7 @@ async def test_n3_a_step_that_has_begun_ends(coll: Communicator, where: str, who
         else:
             gate.go.set()
             await work
-    await net.run(int)  # behind the last step
+    await net.submit(int)  # behind the last step
     Trial.assert_same(net, Trial.alone(2, STEPS, optimizer="momentum"))
 
 
@@ -96,7 +96,7 @@ async def test_n3_cancelled_while_the_others_are_late(coll: Communicator, until:
             await until(partial(has_another_that_is_closed, net, last))
             await give_up(work)
             await coll.barrier()
-    await net.run(int)
+    await net.submit(int)
     Trial.assert_same(net, Trial.alone(2, STEPS, optimizer="adam"))
 
 
@@ -144,11 +144,11 @@ async def test_n3_any_way_of_giving_up(coll: Communicator, way: Any) -> None:
         await way(net.step(partial(Trial.loss, forward, coll.rank, step), opt), gate.reached)
         gate.go.set()
     gate = Gate()
-    await net.run(net.zero_grad)
-    loss = await net.run(Trial.loss, pausing(net, "backward", gate), coll.rank, STEPS)
+    await net.submit(net.zero_grad)
+    loss = await net.submit(Trial.loss, pausing(net, "backward", gate), coll.rank, STEPS)
     await way(net.backward(loss), gate.reached)
     gate.go.set()
-    await net.run(opt.step)
+    await net.submit(opt.step)
     Trial.assert_same(net, Trial.alone(2, STEPS + 1, optimizer="momentum"))
 
 
@@ -174,7 +174,7 @@ async def test_n3_cancelled_at_every_point(coll: Communicator, who: set[int]) ->
         work.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await work
-        await net.run(int)
+        await net.submit(int)
         if not made:  # it never began
             await net.step(forward, opt)
     Trial.assert_same(net, Trial.alone(2, points, optimizer="momentum"))
@@ -187,8 +187,8 @@ async def test_n3_a_backward_cancelled_at_every_point(coll: Communicator, who: s
     net, opt = await Trial.made(coll, **Trial.SMALL)
     points = 15
     for step in range(points):
-        await net.run(opt.zero_grad)
-        loss = await net.run(Trial.loss, net, coll.rank, step)
+        await net.submit(opt.zero_grad)
+        loss = await net.submit(Trial.loss, net, coll.rank, step)
         work = asyncio.ensure_future(net.backward(loss))
         if coll.rank in who:
             for _ in range(step):
@@ -196,12 +196,12 @@ async def test_n3_a_backward_cancelled_at_every_point(coll: Communicator, who: s
             work.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await work
-            await net.run(int)
+            await net.submit(int)
             if net.statistics().passes == step:
                 await net.backward(loss)
         else:
             await work
-        await net.run(opt.step)
+        await net.submit(opt.step)
     Trial.assert_same(net, Trial.alone(2, points))
 
 

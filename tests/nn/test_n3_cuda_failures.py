@@ -122,7 +122,7 @@ async def test_n3_cuda_a_device_that_is_lost_between_steps(
     x, y = (t.to(coll.device) for t in Trial.batch(coll.rank, 0))
     for _ in range(3):
         await net.step(lambda: mse_loss(net(x), y), opt)
-    await net.run(net.compute.finish)
+    await net.submit(net.compute.finish)
     await coll.barrier()
     if coll.rank == 1:
         strict_cuda.fail(1, LOST)
@@ -149,7 +149,7 @@ async def test_n3_cuda_a_device_that_is_lost_while_it_reduces(
             strict_cuda.fail(1, LOST)
 
     async with asyncio.timeout(20):
-        await net.run(backward)
+        await net.submit(backward)
         with pytest.raises((RuntimeError, AiodistError), match=LOST):
             await net.step(lambda: mse_loss(net(x), y), opt)
         await close(net, LOST)

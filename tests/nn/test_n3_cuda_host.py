@@ -45,9 +45,9 @@ async def test_n3_cuda_the_compute_thread_gets_a_context_first(
     def first() -> set[int]:
         return {device for thread, device in recorded if thread == threading.get_ident()}
 
-    assert await net.run(first) == {torch.device(place).index for place in places if place != "cpu"}
+    assert await net.submit(first) == {torch.device(place).index for place in places if place != "cpu"}
     recorded.clear()
-    assert not await net.run(first)  # it has one now
+    assert not await net.submit(first)  # it has one now
     await net.aclose()
 
 
@@ -95,13 +95,13 @@ async def test_n3_cuda_arguments_may_be_dropped(coll: Communicator, simulated_cu
             t = await anext(items)
             with torch.cuda.stream(side):
                 if how == "run":
-                    await net.run(forward, t=t)
+                    await net.submit(forward, t=t)
                 else:
                     await net.step(forward, opt, {"x": [t]} if how == "nested" else t)
 
         for _ in range(5):
             await one()
-        await net.run(net.compute.finish)
+        await net.submit(net.compute.finish)
         with simulated_cuda.paused(side):
             await one()
             for _ in range(3):
@@ -126,7 +126,7 @@ async def test_n3_cuda_nothing_is_kept_of_a_pass_without_gradients(
 
     async def allocated() -> int:
         await net.step(lambda: net(ones).sum(), opt)
-        await net.run(net.compute.finish)
+        await net.submit(net.compute.finish)
         net.zero_grad()
         await coll.barrier()
         return simulated_cuda.allocated(coll.device)

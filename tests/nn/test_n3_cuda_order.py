@@ -77,7 +77,7 @@ async def test_n3_cuda_a_step_returns_while_its_reductions_are_held(
     data = batches(coll)
     for x, y in data[:3]:
         await net.step(partial(loss_of, net, x, y), opt)
-    await net.run(net.compute.finish)
+    await net.submit(net.compute.finish)
     with fake_nccl.device.paused(*communication(net)):
         x, y = data[3]
         await net.step(partial(loss_of, net, x, y), opt)
@@ -100,7 +100,7 @@ async def test_n3_cuda_the_next_forward_is_queued_while_reductions_are_held(
     data = batches(coll)
     for x, y in data[:2]:
         await net.step(partial(loss_of, net, x, y), opt)
-    await net.run(net.compute.finish)
+    await net.submit(net.compute.finish)
     queued = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -152,7 +152,7 @@ async def test_n3_cuda_a_reduction_waits_for_its_own_gradients_alone(
     hidden.register_hook(hold)
     arrived: list[nn.Parameter] = []
     async with asyncio.timeout(30):
-        async for parameter, gradient in net.gradients(mse_loss(rest(module, hidden), data[2][1])):
+        async for parameter, gradient in net.backward_iter(mse_loss(rest(module, hidden), data[2][1])):
             assert gradient is parameter.grad
             arrived.append(parameter)
             if len(arrived) == 4:
@@ -186,7 +186,7 @@ async def test_n3_cuda_each_step_on_a_stream_of_its_own(
     with torch.cuda.stream(torch.cuda.Stream(coll.device)):
         if pipelined:
             await opt.flush()
-        seen = await net.run(lambda: [p.detach().clone() for p in net.parameters()])
+        seen = await net.submit(lambda: [p.detach().clone() for p in net.parameters()])
         expected = Trial.alone(coll.size, STEPS, optimizer="momentum")
         for ours, theirs in zip(seen, expected.parameters(), strict=True):
             torch.testing.assert_close(ours.cpu(), theirs.detach(), rtol=1e-6, atol=1e-9)
@@ -292,7 +292,7 @@ async def test_n3_cuda_several_threads_of_autograd_at_once(coll: Communicator, s
     lists: list[list[nn.Parameter]] = [list(part.parameters()) for part in module]
     for _ in range(6):
         net.zero_grad()
-        await net.run(by_hand, net, [partial(bring, part, float(coll.rank + 1)) for part in lists])
+        await net.submit(by_hand, net, [partial(bring, part, float(coll.rank + 1)) for part in lists])
         for part in lists:
             for i, parameter in enumerate(part):
                 assert parameter.grad is not None
@@ -314,7 +314,7 @@ async def test_n3_cuda_gradients_that_came_on_several_streams(
         net.zero_grad()
         simulated_cuda.delay = 1e-3
         with simulated_cuda.paused(slow):
-            done = net.run(by_hand, net, [partial(bring, parameters, 1.0 + step, [slow, slow, fast])])
+            done = net.submit(by_hand, net, [partial(bring, parameters, 1.0 + step, [slow, slow, fast])])
             if step == 4:
                 await done  # the host waits for none of them
         await done
@@ -362,7 +362,7 @@ async def test_n3_cuda_what_fails_after_the_step_is_raised_by_the_next(
     data = batches(coll)
     for x, y in data[:2]:
         await net.step(partial(loss_of, net, x, y), opt)
-    await net.run(net.compute.finish)
+    await net.submit(net.compute.finish)
     called = False
 
     def forward() -> Tensor:

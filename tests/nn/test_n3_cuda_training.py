@@ -126,7 +126,7 @@ async def test_n5_cuda_accumulated_gradients(
                 await net.backward(loss_on(coll.device, net, coll.rank, step))
         else:
             await net.backward(loss_on(coll.device, net, coll.rank, step))
-            await net.run(opt.step)
+            await net.submit(opt.step)
     Trial.assert_same(net, Trial.alone(coll.size, STEPS, op=op, every=2))
     await net.aclose()
 
@@ -157,7 +157,7 @@ async def test_n8_cuda_gradients_as_they_come(coll: Communicator, simulated_cuda
         torch.stack([Trial.loss(alone, rank, step) for rank in range(coll.size)]).mean().backward()
         expected = dict(zip(net.parameters(), alone.parameters(), strict=True))
         net.zero_grad()
-        async for parameter, gradient in net.gradients(loss_on(coll.device, net, coll.rank, step)):
+        async for parameter, gradient in net.backward_iter(loss_on(coll.device, net, coll.rank, step)):
             with torch.cuda.stream(side):  # it is there: on any stream
                 seen = gradient.clone()
                 torch.testing.assert_close(seen.cpu(), expected.pop(parameter).grad)
@@ -189,7 +189,7 @@ async def test_n11_cuda_join(coll: Communicator, simulated_cuda: SimulatedCuda) 
 @pytest.mark.ranks(2)
 async def test_n7_cuda_clipped(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
     net = await DataParallel.create(Trial.Mlp().to(coll.device), coll, **Trial.FEW)
-    net.settings(clip_norm=0.05)
+    net.configure(clip_norm=0.05)
     opt = PipelinedOptimizer(net, Trial.OPTIMIZERS["sgd"])
     alone = Trial.Mlp()
     theirs = Trial.OPTIMIZERS["sgd"](alone.parameters())

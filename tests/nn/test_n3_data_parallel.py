@@ -166,7 +166,7 @@ def test_n3_random_models_equal_one_process(plan: Plan) -> None:
                         await net.backward(loss(net, coll.rank, step))
                 else:
                     await net.backward(loss(net, coll.rank, step))
-                    await net.run(opt.step)
+                    await net.submit(opt.step)
             Trial.assert_same(net, expected)
             await assert_synchronized(net.module, coll)
 

@@ -155,7 +155,7 @@ async def test_n3_backward_outside_of_it_is_an_error(coll: Communicator) -> None
         with pytest.raises(RuntimeError, match=r"'\d\.(weight|bias)' got a gradient outside of net\.step"):
             Trial.loss(net, coll.rank, 0).backward()
         with pytest.raises(RuntimeError, match="outside of net"):
-            await net.run(lambda: Trial.loss(net, coll.rank, 0).backward())
+            await net.submit(lambda: Trial.loss(net, coll.rank, 0).backward())
     await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
     Trial.assert_same(net, Trial.alone(2, 1))
 

@@ -44,7 +44,7 @@ async def one_step(net: DataParallel, opt: Any, loss: Callable[[], Tensor], way:
         return
     opt.zero_grad()
     await net.backward(loss())
-    opt.step() if way == "own" else await net.run(opt.step)
+    opt.step() if way == "own" else await net.submit(opt.step)
 
 
 @pytest.mark.ranks(1, 2)
@@ -200,14 +200,14 @@ async def test_n19_each_rank_keeps_a_head(coll: Communicator, clip: float | None
         known["scaler"] = torch.amp.GradScaler("cpu", init_scale=64.0)
     net = await DataParallel.create(Trial.Mlp(), coll, **(known if where == "create" else {}))
     if where == "settings":
-        net.settings(**known)
+        net.configure(**known)
     opt = SGD([*net.parameters(), *head.parameters()], lr=0.1)
     for step in range(3):
         await net.step(partial(loss_of, net, head, coll.rank, step), opt)
     body, heads = plain([Head(rank) for rank in range(coll.size)], 3, clip)
     Trial.assert_same(net, body)
     Trial.assert_same(head, heads[coll.rank])
-    net.settings(per_rank=None)
+    net.configure(per_rank=None)
     with pytest.raises(ValueError, match=FOREIGN):
         await net.step(partial(loss_of, net, head, coll.rank, 3), opt)
 
@@ -265,6 +265,6 @@ async def test_n14_an_engine_with_a_criterion_of_each_rank(coll: Communicator) -
 async def test_n19_what_a_rank_cannot_keep(coll: Communicator) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll)
     with pytest.raises(TypeError, match="per_rank has int: expected parameters"):
-        net.settings(per_rank=[torch.nn.Linear(1, 1), 3])  # type: ignore[list-item]
+        net.configure(per_rank=[torch.nn.Linear(1, 1), 3])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"per_rank has '0\.weight', a parameter of the net"):
-        net.settings(per_rank=net.parameters())
+        net.configure(per_rank=net.parameters())

@@ -118,7 +118,7 @@ async def test_n3_frozen_while_gradients_add_up(coll: Communicator, sizes: dict[
                 await net.backward(Trial.loss(net, coll.rank, step + 1))
             Trial.joined(expected, 2, step + part).backward()
         Trial.assert_same_gradients(net, expected)
-        await net.run(opt.step)
+        await net.submit(opt.step)
         theirs.step()
     Trial.assert_same(net, expected)
     assert (module[4].bias.grad is not None) == thaws
@@ -312,7 +312,7 @@ async def test_n3_a_cancelled_step_freezes_as_any(coll: Communicator) -> None:
         task.cancel()
     with suppress(asyncio.CancelledError):
         await task
-    await net.run(lambda: None)
+    await net.submit(lambda: None)
     freeze(net.module, set())
     await net.step(partial(Trial.loss, net, coll.rank, 2), opt)
     Trial.assert_same(net, alone(2, [set(), {"0.weight"}, set()], "momentum"))

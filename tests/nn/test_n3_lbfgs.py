@@ -62,7 +62,7 @@ async def test_n3_lbfgs_makes_the_evaluations_of_one_process(coll: Communicator)
         nonlocal made
         made += 1
         opt.zero_grad()
-        loss = await net.run(lambda: mse_loss(net(x), y))
+        loss = await net.submit(lambda: mse_loss(net(x), y))
         await net.backward(loss)
         return await coll.allreduce(loss.detach().clone(), op="mean")
 
@@ -89,7 +89,7 @@ async def test_n3_what_a_closure_cannot_do_names_what_it_can(coll: Communicator)
     with pytest.raises(TypeError, match=r"as in examples/lbfgs\.py"):
         await net.step(lambda: mse_loss(net(x), y), opt)
     with pytest.raises(RuntimeError, match=r"closure of an optimizer such as LBFGS .* as in examples/lbfgs\.py"):
-        await net.run(opt.step, closure)
+        await net.submit(opt.step, closure)
 
 
 @pytest.mark.ranks(1, 2)

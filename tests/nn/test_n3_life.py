@@ -39,21 +39,21 @@ async def test_n3_everything_runs_on_one_thread_in_order(coll: Communicator) -> 
         note("forward")
         return Trial.loss(net, coll.rank, 0)
 
-    first = net.run(note, "first")
+    first = net.submit(note, "first")
     step = asyncio.ensure_future(net.step(forward, opt))
     await asyncio.sleep(0)
-    last = net.run(note, "last")
-    assert await net.run(lambda a, b: a + b, 2, b=3) == 5
+    last = net.submit(note, "last")
+    assert await net.submit(lambda a, b: a + b, 2, b=3) == 5
     await aiodist.gather(first, last)
     await step
-    loss = await net.run(forward)
+    loss = await net.submit(forward)
     await net.backward(loss)
     order = ["first", "forward", "backward", "optimizer", "last", "forward", "backward"]
     assert [what for what, _ in seen] == order
     assert len({thread for _, thread in seen}) == 1
     assert seen[0][1] != threading.get_ident()
     with pytest.raises(ZeroDivisionError):
-        await net.run(lambda: 1 / 0)
+        await net.submit(lambda: 1 / 0)
 
 
 @pytest.mark.ranks(2)
@@ -79,7 +79,7 @@ async def test_n3_a_closed_net_says_so(coll: Communicator) -> None:
     loss = Trial.loss(net, coll.rank, 1)
 
     async def each() -> None:
-        async for _ in net.gradients(loss):
+        async for _ in net.backward_iter(loss):
             pass
 
     async def join() -> None:
@@ -87,7 +87,7 @@ async def test_n3_a_closed_net_says_so(coll: Communicator) -> None:
             pass
 
     async def run() -> None:
-        await net.run(int)
+        await net.submit(int)
 
     async def synchronize() -> None:
         await net.synchronize_buffers()
@@ -121,11 +121,11 @@ def test_n3_the_world_closes_what_was_left_open() -> None:
                 await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
             await group.aclose()
             with pytest.raises(RuntimeError, match="closed"):
-                net.run(int)
+                net.submit(int)
             assert len(compute_threads()) <= 5
         for net in nets:
             with pytest.raises(RuntimeError, match="closed"):
-                net.run(int)
+                net.submit(int)
             Trial.loss(net, 0, 0).backward()  # no hook is left
 
     run_ranks(2, main)
@@ -193,7 +193,7 @@ async def test_h13_evaluation_beside_training() -> None:
                         assert out.dtype is torch.bfloat16
                         assert not out.requires_grad
                         await asyncio.sleep(0)
-                        seen = await net.run(lambda: (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+                        seen = await net.submit(lambda: (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
                         assert seen == (False, True)
 
             async def inference() -> None:
@@ -218,7 +218,7 @@ async def test_h13_evaluation_beside_training() -> None:
             for step in range(8):
                 await net.step(partial(forward, step), opt)
                 assert torch.is_grad_enabled()
-                await net.run(leave_modes)
+                await net.submit(leave_modes)
                 assert torch.is_grad_enabled()
                 assert not torch.is_autocast_enabled("cpu")
             over = True
@@ -297,13 +297,13 @@ async def test_n3_a_state_is_not_loaded_while_a_step_is_under_way(coll: Communic
             await net.step(forward, opt)
         elif work == "optimizer":
             opt.register_step_pre_hook(hold)
-            await net.run(opt.step)
+            await net.submit(opt.step)
         else:
             loss = Trial.loss(net, coll.rank, 0)
             assert loss.grad_fn is not None
             loss.grad_fn.register_prehook(hold)
             if work == "gradients":
-                _ = [pair async for pair in net.gradients(loss)]
+                _ = [pair async for pair in net.backward_iter(loss)]
             elif work == "backward":
                 await net.backward(loss)
             else:
@@ -314,7 +314,7 @@ async def test_n3_a_state_is_not_loaded_while_a_step_is_under_way(coll: Communic
     await asyncio.to_thread(begun.wait, 20)
     with pytest.raises(RuntimeError, match=r"a step or a backward is under way.*await it first"):
         net.load_state_dict(state)
-    behind = net.run(net.load_state_dict, state)
+    behind = net.submit(net.load_state_dict, state)
     go_on.set()
     await behind
     await task

@@ -75,7 +75,7 @@ async def test_n3_errors_and_time_outs_over_a_library(coll: Communicator) -> Non
             async with asyncio.timeout(1e-4 * step):
                 await net.step(partial(Trial.loss, net, coll.rank, step), opt)
         except TimeoutError:
-            await net.run(int)
+            await net.submit(int)
             if net.statistics().passes == 2 * step + 1:  # it never began
                 await net.step(partial(Trial.loss, net, coll.rank, step), opt)
     Trial.assert_same(net, Trial.alone(2, 3, optimizer="momentum"))

@@ -43,7 +43,7 @@ async def update(net: DataParallel, opt: Any, rank: int, step: int, way: str) ->
         if way == "between" and type(opt).fails:
             raise ArithmeticError("no luck")
         if way == "run":
-            await net.run(opt.step)
+            await net.submit(opt.step)
         else:
             opt.step()
     else:

@@ -130,7 +130,7 @@ async def test_n3_a_step_that_all_ranks_skip(coll: Communicator, way: str) -> No
             net.zero_grad()
             await net.backward(scaler.scale(factor * Trial.loss(net, coll.rank, step)))
             if way == "run":
-                await net.run(scaler.step, opt)
+                await net.submit(scaler.step, opt)
             else:
                 scaler.step(opt)
             scaler.update()
@@ -148,7 +148,7 @@ async def test_n3_ways_to_step_that_differ(coll: Communicator) -> None:
                 continue
             await backward(net, coll.rank, step)
             if (coll.rank + step) % 3 == 0:
-                await net.run(opt.step)
+                await net.submit(opt.step)
             elif (coll.rank + step) % 3 == 1:
                 opt.step()
             else:
@@ -194,10 +194,10 @@ async def test_n3_steps_of_one_rank_that_change_nothing(
                 what(net)
             await net.step(partial(Trial.loss, net, coll.rank, step), opt)
             if coll.rank:
-                await net.run(opt.state_dict)
+                await net.submit(opt.state_dict)
         await backward(net, coll.rank)
         if coll.rank:
-            await net.run(opt.state_dict)
+            await net.submit(opt.state_dict)
 
 
 @on_ranks
@@ -207,7 +207,7 @@ async def test_n3_an_optimizer_for_each_parameter_as_gradients_arrive(coll: Comm
         opts = {p: SGD([p], lr=0.1) for p in net.parameters()}
         for step in range(3):
             net.zero_grad()
-            async for p, _ in net.gradients(Trial.loss(net, coll.rank, step)):
+            async for p, _ in net.backward_iter(Trial.loss(net, coll.rank, step)):
                 opts[p].step()
 
 

@@ -20,7 +20,7 @@ from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
 
 on_ranks = pytest.mark.ranks(1, 2)
-NOT_REDUCED = r"\.step\(\) was called while the gradient of parameter '\d\.\w+' was not reduced yet.*net\.gradients"
+NOT_REDUCED = r"\.step\(\) was called while the gradient of parameter '\d\.\w+' was not reduced yet.*net\.backward_iter"
 CHANGED = r"parameter '\d\.\w+' was changed while backward ran.*load_state_dict"
 
 
@@ -42,7 +42,7 @@ async def one_pass(net: DataParallel, forward: Callable[[], Tensor], way: str, o
     if way == "backward":
         await net.backward(forward())
     elif way == "gradients":
-        async for _ in net.gradients(forward()):
+        async for _ in net.backward_iter(forward()):
             pass
     else:
         await net.step([forward] * (2 if way == "list" else 1), opt)
@@ -114,7 +114,7 @@ async def test_n3_a_step_beside_a_pass_that_goes_on(coll: Communicator) -> None:
     module = Trial.Mlp()
     net = await DataParallel.create(module, coll, **Trial.FEW)
     opt = SGD(net.parameters(), lr=0.1)
-    async for _ in net.gradients(Trial.loss(net, coll.rank, 0)):
+    async for _ in net.backward_iter(Trial.loss(net, coll.rank, 0)):
         with pytest.raises(RuntimeError, match=NOT_REDUCED):
             opt.step()
         break
@@ -130,7 +130,7 @@ async def test_n8_each_parameter_is_stepped_as_its_gradient_is_reduced(coll: Com
     optimizers = {p: SGD([p], lr=0.1) for p in net.parameters()}
     for step in range(3):
         net.zero_grad()
-        async for p, _ in net.gradients(Trial.loss(net, coll.rank, step)):
+        async for p, _ in net.backward_iter(Trial.loss(net, coll.rank, step)):
             optimizers[p].step()
     Trial.assert_same(net, Trial.alone(coll.size, 3))
 
@@ -184,7 +184,7 @@ async def test_n5_a_step_does_not_drop_gradients_that_were_kept(coll: Communicat
         elif way == "torch":
             Trial.loss(net, coll.rank, 0).backward()
         else:
-            await net.run(lambda: torch.autograd.backward(Trial.loss(net, coll.rank, 0)))
+            await net.submit(lambda: torch.autograd.backward(Trial.loss(net, coll.rank, 0)))
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"net\.step forgets gradients .* as a list, `await net\.step\(\[forw"):
             await net.step(partial(Trial.loss, net, coll.rank, 1), opt)

@@ -46,7 +46,7 @@ async def test_n5_no_sync_adds_up_locally(
             assert net.reducer.data.seq == issued
         else:
             await net.backward(Trial.loss(net, coll.rank, step))
-            await net.run(opt.step)
+            await net.submit(opt.step)
     Trial.assert_same(net, Trial.alone(coll.size, 3 * every, optimizer="adam", op=op, every=every))
 
 
@@ -59,7 +59,7 @@ async def test_n5_no_sync_with_backward_of_torch(coll: Communicator, sizes: dict
         with net.no_sync():
             Trial.loss(net, coll.rank, begin).backward()
             with net.no_sync():
-                await net.run(Trial.loss(net, coll.rank, begin + 1).backward)
+                await net.submit(Trial.loss(net, coll.rank, begin + 1).backward)
         await net.backward(Trial.loss(net, coll.rank, begin + 2))
         Trial.assert_same_gradients(net, gradients_of(2, range(begin, begin + 3), "mean"))
 
@@ -236,7 +236,7 @@ async def test_n5_unused_in_some_backwards_of_an_accumulation(coll: Communicator
             opt.zero_grad()
         await net.backward(loss_of_parts(net, coll.rank, step))
         if step % 2:
-            await net.run(opt.step)
+            await net.submit(opt.step)
     Trial.assert_same(net, Trial.alone(2, 8, make=Parts, loss=loss_of_parts, optimizer="adam", every=2))
 
 
@@ -254,7 +254,7 @@ async def test_n5_either_form_of_zero_grad(coll: Communicator, set_to_none: bool
             await net.backward(loss_of_parts(net, coll.rank, step))
             torch.stack([loss_of_parts(alone, rank, step) for rank in range(2)]).mean().backward()
             Trial.assert_same_gradients(net, alone)
-            await net.run(opt.step)
+            await net.submit(opt.step)
             theirs.step()
         Trial.assert_same(net, alone)
         await net.aclose()

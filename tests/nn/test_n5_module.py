@@ -228,7 +228,7 @@ async def test_n5_parameters_that_come_later_are_an_error(coll: Communicator, ch
             with pytest.raises(RuntimeError, match="put into the module after"):
                 await net.backward(Trial.loss(net, coll.rank, 1))
             with pytest.raises(RuntimeError, match="put into the module after"):
-                _ = [pair async for pair in net.gradients(Trial.loss(net, coll.rank, 1))]
+                _ = [pair async for pair in net.backward_iter(Trial.loss(net, coll.rank, 1))]
             with net.no_sync(), pytest.raises(RuntimeError, match="put into the module after"):
                 await net.backward(Trial.loss(net, coll.rank, 1))
         await net.aclose()

@@ -28,8 +28,8 @@ async def test_n5_clipping_by_the_global_norm(coll: Communicator) -> None:
     for step in range(3):
         opt.zero_grad()
         await net.backward(Trial.loss(net, coll.rank, step))
-        norm = await net.run(nn.utils.clip_grad_norm_, net.parameters(), 0.05)
-        await net.run(opt.step)
+        norm = await net.submit(nn.utils.clip_grad_norm_, net.parameters(), 0.05)
+        await net.submit(opt.step)
         theirs.zero_grad()
         Trial.joined(alone, coll.size, step).backward()
         expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.05)
@@ -51,12 +51,12 @@ async def test_n5_grad_scaler(coll: Communicator) -> None:
     for step in range(6):
         opt.zero_grad()
         x, y = Trial.batch(coll.rank, step, torch.float32)
-        loss = await net.run(partial(loss_on, net, x, y))
+        loss = await net.submit(partial(loss_on, net, x, y))
         if step == 3 and coll.rank == 1:
             loss = loss * float("inf")
         before = [p.detach().clone() for p in net.parameters()]
         await net.backward(scaler.scale(loss))
-        await net.run(scaler.step, opt)
+        await net.submit(scaler.step, opt)
         scaler.update()
         unchanged = all(map(torch.equal, before, net.parameters()))
         assert unchanged == (step == 3)
@@ -263,11 +263,11 @@ async def test_n5_dropout_with_the_same_rng(coll: Communicator) -> None:
     for step in range(3):  # one rank after the other: the generator is the process's
         for rank in range(coll.size):
             if rank == coll.rank:
-                value = await net.run(loss, net, coll.rank, step)
+                value = await net.submit(loss, net, coll.rank, step)
             await turn.barrier()
         opt.zero_grad()
         await net.backward(value)
-        await net.run(opt.step)
+        await net.submit(opt.step)
     Trial.assert_same(net, Trial.alone(coll.size, 3, make=Noisy, loss=loss))
     assert net.eval() is net
     assert not net.module.training
@@ -348,7 +348,7 @@ async def test_n5_autocast_in_forward_and_around_a_step(coll: Communicator) -> N
                     await net.step(partial(forward, step), opt)
             else:
                 await net.step(partial(own_mode, step), opt)
-            assert not await net.run(torch.is_autocast_enabled, "cpu")
+            assert not await net.submit(torch.is_autocast_enabled, "cpu")
         assert seen == [torch.bfloat16] * 3
         assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in net.parameters())
         results.append([p.detach().clone() for p in net.parameters()])

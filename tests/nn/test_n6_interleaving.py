@@ -277,7 +277,7 @@ async def test_n6_nothing_stays_in_flight_after_any_failure(coll: Communicator, 
             break  # some were prepared in vain
     await drained(coll)
     if not pipelined:
-        async for _ in net.gradients(await net.run(forward, 3)):
+        async for _ in net.backward_iter(await net.submit(forward, 3)):
             break  # the others go on
         await net.step(forward, opt, 4)
     await net.aclose()

@@ -34,7 +34,7 @@ async def test_n8_each_gradient_once(coll: Communicator, sizes: dict[str, Any]) 
         expected = dict(expected_of(coll.size, step).named_parameters())
         names = {p: name for name, p in net.named_parameters()}
         came: list[str] = []
-        async for parameter, grad in net.gradients(Trial.loss(net, coll.rank, step)):
+        async for parameter, grad in net.backward_iter(Trial.loss(net, coll.rank, step)):
             came.append(names[parameter])
             torch.testing.assert_close(grad, expected[came[-1]].grad)
             assert grad.shape == parameter.shape
@@ -56,7 +56,7 @@ async def test_n8_the_first_arrive_while_backward_goes_on(coll: Communicator) ->
         return nn.Sequential(*others)(in_backward(first(x), partial(go.wait, 30)))
 
     came = 0
-    async for parameter, _ in net.gradients(Trial.loss(forward, coll.rank, 1)):
+    async for parameter, _ in net.backward_iter(Trial.loss(forward, coll.rank, 1)):
         came += 1
         if came == 4:  # those of the last two layers; the first one's come only now
             assert parameter is not first.weight
@@ -76,7 +76,7 @@ async def test_n8_unused_parameters(coll: Communicator) -> None:
         out = module["both"](x) + (module["one"](x) if coll.rank == 0 else 0)
         names = {p: name for name, p in net.named_parameters()}
         loss = torch.nn.functional.mse_loss(out, y)
-        came = [names[p] async for p, grad in net.gradients(loss)]
+        came = [names[p] async for p, grad in net.backward_iter(loss)]
         assert sorted(came) == ["both.bias", "both.weight", "one.bias", "one.weight"]
         if coll.rank == 1:
             assert {name.partition(".")[0] for name in came[2:]} == {"one"}
@@ -94,7 +94,7 @@ async def test_n8_what_becomes_of_a_gradient_that_has_come_is_the_users(
         expected = dict(expected_of(coll.size, step).named_parameters())
         names = {p: name for name, p in net.named_parameters()}
         mine = torch.ones(()) if step % 2 else None
-        async for parameter, grad in net.gradients(Trial.loss(net, coll.rank, step)):
+        async for parameter, grad in net.backward_iter(Trial.loss(net, coll.rank, step)):
             torch.testing.assert_close(grad, expected[names[parameter]].grad)
             parameter.grad = None if mine is None else mine.to(grad).expand_as(grad)
         left = [p.grad for p in net.parameters()]
@@ -105,8 +105,8 @@ async def test_n8_what_becomes_of_a_gradient_that_has_come_is_the_users(
 @pytest.mark.ranks(2)
 async def test_n8_there_are_none_within_no_sync(coll: Communicator) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll)
-    with net.no_sync(), pytest.raises(RuntimeError, match=r"net.gradients inside net.no_sync\(\)"):
-        await anext(net.gradients(Trial.loss(net, coll.rank, 0)))
+    with net.no_sync(), pytest.raises(RuntimeError, match=r"net.backward_iter inside net.no_sync\(\)"):
+        await anext(net.backward_iter(Trial.loss(net, coll.rank, 0)))
 
 
 @pytest.mark.drawn(1)
@@ -116,7 +116,7 @@ async def test_n8_leaving_early(coll: Communicator, who: set[int]) -> None:
     net, opt = await Trial.made(coll, **Trial.SMALL)
     for step in range(3):
         net.zero_grad()
-        async for _ in net.gradients(Trial.loss(net, coll.rank, 7)):
+        async for _ in net.backward_iter(Trial.loss(net, coll.rank, 7)):
             if coll.rank in who:
                 break
         await net.step(partial(Trial.loss, net, coll.rank, step), opt)
@@ -134,7 +134,7 @@ async def test_n8_leaving_early_and_what_may_come_next(coll: Communicator) -> No
     if coll.rank == 0:
         go.set()
     held = Trial.loss(lambda x: net(in_backward(x.requires_grad_(), partial(go.wait, 30))), coll.rank, 1)
-    async for _ in net.gradients(held):
+    async for _ in net.backward_iter(held):
         break
     synchronized = net.synchronize_buffers()
     go.set()
@@ -154,10 +154,10 @@ async def test_n8_errors(coll: Communicator) -> None:
         with pytest.raises(
             aiodist.RemoteError if coll.rank == 0 else ValueError, match="expected the loss, one element"
         ):
-            async for _ in net.gradients(loss):
+            async for _ in net.backward_iter(loss):
                 pass
         net.zero_grad()
-        came = [p async for p, _ in net.gradients(Trial.loss(net, coll.rank, 1))]
+        came = [p async for p, _ in net.backward_iter(Trial.loss(net, coll.rank, 1))]
         assert len(came) == 6
         Trial.assert_same_gradients(net, expected_of(2, 1))
 
@@ -166,22 +166,22 @@ async def test_n8_errors(coll: Communicator) -> None:
 async def test_n8_a_user_who_raises(coll: Communicator) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
     with pytest.raises(LookupError):  # noqa: PT012  - the loop is what is tested
-        async for _ in net.gradients(Trial.loss(net, coll.rank, 0)):
+        async for _ in net.backward_iter(Trial.loss(net, coll.rank, 0)):
             raise LookupError
     arrived = asyncio.Event()
 
     async def consume() -> None:
-        async for _ in net.gradients(Trial.loss(net, coll.rank, 1)):
+        async for _ in net.backward_iter(Trial.loss(net, coll.rank, 1)):
             arrived.set()
             await asyncio.Event().wait()
 
-    await net.run(net.zero_grad)
+    await net.submit(net.zero_grad)
     task = asyncio.ensure_future(consume())
     await arrived.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await net.run(int)
+    await net.submit(int)
     opt = Trial.OPTIMIZERS["sgd"](net.parameters())
     await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
     Trial.assert_same(net, Trial.alone(2, 1))

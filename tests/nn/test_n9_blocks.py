@@ -189,7 +189,7 @@ async def test_n9_31_layers_in_7_blocks_on_many_ranks(coll: Communicator) -> Non
     (y.square().sum() / coll.size).backward()
     for _ in range(2):  # the first backward teaches the order
         net.zero_grad()
-        outputs = await net.run(net, xs[coll.rank])
+        outputs = await net.submit(net, xs[coll.rank])
         await net.backward(outputs.square().sum())
     torch.testing.assert_close(outputs, y[coll.rank], rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
@@ -231,9 +231,9 @@ async def test_n9_a_block_is_reduced_while_the_next_one_runs_backward(coll: Comm
             for block, behind in pairwise(module.blocks):
                 vars(block[-1])["stop"] = partial(wait_for, came[id(behind[-1].weight)])
         net.zero_grad()
-        loss = await net.run(lambda: net(x).square().sum())
+        loss = await net.submit(lambda: net(x).square().sum())
         order = []
-        async for parameter, _ in net.gradients(loss):
+        async for parameter, _ in net.backward_iter(loss):
             if id(parameter) in came:
                 came[id(parameter)].set()
                 order.append([id(weight) for weight in weights].index(id(parameter)))

@@ -101,13 +101,13 @@ async def test_p15_sparse_adam_beside_adam(coll: Communicator) -> None:
     ours, theirs = Both(module), Both(alone)
     for step in range(6):
         net.zero_grad()
-        await net.backward(await net.run(loss_of, net, coll.rank, step))
+        await net.backward(await net.submit(loss_of, net, coll.rank, step))
         alone.zero_grad()
         torch.stack([loss_of(alone, rank, step) for rank in range(coll.size)]).mean().backward()
         if step == 4:  # no rank has used the second table: its moments stay as they are, as torch's do
             assert module.bags.weight.grad is None
             assert alone.bags.weight.grad is None
-        await net.run(ours.step)
+        await net.submit(ours.step)
         theirs.step()
     Trial.assert_same(net, alone)
 
@@ -143,7 +143,7 @@ async def test_p15_rows_add_up(coll: Communicator, op: Literal["mean", "sum"], s
         else:
             await net.backward(loss_of(net, coll.rank, step))
         if step % 3 == 2:
-            await net.run(opt.step)
+            await net.submit(opt.step)
     Trial.assert_same(net, Trial.alone(coll.size, 6, make=Words, loss=loss_of, optimizer=sgd, op=op, every=3))
 
 
@@ -188,7 +188,7 @@ async def test_p15_gradients_as_they_arrive(coll: Communicator) -> None:
         expected = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
         names = {p: name for name, p in net.named_parameters()}
         seen = {}
-        async for parameter, grad in net.gradients(loss_of(net, coll.rank, step)):
+        async for parameter, grad in net.backward_iter(loss_of(net, coll.rank, step)):
             assert parameter.grad is grad
             seen[names[parameter]] = grad
         assert seen.keys() == expected.keys()

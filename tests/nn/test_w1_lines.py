@@ -109,7 +109,7 @@ async def test_w1_a_step_that_nobody_awaits_is_reported_with_its_line(coll: Comm
     assert [str(each.message) for each in seen] == [
         f"DataParallel.step called{line} was never awaited, so it did nothing"
     ]
-    assert net.steps == 0
+    assert net.steps_done == 0
 
 
 @pytest.mark.ranks(2)
@@ -153,7 +153,7 @@ async def test_w1_collectives_of_layers_are_told_with_the_line_of_their_forward(
             loss = await asyncio.to_thread(forward)
             await asyncio.to_thread(loss.backward)
         else:
-            await net.backward(await net.run(forward))
+            await net.backward(await net.submit(forward))
             await net.aclose()
         assert log.seq > before
         assert all(log.text(seq).endswith(lines[0]) for seq in range(before, log.seq)), log.text(log.seq - 1)

@@ -47,18 +47,18 @@ async def train(number: int, kind: str, steps: int, grows_at: int) -> Any:
     options: dict[str, Any] = {"op": "sum", "bucket_bytes": 1, "scheduler": scheduler}
     net: DataParallel | None = None
     async with aiodist.init(elastic=True) as coll:
-        while net is None or net.steps < steps:
+        while net is None or net.steps_done < steps:
             try:
                 if net is None:
                     net = await DataParallel.create(module, coll, opt, **options)
                 await net.rebind(coll, opt)
-                if net.steps == grows_at and coll.size < 4:
+                if net.steps_done == grows_at and coll.size < 4:
                     coll = await coll.grow()
                     continue
-                await net.step(partial(share, net, net.steps, coll.rank, coll.size), opt)
+                await net.step(partial(share, net, net.steps_done, coll.rank, coll.size), opt)
             except PeerError:
                 coll = await coll.shrink()
-        return coll.size, net.steps, bytes_of(module, opt, scheduler), module
+        return coll.size, net.steps_done, bytes_of(module, opt, scheduler), module
 
 
 @pytest.mark.drawn(1)
@@ -94,9 +94,9 @@ async def train_pipelined(number: int, steps: int, grows_at: int, *, scheduled: 
                     )
                     opt = PipelinedOptimizer(net, partial(torch.optim.Adam, lr=0.03))
                     if scheduled:
-                        net.settings(scheduler=[warming(each) for each in opt.optimizers])
+                        net.configure(scheduler=[warming(each) for each in opt.optimizers])
                 await net.rebind(coll, opt)
-                for step in range(net.steps, steps):
+                for step in range(net.steps_done, steps):
                     if step >= grows_at and coll.size < 4:
                         coll = await coll.grow()
                         break
@@ -104,7 +104,7 @@ async def train_pipelined(number: int, steps: int, grows_at: int, *, scheduled: 
                 else:
                     await opt.flush()
                     await coll.barrier()
-                    return coll.size, net.steps, bytes_of(module, opt), module
+                    return coll.size, net.steps_done, bytes_of(module, opt), module
             except PeerError:
                 coll = await coll.shrink()
 
@@ -146,15 +146,15 @@ def test_w3_the_rank_that_made_most_steps_gives_the_others_what_it_has() -> None
             if number == 0:
                 kill_rank()
                 await asyncio.sleep(0)
-            before = net.steps
+            before = net.steps_done
             with pytest.raises(PeerError):
                 await coll.barrier()
             coll = await coll.shrink()
             await net.rebind(coll, opt)
             assert all(p.grad is None for p in net.parameters()), "gradients are dropped"
             found = bytes_of(module, opt)
-            await net.step(partial(share, net, net.steps, coll.rank, coll.size), opt)
-            return before, net.steps, float(module.get_buffer("seen")), found, bytes_of(module, opt)
+            await net.step(partial(share, net, net.steps_done, coll.rank, coll.size), opt)
+            return before, net.steps_done, float(module.get_buffer("seen")), found, bytes_of(module, opt)
 
     _, one, two = run_ranks(3, main, elastic=(1, 3))
     assert (one[:3], two[:3]) == ((1, 3, 77.0), (2, 3, 77.0))
@@ -209,7 +209,7 @@ def test_w3_where_the_one_that_gives_dies_meanwhile_nobody_has_half_of_it(turns:
                     if coll.size == 3:
                         continue
                     break
-            return net.steps, states[0] == bytes_of(module, opt), bytes_of(module, opt)
+            return net.steps_done, states[0] == bytes_of(module, opt), bytes_of(module, opt)
 
     one, two, dead = run_ranks(3, main, elastic=(1, 3))
     assert dead is None
@@ -230,7 +230,7 @@ def test_w3_gradients_that_are_compressed_and_a_scaler_go_on_too() -> None:
                     await net.step(lambda: net(x).square().sum(), opt)
                 coll = await coll.grow()
                 await net.rebind(coll, opt)
-            assert net.steps == 3
+            assert net.steps_done == 3
             for _ in range(2):
                 await net.step(lambda: net(x).square().sum(), opt)
             return bytes_of(module), scaler.get_scale(), scaler._get_growth_tracker()
@@ -273,7 +273,7 @@ def test_w3_what_cannot_go_on_says_what_to_do_instead() -> None:
                 await net.rebind(await coll.dup(), sgd, *([sgd] if number else []))
             await net.rebind(coll, sgd)
             await net.step(partial(share, net, 1, coll.rank, coll.size), sgd)
-            net.settings(scaler=torch.amp.GradScaler("cpu") if number else None)
+            net.configure(scaler=torch.amp.GradScaler("cpu") if number else None)
             with pytest.raises(MismatchError, match="rank 0: nothing; rank 1: GradScaler"):
                 await net.rebind(await coll.dup(), sgd)
 
@@ -286,12 +286,12 @@ def test_w3_one_that_joins_without_the_settings_of_the_others_makes_no_step() ->
             net = await DataParallel.create(build(0), coll, PipelinedOptimizer)
             opt = PipelinedOptimizer(net, partial(torch.optim.SGD, lr=0.1))
             if coll.generation == 0:
-                net.settings(scheduler=[warming(each) for each in opt.optimizers])
+                net.configure(scheduler=[warming(each) for each in opt.optimizers])
                 await net.rebind(coll := await coll.grow(), opt)
                 with pytest.raises(PeerError):
                     await whole_step(net, opt, partial(share, net, 0, coll.rank, coll.size))
                 return
-            with pytest.raises(RuntimeError, match=r"has joined LambdaLR.*expected `net\.settings"):
+            with pytest.raises(RuntimeError, match=r"has joined LambdaLR.*expected `net\.configure"):
                 await net.step(partial(share, net, 0, coll.rank, coll.size), opt)
             kill_rank()
             await asyncio.sleep(0)
@@ -328,7 +328,7 @@ def test_w3_a_rank_whose_optimizer_raised_gives_nothing(failing: list[int]) -> N
                     await net.rebind(coll, opt)
                 net.load_state_dict(build(5).state_dict())
             await net.rebind(coll, opt)
-            return kept, bytes_of(module), net.steps
+            return kept, bytes_of(module), net.steps_done
 
     zero, one = run_ranks(2, main, elastic=(1, 2))
     assert zero[1:] == one[1:]
@@ -395,7 +395,7 @@ def test_w3_what_a_pipelined_optimizer_made_in_part_is_taken_back(failing: list[
             coll = await coll.shrink()
             await net.rebind(coll, opt)
             made[1].param_groups[0]["luck"].fails = False
-            made_whole = net.steps
+            made_whole = net.steps_done
             for step in range(made_whole, 5):
                 await net.step(partial(share, net, step, coll.rank, coll.size), opt)
             await opt.flush()
@@ -420,7 +420,7 @@ def test_w3_several_steps_that_were_made_in_part_are_all_taken_back() -> None:
                     await whole_step(net, opt, partial(share, net, 1, coll.rank, coll.size))
                 made[failing].param_groups[0]["luck"].fails = False
             await net.rebind(coll := await coll.shrink(), opt)
-            assert net.steps == 1
+            assert net.steps_done == 1
             for step in range(1, 5):
                 made[0].param_groups[0]["luck"].fails = made[1].param_groups[0]["luck"].fails = False
                 await whole_step(net, opt, partial(share, net, step, coll.rank, coll.size))
@@ -454,7 +454,7 @@ def test_w3_a_step_behind_a_load_is_taken_back_to_what_was_loaded(turns: int) ->
                 await (killed_after(turns, step) if number == 2 else step)
                 await coll.barrier()
             await net.rebind(coll := await coll.shrink(), opt)
-            return net.steps, net.module
+            return net.steps_done, net.module
 
     one, two, _ = run_ranks(3, main, elastic=(1, 3))
     expected = build(5)
@@ -553,7 +553,7 @@ async def test_w3_any_other_communicator_will_do(coll: Communicator) -> None:
     for step in range(4):
         if step == 2:
             await net.rebind(twin, opt)
-        assert net.steps == step
+        assert net.steps_done == step
         await net.step(partial(share, net, step, coll.rank, coll.size), opt)
     expected = build(0)
     stepped(expected, optimizers("sgd", expected)[0], steps=range(4))

@@ -177,7 +177,7 @@ async def test_p9_data_parallel_groups_train_against_the_centre(coll: Communicat
     async with ParameterServer(coll, model, workers=[0, 2]) as ps, await DataParallel.create(model, group) as net:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
         alpha = elastic_alpha(0.9, 2)
-        async with EASGD(ps, net, optimizer, tau=4, alpha=alpha, prefetch=1, group=group, run=net.run) as client:
+        async with EASGD(ps, net, optimizer, tau=4, alpha=alpha, prefetch=1, group=group, run=net.submit) as client:
             for _ in range(60):
                 x = torch.randn(16, 3, generator=draw, dtype=torch.float64)
 
@@ -186,7 +186,7 @@ async def test_p9_data_parallel_groups_train_against_the_centre(coll: Communicat
                     return missed.square().mean()
 
                 optimizer.zero_grad()
-                await net.backward(await net.run(forward))
+                await net.backward(await net.submit(forward))
                 await client.step()
         if ps.is_worker:
             await ps.barrier()

@@ -107,7 +107,7 @@ async def count() -> None:
         number = None if coll.generation else coll.rank
 
         def share(batch: list[int]) -> torch.Tensor:
-            if net is not None and (number, net.steps) in ((0, 10), (2, 20)):
+            if net is not None and (number, net.steps_done) in ((0, 10), (2, 20)):
                 die()
             loss: torch.Tensor = -module(torch.tensor(batch, dtype=torch.int64)).sum()
             return loss
@@ -118,14 +118,14 @@ async def count() -> None:
                 net = net or await DataParallel.create(module, coll, opt, op="sum")
                 await net.rebind(coll, opt)
                 queue = queue or ShardQueue(IndexShards(RECORDS, 64), coll, batch_size=8, shuffle=True)
-                await queue.rebind(coll, net.steps)
+                await queue.rebind(coll, net.steps_done)
                 batches = aiter(queue)
                 while used:
-                    if net.steps == 30 and coll.size == 2:
+                    if net.steps_done == 30 and coll.size == 2:
                         coll = await coll.grow()
                         break
                     batch: list[int] = await anext(batches, [])
-                    if used := await queue.agree(net.steps):
+                    if used := await queue.agree(net.steps_done):
                         await net.step(share, opt, batch)
             except aiodist.PeerLost as error:
                 say("lost:", error.lost, "of", coll.size)

@@ -244,12 +244,12 @@ async def test_n7_an_optimizer_made_later_and_the_sum(coll: Communicator, op: Li
 @pytest.mark.parametrize("kind", ["normed", "branches"])
 async def test_n7_clipping_by_the_global_norm(coll: Communicator, kind: str) -> None:
     net = await Course.split(build(kind), coll)
-    net.settings(clip_norm=0.01)
+    net.configure(clip_norm=0.01)
     opt = PipelinedOptimizer(net, Course.sgd)
     await Course.train(net, opt, coll, held=Course.hold(net))
     Course.same(net.module, Course.reference(build(kind), None, coll.size, clip=0.01))
     with pytest.raises(ValueError, match="clip_norm=0"):
-        net.settings(clip_norm=0)
+        net.configure(clip_norm=0)
 
 
 @pytest.mark.thorough

@@ -31,7 +31,7 @@ async def test_n7_the_module_is_called_while_updates_are_pending(coll: Communica
             net.module[2](torch.zeros(1, 8).double())  # type: ignore[index]
         Course.reference(expected, plain, coll.size, range(step, step + 1))
         with torch.no_grad():
-            seen = net.run(net, x)
+            seen = net.submit(net, x)
             await Course.until(seen.done, held.release)
             out = await seen
         assert not out.requires_grad
@@ -59,7 +59,7 @@ async def test_n7_gradients_from_before_do_not_count(coll: Communicator) -> None
     for step in range(3):
         await opt.flush()
         with net.no_sync():
-            await net.backward(await net.run(Course.loss_of, net, coll.rank, 50 + step))
+            await net.backward(await net.submit(Course.loss_of, net, coll.rank, 50 + step))
         with pytest.raises(RuntimeError, match=r"net\.step forgets gradients"):
             await Course.train(net, opt, coll, range(step, step + 1))
         net.zero_grad()

@@ -146,7 +146,7 @@ async def test_n7_only_the_compute_thread_steps(coll: Communicator) -> None:
     await Course.train(net, opt, coll, held=held)
     held.holding = lambda t: False
     await Course.train(net, opt, coll)
-    assert threads == {await net.run(lambda: threading.current_thread().name)}
+    assert threads == {await net.submit(lambda: threading.current_thread().name)}
 
 
 @pytest.mark.parametrize("slow", [0, 1])

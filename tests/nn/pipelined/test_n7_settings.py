@@ -125,7 +125,7 @@ async def test_n7_the_norm_is_of_what_the_optimizers_have(coll: Communicator) ->
     trained = []
     for pipelined in (False, True):
         net = await Course.split(Course.mlp(), coll, bucket_bytes=1 << 20)
-        net.settings(clip_norm=1e-3)
+        net.configure(clip_norm=1e-3)
         opt = PipelinedOptimizer(net, of_weights) if pipelined else of_weights(net.parameters())
         for step in range(4):
             await net.step(Course.loss_of, opt, net, coll.rank, step)

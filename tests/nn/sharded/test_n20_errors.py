@@ -264,7 +264,7 @@ async def test_n20_what_it_does_not_take(coll: Communicator) -> None:
     with pytest.raises(RuntimeError, match=r"net\.step\(forward, sharded\)"):
         await net.backward(Trial.loss(net, coll.rank, 1))
     with pytest.raises(RuntimeError, match=r"net\.step\(forward, sharded\)"):
-        await anext(net.gradients(Trial.loss(net, coll.rank, 1)))
+        await anext(net.backward_iter(Trial.loss(net, coll.rank, 1)))
     with net.no_sync(), pytest.raises(RuntimeError, match="no_sync"):
         await net.step(Trial.loss, opt, net, coll.rank, 1)
     await net.step(Trial.loss, opt, net, coll.rank, 1)

@@ -50,7 +50,7 @@ async def test_n20_a_scaler_leaves_out_a_step_on_all_ranks(coll: Communicator, c
     scaler, mine = torch.amp.GradScaler("cpu", 64.0), torch.amp.GradScaler("cpu", 64.0)
     net = await DataParallel.create(Trial.Mlp(), coll, clip_norm=clip_norm, **Trial.SMALL)
     opt = ShardedOptimizer(net, Trial.OPTIMIZERS["adam"])
-    net.settings(scaler=scaler, scheduler=ExponentialLR(opt.optimizer, 0.5))
+    net.configure(scaler=scaler, scheduler=ExponentialLR(opt.optimizer, 0.5))
     expected = Trial.Mlp()
     plain = Trial.OPTIMIZERS["adam"](expected.parameters())
     for step in range(5):
@@ -111,7 +111,7 @@ async def test_n20_closures_and_autocast(coll: Communicator) -> None:
         plain.step()
     Trial.assert_same(net, expected)
     seen: list[torch.dtype] = []
-    net.settings(autocast=torch.bfloat16)
+    net.configure(autocast=torch.bfloat16)
 
     def forward() -> Tensor:
         out: Tensor = net(Trial.batch(coll.rank, 0)[0].float())
@@ -135,7 +135,7 @@ async def test_n20_uneven_data(coll: Communicator, sizes: Any, op: Literal["mean
     """A rank that runs dry steps its shard all the same, and clips it, at the rate of its scheduler."""
     net = await DataParallel.create(Trial.Mlp(), coll, op=op, clip_norm=0.3, **sizes)
     opt = ShardedOptimizer(net, Trial.OPTIMIZERS["adam"])
-    net.settings(scheduler=ExponentialLR(opt.optimizer, 0.8))
+    net.configure(scheduler=ExponentialLR(opt.optimizer, 0.8))
     expected = Trial.Mlp()
     plain = Trial.OPTIMIZERS["adam"](expected.parameters())
     rates = ExponentialLR(plain, 0.8)

@@ -41,7 +41,7 @@ async def train(number: int, kind: str, folder: Path, clip_norm: float | None) -
                     )
                     opt = ShardedOptimizer(net, MAKERS[kind])
                     scheduler = halving(opt.optimizer)
-                    net.settings(scheduler=scheduler, clip_norm=clip_norm)
+                    net.configure(scheduler=scheduler, clip_norm=clip_norm)
                 await net.rebind(coll, opt)
                 first = (await aiodist.load(folder, net, opt, scheduler)).extra if opt.lost else 0
                 for step in range(first, STEPS):
