@@ -40,7 +40,17 @@ from aiodist.nn.tensor_parallel import divided_parameters
 from aiodist.streams import HostStream
 from aiodist.types import Stateful, check_trains, settings_text
 
-__all__ = ["DataParallel", "DataParallelStatistics", "Driver", "check_one_pass", "check_optimizer"]
+__all__ = [
+    "DataParallel",
+    "DataParallelStatistics",
+    "Driver",
+    "check_one_pass",
+    "check_optimizer",
+    "check_updated",
+    "compute_of",
+    "expected_state",
+    "reducer_of",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -118,9 +128,10 @@ class DataParallel(ModuleLike):
     _expected: tuple[Expected, ...] = ()
     _stateful: SettingsState
     _refuses: str | None = "is on no communicator"
-    reducer: Reducer
-    """It and `compute` are for what drives a step: a `Driver`."""
-    compute: Compute
+    _reducer: Reducer
+    """A `Driver` gets it by `reducer_of(net)`."""
+    _compute: Compute
+    """A `Driver` gets it by `compute_of(net)`."""
 
     @classmethod
     @located
@@ -191,16 +202,6 @@ class DataParallel(ModuleLike):
         await net._bind(coll, stands, _alike("create", stands, known.per_rank), 0)
         return net
 
-    def expected_state(self, driver: Recovering, load: Callable[[Any], None]) -> Any:
-        """Return the state that `create` was given for such a driver, once, to be given to `load`; None for none."""
-        found = next((each for each in self._expected if isinstance(driver, each.kind)), None)
-        self._expected = tuple(each for each in self._expected if each is not found)
-        if found is None or found.state is None:
-            return None
-        found.load = load
-        self._stateful.expect(found)
-        return found.state
-
     @located
     async def rebind(self, coll: Communicator, *state: Stateful) -> None:
         """Go on on another communicator, such as the world that `shrink` or `grow` has returned.
@@ -228,9 +229,9 @@ class DataParallel(ModuleLike):
             if coll is self._home:
                 return
             if coll.parts.registry.elastic is None:
-                self.check_updated()
+                check_updated(self)
             await self.aclose()
-        await self.compute.stream.aclose()  # what was asked for may still run
+        await self._compute.stream.aclose()  # what was asked for may still run
         recovering = [each for each in state if isinstance(each, Recovering)]
         for device in cuda_devices(self._module.parameters()):
             torch.cuda.synchronize(device)  # the compute thread had a stream of its own
@@ -238,7 +239,7 @@ class DataParallel(ModuleLike):
         shared = _alike("rebind", shared, self._settings.per_rank)
         for parameter in self._module.parameters():
             parameter.grad = None
-        await self._bind(coll, state, shared, self.reducer.steps.whole)
+        await self._bind(coll, state, shared, self._reducer.steps.whole)
         for each in recovering:
             each.resume()
 
@@ -254,7 +255,7 @@ class DataParallel(ModuleLike):
                     f"rebind with {type(each).__name__}, which does not know how to go on (`retreat`, `resume`): make "
                     "net and optimizer anew, and load the last checkpoint"
                 )
-        for needed, why in ((self._optimizer, "made the last step"), (self.reducer.kept_by, "keeps the buckets")):
+        for needed, why in ((self._optimizer, "made the last step"), (self._reducer.kept_by, "keeps the buckets")):
             if needed is not None and all(each is not needed for each in state):
                 raise ValueError(f"rebind without {type(needed).__name__}, which {why}: expected it")
 
@@ -321,7 +322,7 @@ class DataParallel(ModuleLike):
         await stream.__aenter__()
         self._home, self._coll = coll, own
         self._side = side  # what the user calls while reductions may be under way
-        self.reducer, self.compute = reducer, Compute(stream, reducer)
+        self._reducer, self._compute = reducer, Compute(stream, reducer)
         self._refuses = None
         status.admit(_Guest(self))  # the last that was made is the first to be closed
 
@@ -329,8 +330,8 @@ class DataParallel(ModuleLike):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module does with these arguments, computed here, on the calling thread."""
-        if not self.compute.is_current():
-            self.reducer.watch()
+        if not self._compute.is_current():
+            self._reducer.watch()
         return self._module(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -341,7 +342,7 @@ class DataParallel(ModuleLike):
         `await net.submit(lambda: copy.deepcopy(net.state_dict()))`. Raises `RuntimeError`
         while updates are pending: `await opt.flush()` first.
         """
-        self.check_updated()
+        check_updated(self)
         return self._module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -352,14 +353,14 @@ class DataParallel(ModuleLike):
         to what is loaded: `await opt.flush()` first; and while a step or a backward is under way, which reads and
         writes the same: `await` it, or `await net.submit(net.load_state_dict, …)`.
         """
-        self.check_updated()
-        if not self.compute.is_current() and (self._passes or not (self._work is None or self._work.done())):
+        check_updated(self)
+        if not self._compute.is_current() and (self._passes or not (self._work is None or self._work.done())):
             raise RuntimeError(
                 "a step or a backward is under way, on the compute thread, and uses the parameters: await it first, or "
                 "load behind it, `await net.submit(net.load_state_dict, state)`"
             )
         self._module.load_state_dict(state, strict=strict)
-        self.reducer.steps.alike(loaded=hash_of([slot.parameter for slot in self.reducer.slots]))
+        self._reducer.steps.alike(loaded=hash_of([slot.parameter for slot in self._reducer.slots]))
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -379,7 +380,7 @@ class DataParallel(ModuleLike):
         if changes:
             self._settings = self._settings.changed(self._shared, changes)
             self._stateful.change(self._settings.stateful)
-            self.reducer.steps.keep_own(self._settings.per_rank)
+            self._reducer.steps.keep_own(self._settings.per_rank)
         return self._settings
 
     @located
@@ -430,23 +431,23 @@ class DataParallel(ModuleLike):
         self._check_kept()
         self._check_owner(opt)
         if opt is not self._optimizer:
-            self.check_updated()
+            check_updated(self)
             self._stateful.check()
             check_optimizer(self, opt)
             self._optimizer = opt
-        if self._settings.per_rank and (self.reducer.joining or self._coll.parts.registry.elastic is not None):
-            what = "join" if self.reducer.joining else "rebind"
+        if self._settings.per_rank and (self._reducer.joining or self._coll.parts.registry.elastic is not None):
+            what = "join" if self._reducer.joining else "rebind"
             _alike(what, [opt], self._settings.per_rank)
         if isinstance(opt, Optimizer):
-            self.reducer.steps.check_known(opt)
+            self._reducer.steps.check_known(opt)
         elif (check := getattr(opt, "_check_parameters", None)) is not None:
             check()
-        self.reducer.devices.lend((args, kwargs))
+        self._reducer.devices.lend((args, kwargs))
         runs = [partial(each, *args, **kwargs) for each in closures]
-        work = Forward(runs, self._settings, self.compute, opt)
+        work = Forward(runs, self._settings, self._compute, opt)
         if isinstance(opt, Optimizer):
-            return await self._timely(self.compute.submit(plain_step, work, opt, self.compute))
-        await self._timely(self.compute.submit(opt.train, work))
+            return await self._timely(self._compute.submit(plain_step, work, opt, self._compute))
+        await self._timely(self._compute.submit(opt.train, work))
         return work.loss
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
@@ -456,11 +457,11 @@ class DataParallel(ModuleLike):
         RuntimeError once the net is closed, on await what `fn` raises. Cost: 25 to 30 us until the result is there.
         """
         self._check()
-        self.reducer.devices.lend((args, kwargs))
+        self._reducer.devices.lend((args, kwargs))
         if any(isinstance(x, Optimizer) for x in (getattr(fn, "__self__", None), *args)):
-            self._work = handle = self.compute.submit(self.reducer.steps.blamed(fn), *args, **kwargs)
+            self._work = handle = self._compute.submit(self._reducer.steps.blamed(fn), *args, **kwargs)
             return handle
-        return self.compute.submit(fn, *args, **kwargs)
+        return self._compute.submit(fn, *args, **kwargs)
 
     @located
     async def backward(
@@ -480,11 +481,11 @@ class DataParallel(ModuleLike):
         """
         self._check()
         how: dict[str, Any] = {"gradient": gradient, "retain_graph": retain_graph, "inputs": inputs}
-        if self.reducer.local:
-            await self._timely(self.compute.submit(self.compute.keep, loss, how))
+        if self._reducer.local:
+            await self._timely(self._compute.submit(self._compute.keep, loss, how))
             return
         self._check_owner()
-        await self._timely(self.compute.submit(self.compute.reduce_all, lambda: loss, **how))
+        await self._timely(self._compute.submit(self._compute.reduce_all, lambda: loss, **how))
 
     async def backward_iter(self, loss: Tensor) -> AsyncGenerator[tuple[nn.Parameter, Tensor], None]:
         """Yield each parameter with its reduced gradient, now its `.grad`, as they arrive, while backward goes on.
@@ -497,7 +498,7 @@ class DataParallel(ModuleLike):
         self._check_reduces("backward_iter")
         self._check_owner()
         arrivals: asyncio.Queue[Bucket | None] = asyncio.Queue()
-        work = self.compute.submit(self.compute.reduce, lambda: loss, on_arrival=arrivals.put_nowait)
+        work = self._compute.submit(self._compute.reduce, lambda: loss, on_arrival=arrivals.put_nowait)
         late: list[Slot] = []
         # Where the caller leaves early it goes on, and asyncio reports its error, which nobody awaits then.
         ended = asyncio.ensure_future(_ended(work, arrivals))
@@ -520,7 +521,7 @@ class DataParallel(ModuleLike):
         What was reduced before, and not forgotten, counts once in that, as with DDP: a mean stays what it is. With
         `op="sum"` the first backward in the block makes of it this rank's share, 1/size of it.
         """
-        with self.reducer.apart():
+        with self._reducer.apart():
             yield
 
     @asynccontextmanager
@@ -543,46 +544,46 @@ class DataParallel(ModuleLike):
         if wrong := [type(each).__name__ for each in optimizers if not isinstance(each, Stateful)]:
             raise TypeError(f"join({', '.join(wrong)}): expected optimizers, as `net.join(opt)`")
         _alike("join", optimizers, self._settings.per_rank)
-        finished = self.submit(self.compute.finish)  # a step that failed here may not have ended yet
+        finished = self.submit(self._compute.finish)  # a step that failed here may not have ended yet
         try:
             await finished
         except asyncio.CancelledError as error:  # the others may be in the block, and hear of it there alone
             finished.add_done_callback(partial(self._leave_join, error, 1))
             raise
-        before = self.reducer.statistics.passes
-        self.reducer.joining += 1
+        before = self._reducer.statistics.passes
+        self._reducer.joining += 1
         try:
             yield
-            last = self._optimizer or self.reducer.kept_by  # the latter where no step was made here
+            last = self._optimizer or self._reducer.kept_by  # the latter where no step was made here
             drivers = optimizers or ((last,) if isinstance(last, Optimizer | Driver) else ())
             for driver in drivers:
                 if isinstance(driver, Driver):
                     await driver.flush()
-            if self.reducer.devices:
-                await self.submit(self.compute.finish)
-            mine = self.reducer.statistics.passes - before
+            if self._reducer.devices:
+                await self.submit(self._compute.finish)
+            mine = self._reducer.statistics.passes - before
             active = True
             while active:
-                reduction = await self.compute.submit(self.compute.bring_nothing)
+                reduction = await self._compute.submit(self._compute.bring_nothing)
                 await reduction.finished
-                if self.reducer.owner is not None:
-                    await self.compute.submit(self.compute.follow, reduction)
+                if self._reducer.owner is not None:
+                    await self._compute.submit(self._compute.follow, reduction)
                 active = reduction.participants > 0
         except BaseException as error:
             self._leave_join(error, 0)
             raise
-        self.reducer.joining -= 1
-        if self.reducer.owner is not None:  # this rank has made the others' steps
-            await self.reducer.owner.flush()
+        self._reducer.joining -= 1
+        if self._reducer.owner is not None:  # this rank has made the others' steps
+            await self._reducer.owner.flush()
             return
         alike = _alike("join", drivers, self._settings.per_rank)
         settings = [each for each in self._settings.stateful if all(each is not given for given in drivers)]
-        steps = await share_longest(self._coll, (mine, self.reducer.steps.made), self._shared, alike, settings)
-        self.reducer.steps.alike(steps)
+        steps = await share_longest(self._coll, (mine, self._reducer.steps.made), self._shared, alike, settings)
+        self._reducer.steps.alike(steps)
 
     def _leave_join(self, error: BaseException, entered: int, _: object = None) -> None:
-        self.reducer.joining += entered
-        self.compute.submit(self.compute.see_out, error).outcome_error()  # nobody waits for it
+        self._reducer.joining += entered
+        self._compute.submit(self._compute.see_out, error).outcome_error()  # nobody waits for it
 
     def synchronize_buffers(self, how: str = "root", root: int = 0) -> Awaitable[None]:
         """Give all ranks the buffers (BatchNorm's statistics) of `root`, or with `how="mean"` their mean.
@@ -605,7 +606,7 @@ class DataParallel(ModuleLike):
         A signal does that with `init(stop_on_signal=True)`, or `coll.request_stop()`. With a driver whose passes go on
         behind its steps (`pass_lag`), such as `PipelinedOptimizer`, it is true one pass later.
         """
-        return self.reducer.stopped_before if getattr(self._optimizer, "pass_lag", 0) else self.reducer.stopped
+        return self._reducer.stopped_before if getattr(self._optimizer, "pass_lag", 0) else self._reducer.stopped
 
     @property
     def coll(self) -> Communicator:
@@ -615,7 +616,7 @@ class DataParallel(ModuleLike):
     @property
     def compressor(self) -> Compressor | None:
         """What compresses the gradients, None where nothing does; its `state_dict` is this rank's, for a checkpoint."""
-        return self.reducer.hook if isinstance(self.reducer.hook, Compressor) else None
+        return self._reducer.hook if isinstance(self._reducer.hook, Compressor) else None
 
     @property
     def steps_done(self) -> int:
@@ -623,11 +624,11 @@ class DataParallel(ModuleLike):
 
         It goes on with `rebind`. A step that a scaler left out does not count.
         """
-        return self.reducer.steps.total
+        return self._reducer.steps.total
 
     def statistics(self) -> DataParallelStatistics:
         """Return what the reductions of gradients have cost so far on this rank; local, at once."""
-        return self.reducer.statistics
+        return self._reducer.statistics
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -641,15 +642,15 @@ class DataParallel(ModuleLike):
                 self._work = None
 
     async def _over(self, work: Handle[T]) -> T:
-        over = FutureWaiter(self.reducer.progress.loop.create_future())
-        self.reducer.waiting.append(over.future)
+        over = FutureWaiter(self._reducer.progress.loop.create_future())
+        self._reducer.waiting.append(over.future)
         work.add_waiter(over)
         try:
             await over.future
             return work.result()
         finally:
             work.remove_waiter(over)
-            self.reducer.waiting.remove(over.future)
+            self._reducer.waiting.remove(over.future)
 
     @property
     def closed(self) -> bool:
@@ -674,17 +675,12 @@ class DataParallel(ModuleLike):
         if error[0] is None:
             await self.aclose()
 
-    def check_updated(self) -> None:
-        """Raise RuntimeError while the optimizer has updates still to make."""
-        if isinstance(self._optimizer, Driver) and self._optimizer.pending:
-            raise RuntimeError("the last updates are still to be made: `await opt.flush()` first")
-
     def _check_reduces(self, call: str) -> None:
-        if self.reducer.local:
+        if self._reducer.local:
             raise RuntimeError(f"net.{call} inside net.no_sync(): there, `await net.backward(loss)` adds up gradients")
 
     def _check_kept(self) -> None:
-        if not self.reducer.kept:
+        if not self._reducer.kept:
             return
         gradients = [p.grad for p in self._shared.parameters() if p.grad is not None]
         if any(gradient.is_sparse or bool(gradient.any()) for gradient in gradients):
@@ -694,10 +690,10 @@ class DataParallel(ModuleLike):
                 "backward reduce the sum, `await net.backward(loss)`, and then `await net.submit(opt.step)`. "
                 "`net.zero_grad()` drops them"
             )
-        self.reducer.kept = False
+        self._reducer.kept = False
 
     def _check_owner(self, opt: object = None) -> None:
-        owner = self.reducer.owner
+        owner = self._reducer.owner
         if owner is not None and owner is not opt:
             raise RuntimeError(
                 f"the gradients of this net go to the shards of {owner!r}, and never to the parameters: expected "
@@ -710,7 +706,7 @@ class DataParallel(ModuleLike):
         self._check_loop()
 
     def _check_loop(self) -> None:
-        self.reducer.progress.check_here(repr(self))
+        self._reducer.progress.check_here(repr(self))
 
     def __repr__(self) -> str:
         return f"<DataParallel of {type(self._module).__name__} on {self._coll!r}>"
@@ -731,27 +727,27 @@ class _Guest:
         try:
             if isinstance(net._optimizer, Driver):
                 await net._optimizer.flush()
-            if net.reducer.devices:
-                await net.compute.submit(net.compute.finish)
+            if net._reducer.devices:
+                await net._compute.submit(net._compute.finish)
             with suppress(CommunicatorError, PeerError):  # it was given up: there is nobody to be waited for
-                await net.compute.submit(net.compute.end)
+                await net._compute.submit(net._compute.end)
         except Exception as error:  # noqa: BLE001  - raised at the end; cancelled, it is to give up instead
-            failed = None if net.reducer.parted and isinstance(error, CommunicatorError) else error
+            failed = None if net._reducer.parted and isinstance(error, CommunicatorError) else error
         if isinstance(failed, DeadlockError):  # raised where each rank of it waited
             failed = None
         net._refuses = "is closed"
-        await net.compute.stream.aclose()
-        await net.reducer.hook.aclose()
-        net.reducer.release()
+        await net._compute.stream.aclose()
+        await net._reducer.hook.aclose()
+        net._reducer.release()
         if failed is not None:
             raise failed
 
     def abort(self) -> None:
         net = self._net
         net._refuses = net._refuses or "was given up"  # an end that failed has closed it
-        net.compute.stream.abort()
-        net.reducer.hook.abort()
-        net.reducer.release()
+        net._compute.stream.abort()
+        net._reducer.hook.abort()
+        net._reducer.release()
 
 
 def _alike(call: str, state: Sequence[T], per_rank: Sequence[Tensor]) -> list[T | SharedState]:
@@ -772,6 +768,33 @@ def _alike(call: str, state: Sequence[T], per_rank: Sequence[Tensor]) -> list[T 
             )
         found.append(SharedState(mixed[0], own) if mixed else each)
     return found
+
+
+def reducer_of(net: DataParallel) -> Reducer:
+    """Return what reduces the gradients of `net`; it changes with `rebind`."""
+    return net._reducer
+
+
+def compute_of(net: DataParallel) -> Compute:
+    """Return the compute thread of `net`; it changes with `rebind`."""
+    return net._compute
+
+
+def check_updated(net: DataParallel) -> None:
+    """Raise RuntimeError while the optimizer of the last step has pending updates."""
+    if isinstance(net._optimizer, Driver) and net._optimizer.pending:
+        raise RuntimeError("the last updates are still to be made: `await opt.flush()` first")
+
+
+def expected_state(net: DataParallel, driver: Recovering, load: Callable[[Any], None]) -> Any:
+    """Return the state that `create` was given for such a driver, once, to be given to `load`; None for none."""
+    found = next((each for each in net._expected if isinstance(driver, each.kind)), None)
+    net._expected = tuple(each for each in net._expected if each is not found)
+    if found is None or found.state is None:
+        return None
+    found.load = load
+    net._stateful.expect(found)
+    return found.state
 
 
 def check_one_pass(opt: Optimizer) -> None:
@@ -819,8 +842,8 @@ def check_optimizer(net: DataParallel, opt: Optimizer | Driver) -> None:
     if isinstance(opt, Optimizer):
         check_one_pass(opt)
         # Of parameters that were put into the module later the step itself tells.
-        check_trains(opt, chain((slot.parameter for slot in net.reducer.slots), net.module.parameters()), "this net")
-        net.reducer.steps.check_known(opt)
+        check_trains(opt, chain((slot.parameter for slot in net._reducer.slots), net.module.parameters()), "this net")
+        net._reducer.steps.check_known(opt)
     elif (other := getattr(opt, "net", net)) is not net:
         raise ValueError(f"{type(opt).__name__} drives {other!r}: expected one that was made for {net!r}")
 

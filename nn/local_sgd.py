@@ -18,10 +18,18 @@ from aiodist.checkpoints.saving import load_exactly
 from aiodist.handles import Handle
 from aiodist.handles.calls import located
 from aiodist.handles.tracing import span
-from aiodist.nn.compute import Forward, called, plain_step
-from aiodist.nn.data_parallel import DataParallel, check_one_pass, check_optimizer
+from aiodist.nn.compute import Compute, Forward, called, plain_step
+from aiodist.nn.data_parallel import (
+    DataParallel,
+    check_one_pass,
+    check_optimizer,
+    compute_of,
+    expected_state,
+    reducer_of,
+)
 from aiodist.nn.layout import Parcel
 from aiodist.nn.pass_status import PassStatus
+from aiodist.nn.reducer import Reducer
 from aiodist.nn.steps import count_as_stepped
 from aiodist.types import Stateful
 
@@ -144,7 +152,7 @@ class LocalSGD:
         """Local steps since an average was sent."""
         self._alike = True
         """All ranks have the same parameters."""
-        parameters = [slot.parameter for slot in net.reducer.slots]
+        parameters = [slot.parameter for slot in reducer_of(net).slots]
         with torch.inference_mode(False):
             averaged = [p for p in parameters if p.is_floating_point() or p.is_complex()]
             copies = [(p, nn.Parameter(p.detach().clone())) for p in averaged]
@@ -160,7 +168,7 @@ class LocalSGD:
         if outer is not None and self._elastic is None:
             self.outer = _made_outer(outer, cast(list[nn.Parameter], list(self._centre.values())))
         others = _Common(self, intact=False)
-        come = net.expected_state(self, others.load_state_dict)
+        come = expected_state(net, self, others.load_state_dict)
         if come is not None:
             others.load_state_dict(come)
 
@@ -170,6 +178,14 @@ class LocalSGD:
     def net(self) -> DataParallel:
         """The net that it was made for."""
         return self._net
+
+    @property
+    def _reducer(self) -> Reducer:
+        return reducer_of(self._net)
+
+    @property
+    def _compute(self) -> Compute:
+        return compute_of(self._net)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -225,8 +241,8 @@ class LocalSGD:
             load_exactly(self.outer, state["outer"])
         if self._kept is not None:
             self._kept = {}
-        self.begin_again(state["steps"])
-        self._net.reducer.steps.alike()
+        self._begin_again(state["steps"])
+        self._reducer.steps.alike()
 
     def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what all ranks have alike between two periods, and what this rank has of its own, for `aiodist.save`.
@@ -245,25 +261,25 @@ class LocalSGD:
 
     def retreat(self) -> Stateful:
         """Go back to the last average, and to what this rank had when it was sent; return what others are given."""
-        intact = self._net.reducer.steps.mishap is None
+        intact = self._reducer.steps.mishap is None
         self._sent = None
         if not self._alike:
             self._use_centre()
-            self.restore(self._common)
-        self.begin_again(self._common)
+            self._restore(self._common)
+        self._begin_again(self._common)
         return _Common(self, intact=intact)
 
     def resume(self) -> None:
         """Go on with what the net has now."""
 
-    def restore(self, steps: int) -> bool:
+    def _restore(self, steps: int) -> bool:
         """Have what this rank had of its own behind so many steps; return whether that is known."""
         kept = (self._kept or {}).get(steps, [])
         for owner, state in kept:
             load_exactly(owner, state)
         return bool(kept)
 
-    def begin_again(self, steps: int) -> None:
+    def _begin_again(self, steps: int) -> None:
         """All ranks have the same parameters, behind so many steps."""
         self._steps = self._common = steps
         self._since, self._alike = 0, True
@@ -282,25 +298,25 @@ class LocalSGD:
 
     def _check_parameters(self) -> None:
         """Raise ValueError if the optimizer has parameters that no net averages, and that are not this rank's own."""
-        self._net.reducer.steps.check_known(self.optimizer)
+        self._reducer.steps.check_known(self.optimizer)
 
     @called("net.step")
     def train(self, forward: Forward) -> None:
         """Do one step, and the average that is due behind it; `net.step` calls it."""
         self._steps += 1
         if self._plain or self._steps <= self._start:
-            plain_step(forward, self.optimizer, self._net.compute)
+            plain_step(forward, self.optimizer, self._compute)
             self._common = self._steps
             return
-        if self._net.reducer.joining:
+        if self._reducer.joining:
             raise RuntimeError("LocalSGD inside net.join(), where averages cannot be made: expected as many steps")
         self._since += 1
         try:
             self._begin()
             self.optimizer.zero_grad()
             forward.reduces = False
-            self._net.compute.accumulate(forward(), {})
-            with span("optimizer"), self._net.reducer.steps.aside():
+            self._compute.accumulate(forward(), {})
+            with span("optimizer"), self._reducer.steps.aside():
                 forward.settings.update(self.optimizer.param_groups, self.optimizer.step)
         finally:  # also when forward raises: the other ranks do not hear of it
             count_as_stepped(self.optimizer)  # a scaler may have left out the first step
@@ -355,7 +371,7 @@ class LocalSGD:
         means = [t.clone() for t in own] if self._overlap or self._elastic else own
         parcel = Parcel.of(means, params)
         self._keep(self._steps)
-        self._sent, self._since = (own, means, parcel, self._net.compute.average(parcel.flat), self._steps), 0
+        self._sent, self._since = (own, means, parcel, self._compute.average(parcel.flat), self._steps), 0
         if isinstance(self.outer, _SlowMomentum):
             self.outer.param_groups[0]["rates"] = list(self._rates)
 
@@ -366,7 +382,7 @@ class LocalSGD:
             return
         own, means, parcel, handle, steps = sent
         params, centre = list(self._centre), list(self._centre.values())
-        ranks = self._net.compute.averaged(handle)
+        ranks = self._compute.averaged(handle)
         parcel.unpack()
         if self._elastic is not None:
             add_each(centre, means, alpha=-self._elastic.alpha * ranks)
@@ -382,7 +398,7 @@ class LocalSGD:
             copy_each(params, centre)
             add_each(params, own)
         self._common = steps
-        self._net.reducer.steps.note(self)
+        self._reducer.steps.note(self)
 
     def _move(self, centre: list[Tensor], means: list[Tensor]) -> None:
         """Move the centre, which is `means` away from the ranks' average."""
@@ -395,7 +411,7 @@ class LocalSGD:
             if not parameter.requires_grad:
                 p.grad = None
         try:
-            with self._net.reducer.steps.making():
+            with self._reducer.steps.making():
                 self.outer.step()
         finally:
             self.outer.zero_grad()
@@ -415,11 +431,11 @@ class _Common:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the others' number of steps and outer state, and their optimizer's where this rank has none for that."""
         local, steps = self._local, state["steps"]
-        if not (self._intact and steps == local.steps) and not local.restore(steps):
+        if not (self._intact and steps == local.steps) and not local._restore(steps):
             load_exactly(local.optimizer, state["optimizer"])
         if local.outer is not None:
             load_exactly(local.outer, state["outer"])
-        local.begin_again(steps)
+        local._begin_again(steps)
 
 
 class _SlowMomentum(Optimizer):

@@ -18,8 +18,9 @@ from aiodist.errors import CommunicatorError
 from aiodist.handles import Handle
 from aiodist.handles.calls import located
 from aiodist.nn.buckets import Slot
-from aiodist.nn.compute import Forward, called
-from aiodist.nn.data_parallel import DataParallel
+from aiodist.nn.compute import Compute, Forward, called
+from aiodist.nn.data_parallel import DataParallel, compute_of, reducer_of
+from aiodist.nn.reducer import Reducer
 from aiodist.nn.reduction import Reduction
 
 
@@ -67,6 +68,14 @@ class UpdatedAhead(Generic[P]):
         return self._net
 
     @property
+    def _reducer(self) -> Reducer:
+        return reducer_of(self._net)
+
+    @property
+    def _compute(self) -> Compute:
+        return compute_of(self._net)
+
+    @property
     def pending(self) -> bool:
         """Updates are still to be made: `await flush()` before you look at parameters or state."""
         return bool(self._left)
@@ -112,7 +121,7 @@ class UpdatedAhead(Generic[P]):
     def _reduce(self, prepare: Callable[[], Tensor]) -> Reduction:
         """Return the pass of a backward from what `prepare` returns; what an earlier update failed with comes first."""
         try:
-            return self._net.compute.reduce(prepare)[1]
+            return self._compute.reduce(prepare)[1]
         except CommunicatorError:
             self._tell()  # what came before says why
             raise
@@ -138,7 +147,7 @@ class UpdatedAhead(Generic[P]):
 
     def _before(self, parts: Sequence[P], training: bool) -> None:
         """A module that needs `parts` is about to run."""
-        current = self._net.compute.is_current()
+        current = self._compute.is_current()
         if training and current:
             self._unasked.difference_update(parts)
         if not self._left or not (current or self.pending):

@@ -18,7 +18,7 @@ from aiodist.handles import Handle
 from aiodist.handles.tracing import span
 from aiodist.nn.buckets import Slot
 from aiodist.nn.compute import Forward, called
-from aiodist.nn.data_parallel import DataParallel, check_one_pass
+from aiodist.nn.data_parallel import DataParallel, check_one_pass, expected_state, reducer_of
 from aiodist.nn.next_forward import UpdatedAhead
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.steps import StepSettings, check_only, count_as_stepped
@@ -53,12 +53,13 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
     def __init__(self, net: DataParallel, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
         super().__init__(net, make_optimizer)
-        come = net.expected_state(self, self.load_state_dict)
+        come = expected_state(net, self, self.load_state_dict)
         groups = None if come is None else [part["parameters"] for part in come]
         self._settings = StepSettings()
         """Those of the step whose updates are left."""
         self._parts = [
-            _BucketOptimizer(slots, make_optimizer) for slots in net.reducer.keep_buckets(groups, urgent=True, by=self)
+            _BucketOptimizer(slots, make_optimizer)
+            for slots in reducer_of(net).keep_buckets(groups, urgent=True, by=self)
         ]
         self._part_of = {slot.index: part for part in self._parts for slot in part.slots}
         self._places: dict[_BucketOptimizer, int] = {}
@@ -125,13 +126,13 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
     def close(self) -> None:
         """Take the hooks off the modules; the parameters stay as they are. `flush` first."""
         self._guards.remove()
-        self._net.reducer.release_buckets(self)
+        self._reducer.release_buckets(self)
 
     # --- on another communicator: see `net.rebind` --------------------------------------------------------------
 
     def retreat(self) -> Stateful:
         """Take back what was updated of a step that was not made whole, and forget the rest of it."""
-        steps = self._net.reducer.steps
+        steps = self._reducer.steps
         if self._undo and all(undo.holds() for undo in self._undo.values()):  # else parameters were loaded since
             for undo in self._undo.values():
                 undo.make()
@@ -145,7 +146,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
     def resume(self) -> None:
         """Have the net's new buckets be those that the optimizers are of."""
-        kept = self._net.reducer.keep_buckets([part.numbers for part in self._parts], urgent=True, by=self)
+        kept = self._reducer.keep_buckets([part.numbers for part in self._parts], urgent=True, by=self)
         for part, slots in zip(self._parts, kept, strict=True):
             part.slots = slots
 
@@ -175,7 +176,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         self._settings = forward.settings
         for part in self._left:
             part.keep_settings()
-        self._net.reducer.progress.post(partial(reduction.finished.add_done_callback, self._catch_up))
+        self._reducer.progress.post(partial(reduction.finished.add_done_callback, self._catch_up))
         self._newest = reduction
         self._tell()
 
@@ -186,7 +187,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
                 come = (other for other, reduced in self._left.items() if reduced.done())
                 ready = part if handle.done() else next(come, None)
                 if ready is None:
-                    self._net.compute.block(handle)
+                    self._compute.block(handle)
                 else:
                     self._make(ready)
 
@@ -195,16 +196,16 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         try:
             if error is None:
                 self._order(part)
-                with span("optimizer"), self._net.reducer.steps.aside(), self._undoable(part):
+                with span("optimizer"), self._reducer.steps.aside(), self._undoable(part):
                     part.step()
         except Exception as raised:  # noqa: BLE001  - told by the next step or flush
-            error = self._mishap = self._net.reducer.steps.mishap = raised
+            error = self._mishap = self._reducer.steps.mishap = raised
         finally:
             part.zero_grad()
             del self._left[part]  # only now: where nothing is pending, the loop loads what it likes
         self._complete = self._complete and error is None
         if self._complete and not self._left:
-            self._net.reducer.steps.note(self)
+            self._reducer.steps.note(self)
             if self._undo:
                 self._undo.clear()
             try:
@@ -230,7 +231,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
     def _order(self, part: _BucketOptimizer) -> None:
         """Let the device wait for the gradients of `part`."""
         assert self._newest is not None
-        self._net.compute.order(self._newest, [self._places[part]])
+        self._compute.order(self._newest, [self._places[part]])
 
     def _order_all(self) -> bool:
         """Return whether the device waits for all; where something failed, each update that is left tells."""
@@ -247,7 +248,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
             make()
             return
         for handle in self._left.values():
-            self._net.compute.block(handle)
+            self._compute.block(handle)
         errors = [error for handle in self._left.values() if (error := handle.outcome_error()) is not None]
         if errors:  # what has come cannot be clipped, nor unscaled
             self._failed = self._failed or errors[0]
@@ -265,7 +266,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         try:
             made = self._settings.update([group for part in self._left for group in part.optimizer.param_groups], make)
         except Exception as raised:  # noqa: BLE001  - told by the next step or flush, like one of the optimizer
-            self._mishap = self._net.reducer.steps.mishap = raised
+            self._mishap = self._reducer.steps.mishap = raised
             self._failed = self._failed or raised
         if not made:
             self._leave_out()

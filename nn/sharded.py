@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from aiodist.handles.tracing import span
 from aiodist.nn.buckets import Bucket, Slot
 from aiodist.nn.compute import Forward, called
-from aiodist.nn.data_parallel import DataParallel, check_one_pass
+from aiodist.nn.data_parallel import DataParallel, check_one_pass, check_updated, expected_state, reducer_of
 from aiodist.nn.next_forward import UpdatedAhead
 from aiodist.nn.reduction import Reduction
 from aiodist.nn.shards import BucketMemory, BucketShard, ReduceScatter, ShardBucket, ShardGroup, ShardState
@@ -82,15 +82,15 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         _check_optimizer(self.optimizer, groups)
         self._take_over(groups)
         shared = _Used(self)
-        self.used = self._lost = bool(net.expected_state(self, shared.load_state_dict))
+        self.used = self._lost = bool(expected_state(net, self, shared.load_state_dict))
         """Something may differ from a new optimizer on new parameters; the others know where one joins."""
 
     def _divide(self) -> list[ShardGroup]:
         """Cut the parameters in blocks, and return the groups of what this rank owns."""
         net = self._net
-        data = net.reducer.data
-        slot_of = {slot.parameter: slot for slot in net.reducer.slots}
-        self._shards = [BucketShard(slots, data) for slots in net.reducer.keep_buckets(urgent=False, by=self)]
+        data = reducer_of(net).data
+        slot_of = {slot.parameter: slot for slot in reducer_of(net).slots}
+        self._shards = [BucketShard(slots, data) for slots in reducer_of(net).keep_buckets(urgent=False, by=self)]
         self._shard_of = {slot.index: shard for shard in self._shards for slot in shard.slots}
         sections = {index: section for shard in self._shards for index, section in shard.sections.items()}
         given = [([slot_of[p] for p in parameters], options) for parameters, options in self._given]
@@ -101,12 +101,12 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
 
     def _take_over(self, groups: Sequence[ShardGroup]) -> None:
         """Have the net's gradients go to the blocks."""
-        data = self._net.reducer.data
+        data = self._reducer.data
         self._state = ShardState(self.optimizer, self._make, groups)
         self._memory = BucketMemory(data.empty)
         self._guard(self._shards)
-        self._gathering = ReduceScatter(data, self._net.reducer.op)
-        self._hook = self._net.reducer.hand_to(self, self._gathering, self._bucket)
+        self._gathering = ReduceScatter(data, self._reducer.op)
+        self._hook = self._reducer.hand_to(self, self._gathering, self._bucket)
         """That of the net, which is put back at the end."""
 
     def _bucket(self, slots: Sequence[Slot]) -> Bucket:
@@ -144,9 +144,9 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         if self.pending:
             raise RuntimeError("parameters are still being gathered: `await opt.flush()` first")
         self._guards.remove()
-        self._net.reducer.release_buckets(self)
-        if self._net.reducer.owner is self:
-            self._net.reducer.hand_to(None, self._hook, None)
+        self._reducer.release_buckets(self)
+        if self._reducer.owner is self:
+            self._reducer.hand_to(None, self._hook, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's shard, for `load_state_dict` on the same rank of as many.
@@ -166,7 +166,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         """Have the parameters be what they are, complete or not; the state has nothing that other ranks lack."""
         self._left.clear()
         self._unasked.clear()
-        self._failed = self._net.reducer.steps.mishap = None  # all of it is to be loaded
+        self._failed = self._reducer.steps.mishap = None  # all of it is to be loaded
         return _Used(self)
 
     def resume(self) -> None:
@@ -215,17 +215,17 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
     @called("net.step")
     def train(self, forward: Forward) -> None:
         """Do one step, and leave the gathering of parameters under way; `net.step` calls it."""
-        compute = self._net.compute
+        compute = self._compute
         if self._lost:
             raise RuntimeError(
                 "the net has other ranks, with which shards of the optimizer's state have gone: expected "
                 "`await aiodist.load(folder, net, opt)` first, the last checkpoint, with the parameters of then"
             )
-        if forward.settings.scaler is not None and any(s.dtype is torch.float16 for s in self._net.reducer.slots):
+        if forward.settings.scaler is not None and any(s.dtype is torch.float16 for s in self._reducer.slots):
             raise ValueError("a scaler unscales no gradients of float16: expected parameters of float32, and autocast")
 
         def prepare() -> Tensor:
-            for slot in self._net.reducer.slots:
+            for slot in self._reducer.slots:
                 slot.parameter.grad = None
             return self._run(forward)
 
@@ -247,7 +247,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
 
     def _update(self, reduction: Reduction, settings: StepSettings) -> None:
         """Step this rank's shards, and have all ranks gather the parameters."""
-        reducer, begun = self._net.reducer, False
+        reducer, begun = self._reducer, False
         settings = self._of_shards(settings)
 
         def step() -> None:
@@ -284,15 +284,15 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
 
     def _total(self, figures: Tensor) -> Tensor:
         """Return the sum over all ranks, in place."""
-        reducer = self._net.reducer
-        self._net.compute.wait(
+        reducer = self._reducer
+        self._compute.wait(
             reducer.issue("norm of the gradients", partial(reducer.data.allreduce, figures), lambda: None)
         )
         return figures
 
     def _gather(self, reduction: Reduction) -> None:
         """Have all ranks gather what was updated, in the order of the next forward."""
-        reducer = self._net.reducer
+        reducer = self._reducer
         for bucket in reversed(reduction.buckets):
             assert isinstance(bucket, ShardBucket)
             self._state.stepped.update(bucket.names)
@@ -305,7 +305,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         for shard in shards:
             handle = self._left.get(shard)
             if handle is not None:
-                self._net.compute.block(handle)
+                self._compute.block(handle)
                 self._failed = self._failed or handle.outcome_error()
                 del self._left[shard]
                 increment_version([slot.parameter for slot in shard.slots])
@@ -315,8 +315,8 @@ def _check_net(net: DataParallel) -> None:
     """Raise where the gradients of `net` cannot be scattered."""
     if net.compressor is not None:
         raise ValueError("the net compresses its gradients, and codes are no gradients of blocks: leave out compress=")
-    net.check_updated()
-    for slot in net.reducer.slots:
+    check_updated(net)
+    for slot in reducer_of(net).slots:
         if slot.parameter.is_cuda:
             raise TypeError(f"parameter {slot.name!r} lies on {slot.parameter.device}: expected all on the CPU")
         if slot.by_rows:
@@ -351,7 +351,7 @@ def _given_groups(net: DataParallel, params: Iterable[Any] | None) -> list[tuple
     if not given or not isinstance(given[0], Mapping):
         given = [{"params": given}]
     groups = []
-    known = {slot.parameter for slot in net.reducer.slots}
+    known = {slot.parameter for slot in reducer_of(net).slots}
     seen: set[Tensor] = set()
     for group in given:
         members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])

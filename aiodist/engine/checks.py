@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from aiodist.engine.state import State
 from aiodist.errors import MismatchError
 from aiodist.nn import DataParallel
+from aiodist.nn.data_parallel import reducer_of
 from aiodist.nn.layout import in_words
 from aiodist.nn.per_rank import Shared
 
@@ -102,7 +103,7 @@ def check_alike(module: nn.Module | Shared, by_rank: Sequence[Sequence[int]], st
 
 def check_reduced(net: DataParallel) -> None:
     """Raise RuntimeError where the module has a parameter that the net does not reduce: one that is new."""
-    known = {id(slot.parameter) for slot in net.reducer.slots}
+    known = {id(slot.parameter) for slot in reducer_of(net).slots}
     new = [name for name, p in net.shared.named_parameters() if p.requires_grad and id(p) not in known]
     if new:
         raise RuntimeError(

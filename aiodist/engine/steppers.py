@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
 from aiodist.nn import DataParallel
-from aiodist.nn.data_parallel import Driver, check_optimizer
+from aiodist.nn.data_parallel import Driver, check_optimizer, reducer_of
 from aiodist.ps.training import TrainingClient
 from aiodist.streams import HostStream
 from aiodist.types import Stateful
@@ -91,7 +91,7 @@ class PassStepper:
 
     def by_all(self) -> bool:
         """Return whether all ranks have made the last step, which is over."""
-        last = self._net.reducer.last
+        last = reducer_of(self._net).last
         return last is not None and last.participants == self._net.coll.size
 
     def epoch(self) -> AbstractAsyncContextManager[object]:
@@ -110,7 +110,7 @@ class PassStepper:
     @asynccontextmanager
     async def open(self, stop: Callable[[], bool]) -> AsyncIterator[None]:
         """Return the block of a training, each pass of which says whether this rank asks to stop."""
-        reducer = self._net.reducer
+        reducer = reducer_of(self._net)
         self._made = 0
         before, reducer.asks_stop = reducer.asks_stop, stop
         try:

@@ -11,6 +11,7 @@ from torch.nn.functional import mse_loss
 
 from aiodist import AiodistError, Communicator
 from aiodist.nn import DataParallel
+from aiodist.nn.data_parallel import compute_of, reducer_of
 from tests.nn.conftest import Trial
 from tests.support.simulated_cuda.device import SimulatedCuda
 
@@ -20,7 +21,7 @@ STEPS = 4
 
 def issued(net: DataParallel) -> list[int]:
     """Return the numbers of the next operations on the net's communicators."""
-    return [comm.allreduce(torch.zeros(1)).detach().seq for comm in (net.reducer.data, net.reducer.status)]
+    return [comm.allreduce(torch.zeros(1)).detach().seq for comm in (reducer_of(net).data, reducer_of(net).status)]
 
 
 async def test_n3_a_rank_alone_issues_nothing(coll: Communicator) -> None:
@@ -31,14 +32,14 @@ async def test_n3_a_rank_alone_issues_nothing(coll: Communicator) -> None:
         p.register_post_accumulate_grad_hook(lambda p: made.update({p: p.grad.data_ptr()}))
     for step in range(STEPS):
         await net.step(Trial.loss, opt, net, 0, step)
-        assert net.reducer.last is not None
-        assert net.reducer.last.over.done()
+        assert reducer_of(net).last is not None
+        assert reducer_of(net).last.over.done()
     assert issued(net) == [number + 1 for number in before]
     assert made == {p: p.grad.data_ptr() for p in net.parameters() if p.grad is not None}
     for ours, theirs in zip(net.parameters(), Trial.alone(1, STEPS, optimizer="momentum").parameters(), strict=True):
         assert torch.equal(ours, theirs)
     known, nbytes = net.statistics(), STEPS * sum(p.nbytes for p in net.parameters())
-    assert (known.passes, known.buckets) == (STEPS, STEPS * len(net.reducer.buckets))
+    assert (known.passes, known.buckets) == (STEPS, STEPS * len(reducer_of(net).buckets))
     assert known.nbytes == known.sent_nbytes == nbytes
     assert net.steps_done == STEPS
 
@@ -121,7 +122,7 @@ async def test_n3_what_a_rank_alone_raises(coll: Communicator, where: str) -> No
 async def test_n3_a_rank_alone_whose_communicator_is_given_up(coll: Communicator) -> None:
     net, opt = await Trial.made(coll)
     await net.step(Trial.loss, opt, net, 0, 0)
-    net.reducer.data.abort("the cable was pulled")
+    reducer_of(net).data.abort("the cable was pulled")
     with pytest.raises(AiodistError, match="the cable was pulled"):
         await net.step(Trial.loss, opt, net, 0, 1)
 
@@ -142,6 +143,6 @@ async def test_n3_cuda_a_rank_alone_queues_nothing_of_its_own(
         x, y = (t.to(coll.device) for t in Trial.batch(0, step))
         await net.step(lambda x, y: mse_loss(net(x), y), opt, x, y)
         assert len(recorded) <= 1  # the first step begins behind what the caller has queued
-    await net.submit(net.compute.finish)
+    await net.submit(compute_of(net).finish)
     Trial.assert_same(net, Trial.alone(1, STEPS))
     await net.aclose()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
+from aiodist.nn.data_parallel import reducer_of
 from tests.nn.conftest import Trial
 
 OUTSIDE = r"got a gradient outside of net\.step and net\.backward.*net\.no_sync.*requires_grad_\(False\)"
@@ -216,7 +217,7 @@ async def test_n3_a_module_of_many_parameters(coll: Communicator, how: str) -> N
     if how == "step":
         await net.step(lambda: torch.cat(parts).sum(), opt)
     else:
-        net.reducer.watch()  # as `net(...)` does; a list has no forward
+        reducer_of(net).watch()  # as `net(...)` does; a list has no forward
     with pytest.raises(RuntimeError, match=OUTSIDE):
         parts[-1].sum().backward()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel
+from aiodist.nn.data_parallel import reducer_of
 from aiodist.testing import run_ranks
 from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
@@ -78,7 +79,7 @@ async def test_n3_a_step_that_has_begun_ends(coll: Communicator, where: str, who
 
 
 def has_another_that_is_closed(net: DataParallel, last: object) -> bool:
-    newest = net.reducer.last
+    newest = reducer_of(net).last
     return newest is not None and newest is not last and newest.spans.backward_ended is not None
 
 
@@ -87,7 +88,7 @@ async def test_n3_cancelled_while_the_others_are_late(coll: Communicator, until:
     """This rank's backward is over; its reductions wait for the other rank."""
     net, opt = await Trial.made(coll, "adam", **Trial.SMALL)
     for step in range(STEPS):
-        last = net.reducer.last
+        last = reducer_of(net).last
         if coll.rank == step % 2:
             await coll.barrier()
             await net.step(partial(Trial.loss, net, coll.rank, step), opt)

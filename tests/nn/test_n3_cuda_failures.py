@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 
 from aiodist import AiodistError, Communicator
 from aiodist.nn import DataParallel
+from aiodist.nn.data_parallel import compute_of, reducer_of
 from tests.nn.conftest import Trial
 from tests.support.simulated_cuda.device import Event, SimulatedCuda, Stream
 
@@ -73,7 +74,7 @@ async def test_n3_cuda_no_memory_for_gradients(
 
     def forward() -> Tensor:
         if coll.rank in failing:
-            for bucket in net.reducer.buckets:
+            for bucket in reducer_of(net).buckets:
                 bucket.memory = full  # type: ignore[method-assign]
         return mse_loss(net(x), y)
 
@@ -107,7 +108,9 @@ async def test_n3_cuda_a_device_that_is_lost(
 
     for _ in range(steps):
         await net.step(lambda: mse_loss(net(x), y), opt)
-    await until(lambda: not net.reducer.data.parts.dispatcher.pending())  # else what these steps lent is freed later
+    await until(
+        lambda: not reducer_of(net).data.parts.dispatcher.pending()
+    )  # else what these steps lent is freed later
     await coll.barrier()
     await run_out(net, opt, forward, LOST, fails=coll.rank == 1)
 
@@ -122,7 +125,7 @@ async def test_n3_cuda_a_device_that_is_lost_between_steps(
     x, y = (t.to(coll.device) for t in Trial.batch(coll.rank, 0))
     for _ in range(3):
         await net.step(lambda: mse_loss(net(x), y), opt)
-    await net.submit(net.compute.finish)
+    await net.submit(compute_of(net).finish)
     await coll.barrier()
     if coll.rank == 1:
         strict_cuda.fail(1, LOST)
@@ -144,7 +147,7 @@ async def test_n3_cuda_a_device_that_is_lost_while_it_reduces(
     strict_cuda.delay = delay
 
     def backward() -> None:
-        net.compute.reduce(lambda: mse_loss(net(x), y))
+        compute_of(net).reduce(lambda: mse_loss(net(x), y))
         if coll.rank == 1:
             strict_cuda.fail(1, LOST)
 

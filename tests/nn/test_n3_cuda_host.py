@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from aiodist import Communicator
 from aiodist.data import prefetch
 from aiodist.nn import DataParallel
+from aiodist.nn.data_parallel import compute_of, reducer_of
 from tests.nn.conftest import Trial
 from tests.support.simulated_cuda.device import Event, SimulatedCuda
 
@@ -58,7 +59,7 @@ async def test_n3_cuda_buckets_are_larger(coll: Communicator, simulated_cuda: Si
 
     async def sizes(module: nn.Module, **given: Any) -> list[int]:
         net = await DataParallel.create(module, coll, **given)
-        found = [bucket.nbytes >> 20 for bucket in net.reducer.buckets]
+        found = [bucket.nbytes >> 20 for bucket in reducer_of(net).buckets]
         await net.aclose()
         return found
 
@@ -101,7 +102,7 @@ async def test_n3_cuda_arguments_may_be_dropped(coll: Communicator, simulated_cu
 
         for _ in range(5):
             await one()
-        await net.submit(net.compute.finish)
+        await net.submit(compute_of(net).finish)
         with simulated_cuda.paused(side):
             await one()
             for _ in range(3):
@@ -126,7 +127,7 @@ async def test_n3_cuda_nothing_is_kept_of_a_pass_without_gradients(
 
     async def allocated() -> int:
         await net.step(lambda: net(ones).sum(), opt)
-        await net.submit(net.compute.finish)
+        await net.submit(compute_of(net).finish)
         net.zero_grad()
         await coll.barrier()
         return simulated_cuda.allocated(coll.device)

@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 from aiodist import AiodistError, Communicator
 from aiodist.handles import Handle, Scheduler
 from aiodist.nn import DataParallel
+from aiodist.nn.data_parallel import compute_of, reducer_of
 from aiodist.streams import Fence
 from tests.nn.conftest import Trial
 from tests.support.simulated_cuda.device import SimulatedCuda
@@ -38,8 +39,8 @@ def loss_of(module: Any, x: Tensor, y: Tensor) -> Tensor:
 
 def communication(net: DataParallel) -> list[torch.cuda.Stream]:
     """Return the streams on which the gradients of `net` are reduced: NCCL's."""
-    accelerator: Any = net.reducer.data.parts.registry.accelerator
-    (group,) = accelerator.groups_of(net.reducer.data.name)
+    accelerator: Any = reducer_of(net).data.parts.registry.accelerator
+    (group,) = accelerator.groups_of(reducer_of(net).data.name)
     return [group.stream]
 
 
@@ -77,12 +78,12 @@ async def test_n3_cuda_a_step_returns_while_its_reductions_are_held(
     data = batches(coll)
     for x, y in data[:3]:
         await net.step(partial(loss_of, net, x, y), opt)
-    await net.submit(net.compute.finish)
+    await net.submit(compute_of(net).finish)
     with fake_nccl.device.paused(*communication(net)):
         x, y = data[3]
         await net.step(partial(loss_of, net, x, y), opt)
-        assert net.reducer.last is not None
-        assert not net.reducer.last.over.done()
+        assert reducer_of(net).last is not None
+        assert not reducer_of(net).last.over.done()
         after = [p.detach().clone() for p in net.parameters()]  # queued behind what is held
     await coll.barrier()  # all have let go
     for ours, theirs in zip(after, Trial.alone(coll.size, 4, optimizer="momentum").parameters(), strict=True):
@@ -100,7 +101,7 @@ async def test_n3_cuda_the_next_forward_is_queued_while_reductions_are_held(
     data = batches(coll)
     for x, y in data[:2]:
         await net.step(partial(loss_of, net, x, y), opt)
-    await net.submit(net.compute.finish)
+    await net.submit(compute_of(net).finish)
     queued = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -114,8 +115,8 @@ async def test_n3_cuda_the_next_forward_is_queued_while_reductions_are_held(
 
     with fake_nccl.device.paused(*communication(net)):
         await net.step(partial(loss_of, net, *data[2]), opt)
-        assert net.reducer.last is not None
-        held = net.reducer.last.over
+        assert reducer_of(net).last is not None
+        held = reducer_of(net).last.over
         last = asyncio.ensure_future(net.step(partial(forward, *data[3]), opt))
         async with asyncio.timeout(20):
             await queued.wait()
@@ -249,8 +250,8 @@ async def test_n3_cuda_hooks_run_in_a_thread_of_autograd(
 
 def by_hand(net: DataParallel, parts: list[Callable[[], None]]) -> None:
     """Make a pass of which each of `parts` brings gradients in a thread of its own, all at once."""
-    net.compute.drain()
-    reduction = net.reducer.begin()
+    compute_of(net).drain()
+    reduction = reducer_of(net).begin()
     start = threading.Barrier(len(parts))
     raised: list[BaseException] = []
 
@@ -266,8 +267,8 @@ def by_hand(net: DataParallel, parts: list[Callable[[], None]]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    net.reducer.end_backward(reduction, raised[0] if raised else None)
-    net.compute.use(reduction)
+    reducer_of(net).end_backward(reduction, raised[0] if raised else None)
+    compute_of(net).use(reduction)
 
 
 def bring(parameters: list[nn.Parameter], value: float, streams: list[Any] | None = None) -> None:
@@ -297,7 +298,7 @@ async def test_n3_cuda_several_threads_of_autograd_at_once(coll: Communicator, s
             for i, parameter in enumerate(part):
                 assert parameter.grad is not None
                 assert parameter.grad.cpu().eq(total * (i + 1)).all()
-    assert net.reducer.learnt
+    assert reducer_of(net).learnt
     await net.aclose()
 
 
@@ -362,7 +363,7 @@ async def test_n3_cuda_what_fails_after_the_step_is_raised_by_the_next(
     data = batches(coll)
     for x, y in data[:2]:
         await net.step(partial(loss_of, net, x, y), opt)
-    await net.submit(net.compute.finish)
+    await net.submit(compute_of(net).finish)
     called = False
 
     def forward() -> Tensor:
@@ -373,9 +374,9 @@ async def test_n3_cuda_what_fails_after_the_step_is_raised_by_the_next(
     with fake_nccl.device.paused(*communication(net)):
         await net.step(partial(loss_of, net, *data[2]), opt)
         await coll.barrier()  # no step is under way
-        net.reducer.data.abort("the cable was pulled")
-        assert net.reducer.last is not None
-        await net.reducer.last.over
+        reducer_of(net).data.abort("the cable was pulled")
+        assert reducer_of(net).last is not None
+        await reducer_of(net).last.over
     with pytest.raises(AiodistError, match="the cable was pulled"):
         await net.step(forward, opt)
     assert not called
@@ -433,22 +434,22 @@ async def test_n3_cuda_given_up_while_the_host_waits_for_its_part(
         step = asyncio.ensure_future(net.step(forward, opt))
         async with asyncio.timeout(20):
             await queued.wait()
-            assert net.reducer.last is not None
-            await net.reducer.last.usable
+            assert reducer_of(net).last is not None
+            await reducer_of(net).last.usable
         await coll.barrier()
         assert not step.done()
         await coll.barrier()  # each has looked
-        wait = net.compute.wait
+        wait = compute_of(net).wait
 
         def waits(handle: Handle[Any]) -> Any:
             went_on.set()
             return wait(handle)
 
-        net.compute.wait = waits  # type: ignore[method-assign]
+        compute_of(net).wait = waits  # type: ignore[method-assign]
         await coll.barrier()
         if coll.rank == 0:
             given_up.set()
-            net.reducer.data.abort("enough")
+            reducer_of(net).data.abort("enough")
         with pytest.raises(AiodistError, match="enough"):
             await step
     assert went_on.is_set()
@@ -462,5 +463,5 @@ async def test_n3_cuda_nothing_is_left_of_a_closed_net(coll: Communicator, simul
     await net.step(partial(loss_of, net, x, y), opt)
     await net.aclose()
     await coll.barrier()
-    reducer = net.reducer
+    reducer = reducer_of(net)
     assert reducer.last is None

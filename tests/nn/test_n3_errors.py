@@ -14,6 +14,7 @@ from torch import Tensor
 import aiodist
 from aiodist import Communicator, OperationTimeout
 from aiodist.nn import DataParallel
+from aiodist.nn.data_parallel import reducer_of
 from aiodist.testing import Fault, Faults, InjectedFault, run_ranks
 from tests.nn.conftest import Trial
 
@@ -222,7 +223,7 @@ async def test_n3_the_order_is_learnt_after_a_first_step_that_failed(coll: Commu
         await net.step(forward if coll.rank != 1 else Tensor, opt)
     await net.step(forward, opt)
     await net.step(forward, opt)
-    names = [slot.name for bucket in net.reducer.buckets for slot in bucket.slots]
+    names = [slot.name for bucket in reducer_of(net).buckets for slot in bucket.slots]
     assert names[:3] == ["0.weight", "2.weight", "4.weight"]
 
 
@@ -233,7 +234,7 @@ async def test_n3_a_lost_communicator_ends_the_step(coll: Communicator) -> None:
     await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
     before = parameters_of(net)
     if coll.rank:
-        net.reducer.data.abort("had enough")
+        reducer_of(net).data.abort("had enough")
     with pytest.raises(aiodist.CommunicatorAborted, match="had enough"):
         await asyncio.wait_for(net.step(lambda: Trial.loss(net, coll.rank, 1), opt), 100)
     with pytest.raises(aiodist.CommunicatorAborted, match="had enough"):

@@ -15,6 +15,7 @@ import aiodist
 from aiodist import Communicator
 from aiodist.handles import Scheduler
 from aiodist.nn import DataParallel
+from aiodist.nn.data_parallel import compute_of
 from aiodist.testing import gather_ranks, run_ranks
 from tests.nn.conftest import Trial
 
@@ -261,14 +262,14 @@ async def test_n3_a_close_that_is_cancelled_gives_the_net_up(coll: Communicator)
     module = nn.Linear(2, 2)
     net = await DataParallel.create(module, coll)
     held = threading.Event()
-    net.compute.submit(held.wait, 20).detach()
+    compute_of(net).submit(held.wait, 20).detach()
     try:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await net.aclose()
     finally:
         held.set()
-    await net.compute.stream.aclose()
+    await compute_of(net).stream.aclose()
     with pytest.raises(RuntimeError, match="was given up"):
         await net.step(lambda: net(torch.ones(1, 2)).sum(), torch.optim.SGD(net.parameters()))
     await coll.barrier()

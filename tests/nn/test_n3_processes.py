@@ -12,6 +12,7 @@ from torch import Tensor
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, assert_synchronized
+from aiodist.nn.data_parallel import reducer_of
 from tests.nn.conftest import Trial
 
 processes = pytest.mark.ranks(2, backend=("mpi", "gloo"))
@@ -56,7 +57,7 @@ async def test_n3_beside_a_task_that_communicates(coll: Communicator) -> None:
             await net.step(partial(Trial.loss, net, coll.rank, step), opt)
         over = True
     Trial.assert_same(net, Trial.alone(2, 20))
-    assert net.reducer.learnt
+    assert reducer_of(net).learnt
     await net.aclose()
 
 

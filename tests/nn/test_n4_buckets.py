@@ -19,6 +19,7 @@ from torch.nn.functional import mse_loss
 from aiodist import Communicator
 from aiodist.nn import DataParallel
 from aiodist.nn.buckets import deal
+from aiodist.nn.data_parallel import reducer_of
 from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
 
@@ -60,7 +61,7 @@ def test_n4_deal_in_order_of_becoming_full() -> None:
 
 
 def names_of(net: DataParallel) -> list[list[str]]:
-    return [[slot.name for slot in bucket.slots] for bucket in net.reducer.buckets]
+    return [[slot.name for slot in bucket.slots] for bucket in reducer_of(net).buckets]
 
 
 @pytest.mark.ranks(3)
@@ -89,7 +90,7 @@ async def test_n4_the_first_bucket_is_small(coll: Communicator) -> None:
     for _ in range(2):
         net.zero_grad()
         await net.backward(module(torch.ones(8)).sum())
-    assert [bucket.nbytes for bucket in net.reducer.buckets] == [512, 1024, 768]
+    assert [bucket.nbytes for bucket in reducer_of(net).buckets] == [512, 1024, 768]
     assert names_of(net)[0] == ["8.weight", "7.weight"]
     assert net.statistics().passes == 2
     assert net.statistics().nbytes == 2 * 9 * 256

@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 
 from aiodist import Communicator
 from aiodist.nn import DataParallel, assert_synchronized
+from aiodist.nn.data_parallel import reducer_of
 from tests.nn.conftest import Trial
 
 BUCKETS: list[dict[str, Any]] = [Trial.SMALL, Trial.FEW, {}]
@@ -40,10 +41,10 @@ async def test_n5_no_sync_adds_up_locally(
         if step % every == 0:
             opt.zero_grad()
         if step % every < every - 1:
-            issued = net.reducer.data.seq
+            issued = reducer_of(net).data.seq
             with net.no_sync():
                 await net.backward(Trial.loss(net, coll.rank, step))
-            assert net.reducer.data.seq == issued
+            assert reducer_of(net).data.seq == issued
         else:
             await net.backward(Trial.loss(net, coll.rank, step))
             await net.submit(opt.step)

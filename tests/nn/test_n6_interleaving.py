@@ -17,6 +17,7 @@ from aiodist import Communicator
 from aiodist.data import prefetch
 from aiodist.handles import Scheduler
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
+from aiodist.nn.data_parallel import reducer_of
 from aiodist.testing import run_ranks
 from tests.nn.conftest import Trial
 from tests.support.until import until
@@ -133,7 +134,7 @@ def test_n6_reductions_go_before_prefetch_where_both_wait() -> None:
                 return
             scheduler.limit = 1
             work = asyncio.ensure_future(net.step(loss_of, opt, net, Trial.batch(0, 0)[0]))
-            lane = net.reducer.lane
+            lane = reducer_of(net).lane
             await until(lambda: lane.waiting)
             count = len(lane.waiting)
             assert lane.granted == 1  # the first is always granted, the others are more than one byte
@@ -291,12 +292,12 @@ async def test_n6_giving_up_while_buckets_wait_for_room(coll: Communicator) -> N
     Scheduler.current().limit = 1
     net = await create(await coll.dup())
     opt = MOMENTUM(net.parameters())
-    lane = net.reducer.lane
+    lane = reducer_of(net).lane
     if coll.rank == 0:
         work = asyncio.ensure_future(net.step(loss_of, opt, net, Trial.batch(0, 0)[0]))
         await until(lambda: lane.waiting)
         assert lane.granted == 1  # and rank 1 has sent nothing yet
-        net.reducer.data.abort("had enough")
+        reducer_of(net).data.abort("had enough")
         await coll.send(torch.ones(1), 1)
     else:
         await coll.recv(src=0)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel
+from aiodist.nn.data_parallel import reducer_of
 from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
 
@@ -40,7 +41,7 @@ async def test_n8_each_gradient_once(coll: Communicator, sizes: dict[str, Any]) 
             assert grad.shape == parameter.shape
         assert sorted(came) == sorted(names.values())
         if coll.size == 1:
-            assert came == [slot.name for bucket in net.reducer.buckets for slot in bucket.slots]
+            assert came == [slot.name for bucket in reducer_of(net).buckets for slot in bucket.slots]
         Trial.assert_same_gradients(net, expected_of(coll.size, step))
 
 

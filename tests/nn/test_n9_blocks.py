@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from aiodist import Communicator
 from aiodist.nn import BlockSequential, DataParallel, PipelinedOptimizer
 from aiodist.nn.blocks import balanced
+from aiodist.nn.data_parallel import reducer_of
 from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
 
@@ -174,7 +175,7 @@ async def test_n9_ranks_train_as_one_process(coll: Communicator, optimizer: str)
     inner = net.module[0]  # type: ignore[index]
     names = {id(p): name for name, p in net.named_parameters()}
     blocks = [{names[id(p)] for layer in block for p in layer.parameters()} for block in inner.blocks]
-    dealt = [{slot.name for slot in bucket.slots} for bucket in net.reducer.buckets]
+    dealt = [{slot.name for slot in bucket.slots} for bucket in reducer_of(net).buckets]
     assert dealt == [{"1.bias"}, {"1.weight"}, *reversed(blocks)]
     assert net.statistics().buckets == 4 * len(dealt)
 
@@ -195,7 +196,7 @@ async def test_n9_31_layers_in_7_blocks_on_many_ranks(coll: Communicator) -> Non
     for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         assert theirs.grad is not None  # they are of 1e-7 in the first layer, and of 1 in the last one
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5 * float(theirs.grad.abs().max()))
-    assert [len(bucket.slots) for bucket in net.reducer.buckets] == [2 * len(b) for b in reversed(blocks_of(net))]
+    assert [len(bucket.slots) for bucket in reducer_of(net).buckets] == [2 * len(b) for b in reversed(blocks_of(net))]
 
 
 def blocks_of(net: DataParallel) -> list[list[nn.Module]]:

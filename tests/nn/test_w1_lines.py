@@ -13,13 +13,14 @@ import torch
 
 import aiodist
 from aiodist import Communicator, nn
+from aiodist.nn.data_parallel import reducer_of
 from aiodist.testing import run_ranks
 from tests.nn.conftest import Trial
 
 
 def newest(net: nn.DataParallel) -> list[str]:
     """Return what the newest collectives of gradients, and of the status beside them, are called in reports."""
-    logs = [comm.parts.dispatcher.oplog for comm in (net.reducer.data, net.reducer.status)]
+    logs = [comm.parts.dispatcher.oplog for comm in (reducer_of(net).data, reducer_of(net).status)]
     return [log.text(log.seq - 1) for log in logs]
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import aiodist
 from aiodist.nn import DataParallel
+from aiodist.nn.data_parallel import reducer_of
 from tests.support.blocking import blocked_until
 from tests.support.programs import say
 from tests.support.until import until
@@ -27,7 +28,7 @@ def held(net: DataParallel, _layer: nn.Module, _inputs: object, out: torch.Tenso
     """
 
     def stay(_: torch.Tensor) -> None:
-        last = net.reducer.last
+        last = reducer_of(net).last
         blocked_until(lambda: last is None or len(last.spans) >= 2)
 
     if net.statistics().passes >= 2:

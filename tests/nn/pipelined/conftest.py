@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from aiodist import Communicator
 from aiodist.handles import Handle, Progress
 from aiodist.nn import DataParallel, PipelinedOptimizer
+from aiodist.nn.data_parallel import reducer_of
 from aiodist.types import Op
 from tests.support.in_backward import in_backward
 from tests.support.until import until
@@ -29,9 +30,9 @@ class Held:
         self.holding = holding
         self.issued: list[int] = []
         """How many elements each reduction had that was issued."""
-        self._made = net.reducer.data.allreduce
+        self._made = reducer_of(net).data.allreduce
         self._held: list[tuple[Handle[Any], Handle[None]]] = []
-        vars(net.reducer.data)["allreduce"] = self._allreduce
+        vars(reducer_of(net).data)["allreduce"] = self._allreduce
 
     def __len__(self) -> int:
         return len(self._held)

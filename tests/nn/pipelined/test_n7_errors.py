@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
+from aiodist.nn.data_parallel import reducer_of
 from aiodist.testing import run_ranks
 from aiodist.testing.seams.world import Limits, opened
 from tests.nn.pipelined.conftest import Course
@@ -222,7 +223,7 @@ async def test_n7_closing_with_updates_pending_makes_them(coll: Communicator, ho
     if how == "given":
         await net.aclose()
     else:
-        await net.reducer.data.aclose()
+        await reducer_of(net).data.aclose()
     Course.check(net.module, Course.mlp(), coll.size)
     net.module(Course.batch(0, 0))
     with pytest.raises(RuntimeError, match="closed"):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer
+from aiodist.nn.data_parallel import reducer_of
 from aiodist.nn.pass_machine import Phase
 from tests.nn.pipelined.conftest import Course
 
@@ -59,11 +60,11 @@ def has_status(reduction: Any) -> bool:
 
 
 def is_agreeing(net: DataParallel) -> bool:
-    return net.reducer.last is not None and net.reducer.last.phase is Phase.AGREEING
+    return reducer_of(net).last is not None and reducer_of(net).last.phase is Phase.AGREEING
 
 
 def set_window(net: DataParallel, nbytes: int) -> None:
-    net.reducer.window = nbytes
+    reducer_of(net).window = nbytes
 
 
 @pytest.mark.ranks(2)
@@ -81,7 +82,7 @@ async def test_n7_what_is_not_sent_when_backward_ends_goes_in_the_order_of_forwa
         set_window(net, 1 if mine == 2 else 8 * sum(BACKWARD[:mine]))
         held.issued.clear()
         await net.step(Course.loss_of, opt, net, coll.rank, step)
-        last = net.reducer.last
+        last = reducer_of(net).last
         assert last is not None
         await Course.until(partial(has_status, last))
         # Nothing came back yet, so it is for the window alone to say what may go.

@@ -16,6 +16,7 @@ import aiodist
 from aiodist import Communicator
 from aiodist.codecs import BFloat16
 from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer, assert_synchronized
+from aiodist.nn.data_parallel import reducer_of
 from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
 
@@ -126,7 +127,7 @@ async def test_n20_a_rank_that_gives_up_in_the_middle(coll: Communicator) -> Non
     await net.step(Trial.loss, opt, net, coll.rank, 0)
     await opt.flush()
     if coll.rank == 1:
-        net.reducer.data.abort("enough")
+        reducer_of(net).data.abort("enough")
 
     async def go_on() -> None:
         while True:
@@ -163,12 +164,12 @@ async def test_n20_forward_waits_in_each_layer_for_its_own_parameters(coll: Comm
     opt = ShardedOptimizer(net, Trial.OPTIMIZERS["momentum"])
     await net.step(Trial.loss, opt, net, coll.rank, 0)
     await opt.flush()
-    usual, held = net.reducer.data.allgather, asyncio.Event()
+    usual, held = reducer_of(net).data.allgather, asyncio.Event()
 
     def gather(own: Tensor, out: Tensor) -> Any:
         if out.numel() not in (22, 4):  # those of the last layer, in two shards
             return usual(own, out=out)
-        late: aiodist.Handle[Any] = aiodist.Handle(net.reducer.progress, "late")
+        late: aiodist.Handle[Any] = aiodist.Handle(reducer_of(net).progress, "late")
 
         async def go_on() -> None:
             await held.wait()
@@ -179,7 +180,7 @@ async def test_n20_forward_waits_in_each_layer_for_its_own_parameters(coll: Comm
         return late
 
     tasks: list[Any] = []
-    vars(net.reducer.data)["allgather"] = gather
+    vars(reducer_of(net).data)["allgather"] = gather
     await net.step(Trial.loss, opt, net, coll.rank, 1)
     assert opt.pending
     with pytest.raises(RuntimeError, match=r"await opt\.flush\(\)"):
