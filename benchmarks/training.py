@@ -117,11 +117,11 @@ async def _datapar(
 
 @asynccontextmanager
 async def _ahead(
-    setting: Setting, name: str, make: Callable[[DataParallel, Callable[..., torch.optim.Optimizer]], Driver]
+    setting: Setting, name: str, make: Callable[[DataParallel, Callable[..., torch.optim.Optimizer]], Awaitable[Driver]]
 ) -> AsyncIterator[Trainer]:
     """One whose next forward begins before all is done."""
     net = await DataParallel.create(models.build(setting.model), setting.coll)
-    optimizer = make(net, _optimizer)
+    optimizer = await make(net, _optimizer)
 
     async def step() -> None:
         await net.step(lambda: setting.loss(net), optimizer)
@@ -181,8 +181,8 @@ async def _ddp(setting: Setting) -> AsyncIterator[Trainer]:
 COMPRESSED = {"powersgd": codecs.PowerSGD(4), "topk": codecs.TopK(0.01), "bf16": codecs.BFloat16()}
 TRAINERS: dict[str, Callable[[Setting], AbstractAsyncContextManager[Trainer]]] = {
     "datapar": _datapar,
-    "pipelined": partial(_ahead, name="pipelined", make=PipelinedOptimizer),
-    "sharded": partial(_ahead, name="sharded", make=ShardedOptimizer),
+    "pipelined": partial(_ahead, name="pipelined", make=PipelinedOptimizer.create),
+    "sharded": partial(_ahead, name="sharded", make=ShardedOptimizer.create),
     "sync": _sync,
     "none": _none,
     "ddp": _ddp,

@@ -37,7 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
 async def train(coll: aiodist.Communicator, how: dict[str, Any]) -> DataParallel:
     images, labels = load()  # (1797, 64), (1797,)
     net = await DataParallel.create(build(), coll)
-    local = LocalSGD(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), **how)
+    local = await LocalSGD.create(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), **how)
     for _ in range(PASSES):
         for mine in batches(coll.rank, coll.size):  # (120 / size,)
             x, y = images[mine], labels[mine]

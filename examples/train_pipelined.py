@@ -20,7 +20,7 @@ async def main() -> None:
     async with aiodist.init() as coll:
         # Small buckets, so that there is something to overlap in a net as small as this.
         net = await DataParallel.create(build(), coll, bucket_bytes=4096, first_bucket_bytes=4096)
-        opt = PipelinedOptimizer(net, optimizer)  # calls `optimizer(parameters)` for each bucket
+        opt = await PipelinedOptimizer.create(net, optimizer)  # calls `optimizer(parameters)` for each bucket
         for mine in batches(coll.rank, coll.size):  # (120 / size,)
             await net.step(lambda: F.cross_entropy(net(images[mine]), labels[mine]), opt)
         await opt.flush()  # the last step

@@ -20,7 +20,7 @@ async def main() -> None:
     images, labels = load()  # (1797, 64), (1797,)
     async with aiodist.init() as coll:
         net = await DataParallel.create(build(), coll)
-        opt = ShardedOptimizer(net, optimizer)  # calls `optimizer(groups)`, with what this rank owns
+        opt = await ShardedOptimizer.create(net, optimizer)  # calls `optimizer(groups)`, with what this rank owns
         for mine in batches(coll.rank, coll.size):  # (120 / size,)
             await net.step(lambda: F.cross_entropy(net(images[mine]), labels[mine]), opt)
         await opt.flush()  # until all parameters are there

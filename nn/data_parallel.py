@@ -30,6 +30,7 @@ from aiodist.nn.devices import cuda_devices, placement
 from aiodist.nn.hyperparameters import optimizers_of
 from aiodist.nn.joiners import Expected, SettingsState, check_kinds
 from aiodist.nn.layout import check_same_structure, named_state
+from aiodist.nn.made import MadeTogether
 from aiodist.nn.module_like import ModuleLike
 from aiodist.nn.per_rank import Shared, SharedState, as_list
 from aiodist.nn.reducer import DataParallelStatistics, Reducer
@@ -95,7 +96,7 @@ class Recovering(Driver, Protocol):
         """Go on with what the net has now."""
 
 
-class DataParallel(ModuleLike):
+class DataParallel(MadeTogether, ModuleLike):
     """A module that every rank trains on data of its own, with the gradients averaged over all of them.
 
     ```python
@@ -110,12 +111,7 @@ class DataParallel(ModuleLike):
     same ones on every rank. The compute thread works on the caller's current streams, in the order of the calls.
     """
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        raise TypeError(
-            f"{type(self).__name__}(...): what all ranks make together is awaited, "
-            f"`net = await {type(self).__name__}.create(module, coll)`"
-        )
-
+    _create = "create(module, coll)"
     _op: Literal["mean", "sum"]
     _sizes: Sizes
     _compression: Compression | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from aiodist.nn.data_parallel import (
     reducer_of,
 )
 from aiodist.nn.layout import Parcel
+from aiodist.nn.made import MadeTogether
 from aiodist.nn.pass_status import PassStatus
 from aiodist.nn.reducer import Reducer
 from aiodist.nn.steps import count_as_stepped
@@ -72,7 +73,7 @@ class Elastic:
             raise ValueError(f"alpha={self.alpha}: expected more than 0, at most 1; the paper's is 0.9 / ranks")
 
 
-class LocalSGD:
+class LocalSGD(MadeTogether):
     """An optimizer whose steps are of one rank alone; after every `every` of them all ranks average their parameters.
 
     ```python
@@ -112,8 +113,12 @@ class LocalSGD:
     to which `net.rebind` may go back.
     """
 
-    def __init__(
-        self,
+    _create = "create(net, optimizer, every=...)"
+
+    @classmethod
+    @located
+    async def create(
+        cls,
         net: DataParallel,
         optimizer: Optimizer,
         *,
@@ -121,6 +126,21 @@ class LocalSGD:
         start: int = 0,
         overlap: bool = False,
         outer: SlowMo | Elastic | MakeOuter | None = None,
+    ) -> Self:
+        """Return the optimizer."""
+        local = cls.__new__(cls)
+        local._prepare(net, optimizer, every=every, start=start, overlap=overlap, outer=outer)
+        return local
+
+    def _prepare(
+        self,
+        net: DataParallel,
+        optimizer: Optimizer,
+        *,
+        every: int,
+        start: int,
+        overlap: bool,
+        outer: SlowMo | Elastic | MakeOuter | None,
     ) -> None:
         if not isinstance(net, DataParallel) or not isinstance(optimizer, Optimizer):
             given = f"{type(net).__name__}, {type(optimizer).__name__}"

@@ -20,6 +20,7 @@ from aiodist.handles.calls import located
 from aiodist.nn.buckets import Slot
 from aiodist.nn.compute import Compute, Forward, called
 from aiodist.nn.data_parallel import DataParallel, compute_of, reducer_of
+from aiodist.nn.made import MadeTogether
 from aiodist.nn.reducer import Reducer
 from aiodist.nn.reduction import Reduction
 
@@ -37,13 +38,15 @@ P = TypeVar("P", bound=Part)
 T = TypeVar("T")
 
 
-class UpdatedAhead(Generic[P]):
+class UpdatedAhead(MadeTogether, Generic[P]):
     """An optimizer whose updates are over only in the next forward, in which each module waits for what it uses.
 
     The first forward waits for all, and learns which modules use which parts (`Guards`).
     """
 
-    def __init__(self, net: DataParallel, make_optimizer: object) -> None:
+    _create = "create(net, make_optimizer)"
+
+    def _begin(self, net: DataParallel, make_optimizer: object) -> None:
         if not isinstance(net, DataParallel):
             raise TypeError(f"net is a {type(net).__name__}: expected what `await DataParallel.create(…)` returned")
         if isinstance(make_optimizer, Optimizer):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from aiodist.checkpoints.saving import load_exactly
 from aiodist.errors import AiodistError
 from aiodist.handles import Handle
+from aiodist.handles.calls import located
 from aiodist.handles.tracing import span
 from aiodist.nn.buckets import Slot
 from aiodist.nn.compute import Forward, called
@@ -51,8 +52,16 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
     pass_lag = 1
 
-    def __init__(self, net: DataParallel, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
-        super().__init__(net, make_optimizer)
+    @classmethod
+    @located
+    async def create(cls, net: DataParallel, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> Self:
+        """Return the optimizer."""
+        opt = cls.__new__(cls)
+        opt._prepare(net, make_optimizer)
+        return opt
+
+    def _prepare(self, net: DataParallel, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+        self._begin(net, make_optimizer)
         come = expected_state(net, self, self.load_state_dict)
         groups = None if come is None else [part["parameters"] for part in come]
         self._settings = StepSettings()
@@ -189,9 +198,9 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
                 if ready is None:
                     self._compute.block(handle)
                 else:
-                    self._make(ready)
+                    self._step(ready)
 
-    def _make(self, part: _BucketOptimizer) -> None:
+    def _step(self, part: _BucketOptimizer) -> None:
         error = self._left[part].outcome_error()
         try:
             if error is None:

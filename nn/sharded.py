@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from aiodist.handles.calls import located
 from aiodist.handles.tracing import span
 from aiodist.nn.buckets import Bucket, Slot
 from aiodist.nn.compute import Forward, called
@@ -71,8 +72,18 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
 
     pass_lag = 0
 
-    def __init__(self, net: DataParallel, make_optimizer: MakeOptimizer, params: Iterable[Any] | None = None) -> None:
-        super().__init__(net, make_optimizer)
+    @classmethod
+    @located
+    async def create(
+        cls, net: DataParallel, make_optimizer: MakeOptimizer, params: Iterable[Any] | None = None
+    ) -> Self:
+        """Return the optimizer."""
+        opt = cls.__new__(cls)
+        opt._prepare(net, make_optimizer, params)
+        return opt
+
+    def _prepare(self, net: DataParallel, make_optimizer: MakeOptimizer, params: Iterable[Any] | None) -> None:
+        self._begin(net, make_optimizer)
         _check_net(net)
         self._make = make_optimizer
         self._given = _given_groups(net, params)

@@ -19,6 +19,7 @@ import aiodist
 from aiodist import Communicator, codecs
 from aiodist.data import IndexShards, ShardQueue
 from aiodist.nn import DataParallel, LocalSGD, PipelinedOptimizer, ShardedOptimizer, SlowMo
+from tests.support.awaited import awaited
 
 Parts = list[Any]
 Make = Callable[[DataParallel], Parts]
@@ -80,23 +81,23 @@ SAVED: list[tuple[str, Make, Make, str]] = [
         "SequentialLR of StepLR, CosineAnnealingLR, .* has SequentialLR of ConstantLR, CosineAnnealingLR",
     ),
     ("scaler", lambda n: [scaler(n), adam(n)], lambda n: [adam(n), scaler(n)], "part1 is Adam, .* has GradScaler"),
-    ("sharded", lambda n: [ShardedOptimizer(n, Adam)], lambda n: [adam(n, SGD)], "part1 is SGD, .* has Adam"),
+    ("sharded", lambda n: [ShardedOptimizer.create(n, Adam)], lambda n: [adam(n, SGD)], "part1 is SGD, .* has Adam"),
     (
         "pipelined",
-        lambda n: [PipelinedOptimizer(n, Adam)],
-        lambda n: [PipelinedOptimizer(n, SGD)],
+        lambda n: [PipelinedOptimizer.create(n, Adam)],
+        lambda n: [PipelinedOptimizer.create(n, SGD)],
         "PipelinedOptimizer of SGD, .* has PipelinedOptimizer of Adam",
     ),
     (
         "local",
-        lambda n: [LocalSGD(n, adam(n), every=2)],
-        lambda n: [LocalSGD(n, adam(n, SGD), every=2)],
+        lambda n: [LocalSGD.create(n, adam(n), every=2)],
+        lambda n: [LocalSGD.create(n, adam(n, SGD), every=2)],
         "LocalSGD of SGD, .* has LocalSGD of Adam",
     ),
     (
         "outer",
-        lambda n: [LocalSGD(n, adam(n), every=2, outer=SlowMo(momentum=0.5))],
-        lambda n: [LocalSGD(n, adam(n), every=2, outer=lambda ps: SGD(ps, lr=0.7))],
+        lambda n: [LocalSGD.create(n, adam(n), every=2, outer=SlowMo(momentum=0.5))],
+        lambda n: [LocalSGD.create(n, adam(n), every=2, outer=lambda ps: SGD(ps, lr=0.7))],
         "part1 is LocalSGD of Adam, SGD, .* has LocalSGD of Adam,",
     ),
     ("module", lambda _: [linear(2)], lambda n: [adam(n)], "part1 is Adam, .* has module"),
@@ -124,9 +125,9 @@ async def test_n17_parts_of_other_kinds_change_nothing(
 ) -> None:
     path = Path(await coll.broadcast_object(str(tmp_path)))
     async with await a_net(coll) as net:
-        await aiodist.save(path, net, *saved(net))
+        await aiodist.save(path, net, *[await awaited(each) for each in saved(net)])
     async with await a_net(coll) as net:
-        parts = loaded(net)
+        parts = [await awaited(each) for each in loaded(net)]
         with torch.no_grad():
             net.module.weight.add_(1.0)  # type: ignore[operator]
         before = {name: t.clone() for name, t in net.state_dict().items()}
@@ -177,7 +178,7 @@ def chained(net: DataParallel, several: type[Any]) -> Parts:
 
 SAME: list[tuple[str, Make, Make]] = [
     ("a subclass that says so", lambda n: [adam(n)], lambda n: [adam(n, NamedAdam)]),
-    ("sharded", lambda n: [ShardedOptimizer(n, Adam)], lambda n: [adam(n)]),
+    ("sharded", lambda n: [ShardedOptimizer.create(n, Adam)], lambda n: [adam(n)]),
     ("modules", lambda _: [linear(2)], lambda _: [nn.utils.skip_init(nn.Linear, 2, 1)]),
     ("averaged weights", lambda n: [Averaged(n.module)], lambda n: [Averaged(n.module)]),
     ("hook of an optimizer", lambda n: [adam(n)], lambda n: [divided(n)]),
@@ -191,12 +192,12 @@ SAME: list[tuple[str, Make, Make]] = [
 async def test_n17_what_is_of_one_kind_loads(coll: Communicator, saved: Make, loaded: Make, tmp_path: Path) -> None:
     path = Path(await coll.broadcast_object(str(tmp_path)))
     async with await a_net(coll) as net:
-        parts = saved(net)
+        parts = [await awaited(each) for each in saved(net)]
         if hasattr(parts[0], "step"):
             await net.step(lambda: net(torch.ones(2)).sum(), parts[0])
         await aiodist.save(path, net, *parts)
     async with await a_net(coll) as net:
-        await aiodist.load(path, net, *loaded(net))
+        await aiodist.load(path, net, *[await awaited(each) for each in loaded(net)])
     await aiodist.load(path, nn.Linear(2, 1), *loaded(net), coll=coll)  # a plain module in the net's place
 
 

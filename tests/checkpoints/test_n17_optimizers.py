@@ -128,7 +128,7 @@ def test_n17_pipelined_optimizers_go_on_whatever_their_buckets(
     async def make(coll: Communicator, seed: int, nbytes: int) -> tuple[DataParallel, PipelinedOptimizer]:
         torch.manual_seed(seed)
         net = await DataParallel.create(Mixed(), coll, bucket_bytes=nbytes, first_bucket_bytes=nbytes)
-        return net, PipelinedOptimizer(net, PIPELINED[name])
+        return net, await PipelinedOptimizer.create(net, PIPELINED[name])
 
     async def steps(net: DataParallel, opt: PipelinedOptimizer, first: int, last: int) -> None:
         for i in range(first, last):

@@ -43,7 +43,7 @@ class Local:
     @classmethod
     async def make(cls, coll: Communicator, **options: Any) -> "Local":
         net = await DataParallel.create(module(), coll)
-        return cls(net, LocalSGD(net, torch.optim.Adam(net.parameters(), lr=0.01), **options))
+        return cls(net, await LocalSGD.create(net, torch.optim.Adam(net.parameters(), lr=0.01), **options))
 
     async def steps(self, first: int, last: int) -> None:
         for step in range(first, last):

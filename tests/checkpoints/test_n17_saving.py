@@ -252,7 +252,7 @@ async def test_n17_residuals_of_compressed_gradients(coll: Communicator, trainin
 async def test_n17_pending_updates_are_made_first(coll: Communicator, training: Any, path: Path) -> None:
     path = Path(await coll.broadcast_object(str(path)))
     net = await DataParallel.create(training.module(), coll)
-    opt = PipelinedOptimizer(net, lambda params: torch.optim.Adam(params, lr=0.01))
+    opt = await PipelinedOptimizer.create(net, lambda params: torch.optim.Adam(params, lr=0.01))
     run = training(net, opt)
     await run.steps(0, 3)
     assert opt.pending

@@ -207,7 +207,7 @@ async def test_n17_divided_layers_are_saved_by_all_ranks_that_share_them(coll: C
     with pytest.raises(TypeError, match="expected a DataParallel"):
         aiodist.save(path, net.module, coll=coll)
     for kind in (ShardedOptimizer, PipelinedOptimizer):
-        driver: Any = kind(net, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+        driver: Any = await kind.create(net, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
         with pytest.raises(TypeError, match=f"{kind.__name__} of a net with divided layers: expected an Optimizer of"):
             aiodist.save(path, net, driver, coll=coll)
         with pytest.raises(TypeError, match=rf"{kind.__name__} of a net with divided layers: .* `own=\[opt\]`"):
@@ -225,7 +225,7 @@ async def test_n17_other_optimizers_of_divided_layers_are_each_ranks_own(
     losses: list[list[float]] = []
     for _ in range(2):
         net, _ = await shared_training(coll, 2)
-        opt = kind(net, lambda params: torch.optim.Adam(params, lr=0.1))
+        opt = await kind.create(net, lambda params: torch.optim.Adam(params, lr=0.1))
         if not losses:
             await steps(net, opt, 2)
             await opt.flush()

@@ -52,7 +52,9 @@ async def trained(coll: Communicator, name: str, seed: int, *, plain: bool, step
     """Return a net and its optimizer behind some steps, in which all ranks have the same batch."""
     net = await DataParallel.create(mixed(seed), coll, bucket_bytes=20_000)
     groups = groups_of(net.module, name)
-    opt: Any = made(name, groups) if plain else ShardedOptimizer(net, lambda given: made(name, given), groups)
+    opt: Any = (
+        made(name, groups) if plain else await ShardedOptimizer.create(net, lambda given: made(name, given), groups)
+    )
     await train(net, opt, steps)
     return net, opt
 
@@ -138,7 +140,7 @@ def made(name: str, groups: Any) -> torch.optim.Optimizer:
 
 async def sharded(training: Any, coll: Communicator, name: str, seed: int) -> Any:
     net = await DataParallel.create(training.module(seed), coll)
-    return training(net, ShardedOptimizer(net, lambda groups: made(name, groups)))
+    return training(net, await ShardedOptimizer.create(net, lambda groups: made(name, groups)))
 
 
 @pytest.mark.thorough

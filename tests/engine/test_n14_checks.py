@@ -34,7 +34,9 @@ async def test_n14_debug_finds_nothing_where_nothing_is_wrong(coll: Communicator
 @pytest.mark.ranks(2)
 async def test_n14_debug_with_a_pipelined_optimizer_and_uneven_data(coll: Communicator) -> None:
     net = await DataParallel.create(Job.build(), coll, bucket_bytes=1, first_bucket_bytes=1)
-    engine = Engine(net, PipelinedOptimizer(net, Job.OPTIMIZERS["momentum"]), mse_loss, debug=True, **Job.QUIET)
+    engine = Engine(
+        net, await PipelinedOptimizer.create(net, Job.OPTIMIZERS["momentum"]), mse_loss, debug=True, **Job.QUIET
+    )
     await engine.train(Job.pairs(coll.rank, 2), epochs=1)
     Job.assert_same(net, Job.alone(2, [2, 2], optimizer="momentum"))
     await engine.train(Job.pairs(coll.rank, 2 + coll.rank), epochs=2)
@@ -136,7 +138,7 @@ async def test_n14_debug_names_the_first_parameter_and_the_rank_that_differs(col
 @pytest.mark.ranks(2)
 async def test_n14_debug_compares_the_parameters_of_a_sharded_optimizer(coll: Communicator) -> None:
     net = await DataParallel.create(Job.build(), coll)
-    engine = Engine(net, ShardedOptimizer(net, Job.OPTIMIZERS["adam"]), mse_loss, debug=True, **Job.QUIET)
+    engine = Engine(net, await ShardedOptimizer.create(net, Job.OPTIMIZERS["adam"]), mse_loss, debug=True, **Job.QUIET)
 
     @engine.on("backward")
     async def change(state: State) -> None:

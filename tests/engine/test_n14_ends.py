@@ -28,9 +28,9 @@ class Broken(Exception):
 async def made(coll: Communicator, *, pipelined: bool = False, sharded: bool = False, **options: Any) -> Engine:
     net = await DataParallel.create(Job.build(), coll, bucket_bytes=1, first_bucket_bytes=1)
     make = Job.OPTIMIZERS["momentum"]
-    opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+    opt: Any = await PipelinedOptimizer.create(net, make) if pipelined else make(net.parameters())
     if sharded:
-        opt = ShardedOptimizer(net, make)
+        opt = await ShardedOptimizer.create(net, make)
     return Engine(net, opt, mse_loss, **Job.QUIET, **options)
 
 

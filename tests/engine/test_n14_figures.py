@@ -145,7 +145,7 @@ async def test_n14_tests_evaluate_and_leave_everything_as_it_was(coll: Communica
 @pytest.mark.ranks(2)
 async def test_n14_a_test_sees_all_updates(coll: Communicator) -> None:
     net = await DataParallel.create(Job.build(), coll, bucket_bytes=1, first_bucket_bytes=1)
-    engine = Engine(net, PipelinedOptimizer(net, Job.OPTIMIZERS["sgd"]), mse_loss, **Job.QUIET)
+    engine = Engine(net, await PipelinedOptimizer.create(net, Job.OPTIMIZERS["sgd"]), mse_loss, **Job.QUIET)
     found = []
 
     @engine.on("update")

@@ -53,7 +53,7 @@ async def test_n14_trains_as_one_process(coll: Communicator, optimizer: str) -> 
 @pytest.mark.ranks(2, backend="gloo")
 async def test_n14_with_a_pipelined_optimizer(coll: Communicator) -> None:
     net = await DataParallel.create(Job.build(), coll, bucket_bytes=1, first_bucket_bytes=1)
-    opt = PipelinedOptimizer(net, Job.OPTIMIZERS["momentum"])
+    opt = await PipelinedOptimizer.create(net, Job.OPTIMIZERS["momentum"])
     engine = Engine(net, opt, mse_loss, **Job.QUIET)
     seen: list[str] = []
     noted(engine, seen)

@@ -38,7 +38,9 @@ def loader(coll: Communicator, kind: str) -> Any:
 async def made(coll: Communicator, *, pipelined: bool) -> tuple[Any, Any, Engine]:
     net = await DataParallel.create(build(), coll)
     opt: Any = (
-        PipelinedOptimizer(net, Job.OPTIMIZERS["adam"]) if pipelined else Job.OPTIMIZERS["adam"](net.parameters())
+        await PipelinedOptimizer.create(net, Job.OPTIMIZERS["adam"])
+        if pipelined
+        else Job.OPTIMIZERS["adam"](net.parameters())
     )
     return net, opt, Engine(net, opt, mse_loss, metrics={"mae": lambda o, t: (o - t).abs().mean()}, **Job.QUIET)
 

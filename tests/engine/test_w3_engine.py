@@ -66,7 +66,7 @@ async def train(number: int, kind: str) -> Any:
                     given = PipelinedOptimizer if kind == "pipelined" else opt
                     net = await DataParallel.create(module, coll, given, op="sum", bucket_bytes=1, first_bucket_bytes=1)
                     if kind == "pipelined":
-                        opt = PipelinedOptimizer(net, adam)
+                        opt = await PipelinedOptimizer.create(net, adam)
                     engine = Engine(net, opt, loss_of, progress=False)
                     engine.on("update", lambda state: steps.append((state.epoch, state.batch, state.step)))
                 await engine.rebind(coll)
@@ -136,7 +136,7 @@ async def count(number: int, module: Tally, kind: str) -> int:
                     given = PipelinedOptimizer if kind == "pipelined" else opt
                     net = await DataParallel.create(module, coll, given, op="sum")
                     if kind == "pipelined":
-                        opt = PipelinedOptimizer(net, sgd)
+                        opt = await PipelinedOptimizer.create(net, sgd)
                     engine = Engine(net, opt, progress=False)
                     engine.on("sample", begin)
                 await engine.rebind(coll)
@@ -177,7 +177,7 @@ def test_w3_what_an_engine_does_not_go_on_with() -> None:
         async with aiodist.init(elastic=True) as coll:
             scaler = torch.amp.GradScaler("cpu")
             net = await DataParallel.create(build(0).float(), coll, PipelinedOptimizer, scaler=scaler)
-            opt = PipelinedOptimizer(net, partial(torch.optim.SGD, lr=0.1))
+            opt = await PipelinedOptimizer.create(net, partial(torch.optim.SGD, lr=0.1))
             engine = Engine(net, opt, loss_of, progress=False)
             with pytest.raises(RuntimeError, match="which it left out"):
                 await engine.rebind(coll)

@@ -63,7 +63,7 @@ def same(module: nn.Module, expected: nn.Module) -> None:
 async def test_n3_equals_plain_training(pipelined: bool) -> None:
     async with asyncio.timeout(100), aiodist.init() as coll:
         net = await DataParallel.create(mlp("cuda"), coll, **SIZES)
-        opt: Any = PipelinedOptimizer(net, sgd) if pipelined else sgd(net.parameters())
+        opt: Any = await PipelinedOptimizer.create(net, sgd) if pipelined else sgd(net.parameters())
         for step in range(20):
             x, y = (t.cuda() for t in batch(step))
             loss = await net.step(partial(loss_of, net, x, y), opt)

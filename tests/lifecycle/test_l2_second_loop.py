@@ -58,6 +58,7 @@ async def _others(coll: Communicator, stack: AsyncExitStack, folder: Path) -> Do
     queue = ShardQueue(IndexShards(10, 2), coll)
     levels = await coll.hierarchy("a")
     ids, x = torch.tensor([1]), torch.ones(2, 3)
+    local = await LocalSGD.create(net, opt, every=2)
     second = ParameterServer(coll, {"w": torch.zeros(3)})
     stack.push_async_callback(coll.barrier)
     stack.push_async_callback(net.aclose)
@@ -74,7 +75,7 @@ async def _others(coll: Communicator, stack: AsyncExitStack, folder: Path) -> Do
         "net.synchronize_buffers": lambda: net.synchronize_buffers(),
         "net.rebind": lambda: net.rebind(coll),
         "net.aclose": lambda: net.aclose(),
-        "LocalSGD.flush": lambda: LocalSGD(net, opt, every=2).flush(),
+        "LocalSGD.flush": lambda: local.flush(),
         "synchronize_parameters": lambda: synchronize_parameters(module, coll),
         "assert_synchronized": lambda: assert_synchronized(module, coll),
         "save": lambda: aiodist.save(folder, net, opt),

@@ -53,7 +53,7 @@ class Trial:
         """Return a net on `coll` and its optimizer."""
         net = await DataParallel.create(module or cls.Mlp(), coll, **options)
         make = cls.OPTIMIZERS[optimizer]
-        return net, PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+        return net, await PipelinedOptimizer.create(net, make) if pipelined else make(net.parameters())
 
     @classmethod
     async def train(cls, net: DataParallel, opt: Any, steps: range, rank: int) -> None:

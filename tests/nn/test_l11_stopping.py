@@ -13,6 +13,7 @@ import aiodist
 from aiodist import Communicator
 from aiodist.engine import State
 from aiodist.nn import DataParallel, LocalSGD, PipelinedOptimizer, ShardedOptimizer
+from tests.support.awaited import awaited
 
 Make = Callable[[DataParallel], Any]
 
@@ -23,9 +24,9 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 DRIVERS: dict[str, tuple[Make, int]] = {
     "plain": (lambda net: sgd(net.parameters()), 0),
-    "pipelined": (lambda net: PipelinedOptimizer(net, sgd), 1),
-    "sharded": (lambda net: ShardedOptimizer(net, sgd), 0),
-    "local": (lambda net: LocalSGD(net, sgd(net.parameters()), every=2), 3),
+    "pipelined": (lambda net: PipelinedOptimizer.create(net, sgd), 1),
+    "sharded": (lambda net: ShardedOptimizer.create(net, sgd), 0),
+    "local": (lambda net: LocalSGD.create(net, sgd(net.parameters()), every=2), 3),
 }
 """Each with the greatest number of steps that it may take until all know."""
 
@@ -35,7 +36,7 @@ DRIVERS: dict[str, tuple[Make, int]] = {
 async def test_l11_all_ranks_see_it_at_the_same_step(coll: Communicator, driver: str) -> None:
     make, latest = DRIVERS[driver]
     net = await DataParallel.create(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)), coll)
-    opt = make(net)
+    opt = await awaited(make(net))
     asks = 2  # the step before which a rank is asked
     seen = -1
     for step in range(12):

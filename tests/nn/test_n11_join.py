@@ -97,7 +97,7 @@ async def test_n11_with_a_pipelined_optimizer(coll: Communicator, given: bool) -
     """The net knows of it where no step was made, too."""
     for counts in counts_of(coll):
         net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
-        opt = PipelinedOptimizer(net, ADAM)
+        opt = await PipelinedOptimizer.create(net, ADAM)
         async with net.join(*[opt] * given):
             await Trial.train(net, opt, range(counts[coll.rank]), coll.rank)
         expected = Trial.Mlp()
@@ -349,7 +349,7 @@ async def test_n11_an_error_in_the_block_hangs_nobody(coll: Communicator, where:
             await opt.flush()
         opt.close()
     net.load_state_dict(Trial.Mlp().state_dict())
-    fresh: Any = PipelinedOptimizer(net, ADAM) if pipelined else ADAM(net.parameters())
+    fresh: Any = await PipelinedOptimizer.create(net, ADAM) if pipelined else ADAM(net.parameters())
     async with net.join(fresh):
         await Trial.train(net, fresh, range(1 + coll.rank), coll.rank)
     expected = Trial.Mlp()

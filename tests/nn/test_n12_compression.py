@@ -274,7 +274,7 @@ async def test_n12_uneven_data_and_gradients_that_add_up(coll: Communicator) -> 
 @pytest.mark.ranks(2)
 async def test_n12_with_the_pipelined_optimizer_and_frozen_layers(coll: Communicator) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll, compress=TopK(1.0), **Trial.SMALL)
-    opt = PipelinedOptimizer(net, lambda params: torch.optim.SGD(params, lr=0.1))
+    opt = await PipelinedOptimizer.create(net, lambda params: torch.optim.SGD(params, lr=0.1))
     await Trial.train(net, opt, range(4), coll.rank)
     await opt.flush()
     Trial.assert_same(net, Trial.alone(coll.size, 4))

@@ -216,7 +216,7 @@ async def test_n13_ranks_that_share_a_model_clip_and_leave_out_steps_together(co
     net = await DataParallel.create(made(lambda: Block(own)), grid[1].inter, clip_norm=0.1, scaler=scaler)
     alone = made(Block)
     make = partial(torch.optim.SGD, lr=0.5)
-    opt: Any = make(net.parameters()) if driver is None else driver(net, make)
+    opt: Any = make(net.parameters()) if driver is None else await driver.create(net, make)
     theirs = make(alone.parameters())
 
     def broken(step: int) -> Tensor:

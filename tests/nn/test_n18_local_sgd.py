@@ -26,7 +26,7 @@ each_optimizer = pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"
 @each_optimizer
 async def test_n18_every_step_is_the_plain_loop(coll: Communicator, optimizer: str) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll, **Trial.FEW)
-    local = LocalSGD(net, Trial.OPTIMIZERS[optimizer](net.parameters()), every=1)
+    local = await LocalSGD.create(net, Trial.OPTIMIZERS[optimizer](net.parameters()), every=1)
     await Trial.train(net, local, range(6), coll.rank)
     assert not local.pending
     assert net.statistics().passes == 6
@@ -37,7 +37,7 @@ async def test_n18_every_step_is_the_plain_loop(coll: Communicator, optimizer: s
 async def test_n18_averages_of_one_step_are_reduced_gradients(coll: Communicator) -> None:
     """An outer step of length 1 is the average."""
     net = await DataParallel.create(Trial.Mlp(), coll, **Trial.FEW)
-    local = LocalSGD(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=1, outer=SlowMo(0.0))
+    local = await LocalSGD.create(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=1, outer=SlowMo(0.0))
     await Trial.train(net, local, range(6), coll.rank)
     assert not local.pending
     assert (net.statistics().passes, net.steps_done) == (6, 6)
@@ -52,7 +52,7 @@ async def test_n18_averages_of_one_step_are_reduced_gradients(coll: Communicator
 async def test_n18_as_the_papers_say(coll: Communicator, optimizer: str, rule: str, overlap: bool) -> None:
     """Each rank's own parameters after every step, and what all have in the end."""
     net, opt = await Trial.made(coll, optimizer, **Trial.FEW)
-    local = LocalSGD(net, opt, every=EVERY, outer=OUTER[rule], overlap=overlap)
+    local = await LocalSGD.create(net, opt, every=EVERY, outer=OUTER[rule], overlap=overlap)
     alone = Alone(coll.size, optimizer, rule, overlap=overlap)
     for step in range(4 * EVERY + 1):
         alone.step(step)
@@ -77,7 +77,9 @@ async def test_n18_as_the_papers_say(coll: Communicator, optimizer: str, rule: s
 @pytest.mark.ranks(2, backend="gloo")
 async def test_n18_on_processes(coll: Communicator) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
-    local = LocalSGD(net, Trial.OPTIMIZERS["adam"](net.parameters()), every=EVERY, outer=diloco, overlap=True)
+    local = await LocalSGD.create(
+        net, Trial.OPTIMIZERS["adam"](net.parameters()), every=EVERY, outer=diloco, overlap=True
+    )
     alone = Alone(coll.size, "adam", "diloco", overlap=True)
     for step in range(2 * EVERY + 1):
         alone.step(step)
@@ -93,7 +95,7 @@ async def test_n18_one_exchange_moves_the_centre_by_alpha_times_the_sum(coll: Co
     nn.init.constant_(module.weight, 4.0)
     net = await DataParallel.create(module, coll)
     opt = torch.optim.SGD(net.parameters(), lr=1.0)
-    local = LocalSGD(net, opt, every=1, outer=Elastic(0.25))
+    local = await LocalSGD.create(net, opt, every=1, outer=Elastic(0.25))
     w = float(coll.rank + 1)
     await net.step(lambda: (w * module.weight).sum(), local)  # from 4 to 4 - (rank + 1)
     total = -sum(range(1, coll.size + 1))
@@ -126,7 +128,7 @@ async def test_n18_complex_parameters_are_averaged(coll: Communicator, rule: str
     for whole in (True, False):
         net = await DataParallel.create(Planes(whole=whole), coll)
         opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
-        local = LocalSGD(net, opt, every=EVERY, overlap=overlap, outer=OUTER[rule])
+        local = await LocalSGD.create(net, opt, every=EVERY, overlap=overlap, outer=OUTER[rule])
         for step in range(2 * EVERY + 1):
             x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(9 * step + coll.rank))
             await net.step(lambda net=net, x=x: net(x).square().sum(), local)
@@ -140,7 +142,7 @@ async def test_n18_complex_parameters_are_averaged(coll: Communicator, rule: str
 async def test_n18_a_sum_of_gradients_is_a_mean_of_parameters(coll: Communicator) -> None:
     """Also where ordinary steps came before, whose gradients were summed."""
     net = await DataParallel.create(Trial.Mlp(), coll, op="sum", **Trial.FEW)
-    local = LocalSGD(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=EVERY, start=2)
+    local = await LocalSGD.create(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=EVERY, start=2)
     await Trial.train(net, local, range(2), coll.rank)
     Trial.assert_same(net, Trial.alone(coll.size, 2, op="sum"))
     alone = Alone(coll.size, "sgd", "plain")
@@ -156,7 +158,7 @@ async def test_n18_a_sum_of_gradients_is_a_mean_of_parameters(coll: Communicator
 @each_overlap
 async def test_n18_post_local_begins_with_ordinary_steps(coll: Communicator, overlap: bool) -> None:
     net, opt = await Trial.made(coll, **Trial.FEW)
-    local = LocalSGD(net, opt, every=EVERY, start=4, outer=OUTER["slowmo"], overlap=overlap)
+    local = await LocalSGD.create(net, opt, every=EVERY, start=4, outer=OUTER["slowmo"], overlap=overlap)
     await Trial.train(net, local, range(4), coll.rank)
     assert not local.pending
     expected = Trial.alone(coll.size, 4)
@@ -175,7 +177,7 @@ async def test_n18_post_local_begins_with_ordinary_steps(coll: Communicator, ove
 async def test_n18_slow_momentum_takes_the_learning_rates_of_its_period(coll: Communicator, overlap: bool) -> None:
     net, opt = await Trial.made(coll)
     net.configure(scheduler=ExponentialLR(opt, 0.8))
-    local = LocalSGD(net, opt, every=EVERY, outer=OUTER["slowmo"], overlap=overlap)
+    local = await LocalSGD.create(net, opt, every=EVERY, outer=OUTER["slowmo"], overlap=overlap)
     alone = Alone(2, "sgd", "slowmo", overlap=overlap)
     alone.schedulers = [ExponentialLR(each, 0.8) for each in alone.optimizers]
     for step in range(3 * EVERY + 1):
@@ -198,7 +200,7 @@ async def test_n18_with_fixed_rates_slow_momentum_is_an_outer_sgd(coll: Communic
         first, *others = net.parameters()
         groups: list[dict[str, Any]] = [{"params": others}, {"params": [first], "lr": 0.03}]
         opt = torch.optim.SGD(groups, lr=0.2)
-        local = LocalSGD(net, opt, every=EVERY, outer=outer)
+        local = await LocalSGD.create(net, opt, every=EVERY, outer=outer)
         await Trial.train(net, local, range(3 * EVERY + 1), coll.rank)
         await local.flush()
         nets.append(net.module)
@@ -211,7 +213,7 @@ async def test_n18_with_fixed_rates_slow_momentum_is_an_outer_sgd(coll: Communic
 async def test_n18_nobody_waits_for_an_average_before_the_next_is_due(coll: Communicator, rule: str) -> None:
     """The last rank ends its first period when the others are at the end of their second."""
     net, opt = await Trial.made(coll, **Trial.FEW)
-    local = LocalSGD(net, opt, every=EVERY, outer=OUTER[rule], overlap=True)
+    local = await LocalSGD.create(net, opt, every=EVERY, outer=OUTER[rule], overlap=True)
     last = coll.size - 1
     await Trial.train(net, local, range(EVERY - 1), coll.rank)
     if coll.rank == last:
@@ -239,7 +241,7 @@ async def test_n18_a_checkpoint_goes_on_exactly(coll: Communicator, rule: str, o
 
     async def begun() -> tuple[DataParallel, LocalSGD]:
         net = await DataParallel.create(Trial.Mlp(), coll, **Trial.FEW)
-        return net, LocalSGD(
+        return net, await LocalSGD.create(
             net, Trial.OPTIMIZERS["adam"](net.parameters()), every=EVERY, start=1, outer=OUTER[rule], overlap=overlap
         )
 
@@ -272,7 +274,7 @@ async def test_n18_a_checkpoint_goes_on_exactly(coll: Communicator, rule: str, o
 @pytest.mark.ranks(2)
 async def test_n18_a_backward_of_the_net_comes_behind_an_average(coll: Communicator) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
-    local = LocalSGD(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=1, overlap=True)
+    local = await LocalSGD.create(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=1, overlap=True)
     alone = Alone(2, "sgd", "plain", overlap=True)
     for step in range(3):
         alone.step(step, every=1)
@@ -290,7 +292,7 @@ async def test_n18_a_backward_of_the_net_comes_behind_an_average(coll: Communica
 async def test_n18_a_forward_that_raises_is_its_ranks_own_affair(coll: Communicator, rule: str, overlap: bool) -> None:
     """In the middle of a period, and at its end; the others hear nothing, and averages are made."""
     net, opt = await Trial.made(coll, **Trial.FEW)
-    local = LocalSGD(net, opt, every=EVERY, outer=OUTER[rule], overlap=overlap)
+    local = await LocalSGD.create(net, opt, every=EVERY, outer=OUTER[rule], overlap=overlap)
     alone = Alone(coll.size, "sgd", rule, overlap=overlap)
 
     def fails(step: int) -> Tensor:
@@ -320,7 +322,7 @@ async def test_n18_an_outer_optimizer_that_raises_on_one_rank(coll: Communicator
 
     failing = True
     net, opt = await Trial.made(coll)
-    local = LocalSGD(net, opt, every=1, outer=lambda params: Fails(params, lr=1.0))
+    local = await LocalSGD.create(net, opt, every=1, outer=lambda params: Fails(params, lr=1.0))
     saved = local.state_dict()
     if coll.rank == 1:
         with pytest.raises(ArithmeticError, match="broken"):
@@ -339,7 +341,7 @@ async def test_n18_an_outer_optimizer_that_raises_on_one_rank(coll: Communicator
 @pytest.mark.ranks(2, 3)
 async def test_n18_ranks_that_do_not_do_the_same_are_told(coll: Communicator) -> None:
     net, opt = await Trial.made(coll)
-    local = LocalSGD(net, opt, every=2)
+    local = await LocalSGD.create(net, opt, every=2)
     before, saved = parameters_to_vector(net.parameters()).detach().clone(), local.state_dict()
     await Trial.train(net, local, range(1 if coll.rank == 0 else 0), coll.rank)
     with pytest.raises(aiodist.MismatchError, match=r"rank 0 averages parameters, rank 1 reduces grad.*same `every`"):
@@ -352,7 +354,7 @@ async def test_n18_ranks_that_do_not_do_the_same_are_told(coll: Communicator) ->
 async def test_n18_ranks_that_freeze_different_parameters(coll: Communicator) -> None:
     """No average is made; the next one has all steps in it."""
     net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
-    local = LocalSGD(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2, outer=SlowMo(0.0))
+    local = await LocalSGD.create(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2, outer=SlowMo(0.0))
     alone = Alone(2, "sgd", "plain")
     await net.step(Trial.loss, local, net, coll.rank, 0)
     module: Any = net.module

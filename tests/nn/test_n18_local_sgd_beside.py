@@ -27,7 +27,7 @@ each_overlap = pytest.mark.parametrize("overlap", [False, True], ids=["waits", "
 async def test_n18_refused_inside_join(coll: Communicator) -> None:
     """Nobody waits there for an average that another rank cannot make: one that has no data is told too."""
     net = await DataParallel.create(Trial.Mlp(), coll)
-    local = LocalSGD(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
+    local = await LocalSGD.create(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
     with pytest.raises((RuntimeError, aiodist.RemoteError), match=r"LocalSGD inside net\.join"):
         async with net.join(local):
             await Trial.train(net, local, range(min(coll.rank, 1) or coll.size == 1), coll.rank)
@@ -38,7 +38,7 @@ async def test_n18_sparse_gradients_stay_on_their_rank(coll: Communicator) -> No
     module = nn.Embedding(4, 2, sparse=True)
     nn.init.zeros_(module.weight)
     net = await DataParallel.create(module, coll)
-    local = LocalSGD(net, torch.optim.SGD(net.parameters(), lr=1.0), every=2)
+    local = await LocalSGD.create(net, torch.optim.SGD(net.parameters(), lr=1.0), every=2)
     for _ in range(2):
         await net.step(lambda: net(torch.tensor([coll.rank])).sum(), local)
     assert module.weight.tolist() == [[-1.0, -1.0]] * 2 + [[0.0, 0.0]] * 2
@@ -59,7 +59,7 @@ async def test_n18_settings_look_at_the_gradients_of_this_rank(coll: Communicato
     net, opt = await Trial.made(coll, "momentum", Trial.Mlp().float(), clip_norm=0.2)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     net.configure(scaler=scaler, scheduler=ExponentialLR(opt, 0.9))
-    local = LocalSGD(net, opt, every=EVERY)
+    local = await LocalSGD.create(net, opt, every=EVERY)
     modules = [Trial.Mlp().float() for _ in range(2)]
     optimizers: list[Any] = [Trial.OPTIMIZERS["momentum"](list(m.parameters())) for m in modules]
     schedulers = [ExponentialLR(each, 0.9) for each in optimizers]
@@ -98,7 +98,7 @@ async def test_n18_autocast(coll: Communicator) -> None:
         return nn.functional.mse_loss(out.float(), y)
 
     net = await DataParallel.create(Trial.Mlp().float(), coll, autocast=torch.bfloat16)
-    local = LocalSGD(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
+    local = await LocalSGD.create(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
     for step in range(3):
         await net.step(loss, local, step)
     assert seen == [torch.bfloat16] * 3
@@ -137,7 +137,7 @@ async def test_n18_many_kinds_of_parameters(
 ) -> None:
     net = await DataParallel.create(Odd(), coll, **sizes)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    local = LocalSGD(net, opt, every=2, outer=OUTER[rule], overlap=overlap)
+    local = await LocalSGD.create(net, opt, every=2, outer=OUTER[rule], overlap=overlap)
     modules = [Odd() for _ in range(coll.size)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in modules]
     begin = [p.detach().double().clone() for p in modules[0].parameters()]
@@ -166,7 +166,7 @@ async def test_n18_many_kinds_of_parameters(
 async def test_n18_freezing_and_thawing(coll: Communicator, overlap: bool) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll, **Trial.FEW)
     net.get_submodule("0").requires_grad_(False)
-    local = LocalSGD(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2, overlap=overlap)
+    local = await LocalSGD.create(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2, overlap=overlap)
     alone = Alone(2, "sgd", "plain", overlap=overlap)
     switches = {0: ("0", False), 3: ("0", True), 4: ("2", False), 9: ("2", True)}
     for step in range(12):
@@ -199,7 +199,7 @@ async def test_n18_arguments(coll: Communicator) -> None:
     ]
     for args, how, error, text in wrong:
         with pytest.raises(error, match=text):
-            LocalSGD(*args, **{"every": 2, **how})
+            await LocalSGD.create(*args, **{"every": 2, **how})
     for make, text in (
         (lambda: SlowMo(1.0), r"momentum=1\.0"),
         (lambda: SlowMo(0.5, lr=0.0), r"lr=0\.0"),
@@ -208,13 +208,15 @@ async def test_n18_arguments(coll: Communicator) -> None:
     ):
         with pytest.raises(ValueError, match=text):
             make()
-    assert repr(LocalSGD(net, opt, every=2)).startswith("<LocalSGD of SGD, every 2 steps, on <DataParallel of Mlp")
+    assert repr(await LocalSGD.create(net, opt, every=2)).startswith(
+        "<LocalSGD of SGD, every 2 steps, on <DataParallel of Mlp"
+    )
 
 
 @pytest.mark.ranks(2)
 async def test_n18_parameters_of_one_rank_are_not_taken_for_those_of_all(coll: Communicator) -> None:
     net, opt = await Trial.made(coll)
-    local = LocalSGD(net, opt, every=2)
+    local = await LocalSGD.create(net, opt, every=2)
     await net.step(Trial.loss, local, net, coll.rank, 0)
     for call in (net.state_dict, lambda: net.load_state_dict({})):
         with pytest.raises(RuntimeError, match=r"await opt\.flush"):
@@ -234,7 +236,7 @@ async def test_n18_parameters_of_one_rank_are_not_taken_for_those_of_all(coll: C
 @pytest.mark.ranks(2)
 async def test_n18_loaded_parameters_are_the_new_centre(coll: Communicator) -> None:
     net = await DataParallel.create(Trial.Mlp(1), coll)
-    local = LocalSGD(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2, outer=OUTER["elastic"])
+    local = await LocalSGD.create(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2, outer=OUTER["elastic"])
     await Trial.train(net, local, range(3), coll.rank)
     await local.flush()
     net.load_state_dict(Trial.Mlp().state_dict())
@@ -248,7 +250,7 @@ async def test_n18_loaded_parameters_are_the_new_centre(coll: Communicator) -> N
 @pytest.mark.ranks(2, 3)
 async def test_n18_a_step_whose_await_is_cancelled_is_made(coll: Communicator) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll)
-    local = LocalSGD(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
+    local = await LocalSGD.create(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
     alone = Alone(coll.size, "sgd", "plain")
     for step in range(4):
         alone.step(step, every=2)
@@ -265,7 +267,7 @@ async def test_n18_a_step_whose_await_is_cancelled_is_made(coll: Communicator) -
 @pytest.mark.ranks(2, 3)
 async def test_n18_a_rank_that_closes_in_the_middle_is_told(coll: Communicator) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll)
-    local = LocalSGD(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
+    local = await LocalSGD.create(net, Trial.OPTIMIZERS["sgd"](net.parameters()), every=2)
     await Trial.train(net, local, range(2), coll.rank)
     end = net.aclose() if coll.rank == 1 else Trial.train(net, local, range(2, 4), coll.rank)
     with pytest.raises(aiodist.MismatchError, match=r"rank 1 closes the net after 1 steps.*net\.join"):
@@ -282,7 +284,7 @@ async def test_n18_on_cuda_devices(coll: Communicator, simulated_cuda: Simulated
         return nn.functional.mse_loss(net(x.to(coll.device)), y.to(coll.device))
 
     net, opt = await Trial.made(coll, "momentum", Trial.Mlp().to(coll.device), **Trial.FEW)
-    local = LocalSGD(net, opt, every=EVERY, outer=OUTER[rule], overlap=overlap)
+    local = await LocalSGD.create(net, opt, every=EVERY, outer=OUTER[rule], overlap=overlap)
     alone = Alone(coll.size, "momentum", rule, overlap=overlap)
     for step in range(3 * EVERY + 1):
         alone.step(step)

@@ -84,11 +84,11 @@ async def test_n19_drivers_beside_experts(coll: Communicator, kind: str) -> None
     make = partial(SGD, lr=0.1)
     body = list(module.body.parameters())
     opt: Any = (
-        nn.PipelinedOptimizer(net, make)
+        await nn.PipelinedOptimizer.create(net, make)
         if kind == "pipelined"
-        else nn.ShardedOptimizer(net, make, body)
+        else await nn.ShardedOptimizer.create(net, make, body)
         if kind == "sharded"
-        else nn.LocalSGD(net, make(body), every=1)
+        else await nn.LocalSGD.create(net, make(body), every=1)
     )
     for step in range(3):
         own.zero_grad()

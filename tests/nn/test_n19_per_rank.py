@@ -266,11 +266,11 @@ async def test_n19_drivers_of_a_net_with_a_head_of_each_rank(coll: Communicator,
     own = SGD(model.head.parameters(), lr=0.1)
     opt: Any
     if kind == "local":
-        opt = nn.LocalSGD(net, SGD(net.shared.parameters(), lr=0.1), every=1)
+        opt = await nn.LocalSGD.create(net, SGD(net.shared.parameters(), lr=0.1), every=1)
     elif kind == "pipelined":
-        opt = nn.PipelinedOptimizer(net, lambda params: SGD(params, lr=0.1))
+        opt = await nn.PipelinedOptimizer.create(net, lambda params: SGD(params, lr=0.1))
     else:
-        opt = nn.ShardedOptimizer(net, lambda params: SGD(params, lr=0.1))
+        opt = await nn.ShardedOptimizer.create(net, lambda params: SGD(params, lr=0.1))
     for step in range(3):
         await net.step(partial(loss_of, net, coll.rank, step), opt)
         await net.submit(own.step)
@@ -280,7 +280,7 @@ async def test_n19_drivers_of_a_net_with_a_head_of_each_rank(coll: Communicator,
     if kind == "sharded":
         opt.close()
         with pytest.raises(ValueError, match="expected parameters of the net"):
-            nn.ShardedOptimizer(net, lambda params: SGD(params, lr=0.1), params=list(net.parameters()))
+            await nn.ShardedOptimizer.create(net, lambda params: SGD(params, lr=0.1), params=list(net.parameters()))
 
 
 @pytest.mark.ranks(2)

@@ -142,13 +142,13 @@ async def test_n19_drivers_whose_rates_differ(coll: Communicator, kind: str) -> 
         return SGD(params, lr=0.1 if kind == "outer" else lr)
 
     drivers: dict[str, Callable[[], Any]] = {
-        "pipelined": lambda: nn.PipelinedOptimizer(net, sgd),
-        "sharded": lambda: nn.ShardedOptimizer(net, sgd),
-        "local": lambda: nn.LocalSGD(net, sgd(net.parameters()), every=2),
-        "plain": lambda: nn.LocalSGD(net, sgd(net.parameters()), every=1),
-        "outer": lambda: nn.LocalSGD(net, sgd(net.parameters()), every=2, outer=lambda p: SGD(p, lr=lr)),
+        "pipelined": lambda: nn.PipelinedOptimizer.create(net, sgd),
+        "sharded": lambda: nn.ShardedOptimizer.create(net, sgd),
+        "local": lambda: nn.LocalSGD.create(net, sgd(net.parameters()), every=2),
+        "plain": lambda: nn.LocalSGD.create(net, sgd(net.parameters()), every=1),
+        "outer": lambda: nn.LocalSGD.create(net, sgd(net.parameters()), every=2, outer=lambda p: SGD(p, lr=lr)),
     }
-    opt = drivers[kind]()
+    opt = await drivers[kind]()
 
     async def train() -> None:
         for number in range(2):

@@ -20,10 +20,12 @@ from tests.nn.conftest import Trial
 each_driver = pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
 
 
-def optimizers(net: DataParallel, make: Callable[[Any], torch.optim.Optimizer], pipelined: bool) -> tuple[Any, Any]:
+async def optimizers(
+    net: DataParallel, make: Callable[[Any], torch.optim.Optimizer], pipelined: bool
+) -> tuple[Any, Any]:
     """Return what drives the steps of `net`, and the schedulers of its learning rates."""
     if pipelined:
-        opt = PipelinedOptimizer(net, make)
+        opt = await PipelinedOptimizer.create(net, make)
         return opt, [ExponentialLR(each, 0.7) for each in opt.optimizers]
     plain = make(net.parameters())
     return plain, ExponentialLR(plain, 0.7)
@@ -46,7 +48,7 @@ async def finish(opt: Any) -> None:
 async def test_n19_clipping_and_a_scheduler(coll: Communicator, pipelined: bool) -> None:
     make = Trial.OPTIMIZERS["momentum"]
     net = await DataParallel.create(Trial.Mlp(), coll, **Trial.FEW, clip_norm=0.05)
-    opt, scheduler = optimizers(net, make, pipelined)
+    opt, scheduler = await optimizers(net, make, pipelined)
     assert net.configure(scheduler=scheduler).clip_norm == 0.05
     alone = Trial.Mlp()
     theirs = make(alone.parameters())
@@ -80,7 +82,7 @@ async def test_n19_a_scaler_leaves_out_steps_on_all_ranks(coll: Communicator, pi
         return first
 
     net = await DataParallel.create(Trial.Mlp().float(), coll, **Trial.SMALL)
-    opt, scheduler = optimizers(net, Trial.OPTIMIZERS["momentum"], pipelined)
+    opt, scheduler = await optimizers(net, Trial.OPTIMIZERS["momentum"], pipelined)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     net.configure(scaler=scaler, scheduler=scheduler, clip_norm=0.3)
     alone = Trial.Mlp().float()
@@ -148,7 +150,7 @@ async def test_n19_an_optimizer_that_fails_under_a_scaler(coll: Communicator, pi
 
     failing = True
     net = await DataParallel.create(Trial.Mlp(), coll, scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
-    opt, _ = optimizers(net, lambda params: Fails(params, lr=0.1), pipelined)
+    opt, _ = await optimizers(net, lambda params: Fails(params, lr=0.1), pipelined)
     with pytest.raises(ArithmeticError, match="broken"):
         await finished_step(net, opt, Trial.loss, net, coll.rank, 0)
     await coll.barrier()
@@ -172,7 +174,7 @@ async def test_n19_autocast(coll: Communicator, given: Any, pipelined: bool) -> 
         return mse_loss(out.float(), y)
 
     net = await DataParallel.create(Trial.Mlp().float(), coll, **Trial.SMALL, autocast=given)
-    opt, _ = optimizers(net, Trial.OPTIMIZERS["sgd"], pipelined)
+    opt, _ = await optimizers(net, Trial.OPTIMIZERS["sgd"], pipelined)
     for step in range(3):
         await net.step(loss, opt, net, coll.rank, step)
     await finish(opt)
@@ -197,7 +199,7 @@ async def test_n19_autocast(coll: Communicator, given: Any, pipelined: bool) -> 
 async def test_n19_a_list_of_closures(coll: Communicator, op: Any, pipelined: bool) -> None:
     """Three backward passes and one reduction are as the sum of the losses."""
     net = await DataParallel.create(Trial.Mlp(), coll, op=op, **Trial.FEW)
-    opt, _ = optimizers(net, Trial.OPTIMIZERS["adam"], pipelined)
+    opt, _ = await optimizers(net, Trial.OPTIMIZERS["adam"], pipelined)
 
     def summed(module: Any, rank: int, step: int) -> Tensor:
         return torch.stack([Trial.loss(module, rank, 3 * step + i) / 3 for i in range(3)]).sum()
@@ -225,7 +227,7 @@ async def test_n19_one_of_several_closures_fails(coll: Communicator, where: int,
         return Trial.loss(net, coll.rank, step) / 3
 
     net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
-    opt, _ = optimizers(net, Trial.OPTIMIZERS["sgd"], pipelined)
+    opt, _ = await optimizers(net, Trial.OPTIMIZERS["sgd"], pipelined)
     for step in range(3):
         closures = [partial(closure, i, step) for i in range(3)]
         if step == 1:

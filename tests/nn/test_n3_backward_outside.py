@@ -97,7 +97,7 @@ async def test_n3_a_backward_outside_is_told_for_every_part(
 ) -> None:
     net = await DataParallel.create(Model(), coll, **sizes)
     opt: Any = (
-        PipelinedOptimizer(net, lambda params: torch.optim.SGD(params, lr=0.1))
+        await PipelinedOptimizer.create(net, lambda params: torch.optim.SGD(params, lr=0.1))
         if pipelined
         else torch.optim.SGD(net.parameters(), lr=0.1)
     )

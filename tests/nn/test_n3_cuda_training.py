@@ -72,7 +72,7 @@ async def test_n3_cuda_over_nccl(coll: Communicator, fake_nccl: NcclOnDevices, p
     net = await DataParallel.create(Trial.Mlp(coll.rank).to(coll.device), coll, **Trial.SMALL)
     assert coll.size == 1 or coll.availability().of("allreduce", "nccl", "cuda").state == "available"
     make = Trial.OPTIMIZERS["momentum"]
-    opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+    opt: Any = await PipelinedOptimizer.create(net, make) if pipelined else make(net.parameters())
     for step in range(STEPS):
         await net.step(partial(loss_on, coll.device, net, coll.rank, step), opt)
     if pipelined:
@@ -94,7 +94,7 @@ async def test_n3_cuda_modules_on_several_devices(
 ) -> None:
     net = await DataParallel.create(Halves(Trial.Mlp(coll.rank), *places), coll, **Trial.FEW)
     make = Trial.OPTIMIZERS["momentum"]
-    opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+    opt: Any = await PipelinedOptimizer.create(net, make) if pipelined else make(net.parameters())
     for step in range(STEPS):
         await net.step(partial(Trial.loss, net, coll.rank, step), opt)
     if pipelined:
@@ -190,7 +190,7 @@ async def test_n11_cuda_join(coll: Communicator, simulated_cuda: SimulatedCuda) 
 async def test_n7_cuda_clipped(coll: Communicator, simulated_cuda: SimulatedCuda) -> None:
     net = await DataParallel.create(Trial.Mlp().to(coll.device), coll, **Trial.FEW)
     net.configure(clip_norm=0.05)
-    opt = PipelinedOptimizer(net, Trial.OPTIMIZERS["sgd"])
+    opt = await PipelinedOptimizer.create(net, Trial.OPTIMIZERS["sgd"])
     alone = Trial.Mlp()
     theirs = Trial.OPTIMIZERS["sgd"](alone.parameters())
     for step in range(STEPS):

@@ -90,22 +90,22 @@ async def test_n3_a_driver_with_foreign_parameters(coll: Communicator, kind: str
         optimizers.append(SGD([*mine, *([] if later else groups)], lr=0.1))
         return optimizers[-1]
 
-    def made() -> Any:
+    async def made() -> Any:
         if kind == "local":
-            return nn.LocalSGD(net, make(list(net.parameters())), every=2)
+            return await nn.LocalSGD.create(net, make(list(net.parameters())), every=2)
         if kind == "engine":
             return Engine(net, make(list(net.parameters())), torch.nn.MSELoss())
         if kind == "pipelined":
-            return nn.PipelinedOptimizer(net, make)
-        return nn.ShardedOptimizer(net, make)
+            return await nn.PipelinedOptimizer.create(net, make)
+        return await nn.ShardedOptimizer.create(net, make)
 
     groups = [{"params": list(head.parameters())}]
     wrong = pytest.raises(ValueError, match=r"no net reduces|No net reduces|expected the \d")
     if not later:
         with wrong:
-            made()
+            await made()
         return
-    opt = made()
+    opt = await made()
     if kind == "engine":
         optimizers[0].add_param_group(groups[0])
         with wrong:
@@ -234,7 +234,7 @@ async def test_n19_a_head_that_overflows_holds_up_no_other_rank(coll: Communicat
 async def test_n19_local_steps_with_a_head(coll: Communicator) -> None:
     head = Head(coll.rank)
     net = await DataParallel.create(Trial.Mlp(), coll, per_rank=head.parameters(), clip_norm=0.1)
-    local = nn.LocalSGD(net, SGD([*net.parameters(), *head.parameters()], lr=0.1), every=2)
+    local = await nn.LocalSGD.create(net, SGD([*net.parameters(), *head.parameters()], lr=0.1), every=2)
     for step in range(3):
         await net.step(partial(loss_of, net, head, coll.rank, step), local)
     await local.flush()

@@ -71,7 +71,7 @@ async def test_n3_frozen_and_thawed_as_one_process(
     freeze(module, SCHEDULES[schedule][0])
     net = await DataParallel.create(module, coll, **sizes)
     make = Trial.OPTIMIZERS[optimizer]
-    opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+    opt: Any = await PipelinedOptimizer.create(net, make) if pipelined else make(net.parameters())
     for step, names in enumerate(SCHEDULES[schedule]):
         freeze(module, names)
         await net.step(partial(Trial.loss, net, coll.rank, step), opt)
@@ -203,7 +203,7 @@ async def test_n3_ranks_that_freeze_different_parameters(
     freeze(module, first)
     net = await DataParallel.create(module, coll, **sizes)
     make = Trial.OPTIMIZERS["momentum"]
-    opt: Any = PipelinedOptimizer(net, make) if pipelined else make(net.parameters())
+    opt: Any = await PipelinedOptimizer.create(net, make) if pipelined else make(net.parameters())
     await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
     last = coll.size - 1
     mine = {

@@ -64,7 +64,11 @@ async def test_n3_an_optimizer_that_raises_on_one_rank(coll: Communicator, sizes
     """
     net = await DataParallel.create(Trial.Mlp(), coll, **sizes)
     kind = failing(False)
-    opt: Any = PipelinedOptimizer(net, partial(kind, lr=0.1)) if way == "pipelined" else kind(net.parameters(), lr=0.1)
+    opt: Any = (
+        await PipelinedOptimizer.create(net, partial(kind, lr=0.1))
+        if way == "pipelined"
+        else kind(net.parameters(), lr=0.1)
+    )
     await update(net, opt, coll.rank, 0, way)
     kind.fails = coll.rank == 1
     if coll.rank == 1:
@@ -98,7 +102,11 @@ async def test_n3_an_optimizer_that_raises_on_all_ranks(coll: Communicator, way:
     """They are alike: the next step works."""
     net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
     kind = failing(False)
-    opt: Any = PipelinedOptimizer(net, partial(kind, lr=0.1)) if way == "pipelined" else kind(net.parameters(), lr=0.1)
+    opt: Any = (
+        await PipelinedOptimizer.create(net, partial(kind, lr=0.1))
+        if way == "pipelined"
+        else kind(net.parameters(), lr=0.1)
+    )
     for step in range(3):
         kind.fails = step == 1
         if kind.fails:
@@ -262,9 +270,9 @@ async def test_n7_optimizers_that_evaluate_the_loss_themselves(coll: Communicato
     with pytest.raises(TypeError, match=why):
         await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
     with pytest.raises(TypeError, match=why):
-        PipelinedOptimizer(net, torch.optim.LBFGS)
+        await PipelinedOptimizer.create(net, torch.optim.LBFGS)
     with pytest.raises(TypeError, match="make_optimizer returned NoneType: expected an optimizer"):
-        PipelinedOptimizer(net, lambda params: None)  # type: ignore[arg-type, return-value]
+        await PipelinedOptimizer.create(net, lambda params: None)  # type: ignore[arg-type, return-value]
     sgd = Trial.OPTIMIZERS["sgd"](net.parameters())
     await net.step(partial(Trial.loss, net, coll.rank, 0), sgd)
     Trial.assert_same(net, Trial.alone(2, 1))

@@ -17,6 +17,7 @@ from torch.optim import SGD, Adam
 from aiodist import Communicator, RemoteError, nn
 from aiodist.nn import DataParallel, assert_synchronized
 from tests.nn.conftest import Trial
+from tests.support.awaited import awaited
 from tests.support.in_backward import in_backward
 
 on_ranks = pytest.mark.ranks(1, 2)
@@ -98,9 +99,8 @@ async def test_n3_a_parameter_that_is_changed_within_backward(coll: Communicator
 
     module = Trial.Mlp()
     net = await DataParallel.create(module, coll, **Trial.FEW)
-    opt: Any = (nn.PipelinedOptimizer if way == "pipelined" else lambda net, make: make(net.parameters()))(
-        net, Trial.OPTIMIZERS["sgd"]
-    )
+    make = Trial.OPTIMIZERS["sgd"]
+    opt: Any = await nn.PipelinedOptimizer.create(net, make) if way == "pipelined" else make(net.parameters())
     with hooked(module, descend):
         for step in range(2):
             forward = partial(Trial.loss, net, coll.rank, step)
@@ -139,7 +139,7 @@ async def test_n8_each_parameter_is_stepped_as_its_gradient_is_reduced(coll: Com
 async def test_n18_hooks_may_step_where_ranks_step_alone(coll: Communicator) -> None:
     module = Trial.Mlp()
     net = await DataParallel.create(module, coll)
-    local = nn.LocalSGD(net, SGD(net.parameters(), lr=0.0), every=2)
+    local = await nn.LocalSGD.create(net, SGD(net.parameters(), lr=0.0), every=2)
     with hooked(module, stepping(module)):
         for step in range(4):
             await net.step([partial(Trial.loss, net, coll.rank, step)] * 2, local)
@@ -173,11 +173,11 @@ async def test_n5_a_step_does_not_drop_gradients_that_were_kept(coll: Communicat
     make = Trial.OPTIMIZERS["sgd"]
     drivers: dict[str, Callable[[], Any]] = {
         "sgd": lambda: make(net.parameters()),
-        "pipelined": lambda: nn.PipelinedOptimizer(net, make),
-        "sharded": lambda: nn.ShardedOptimizer(net, make),
-        "local": lambda: nn.LocalSGD(net, make(net.parameters()), every=1),
+        "pipelined": lambda: nn.PipelinedOptimizer.create(net, make),
+        "sharded": lambda: nn.ShardedOptimizer.create(net, make),
+        "local": lambda: nn.LocalSGD.create(net, make(net.parameters()), every=1),
     }
-    opt = drivers[kind]()
+    opt = await awaited(drivers[kind]())
     with net.no_sync():
         if way == "net":
             await net.backward(Trial.loss(net, coll.rank, 0))

@@ -22,11 +22,11 @@ async def test_n3_an_optimizer_of_another_module_is_refused(coll: Communicator) 
         with pytest.raises(ValueError, match=FEW):
             await net.step(lambda: Trial.loss(net, coll.rank, 0), SGD(other.parameters()))
         with pytest.raises(ValueError, match=FEW):
-            nn.LocalSGD(net, SGD(other.parameters()), every=2)
+            await nn.LocalSGD.create(net, SGD(other.parameters()), every=2)
         with pytest.raises(ValueError, match=FEW):
             Engine(net, SGD(other.parameters()))
         with pytest.raises(ValueError, match=r"0 of its 6 parameters are among those of what make_optimizer"):
-            nn.PipelinedOptimizer(net, lambda _: SGD(other.parameters()))
+            await nn.PipelinedOptimizer.create(net, lambda _: SGD(other.parameters()))
         before = [p.detach().clone() for p in module.parameters()]
         await net.step(lambda: Trial.loss(net, coll.rank, 0), SGD(module[0].parameters()))  # of some of them
         moved = [not torch.equal(p, old) for p, old in zip(module.parameters(), before, strict=True)]
@@ -36,16 +36,16 @@ async def test_n3_an_optimizer_of_another_module_is_refused(coll: Communicator) 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["pipelined", "sharded", "local"])
 async def test_n3_a_driver_of_another_net_is_refused(coll: Communicator, kind: str) -> None:
-    def driver(net: nn.DataParallel) -> Any:
+    async def driver(net: nn.DataParallel) -> Any:
         if kind == "local":
-            return nn.LocalSGD(net, SGD(net.parameters()), every=2)
-        return (nn.PipelinedOptimizer if kind == "pipelined" else nn.ShardedOptimizer)(net, SGD)
+            return await nn.LocalSGD.create(net, SGD(net.parameters()), every=2)
+        return await (nn.PipelinedOptimizer if kind == "pipelined" else nn.ShardedOptimizer).create(net, SGD)
 
     async with (
         await nn.DataParallel.create(Trial.Mlp(), coll) as net,
         await nn.DataParallel.create(Trial.Mlp(), coll) as other,
     ):
-        opt = driver(other)
+        opt = await driver(other)
         with pytest.raises(ValueError, match=r"drives <DataParallel of Mlp .* expected one that was made for <DataPar"):
             await net.step(lambda: Trial.loss(net, coll.rank, 0), opt)
         with pytest.raises((ValueError, TypeError)):  # `LocalSGD` has no passes

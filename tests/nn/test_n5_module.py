@@ -17,6 +17,7 @@ import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, LocalSGD, PipelinedOptimizer, ShardedOptimizer, assert_synchronized
 from tests.nn.conftest import Trial
+from tests.support.awaited import awaited
 
 
 async def trained(coll: Communicator, steps: int = 2) -> Any:
@@ -210,13 +211,13 @@ async def test_n5_parameters_that_come_later_are_an_error(coll: Communicator, ch
     sgd = Trial.OPTIMIZERS["sgd"]
     drivers: list[Any] = [
         lambda net: sgd(net.parameters()),
-        lambda net: PipelinedOptimizer(net, sgd),
-        lambda net: ShardedOptimizer(net, sgd),
-        lambda net: LocalSGD(net, sgd(net.parameters()), every=2),
+        lambda net: PipelinedOptimizer.create(net, sgd),
+        lambda net: ShardedOptimizer.create(net, sgd),
+        lambda net: LocalSGD.create(net, sgd(net.parameters()), every=2),
     ]
     for drive in drivers:
         net = await trained(coll)
-        opt = drive(net)
+        opt = await awaited(drive(net))
         await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
         if hasattr(opt, "flush"):
             await opt.flush()

@@ -79,7 +79,7 @@ async def test_n6_all_goes_on_with_a_limit_of_one_byte_on_processes(coll: Commun
 async def _all_at_once(coll: Communicator, pipelined: bool, tmp_path: Path) -> None:
     Scheduler.current().limit = 1
     net = await create(coll)
-    opt: Any = PipelinedOptimizer(net, MOMENTUM) if pipelined else MOMENTUM(net.parameters())
+    opt: Any = await PipelinedOptimizer.create(net, MOMENTUM) if pipelined else MOMENTUM(net.parameters())
     files: list[asyncio.Task[None]] = []
     async with prefetch(loader(coll.rank), depth=3) as batches:
         async for x in batches:
@@ -210,7 +210,7 @@ async def test_n6_a_task_of_the_user_is_not_starved(coll: Communicator, pipeline
         return out.square().mean()  # type: ignore[no-any-return]
 
     net = await create(coll)
-    opt: Any = PipelinedOptimizer(net, patient) if pipelined else patient(net.parameters())
+    opt: Any = await PipelinedOptimizer.create(net, patient) if pipelined else patient(net.parameters())
     beside = asyncio.create_task(ticker())
     async with prefetch(loader(coll.rank)) as batches:
         async for x in batches:
@@ -266,7 +266,7 @@ async def test_n6_nothing_stays_in_flight_after_any_failure(coll: Communicator, 
         return out  # type: ignore[no-any-return]
 
     net = await create(coll)
-    opt: Any = PipelinedOptimizer(net, MOMENTUM) if pipelined else MOMENTUM(net.parameters())
+    opt: Any = await PipelinedOptimizer.create(net, MOMENTUM) if pipelined else MOMENTUM(net.parameters())
     for step in range(3):
         with suppress(ArithmeticError, aiodist.RemoteError):
             await net.step(forward, opt, step)

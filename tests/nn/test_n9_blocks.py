@@ -165,7 +165,7 @@ def blocked(seed: int = 0) -> nn.Module:
 async def test_n9_ranks_train_as_one_process(coll: Communicator, optimizer: str) -> None:
     net = await DataParallel.create(blocked(coll.rank), coll, **Trial.SMALL)
     make = Trial.OPTIMIZERS.get(optimizer, Trial.OPTIMIZERS["adam"])
-    opt = make(net.parameters()) if optimizer in Trial.OPTIMIZERS else PipelinedOptimizer(net, make)
+    opt = make(net.parameters()) if optimizer in Trial.OPTIMIZERS else await PipelinedOptimizer.create(net, make)
     for step in range(4):
         await net.step(partial(Trial.loss, net, coll.rank, step), opt)
     if isinstance(opt, PipelinedOptimizer):

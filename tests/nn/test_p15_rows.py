@@ -170,7 +170,7 @@ async def test_p15_ranks_whose_data_end_bring_no_rows(coll: Communicator, op: Li
 @pytest.mark.ranks(1, 2)
 async def test_p15_pipelined(coll: Communicator) -> None:
     net = await DataParallel.create(Words(), coll)
-    opt = PipelinedOptimizer(net, sgd)
+    opt = await PipelinedOptimizer.create(net, sgd)
     for step in range(5):
         await net.step(partial(loss_of, net, coll.rank, step), opt)
     await opt.flush()

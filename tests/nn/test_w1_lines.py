@@ -117,7 +117,7 @@ async def test_w1_a_step_that_nobody_awaits_is_reported_with_its_line(coll: Comm
 async def test_w1_sharded_and_pipelined_steps_are_told_too(coll: Communicator) -> None:
     for kind in (nn.ShardedOptimizer, nn.PipelinedOptimizer):
         async with await nn.DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL) as net:
-            opt = kind(net, Trial.OPTIMIZERS["sgd"])
+            opt = await kind.create(net, Trial.OPTIMIZERS["sgd"])
             for step in range(3):
                 line = line_below()
                 await net.step(lambda step=step: Trial.loss(net, coll.rank, step), opt)

@@ -67,7 +67,7 @@ async def train(number: int, case: Case, log: Log) -> Any:
             try:
                 if net is None:
                     net = await DataParallel.create(module, coll, LocalSGD, **settings)
-                    local = LocalSGD(net, inner, every=EVERY, **case.options)
+                    local = await LocalSGD.create(net, inner, every=EVERY, **case.options)
                 await net.rebind(coll, local)
                 log[coll.generation] = local.steps, await coll.allgather_object(number)
                 for step in range(local.steps, STEPS):

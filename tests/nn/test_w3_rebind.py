@@ -92,7 +92,7 @@ async def train_pipelined(number: int, steps: int, grows_at: int, *, scheduled: 
                     net = await DataParallel.create(
                         module, coll, PipelinedOptimizer, op="sum", first_bucket_bytes=1, bucket_bytes=1
                     )
-                    opt = PipelinedOptimizer(net, partial(torch.optim.Adam, lr=0.03))
+                    opt = await PipelinedOptimizer.create(net, partial(torch.optim.Adam, lr=0.03))
                     if scheduled:
                         net.configure(scheduler=[warming(each) for each in opt.optimizers])
                 await net.rebind(coll, opt)
@@ -284,7 +284,7 @@ def test_w3_one_that_joins_without_the_settings_of_the_others_makes_no_step() ->
     async def main(number: int) -> None:
         async with aiodist.init(elastic=True) as coll:
             net = await DataParallel.create(build(0), coll, PipelinedOptimizer)
-            opt = PipelinedOptimizer(net, partial(torch.optim.SGD, lr=0.1))
+            opt = await PipelinedOptimizer.create(net, partial(torch.optim.SGD, lr=0.1))
             if coll.generation == 0:
                 net.configure(scheduler=[warming(each) for each in opt.optimizers])
                 await net.rebind(coll := await coll.grow(), opt)
@@ -374,7 +374,7 @@ async def sometimes_failing(
     """Return a net, its optimizer, and the optimizers of its buckets."""
     made: list[torch.optim.Optimizer] = []
     net = await DataParallel.create(build(number), coll, PipelinedOptimizer, op="sum", first_bucket_bytes=1)
-    opt = PipelinedOptimizer(net, noting(made, partial(SometimesFails, lr=0.1, momentum=0.9)))
+    opt = await PipelinedOptimizer.create(net, noting(made, partial(SometimesFails, lr=0.1, momentum=0.9)))
     return net, opt, made
 
 
@@ -443,7 +443,7 @@ def test_w3_a_step_behind_a_load_is_taken_back_to_what_was_loaded(turns: int) ->
             net = await DataParallel.create(
                 build(number), coll, PipelinedOptimizer, op="sum", first_bucket_bytes=1, bucket_bytes=1
             )
-            opt = PipelinedOptimizer(net, make)
+            opt = await PipelinedOptimizer.create(net, make)
             made[1].param_groups[0]["luck"].fails = True
             with pytest.raises(ArithmeticError):
                 await whole_step(net, opt, partial(share, net, 0, coll.rank, coll.size))
@@ -480,7 +480,7 @@ def test_w3_a_state_that_was_loaded_is_not_taken_back() -> None:
         make = noting(made, partial(SometimesFails, lr=0.1))
         async with aiodist.init(elastic=True) as coll:
             net = await DataParallel.create(build(number), coll, PipelinedOptimizer, op="sum", first_bucket_bytes=1)
-            opt = PipelinedOptimizer(net, make)
+            opt = await PipelinedOptimizer.create(net, make)
             made[1].param_groups[0]["luck"].fails = True
             with pytest.raises(ArithmeticError):
                 await whole_step(net, opt, partial(share, net, 0, coll.rank, coll.size))
@@ -512,7 +512,7 @@ def test_w3_what_an_update_has_changed_is_taken_back_to_the_bit() -> None:
             x = torch.ones(4, 5, dtype=torch.bfloat16)
             module = build(0).bfloat16()
             net = await DataParallel.create(module, coll, PipelinedOptimizer, first_bucket_bytes=1, scaler=scaler)
-            opt = PipelinedOptimizer(net, make)
+            opt = await PipelinedOptimizer.create(net, make)
             await net.step(lambda: net(x).square().sum(), opt)
             await opt.flush()
             before = bytes_of(module, scaler), [each.state_dict()["state"] for each in copy.deepcopy(made)]
@@ -536,7 +536,7 @@ def test_w3_an_optimizer_for_which_buckets_are_kept_is_asked_for() -> None:
                 with pytest.raises(TypeError, match="only drivers, such as PipelinedOptimizer, stand for one"):
                     await DataParallel.create(build(0), coll, kind)  # type: ignore[arg-type]
             net = await DataParallel.create(build(0), coll)
-            opt = PipelinedOptimizer(net, partial(torch.optim.SGD, lr=0.1))
+            opt = await PipelinedOptimizer.create(net, partial(torch.optim.SGD, lr=0.1))
             with pytest.raises(ValueError, match="rebind without PipelinedOptimizer, which keeps the buckets"):
                 await net.rebind(await coll.dup())
             opt.close()

@@ -46,17 +46,17 @@ async def _plain(coll: Communicator) -> tuple[DataParallel, Any]:
 
 async def _pipelined(coll: Communicator) -> tuple[DataParallel, Any]:
     net = await DataParallel.create(_model(), coll)
-    return net, PipelinedOptimizer(net, Sgd)
+    return net, await PipelinedOptimizer.create(net, Sgd)
 
 
 async def _sharded(coll: Communicator) -> tuple[DataParallel, Any]:
     net = await DataParallel.create(_model(), coll)
-    return net, ShardedOptimizer(net, Sgd)
+    return net, await ShardedOptimizer.create(net, Sgd)
 
 
 async def _local(coll: Communicator) -> tuple[DataParallel, Any]:
     net = await DataParallel.create(_model(), coll)
-    return net, LocalSGD(net, Sgd(net.parameters()), every=1)
+    return net, await LocalSGD.create(net, Sgd(net.parameters()), every=1)
 
 
 KINDS = [_plain, _pipelined, _sharded, _local]

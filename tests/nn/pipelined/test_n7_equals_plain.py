@@ -195,7 +195,7 @@ def decayed(module: nn.Module) -> Make:
 @pytest.mark.parametrize("kind", MODELS)
 async def test_n7_equals_the_plain_loop(coll: Communicator, kind: str, bucket_bytes: int) -> None:
     net = await Course.split(build(kind), coll, bucket_bytes)
-    opt = PipelinedOptimizer(net, Course.sgd)
+    opt = await PipelinedOptimizer.create(net, Course.sgd)
     await Course.train(net, opt, coll, held=Course.hold(net))
     Course.check(net.module, build(kind), coll.size)
     await assert_synchronized(list(net.parameters()), coll)
@@ -219,7 +219,7 @@ async def _with(coll: Communicator, how: str) -> None:
         return {"sgd": Course.sgd, "adam": Course.adam, "adamw": decayed(module)}[how]
 
     net = await DataParallel.create(build("transformer"), coll, bucket_bytes=300, first_bucket_bytes=1)
-    opt = PipelinedOptimizer(net, maker(net.module))
+    opt = await PipelinedOptimizer.create(net, maker(net.module))
     assert len(opt.optimizers) > 2
     await Course.train(net, opt, coll)
     expected = build("transformer")
@@ -234,7 +234,7 @@ async def test_n7_an_optimizer_made_later_and_the_sum(coll: Communicator, op: Li
     plain = torch.optim.SGD(net.parameters(), lr=0.05)
     for step in range(2):
         await net.step(Course.loss_of, plain, net, coll.rank, step)
-    opt = PipelinedOptimizer(net, lambda params: torch.optim.SGD(params, lr=0.05))
+    opt = await PipelinedOptimizer.create(net, lambda params: torch.optim.SGD(params, lr=0.05))
     await Course.train(net, opt, coll, range(2, 5), Course.hold(net))
     lr = 0.05 * (coll.size if op == "sum" else 1)
     Course.check(net.module, Course.mlp(), coll.size, range(5), lambda params: torch.optim.SGD(params, lr=lr))
@@ -245,7 +245,7 @@ async def test_n7_an_optimizer_made_later_and_the_sum(coll: Communicator, op: Li
 async def test_n7_clipping_by_the_global_norm(coll: Communicator, kind: str) -> None:
     net = await Course.split(build(kind), coll)
     net.configure(clip_norm=0.01)
-    opt = PipelinedOptimizer(net, Course.sgd)
+    opt = await PipelinedOptimizer.create(net, Course.sgd)
     await Course.train(net, opt, coll, held=Course.hold(net))
     Course.same(net.module, Course.reference(build(kind), None, coll.size, clip=0.01))
     with pytest.raises(ValueError, match="clip_norm=0"):
@@ -265,7 +265,7 @@ async def test_n7_compiled_code(coll: Communicator, way: str) -> None:
         module[2] = torch.compile(module[2], backend="eager")
     net = await Course.split(module, coll)
     call: Any = torch.compile(module, backend="eager") if way == "forward" else net
-    opt = PipelinedOptimizer(net, Course.sgd)
+    opt = await PipelinedOptimizer.create(net, Course.sgd)
     await Course.train(net, opt, coll, held=Course.hold(net), call=call)
     expected = Course.reference(Course.mlp(), None, coll.size)
     for ours, theirs in zip(net.parameters(), expected.parameters(), strict=True):

@@ -41,7 +41,7 @@ async def test_n7_a_parameter_that_is_used_elsewhere_later(coll: Communicator) -
     """That step fails on all ranks and changes no weight; from then on forward waits for that one before it begins."""
     module = Wanders()
     net = await Course.split(module, coll)
-    opt = PipelinedOptimizer(net, Course.sgd)
+    opt = await PipelinedOptimizer.create(net, Course.sgd)
     held = Course.hold(net, lambda t: t.numel() == 12)
     await Course.train(net, opt, coll, range(2), held)
     await net.step(Course.loss_of, opt, net, coll.rank, 2)
@@ -106,7 +106,7 @@ async def test_n7_an_error_on_one_rank(coll: Communicator, where: str, bucket_by
         return fails(net.module, at, Course.batch(coll.rank, step))
 
     net = await Course.split(Course.mlp(), coll, bucket_bytes)
-    opt = PipelinedOptimizer(net, Course.sgd)
+    opt = await PipelinedOptimizer.create(net, Course.sgd)
     held = Course.hold(net)
     raised: list[BaseException] = []
     for step in range(Course.STEPS):
@@ -137,7 +137,7 @@ async def test_n7_an_error_in_the_last_step_is_told_by_flush(coll: Communicator)
         return Course.loss_of(net, coll.rank, 1)
 
     net = await DataParallel.create(Course.mlp(), coll)
-    opt = PipelinedOptimizer(net, Course.sgd)
+    opt = await PipelinedOptimizer.create(net, Course.sgd)
     await net.step(Course.loss_of, opt, net, coll.rank, 0)
     if coll.rank == 0:
         with pytest.raises(ArithmeticError):
@@ -161,7 +161,7 @@ async def test_n7_an_optimizer_that_raises_is_heard(coll: Communicator) -> None:
 
     made: list[int] = []
     net = await DataParallel.create(Course.mlp(), coll)
-    opt = PipelinedOptimizer(net, lambda params: Fragile(params, lr=0.1))
+    opt = await PipelinedOptimizer.create(net, lambda params: Fragile(params, lr=0.1))
     await net.step(Course.loss_of, opt, net, coll.rank, 0)
     await Course.until(lambda: made)
     with pytest.raises(FloatingPointError, match="not a number"):
@@ -181,7 +181,7 @@ async def test_n7_what_raises_before_the_updates_of_a_step(coll: Communicator) -
 
     broken = [bool(coll.rank)]
     net = await DataParallel.create(Course.mlp(), coll, scaler=Fragile("cpu", 64.0))
-    opt = PipelinedOptimizer(net, Course.sgd)
+    opt = await PipelinedOptimizer.create(net, Course.sgd)
     new = opt.state_dict()
     await net.step(Course.loss_of, opt, net, coll.rank, 0)
     with pytest.raises(FloatingPointError, match="not a number") if coll.rank else nullcontext():
@@ -200,7 +200,7 @@ async def test_n7_what_raises_before_the_updates_of_a_step(coll: Communicator) -
 @pytest.mark.ranks(2)
 async def test_n7_a_step_that_is_cancelled_ends_all_the_same(coll: Communicator) -> None:
     net = await Course.split(Course.mlp(), coll)
-    opt = PipelinedOptimizer(net, Course.sgd)
+    opt = await PipelinedOptimizer.create(net, Course.sgd)
     for step in range(Course.STEPS):
         work = asyncio.ensure_future(net.step(Course.loss_of, opt, net, coll.rank, step))
         for _ in range(1 + 20 * coll.rank * (step % 2)):
@@ -217,7 +217,7 @@ async def test_n7_a_step_that_is_cancelled_ends_all_the_same(coll: Communicator)
 @pytest.mark.parametrize("how", ["given", "left to the world"])
 async def test_n7_closing_with_updates_pending_makes_them(coll: Communicator, how: str) -> None:
     net = await Course.split(Course.mlp(), coll)
-    opt = PipelinedOptimizer(net, Course.sgd)
+    opt = await PipelinedOptimizer.create(net, Course.sgd)
     for step in range(Course.STEPS):
         await net.step(Course.loss_of, opt, net, coll.rank, step)
     if how == "given":
@@ -237,7 +237,7 @@ def test_n7_closing_while_another_rank_does_not_come() -> None:
     async def main(rank: int) -> None:
         async with opened(Limits(drain=2.0)) as coll:
             net = await DataParallel.create(Course.mlp(), coll)
-            opt = PipelinedOptimizer(net, Course.sgd)
+            opt = await PipelinedOptimizer.create(net, Course.sgd)
             await net.step(Course.loss_of, opt, net, rank, 0)
             await opt.flush()
             if rank == 1:
@@ -259,7 +259,7 @@ def test_n7_closing_while_another_rank_does_not_come() -> None:
 async def test_n7_a_state_is_not_loaded_while_updates_are_pending(coll: Communicator) -> None:
     """They would be made to what is loaded, in silence."""
     net = await Course.split(Course.mlp(), coll)
-    opt = PipelinedOptimizer(net, Course.sgd)
+    opt = await PipelinedOptimizer.create(net, Course.sgd)
     state = opt.state_dict()
     held = Course.hold(net)
     await net.step(Course.loss_of, opt, net, coll.rank, 0)
@@ -277,7 +277,7 @@ async def test_n7_a_state_is_not_loaded_while_updates_are_pending(coll: Communic
 async def test_n7_a_state_is_not_loaded_while_the_last_update_is_made(coll: Communicator) -> None:
     """It is on the compute thread just then, beside the loop."""
     net = await DataParallel.create(Course.mlp(), coll)
-    opt = PipelinedOptimizer(net, Course.sgd)
+    opt = await PipelinedOptimizer.create(net, Course.sgd)
     begun, go_on = threading.Event(), threading.Event()
 
     def hold(*_: object) -> None:
@@ -301,9 +301,9 @@ async def test_n7_what_is_given_in_the_wrong_place_is_told(coll: Communicator) -
     net = await DataParallel.create(nn.Linear(2, 2), coll)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"net is a Linear: expected what `await DataParallel\.create"):
-        PipelinedOptimizer(net.module, lambda params: torch.optim.SGD(params, lr=0.1))  # type: ignore[arg-type]
+        await PipelinedOptimizer.create(net.module, lambda params: torch.optim.SGD(params, lr=0.1))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="net is a SGD"):
-        PipelinedOptimizer(opt, net)  # type: ignore[arg-type]
+        await PipelinedOptimizer.create(opt, net)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected a function that makes one of what it is given"):
-        PipelinedOptimizer(net, opt)  # type: ignore[arg-type]
+        await PipelinedOptimizer.create(net, opt)  # type: ignore[arg-type]
     await net.aclose()

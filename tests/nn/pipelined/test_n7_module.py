@@ -17,7 +17,7 @@ from tests.nn.pipelined.conftest import Course
 @pytest.mark.ranks(2)
 async def test_n7_the_module_is_called_while_updates_are_pending(coll: Communicator) -> None:
     net = await Course.split(Course.mlp(), coll)
-    opt = PipelinedOptimizer(net, Course.sgd)
+    opt = await PipelinedOptimizer.create(net, Course.sgd)
     held = Course.hold(net)
     x = Course.batch(9, 9)
     expected = Course.mlp()
@@ -42,7 +42,7 @@ async def test_n7_the_module_is_called_while_updates_are_pending(coll: Communica
 @pytest.mark.ranks(2)
 async def test_n7_flush_any_time(coll: Communicator) -> None:
     net = await Course.split(Course.mlp(), coll)
-    opt = PipelinedOptimizer(net, Course.sgd)
+    opt = await PipelinedOptimizer.create(net, Course.sgd)
     await opt.flush()
     await Course.train(net, opt, coll, range(1))
     await opt.flush()
@@ -55,7 +55,7 @@ async def test_n7_flush_any_time(coll: Communicator) -> None:
 async def test_n7_gradients_from_before_do_not_count(coll: Communicator) -> None:
     """As in any step: it refuses to drop them."""
     net = await Course.split(Course.mlp(), coll, 100)
-    opt = PipelinedOptimizer(net, Course.sgd)
+    opt = await PipelinedOptimizer.create(net, Course.sgd)
     for step in range(3):
         await opt.flush()
         with net.no_sync():
@@ -70,7 +70,7 @@ async def test_n7_gradients_from_before_do_not_count(coll: Communicator) -> None
 @pytest.mark.ranks(2)
 async def test_n7_copies_of_the_module_are_free(coll: Communicator) -> None:
     net = await DataParallel.create(Course.mlp(), coll)
-    opt = PipelinedOptimizer(net, Course.sgd)
+    opt = await PipelinedOptimizer.create(net, Course.sgd)
     held = Course.hold(net)
     await net.step(Course.loss_of, opt, net, coll.rank, 0)
     x = Course.batch(3, 3)

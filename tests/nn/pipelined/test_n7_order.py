@@ -35,7 +35,7 @@ async def test_n7_forward_begins_while_the_last_bucket_is_on_its_way(coll: Commu
     """And so it does in each step, though the bucket of the step before came in the middle of it."""
     net = await Course.split(Course.chain(), coll)
     ran = recorded(net.module)
-    opt = PipelinedOptimizer(net, Course.sgd)
+    opt = await PipelinedOptimizer.create(net, Course.sgd)
     await net.step(Course.loss_of, opt, net, coll.rank, 0)
     await opt.flush()
     held = Course.hold(net, lambda t: t.numel() == 24)
@@ -74,7 +74,7 @@ async def test_n7_what_is_not_sent_when_backward_ends_goes_in_the_order_of_forwa
 ) -> None:
     """One rank has sent two buckets then, the other more: all go on from there, with the first layer's first."""
     net = await Course.split(Course.chain(), coll)
-    opt = PipelinedOptimizer(net, Course.sgd)
+    opt = await PipelinedOptimizer.create(net, Course.sgd)
     await Course.train(net, opt, coll, range(2))
     held = Course.hold(net)
     for step in (2, 3):
@@ -104,7 +104,7 @@ def test_n7_one_order_on_all_ranks_though_backward_ends_at_other_times() -> None
     async def main(rank: int) -> None:
         async with aiodist.init() as coll:
             net = await Course.split(Course.chain(), coll)
-            opt = PipelinedOptimizer(net, Course.sgd)
+            opt = await PipelinedOptimizer.create(net, Course.sgd)
             await Course.train(net, opt, coll, range(2))
             held = Course.hold(net, lambda t: False)
             set_window(net, 1)
@@ -142,7 +142,7 @@ async def test_n7_only_the_compute_thread_steps(coll: Communicator) -> None:
             return super().step(closure)
 
     net = await Course.split(Course.mlp(), coll)
-    opt = PipelinedOptimizer(net, lambda params: Spy(params, lr=0.1))
+    opt = await PipelinedOptimizer.create(net, lambda params: Spy(params, lr=0.1))
     held = Course.hold(net)
     await Course.train(net, opt, coll, held=held)
     held.holding = lambda t: False
@@ -158,7 +158,7 @@ def test_n7_a_clock_that_jumps_does_not_while_a_rank_computes(slow: int) -> None
     async def main(rank: int) -> None:
         async with aiodist.init() as coll, asyncio.timeout(86_000):
             net = await Course.split(Course.mlp(), coll)
-            opt = PipelinedOptimizer(net, Course.sgd)
+            opt = await PipelinedOptimizer.create(net, Course.sgd)
             loop = asyncio.get_running_loop()
 
             def forward(step: int) -> Tensor:

@@ -26,7 +26,7 @@ async def test_n7_an_update_is_made_with_the_settings_of_its_step(coll: Communic
             group["momentum"] = 0.9 if step % 2 else 0.5
 
     net = await Course.split(Course.mlp(), coll)
-    opt = PipelinedOptimizer(net, Course.sgd)
+    opt = await PipelinedOptimizer.create(net, Course.sgd)
     held = Course.hold(net) if late else None
     await Course.train(net, opt, coll, held=held, between=lambda step: turn_down(opt.param_groups, step))
     expected = Course.mlp()
@@ -46,7 +46,7 @@ def turn(schedules: list[torch.optim.lr_scheduler.ExponentialLR]) -> None:
 async def test_n7_a_scheduler_of_torch_for_each_optimizer(coll: Communicator, late: bool) -> None:
     """Nor does torch warn that the optimizer has not stepped yet."""
     net = await Course.split(Course.mlp(), coll)
-    opt = PipelinedOptimizer(net, Course.sgd)
+    opt = await PipelinedOptimizer.create(net, Course.sgd)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in opt.optimizers]
     held = Course.hold(net) if late else None
     await Course.train(net, opt, coll, held=held, between=lambda step: turn(schedules))
@@ -75,7 +75,7 @@ async def test_n7_settings_changed_just_while_an_update_is_made(coll: Communicat
     """The compute thread makes it, beside the loop: the new ones are for the next step, and none is lost."""
     began, go_on = threading.Event(), threading.Event()
     net = await DataParallel.create(Course.mlp(), coll)
-    opt = PipelinedOptimizer(net, lambda params: Slow(params, began, go_on))
+    opt = await PipelinedOptimizer.create(net, lambda params: Slow(params, began, go_on))
     await net.step(Course.loss_of, opt, net, 0, 0)
     opt.param_groups[0]["lr"] = 7.0
     await Course.until(began.is_set)
@@ -105,7 +105,7 @@ class Learns(torch.optim.SGD):
 @pytest.mark.parametrize("late", [True, False])
 async def test_n7_an_optimizer_that_changes_its_own_settings(coll: Communicator, late: bool) -> None:
     net = await Course.split(Course.mlp(), coll)
-    opt = PipelinedOptimizer(net, Learns)
+    opt = await PipelinedOptimizer.create(net, Learns)
     await Course.train(net, opt, coll, held=Course.hold(net) if late else None)
     Course.check(net.module, Course.mlp(), coll.size, make=Learns)
     assert {group["lr"] for group in opt.param_groups} == {0.05 / (1 + Course.STEPS)}
@@ -126,7 +126,7 @@ async def test_n7_the_norm_is_of_what_the_optimizers_have(coll: Communicator) ->
     for pipelined in (False, True):
         net = await Course.split(Course.mlp(), coll, bucket_bytes=1 << 20)
         net.configure(clip_norm=1e-3)
-        opt = PipelinedOptimizer(net, of_weights) if pipelined else of_weights(net.parameters())
+        opt = await PipelinedOptimizer.create(net, of_weights) if pipelined else of_weights(net.parameters())
         for step in range(4):
             await net.step(Course.loss_of, opt, net, coll.rank, step)
         if isinstance(opt, PipelinedOptimizer):
@@ -143,7 +143,7 @@ async def test_n7_going_on_from_a_state(coll: Communicator, bucket_bytes: int, m
     """The state of small buckets, in buckets of this size."""
     adam = Course.adam if make == "one" else two_rates
     net = await Course.split(Course.mlp(), coll, 100)
-    opt = PipelinedOptimizer(net, adam)
+    opt = await PipelinedOptimizer.create(net, adam)
     await Course.train(net, opt, coll, range(2))
     weights, state = copy.deepcopy(net.state_dict()), pickle.loads(pickle.dumps(opt.state_dict()))
     await Course.train(net, opt, coll, range(2, 4))
@@ -151,7 +151,7 @@ async def test_n7_going_on_from_a_state(coll: Communicator, bucket_bytes: int, m
     await net.aclose()
 
     other = await Course.split(Course.mlp(), coll, bucket_bytes)
-    again = PipelinedOptimizer(other, adam)
+    again = await PipelinedOptimizer.create(other, adam)
     with pytest.raises(ValueError, match="expected"):
         again.load_state_dict(state[:-1])
     other.load_state_dict(weights)
@@ -168,12 +168,12 @@ async def test_n7_settings_of_a_state_go_to_their_parameters_or_nowhere(coll: Co
         return {tuple(p.shape): group["lr"] for group in opt.param_groups for p in group["params"]}
 
     small = await Course.split(Course.mlp(), coll, 1)
-    opt = PipelinedOptimizer(small, two_rates)
+    opt = await PipelinedOptimizer.create(small, two_rates)
     assert len(opt.optimizers) > 2
     for group in opt.param_groups:
         group["lr"] *= 3
     large = await Course.split(Course.mlp(), coll, 1 << 20)
-    other = PipelinedOptimizer(large, two_rates)
+    other = await PipelinedOptimizer.create(large, two_rates)
     other.load_state_dict(opt.state_dict())
     wanted = {tuple(p.shape): pytest.approx(0.09 if p.dim() == 1 else 0.03) for p in small.parameters()}
     assert rates(other) == wanted
@@ -181,7 +181,7 @@ async def test_n7_settings_of_a_state_go_to_their_parameters_or_nowhere(coll: Co
     opt.load_state_dict(other.state_dict())
     assert rates(opt) == wanted
     other.close()
-    plain = PipelinedOptimizer(large, Course.adam)
+    plain = await PipelinedOptimizer.create(large, Course.adam)
     before = copy.deepcopy(plain.state_dict())
     with pytest.raises(ValueError, match="parameters with different lr in one group here"):
         plain.load_state_dict(opt.state_dict())
@@ -192,7 +192,9 @@ async def test_n7_settings_of_a_state_go_to_their_parameters_or_nowhere(coll: Co
 async def test_n7_a_state_of_what_is_updated(coll: Communicator) -> None:
     """An optimizer may leave parameters out; a state that does not say of which ones it is is refused."""
     net = await Course.split(Course.mlp(), coll)
-    opt = PipelinedOptimizer(net, lambda params: torch.optim.SGD(params[1:] or params, lr=0.1, momentum=0.9))
+    opt = await PipelinedOptimizer.create(
+        net, lambda params: torch.optim.SGD(params[1:] or params, lr=0.1, momentum=0.9)
+    )
     await Course.train(net, opt, coll, range(2))
     opt.load_state_dict(opt.state_dict())
     with pytest.raises(ValueError, match="without the numbers of its parameters"):

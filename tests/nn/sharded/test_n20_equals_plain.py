@@ -28,7 +28,7 @@ each_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("how", ["sgd", "momentum", "adam"])
 async def test_n20_equals_the_plain_loop(coll: Communicator, how: str, sizes: Any) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll, **sizes)
-    opt = ShardedOptimizer(net, Trial.OPTIMIZERS[how])
+    opt = await ShardedOptimizer.create(net, Trial.OPTIMIZERS[how])
     for step in range(5):
         loss = await net.step(Trial.loss, opt, net, coll.rank, step)
         assert not loss.requires_grad
@@ -42,7 +42,7 @@ async def test_n20_equals_the_plain_loop(coll: Communicator, how: str, sizes: An
 @pytest.mark.ranks(1, 2, 3)
 async def test_n20_the_sum(coll: Communicator) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll, op="sum", **SIZES["some"])
-    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["momentum"])
+    opt = await ShardedOptimizer.create(net, Trial.OPTIMIZERS["momentum"])
     await Trial.train(net, opt, range(4), coll.rank)
     await opt.flush()
     Trial.assert_same(net, Trial.alone(coll.size, 4, optimizer="momentum", op="sum"))
@@ -63,7 +63,7 @@ async def test_n20_bit_equal_where_the_order_of_sums_is_the_same(
     plain = await DataParallel.create(Trial.Mlp().to(dtype), coll, op=op)
     sharded = await DataParallel.create(Trial.Mlp().to(dtype), coll, op=op)
     opt = Trial.OPTIMIZERS["momentum"](plain.parameters())
-    ours_opt = ShardedOptimizer(sharded, Trial.OPTIMIZERS["momentum"])
+    ours_opt = await ShardedOptimizer.create(sharded, Trial.OPTIMIZERS["momentum"])
     for step in range(4):
         expected = await plain.step(loss, opt, plain, step)
         assert torch.equal(await sharded.step(loss, ours_opt, sharded, step), expected)
@@ -155,7 +155,7 @@ async def test_n20_modules(coll: Communicator, kind: str, sizes: Any) -> None:
     """Adam counts the steps of each parameter: one that no rank has used is left alone."""
     net = await DataParallel.create(build(kind), coll, **sizes)
     strides = [parameter.stride() for parameter in net.parameters()]
-    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["adam"])
+    opt = await ShardedOptimizer.create(net, Trial.OPTIMIZERS["adam"])
     await Trial.train(net, opt, range(6), coll.rank)
     await opt.flush()
     expected = Trial.alone(coll.size, 6, make=lambda: build(kind), optimizer="adam")
@@ -174,7 +174,7 @@ async def test_n20_freezing_and_thawing(coll: Communicator, sizes: Any) -> None:
         module.get_submodule("0").requires_grad_(step != 3)
 
     net = await DataParallel.create(Trial.Mlp(), coll, **sizes)
-    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["adam"])
+    opt = await ShardedOptimizer.create(net, Trial.OPTIMIZERS["adam"])
     expected = Trial.Mlp()
     plain = Trial.OPTIMIZERS["adam"](expected.parameters())
     for step in range(6):
@@ -198,7 +198,7 @@ def decayed(module: nn.Module) -> list[dict[str, Any]]:
 @each_size
 async def test_n20_parameter_groups(coll: Communicator, sizes: Any) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll, **sizes)
-    opt = ShardedOptimizer(net, lambda groups: torch.optim.AdamW(groups, lr=0.02), decayed(net.module))
+    opt = await ShardedOptimizer.create(net, lambda groups: torch.optim.AdamW(groups, lr=0.02), decayed(net.module))
     assert [group["weight_decay"] for group in opt.param_groups] == [0.1, 0.01]
     await Trial.train(net, opt, range(4), coll.rank)
     await opt.flush()
@@ -218,7 +218,7 @@ async def test_n20_parameter_groups(coll: Communicator, sizes: Any) -> None:
 async def test_n20_parameters_of_no_group_stay_as_they_are(coll: Communicator) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll)
     before = Trial.Mlp()
-    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["sgd"], net.module.get_submodule("2").parameters())
+    opt = await ShardedOptimizer.create(net, Trial.OPTIMIZERS["sgd"], net.module.get_submodule("2").parameters())
     await net.step(Trial.loss, opt, net, coll.rank, 0)
     await opt.flush()
     for name, parameter in net.named_parameters():
@@ -238,7 +238,7 @@ async def test_n20_each_rank_has_a_pth_of_the_state(coll: Communicator, sizes: A
         return nn.Sequential(nn.Linear(6, 101), nn.Tanh(), nn.Linear(101, 103), nn.Tanh(), nn.Linear(103, 3)).double()
 
     net = await DataParallel.create(make(), coll, **sizes)
-    opt = ShardedOptimizer(net, torch.optim.Adam)
+    opt = await ShardedOptimizer.create(net, torch.optim.Adam)
     await net.step(Trial.loss, opt, net, coll.rank, 0)
     await opt.flush()
     expected = make()

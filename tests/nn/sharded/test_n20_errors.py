@@ -41,7 +41,7 @@ async def test_n20_an_error_on_one_rank(coll: Communicator, where: str, sizes: A
         return mse_loss(nn.Sequential(*others)(in_backward(first(x), fail)), y)
 
     net = await DataParallel.create(Trial.Mlp(), coll, **sizes)
-    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["adam"])
+    opt = await ShardedOptimizer.create(net, Trial.OPTIMIZERS["adam"])
     expected = Trial.Mlp()
     plain = Trial.OPTIMIZERS["adam"](expected.parameters())
     for step in range(5):
@@ -70,7 +70,7 @@ class Failing(torch.optim.SGD):
 async def test_n20_an_optimizer_that_raises_on_one_rank(coll: Communicator) -> None:
     """The ranks still have the same parameters, of which one shard is a step behind: every later step tells."""
     net = await DataParallel.create(Trial.Mlp(), coll)
-    opt = ShardedOptimizer(net, lambda groups: Failing(groups, lr=0.1))
+    opt = await ShardedOptimizer.create(net, lambda groups: Failing(groups, lr=0.1))
     await net.step(Trial.loss, opt, net, coll.rank, 0)
     await opt.flush()
     saved = {name: value.clone() for name, value in net.state_dict().items()}
@@ -95,7 +95,7 @@ async def test_n20_an_optimizer_that_raises_on_one_rank(coll: Communicator) -> N
 @pytest.mark.ranks(2)
 async def test_n20_cancelling_the_await_stops_nothing(coll: Communicator) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
-    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["momentum"])
+    opt = await ShardedOptimizer.create(net, Trial.OPTIMIZERS["momentum"])
     for step in range(4):
         work = asyncio.ensure_future(net.step(Trial.loss, opt, net, coll.rank, step))
         await asyncio.sleep(0)
@@ -110,7 +110,7 @@ async def test_n20_cancelling_the_await_stops_nothing(coll: Communicator) -> Non
 @pytest.mark.ranks(2)
 async def test_n20_closing_the_net_while_parameters_are_gathered(coll: Communicator) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
-    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["momentum"])
+    opt = await ShardedOptimizer.create(net, Trial.OPTIMIZERS["momentum"])
     await Trial.train(net, opt, range(2), coll.rank)
     await net.aclose()
     assert not opt.pending
@@ -123,7 +123,7 @@ async def test_n20_closing_the_net_while_parameters_are_gathered(coll: Communica
 async def test_n20_a_rank_that_gives_up_in_the_middle(coll: Communicator) -> None:
     """What the others wait for does not come: they are told, and nobody hangs."""
     net = await DataParallel.create(Trial.Mlp(), coll, **Trial.SMALL)
-    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["momentum"])
+    opt = await ShardedOptimizer.create(net, Trial.OPTIMIZERS["momentum"])
     await net.step(Trial.loss, opt, net, coll.rank, 0)
     await opt.flush()
     if coll.rank == 1:
@@ -161,7 +161,7 @@ async def test_n20_forward_waits_in_each_layer_for_its_own_parameters(coll: Comm
 
     gate = Gate()
     net = await DataParallel.create(make(gate), coll, **Trial.SMALL)
-    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["momentum"])
+    opt = await ShardedOptimizer.create(net, Trial.OPTIMIZERS["momentum"])
     await net.step(Trial.loss, opt, net, coll.rank, 0)
     await opt.flush()
     usual, held = reducer_of(net).data.allgather, asyncio.Event()
@@ -224,7 +224,7 @@ async def test_n20_gradients_of_whole_parameters_go_while_backward_runs(coll: Co
     for layer in (middle, last):
         layer.weight.register_post_accumulate_grad_hook(keep)
     net = await DataParallel.create(nn.Sequential(first, middle, last), coll, **Trial.SMALL)
-    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["sgd"])
+    opt = await ShardedOptimizer.create(net, Trial.OPTIMIZERS["sgd"])
     x, y = Trial.batch(coll.rank, 0)
     await net.step(lambda: mse_loss(net(x), y), opt)  # learns in which order gradients come
     await net.step(lambda: mse_loss(net(x), y), opt)
@@ -239,27 +239,27 @@ async def test_n20_what_it_does_not_take(coll: Communicator) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll)
     sgd = Trial.OPTIMIZERS["sgd"]
     with pytest.raises(TypeError, match="net is a Mlp"):
-        ShardedOptimizer(Trial.Mlp(), sgd)  # type: ignore[arg-type]
+        await ShardedOptimizer.create(Trial.Mlp(), sgd)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected a function that makes one"):
-        ShardedOptimizer(net, sgd(net.parameters()))  # type: ignore[arg-type]
+        await ShardedOptimizer.create(net, sgd(net.parameters()))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"float64\[2\].*expected parameters of the net"):
-        ShardedOptimizer(net, sgd, [torch.zeros(2, dtype=torch.float64)])
+        await ShardedOptimizer.create(net, sgd, [torch.zeros(2, dtype=torch.float64)])
     with pytest.raises(ValueError, match="twice"):
-        ShardedOptimizer(net, sgd, [*net.parameters(), next(iter(net.parameters()))])
+        await ShardedOptimizer.create(net, sgd, [*net.parameters(), next(iter(net.parameters()))])
     with pytest.raises(ValueError, match=r"expected the .* that it was given"):
-        ShardedOptimizer(net, lambda groups: torch.optim.SGD(net.parameters()))
+        await ShardedOptimizer.create(net, lambda groups: torch.optim.SGD(net.parameters()))
     with pytest.raises(TypeError, match="Adafactor looks at whole tensors"):
-        ShardedOptimizer(net, torch.optim.Adafactor)
+        await ShardedOptimizer.create(net, torch.optim.Adafactor)
     with pytest.raises(TypeError, match="LBFGS"):
-        ShardedOptimizer(net, lambda groups: torch.optim.LBFGS(groups[0]["params"]))
+        await ShardedOptimizer.create(net, lambda groups: torch.optim.LBFGS(groups[0]["params"]))
     with pytest.raises(TypeError, match="make_optimizer returned int"):
-        ShardedOptimizer(net, lambda groups: 3)  # type: ignore[arg-type, return-value]
+        await ShardedOptimizer.create(net, lambda groups: 3)  # type: ignore[arg-type, return-value]
     plain = sgd(net.parameters())
     await net.step(Trial.loss, plain, net, coll.rank, 0)
-    opt = ShardedOptimizer(net, sgd)
+    opt = await ShardedOptimizer.create(net, sgd)
     for make in (ShardedOptimizer, PipelinedOptimizer):
         with pytest.raises(RuntimeError, match=r"<ShardedOptimizer of SGD on .*close\(\) that first"):
-            make(net, sgd)
+            await make.create(net, sgd)
     with pytest.raises(RuntimeError, match=r"net\.step\(forward, sharded\)"):
         await net.step(Trial.loss, plain, net, coll.rank, 1)
     with pytest.raises(RuntimeError, match=r"net\.step\(forward, sharded\)"):
@@ -281,11 +281,11 @@ async def test_n20_nets_that_it_does_not_take(coll: Communicator) -> None:
     sgd = Trial.OPTIMIZERS["sgd"]
     compressed = await DataParallel.create(Trial.Mlp(), coll, compress=BFloat16())
     with pytest.raises(ValueError, match="compresses its gradients"):
-        ShardedOptimizer(compressed, sgd)
+        await ShardedOptimizer.create(compressed, sgd)
     sparse = await DataParallel.create(nn.Embedding(5, 3, sparse=True), coll)
     with pytest.raises(TypeError, match=r"'weight' has sparse gradients"):
-        ShardedOptimizer(sparse, sgd)
+        await ShardedOptimizer.create(sparse, sgd)
     half = await DataParallel.create(nn.Linear(6, 3).half(), coll, scaler=torch.amp.GradScaler("cpu"))
-    opt = ShardedOptimizer(half, sgd)
+    opt = await ShardedOptimizer.create(half, sgd)
     with pytest.raises(ValueError, match="no gradients of float16"):
         await half.step(lambda: half(torch.ones(2, 6).half()).sum(), opt)

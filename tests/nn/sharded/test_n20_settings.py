@@ -21,7 +21,7 @@ from tests.nn.conftest import Trial
 @pytest.mark.parametrize("sizes", [Trial.SMALL, {}], ids=["each", "one"])
 async def test_n20_clipping_by_the_norm_over_all_ranks(coll: Communicator, sizes: Any) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll, clip_norm=0.05, **sizes)
-    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["momentum"])
+    opt = await ShardedOptimizer.create(net, Trial.OPTIMIZERS["momentum"])
     expected = Trial.Mlp()
     plain = Trial.OPTIMIZERS["momentum"](expected.parameters())
     for step in range(4):
@@ -49,7 +49,7 @@ async def test_n20_a_scaler_leaves_out_a_step_on_all_ranks(coll: Communicator, c
 
     scaler, mine = torch.amp.GradScaler("cpu", 64.0), torch.amp.GradScaler("cpu", 64.0)
     net = await DataParallel.create(Trial.Mlp(), coll, clip_norm=clip_norm, **Trial.SMALL)
-    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["adam"])
+    opt = await ShardedOptimizer.create(net, Trial.OPTIMIZERS["adam"])
     net.configure(scaler=scaler, scheduler=ExponentialLR(opt.optimizer, 0.5))
     expected = Trial.Mlp()
     plain = Trial.OPTIMIZERS["adam"](expected.parameters())
@@ -74,7 +74,7 @@ async def test_n20_a_scaler_leaves_out_a_step_on_all_ranks(coll: Communicator, c
 @pytest.mark.ranks(2)
 async def test_n20_learning_rates_by_hand_and_by_a_scheduler(coll: Communicator) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll)
-    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["momentum"])
+    opt = await ShardedOptimizer.create(net, Trial.OPTIMIZERS["momentum"])
     schedule = CosineAnnealingLR(opt.optimizer, 6)
     expected = Trial.Mlp()
     plain = Trial.OPTIMIZERS["momentum"](expected.parameters())
@@ -94,7 +94,7 @@ async def test_n20_learning_rates_by_hand_and_by_a_scheduler(coll: Communicator)
 async def test_n20_closures_and_autocast(coll: Communicator) -> None:
     """A list of closures adds up on this rank; `no_sync` is for `net.backward`, whose gradients no step takes."""
     net = await DataParallel.create(Trial.Mlp(), coll)
-    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["adam"])
+    opt = await ShardedOptimizer.create(net, Trial.OPTIMIZERS["adam"])
     for step in range(3):
         closures = [partial(Trial.loss, net, coll.rank, 10 * step + k) for k in range(3)]
         with net.no_sync():
@@ -134,7 +134,7 @@ UNEVEN: dict[int, list[tuple[int, ...]]] = {2: [(3, 1), (0, 2), (2, 2)], 3: [(1,
 async def test_n20_uneven_data(coll: Communicator, sizes: Any, op: Literal["mean", "sum"]) -> None:
     """A rank that runs dry steps its shard all the same, and clips it, at the rate of its scheduler."""
     net = await DataParallel.create(Trial.Mlp(), coll, op=op, clip_norm=0.3, **sizes)
-    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["adam"])
+    opt = await ShardedOptimizer.create(net, Trial.OPTIMIZERS["adam"])
     net.configure(scheduler=ExponentialLR(opt.optimizer, 0.8))
     expected = Trial.Mlp()
     plain = Trial.OPTIMIZERS["adam"](expected.parameters())

@@ -143,7 +143,7 @@ def test_n20_from_4_ranks_to_others(how: str) -> None:
     async def save() -> tuple[Any, Mapping[str, Any]]:
         async with aiodist.init() as coll:
             net = await DataParallel.create(Part(), coll, **SIZES[1])
-            opt = ShardedOptimizer(net, MAKERS[how], groups_of(net.module))
+            opt = await ShardedOptimizer.create(net, MAKERS[how], groups_of(net.module))
             opt.param_groups[1]["lr"] = 0.03
             await train(net, opt, range(3))
             return deepcopy(opt.pieces()), deepcopy(net.state_dict())
@@ -152,7 +152,7 @@ def test_n20_from_4_ranks_to_others(how: str) -> None:
         async def program() -> Any:
             async with aiodist.init() as coll:
                 net = await DataParallel.create(Part(), coll, **sizes)
-                opt = ShardedOptimizer(net, MAKERS[how], groups_of(net.module))
+                opt = await ShardedOptimizer.create(net, MAKERS[how], groups_of(net.module))
                 net.load_state_dict(made[0][1])
                 opt.load_state_dict(opt.divided(saved))
                 again = deepcopy(opt.pieces())
@@ -177,7 +177,7 @@ def test_n20_from_4_ranks_to_others(how: str) -> None:
 @pytest.mark.ranks(2)
 async def test_n20_shapes_of_pieces(coll: Communicator) -> None:
     net = await DataParallel.create(Part(), coll)
-    opt = ShardedOptimizer(net, torch.optim.Adam)
+    opt = await ShardedOptimizer.create(net, torch.optim.Adam)
     assert isinstance(opt, InPieces)
     assert opt.pieces()["state"] == {}
     await train(net, opt, range(1))
@@ -201,7 +201,7 @@ async def test_n20_shapes_of_pieces(coll: Communicator) -> None:
 async def test_n20_state_of_the_own_shard(coll: Communicator) -> None:
     async def some(sizes: dict[str, Any]) -> tuple[DataParallel, ShardedOptimizer]:
         net = await DataParallel.create(Trial.Mlp(), coll, **sizes)
-        return net, ShardedOptimizer(net, Trial.OPTIMIZERS["adam"])
+        return net, await ShardedOptimizer.create(net, Trial.OPTIMIZERS["adam"])
 
     net, opt = await some(SIZES[0])
     await train(net, opt, range(3))
@@ -233,11 +233,11 @@ class Rows(torch.optim.SGD):
 @pytest.mark.ranks(2)
 async def test_n20_what_cannot_be_saved_or_loaded(coll: Communicator) -> None:
     net = await DataParallel.create(Trial.Mlp(), coll)
-    opt = ShardedOptimizer(net, Rows)
+    opt = await ShardedOptimizer.create(net, Rows)
     with pytest.raises(TypeError, match=r"Rows keeps rows, a tensor of shape \[2\]"):
         opt.pieces()
     opt.close()
-    opt = ShardedOptimizer(net, Trial.OPTIMIZERS["adam"])
+    opt = await ShardedOptimizer.create(net, Trial.OPTIMIZERS["adam"])
     state = opt.pieces()
     two = [{**state["param_groups"][0], "params": [0]}, state["param_groups"][0]]
     with pytest.raises(ValueError, match=r"groups of \[1, 6\] parameters, and the optimizer of \[6\]"):

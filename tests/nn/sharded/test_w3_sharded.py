@@ -39,7 +39,7 @@ async def train(number: int, kind: str, folder: Path, clip_norm: float | None) -
                     net = await DataParallel.create(
                         module, coll, ShardedOptimizer, op="sum", bucket_bytes=1, first_bucket_bytes=1
                     )
-                    opt = ShardedOptimizer(net, MAKERS[kind])
+                    opt = await ShardedOptimizer.create(net, MAKERS[kind])
                     scheduler = halving(opt.optimizer)
                     net.configure(scheduler=scheduler, clip_norm=clip_norm)
                 await net.rebind(coll, opt)
@@ -91,7 +91,7 @@ def test_w3_no_step_is_made_with_shards_that_are_lost() -> None:
     async def main(number: int) -> None:
         async with aiodist.init(elastic=True) as coll:
             net = await DataParallel.create(build(0), coll, ShardedOptimizer)
-            opt = ShardedOptimizer(net, MAKERS["adam"])
+            opt = await ShardedOptimizer.create(net, MAKERS["adam"])
             assert not opt.lost
             await net.step(partial(share, net, 0, coll.rank, coll.size), opt)
             coll = await coll.shrink()

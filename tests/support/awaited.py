@@ -1,0 +1,11 @@
+"""What a function makes, be it a coroutine function or not."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+
+async def awaited(made: Any) -> Any:
+    """Return `made`, or what it gives if it is to be awaited."""
+    return await made if inspect.isawaitable(made) else made
