@@ -8,6 +8,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from aiodist.errors import AiodistError, MismatchError, RemoteError
 from aiodist.handles import Handle
@@ -313,10 +314,27 @@ class Compute:
         return reduction.participants > 0
 
 
+def split_aux(returned: Any) -> tuple[Any, Any]:
+    """Return the loss and aux of what forward returned: aux is detached, and None unless it was a pair."""
+    if isinstance(returned, tuple) and len(returned) == 2:
+        loss, aux = returned
+        return loss, detached(aux)
+    return returned, None
+
+
+def detached(aux: Any) -> Any:
+    """Return `aux` with its tensors detached, also those in its tuples, lists and dicts: the graph may go."""
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(aux)):
+        return tree_map_only(Tensor, Tensor.detach, aux)
+    return aux
+
+
 def check_loss(loss: object, how: Mapping[str, Any]) -> None:
     """Raise TypeError or ValueError unless backward may begin at `loss`, which forward returned."""
     if not isinstance(loss, Tensor):
-        raise TypeError(f"forward returned {type(loss).__name__}: expected the loss, a tensor of one element")
+        raise TypeError(
+            f"forward returned {type(loss).__name__}: expected the loss, a tensor of one element, or (loss, aux)"
+        )
     if loss.numel() != 1 and how.get("gradient") is None:
         raise ValueError(f"forward returned a tensor of shape {list(loss.shape)}: expected the loss, one element")
     if not loss.requires_grad:
@@ -326,22 +344,34 @@ def check_loss(loss: object, how: Mapping[str, Any]) -> None:
 class Forward:
     """The forward passes of one step, and every backward but the last; called on the compute thread.
 
-    A call returns the loss whose backward is to be reduced. `loss` is then what the step returns, detached: the sum of
-    what the closures returned, before it was scaled. The gradients of the backwards add up on this rank.
+    A call returns the loss whose backward is to be reduced. `result` is then what the step returns: the sum of the
+    losses of the closures, detached and not scaled, with what they returned as aux. The gradients of the backwards add
+    up on this rank.
     """
 
     reduces = True
     """False if the step uses the gradients of this rank alone."""
 
     def __init__(
-        self, closures: Sequence[Callable[[], Tensor]], settings: StepSettings, compute: Compute, driver: object = None
+        self,
+        closures: Sequence[Callable[[], Any]],
+        settings: StepSettings,
+        compute: Compute,
+        driver: object = None,
+        *,
+        several: bool = False,
     ) -> None:
-        """`driver` is the optimizer or driver that makes the step."""
+        """`driver` is the optimizer or driver that makes the step; with `several` its result has a list of aux."""
         self.settings = settings
         self._driver = driver
         self._closures = closures
         self._compute = compute
+        self._several = several
         self._losses: list[Tensor] = []
+        self._aux: list[Any] = []
+        """What each closure returned beside its loss, or None."""
+        self._paired = False
+        """A closure returned `(loss, aux)`."""
 
     def __call__(self) -> Tensor:
         """Return the loss of the last closure, once the others have had their backward."""
@@ -358,25 +388,32 @@ class Forward:
             loss = self._run(closure)
         return loss
 
-    def _run(self, closure: Callable[[], Tensor]) -> Tensor:
+    def _run(self, closure: Callable[[], Any]) -> Tensor:
         with span("forward"), self.settings.casting():
-            loss = closure()
+            returned = closure()
+        loss, aux = split_aux(returned)
         check_loss(loss, {})
         self._losses.append(loss.detach())
+        self._aux.append(aux)
+        self._paired = self._paired or returned is not loss
         self._compute.reducer.scaler = self.settings.scaler
         self._compute.reducer.steps.declare(self._driver, self.settings)
-        return loss if self.settings.scaler is None else self.settings.scaler.scale(loss)
+        found: Tensor = loss if self.settings.scaler is None else self.settings.scaler.scale(loss)
+        return found
 
     @property
-    def loss(self) -> Tensor:
-        """The sum of the losses; forward has run."""
+    def result(self) -> Any:
+        """What the step returns once forward has run: the sum of the losses, or `(loss, aux)`."""
         first, *others = self._losses
-        return sum(others, first)
+        loss = sum(others, first)
+        if not self._paired:
+            return loss
+        return loss, (self._aux if self._several else self._aux[0])
 
 
 @called("net.step")
-def plain_step(forward: Forward, opt: Optimizer, compute: Compute) -> Tensor:
-    """Have `opt` step with the reduced gradients of `forward`, and return the loss; on the compute thread."""
+def plain_step(forward: Forward, opt: Optimizer, compute: Compute) -> Any:
+    """Have `opt` step with the reduced gradients of `forward`, and return its result; on the compute thread."""
     steps = compute.reducer.steps
 
     def prepare() -> Tensor:
@@ -391,4 +428,4 @@ def plain_step(forward: Forward, opt: Optimizer, compute: Compute) -> Tensor:
     if made:
         steps.note(opt)  # one that has copies of the parameters too
         forward.settings.advance()
-    return forward.loss
+    return forward.result

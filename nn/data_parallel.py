@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from inspect import signature
 from itertools import chain
-from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar, Unpack, cast, runtime_checkable
+from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar, Unpack, cast, overload, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,7 @@ __all__ = [
 
 P = ParamSpec("P")
 T = TypeVar("T")
+A = TypeVar("A")
 
 SIZES = Sizes(4 << 20, 1 << 20)
 """Of buckets, where nobody says how large."""
@@ -72,7 +73,7 @@ class Driver(Stateful, Protocol):
     """
 
     def train(self, forward: Forward) -> object:
-        """Do one step on the compute thread, with the settings of `forward`, whose loss `net.step` returns."""
+        """Do one step on the compute thread, with the settings of `forward`, whose result `net.step` returns."""
 
     async def flush(self) -> None:
         """Return when all updates are made."""
@@ -379,7 +380,7 @@ class DataParallel(MadeTogether, ModuleLike):
             self._reducer.steps.keep_own(self._settings.per_rank)
         return self._settings
 
-    @located
+    @overload
     async def step(
         self,
         forward: Callable[..., Tensor] | Sequence[Callable[..., Tensor]],
@@ -387,7 +388,20 @@ class DataParallel(MadeTogether, ModuleLike):
         /,
         *args: Any,
         **kwargs: Any,
-    ) -> Tensor:
+    ) -> Tensor: ...
+
+    @overload
+    async def step(
+        self, forward: Callable[..., tuple[Tensor, A]], opt: Optimizer | Driver, /, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, A]: ...
+
+    @overload
+    async def step(
+        self, forward: Sequence[Callable[..., tuple[Tensor, A]]], opt: Optimizer | Driver, /, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, list[A]]: ...
+
+    @located
+    async def step(self, forward: Any, opt: Optimizer | Driver, /, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of one step, this rank's own, detached.
 
         `forward(*args, **kwargs)` returns it, a tensor of one element. The compute thread forgets the gradients, calls
@@ -440,11 +454,11 @@ class DataParallel(MadeTogether, ModuleLike):
             check()
         self._reducer.devices.lend((args, kwargs))
         runs = [partial(each, *args, **kwargs) for each in closures]
-        work = Forward(runs, self._settings, self._compute, opt)
+        work = Forward(runs, self._settings, self._compute, opt, several=isinstance(forward, Sequence))
         if isinstance(opt, Optimizer):
             return await self._timely(self._compute.submit(plain_step, work, opt, self._compute))
         await self._timely(self._compute.submit(opt.train, work))
-        return work.loss
+        return work.result
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         """Return a handle of `fn(*args, **kwargs)`, which runs on the compute thread behind what was asked earlier.

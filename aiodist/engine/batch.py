@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from aiodist.data import Prefetch, prefetch
 from aiodist.engine.state import Hooks, State
 from aiodist.handles import Progress
+from aiodist.nn.compute import split_aux
 
 LOSS = "loss"
 Metric = Callable[[Any, Any], "Tensor | float"]
@@ -20,6 +21,8 @@ Metric = Callable[[Any, Any], "Tensor | float"]
 Sums = tuple[float, dict[str, float]]
 """The weight of all batches, and by name the sum of their values, each times its weight."""
 Loader = Iterable[Any] | AsyncIterable[Any] | Prefetch[Any]
+Criterion = Callable[[Any, Any], "Tensor | tuple[Tensor, Any]"]
+"""Returns the loss of an output and its target, or `(loss, aux)`."""
 Split = Callable[[Any], tuple[Any, Any]]
 """Returns input and target of a sample."""
 
@@ -86,7 +89,7 @@ class Model:
     """All that is trained."""
     network: Callable[..., Any]
     """Returns outputs."""
-    criterion: Callable[[Any, Any], Tensor] | None
+    criterion: Criterion | None
     split: Split
     metrics: Mapping[str, Metric]
 
@@ -104,7 +107,7 @@ class Batch:
     async def take(self, sample: Any) -> None:
         """Have the state hold the sample, as the hooks of "sample" leave it; on the loop."""
         state = self.state
-        state.sample, state.weight, state.output, state.loss = sample, None, None, None
+        state.sample, state.weight, state.output, state.loss, state.aux = sample, None, None, None, None
         await self.hooks.call("sample", state)
         state.input, state.target = self.model.split(state.sample)
         if state.weight is None:
@@ -114,11 +117,12 @@ class Batch:
         state, criterion = self.state, self.model.criterion
         state.output = _applied(self.model.network, state.input)
         self.hooks.call_on_thread("forward", state, self.progress)
-        state.loss = state.output if criterion is None else criterion(state.output, state.target)
+        returned = state.output if criterion is None else criterion(state.output, state.target)
+        state.loss, state.aux = split_aux(returned)
         self.hooks.call_on_thread("criterion", state, self.progress)
         if not isinstance(state.loss, Tensor) or state.loss.numel() != 1:
             what = f"tensor of shape {list(state.loss.shape)}" if isinstance(state.loss, Tensor) else type(state.loss)
-            raise TypeError(f"the loss is a {what}: expected a tensor of one element")
+            raise TypeError(f"the loss is a {what}: expected a tensor of one element, or (loss, aux)")
         self.meter.add(state)
         return state.loss
 
@@ -140,7 +144,7 @@ def checked_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
 def model_of(
     net: Any,
     module: nn.Module,
-    criterion: Callable[[Any, Any], Tensor] | None,
+    criterion: Criterion | None,
     metrics: dict[str, Metric],
     split: Split | None,
     per_rank: Iterable[Tensor] = (),

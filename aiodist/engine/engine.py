@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, Unpack, overload
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from aiodist.communicator import Communicator
-from aiodist.engine.batch import Loader, Metric, Split, WithCriterion, checked_metrics, model_of
+from aiodist.engine.batch import Criterion, Loader, Metric, Split, WithCriterion, checked_metrics, model_of
 from aiodist.engine.display import check_steps
 from aiodist.engine.state import Event, Hook, Hooks, Position, State
 from aiodist.engine.steppers import ClientStepper, PassStepper, Stepper
@@ -70,7 +70,7 @@ class Engine:
         self,
         net: DataParallel | nn.Module,
         optimizer: Optimizer | Driver | TrainingClient,
-        criterion: Callable[[Any, Any], Tensor] | None = None,
+        criterion: Criterion | None = None,
         *,
         coll: Communicator | None = None,
         metrics: Mapping[str, Metric] | None = None,

@@ -58,6 +58,8 @@ class State:
     """What the network returned for the batch."""
     loss: Tensor | None = None
     """The loss of the batch, one element: a part of the graph at "criterion", detached from "update" on."""
+    aux: Any = None
+    """What the criterion returned beside the loss, as `(loss, aux)`, with its tensors detached; else None."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the last epoch that is over, over all ranks: the mean of the losses, "loss", and each metric by its name."""
     stop: bool = False

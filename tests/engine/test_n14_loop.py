@@ -63,6 +63,33 @@ async def test_n14_with_a_pipelined_optimizer(coll: Communicator) -> None:
     assert [event for event in seen if "," not in event][:7] == ["start", *STEP, "sample"]
 
 
+@pytest.mark.drawn(2)
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_n14_a_criterion_may_return_aux(coll: Communicator, pipelined: bool) -> None:
+    net = await DataParallel.create(Job.build(), coll)
+    make = Job.OPTIMIZERS["momentum"]
+    opt: Any = await PipelinedOptimizer.create(net, make) if pipelined else make(net.parameters())
+    seen: list[Any] = []
+
+    def criterion(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return mse_loss(output, target), {"output": output}
+
+    engine = Engine(net, opt, criterion, **Job.QUIET)
+    engine.on("criterion", lambda state: seen.append((state.output.detach().clone(), state.aux["output"])))
+    engine.on("update", lambda state: seen.append(state.aux["output"]))
+    await engine.train(Job.pairs(coll.rank, 4), epochs=2)
+    Job.assert_same(net, Job.alone(coll.size, [4] * coll.size, epochs=2, optimizer="momentum"))
+    assert len(seen) == 16
+    for (output, aux), again in zip(seen[::2], seen[1::2], strict=True):
+        assert torch.equal(output, aux)
+        assert aux is again
+        assert not aux.requires_grad
+    figures = await engine.test(Job.pairs(coll.rank, 2))
+    plain = Engine(net, torch.optim.SGD(net.parameters(), lr=0.0), mse_loss, **Job.QUIET)
+    assert figures == await plain.test(Job.pairs(coll.rank, 2))
+
+
 @pytest.mark.ranks(1, 2)
 async def test_n14_hooks_come_in_order(coll: Communicator) -> None:
     net = await DataParallel.create(Job.build(), coll)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from aiodist import Communicator
-from aiodist.nn import DataParallel
+from aiodist.nn import DataParallel, LocalSGD, PipelinedOptimizer, ShardedOptimizer
 from tests.nn.conftest import Trial
 
 
@@ -46,6 +46,40 @@ async def test_n19_what_a_module_has(coll: Communicator) -> None:
         with pytest.raises(RuntimeError, match=rf"DataParallel\.{name}.*move it before create\(\)"):
             getattr(net, name)("cpu")
     assert next(net.parameters()).dtype is torch.float64
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("run", r"net\.submit\(fn\)"),
+        ("settings", r"net\.configure\(\.\.\.\)"),
+        ("gradients", r"net\.backward_iter\(loss\)"),
+        ("steps", r"net\.steps_done"),
+        ("open", r"net\.closed, which is True once"),
+    ],
+)
+async def test_n19_an_old_name_is_an_error_that_names_the_new_one(coll: Communicator, old: str, new: str) -> None:
+    net: Any = await DataParallel.create(Trial.Mlp(), coll)
+    with pytest.raises(AttributeError, match=rf"no attribute '{old}': use {new}"):
+        getattr(net, old)
+    assert not hasattr(net, old)
+
+
+@pytest.mark.ranks(1)
+async def test_n19_names_of_the_inside_are_not_listed(coll: Communicator) -> None:
+    net = await DataParallel.create(Trial.Mlp(), coll)
+    assert not {"reducer", "compute", "expected_state", "check_updated"} & set(dir(net))
+    assert not net.closed
+    await net.aclose()
+    assert net.closed
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("kind", [DataParallel, PipelinedOptimizer, ShardedOptimizer, LocalSGD])
+async def test_n19_what_all_ranks_make_together_is_made_by_create(coll: Communicator, kind: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{kind.__name__}\(\.\.\.\): .* `await {kind.__name__}\.create\("):
+        kind(Trial.Mlp(), coll, every=2)
 
 
 @pytest.mark.ranks(2)
