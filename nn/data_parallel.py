@@ -98,7 +98,7 @@ class Recovering(Driver, Protocol):
 
 
 class DataParallel(MadeTogether, ModuleLike):
-    """A module that every rank trains on data of its own, with the gradients averaged over all of them.
+    """A module that every rank trains on its own data, with the gradients averaged over all ranks.
 
     ```python
     net = await aiodist.nn.DataParallel.create(Net(), coll)
@@ -106,10 +106,10 @@ class DataParallel(MadeTogether, ModuleLike):
     for x, y in batches:
         loss = await net.step(lambda: loss_fn(net(x), y), opt)
     ```
-    Forward, backward and the optimizer run on one thread, the compute thread, in the order of the calls; the loop is
-    free meanwhile. Every rank must make the same calls in the same order. It ends with `aclose()`, at the latest
-    with the communicator that it was made on. Parameters may lie on CUDA devices, on several and on the CPU too, the
-    same ones on every rank. The compute thread works on the caller's current streams, in the order of the calls.
+    Forward, backward and the optimizer run on one thread, the compute thread, in the order of the calls, so the event
+    loop stays free. Every rank makes the same calls in the same order. The net ends with `aclose()`, or with the
+    communicator that it was made on. Parameters may be on the CPU and on several CUDA devices, if every rank uses the
+    same ones. The compute thread works on the current streams of the caller.
     """
 
     _create = "create(module, coll)"
@@ -143,32 +143,52 @@ class DataParallel(MadeTogether, ModuleLike):
         compress: Codec | Compression | None = None,
         **settings: Unpack[Changes],
     ) -> Self:
-        """Return `module` ready to train: rank 0's parameters and buffers everywhere, gradients averaged.
+        """Return `module` ready to train, with rank 0's parameters and buffers on all ranks.
 
-        Every rank calls it with the same arguments and a module of the same names, shapes and dtypes, of which the same
-        are frozen, else all raise `MismatchError` naming the first that differs; ranks that are threads of one process
-        give a module each, else all raise it too. `op` is "mean" or "sum" of the ranks'
-        gradients. These travel in buckets of `bucket_bytes`, the first of `first_bucket_bytes`, in the order in which
-        the first backward had them; None are 4 and 1 MiB, with parameters on CUDA devices 32 and 4.
-        Sparse gradients of embeddings (`sparse=True`, on the CPU) stay sparse: their rows are gathered and summed.
-        Parameters may be frozen and thawed later (`requires_grad`), between two steps and on all ranks alike; else the
-        next step raises `MismatchError` on all, with their names, and no rank makes it. It costs one small exchange
-        where something has changed. What is frozen takes no part, unless it has a gradient of before. Parameters that
-        come to the module later are a `RuntimeError` of the next step, unless they are frozen: nobody reduces them.
-        `settings` are the arguments of `configure`. `per_rank` may also be, or have, submodules, parameters and
-        buffers of `module`, or their names: each rank keeps those for itself, and they may differ in shape. The names
-        that torch's DistributedDataParallel ignores, in `module._ddp_params_and_buffers_to_ignore`, count too.
-        With `compress`, a codec of `aiodist.codecs` or a `Compression`, gradients travel as codes, made on the host;
-        what these leave out is sent later (`compressor`). Sparse gradients go as they are.
-        All ranks get rank 0's `state` too, such as the optimizer's. In an elastic world a rank that joins calls this
-        where the others call `rebind`, with as much `state`, and gets what they have. `PipelinedOptimizer`, `LocalSGD`
-        or `ShardedOptimizer`, the class, stands for one that you make on this net next; `configure` may come behind it.
+        Every rank calls it with the same arguments and a module of the same structure. In an elastic world a rank that
+        joins calls `create` while the other ranks call `rebind`; it gets their state.
 
-        Raises `ValueError` for another `op`, sizes below 1, a module with nothing to train, or on several ranks an
-        embedding whose forward changes its weight (`max_norm`), which would come to differ, `TypeError` for
-        parameters that `compress` does not take, `RuntimeError` when a parameter belongs to a `DataParallel` already.
-        Costs three duplicates of `coll`, two small collectives, and one broadcast of all parameters and buffers; later
-        memory for one more copy of the small gradients.
+        Args:
+            module: A module of torch. Names, shapes, dtypes and frozen parameters are the same on all ranks. Ranks that
+                are threads of one process give a module each.
+            coll: The ranks that train together.
+            *state: Objects with a `state_dict`, such as the optimizer: all ranks get rank 0's state. A class,
+                `PipelinedOptimizer`, `LocalSGD` or `ShardedOptimizer`, stands for the one that you make on this net
+                next.
+            op: "mean" or "sum" of the gradients of all ranks.
+            bucket_bytes: Bytes of gradients that are reduced together. The default is 4 MiB, with parameters on CUDA
+                devices 32 MiB.
+            first_bucket_bytes: Bytes of the first bucket. The default is 1 MiB, with parameters on CUDA devices 4 MiB.
+            compress: A codec of `aiodist.codecs`, or a `Compression`. Gradients are sent as codes, which the CPU makes;
+                the error of a code is added to the next gradient (see `compressor`). Sparse gradients are sent
+                uncompressed.
+            **settings: The settings of `configure`. Here `per_rank` also takes submodules, parameters and buffers of
+                `module`, or their names: each rank keeps its own values, and shapes may differ. The names in
+                `module._ddp_params_and_buffers_to_ignore`, which torch's DistributedDataParallel ignores, are added.
+
+        Raises:
+            MismatchError: On all ranks, if modules or arguments differ; the message names the first difference. Also if
+                two ranks give the same module object.
+            ValueError: If `op` has another value, a size is below 1, the module has nothing to train, or, on several
+                ranks, an embedding has `max_norm` (its forward changes the weight).
+            TypeError: If an argument has the wrong type, or `compress` does not support a parameter.
+            RuntimeError: If a parameter belongs to another `DataParallel`.
+
+        Example:
+            ```python
+            module = torch.nn.Linear(8, 1)
+            net = await aiodist.nn.DataParallel.create(module, coll, clip_norm=1.0)
+            ```
+
+        You may freeze and unfreeze parameters later (`requires_grad`), between two steps and on all ranks; if ranks
+        differ, the next step raises `MismatchError` on all of them. A trainable parameter that is added to the module
+        later makes the next step raise `RuntimeError`. Sparse gradients of embeddings on the CPU (`sparse=True`) stay
+        sparse: their rows are gathered and summed.
+
+        Cost: three duplicates of `coll`, two small collectives, and one broadcast of all parameters and buffers. Later,
+        memory for one more copy of the small gradients, and one small exchange in a step after parameters were frozen
+        or unfrozen.
+
         """
         if op not in ("mean", "sum"):
             raise ValueError(f"op={op!r}: expected 'mean' or 'sum'")
@@ -201,24 +221,31 @@ class DataParallel(MadeTogether, ModuleLike):
 
     @located
     async def rebind(self, coll: Communicator, *state: Stateful) -> None:
-        """Go on on another communicator, such as the world that `shrink` or `grow` has returned.
+        """Continue on another communicator, such as the world that `shrink` or `grow` returned.
 
-        All ranks of `coll` call it with as much `state`: the optimizer, and what else goes with the steps. One that
-        joins calls `create` instead, with the same arguments as the others once. Where the net is on `coll` already
-        nothing happens, so a loop may call it before each step. The first of the ranks that have made
-        most steps gives all others its parameters, buffers and `state`, those of the scaler and the schedulers of
-        `configure` too; `steps_done` is then the same everywhere. Gradients are forgotten, and so is what `compress`
-        had left for later. Buckets are dealt anew, but for those of a `PipelinedOptimizer`, which goes back to the last
-        step whose updates were all made. Where it raises `PeerError` nothing else has changed: shrink, and call it
-        again.
+        All ranks of `coll` call it with the same number of `state` arguments. A rank that joins calls `create` instead,
+        with the arguments that the others used. The first of the ranks that made most steps gives its parameters,
+        buffers, `state`, scaler and schedulers to all others; `steps_done` is then the same on all ranks. Gradients and
+        the residuals of `compress` are dropped. If the net is on `coll` already, the call does nothing, so a loop may
+        call it before each step.
 
-        A `ShardedOptimizer` has to be given a state then: see its `lost`.
+        Args:
+            coll: The new communicator.
+            *state: The optimizer, and other objects with a `state_dict` that belong to the steps.
 
-        Raises at the call `TypeError` for a driver that cannot do that, `ValueError` where the optimizer of the
-        last step, or one for which buckets are kept, is missing, `RuntimeError` while updates are pending outside of
-        elastic worlds, `RuntimeError` for a module with divided layers; `MismatchError` on all
-        ranks as `create`, and `RuntimeError` where each rank's optimizer has raised in the midst of its step.
-        Cost: that of `create`, a broadcast of `state`, and memory for what comes until all of it is there.
+        Raises:
+            PeerError: If another rank is lost meanwhile. Nothing has changed then: shrink, and call it again.
+            TypeError: For a driver that cannot continue on other ranks.
+            ValueError: If the optimizer of the last step is missing, or a `PipelinedOptimizer` of the net.
+            RuntimeError: While updates are pending outside of elastic worlds, for a module with divided layers, and if
+                the optimizer of each rank has raised within its step.
+            MismatchError: On all ranks, as `create`.
+
+        Buckets are made again, except for a `PipelinedOptimizer`, which returns to the last step whose updates were all
+        made. A `ShardedOptimizer` needs its state from a checkpoint then: see its `lost`.
+
+        Cost: that of `create`, a broadcast of `state`, and memory for the incoming state until all of it is there.
+
         """
         self._check_loop()
         self._check_state(state)
@@ -332,23 +359,47 @@ class DataParallel(MadeTogether, ModuleLike):
         return self._module(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the module's own: no prefix, so that it loads into the plain module.
+        """Return the state dict of the module, without a prefix: it loads into the plain module.
 
-        It has parameters that are `per_rank` too, with this rank's values. As torch's it holds the parameters
-        themselves, which a step changes, also one in flight: a copy of their values between two steps is
-        `await net.submit(lambda: copy.deepcopy(net.state_dict()))`. Raises `RuntimeError`
-        while updates are pending: `await opt.flush()` first.
+        It includes parameters that are `per_rank`, with this rank's values. As in torch it holds the parameters
+        themselves, which later steps change, also a step in flight.
+
+        Raises:
+            RuntimeError: While updates are pending: `await opt.flush()` first.
+
+        Example:
+            ```python
+            import copy
+
+            state = await net.submit(lambda: copy.deepcopy(net.state_dict()))  # a copy between two steps
+            ```
+
+        To save a checkpoint in the background use `aiodist.save`.
+
         """
         check_updated(self)
         return self._module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Load `state` into the module, on this rank; every rank must load the same.
+        """Load `state` into the module, on this rank; every rank must load the same state.
 
-        If ranks do not, the next step or backward raises `MismatchError` on all. After steps that some ranks have not
-        made this is how the next step works again. Raises `RuntimeError` while updates are pending, which would be made
-        to what is loaded: `await opt.flush()` first; and while a step or a backward is under way, which reads and
-        writes the same: `await` it, or `await net.submit(net.load_state_dict, …)`.
+        If ranks load different states, the next step or backward raises `MismatchError` on all of them. After steps
+        that only some ranks made, loading the same state on all ranks makes the next step work again.
+
+        Args:
+            state: A state dict of the net or of the plain module.
+            strict: Raise `RuntimeError` if names are missing or unknown, as in torch.
+
+        Raises:
+            RuntimeError: While updates are pending (`await opt.flush()` first), or while a step or backward is in
+                flight (await it first).
+
+        Example:
+            ```python
+            state = torch.nn.Linear(8, 1).state_dict()
+            await net.submit(net.load_state_dict, state)  # after all steps that were asked for
+            ```
+
         """
         check_updated(self)
         if not self._compute.is_current() and (self._passes or not (self._work is None or self._work.done())):
@@ -362,17 +413,35 @@ class DataParallel(MadeTogether, ModuleLike):
     # --- training ---------------------------------------------------------------------------------------------
 
     def configure(self, **changes: Unpack[Changes]) -> StepSettings:
-        """Change how `step` works, from the next one that is asked for; return all settings, None for what is off.
+        """Change settings of `step`, from the next step on, and return all settings.
 
-        `clip_norm` is what the global norm of the reduced gradients of the optimizer's parameters is clipped to.
-        `scaler`, a `torch.amp.GradScaler`, scales the loss, and unscales the reduced gradients before they are clipped;
-        if one of these is not finite, all ranks leave out the step, on whichever of them it came up. `scheduler`, one
-        or several of torch's, steps after each step that was made. `autocast` is a dtype or a `torch.autocast`, under
-        which forward runs, on the compute thread. `per_rank` are parameters, or modules with such, that each rank keeps
-        for itself, such as experts or a head of its own: an optimizer may have them with the net's. They are clipped by
-        their own norm, and stay as they are if one of their gradients is not finite, on this rank alone. Those outside
-        of the net's module may change; those of it are fixed by `create`. All else every rank must give alike. Raises
-        ValueError and TypeError for what these do not take.
+        Without arguments it only returns them. A setting of None is off. All ranks give the same settings, except
+        `per_rank`.
+
+        Args:
+            **changes: The settings to change, by the names below.
+
+        - `clip_norm`: Maximum global norm of the reduced gradients of the optimizer's parameters; larger ones are
+          scaled down to it.
+        - `scaler`: A `torch.amp.GradScaler`. It scales the loss, and unscales the reduced gradients before they are
+          clipped. If a gradient is not finite on any rank, all ranks skip the step.
+        - `scheduler`: A scheduler of torch, or several. Each steps after every step that was made.
+        - `autocast`: A dtype or a `torch.autocast`. Forward runs under it, on the compute thread.
+        - `per_rank`: Parameters, or modules with parameters, that each rank keeps for itself, such as experts. An
+          optimizer may have them together with the net's. They are clipped by their own norm, and skip the update on
+          this rank alone if one of their gradients is not finite. Only those outside of the net's module may change:
+          `create` sets the others.
+
+        Raises:
+            ValueError: If a setting has a value that is not allowed.
+            TypeError: If a setting is unknown, or its value has another type.
+
+        Example:
+            ```python
+            net.configure(clip_norm=1.0, autocast=torch.bfloat16)
+            assert net.configure().clip_norm == 1.0
+            ```
+
         """
         if changes:
             self._settings = self._settings.changed(self._shared, changes)
@@ -402,31 +471,51 @@ class DataParallel(MadeTogether, ModuleLike):
 
     @located
     async def step(self, forward: Any, opt: Optimizer | Driver, /, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of one step, this rank's own, detached.
+        """Return the loss of one step on this rank, detached; or `(loss, aux)` if `forward` returned a pair.
 
-        `forward(*args, **kwargs)` returns it, a tensor of one element. The compute thread forgets the gradients, calls
-        `forward`, runs backward while each bucket is reduced as it becomes full, and calls `opt.step()` with the
-        reduced gradients, as `configure` says. A step that was asked for ends on every rank alike: cancelling the await
-        does not stop it.
+        The compute thread zeroes the gradients, calls `forward`, and runs backward, which reduces each bucket of
+        gradients as soon as it is full; the optimizer then steps with the reduced gradients, by the settings of
+        `configure`. A step ends on every rank alike: cancelling the await does not stop it.
 
-        A list of k such functions makes k forward and backward passes, whose gradients add up on this rank, and one
-        reduction, behind the last backward. It is as one function that returns the sum of the k losses, which `step`
-        returns then, in the memory of one pass; for a mean have each function divide its loss by k.
+        Args:
+            forward: A function that returns the loss, a tensor of one element, or `(loss, aux)`. aux is any object,
+                such as the output for a metric. Tensors in it, also within tuples, lists and dicts, come back detached.
+                A list of k functions accumulates gradients: it makes k forward and backward passes and one reduction,
+                after the last backward. `step` then returns the sum of the k losses, and a list with the aux of each
+                function (None for a function without). For a mean, have each function divide its loss by k.
+            opt: An optimizer of torch with parameters of this net, or a driver such as `PipelinedOptimizer`.
+            *args: Arguments of `forward`.
+            **kwargs: Keyword arguments of `forward`.
 
-        With parameters on CUDA devices the host waits neither for them nor for reductions that run there: what is
-        queued on the caller's current stream afterwards finds the updated parameters and the loss. Tensors among the
-        arguments may be dropped at once, also those made on other streams. What a reduction fails with later is
-        raised by the next step or backward, at the latest by `aclose`.
+        Raises:
+            ValueError: Before anything is computed, if `opt` has no parameter of this net.
+            RuntimeError: If the step would drop gradients that `no_sync` has accumulated.
+            RemoteError: If forward or backward raised on another rank. No rank has made the step, and the next step
+                works.
+            MismatchError: On all ranks, if ranks do different things: other settings, frozen parameters, numbers of
+                steps or loaded states. If the optimizer raised on some ranks only, their parameters differ, and every
+                later step raises until all ranks load the same state with `load_state_dict`. A step while another rank
+                closes the net raises too: see `join`.
 
-        Raises ValueError, before it computes, for an optimizer that has no parameter of this net, RuntimeError if it
-        would forget gradients that `no_sync` has kept. Raises what
-        `forward`, backward or the optimizer raised here; `RemoteError` when another rank's forward or
-        backward raised, and then no rank has made the step; what the communicator raises. The next step works,
-        unless the communicator does not. Where the optimizer raised on some ranks only, their parameters differ from
-        then on, as where some leave out an `opt.step()` of their own: every later step or backward raises
-        `MismatchError` on all ranks, until all have loaded the same state, `net.load_state_dict`.
-        So does a step of one rank when another closes the net: see `join`. Cost: an allreduce
-        of each bucket while backward goes on, and one of a number for each parameter and each rank.
+        An exception of `forward`, backward or the optimizer on this rank is raised here as it is.
+
+        Example:
+            ```python
+            def forward(x, y):
+                output = net(x)
+                return loss_fn(output, y), output
+
+            for x, y in batches:
+                loss, output = await net.step(forward, opt, x, y)
+            ```
+
+        With parameters on CUDA devices the host waits neither for the devices nor for reductions on them: work that you
+        queue on the current stream afterwards finds the updated parameters and the loss. You may drop tensors among the
+        arguments after the call, also tensors from other streams. If a reduction fails later, the next step or backward
+        raises the error, or `aclose`.
+
+        Cost: an allreduce of each bucket during backward, and one of a number for each parameter and each rank.
+
         """
         self._check()
         closures = forward if isinstance(forward, Sequence) else [forward]
@@ -461,10 +550,24 @@ class DataParallel(MadeTogether, ModuleLike):
         return work.result
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
-        """Return a handle of `fn(*args, **kwargs)`, which runs on the compute thread behind what was asked earlier.
+        """Return a handle of `fn(*args, **kwargs)`, which the compute thread calls after all earlier work.
 
-        With parameters on CUDA devices tensors among the arguments may be dropped at once, as in `step`. Raises
-        RuntimeError once the net is closed, on await what `fn` raises. Cost: 25 to 30 us until the result is there.
+        Args:
+            fn: A function, such as the net itself in evaluation, or `opt.step` after `backward`.
+            *args: Arguments of `fn`. With parameters on CUDA devices you may drop tensors among them after the call.
+            **kwargs: Keyword arguments of `fn`.
+
+        Raises:
+            RuntimeError: If the net is closed. The await raises the exception of `fn`.
+
+        Example:
+            ```python
+            with torch.no_grad():
+                output = await net.submit(net, torch.ones(2, 8))
+            ```
+
+        Cost: 25 to 30 us until the result is there.
+
         """
         self._check()
         self._reducer.devices.lend((args, kwargs))
@@ -482,12 +585,32 @@ class DataParallel(MadeTogether, ModuleLike):
         retain_graph: bool = False,
         inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """Run backward on the compute thread; when it returns, every `.grad` is the reduction over all ranks.
+        """Run backward on the compute thread; afterwards every `.grad` is reduced over all ranks.
 
-        Arguments as those of `torch.Tensor.backward`: `gradient` has the shape of `loss`, None where that has one
-        element. Inside `no_sync()` nothing is sent and gradients add up here. A parameter that no rank used keeps the
-        `.grad` that it had, None mostly; one that some used counts as zeros on the others. Cancelling the await stops
-        neither backward nor a transfer. Raises and costs as `step`.
+        All ranks call it. Inside `no_sync()` nothing is sent, and gradients add up on this rank. A parameter that no
+        rank used keeps its old `.grad`, mostly None; a parameter that some ranks used counts as zeros on the others.
+        Cancelling the await stops neither backward nor a transfer.
+
+        Args:
+            loss: The tensor to differentiate.
+            gradient: The gradient of `loss`, with its shape. A loss of one element needs none.
+            retain_graph: Keep the graph for another backward.
+            inputs: The parameters to compute gradients of. The default is all.
+
+        Raises:
+            RemoteError: If backward raised on another rank.
+            MismatchError: As `step`.
+
+        Example:
+            ```python
+            for x, y in batches:
+                opt.zero_grad()
+                await net.backward(loss_fn(net(x), y))
+                await net.submit(opt.step)
+            ```
+
+        Cost: that of `step`.
+
         """
         self._check()
         how: dict[str, Any] = {"gradient": gradient, "retain_graph": retain_graph, "inputs": inputs}
@@ -498,11 +621,32 @@ class DataParallel(MadeTogether, ModuleLike):
         await self._timely(self._compute.submit(self._compute.reduce_all, lambda: loss, **how))
 
     async def backward_iter(self, loss: Tensor) -> AsyncGenerator[tuple[nn.Parameter, Tensor], None]:
-        """Yield each parameter with its reduced gradient, now its `.grad`, as they arrive, while backward goes on.
+        """Run backward, and yield each parameter with its reduced gradient, which is now its `.grad`.
 
-        `loss` has one element, a gradient the shape of its parameter. Parameters that this rank did not use come last.
-        A `.grad` that you replace or forget as it arrives stays so. Leaving early does not stop the reductions. Raises
-        and costs as `step`.
+        Pairs arrive while backward continues, in the order of the reductions; parameters that this rank did not use
+        come last. If you replace a `.grad` or set it to None as it arrives, it stays so. Leaving the loop early does
+        not stop the reductions.
+
+        Args:
+            loss: The tensor to differentiate, of one element.
+
+        Yields:
+            A parameter, and its reduced gradient of the same shape.
+
+        Raises:
+            RuntimeError: Inside `no_sync`. All else is raised as by `step`.
+
+        Example:
+            ```python
+            optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in net.parameters()}
+            for x, y in batches:
+                net.zero_grad()
+                async for parameter, gradient in net.backward_iter(loss_fn(net(x), y)):
+                    optimizers[parameter].step()
+            ```
+
+        Cost: that of `step`.
+
         """
         self._check()
         self._check_reduces("backward_iter")
@@ -525,30 +669,53 @@ class DataParallel(MadeTogether, ModuleLike):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Have each backward in the block add up gradients on this rank; the next one outside reduces the sum.
+        """Accumulate gradients on this rank in the block; the next backward outside of it reduces the sum.
 
-        `step` raises RuntimeError until that backward, or until `zero_grad()` has dropped the sum.
-        What was reduced before, and not forgotten, counts once in that, as with DDP: a mean stays what it is. With
-        `op="sum"` the first backward in the block makes of it this rank's share, 1/size of it.
+        A `step` before that backward raises `RuntimeError`, because it would drop the sum; `zero_grad()` drops it on
+        purpose. Gradients that were reduced before and not zeroed count once in the sum, as with DDP. With `op="sum"`
+        the first backward in the block divides them by the number of ranks.
+
+        Example:
+            ```python
+            opt.zero_grad()
+            (x, y), (x2, y2), _ = batches
+            with net.no_sync():
+                await net.backward(loss_fn(net(x), y))
+            await net.backward(loss_fn(net(x2), y2))  # reduces the sum of both
+            await net.submit(opt.step)
+            ```
+
+        `net.step([forward, forward2], opt)` does the same in one call.
+
         """
         with self._reducer.apart():
             yield
 
     @asynccontextmanager
     async def join(self, *optimizers: Stateful) -> AsyncIterator[None]:
-        """Let ranks whose data end early wait at the end of the block for those that go on.
+        """Let ranks whose data end early wait at the end of the block for the other ranks.
 
         ```python
         async with net.join():
             for x, y in batches:                      # uneven numbers of them
                 await net.step(lambda: loss_fn(net(x), y), opt)
         ```
-        A rank that has left the loop brings nothing to the others' reductions, and does not count in the mean. In
-        the end all ranks have the parameters, and the state of `optimizers` (unless given, the one of the last
-        `step`) and of the scaler and the schedulers of `configure`, of a rank that went on longest; buffers stay each
-        rank's own. Every `.grad` is then the last reduction. With `op="sum"` what `no_sync` made shares of counts as
-        far as the ranks that hold them go on. In the block only `step` and `backward` may communicate. When the block
-        raises, this rank does not wait; the others get a `RemoteError`, those that have come to the end too.
+        A rank that has left the loop contributes nothing to the reductions, and the mean counts only the others. After
+        the block all ranks have the parameters, and the state of the optimizers, scaler and schedulers, of the first
+        rank that trained longest. Buffers stay each rank's own, and every `.grad` is the last reduction. In the block
+        only `step` and `backward` may communicate.
+
+        Args:
+            *optimizers: The optimizers whose state is shared at the end. The default is the optimizer of the last
+                `step`.
+
+        Raises:
+            TypeError: If an argument has no `state_dict`.
+            RemoteError: If the block raised on another rank, also on ranks that have left the loop.
+
+        If the block raises, this rank does not wait. With `op="sum"` the shares that `no_sync` made count only as far
+        as their ranks still have data.
+
         """
         self._check()
         if wrong := [type(each).__name__ for each in optimizers if not isinstance(each, Stateful)]:
@@ -596,48 +763,60 @@ class DataParallel(MadeTogether, ModuleLike):
         self._compute.submit(self._compute.see_out, error).outcome_error()  # nobody waits for it
 
     def synchronize_buffers(self, how: str = "root", root: int = 0) -> Awaitable[None]:
-        """Give all ranks the buffers (BatchNorm's statistics) of `root`, or with `how="mean"` their mean.
+        """Give all ranks the buffers of `root`, such as the statistics of BatchNorm, or the mean of all ranks.
 
-        Collective, and to be awaited. Raises ValueError for another `how` or `root`. Cost: one
-        broadcast of all buffers, for a mean an allreduce.
+        Args:
+            how: "root" or "mean".
+            root: The rank whose buffers count; in a mean, its integers and bools.
+
+        Raises:
+            ValueError: For another `how` or `root`.
+
+        Example:
+            ```python
+            await net.synchronize_buffers(how="mean")
+            ```
+
+        Cost: one broadcast of all buffers; for a mean, an allreduce.
+
         """
         self._check()
         return synchronize_buffers(self._shared, self._side, how=how, root=root)
 
     @property
     def per_rank(self) -> Sequence[Tensor]:
-        """The parameters that each rank keeps for itself, of the module and of others; see `configure`."""
+        """The parameters that each rank keeps for itself, of the module and others; see `configure`."""
         return self._settings.per_rank
 
     @property
     def stop_requested(self) -> bool:
-        """Whether some rank was asked to stop, which ranks tell each other in each pass: true on all at the same step.
+        """True if a rank was asked to stop: it becomes true on all ranks at the same step.
 
-        A signal does that with `init(stop_on_signal=True)`, or `coll.request_stop()`. With a driver whose passes go on
-        behind its steps (`pass_lag`), such as `PipelinedOptimizer`, it is true one pass later.
+        A signal asks a rank with `init(stop_on_signal=True)`, and so does `coll.request_stop()`. With a driver that
+        finishes its passes after its steps (`pass_lag`), such as `PipelinedOptimizer`, it becomes true one step later.
         """
         return self._reducer.stopped_before if getattr(self._optimizer, "pass_lag", 0) else self._reducer.stopped
 
     @property
     def coll(self) -> Communicator:
-        """A duplicate of the communicator, for what all ranks do between two steps; it ends with the net."""
+        """A duplicate of the communicator, for collectives of all ranks between two steps; it ends with the net."""
         return self._side
 
     @property
     def compressor(self) -> Compressor | None:
-        """What compresses the gradients, None where nothing does; its `state_dict` is this rank's, for a checkpoint."""
+        """The compressor of the gradients, or None; its `state_dict` holds this rank's residuals, for a checkpoint."""
         return self._reducer.hook if isinstance(self._reducer.hook, Compressor) else None
 
     @property
     def steps_done(self) -> int:
-        """How many steps of optimizers the parameters have seen since the net was made, or a state was loaded.
+        """Number of optimizer steps that the parameters have seen since the net was made, or a state was loaded.
 
-        It goes on with `rebind`. A step that a scaler left out does not count.
+        It continues with `rebind`. A step that a scaler skipped does not count.
         """
         return self._reducer.steps.total
 
     def statistics(self) -> DataParallelStatistics:
-        """Return what the reductions of gradients have cost so far on this rank; local, at once."""
+        """Return the cost of the reductions of gradients so far, on this rank; nothing is sent."""
         return self._reducer.statistics
 
     # --- steps --------------------------------------------------------------------------------------------------
@@ -671,9 +850,10 @@ class DataParallel(MadeTogether, ModuleLike):
 
     @located
     async def aclose(self) -> None:
-        """Take the hooks off, end the compute thread, once what was asked is done, and close its communicators.
+        """Finish all work, remove the hooks, end the compute thread, and close the net's communicators.
 
-        Collective; idempotent. `.grad` and parameters stay as they are, and the module may be wrapped anew.
+        All ranks call it; more calls do nothing. Parameters and `.grad` stay as they are, and the module may be wrapped
+        again.
         """
         self._check_loop()
         await self._coll.aclose()

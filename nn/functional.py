@@ -1,23 +1,23 @@
 """Collectives that autograd goes through: the backward of each is its dual.
 
-The objective is the sum of all ranks' losses. So the gradient of what a rank gave sums up what all ranks made of it:
+The objective is the sum of the losses of all ranks. So the gradient of a rank's input is the sum over the ranks that
+used it:
 
 | forward | backward |
 |---|---|
 | allreduce (sum, mean), broadcast | allreduce (sum, mean), which counts at the root |
 | allgather | reduce_scatter (sum) |
 | reduce_scatter (sum, mean) | allgather |
-| alltoall | alltoall, the other way |
+| alltoall | alltoall, in the other direction |
 
-Each call returns a handle of the result, in new memory; `t` is left alone. A coroutine awaits it; a module on the
-compute thread of a net calls `handle.wait()`. Backward issues and waits in the thread that it runs in, so while
-gradients are on `coll` has to be a `dup(thread=True)`; no other code should use it. The result then requires a gradient
-on every rank, whether or not this rank's `t` does: all ranks take part in backward, in the reverse order of the calls.
-So the loss of every rank has to depend on every result, and one thread of each rank makes all calls.
+Each call returns a handle of the result, in new memory; the input stays as it is. A coroutine awaits the handle; a
+module on the compute thread of a net calls `handle.wait()`. Backward issues its collectives and waits for them in its
+own thread, so while gradients are on `coll` must be a `dup(thread=True)`, which no other code uses. The result then
+requires a gradient on every rank, so that all ranks take part in backward, in the reverse order of the calls. The loss
+of every rank has to depend on every result, and one thread of each rank makes all calls.
 
-A call raises `TypeError` or `ValueError` for what it cannot take, and `RuntimeError` for an ordinary communicator while
-gradients are on; an await what the collective raises. So does backward, and `RuntimeError` on the loop's thread, which
-it would block. Backward costs what its collective costs, and can be differentiated again.
+Backward raises `RuntimeError` on the loop's thread, which it would block, and the errors of its collectives. Backward
+costs as much as its collective, and can be differentiated again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,26 @@ Line = tuple[CodeType, int]
 
 
 def allreduce(t: Tensor, coll: Communicator, op: Literal["sum", "mean"] = "sum") -> Handle[Tensor]:
-    """Return the elementwise sum over all ranks, or their mean. `t` and the result have one shape on all ranks."""
+    """Return a handle of the elementwise sum of `t` over all ranks, or of the mean.
+
+    Args:
+        t: A tensor of the same shape on all ranks; it stays as it is.
+        coll: The ranks that take part; a `dup(thread=True)` while gradients are on.
+        op: "sum" or "mean".
+
+    Raises:
+        ValueError: For another `op`.
+        RuntimeError: If `coll` is an ordinary communicator while gradients are on.
+
+    Example:
+        ```python
+        side = await coll.dup(thread=True)
+        t = torch.ones(3, requires_grad=True)
+        loss = (await nn.functional.allreduce(t, side)).square().sum()
+        await asyncio.to_thread(loss.backward)
+        ```
+
+    """
     _check_op(op)
     return _issue(
         t, coll, t.shape, lambda x, out: coll.allreduce(x, op, out=out), lambda grad: allreduce(grad, coll, op)
@@ -52,7 +71,24 @@ def allreduce(t: Tensor, coll: Communicator, op: Literal["sum", "mean"] = "sum")
 
 
 def broadcast(t: Tensor, coll: Communicator, root: int = 0) -> Handle[Tensor]:
-    """Return root's elements. `t` has one shape on all ranks; on the others its gradient is zero."""
+    """Return a handle of root's elements.
+
+    Args:
+        t: A tensor of the same shape on all ranks. On all ranks but `root` the gradient is zero.
+        coll: The ranks that take part; a `dup(thread=True)` while gradients are on.
+        root: The rank that gives the elements.
+
+    Raises:
+        ValueError: For a `root` outside of `coll`.
+        RuntimeError: If `coll` is an ordinary communicator while gradients are on.
+
+    Example:
+        ```python
+        side = await coll.dup(thread=True)
+        weight = await nn.functional.broadcast(torch.ones(3, requires_grad=True), side)
+        ```
+
+    """
     mine = coll.rank == check_rank(root, coll.size)
 
     def call(given: Tensor, out: Tensor) -> Handle[Tensor]:
@@ -65,11 +101,25 @@ def broadcast(t: Tensor, coll: Communicator, root: int = 0) -> Handle[Tensor]:
 
 
 def allgather(t: Tensor, coll: Communicator, rows: int | None = None) -> Handle[Tensor]:
-    """Return the tensors of all ranks in rank order, joined along dim 0.
+    """Return a handle of the tensors of all ranks, in rank order, joined along dimension 0.
 
-    `t` has one shape `(n, ...)` on all ranks, the result `(size * n, ...)`. With `rows` the result has as many, and
-    each rank gives the block that `reduce_scatter` would leave it: the remainder goes to the first ranks, a row each.
-    Raises `ValueError` for a `t` that is no such block, and on await where tensors together have other shapes.
+    Args:
+        t: A tensor of one shape `(n, ...)` on all ranks; the result has `(size * n, ...)`.
+        coll: The ranks that take part; a `dup(thread=True)` while gradients are on.
+        rows: Length of the result. Each rank then gives the block that `reduce_scatter` would leave it: the first ranks
+            have one row more.
+
+    Raises:
+        ValueError: If `t` is no such block; on await, if the shapes do not fit together.
+        RuntimeError: If `coll` is an ordinary communicator while gradients are on.
+
+    Example:
+        ```python
+        side = await coll.dup(thread=True)
+        rows = await nn.functional.allgather(torch.ones(2, 3, requires_grad=True), side)
+        assert rows.shape == (2 * coll.size, 3)
+        ```
+
     """
     _check_rows(t)
     whole = torch.Size([len(t) * coll.size if rows is None else rows, *t.shape[1:]])
@@ -81,9 +131,24 @@ def allgather(t: Tensor, coll: Communicator, rows: int | None = None) -> Handle[
 
 
 def reduce_scatter(t: Tensor, coll: Communicator, op: Literal["sum", "mean"] = "sum") -> Handle[Tensor]:
-    """Return this rank's block of the elementwise sum over all ranks, or of their mean.
+    """Return a handle of this rank's block of the elementwise sum over all ranks, or of the mean.
 
-    `t` has one shape `(rows, ...)` on all ranks. It is cut along dim 0; the remainder goes to the first ranks.
+    Args:
+        t: A tensor of one shape `(rows, ...)` on all ranks. It is cut along dimension 0; the first ranks may get one
+            row more.
+        coll: The ranks that take part; a `dup(thread=True)` while gradients are on.
+        op: "sum" or "mean".
+
+    Raises:
+        ValueError: For another `op`, or a `t` without dimensions.
+        RuntimeError: If `coll` is an ordinary communicator while gradients are on.
+
+    Example:
+        ```python
+        side = await coll.dup(thread=True)
+        block = await nn.functional.reduce_scatter(torch.ones(4, 3, requires_grad=True), side)
+        ```
+
     """
     _check_op(op)
     _check_rows(t)
@@ -100,11 +165,24 @@ def reduce_scatter(t: Tensor, coll: Communicator, op: Literal["sum", "mean"] = "
 def alltoall(
     t: Tensor, coll: Communicator, sizes: Sequence[int] | None = None, received: Sequence[int] | None = None
 ) -> Handle[Tensor]:
-    """Return the rows that all ranks have for this one, in rank order along dim 0.
+    """Return a handle of the rows that all ranks send to this one, in rank order along dimension 0.
 
-    `t` has a shape `(rows, ...)`. Without lists it is the same on all ranks, which divide the rows evenly. Else rank r
-    gets `sizes[r]` rows of `t` and sends `received[r]`: ranks that do not know exchange these numbers first. Raises
-    `ValueError` for one list without the other, and on await where other numbers of rows come in all.
+    Args:
+        t: A tensor `(rows, ...)`. Without lists it has the same shape on all ranks, which divide the rows evenly.
+        coll: The ranks that take part; a `dup(thread=True)` while gradients are on.
+        sizes: The number of rows of `t` for each rank.
+        received: The number of rows that each rank sends. Ranks that do not know it exchange the numbers first.
+
+    Raises:
+        ValueError: If one list is given without the other; on await, if another number of rows arrives.
+        RuntimeError: If `coll` is an ordinary communicator while gradients are on.
+
+    Example:
+        ```python
+        side = await coll.dup(thread=True)
+        rows = await nn.functional.alltoall(torch.ones(coll.size, 3, requires_grad=True), side)
+        ```
+
     """
     if (sizes is None) != (received is None):
         raise ValueError(f"sizes={sizes} and received={received}: expected both lists, or none")

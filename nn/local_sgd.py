@@ -39,13 +39,19 @@ MakeOuter = Callable[[list[nn.Parameter]], Optimizer]
 
 @dataclass(frozen=True)
 class SlowMo:
-    """Slow momentum over the averages of a `LocalSGD`, which is given it as `outer`.
+    """Slow momentum over the averages of a `LocalSGD`, which takes it as `outer`.
 
     With x the values at the beginning of a period, y the average at its end and r the learning rate of the local steps:
-    u becomes momentum u + (x - y) / r, and x becomes x - lr r u. So momentum=0 with lr=1 is plain averaging. r is that
-    of the first step of the period, for each parameter its own. Wang, Tantia, Ballas and Rabbat, "SlowMo: Improving
-    communication-efficient distributed SGD with slow momentum", ICLR 2020, doi:10.48550/arXiv.1910.00643, whose beta
-    is `momentum`, 0.4 to 0.8, and alpha is `lr`, mostly 1. Raises ValueError unless 0 <= momentum < 1 and lr > 0.
+    u becomes momentum u + (x - y) / r, and x becomes x - lr r u. So momentum=0 with lr=1 is plain averaging. r is the
+    rate in the first step of the period, for each parameter its own.
+
+    Raises:
+        ValueError: Unless 0 <= momentum < 1 and lr > 0.
+
+    Source: Wang, Tantia, Ballas and Rabbat, "SlowMo: Improving communication-efficient distributed SGD with slow
+    momentum", ICLR 2020, doi:10.48550/arXiv.1910.00643. The paper's beta, 0.4 to 0.8, is `momentum`; its alpha, mostly
+    1, is `lr`.
+
     """
 
     momentum: float
@@ -58,12 +64,17 @@ class SlowMo:
 
 @dataclass(frozen=True)
 class Elastic:
-    """Elastic averaging among the ranks of a `LocalSGD`, which is given it as `outer`.
+    """Elastic averaging among the ranks of a `LocalSGD`, which takes it as `outer`.
 
-    At the end of a period a rank goes on from x - alpha (x - centre), with x its parameters, and the centre moves by
-    alpha times the sum of x - centre over all ranks. What training found is the centre. Zhang, Choromanska and LeCun,
-    "Deep learning with elastic averaging SGD", NIPS 2015, doi:10.48550/arXiv.1412.6651, where alpha is 0.9 / ranks.
-    Raises ValueError unless 0 < alpha <= 1.
+    At the end of a period a rank continues from x - alpha (x - centre), with x its parameters, and the centre moves by
+    alpha times the sum of x - centre over all ranks. The centre is the result of training.
+
+    Raises:
+        ValueError: Unless 0 < alpha <= 1.
+
+    Source: Zhang, Choromanska and LeCun, "Deep learning with elastic averaging SGD", NIPS 2015,
+    doi:10.48550/arXiv.1412.6651, where alpha is 0.9 / ranks.
+
     """
 
     alpha: float
@@ -74,43 +85,29 @@ class Elastic:
 
 
 class LocalSGD(MadeTogether):
-    """An optimizer whose steps are of one rank alone; after every `every` of them all ranks average their parameters.
+    """An optimizer with steps of one rank alone; all ranks average their parameters every few steps.
 
     ```python
-    local = nn.LocalSGD(net, torch.optim.SGD(net.parameters(), lr=0.1), every=8)
+    local = await nn.LocalSGD.create(net, torch.optim.SGD(net.parameters(), lr=0.1), every=8)
     for x, y in batches:
         loss = await net.step(lambda: loss_fn(net(x), y), local)
     await local.flush()
     ```
-    Every rank gives the same arguments and makes as many steps. `optimizer` is any of torch's. A *period* is `every`
-    steps; at its end each rank sends by how much its parameters differ from the *centre*, the values that all ranks
-    hold, and the average of that moves the centre. Stich, "Local SGD converges fast and communicates little", ICLR
-    2019, doi:10.48550/arXiv.1805.09767.
+    A *period* is `every` steps. At its end each rank sends the difference between its parameters and the *centre*, the
+    values that all ranks have in common, and the average difference moves the centre. Every rank makes the same number
+    of steps. A step inside `net.join` raises `RuntimeError`.
 
-    `start`: so many steps at the beginning are ordinary ones, with reduced gradients (post-local SGD: Lin, Stich, Patel
-    and Jaggi, ICLR 2020, doi:10.48550/arXiv.1808.07217). With every=1 and nothing else all steps are.
+    The settings of `net.configure` apply to this rank's gradients: clip_norm clips their norm, and a scaler skips a
+    step of this rank alone. A scheduler steps in each step, so that ranks keep the same rates. If forward or the
+    optimizer raises, only this rank gets the error: the step counts, and the average that is due is made. Buffers and
+    the state of `optimizer` stay each rank's own. Averages are sent uncompressed, also if the net compresses gradients,
+    and include frozen parameters.
 
-    `overlap`: an average travels while the next period computes, and is applied at the end of that. What a rank has
-    done since it was sent is kept: it goes on from the new centre plus its own progress. Shen et al., "Faster
-    distributed deep net training: computation and communication decoupled SGD", IJCAI 2019,
-    doi:10.48550/arXiv.1906.12043. By default a step that ends a period waits for the average.
+    Cost: memory for one copy of the parameters, two while an average is in flight, three with `overlap` or `Elastic`.
+    In each period one allreduce of the parameters and a small one before it. In an elastic world also a copy of the
+    optimizer's state in each period, to which `net.rebind` may return.
 
-    `outer` is how the centre moves. None: to the average. `SlowMo(momentum)`: with slow momentum. `Elastic(alpha)`:
-    ranks and centre move towards each other (EASGD). A function that makes an optimizer of a list of parameters: centre
-    minus average is their gradient (DiLoCo: Douillard et al. 2023, doi:10.48550/arXiv.2311.08105, with `lambda params:
-    SGD(params, lr=0.7, momentum=0.9, nesterov=True)` around AdamW).
-
-    In a step `net.configure` look at this rank's gradients: clip_norm clips their norm, and a scaler leaves out a step
-    of this rank alone. A scheduler steps in each step, so that ranks keep the same rates. What forward raises is its
-    rank's own affair, and what the optimizer raises too: the other ranks do not hear of it, the step counts as one of
-    the period, and an average that is due is made. Buffers and the state of `optimizer` stay each rank's own. Averages
-    travel in full, also where the net compresses, those of frozen parameters too.
-
-    Raises ValueError for an `every` below 1 and an optimizer that has no parameter of the net, TypeError for what is no
-    such net, optimizer or outer. A step raises RuntimeError inside `net.join`. Cost: memory for one copy of the
-    parameters, while an average is on its way for two, with `overlap` or `Elastic` for three; one allreduce of them,
-    and a small one before, in each period. In an elastic world each period begins with a copy of the optimizer's state,
-    to which `net.rebind` may go back.
+    Source: Stich, "Local SGD converges fast and communicates little", ICLR 2019, doi:10.48550/arXiv.1805.09767.
     """
 
     _create = "create(net, optimizer, every=...)"
@@ -127,7 +124,39 @@ class LocalSGD(MadeTogether):
         overlap: bool = False,
         outer: SlowMo | Elastic | MakeOuter | None = None,
     ) -> Self:
-        """Return the optimizer."""
+        """Return an optimizer of `net` that averages parameters in place of gradients.
+
+        All ranks call it with the same arguments, between two steps; it sends nothing.
+
+        Args:
+            net: The net to train.
+            optimizer: Any optimizer of torch with parameters of the net.
+            every: Number of steps between two averages. 1, without `overlap` and `outer`, is ordinary training.
+            start: Number of ordinary steps at the beginning, with reduced gradients (post-local SGD).
+            overlap: Send an average while the next period computes, and apply it at the end of that period; the rank
+                keeps its own progress since. Without it the last step of a period waits for the average.
+            outer: How the centre moves. None: to the average. `SlowMo(momentum)`: with slow momentum. `Elastic(alpha)`:
+                ranks and centre move towards each other (EASGD). A function that takes a list of parameters and returns
+                an optimizer: centre minus average is their gradient (DiLoCo).
+
+        Raises:
+            TypeError: If an argument has the wrong type, or an optimizer needs a closure.
+            ValueError: If `every` is below 1 or `start` below 0, or if `optimizer` has no parameter of the net.
+
+        Example:
+            ```python
+            def outer(params):
+                return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+
+            inner = torch.optim.AdamW(net.parameters(), lr=1e-3)
+            diloco = await nn.LocalSGD.create(net, inner, every=50, outer=outer)
+            ```
+
+        Sources: for `start` Lin, Stich, Patel and Jaggi, ICLR 2020, doi:10.48550/arXiv.1808.07217; for `overlap` Shen
+        et al., "Faster distributed deep net training: computation and communication decoupled SGD", IJCAI 2019,
+        doi:10.48550/arXiv.1906.12043; for DiLoCo Douillard et al. 2023, doi:10.48550/arXiv.2311.08105.
+
+        """
         local = cls.__new__(cls)
         local._prepare(net, optimizer, every=every, start=start, overlap=overlap, outer=outer)
         return local
@@ -224,10 +253,13 @@ class LocalSGD(MadeTogether):
 
     @located
     async def flush(self) -> None:
-        """Return when all ranks have the same parameters, by an average of what they have; with `Elastic` the centre.
+        """Average what the ranks have, and return when all ranks have the same parameters; with `Elastic` the centre.
 
-        Collective; nothing is sent where they have the same already. The next step begins a new period. Raises what the
-        communicator or the outer optimizer raises, RuntimeError once the net is closed.
+        All ranks call it. If they have the same parameters already, nothing is sent. The next step begins a new period.
+
+        Raises:
+            RuntimeError: If the net is closed. Errors of the communicator and of the outer optimizer are raised too.
+
         """
         await self._net.submit(self.make_updates)
 

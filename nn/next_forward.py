@@ -85,9 +85,11 @@ class UpdatedAhead(MadeTogether, Generic[P]):
 
     @located
     async def flush(self) -> None:
-        """Return when every update is made, and this rank has the parameters of all: the correct last step.
+        """Return when every update is made, so this rank has the same parameters as all others.
 
-        Raises what the last reduction, update or gathering of parameters raised, RuntimeError once the net is closed.
+        Raises:
+            RuntimeError: If the net is closed. The error of the last reduction, update or gathering is raised too.
+
         """
         await self._net.submit(self.make_updates)
 

@@ -27,27 +27,25 @@ from aiodist.types import Stateful, check_trains
 
 
 class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
-    """An optimizer for each bucket of gradients, which steps when that bucket is reduced.
+    """An optimizer for each bucket of gradients, which steps as soon as that bucket is reduced.
 
     ```python
-    opt = nn.PipelinedOptimizer(net, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+    opt = await nn.PipelinedOptimizer.create(net, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
     for x, y in batches:
         loss = await net.step(lambda: loss_fn(net(x), y), opt)
     await opt.flush()
     ```
-    `net.step` returns after backward. In the next forward each layer waits for its own parameters only; what has not
-    been sent when backward ends goes in the order in which forward wants it. Results equal those of a plain loop, the
-    last step once `flush` was awaited.
+    `net.step` returns after backward. In the next forward each layer waits only for its own parameters; gradients that
+    are not sent when backward ends are sent in the order in which forward needs their parameters. Results equal those
+    of a plain loop; those of the last step once `flush` has returned.
 
-    `make_optimizer(params)` is called once for each bucket, with a list of its parameters: it may sort them into
-    groups by their identity. The settings of `net.configure` hold for it; with clip_norm or a scaler an update takes
-    all gradients: then the next forward waits for everything. Learning rates are set in `param_groups`; a
-    scheduler of torch goes with each of `optimizers`, and as a setting steps once all updates of a step are made. The
-    buckets are those of the moment when it is made.
+    The settings of `net.configure` apply. With clip_norm or a scaler an update needs all gradients, so the next forward
+    waits for all of them. Learning rates are set in `param_groups`. A scheduler of torch takes one of `optimizers`, and
+    as a setting it steps after all updates of a step. An error of an update is raised by the next step or `flush`.
 
-    The first step waits for all; from it is learnt which modules run, and so where each parameter is used. A
-    parameter that is used elsewhere later, while its update is on the way, has that step fail with `RuntimeError`; but
-    where such a use has no gradient, as that of `weight.detach()` in a loss, it is not seen, and reads what is there.
+    The first step waits for everything and learns where each parameter is used. If a parameter is used elsewhere later
+    while its update is in flight, that step raises `RuntimeError`. A use without a gradient, such as `weight.detach()`
+    in a loss, is not detected and reads the current values.
     """
 
     pass_lag = 1
@@ -55,7 +53,27 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
     @classmethod
     @located
     async def create(cls, net: DataParallel, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> Self:
-        """Return the optimizer."""
+        """Return an optimizer of `net` whose updates overlap the next forward.
+
+        All ranks call it with the same arguments, between two steps; it sends nothing. It keeps the net's current
+        buckets.
+
+        Args:
+            net: The net to train.
+            make_optimizer: A function that takes a list of parameters and returns an optimizer of torch. It is called
+                once for each bucket, and may sort the parameters into groups.
+
+        Raises:
+            TypeError: If an argument has the wrong type, or the optimizer needs a closure, as LBFGS does.
+            ValueError: If the optimizer has other parameters than it was given.
+            RuntimeError: If another optimizer, such as a `ShardedOptimizer`, keeps the buckets of the net.
+
+        Example:
+            ```python
+            opt = await nn.PipelinedOptimizer.create(net, torch.optim.Adam)
+            ```
+
+        """
         opt = cls.__new__(cls)
         opt._prepare(net, make_optimizer)
         return opt
@@ -112,10 +130,13 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         return [part.state_dict() for part in self._parts]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]], /) -> None:
-        """Take what `state_dict` gave, of other buckets too.
+        """Load what `state_dict` returned, also of other buckets.
 
-        Raises ValueError unless it is of the same parameters, and gives those of each group here the same settings;
-        RuntimeError while updates are pending, which would go on from it. Nothing is changed then.
+        Raises:
+            ValueError: For a state of other parameters, or with different settings for the parameters of one group
+                here. Nothing has changed then.
+            RuntimeError: While updates are pending: `await flush()` first.
+
         """
         self._check_made()
         if not all("parameters" in one for one in state):
@@ -133,7 +154,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
             raise RuntimeError("updates are pending: `await opt.flush()` first")
 
     def close(self) -> None:
-        """Take the hooks off the modules; the parameters stay as they are. `flush` first."""
+        """Take the hooks off the modules; the parameters keep their values. `flush` first."""
         self._guards.remove()
         self._reducer.release_buckets(self)
 

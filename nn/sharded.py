@@ -32,42 +32,31 @@ _WHOLE = ("Adafactor", "Muon", "SparseAdam")
 
 
 class ShardedOptimizer(UpdatedAhead[BucketShard]):
-    """An optimizer of which each of p ranks has a p-th: state, gradients and updates are divided, ZeRO-2.
+    """An optimizer that divides its state, gradients and updates among the ranks (ZeRO-2).
 
     ```python
-    opt = nn.ShardedOptimizer(net, lambda groups: torch.optim.AdamW(groups, lr=1e-3))
+    opt = await nn.ShardedOptimizer.create(net, lambda groups: torch.optim.AdamW(groups, lr=1e-3))
     for x, y in batches:
         loss = await net.step(lambda: loss_fn(net(x), y), opt)
     await opt.flush()
     ```
-    The parameters of a bucket lie side by side, cut in p blocks of equal size, of which each rank owns one. In backward
-    each bucket is reduced as it becomes full, and a rank gets the gradient of its block alone; gradients of whole
-    parameters are dropped then: behind a step every `.grad` is None. The optimizer steps the blocks of this rank. Then
-    all ranks gather the parameters, and in the next forward each layer waits for its own. Results equal those of a
-    plain loop to rounding, the last step once `flush` was awaited.
+    Each of p ranks owns one of p equal blocks of every bucket of parameters. Backward reduces each bucket as soon as it
+    is full, and a rank gets only the gradient of its block; gradients of whole parameters are dropped, so every `.grad`
+    is None after a step. The optimizer steps the blocks of this rank. All ranks gather the parameters afterwards, and
+    in the next forward each layer waits for its own. Results equal those of a plain loop, to rounding; those of the
+    last step once `flush` has returned.
 
-    `make_optimizer(groups)` returns the optimizer, any of torch's kind that works element by element. It gets parameter
-    groups: those of `params`, which is what a plain optimizer takes (parameters, or groups with a weight decay each),
-    or one group of all parameters of the net; in each group is what this rank owns of its parameters, as tensors of
-    one dimension, or nothing. It is called once more, with a few tensors of three elements, where state is saved in
-    pieces. Learning rates are set in `param_groups`, schedulers are made of `optimizer`. `net.configure`, `net.join`
-    and lists of closures work; norms are those over all ranks, and a scaler leaves out a step on all of them.
+    Learning rates are set in `param_groups`, and schedulers take `optimizer`. `net.configure`, `net.join`, `(loss,
+    aux)` and lists of functions work as with a plain optimizer: norms include all ranks, and a scaler skips a step on
+    all ranks.
 
-    Every rank makes it with the same arguments, between two steps. Parameters move to other memory, as with
-    `coll.share_`: views and addresses that were taken before are void. From then on only this optimizer may step the
-    net, until `close`. Raises, at the call, TypeError where something is not what it should be, an optimizer that needs
-    whole tensors too, and for parameters on CUDA devices or with sparse gradients; ValueError for parameters that are
-    not the net's, or are given twice, and for a net that compresses; RuntimeError while updates are pending, or where
-    the net has another such optimizer.
+    Memory on each rank, in addition to the parameters: 1/p of the state and gradients, gradients of full buckets that
+    are not reduced yet, and one more bucket. The first step, which learns the order, holds all gradients.
 
-    With other ranks, `net.rebind`, shards that are gone are not there any more: the state is that of the last
-    checkpoint then (`lost`).
+    Cost of a step: n bytes of parameters are reduced and gathered, n (p-1)/p sent and received each, as an allreduce of
+    n bytes does. With clip_norm or a scaler, a sum of one number each.
 
-    Cost of a step: n bytes of parameters reduced and gathered, n (p-1)/p sent and received each, which is what an
-    allreduce takes; with clip_norm or a scaler a sum of one number each. Memory on each rank, beside the parameters:
-    state and gradients of n/p, the gradients of the buckets that are full and not reduced yet, and one more; the first
-    step, from which the order is learnt, has all gradients at once. Source: Rajbhandari et al. 2020, ZeRO,
-    doi:10.1109/SC41405.2020.00024.
+    Source: Rajbhandari et al. 2020, ZeRO, doi:10.1109/SC41405.2020.00024.
     """
 
     pass_lag = 0
@@ -77,7 +66,33 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
     async def create(
         cls, net: DataParallel, make_optimizer: MakeOptimizer, params: Iterable[Any] | None = None
     ) -> Self:
-        """Return the optimizer."""
+        """Return an optimizer of `net` that divides its state among the ranks.
+
+        All ranks call it with the same arguments, between two steps; it sends nothing. Parameters move to other memory,
+        as with `coll.to_arena_`: views and addresses from before become invalid. From now on only this optimizer may
+        step the net, until `close`.
+
+        Args:
+            net: The net to train.
+            make_optimizer: A function that takes parameter groups and returns an optimizer of torch that works element
+                by element. Each group holds this rank's blocks, as tensors of one dimension, or none. It is called
+                again, with a few tensors of three elements, when state is saved in pieces.
+            params: Parameters, or groups of them, as a plain optimizer takes. The default is one group of all
+                parameters.
+
+        Raises:
+            TypeError: If an argument has the wrong type, for an optimizer that needs whole tensors, and for parameters
+                on CUDA devices or with sparse gradients.
+            ValueError: For parameters that are not the net's or are given twice, and for a net that compresses
+                gradients.
+            RuntimeError: While updates are pending, or if the net has another such optimizer.
+
+        Example:
+            ```python
+            opt = await nn.ShardedOptimizer.create(net, torch.optim.Adam)
+            ```
+
+        """
         opt = cls.__new__(cls)
         opt._prepare(net, make_optimizer, params)
         return opt
@@ -140,17 +155,22 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
 
     @property
     def lost(self) -> bool:
-        """The net has other ranks, by `net.rebind` or on one that joins, and the state of before, if any, is gone.
+        """True if the net has other ranks now, and the state of the shards is lost.
 
-        Steps raise RuntimeError until `aiodist.load` or `load_state_dict` has given it one.
+        This happens after `net.rebind`, and on a rank that joins. Steps raise `RuntimeError` until `aiodist.load` or
+        `load_state_dict` has loaded a state.
         """
         return self._lost
 
     def close(self) -> None:
-        """Give the net back, on all ranks between the same steps: other optimizers may step it, gradients are whole.
+        """Release the net, on all ranks between the same steps: other optimizers may step it, and gradients are whole.
 
-        Parameters stay where and as they are, `optimizer` keeps its state. Raises RuntimeError while updates are
-        pending: `await flush()` first. It ends with the net too.
+        Parameters keep their values and their memory, and `optimizer` keeps its state. The optimizer ends with the net
+        too.
+
+        Raises:
+            RuntimeError: While updates are pending: `await flush()` first.
+
         """
         if self.pending:
             raise RuntimeError("parameters are still being gathered: `await opt.flush()` first")

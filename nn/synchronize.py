@@ -48,17 +48,38 @@ _CHUNK = 1 << 20  # elements that are widened to float64 at a time
 async def synchronize_parameters(
     module: HasState, coll: Communicator, *, how: str = "root", root: int = 0, buffers: bool = True
 ) -> None:
-    """Give every rank the parameters and buffers of `root`, or with `how="mean"` the mean over all ranks.
+    """Give every rank the parameters and buffers of `root`, or the mean over all ranks.
 
-    Collective: every rank gives a module with the same names, shapes and dtypes; how tensors lie in memory may
-    differ. They are written in place. A mean has no meaning for integers and bools, such as the number of batches
-    that BatchNorm has seen: those come from `root` in both cases. `buffers=False` leaves all buffers alone.
+    All ranks call it, with modules of the same names, shapes and dtypes; memory layouts may differ. Tensors are written
+    in place.
 
-    Raises, on await, `ValueError` before anything is sent where a tensor has no memory yet (a lazy or a meta one) or
-    an argument is none of those, `TypeError` for a sparse tensor; `MismatchError` on every rank where they differ,
-    naming the first difference, and nothing has changed then. Cancelling it never stops a transfer; before that has
-    begun it aborts `coll`, since the others would wait. Cost: an allreduce of 16 bytes, then one broadcast of all
-    tensors (for a mean, an allreduce); contiguous ones of 64 KiB and more are not copied.
+    Args:
+        module: A module of torch, or a net.
+        coll: The ranks that take part.
+        how: "root" or "mean". Integers and bools, such as BatchNorm's count of batches, come from `root` also in a
+            mean.
+        root: The rank whose values count.
+        buffers: False leaves buffers as they are.
+
+    Raises:
+        ValueError: On await, before anything is sent, for another `how` or `root`, or a tensor without memory (lazy or
+            meta).
+        TypeError: On await, for a sparse tensor.
+        MismatchError: On all ranks, if the modules differ; the message names the first difference. Nothing has changed
+            then.
+
+    Example:
+        ```python
+        module = torch.nn.Linear(8, 1)
+        await aiodist.nn.synchronize_parameters(module, coll)
+        ```
+
+    Cancelling the await does not stop a transfer; before the transfer has begun it aborts `coll`, because the other
+    ranks would wait.
+
+    Cost: an allreduce of 16 bytes, then one broadcast of all tensors, or an allreduce for a mean. Contiguous tensors of
+    64 KiB and more are not copied.
+
     """
     _check_how(how, root, coll)
     named = named_state(module, buffers=buffers)
@@ -70,11 +91,10 @@ async def synchronize_parameters(
 
 
 def synchronize_buffers(module: HasState, coll: Communicator, *, how: str = "root", root: int = 0) -> Awaitable[None]:
-    """Return an awaitable: behind it all ranks have `root`'s buffers, or with `how="mean"` their mean.
+    """Return an awaitable, after which all ranks have the buffers of `root`, or their mean.
 
-    Collective, issued at the call. Every rank must give a module of the same structure, which is not compared here:
-    see `synchronize_parameters`, which also says what the mean of integers is. Raises at the call what that raises
-    before anything is sent.
+    All ranks call it with modules of the same structure, which is not compared here. It is issued at the call, and
+    raises at the call. Arguments are those of `synchronize_parameters`.
     """
     _check_how(how, root, coll)
     named = named_state(module, parameters=False)
@@ -130,17 +150,35 @@ def distinct(t: Tensor) -> Tensor:
 def synchronize_gradients(
     module: nn.Module, coll: Communicator, *, op: Literal["sum", "mean"], timeout: float | None = None
 ) -> Awaitable[None]:
-    """Return an awaitable: behind it every gradient is the `op`, "sum" or "mean", of those of all ranks.
+    """Return an awaitable, after which every gradient is the sum or mean of those of all ranks.
 
-    Collective, one operation, issued at the call, in place. Every rank gives a module with the same trainable
-    parameters; frozen ones are left alone, shared ones count once. A parameter without a gradient counts as zeros,
-    and gets one, where another rank has one; where no rank has, it stays None. A mean is over all ranks.
+    All ranks call it, with modules that have the same trainable parameters. It is one operation, issued at the call,
+    and works in place. Frozen parameters are skipped, and shared ones count once. A missing gradient counts as zeros,
+    and is made if another rank has one; if no rank has it, it stays None. A mean divides by the number of all ranks.
 
-    `timeout` is in seconds from the call. Raises at the call `TypeError` for a sparse gradient, `ValueError` for
-    another `op` or a parameter without memory. Raises on await, on every rank, `MismatchError` where parameters differ:
-    of other sizes or dtypes, as any collective; in name, shape or order in memory, once the gradients have been mixed
-    up. Cancelling the await stops nothing. Cost: one allreduce of all gradients and 16 bytes for each; dense ones of
-    64 KiB and more are not copied.
+    Args:
+        module: A module after backward.
+        coll: The ranks that take part.
+        op: "sum" or "mean".
+        timeout: Seconds from the call; None is no timeout.
+
+    Raises:
+        TypeError: At the call, for a sparse gradient.
+        ValueError: At the call, for another `op`, or a parameter without memory.
+        MismatchError: On await, on all ranks, if parameters differ in size or dtype; also in name, shape or memory
+            layout, after the gradients were mixed up.
+
+    Example:
+        ```python
+        module = torch.nn.Linear(8, 1)
+        module(torch.ones(4, 8)).sum().backward()
+        await aiodist.nn.synchronize_gradients(module, coll, op="mean")
+        ```
+
+    Cancelling the await does not stop the operation.
+
+    Cost: one allreduce of all gradients and 16 bytes for each. Dense gradients of 64 KiB and more are not copied.
+
     """
     if op not in ("sum", "mean"):
         raise ValueError(f"op={op!r}: expected 'sum' or 'mean'")
@@ -238,18 +276,35 @@ def _issue(
 
 @located
 async def assert_synchronized(x: object, coll: Communicator, *, rtol: float = 1e-7) -> None:
-    """Return where all ranks hold the same in `x`, as far as the mean and the variance of magnitudes can tell.
+    """Check that all ranks hold the same values in `x`, by the mean and variance of their magnitudes.
 
-    `x` is a tensor, a module (its parameters and buffers), a net (without what is `per_rank`), a Python number, None,
-    or a list, tuple or dict of them.
-    Collective. For each entry the mean and the variance of the absolute values, computed in float64, must agree on
-    all ranks within `rtol`, relative to the larger one; NaN agrees with NaN. A difference of signs or of places is
-    not seen, nor a variance that differs where values deviate from their mean by less than `rtol` of it.
+    All ranks call it. For each entry, mean and variance of the absolute values, computed in float64, must agree on all
+    ranks; NaN agrees with NaN. A difference of signs or of places is not detected, nor a variance that differs while
+    values deviate from their mean by less than `rtol` of it.
 
-    Raises, on await, `TypeError` or `ValueError` before anything is sent for what is none of these or has no memory;
-    on every rank `MismatchError` naming the first entry that differs, with each rank's figures, or where ranks
-    hold other entries, shapes or dtypes. Cancelling it before the figures are sent aborts `coll`. Cost: an allreduce
-    of 16 bytes, an allgather of 16 bytes for each entry, and two passes over the data, in a thread of its own.
+    Args:
+        x: A tensor, a module (parameters and buffers), a net (without `per_rank`), a Python number, None, or a list,
+            tuple or dict of them.
+        coll: The ranks that take part.
+        rtol: Tolerance, relative to the larger figure.
+
+    Raises:
+        TypeError: On await, before anything is sent, for an `x` of another type.
+        ValueError: On await, for a tensor without memory, or `rtol` outside 0 to 1.
+        MismatchError: On all ranks, if figures, entries, shapes or dtypes differ. The message names the first entry and
+            the figures of each rank.
+
+    Example:
+        ```python
+        module = torch.nn.Linear(8, 1)
+        await aiodist.nn.synchronize_parameters(module, coll)
+        await aiodist.nn.assert_synchronized(module, coll)
+        ```
+
+    Cancelling the await before the figures are sent aborts `coll`.
+
+    Cost: an allreduce of 16 bytes, an allgather of 16 bytes for each entry, and two passes over the data, in a thread.
+
     """
     if not 0 <= rtol < 1:
         raise ValueError(f"rtol={rtol}: expected at least 0 and less than 1")

@@ -25,7 +25,7 @@ H = TypeVar("H", bound=Hook)
 
 
 class Engine:
-    """Trains and tests; at each event it calls hooks, which are plain functions or coroutine functions of a `State`.
+    """A training loop with hooks, which are plain functions or coroutine functions of a `State`.
 
     ```python
     net = await DataParallel.create(module, coll)
@@ -38,32 +38,42 @@ class Engine:
     await engine.train(loader, epochs=15)
     print(await engine.test(held_out))
     ```
-    It is the loop that `net.step` over `data.prefetch` would be, modelled on TorchMPI's `AllReduceSGDEngine`, which is
-    one of torchnet's (Collobert, van der Maaten and Joulin (2016), "Torchnet: An Open-Source Platform for (Deep)
-    Learning Research"). All ranks of the net make the same calls. A step takes some 60 us more than in the bare loop.
+    It does the same as `net.step` over `data.prefetch` in a loop. All ranks of the net make the same calls, and each
+    rank makes its own engine, which sends nothing.
 
-    `net` is a `DataParallel` with an `optimizer` of torch, or a driver of which each step is one pass of all ranks, as
-    `nn.PipelinedOptimizer`: synchronous SGD. Or it is a module, with a client of a parameter server (`ps.Downpour`,
-    `ps.EASGD`, `ps.AsySGInCon`) in the place of the optimizer: asynchronous SGD. Enter the client, `async with
-    client:`, around `train`.
+    Args:
+        net: A `DataParallel`, for synchronous SGD; or a module, with a client of a parameter server as `optimizer`, for
+            asynchronous SGD. The network is called with the input: a tuple or a list is its arguments, a dict its
+            keywords.
+        optimizer: An optimizer of torch, or a driver that makes one pass of all ranks in each step, such as
+            `nn.PipelinedOptimizer`. Or a client (`ps.Downpour`, `ps.EASGD`, `ps.AsySGInCon`); enter it, `async with
+            client:`, around `train`.
+        criterion: A function of output and target that returns the loss, one element, or `(loss, aux)`; hooks find the
+            latter in `state.aux`. None if the network itself returns the loss. For a criterion with parameters make the
+            net of `WithCriterion(network, criterion)`.
+        coll: The ranks that exchange figures. It is needed only if `net` is a module; without it figures are this
+            rank's.
+        metrics: Functions by name, of output and target of a batch, which return the mean over its samples. A mean over
+            batches weighs each by its samples (`State.weight`). Ranks exchange figures once an epoch.
+        split: A function that returns input and target of a sample. By default a sample is such a pair.
+        **options: The options below.
 
-    `criterion(output, target)` returns the loss, one element; None where the network itself does. Where it has
-    parameters too, the net is one of `WithCriterion(network, criterion)`. A sample is a pair of input and target, or
-    `split(sample)` returns that pair. The network is called with the input: a tuple or a list is its arguments, a dict
-    its keywords.
+    - `progress=True` shows a bar on the terminal of rank 0, or a line for each epoch if there is no terminal.
+    - `debug=True` raises FloatingPointError for a loss, gradient or parameter that is not finite, with its name, rank,
+      epoch and step, and MismatchError if the parameters of ranks differ after a step, in any bit. It costs a few
+      passes over all parameters in each step.
+    - `dynamic=False` raises RuntimeError in a step whose graph of operations and parameters differs from the first one.
+    - `profile=(3, 8)` writes a trace of steps 3 to 8 of each rank to the folder `traces`, with torch's profiler.
 
-    `metrics` have names: functions of output and target of a batch, which return the mean over its samples. Means weigh
-    each batch by its samples (`State.weight`). Ranks exchange what they have measured once an epoch. `coll` is needed
-    for this only where `net` is a module; without it figures are this rank's own.
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument has a value that is not allowed.
 
-    Options: `progress` shows a bar on rank 0's terminal, elsewhere a line for each epoch.
-    `debug` raises FloatingPointError for a loss, a gradient or a parameter that is not finite, with its name, rank,
-    epoch and step, and MismatchError after a step after which the parameters of ranks are not the same, bit by bit; it
-    costs some passes over all parameters a step. With `dynamic=False` a step raises RuntimeError unless its graph,
-    of operations and parameters, is that of the first one; with True each step may have another, as a `DataParallel`
-    allows. `profile=(3, 8)` writes a trace of steps 3 to 8 of each rank to the folder `traces`, by torch's profiler.
+    Cost: about 60 us more for each step than the bare loop.
 
-    Raises TypeError or ValueError for arguments that are none of this.
+    Source: TorchMPI's `AllReduceSGDEngine`, which is one of torchnet's: Collobert, van der Maaten and Joulin (2016),
+    "Torchnet: An Open-Source Platform for (Deep) Learning Research".
+
     """
 
     def __init__(
@@ -124,9 +134,24 @@ class Engine:
     def on(self, event: Event, hook: H) -> H: ...
 
     def on(self, event: Event, hook: Any = None) -> Any:
-        """Have `hook(state)` called at `event`, behind those of before; return it. Without it return a decorator.
+        """Call `hook(state)` at `event`, after the hooks that were added before, and return the hook.
 
-        Raises ValueError for an event that there is not, TypeError for what cannot be called.
+        Without a hook it returns a decorator.
+
+        Args:
+            event: "start", "sample", "forward", "criterion", "backward", "update", "epoch" or "end".
+            hook: A plain function or a coroutine function of the `State`.
+
+        Raises:
+            ValueError: For an unknown event.
+            TypeError: If `hook` cannot be called.
+
+        Example:
+            ```python
+            engine = aiodist.Engine(net, opt, loss_fn)
+            engine.on("update", lambda state: print(state.step, float(state.loss)))
+            ```
+
         """
         if hook is None:
             return lambda given: self.on(event, given)
@@ -135,29 +160,48 @@ class Engine:
 
     @property
     def state(self) -> State:
-        """The state of the last training, or of the one that is under way."""
+        """The state of the current or last training."""
         return self._state
 
     # --- training and testing -------------------------------------------------------------------------------------
 
     @located
     async def train(self, loader: Loader, *, epochs: int) -> dict[str, float]:
-        """Train until there have been `epochs` epochs, those of earlier calls and of a loaded state included.
+        """Train until `epochs` epochs are complete, including those of earlier calls and of a loaded state.
 
-        Collective. `loader` is an iterable, a `DataLoader` too, or an async one, of which each epoch makes a pass by
-        `data.prefetch`; or a `Prefetch`. It, its sampler or its dataset is told the epoch, from 0 on, where it has
-        `set_epoch`. Ranks may have different numbers of batches: an epoch is inside `net.join()`. Returns the figures
-        of the last epoch that is over, alike on all ranks.
+        All ranks call it, with the same `epochs`. Ranks may have different numbers of batches: an epoch runs inside
+        `net.join()`.
 
-        A rank that sets `state.stop`, or is asked to stop (`Communicator.stopping`), stops all ranks behind the same
-        step: this one, if it was set before backward ended, else the next; with a `PipelinedOptimizer` one later. In
-        asynchronous SGD, where no rank waits for another, it stops this rank at once and the others at the end of their
-        epoch. A later call goes on from there.
+        Args:
+            loader: An iterable, such as a `DataLoader`, an async iterable, or a `Prefetch`. Each epoch reads it once
+                with `data.prefetch`. If it, its sampler or its dataset has `set_epoch`, that is called with the epoch,
+                from 0 on.
+            epochs: Number of epochs in all.
 
-        Raises what a hook, the loader, forward, backward or the optimizer raised on this rank; RemoteError, with the
-        traceback, on the others, in the step that they are about to make or at the end of the epoch. When it is
-        cancelled the others raise RemoteError or CommunicatorAborted. All raise MismatchError, before a step, if
-        they begin different epochs, or have different `epochs`. Cost: two allgathers of small objects an epoch.
+        Returns:
+            The means of the loss and the metrics in the last complete epoch, the same on all ranks.
+
+        Raises:
+            RemoteError: If a hook, the loader, forward, backward or the optimizer raised on another rank, or that rank
+                was cancelled. The other rank raises the exception itself.
+            MismatchError: On all ranks, before a step, if they begin different epochs or have different `epochs`.
+            ValueError: If `epochs` is not a number of epochs.
+            RuntimeError: If a training of this engine is in progress.
+
+        Example:
+            ```python
+            engine = aiodist.Engine(net, opt, loss_fn, progress=False)
+            figures = await engine.train(loader, epochs=3)
+            print(figures["loss"])
+            ```
+
+        If a rank sets `state.stop`, or is asked to stop (`Communicator.request_stop`), all ranks stop after the same
+        step: the current one if backward had not ended, else the next; with a `PipelinedOptimizer` one later. In
+        asynchronous SGD, in which no rank waits for another, this rank stops now and the others at the end of their
+        epoch. A later call continues from there.
+
+        Cost: two allgathers of small objects in each epoch.
+
         """
         if not isinstance(epochs, int) or epochs < 0:
             raise ValueError(f"epochs={epochs!r}: expected a number of epochs")
@@ -175,12 +219,29 @@ class Engine:
 
     @located
     async def test(self, loader: Loader) -> dict[str, float]:
-        """Return mean loss and metrics over the data of all ranks, without gradients and with dropout and such off.
+        """Return the mean loss and metrics over the data of all ranks, without gradients, in evaluation mode.
 
-        Collective; in a hook of "epoch" too. Each rank may have any number of batches, none too. The hooks of "start",
-        "sample", "forward", "criterion" and "end" are called with a state of its own, whose `training` is False.
-        Parameters are those behind all updates; with a client they are its own. Raises as `train`, on the other ranks
-        when they have come to the end. Cost: one allgather of small objects.
+        All ranks call it; hooks of "epoch" may call it too. Each rank may have any number of batches, or none. The
+        hooks of "start", "sample", "forward", "criterion" and "end" are called with a state of their own, whose
+        `training` is False. Pending updates are made first; with a client the parameters are its own.
+
+        Args:
+            loader: Batches, as for `train`.
+
+        Returns:
+            The mean loss as "loss", and each metric by its name.
+
+        Raises:
+            RemoteError: If another rank raised, when all ranks have reached the end.
+
+        Example:
+            ```python
+            engine = aiodist.Engine(net, opt, loss_fn, progress=False)
+            figures = await engine.test(loader)
+            ```
+
+        Cost: one allgather of small objects.
+
         """
         state = self._new_state(training=False)
         return await evaluate(self._model, self._stepper, self._assembly, self._hooks, state, loader)
@@ -189,18 +250,28 @@ class Engine:
 
     @located
     async def rebind(self, coll: Communicator, *state: Stateful) -> None:
-        """Go on on another communicator, such as the world that `shrink` or `grow` has returned: `train` does so then.
+        """Continue on another communicator, such as the world that `shrink` or `grow` returned.
 
-        All ranks call it before `train`, one that joins too, which has just made net and engine. It calls
-        `net.rebind(coll, optimizer, *state)`, see there, and has all ranks know how far training is. Where the engine
-        is on `coll` already nothing happens. An epoch that was interrupted goes on behind the last step that was made;
-        its figures are those of what is left of it. The k-th batch of a loader stands for one that all ranks share, so
-        give one that divides it among the ranks of `coll`; or a `ShardQueue`, of which no record is lost or used twice,
-        with `await queue.rebind(coll, net.steps_done)` behind this.
+        All ranks call it before `train`, also a rank that joins and has just made net and engine. It calls
+        `net.rebind(coll, optimizer, *state)`, and shares how far training is. If the engine is on `coll` already,
+        nothing happens.
 
-        Raises what `net.rebind` raises; at the call TypeError for an engine with a client of a parameter server, and
-        RuntimeError while training is under way, or with both a scaler and a `PipelinedOptimizer`. Cost: that of
-        `net.rebind`, and one allgather of small objects.
+        Args:
+            coll: The new communicator.
+            *state: Other objects with a `state_dict`, as for `net.rebind`.
+
+        Raises:
+            TypeError: For an engine with a client of a parameter server.
+            RuntimeError: While training is in progress, or with both a scaler and a `PipelinedOptimizer`. Errors of
+                `net.rebind` are raised too.
+
+        An interrupted epoch continues after the last step that was made, and its figures are those of the rest of it.
+        Batch k of a loader stands for one that all ranks share, so give a loader that divides it among the ranks of
+        `coll`. Or use a `ShardQueue`, which uses each record once, with `await queue.rebind(coll, net.steps_done)`
+        after this call.
+
+        Cost: that of `net.rebind`, and one allgather of small objects.
+
         """
         if not isinstance(self._stepper, PassStepper):
             raise TypeError("rebind of an engine with a client of a parameter server: make both anew on the new one")
@@ -219,20 +290,25 @@ class Engine:
     # --- going on later ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far training has come on this rank, between two steps or in a hook of "update" or "epoch".
+        """Return how far training is on this rank, between two steps or in a hook of "update" or "epoch".
 
-        It has numbers of epochs, steps and batches, and the states of torch's generators, now and when the epoch began.
-        Net and optimizer have states of their own. Each rank saves its own: `aiodist.save(..., own=[engine])`.
+        It has the numbers of epochs, steps and batches, and the states of torch's generators, now and at the beginning
+        of the epoch. Net and optimizer have their own states. Save it for each rank: `aiodist.save(...,
+        per_rank=[engine])`.
         """
         return self._position.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have `train` go on from there: it reads on behind the batches of the epoch that were trained on.
+        """Let `train` continue from this state: it skips the batches of the epoch that were trained on.
 
-        Training is the same as without an interruption, to the bit, if the loader gives the same batches in an epoch
-        again: by `set_epoch`, or by torch's generator when its iterator is made, as `shuffle=True` does. Figures are
-        those of what is left of the epoch. Raises ValueError for what is no such state, RuntimeError while training is
-        under way.
+        Training equals an uninterrupted one bit by bit if the loader gives the same batches in an epoch again: by
+        `set_epoch`, or by torch's generator when its iterator is made, as `shuffle=True` does. Figures are those of the
+        rest of the epoch.
+
+        Raises:
+            ValueError: For another kind of state.
+            RuntimeError: While training is in progress.
+
         """
         if self._training is not None:
             raise RuntimeError("engine.load_state_dict in a training: expected it before")
@@ -242,9 +318,10 @@ class Engine:
         self._stepper.note(None)
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Have `train` go on from the states of another number of ranks: with the first epoch that they did not end.
+        """Let `train` continue from the states of another number of ranks, with the first incomplete epoch.
 
-        It begins anew, or with a queue of shards as loader, whose states are loaded too, with what is left of it.
+        It repeats that epoch; with a queue of shards as loader, whose states are loaded too, it trains on the rest of
+        it.
         """
         epoch = min(state["epoch"] for state in states)
         self._position = Position(epoch, max(state["step"] for state in states))

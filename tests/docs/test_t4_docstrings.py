@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from functools import cache
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from torch.utils.data import DataLoader
 import aiodist
 
 ROOT = Path(__file__).resolve().parents[2]
-SAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SAMPLE = re.compile(r"^( *)```python\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+"""At the margin, or under "Example:"."""
 NET = """
 net = await aiodist.nn.DataParallel.create(torch.nn.Linear(8, 1), coll)
 opt = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -40,6 +42,13 @@ from aiodist.ps import Adagrad
 ps = await stack.enter_async_context(aiodist.ParameterServer(coll))
 loader = [(torch.randint(0, 99, (4, 8)), torch.randn(4, 2))] * 2
 """
+NET_METHODS = tuple(
+    f"DataParallel.{name}"
+    for name in (
+        *("state_dict", "load_state_dict", "configure", "step", "submit", "backward", "backward_iter", "no_sync"),
+        *("join", "synchronize_buffers"),
+    )
+)
 BEFORE = {
     "save": NET + "step, loader = 7, aiodist.data.ShardQueue(aiodist.data.IndexShards(range(8)), coll, batch_size=4)",
     "ErrorFeedback": "grad = torch.randn(1000)",
@@ -52,7 +61,7 @@ BEFORE = {
     "WithCriterion": "network, criterion = torch.nn.Linear(8, 1), torch.nn.MSELoss()",
     "Engine": "module = torch.nn.Linear(8, 4); loader = held_out = [(torch.randn(4, 8), torch.arange(4))] * 3",
     "Embedding": EMBEDDING,
-    "accumulating": EMBEDDING
+    "Embedding.accumulating": EMBEDDING
     + """
 words = aiodist.ps.Embedding(await ps.embedding("words", 8, optimizer=Adagrad(lr=0.1)))
 net = await aiodist.nn.DataParallel.create(torch.nn.Sequential(words, torch.nn.Linear(8, 1)), coll)
@@ -61,17 +70,21 @@ first = second = lambda: net(torch.tensor([1, 2])).sum()
 """,
     "optimizer": "",
     "ParameterServer": "net = torch.nn.Linear(8, 1)",
-    "pushing": SERVER + "loss = net(torch.ones(2, 8)).sum()",
+    "ParameterServer.pushing": SERVER + "loss = net(torch.ones(2, 8)).sum()",
     "Table": EMBEDDING + "ids, gradients = torch.tensor([3, 3]), torch.ones(2, 64)",
     "Downpour": SERVER,
     "AsySGInCon": "net = torch.nn.Linear(8, 1)",
     "EASGD": SERVER + "workers = 1",
     "BlockSequential": "layers = [torch.nn.Linear(8, 8) for _ in range(7)]",
     "DataParallel": "Net = lambda: torch.nn.Linear(8, 1)",
-    "join": NET,
-    "LocalSGD": NET,
-    "PipelinedOptimizer": NET,
-    "ShardedOptimizer": NET,
+    "DataParallel.create": "",
+    **dict.fromkeys(NET_METHODS, NET),
+    **dict.fromkeys(("synchronize_parameters", "synchronize_gradients", "assert_synchronized"), ""),
+    **dict.fromkeys(("allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall"), ""),
+    **dict.fromkeys(("Engine.on", "Engine.train", "Engine.test"), NET),
+    **dict.fromkeys(("LocalSGD", "LocalSGD.create"), NET),
+    **dict.fromkeys(("PipelinedOptimizer", "PipelinedOptimizer.create"), NET),
+    **dict.fromkeys(("ShardedOptimizer", "ShardedOptimizer.create"), NET),
     "HostStream": "step, batch = torch.sum, torch.ones(3)",
 }
 """What stands before each sample."""
@@ -84,16 +97,27 @@ def samples() -> Iterator[tuple[str, str, str]]:
     for top in ("aiodist", "handles", "nn", "streams"):
         for path in sorted((ROOT / top).rglob("*.py")):
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                    for text in SAMPLE.findall(ast.get_docstring(node) or ""):
-                        yield module if top == "aiodist" else f"aiodist.{module}", node.name, text
+            for name, node in documented(ast.parse(path.read_text(encoding="utf-8")), ""):
+                for _, text in SAMPLE.findall(ast.get_docstring(node) or ""):
+                    yield module if top == "aiodist" else f"aiodist.{module}", name, dedent(text)
+
+
+def documented(tree: ast.AST, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield classes and functions by name, methods with the name of their class."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield prefix + node.name, node
+        if isinstance(node, ast.ClassDef):
+            yield from documented(node, f"{node.name}.")
 
 
 @cache
-def known() -> dict[str, tuple[str, str]]:
+def known() -> dict[str, tuple[str, list[str]]]:
     """Return the module and the text of each sample."""
-    return {name: (module, text) for module, name, text in samples()}
+    found: dict[str, tuple[str, list[str]]] = {}
+    for module, name, text in samples():
+        found.setdefault(name, (module, []))[1].append(text)
+    return found
 
 
 def test_t4_each_sample_is_known() -> None:
@@ -103,7 +127,7 @@ def test_t4_each_sample_is_known() -> None:
 @pytest.mark.drawn(16)
 @pytest.mark.parametrize("name", BEFORE)
 def test_t4_a_sample_in_a_docstring_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, text = known()[name]
+    module, texts = known()[name]
 
     async def main() -> None:
         async with aiodist.init() as coll, AsyncExitStack() as stack:
@@ -116,7 +140,7 @@ def test_t4_a_sample_in_a_docstring_runs(name: str, tmp_path: Path, monkeypatch:
                 "batches": [(torch.randn(4, 8), torch.randn(4, 1)) for _ in range(3)],
             }
             names["loader"] = names["batches"]
-            for part in (BEFORE[name], text):
+            for part in (BEFORE[name], *texts):
                 step = eval(compile(part, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
                 if step is not None:
                     await step
