@@ -1,4 +1,4 @@
-"""`DataParallel`: a module whose gradients are reduced over all ranks while backward goes on."""
+"""`DataParallel`: a module whose gradients are reduced over all ranks during backward."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 SIZES = Sizes(4 << 20, 1 << 20)
-"""Of buckets, where nobody says how large."""
+"""Default sizes of buckets."""
 SIZES_ON_CUDA = Sizes(32 << 20, 4 << 20)
-"""The same with parameters on CUDA devices: what the host does for a bucket, it does while the devices compute."""
+"""Default sizes with parameters on CUDA devices: fewer buckets, each with some work of the host."""
 _BACKGROUND_BYTES = 32 << 10
 
 
@@ -68,8 +68,8 @@ _BACKGROUND_BYTES = 32 << 10
 class Driver(Stateful, Protocol):
     """An optimizer that drives the whole step by itself, such as `PipelinedOptimizer`.
 
-    One that makes one pass of all ranks in each `train` may say so with an attribute `pass_lag`: 0 where that `train`
-    raises what failed on another rank, 1 where the next one does. Else `Engine` has ranks ask each other before a step.
+    If each `train` makes one pass of all ranks, the attribute `pass_lag` may say so: 0 if that `train` raises an error
+    of another rank, 1 if the next one does. Without it, `Engine` has ranks ask each other before a step.
     """
 
     def train(self, forward: Forward) -> object:
@@ -80,21 +80,21 @@ class Driver(Stateful, Protocol):
 
     @property
     def pending(self) -> bool:
-        """Some are not."""
+        """True while some updates are still to be made."""
 
 
 @runtime_checkable
 class Recovering(Driver, Protocol):
-    """A driver with which a net may go on on another communicator."""
+    """A driver with which a net can continue on another communicator."""
 
     def retreat(self) -> Stateful:
-        """Go back to the last step whose updates were all made, and return what ranks give one another of the state.
+        """Return to the last step whose updates were all made; return the state that ranks share.
 
         The compute thread has ended. It may be called again before `resume`.
         """
 
     def resume(self) -> None:
-        """Go on with what the net has now."""
+        """Continue with the state of the net."""
 
 
 class DataParallel(MadeTogether, ModuleLike):
@@ -268,16 +268,18 @@ class DataParallel(MadeTogether, ModuleLike):
             each.resume()
 
     def _check_state(self, state: Sequence[Stateful]) -> None:
-        """Raise unless the net may go on elsewhere with `state`."""
+        """Raise if the net may not continue on other ranks with `state`."""
         if self._settings.divided:
-            what = "layers are divided among ranks, and blocks may be lost: make it anew, and load the last checkpoint"
+            what = (
+                "layers are divided among ranks, and blocks may be lost: make a new net, and load the last checkpoint"
+            )
             raise RuntimeError(f"rebind of a module whose {what}")
         _alike("rebind", state, self._settings.per_rank)
         for each in (*state, self._optimizer):
             if isinstance(each, Driver) and not isinstance(each, Recovering | Optimizer):
                 raise TypeError(
-                    f"rebind with {type(each).__name__}, which does not know how to go on (`retreat`, `resume`): make "
-                    "net and optimizer anew, and load the last checkpoint"
+                    f"rebind with {type(each).__name__}, which has no `retreat` and `resume` for other ranks: "
+                    "make a new net and optimizer, and load the last checkpoint"
                 )
         for needed, why in ((self._optimizer, "made the last step"), (self._reducer.kept_by, "keeps the buckets")):
             if needed is not None and all(each is not needed for each in state):
@@ -404,8 +406,8 @@ class DataParallel(MadeTogether, ModuleLike):
         check_updated(self)
         if not self._compute.is_current() and (self._passes or not (self._work is None or self._work.done())):
             raise RuntimeError(
-                "a step or a backward is under way, on the compute thread, and uses the parameters: await it first, or "
-                "load behind it, `await net.submit(net.load_state_dict, state)`"
+                "a step or a backward is in flight, on the compute thread, and uses the parameters: await it first, or "
+                "load after it, `await net.submit(net.load_state_dict, state)`"
             )
         self._module.load_state_dict(state, strict=strict)
         self._reducer.steps.alike(loaded=hash_of([slot.parameter for slot in self._reducer.slots]))
@@ -977,7 +979,7 @@ def check_updated(net: DataParallel) -> None:
 
 
 def expected_state(net: DataParallel, driver: Recovering, load: Callable[[Any], None]) -> Any:
-    """Return the state that `create` was given for such a driver, once, to be given to `load`; None for none."""
+    """Return the state that `create` received for such a driver, once, for `load`; or None."""
     found = next((each for each in net._expected if isinstance(driver, each.kind)), None)
     net._expected = tuple(each for each in net._expected if each is not found)
     if found is None or found.state is None:

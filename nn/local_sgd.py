@@ -225,7 +225,7 @@ class LocalSGD(MadeTogether):
 
     @property
     def net(self) -> DataParallel:
-        """The net that it was made for."""
+        """The net that it steps."""
         return self._net
 
     @property
@@ -238,17 +238,17 @@ class LocalSGD(MadeTogether):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer of the local steps."""
+        """Parameter groups of the local optimizer."""
         return self.optimizer.param_groups
 
     @property
     def steps(self) -> int:
-        """How many steps were made, with those that failed; behind `net.rebind` those that the last average has."""
+        """Number of steps made, including failed ones; after `net.rebind` the steps of the last average."""
         return self._steps
 
     @property
     def pending(self) -> bool:
-        """The ranks' parameters may differ: `await flush()` before you take those of one rank."""
+        """True while the parameters of the ranks may differ: `await flush()` before you use those of one rank."""
         return not self._alike
 
     @located
@@ -265,14 +265,16 @@ class LocalSGD(MadeTogether):
 
     @property
     def checkpoint_kind(self) -> str:
-        """Name of the class, and of those of both optimizers and of `Elastic`, for a checkpoint."""
+        """Kind of its state in a checkpoint: the class, both optimizers, and `Elastic`."""
         kinds = [type(each).__name__ for each in (self.optimizer, self.outer, self._elastic) if each is not None]
         return f"{type(self).__name__} of {', '.join(kinds)}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps and the state of both optimizers, of which that of `optimizer` is this rank's.
+        """Return the number of steps and the state of both optimizers; that of `optimizer` is this rank's.
 
-        Raises RuntimeError in the midst of a period: `await flush()` first.
+        Raises:
+            RuntimeError: Within a period: `await flush()` first.
+
         """
         if self.pending:
             raise RuntimeError("ranks' parameters differ: `await local.flush()` first")
@@ -280,14 +282,17 @@ class LocalSGD(MadeTogether):
         return {"steps": self._steps, "optimizer": self.optimizer.state_dict(), "outer": outer}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Take what `state_dict` gave, on every rank; parameters are loaded apart, into `net.module`.
+        """Load a state of `state_dict`, on every rank; load the parameters separately, into `net.module`.
 
-        Raises ValueError for what is no such state, or one with another kind of `outer`.
+        Raises:
+            ValueError: For another kind of state, or a state with another kind of `outer`.
+            RuntimeError: While an average is in flight: `await flush()` first.
+
         """
         if sorted(state) != ["optimizer", "outer", "steps"] or (self.outer is None) is not (state["outer"] is None):
             raise ValueError(f"state with {sorted(state)}: expected optimizer, outer and steps, as this one was made")
         if self._sent is not None:
-            raise RuntimeError("an average is on its way: `await local.flush()` first")
+            raise RuntimeError("an average is in flight: `await local.flush()` first")
         load_exactly(self.optimizer, state["optimizer"])
         if self.outer is not None:
             load_exactly(self.outer, state["outer"])
@@ -297,22 +302,22 @@ class LocalSGD(MadeTogether):
         self._reducer.steps.alike()
 
     def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what all ranks have alike between two periods, and what this rank has of its own, for `aiodist.save`.
+        """Return the state that all ranks have in common between two periods, and this rank's own, for `aiodist.save`.
 
-        That is the state of `optimizer`, but for its rates.
+        This rank's own is the state of `optimizer` without its rates.
         """
         state = self.state_dict()
         own = {"state": state["optimizer"]["state"]}
         return {**state, "optimizer": {**state["optimizer"], "state": {}}}, own
 
     def load_states(self, alike: Mapping[str, Any], own: Mapping[str, Any] | None, /) -> None:
-        """Take what `states` gave, with parameters that were loaded before; without `own` the optimizer begins anew."""
+        """Load states of `states`, after the parameters; without `own` the optimizer starts with a new state."""
         self.load_state_dict({**alike, "optimizer": {**alike["optimizer"], **(own or {})}})
 
     # --- on another communicator: see `net.rebind` --------------------------------------------------------------
 
     def retreat(self) -> Stateful:
-        """Go back to the last average, and to what this rank had when it was sent; return what others are given."""
+        """Return to the last average, and to this rank's state at that time; return the state for other ranks."""
         intact = self._reducer.steps.mishap is None
         self._sent = None
         if not self._alike:
@@ -322,7 +327,7 @@ class LocalSGD(MadeTogether):
         return _Common(self, intact=intact)
 
     def resume(self) -> None:
-        """Go on with what the net has now."""
+        """Continue on the net's new ranks."""
 
     def _restore(self, steps: int) -> bool:
         """Have what this rank had of its own behind so many steps; return whether that is known."""
@@ -354,7 +359,7 @@ class LocalSGD(MadeTogether):
 
     @called("net.step")
     def train(self, forward: Forward) -> None:
-        """Do one step, and the average that is due behind it; `net.step` calls it."""
+        """Do one step, and the average that is due after it; `net.step` calls it."""
         self._steps += 1
         if self._plain or self._steps <= self._start:
             plain_step(forward, self.optimizer, self._compute)
@@ -389,7 +394,7 @@ class LocalSGD(MadeTogether):
 
     @called("local.flush")
     def make_updates(self) -> None:
-        """Do what `flush` does, on the compute thread, as `aiodist.save` does."""
+        """Do the work of `flush`, on the compute thread; `aiodist.save` calls it."""
         if self._alike:
             return
         self._exchange(wait=True)

@@ -1,4 +1,4 @@
-"""What helpers look for in a module, of what wraps one."""
+"""The part of `torch.nn.Module` that helpers use, for a class that wraps a module."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 
 
 class ModuleLike:
-    """The methods of `torch.nn.Module` that look at it, or switch it; names have no prefix."""
+    """The methods of `torch.nn.Module` that read the module or switch its modes; names have no prefix."""
 
     _module: nn.Module
     _shared: Shared
@@ -55,17 +55,17 @@ class ModuleLike:
 
     @property
     def module(self) -> nn.Module:
-        """The module that was given, the very object."""
+        """The module that `create` was given."""
         return self._module
 
     @property
     def shared(self) -> Shared:
-        """The part of the module that all ranks have alike: without parameters and buffers that are `per_rank`."""
+        """The part of the module that all ranks have in common: parameters and buffers that are not `per_rank`."""
         return self._shared
 
     @property
     def training(self) -> bool:
-        """Whether dropout, batch norm and their like are switched to training."""
+        """True if dropout, batch norm and similar modules are in training mode."""
         return self._module.training
 
     parameters = _of_module(nn.Module.parameters)
@@ -86,16 +86,16 @@ class ModuleLike:
     double, bfloat16 = _refused("double"), _refused("bfloat16")
 
     def train(self, mode: bool = True) -> Self:
-        """Switch dropout, batch norm and their like to training, or with False to evaluation."""
+        """Switch dropout, batch norm and similar modules to training mode, or with False to evaluation mode."""
         self._module.train(mode)
         return self
 
     def eval(self) -> Self:
-        """Switch dropout, batch norm and their like to evaluation."""
+        """Switch dropout, batch norm and similar modules to evaluation mode."""
         return self.train(False)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Thaw all parameters, or freeze them; between two steps, on all ranks alike."""
+        """Unfreeze all parameters, or freeze them; between two steps, on all ranks."""
         self._module.requires_grad_(requires_grad)
         return self
 
@@ -113,6 +113,6 @@ class ModuleLike:
             raise AttributeError(text, name=name, obj=self)
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
-        """Call `fn` with every module, as to initialise it; on all ranks alike."""
+        """Call `fn` with every module, for example to initialise it; on all ranks."""
         self._module.apply(fn)
         return self

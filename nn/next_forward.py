@@ -1,4 +1,4 @@
-"""The next forward, each layer of which waits for its own parameters: their last update may still be on its way."""
+"""The next forward: each layer waits for its own parameters, whose last update may still be in flight."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class UpdatedAhead(MadeTogether, Generic[P]):
-    """An optimizer whose updates are over only in the next forward, in which each module waits for what it uses.
+    """An optimizer whose updates finish during the next forward: each module waits for its own parameters.
 
     The first forward waits for all, and learns which modules use which parts (`Guards`).
     """
@@ -67,7 +67,7 @@ class UpdatedAhead(MadeTogether, Generic[P]):
 
     @property
     def net(self) -> DataParallel:
-        """The net that it was made for."""
+        """The net that it steps."""
         return self._net
 
     @property
@@ -80,7 +80,7 @@ class UpdatedAhead(MadeTogether, Generic[P]):
 
     @property
     def pending(self) -> bool:
-        """Updates are still to be made: `await flush()` before you look at parameters or state."""
+        """True while updates are still to be made: `await flush()` before you look at parameters or state."""
         return bool(self._left)
 
     @located
@@ -95,7 +95,7 @@ class UpdatedAhead(MadeTogether, Generic[P]):
 
     @called("opt.flush")
     def make_updates(self) -> None:
-        """Do what `flush` does; for what runs on the compute thread, as a checkpoint does."""
+        """Do the work of `flush`, on the compute thread; `aiodist.save` calls it."""
         self._finish()
         self._tell()
 
@@ -159,7 +159,7 @@ class UpdatedAhead(MadeTogether, Generic[P]):
             return
         if not current:
             raise RuntimeError(
-                "updates of this module are still on their way: call it on the compute thread, "
+                "updates of this module are still in flight: call it on the compute thread, "
                 "`await net.submit(net, x)`, or `await opt.flush()` first"
             )
         if training:

@@ -1,4 +1,4 @@
-"""`PipelinedOptimizer`: the next forward begins while the last gradients are still on their way."""
+"""`PipelinedOptimizer`: the next forward begins while the last gradients are in flight."""
 
 from __future__ import annotations
 
@@ -107,24 +107,26 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those that were made, one for each bucket."""
+        """The optimizers, one for each bucket."""
         return [part.optimizer for part in self._parts]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all of them."""
+        """Parameter groups of all optimizers."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def checkpoint_kind(self) -> str:
-        """Name of the class, and of those of its optimizers, for a checkpoint."""
+        """Kind of its state in a checkpoint: the class, and those of its optimizers."""
         kinds = dict.fromkeys(type(each).__name__ for each in self.optimizers)
         return f"{type(self).__name__} of {', '.join(sorted(kinds))}"
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the state of each, as torch's but with the numbers of its parameters in the module's order.
+        """Return the states of the optimizers, with the numbers of their parameters in the module's order.
 
-        Raises `RuntimeError` while updates are pending: `await flush()` first.
+        Raises:
+            RuntimeError: While updates are pending: `await flush()` first.
+
         """
         self._check_made()
         return [part.state_dict() for part in self._parts]
@@ -161,7 +163,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
     # --- on another communicator: see `net.rebind` --------------------------------------------------------------
 
     def retreat(self) -> Stateful:
-        """Take back what was updated of a step that was not made whole, and forget the rest of it."""
+        """Undo the updates of an incomplete step, and drop the others."""
         steps = self._reducer.steps
         if self._undo and all(undo.holds() for undo in self._undo.values()):  # else parameters were loaded since
             for undo in self._undo.values():
@@ -175,7 +177,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         return self
 
     def resume(self) -> None:
-        """Have the net's new buckets be those that the optimizers are of."""
+        """Continue with the net's new buckets, of the same parameters as before."""
         kept = self._reducer.keep_buckets([part.numbers for part in self._parts], urgent=True, by=self)
         for part, slots in zip(self._parts, kept, strict=True):
             part.slots = slots
@@ -189,7 +191,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
     @called("net.step")
     def train(self, forward: Forward) -> None:
-        """Do one step, and leave its reductions under way; `net.step` calls it."""
+        """Do one step, and leave its reductions in flight; `net.step` calls it."""
 
         def prepare() -> Tensor:
             for part in self._parts:

@@ -145,12 +145,12 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of `optimizer`; their `params` are what this rank owns."""
+        """Parameter groups of `optimizer`, with the blocks of this rank."""
         return self.optimizer.param_groups
 
     @property
     def pending(self) -> bool:
-        """Parameters are still being gathered: `await flush()` before you look at them."""
+        """True while parameters are being gathered: `await flush()` before you look at them."""
         return not all(handle.done() for handle in list(self._left.values()))
 
     @property
@@ -180,28 +180,28 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
             self._reducer.hand_to(None, self._hook, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's shard, for `load_state_dict` on the same rank of as many.
+        """Return the state of this rank's shard, for `load_state_dict` on the same rank of the same number.
 
-        For another number of ranks there is `pieces`.
+        For another number of ranks use `aiodist.save`, or `pieces`.
         """
         return self._state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Take what `state_dict` gave; raise ValueError where that is of other shards, from other ranks or buckets."""
+        """Load a state of `state_dict`; raise `ValueError` if it has other shards, of other ranks or buckets."""
         self._state.load_state_dict(state)
         self.used, self._lost = True, False
 
     # --- on another communicator: see `net.rebind` --------------------------------------------------------------
 
     def retreat(self) -> Stateful:
-        """Have the parameters be what they are, complete or not; the state has nothing that other ranks lack."""
+        """Keep the parameters as they are, complete or not; other ranks have no use for this rank's state."""
         self._left.clear()
         self._unasked.clear()
         self._failed = self._reducer.steps.mishap = None  # all of it is to be loaded
         return _Used(self)
 
     def resume(self) -> None:
-        """Cut the parameters anew for the ranks that there are, with a state that is new, and to be loaded."""
+        """Divide the parameters among the new ranks, with a new state, which is to be loaded."""
         self._guards.remove()
         groups = self._divide()
         new = self._make(_own_groups(groups))
@@ -216,23 +216,30 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
 
     @property
     def checkpoint_kind(self) -> str:
-        """Name of the optimizer's class: its pieces are the state of a plain one, which may load them."""
+        """Class of the optimizer: a plain optimizer of that class may load its pieces."""
         return type(self.optimizer).__name__
 
     def pieces(self) -> dict[str, Any]:
-        """Return the state dict of a plain optimizer, with this rank's `Piece` in the place of each tensor.
+        """Return the state dict of a plain optimizer, with this rank's `Piece` in place of each tensor.
 
-        Pieces are cut flat; their tensors are those in use. Where a parameter does not lie in the order of its
-        dimensions (channels_last) neither do they: `dims` says how. Counts are pieces of one element, of the rank that
-        owns the first of the parameter. `names` are those of the parameters, by group.
-        Raises TypeError for state that is neither as long as its parameter nor a number.
+        Pieces are flat, and hold the tensors in use. For parameters with another order of dimensions (channels_last),
+        `dims` has that order. Counts are pieces of one element, on the rank that owns the first element of the
+        parameter. `names` are those of the parameters, by group.
+
+        Raises:
+            TypeError: For state that is neither a number nor as long as its parameter.
+
         """
         return self._state.pieces()
 
     def divided(self, state: Mapping[str, Any], /) -> dict[str, Any]:
-        """Return what `load_state_dict` takes here, of the whole state of a plain optimizer of the same parameters.
+        """Return the part of a plain optimizer's whole `state` that `load_state_dict` takes on this rank.
 
-        Nothing is changed. Raises ValueError where the state has other parameter groups, or tensors of other shapes.
+        Nothing is changed.
+
+        Raises:
+            ValueError: If the state has other parameter groups, or tensors of other shapes.
+
         """
         return self._state.divided(state)
 
@@ -245,7 +252,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
 
     @called("net.step")
     def train(self, forward: Forward) -> None:
-        """Do one step, and leave the gathering of parameters under way; `net.step` calls it."""
+        """Do one step, and leave the gathering of parameters in flight; `net.step` calls it."""
         compute = self._compute
         if self._lost:
             raise RuntimeError(
@@ -268,7 +275,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
 
     @called("net.join")
     def follow(self, reduction: Reduction) -> None:
-        """Step the shard of this rank with what the others have brought; `net.join` calls it."""
+        """Step the shard of this rank with the gradients of other ranks; `net.join` calls it."""
         self._finish()
         settings = self._net.configure()
         if settings.scaler is not None:

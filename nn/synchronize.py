@@ -1,4 +1,4 @@
-"""What all ranks shall have alike: parameters, gradients and states made so, anything looked at."""
+"""Give all ranks the same parameters, gradients and states, and check that values are the same."""
 
 from __future__ import annotations
 

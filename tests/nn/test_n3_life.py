@@ -313,7 +313,7 @@ async def test_n3_a_state_is_not_loaded_while_a_step_is_under_way(coll: Communic
 
     task = asyncio.ensure_future(asked())
     await asyncio.to_thread(begun.wait, 20)
-    with pytest.raises(RuntimeError, match=r"a step or a backward is under way.*await it first"):
+    with pytest.raises(RuntimeError, match=r"a step or a backward is in flight.*await it first"):
         net.load_state_dict(state)
     behind = net.submit(net.load_state_dict, state)
     go_on.set()
