@@ -15,18 +15,35 @@ from aiodist.nn.functional import allgather, allreduce, check_threaded, complete
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm whose mean and variance, in training, are those of the batches of all ranks of `coll` together.
+    """Batch norm with the mean and variance of the joined batches of all ranks of `coll`, in training.
 
-    `module = SyncBatchNorm.convert(module, await coll.dup(thread=True))` puts it in the place of torch's. Input and
-    output have a shape `(n, num_features, ...)`; each rank has an `n` of its own, which may be 0. Outputs, running
+    Input and output have a shape `(n, num_features, ...)`; each rank has its own `n`, which may be 0. Outputs, running
     statistics and the gradients of inputs are those of the joined batch. The gradients of weight and bias are this
     rank's part of them, which `DataParallel` reduces. In evaluation ranks do not communicate.
 
-    In training forward and backward wait for all ranks, so they run on the compute thread of a net, or another one, and
-    all ranks make both. They raise `RuntimeError` on the loop's thread, `ValueError` where all ranks together have one
-    value per channel or none, and what the communicator raises. Cost: forward, an allgather of 2 numbers for each
-    channel; backward, an allreduce of as many. Gradients cannot be differentiated again. Source: Chan, Golub, LeVeque
-    1983, DOI 10.1080/00031305.1983.10483115, for the variance.
+    Args:
+        num_features: Number of channels.
+        coll: A `dup(thread=True)` of the ranks; no other code should use it.
+        **options: Options of `torch.nn.BatchNorm1d`.
+
+    Raises:
+        RuntimeError: If `coll` is an ordinary communicator; in forward and backward, on the loop's thread.
+        ValueError: In forward, if all ranks together have one value per channel or none.
+
+    Example:
+        ```python
+        module = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
+        module = nn.SyncBatchNorm.convert(module, await coll.dup(thread=True))
+        output = await asyncio.to_thread(module, torch.ones(2, 8))
+        ```
+
+    In training forward and backward wait for all ranks, so they run on the compute thread of a net, or on another
+    thread than the loop's, on all ranks. Gradients cannot be differentiated again.
+
+    Cost: in forward an allgather of 2 numbers for each channel; in backward an allreduce of the same size.
+
+    Source: Chan, Golub, LeVeque 1983, doi:10.1080/00031305.1983.10483115, for the variance.
+
     """
 
     def __init__(self, num_features: int, coll: Communicator, **options: Any) -> None:
@@ -37,10 +54,19 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert(cls, module: nn.Module, coll: Communicator) -> nn.Module:
-        """Return `module` with each batch norm in it replaced by one over `coll`, which has its very parameters.
+        """Return `module` with each batch norm replaced by one over `coll`, which has the same parameters.
 
-        In place, but where `module` itself is a batch norm. Parameters, buffers and modes stay what they are. Raises
-        `RuntimeError` unless `coll` is a `dup(thread=True)`; no other code should use it.
+        It changes `module` in place, unless that is a batch norm itself. Parameters, buffers and modes stay as they
+        are.
+
+        Args:
+            module: A module of torch.
+            coll: A `dup(thread=True)` of the ranks; no other code should use it.
+
+        Raises:
+            RuntimeError: If `coll` is an ordinary communicator.
+            ValueError: For a lazy batch norm, which has no parameters yet.
+
         """
         if isinstance(module, _BatchNorm):
             if isinstance(module, nn.modules.lazy.LazyModuleMixin):

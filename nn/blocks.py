@@ -13,22 +13,31 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_grap
 
 
 class BlockSequential(nn.Module):
-    """Layers that run one after the other, in `blocks` contiguous blocks of about as many bytes of parameters.
+    """Layers that run one after another, in `blocks` contiguous blocks of similar size in bytes.
 
     ```python
     net = await nn.DataParallel.create(nn.BlockSequential(layers, blocks=7), coll)
     ```
-    Outputs and gradients are those of `torch.nn.Sequential(*layers)`, and so are the names in the state dict. Backward
-    runs one block after the other, the last one first: when that of a block is over, its gradients are final and its
-    graph is freed. In a `DataParallel` the parameters of a block travel together, for each dtype and device in one
-    bucket of any size, which is reduced while the next block's backward runs.
+    Outputs, gradients and names in the state dict are those of `torch.nn.Sequential(*layers)`. Backward runs block by
+    block, from the last one: as soon as the backward of a block ends, its gradients are final and its graph is freed. A
+    `DataParallel` reduces the parameters of a block together, in one bucket for each dtype and device, while the
+    backward of the next block runs.
 
-    `layers` are modules, or a `torch.nn.Sequential`, whose names it takes over. A layer without parameters belongs to
-    the block of the layer before it. Between blocks go a tensor or a tuple of them. Blocks are cut where the sum of
-    their squared sizes is least. Raises ValueError unless 1 <= `blocks` <= layers that have parameters.
-    Backward raises RuntimeError for what cannot cross blocks: `create_graph`, `inputs=` and `torch.autograd.grad`;
-    for these two parameters of blocks count as unused.
-    Cost: about 50 us a block and step. Source: TorchMPI's class of this name (Facebook, 2017).
+    Args:
+        layers: Modules, or a `torch.nn.Sequential`, whose names are kept. A layer without parameters belongs to the
+            block of the layer before it. Between blocks a tensor or a tuple of tensors is passed.
+        blocks: Number of blocks. Cuts are chosen so that the sum of the squared sizes is least.
+
+    Raises:
+        ValueError: Unless 1 <= `blocks` <= number of layers with parameters.
+
+    Backward raises `RuntimeError` for `create_graph`, `inputs=` and `torch.autograd.grad`, which cannot cross blocks;
+    for the last two, parameters of blocks count as unused.
+
+    Cost: about 50 us for each block and step.
+
+    Source: TorchMPI's class of this name (Facebook, 2017).
+
     """
 
     def __init__(self, layers: Iterable[nn.Module], blocks: int) -> None:
@@ -50,7 +59,7 @@ class BlockSequential(nn.Module):
         return [layers[start:end] for start, end in self._bounds]
 
     def forward(self, x: Any) -> Any:
-        """Return what the last layer makes of what the first makes of `x`, a tensor or a tuple."""
+        """Return the output of the last layer for the input `x`, a tensor or a tuple."""
         for block in self.blocks:
             x = _run_block(block, x)
         return x

@@ -31,14 +31,20 @@ from aiodist.streams import HostStream
 
 @dataclass(frozen=True)
 class Compression:
-    """How gradients are compressed; `DataParallel.create(..., compress=codec)` is short for `Compression(codec)`."""
+    """How gradients are compressed; `DataParallel.create(..., compress=codec)` means `Compression(codec)`.
+
+    Attributes:
+        codec: A codec of `aiodist.codecs`, or your own.
+        error_feedback: True keeps the error of each code and adds it to the next gradient. None: True unless the codec
+            is unbiased.
+        within_hosts: True also compresses between the ranks of a host; else only between hosts (the groups of
+            `coll.levels`).
+
+    """
 
     codec: Codec
-    """Of `aiodist.codecs`, or one of your own."""
     error_feedback: bool | None = None
-    """Keep what codes leave out, and send it with the next gradient; None: unless the codec is unbiased."""
     within_hosts: bool = False
-    """Compress among the ranks of a host too, and not only between hosts (the groups of `coll.levels`)."""
 
 
 def checked_compression(compress: object, named: Iterable[tuple[str, Tensor]]) -> Compression:

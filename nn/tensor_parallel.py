@@ -23,19 +23,22 @@ from aiodist.nn.functional import Line, allgather, allreduce, check_threaded, co
 
 
 class SplitLayer(nn.Module):
-    """A layer of which each rank of `coll` keeps a block of some parameters; below are the three kinds.
+    """A layer divided among the ranks of `coll`: each rank keeps a block of some parameters.
 
-    `coll` is a `dup(thread=True)` of the ranks that share the layer; no other code should use it meanwhile. All ranks
-    draw the whole parameters, from the same seed of torch, as torch's own layer draws them; then each keeps its blocks,
-    of which those of the first ranks are one larger where they cannot be alike. Forward and backward wait for the other
-    ranks, so they run on the compute thread of a net, or another one.
+    All ranks draw the whole parameters, as torch's own layer draws them, from the same seed of torch; then each keeps
+    its blocks. If blocks cannot be equal, those of the first ranks are one larger. Forward and backward wait for the
+    other ranks, so they run on the compute thread of a net, or on another thread than the loop's.
 
-    Raises `ValueError` for less to divide than there are ranks, and `RuntimeError` for an ordinary communicator; in
-    forward and backward `RuntimeError` on the loop's thread, and what the communicator raises.
+    Args:
+        coll: A `dup(thread=True)` of the ranks that share the layer; no other code should use it meanwhile.
+
+    Raises:
+        ValueError: If a parameter has less to divide than there are ranks.
+        RuntimeError: If `coll` is an ordinary communicator; in forward and backward, on the loop's thread.
 
     Attributes:
-        coll: the ranks that share the layer.
-        splits: the divided parameters, each with the dimension along which it is cut.
+        coll: The ranks that share the layer.
+        splits: The divided parameters, each with the dimension along which it is cut.
 
     """
 
@@ -74,12 +77,27 @@ class SplitLayer(nn.Module):
 
 
 class ColumnLinear(SplitLayer, nn.Linear):
-    """`torch.nn.Linear` of which each rank has some of the outputs, the columns of the transposed weight.
+    """`torch.nn.Linear` divided by outputs: each rank has some columns of the transposed weight.
 
-    All ranks give the same input `(..., in_features)` and get the output `(..., out_features)`; with
-    `gather_output=False` each gets its block of it, as a `RowLinear` with `split_input=True` takes it. `options` are
-    those of `torch.nn.Linear`; the rest says `SplitLayer`. Cost: backward, an allreduce of the input's gradient;
-    forward, an allgather of the output where that is gathered.
+    All ranks give the same input `(..., in_features)` and get the output `(..., out_features)`. `SplitLayer` has the
+    rules for `coll` and for threads.
+
+    Args:
+        in_features: Size of the input.
+        out_features: Size of the whole output.
+        coll: A `dup(thread=True)` of the ranks that share the layer.
+        gather_output: False returns this rank's block of the output, as a `RowLinear` with `split_input=True` takes it.
+        **options: Options of `torch.nn.Linear`.
+
+    Example:
+        ```python
+        side = await coll.dup(thread=True)
+        layer = nn.ColumnLinear(8, 4, side)
+        output = await asyncio.to_thread(layer, torch.ones(2, 8))
+        ```
+
+    Cost: in backward an allreduce of the input's gradient; in forward an allgather of the output, if it is gathered.
+
     """
 
     splits: ClassVar[tuple[tuple[str, int], ...]] = ("weight", 0), ("bias", 0)
@@ -101,11 +119,28 @@ class ColumnLinear(SplitLayer, nn.Linear):
 
 
 class RowLinear(SplitLayer, nn.Linear):
-    """`torch.nn.Linear` of which each rank has the weights of some inputs; the bias is whole on all ranks.
+    """`torch.nn.Linear` divided by inputs: each rank has their weights; the bias is whole on all ranks.
 
-    All ranks give the same input `(..., in_features)`, or with `split_input=True` each its block of it, and get the
-    whole output `(..., out_features)`. `options` are those of `torch.nn.Linear`; the rest says `SplitLayer`. Cost:
-    forward, an allreduce of the output; backward, an allgather of the input's gradient where the input was whole.
+    All ranks give the same input `(..., in_features)`, or each its block of it, and get the whole output `(...,
+    out_features)`. `SplitLayer` has the rules for `coll` and for threads.
+
+    Args:
+        in_features: Size of the whole input.
+        out_features: Size of the output.
+        coll: A `dup(thread=True)` of the ranks that share the layer.
+        split_input: True takes this rank's block of the input.
+        **options: Options of `torch.nn.Linear`.
+
+    Example:
+        ```python
+        side = await coll.dup(thread=True)
+        layer = nn.RowLinear(8, 4, side)
+        output = await asyncio.to_thread(layer, torch.ones(2, 8))
+        ```
+
+    Cost: in forward an allreduce of the output; in backward an allgather of the input's gradient, if the input was
+    whole.
+
     """
 
     splits: ClassVar[tuple[tuple[str, int], ...]] = (("weight", 1),)
@@ -126,10 +161,28 @@ class RowLinear(SplitLayer, nn.Linear):
 
 
 class VocabEmbedding(SplitLayer, nn.Embedding):
-    """`torch.nn.Embedding` of which each rank has some of the rows.
+    """`torch.nn.Embedding` divided by rows.
 
     All ranks give the same indices `(...)` and get vectors `(..., embedding_dim)`. On the CPU an index that is out of
-    range raises `IndexError`. The rest says `SplitLayer`. Cost: forward, an allreduce of the output.
+    range raises `IndexError`. `SplitLayer` has the rules for `coll` and for threads.
+
+    Args:
+        num_embeddings: Number of rows on all ranks together.
+        embedding_dim: Size of a vector.
+        coll: A `dup(thread=True)` of the ranks that share the layer.
+        padding_idx: As in torch.
+        device: As in torch.
+        dtype: As in torch.
+
+    Example:
+        ```python
+        side = await coll.dup(thread=True)
+        layer = nn.VocabEmbedding(100, 8, side)
+        vectors = await asyncio.to_thread(layer, torch.tensor([3, 99]))
+        ```
+
+    Cost: in forward an allreduce of the output.
+
     """
 
     splits: ClassVar[tuple[tuple[str, int], ...]] = (("weight", 0),)
@@ -203,10 +256,19 @@ def _block(whole: Tensor, coll: Communicator, dim: int) -> Tensor:
 
 @located
 async def full_state_dict(module: nn.Module) -> dict[str, Any]:
-    """Return, on all ranks, the state dict that `module` would have with torch's own layers in place of divided ones.
+    """Return, on all ranks, the state dict that `module` would have with torch's own layers.
 
-    Collective over the communicators of the divided layers, on which it issues: call it between two steps. Cost: an
-    allgather of each divided parameter, and memory for it.
+    All ranks that share divided layers call it, between two steps; it uses their communicators.
+
+    Example:
+        ```python
+        module = nn.ColumnLinear(8, 4, await coll.dup(thread=True))
+        state = await nn.full_state_dict(module)
+        module.load_state_dict(nn.split_state_dict(module, state))
+        ```
+
+    Cost: an allgather of each divided parameter, and memory for it.
+
     """
     state = module.state_dict()
     # All are issued before the first await: cancelling that leaves nobody waiting.
@@ -220,7 +282,10 @@ async def full_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def split_state_dict(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return this rank's blocks of a whole `state`, as `load_state_dict` of `module` or its net takes it; local."""
+    """Return this rank's blocks of a whole `state`, for `load_state_dict` of `module` or its net.
+
+    Nothing is sent; see `full_state_dict`.
+    """
     blocks = {key: _block(state[key], layer.coll, dim) for key, layer, dim in _divided(module) if key in state}
     return {**state, **blocks}
 

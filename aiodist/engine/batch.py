@@ -28,13 +28,13 @@ Split = Callable[[Any], tuple[Any, Any]]
 
 
 class WithCriterion(nn.Module):
-    """A network and a criterion that has parameters too: one module, so that one net trains both.
+    """A module of a network and a criterion with parameters, so that one net trains both.
 
     ```python
     net = await DataParallel.create(WithCriterion(network, criterion), coll)
     engine = aiodist.Engine(net, torch.optim.SGD(net.parameters(), lr=0.1))
     ```
-    `net(x)` is what `network(x)` returns. Names of parameters begin with `network.` and `criterion.`.
+    `net(x)` returns the output of `network(x)`. Names of parameters begin with `network.` and `criterion.`.
     """
 
     def __init__(self, network: nn.Module, criterion: nn.Module) -> None:

@@ -274,7 +274,7 @@ class Engine:
 
         """
         if not isinstance(self._stepper, PassStepper):
-            raise TypeError("rebind of an engine with a client of a parameter server: make both anew on the new one")
+            raise TypeError("rebind of an engine with a client of a parameter server: make a new client and engine")
         if self._training is not None:
             raise RuntimeError("engine.rebind in a training: expected it before")
         if coll is self._bound_to:

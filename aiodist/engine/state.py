@@ -21,25 +21,25 @@ EVENTS: tuple[Event, ...] = get_args(Event)
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """The state of one training, or of one evaluation, as hooks see and change it.
+    """The state of a training or an evaluation, as hooks read and change it.
 
     A hook may replace `sample` and set `weight` at "sample", replace `output` at "forward" and `loss` at "criterion",
-    and set `stop` at any time. The rest is to be read.
+    and set `stop` at any time. Other attributes are only to be read.
     """
 
     net: Any
-    """The `DataParallel`, or the module, that was given to the engine."""
+    """The `DataParallel`, or the module, of the engine."""
     network: nn.Module
-    """The part of it that makes outputs: `net.module`, or the network of a `WithCriterion`."""
+    """The part of the net that makes outputs: `net.module`, or the network of a `WithCriterion`."""
     optimizer: Any
-    """What was given to the engine."""
+    """The optimizer, driver or client of the engine."""
     rank: int
     """This rank, and `size` ranks in all; 0 of 1 without a communicator."""
     size: int
     training: bool
     """True in `train`, False in `test`."""
     epochs: int = 1
-    """How many epochs there are to be in all."""
+    """Number of epochs to train in all."""
     epoch: int = 0
     """The number of this epoch, from 1 on; 0 before the first."""
     step: int = 0
@@ -47,23 +47,23 @@ class State:
     batch: int = 0
     """The number of this batch in its epoch, from 1 on."""
     sample: Any = None
-    """What the loader gave."""
+    """The batch from the loader."""
     input: Any = None
-    """What the network is called with: a tuple as its arguments, a dict as its keywords, else the one argument."""
+    """Input of the network: a tuple of its arguments, a dict of its keywords, or its one argument."""
     target: Any = None
-    """What the criterion compares the output with."""
+    """Target for the criterion."""
     weight: float | None = None
-    """How much the batch counts in means: unless a hook of "sample" sets it, the length of the first tensor in it."""
+    """Weight of the batch in means: the length of its first tensor, unless a hook of "sample" sets it."""
     output: Any = None
-    """What the network returned for the batch."""
+    """Output of the network for the batch."""
     loss: Tensor | None = None
     """The loss of the batch, one element: a part of the graph at "criterion", detached from "update" on."""
     aux: Any = None
-    """What the criterion returned beside the loss, as `(loss, aux)`, with its tensors detached; else None."""
+    """The second part of `(loss, aux)`, with its tensors detached; None if the criterion returned only the loss."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the last epoch that is over, over all ranks: the mean of the losses, "loss", and each metric by its name."""
+    """Means of the last complete epoch over all ranks: the loss as "loss", and each metric by its name."""
     stop: bool = False
-    """Set it to end the training on all ranks behind the same step."""
+    """Set it to True to end the training on all ranks after the same step."""
 
 
 @dataclass
