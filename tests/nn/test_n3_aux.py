@@ -126,11 +126,10 @@ async def test_n3_aux_within_join(coll: Communicator) -> None:
 @pytest.mark.ranks(1)
 async def test_n3_aux_without_gradients_is_the_very_object(coll: Communicator) -> None:
     net, opt = await Trial.made(coll)
-    given = {"name": object(), "count": torch.ones(2)}
-    _, aux = await net.step(lambda: (Trial.loss(net, 0, 0), given), opt)
-    assert aux is given
-    _, aux = await net.step(lambda: (Trial.loss(net, 0, 0), None), opt)
-    assert aux is None
+    given: list[Any] = [{"name": object(), "count": torch.ones(2)}, None]
+    for each in given:
+        _, aux = await net.step(lambda each=each: (Trial.loss(net, 0, 0), each), opt)
+        assert aux is each
 
 
 WRONG: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {

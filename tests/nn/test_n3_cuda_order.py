@@ -82,8 +82,9 @@ async def test_n3_cuda_a_step_returns_while_its_reductions_are_held(
     with fake_nccl.device.paused(*communication(net)):
         x, y = data[3]
         await net.step(partial(loss_of, net, x, y), opt)
-        assert reducer_of(net).last is not None
-        assert not reducer_of(net).last.over.done()
+        newest = reducer_of(net).last
+        assert newest is not None
+        assert not newest.over.done()
         after = [p.detach().clone() for p in net.parameters()]  # queued behind what is held
     await coll.barrier()  # all have let go
     for ours, theirs in zip(after, Trial.alone(coll.size, 4, optimizer="momentum").parameters(), strict=True):
@@ -115,8 +116,9 @@ async def test_n3_cuda_the_next_forward_is_queued_while_reductions_are_held(
 
     with fake_nccl.device.paused(*communication(net)):
         await net.step(partial(loss_of, net, *data[2]), opt)
-        assert reducer_of(net).last is not None
-        held = reducer_of(net).last.over
+        newest = reducer_of(net).last
+        assert newest is not None
+        held = newest.over
         last = asyncio.ensure_future(net.step(partial(forward, *data[3]), opt))
         async with asyncio.timeout(20):
             await queued.wait()
@@ -375,8 +377,9 @@ async def test_n3_cuda_what_fails_after_the_step_is_raised_by_the_next(
         await net.step(partial(loss_of, net, *data[2]), opt)
         await coll.barrier()  # no step is under way
         reducer_of(net).data.abort("the cable was pulled")
-        assert reducer_of(net).last is not None
-        await reducer_of(net).last.over
+        newest = reducer_of(net).last
+        assert newest is not None
+        await newest.over
     with pytest.raises(AiodistError, match="the cable was pulled"):
         await net.step(forward, opt)
     assert not called
@@ -434,8 +437,9 @@ async def test_n3_cuda_given_up_while_the_host_waits_for_its_part(
         step = asyncio.ensure_future(net.step(forward, opt))
         async with asyncio.timeout(20):
             await queued.wait()
-            assert reducer_of(net).last is not None
-            await reducer_of(net).last.usable
+            newest = reducer_of(net).last
+            assert newest is not None
+            await newest.usable
         await coll.barrier()
         assert not step.done()
         await coll.barrier()  # each has looked

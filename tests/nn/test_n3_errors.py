@@ -249,7 +249,7 @@ async def test_n3_arguments_of_a_wrong_kind(coll: Communicator) -> None:
         await DataParallel.create(coll, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
     net, opt = await Trial.made(coll)
     with pytest.raises(TypeError, match=r"step\(SGD and function\): expected a function"):
-        await net.step(opt, lambda: None)  # type: ignore[arg-type]
+        await net.step(opt, lambda: None)  # type: ignore[call-overload]
     with net.no_sync(), pytest.raises(RuntimeError, match=r"net\.backward"):
         await net.step(partial(Trial.loss, net, coll.rank, 0), opt)
     await net.step(Trial.loss, opt, net, coll.rank, step=0)  # arguments are bound at the call

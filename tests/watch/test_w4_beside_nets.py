@@ -64,7 +64,7 @@ KINDS = [_plain, _pipelined, _sharded, _local]
 
 async def _train(net: DataParallel, opt: Any, steps: int) -> Tensor:
     for _ in range(steps):
-        loss = await net.step(lambda: net(torch.ones(2)).sum(), opt)
+        loss: Tensor = await net.step(lambda: net(torch.ones(2)).sum(), opt)
     return loss
 
 

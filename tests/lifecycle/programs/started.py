@@ -70,7 +70,7 @@ def trains() -> None:
         opt = torch.optim.SGD(net.parameters(), lr=0.1)
 
         async def step() -> float:
-            return (await net.step(lambda: net(x).square().mean(), opt)).item()
+            return float(await net.step(lambda: net(x).square().mean(), opt))
 
         losses = [coll.portal.call(step) for _ in range(3)]
         assert losses[2] < losses[1] < losses[0]
