@@ -12,7 +12,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -32,6 +32,8 @@ _PAGES = {
 }
 _UNSEARCHED = ("changelog.md", "contract.md", "results.md")
 """Pages that the search leaves out: they hold every word of the project."""
+_USED, _MADE = 4, 0.5
+"""How much a hit counts in the search, on pages for users and on those of how it works; elsewhere 1."""
 _TOP = {
     "starting": ("Starting and ending", ("init", "run", "open", "start", "isolate")),
     "communicator": ("Communicator", ("Communicator", "ReduceOp", "ANY")),
@@ -140,13 +142,21 @@ def _command_line() -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add to the menu what there is of many pages."""
+    """Add to the menu the pages that are made, and those of docs/design."""
     design = [str(path.relative_to(ROOT / "docs")) for path in sorted((ROOT / "docs/design").glob("*.md"))]
-    more = {"How it works": design, "Examples": sorted(_examples()), "Reference": list(_reference())}
-    for section in config.nav or []:
-        for title, entries in section.items():
-            entries += [page for page in more.get(title, []) if page not in entries]
+    _add({"Packages": design, "Examples": sorted(_examples()), "Reference": list(_reference())}, config.nav or [])
     return config
+
+
+def _add(more: dict[str, list[str]], nav: list[Any]) -> None:
+    """Append the pages of each named section to it, except those that the menu has already."""
+    named = json.dumps(nav)
+    for section in nav:
+        if isinstance(section, dict):
+            for title, entries in section.items():
+                if isinstance(entries, list):
+                    _add(more, entries)
+                    entries += [page for page in more.get(title, []) if f'"{page}"' not in named]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -158,9 +168,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def _boost(page: str) -> float:
+    """Return how much the search prefers a page."""
+    if page.startswith("design") or page in ("contributing.md", "security.md"):
+        return _MADE
+    return 1 if "/" in page else _USED
+
+
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Return a page with its drawings as pictures, and with links that lead to pages of the site."""
     from mkdocs.exceptions import PluginError
+
+    page.meta.setdefault("search", {"boost": _boost(page.file.src_uri)})
 
     def picture(fence: re.Match[str]) -> str:
         path: Path = pictures.FOLDER / pictures.name_of(fence[1])

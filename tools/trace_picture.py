@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 46
 COLOURS = {"forward": "#9ecae1", "backward": "#3182bd", "wait": "#fdae6b", "optimizer": "#a1d99b", "bucket": "#756bb1"}
+OTHER = "#bdbdbd"
+LEGEND = {"wait": "waiting for reductions", "bucket": "reduction of a bucket of gradients"}
+"""The text of a colour in the legend, if it is not the name of its spans."""
 TRACKS = {"compute": "aiodist-compute", "reductions": "reductions", "prefetch": "AnyIO worker thread"}
 
 
@@ -47,7 +50,9 @@ async def train() -> None:
 
 
 def draw(events: list[dict[str, Any]], picture: Path) -> None:
-    """Draw the quickest step of both ranks."""
+    """Draw the fastest step of both ranks."""
+    from matplotlib.patches import Patch
+
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans = [e for e in events if e["ph"] == "X"]
     begin, end = quickest([[e for e in spans if e["name"] == "net.step" and e["pid"] == rank] for rank in range(2)])
@@ -65,6 +70,9 @@ def draw(events: list[dict[str, Any]], picture: Path) -> None:
         axes.set_xlim(0, (end - begin) / 1e3)
         axes.set_xlabel("ms")
         axes.grid(visible=False)
+        legend = {**{LEGEND.get(name, name): colour for name, colour in COLOURS.items()}, "next batch": OTHER}
+        handles = [Patch(color=colour, label=label) for label, colour in legend.items()]
+        axes.figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=8)
 
 
 def quickest(steps: list[list[dict[str, Any]]]) -> tuple[float, float]:
@@ -80,7 +88,7 @@ def bars(axes: Axes, visible: list[dict[str, Any]], row: int, begin: float, end:
         height = 0.8 / len(lanes)
         y = row + 0.4 - height * (lanes.index(e["tid"]) + 1)
         first, last = max(e["ts"], begin), min(e["ts"] + e["dur"], end)
-        colour = COLOURS.get(e["name"].split()[0], "#bdbdbd")
+        colour = COLOURS.get(e["name"].split()[0], OTHER)
         axes.broken_barh([((first - begin) / 1e3, (last - first) / 1e3)], (y, height), color=colour, ec="w", lw=0.3)
         if last - first > 0.07 * (end - begin) and len(lanes) == 1:
             axes.text((first + last - 2 * begin) / 2e3, row, e["name"], ha="center", va="center", fontsize=8)

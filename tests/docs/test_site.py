@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+NODE = shutil.which("node") or shutil.which("nodejs")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PHONE = 360
 """How wide a narrow one is."""
@@ -160,6 +162,49 @@ def test_t4_search_finds_allreduce_on_the_disk(site: Path, tmp_path: Path) -> No
     assert any("reference/communicator.html" in link for link in found)
 
 
+ASK = """
+const {readFileSync} = require("fs")
+const [worker, index, ...words] = process.argv.slice(2)
+let answer, listener
+globalThis.self = globalThis
+globalThis.addEventListener = (_, fn) => listener = fn
+globalThis.postMessage = message => answer = message
+;(0, eval)(readFileSync(worker, "utf8"))
+const ask = async (type, data) => (await listener({data: {type, data}}), answer.data)
+;(async () => {
+    await ask(0, {...JSON.parse(readFileSync(index)), options: {suggest: false}})
+    const found = {}
+    for (const word of words) found[word] = (await ask(2, word)).items.flat().map(one => one.location)
+    console.log(JSON.stringify(found))
+})()
+"""
+"""A program of node that asks the site's own search; argument one is its worker, two its index."""
+
+SECTIONS = {
+    "validation": "train.html#validation",
+    "mixed precision": "train.html#mixed-precision",
+    "gradient accumulation": "train.html#gradient-accumulation",
+    "multi-GPU": "scale.html#multi-gpu",
+    "CUDA_VISIBLE_DEVICES": "scale.html#cuda_visible_devices",
+    "Slurm": "run.html#slurm",
+    "hang": "debug.html",
+    "resume": "data.html#resume",
+    "logging": "train.html#logging",
+}
+"""What a reader types, and the section that is to come first."""
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(NODE is None, reason="there is no node")
+def test_t4_search_finds_the_section_of_a_users_word_first(site: Path) -> None:
+    assert NODE is not None
+    [worker] = (site / "assets/javascripts/workers").glob("search.*.js")
+    asked = [NODE, "-", str(worker), str(site / "search/search_index.json"), *SECTIONS]
+    answer = subprocess.run(asked, input=ASK, capture_output=True, text=True, timeout=100, check=True)
+    found = json.loads(answer.stdout)
+    assert {word: (found[word] or [None])[0] for word in SECTIONS} == SECTIONS, found
+
+
 def tool(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None
@@ -181,6 +226,13 @@ def test_t4_every_drawing_has_its_picture() -> None:
     pictures = tool("pictures")
     wanted = {pictures.name_of(text) for text in pictures.drawings()}
     assert wanted == {path.name for path in pictures.FOLDER.iterdir()}, "make drawings"
+
+
+def test_t4_pictures_have_a_ground_of_their_own_for_dark_pages() -> None:
+    for picture in (ROOT / "docs" / "img").glob("*.svg"):
+        ground = re.search(r'<path d="M 0 [^"]*z\s*" style="fill: #ffffff"/>', picture.read_text(encoding="utf-8"))
+        assert ground, f"{picture.name}: text in dark letters, and nothing behind"
+    assert ".drawing { overflow-x: auto; background: white;" in (ROOT / "docs" / "site.css").read_text()
 
 
 def test_t4_make_pictures_makes_what_is_there_and_it_is_small() -> None:
