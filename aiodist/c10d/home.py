@@ -19,6 +19,7 @@ import torch.distributed as dist
 from aiodist.c10d.work import workers
 from aiodist.communicator import Communicator
 from aiodist.control import connect, name_ranks
+from aiodist.control.places import TcpPlace, is_loopback, outward_host, parse
 from aiodist.env import Environment
 from aiodist.errors import AiodistError, CommunicatorAborted, OperationTimeout
 from aiodist.world.background import LoopThread
@@ -196,17 +197,17 @@ def register(name: str, create: Callable[..., Any]) -> None:
 
 
 def _met(environment: Environment, timeout: timedelta) -> Met:
-    """Have rank 0 open a store, and tell the others where it is."""
+    """Open a store on rank 0, and send its address to the others."""
     rank, size = environment.rank, environment.size
-    store = None
-    if rank == 0:
-        name = socket.gethostname() if environment.mpi else "127.0.0.1"
-        store = dist.TCPStore(name, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
-    told = None if store is None else f"{store.host} {store.port}"
+
+    def open_store(host: str) -> dist.TCPStore:
+        return dist.TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+
     if environment.rendezvous is None:
-        said = _over_mpi(told)
+        store = open_store(socket.gethostname()) if rank == 0 else None
+        said = _over_mpi(None if store is None else f"{store.host} {store.port}")
     else:
-        said = asyncio.run(_over_channel(environment, told, timeout.total_seconds()))
+        store, said = asyncio.run(_over_channel(environment, open_store, timeout.total_seconds()))
     host, port = said.split()
     return store or dist.TCPStore(host, int(port), size, is_master=False, timeout=timeout), rank, size
 
@@ -221,7 +222,13 @@ def _over_mpi(told: str | None) -> str:
     return said
 
 
-async def _over_channel(environment: Environment, told: str | None, seconds: float) -> str:
+async def _over_channel(
+    environment: Environment, open_store: Callable[[str], dist.TCPStore], seconds: float
+) -> tuple[dist.TCPStore | None, str]:
+    """Return the store of rank 0, on that rank alone, and its address.
+
+    Other hosts reach rank 0 by the address from which it reaches the hub.
+    """
     assert environment.rendezvous is not None
     channel = await connect(
         environment.rendezvous,
@@ -231,8 +238,12 @@ async def _over_channel(environment: Environment, told: str | None, seconds: flo
         timeout=seconds,
         environ=environment.variables,
     )
-    if told is not None:
-        await channel.set("c10d/store", told.encode())
+    store = None
+    if environment.rank == 0:
+        hub = parse(environment.rendezvous, environment.variables)
+        one_host = isinstance(hub, TcpPlace) and is_loopback(hub.host)
+        store = open_store(channel.source if one_host or not is_loopback(channel.source) else outward_host())
+        await channel.set("c10d/store", f"{store.host} {store.port}".encode())
     said: bytes = await channel.get("c10d/store")
     await channel.aclose()
-    return said.decode()
+    return store, said.decode()
