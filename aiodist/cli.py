@@ -138,8 +138,8 @@ def run(  # noqa: PLR0913 - one for each option
     trace: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Record what all ranks do: DIR/trace.json, for ui.perfetto.dev.")
     ] = None,
-    report: Annotated[
-        bool, typer.Option("--report", help="At the end say which rank the others waited for, and how long.")
+    stragglers: Annotated[
+        bool, typer.Option("--stragglers", help="At the end say which rank the others waited for, and how long.")
     ] = False,
 ) -> None:
     """Run SCRIPT on N ranks of this host, or of several; exit with the first non-zero code, 128 + n for signal n."""
@@ -155,7 +155,7 @@ def run(  # noqa: PLR0913 - one for each option
     program, *command = command_of((script, *(args or ())), module=module, search=search)
     wanted = elastic_range(elastic)
     own = [] if pin is None else [f"AIODIST_PIN={int(pin)}"]
-    if report:
+    if stragglers:
         own.append("AIODIST_STRAGGLERS=1")
     if trace is not None:
         prepare(trace)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
-from functools import partial
+from functools import partial, wraps
 from hashlib import sha256
 from inspect import isroutine
 from numbers import Real
-from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
+from types import MappingProxyType
+from typing import Any, Final, Literal, NoReturn, ParamSpec, Protocol, TypeAlias, TypeVar, runtime_checkable
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 ANY: Final = -1
 """Any source, any tag: for receives only."""
@@ -34,9 +38,20 @@ class ReduceOp(StrEnum):
     BAND = "band"
     BOR = "bor"
     BXOR = "bxor"
+    AVG = "mean"
+    """Alias of MEAN, torch's name."""
+    PRODUCT = "prod"
+    """Alias of PROD, torch's name."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> ReduceOp | None:
+        return OP_ALIASES.get(value) if isinstance(value, str) else None
 
 
-Op: TypeAlias = Literal["sum", "mean", "prod", "min", "max", "band", "bor", "bxor"] | ReduceOp
+OP_ALIASES: Final = MappingProxyType({"avg": ReduceOp.MEAN, "product": ReduceOp.PROD})
+"""Other spellings that `op=` takes."""
+
+Op: TypeAlias = Literal["sum", "mean", "prod", "min", "max", "band", "bor", "bxor", "avg", "product"] | ReduceOp
 """What `op=` takes."""
 
 Impl: TypeAlias = Literal[
@@ -170,3 +185,34 @@ def _settings(value: object) -> list[tuple[str, object]]:
     found = {name: getattr(value, name) for name in names if not name.startswith("_") and hasattr(value, name)}
     found |= getattr(value, "__dict__", {})
     return sorted((name, each) for name, each in found.items() if not name.startswith("_"))
+
+
+class Elsewhere:
+    """An attribute that a class lacks, under the name that an older version or another library gives it.
+
+    Reading it raises AttributeError, which says what to use. It costs the class nothing, unlike a `__getattr__`.
+    """
+
+    def __init__(self, name: str, use: str) -> None:
+        self._name = name
+        self._use = use
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        raise AttributeError(
+            f"{owner.__name__!r} object has no attribute {self._name!r}: use {self._use}", name=self._name
+        )
+
+
+def renamed(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate a function whose keywords `names` are called otherwise now: TypeError says how."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            for old in names.keys() & kwargs.keys():
+                raise TypeError(f"{function.__name__}() got {old}=: use {names[old]}=")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate

@@ -57,7 +57,7 @@ def _cases(ours: c10d.AiodistProcessGroup, gloo: dist.ProcessGroup) -> Iterator[
         ways = {
             "gloo": _reducing(gloo, torch.zeros(nbytes // 4)),
             "aiodist": _reducing(ours, torch.zeros(nbytes // 4)),
-            "aiodist arena": _reducing(ours, ours.coll.share_(torch.zeros(nbytes // 4))),
+            "aiodist arena": _reducing(ours, ours.coll.to_arena_(torch.zeros(nbytes // 4))),
         }
         yield f"all_reduce {name}", calls, ways
     for name, samples in _STEPS:

@@ -89,7 +89,7 @@ class _Rounds:
             before = await self._steps(_BEFORE)
             async with ticker() as lateness:
                 called = perf_counter()
-                saving = aiodist.save(self._path, self._net, self._optimizer, keep=1)
+                saving = aiodist.save(self._path, self._net, self._optimizer, keep_last=1)
                 held = perf_counter()
                 await self._net.submit(lambda: None)
                 copied = perf_counter()

@@ -90,7 +90,7 @@ class Ours:
     @asynccontextmanager
     async def holding(self, t: Tensor) -> AsyncIterator[None]:
         """See `Way`."""
-        self._t = self._coll.empty(t.shape, t.dtype).zero_() if self._arena else t
+        self._t = self._coll.arena_empty(t.shape, t.dtype).zero_() if self._arena else t
         self._key = f"{self.name}:{t.nbytes}"
         if self._roles.works:
             await self._ps.init(self._key, self._t)

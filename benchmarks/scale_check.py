@@ -29,6 +29,7 @@ from aiodist.bench.timing import Contender, Pace, interleaved, pace
 from aiodist.collectives.arithmetic import combine
 from aiodist.collectives.program import Call, Endpoint, Program
 from aiodist.collectives.scheduled import Scheduled, SubEndpoint
+from aiodist.communicator import parts_of
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.handles import Handle
 from aiodist.schedules import Blocks
@@ -143,8 +144,8 @@ async def _seconds(coll: Communicator, make: Callable[[Endpoint], Program[None]]
 
 def _perform(coll: Communicator, make: Callable[[Endpoint], Program[Any]], nbytes: int = 0) -> Handle[Any]:
     """Issue a program of ours as the next operation of all ranks: what the communicator itself does with its own."""
-    program = make(Endpoint(coll.parts.transport, _TAG))
-    return coll.parts.dispatcher.collective(Fingerprint("scheduled"), program, nbytes=nbytes)
+    program = make(Endpoint(parts_of(coll).transport, _TAG))
+    return parts_of(coll).dispatcher.collective(Fingerprint("scheduled"), program, nbytes=nbytes)
 
 
 def _nothing() -> Program[None]:

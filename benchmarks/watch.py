@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 
 import aiodist
-from aiodist.communicator import Communicator
+from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.watchdog import Watch
 from aiodist.handles import Progress
 from aiodist.nn import DataParallel
@@ -83,7 +83,7 @@ async def main() -> None:
     """Measure an awaited small allreduce with arrivals noted, and a training step that is traced."""
     async with aiodist.init() as coll:
         t = torch.zeros(1)
-        watch = Watch.of(Progress.current(), coll.parts.registry.channel)
+        watch = Watch.of(Progress.current(), parts_of(coll).registry.channel)
         _blind(watch)
         looked = lambda: _looked(watch)  # noqa: E731
         await compare("nothing switched on, an awaited allreduce of 4 B", lambda: coll.allreduce(t), 1000, looked, coll)

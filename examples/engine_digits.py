@@ -21,7 +21,7 @@ async def main() -> None:
     images, labels = load()  # (1797, 64), (1797,)
     train, test = TensorDataset(images[:-HELD_OUT], labels[:-HELD_OUT]), (images[-HELD_OUT:], labels[-HELD_OUT:])
     async with aiodist.init() as coll:
-        sampler = ShardSampler(train, coll.rank, coll.size, shuffle=True, drop_last=True)
+        sampler = ShardSampler(train, coll, shuffle=True, drop_last=True)
         held_out = [tuple(t[coll.rank :: coll.size] for t in test)]  # this rank's share, in one batch
         net = await aiodist.nn.DataParallel.create(build(), coll)
         engine = aiodist.Engine(net, optimizer(net.parameters()), F.cross_entropy, metrics={"accuracy": accuracy})

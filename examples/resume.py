@@ -32,7 +32,7 @@ async def main(path: Path, last: int | None = None) -> None:
         except FileNotFoundError:  # on all ranks alike
             pass
         else:
-            done = found.extra["steps"]
+            done = found.metadata["steps"]
             if coll.rank == 0:
                 print(f"{coll.size} ranks go on behind step {done}, saved by {found.ranks}")
 
@@ -43,7 +43,7 @@ async def main(path: Path, last: int | None = None) -> None:
             if done % EVERY == 0:
                 if saving is not None:
                     await saving  # it was written beside the last steps
-                saving = aiodist.save(path, net, opt, extra={"steps": done}, keep=2)
+                saving = aiodist.save(path, net, opt, metadata={"steps": done}, keep_last=2)
         if saving is not None:
             await saving
         if coll.rank == 0:

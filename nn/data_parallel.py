@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from aiodist.codecs import Codec
-from aiodist.communicator import Communicator
+from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.duplicate import duplicate
 from aiodist.errors import CommunicatorError, DeadlockError, MismatchError, PeerError
 from aiodist.handles import Handle
@@ -252,7 +252,7 @@ class DataParallel(MadeTogether, ModuleLike):
         if self._refuses is None:
             if coll is self._home:
                 return
-            if coll.parts.registry.elastic is None:
+            if parts_of(coll).registry.elastic is None:
                 check_updated(self)
             await self.aclose()
         await self._compute.stream.aclose()  # what was asked for may still run
@@ -295,10 +295,10 @@ class DataParallel(MadeTogether, ModuleLike):
         shared, op, sizes = self._shared, self._op, self._sizes
         if coll.size > 1:
             _check_forward(shared)
-        if coll.parts.registry.elastic is not None:
+        if parts_of(coll).registry.elastic is not None:
             state = (*state, self._stateful)
         own = await duplicate(coll)
-        own.leave_to_thread(_BACKGROUND_BYTES)
+        parts_of(own).dispatcher.large_bytes = _BACKGROUND_BYTES
         hook: CommHook = Allreduce(own, op)
         made_of_it: list[Communicator] = []
         try:
@@ -330,7 +330,7 @@ class DataParallel(MadeTogether, ModuleLike):
             made = await share_furthest(own, shared, state, [steps for steps, *_ in told])
             reducer = Reducer(own, status, shared, op=op, sizes=sizes, hook=hook)
         except BaseException as error:
-            why, given_up = f"{own.name} was given up", own.parts.dispatcher.refusal is not None
+            why, given_up = f"{own.name} was given up", parts_of(own).dispatcher.refusal is not None
             if not given_up and not isinstance(error, MismatchError):  # which all ranks find; else they wait for this
                 how = "failed" if isinstance(error, Exception) else "was cancelled"
                 why, given_up = f"rank {own.rank} {how} while a net was made: {error!r}", True
@@ -350,7 +350,7 @@ class DataParallel(MadeTogether, ModuleLike):
         self._side = side  # what the user calls while reductions may be under way
         self._reducer, self._compute = reducer, Compute(stream, reducer)
         self._refuses = None
-        status.admit(_Guest(self))  # the last that was made is the first to be closed
+        parts_of(status).registry.admit(status, _Guest(self))  # the last that was made is the first to be closed
 
     # --- the module ---------------------------------------------------------------------------------------------
 
@@ -536,7 +536,7 @@ class DataParallel(MadeTogether, ModuleLike):
             self._stateful.check()
             check_optimizer(self, opt)
             self._optimizer = opt
-        if self._settings.per_rank and (self._reducer.joining or self._coll.parts.registry.elastic is not None):
+        if self._settings.per_rank and (self._reducer.joining or parts_of(self._coll).registry.elastic is not None):
             what = "join" if self._reducer.joining else "rebind"
             _alike(what, [opt], self._settings.per_rank)
         if isinstance(opt, Optimizer):

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from aiodist.communicator import Communicator
+from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.arguments import block_of, check_rank, check_sizes
 from aiodist.handles import Handle
 from aiodist.handles.origin import whence
@@ -198,13 +198,13 @@ def alltoall(
 
 def line_for(coll: Communicator) -> Line:
     """Return the line of the program that issues on `coll` now: what backward issues later is told with it."""
-    return coll.parts.dispatcher.oplog.caller or whence(1)
+    return parts_of(coll).dispatcher.oplog.caller or whence(1)
 
 
 @contextmanager
 def _told_with(coll: Communicator, line: Line | None) -> Iterator[None]:
     """What this thread issues in the block is told with that line; None: with the one that calls."""
-    oplog = coll.parts.dispatcher.oplog
+    oplog = parts_of(coll).dispatcher.oplog
     before, oplog.caller = oplog.caller, line or oplog.caller
     try:
         yield
@@ -217,7 +217,7 @@ def completed(coll: Communicator, call: Callable[[], Handle[T]], line: Line | No
 
     Backward gives the `line` of its forward: autograd calls it in a thread that may have no line of the program.
     """
-    progress = coll.parts.dispatcher.progress
+    progress = parts_of(coll).dispatcher.progress
     if progress.owns_thread():
         raise RuntimeError(
             f"a forward or backward that waits for other ranks of {coll.name!r} would block the event loop: run it on "
@@ -231,7 +231,7 @@ def completed(coll: Communicator, call: Callable[[], Handle[T]], line: Line | No
 
 def check_threaded(coll: Communicator) -> None:
     """Raise `RuntimeError` unless other threads than the loop's may issue on `coll`."""
-    if coll.parts.dispatcher.issuing is None:
+    if parts_of(coll).dispatcher.issuing is None:
         raise RuntimeError(
             f"forward and backward issue in the threads that they run in, and {coll.name!r} belongs to the loop's: "
             "expected what `await coll.dup(thread=True)` returns"
@@ -286,7 +286,7 @@ def _issue(
     if out.requires_grad:
         check_threaded(coll)
     given = t.detach().contiguous().resolve_conj()
-    progress = coll.parts.dispatcher.progress
+    progress = parts_of(coll).dispatcher.progress
     if not t.is_cuda or progress.owns_thread():
         with torch.no_grad():  # the graph of `out` is there
             return call(given, out)

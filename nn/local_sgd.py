@@ -15,6 +15,7 @@ from torch import _foreach_sub as difference
 from torch.optim import Optimizer
 
 from aiodist.checkpoints.saving import load_exactly
+from aiodist.communicator import parts_of
 from aiodist.handles import Handle
 from aiodist.handles.calls import located
 from aiodist.handles.tracing import span
@@ -194,7 +195,7 @@ class LocalSGD(MadeTogether):
         """Of how many steps the centre is, or, where all steps are ordinary ones, the parameters are."""
         self._kept: dict[int, list[tuple[Stateful, Any]]] | None = None
         """In an elastic world: what this rank had of its own behind so many steps, and what shares a step with that."""
-        if net.coll.parts.registry.elastic is not None:
+        if parts_of(net.coll).registry.elastic is not None:
             self._kept = {}
         self._elastic = outer if isinstance(outer, Elastic) else None
         self._since = 0

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from aiodist.checkpoints.saving import load_exactly
+from aiodist.communicator import parts_of
 from aiodist.errors import AiodistError
 from aiodist.handles import Handle
 from aiodist.handles.calls import located
@@ -95,7 +96,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
         """The reductions of the last step."""
         self._complete = True
         """No update of the last step has failed."""
-        self._undo: dict[_BucketOptimizer, _Undo] | None = None if net.coll.parts.registry.elastic is None else {}
+        self._undo: dict[_BucketOptimizer, _Undo] | None = None if parts_of(net.coll).registry.elastic is None else {}
         """In an elastic world: what takes back the updates of steps that were not made whole."""
         self._mishap: Exception | None = None
         """What was raised in the midst of the last of them."""

@@ -20,7 +20,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from aiodist.communicator import Communicator
+from aiodist.communicator import Communicator, parts_of
 from aiodist.errors import AiodistError, OperationTimeout
 from aiodist.handles import Handle, Progress, Scheduler
 from aiodist.nn.blocks import block_numbers
@@ -117,7 +117,7 @@ class Reducer:
         """What has scaled the loss of the last step."""
         self.joining = 0
         """How many `join` blocks are open: gradients are not final before the pass status is known."""
-        registry = data.parts.registry
+        registry = parts_of(data).registry
         self.asks_stop: Callable[[], bool] = lambda: registry.stop_requested
         """See `PassHost`; what drives the net says it, and finds the answer of all ranks in a pass's `status`."""
         self.averaging: Handle[PassStatus] | None = None
@@ -143,7 +143,7 @@ class Reducer:
         self.slots = [Slot(i, name, p, blocks.get(p), by_rows=p in rows) for i, (name, p) in enumerate(named)]
         """All parameters that ranks have alike, frozen or not."""
         self._parameters = [parameter for _, parameter in named]
-        self._dealer = Dealer(self.slots, self._trained(), sizes, data.empty)
+        self._dealer = Dealer(self.slots, self._trained(), sizes, data.arena_empty)
         self._current: Reduction | None = None
         self._fired: dict[int, int] = {}
         """By parameter, how often its hook fired in this pass; in the order of the first times."""
@@ -248,7 +248,7 @@ class Reducer:
     def name_caller(self, caller: tuple[CodeType, int], call: str) -> None:
         """Reports of operations that the loop issues from now on name that line, and the user's `call` there."""
         for comm in (self.data, self.status, *self.hook.comms):
-            comm.parts.dispatcher.oplog.name_caller(caller, call)
+            parts_of(comm).dispatcher.oplog.name_caller(caller, call)
 
     # --- passes: on the thread that runs backward --------------------------------------------------------------
 
@@ -353,7 +353,7 @@ class Reducer:
     @property
     def works(self) -> bool:
         """Its communicators were not given up."""
-        return all(comm.parts.dispatcher.refusal is None for comm in (self.data, self.status))
+        return all(parts_of(comm).dispatcher.refusal is None for comm in (self.data, self.status))
 
     @property
     def stopped(self) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from aiodist.communicator import Communicator
+from aiodist.communicator import Communicator, parts_of
 from aiodist.errors import OperationTimeout
 from aiodist.handles import Handle, Lane, Permit, Progress, join
 from aiodist.handles.combinators import EndWaiter
@@ -96,7 +96,7 @@ def ask(
         handle = call()
     except Exception as error:  # noqa: BLE001  - the thread that waits is told
         failed(error)
-        if host.data.parts.dispatcher.refusal is None:  # the others wait for what this rank has not sent
+        if parts_of(host.data).dispatcher.refusal is None:  # the others wait for what this rank has not sent
             host.data.abort(f"rank {host.data.rank} cannot go on: {error}")
     else:
         come = lambda error: then(handle.result()) if error is None else failed(error)  # noqa: E731
@@ -351,7 +351,7 @@ class Reduction(PassMachine[Bucket]):
         else:
             began = self.spans.end(index)
             if (trace := tracing.to) is not None:
-                rank, nbytes = self._host.data.parts.registry.channel.rank, self.buckets[index].nbytes
+                rank, nbytes = parts_of(self._host.data).registry.channel.rank, self.buckets[index].nbytes
                 trace.span(f"bucket {index}", began, track="reductions", of_rank=rank, bytes=nbytes)
             self.buckets[index].release()
             self.reduced(index)

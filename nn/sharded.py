@@ -129,7 +129,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
         """Have the net's gradients go to the blocks."""
         data = self._reducer.data
         self._state = ShardState(self.optimizer, self._make, groups)
-        self._memory = BucketMemory(data.empty)
+        self._memory = BucketMemory(data.arena_empty)
         self._guard(self._shards)
         self._gathering = ReduceScatter(data, self._reducer.op)
         self._hook = self._reducer.hand_to(self, self._gathering, self._bucket)

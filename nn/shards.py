@@ -53,7 +53,7 @@ class BucketShard:
         """There is no other rank: gradients are used where they are."""
         self.first = coll.rank * self.block
         with torch.inference_mode(False), torch.no_grad():
-            self.flat = coll.empty(self.block * coll.size, slots[0].dtype)
+            self.flat = coll.arena_empty(self.block * coll.size, slots[0].dtype)
             self.flat[sum(counts) :].zero_()
             for slot in slots:
                 view = self.view(self.flat, slot)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from aiodist.checkpoints.saving import load_exactly
-from aiodist.communicator import Communicator
+from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.arguments import check_rank
 from aiodist.errors import MismatchError
 from aiodist.handles import Handle
@@ -439,11 +439,11 @@ async def share_furthest(
     named = named_state(module)
     check_dense("tensor", named)
     mine = [distinct(t.detach()) for _, t in named]
-    elastic = coll.parts.registry.elastic is not None and coll.rank != root
+    elastic = parts_of(coll).registry.elastic is not None and coll.rank != root
     come = [torch.empty_like(t) for t in mine] if elastic else mine
     await share(come, coll, "root", root)
     came = await _states_of(coll, root, states) if states else []
-    coll.parts.dispatcher.check_usable()  # given up meanwhile: nothing is written
+    parts_of(coll).dispatcher.check_usable()  # given up meanwhile: nothing is written
     if coll.rank != root:
         if elastic:
             write_each(mine, come)

@@ -51,7 +51,7 @@ def contenders(session: Session, op: str, nbytes: int) -> list[Contender]:
     found = []
     for impl in session.impls:
         if impl == "auto" or op not in _WITHOUT_IMPL:
-            made, empty = buffers(session, op, nbytes), session.coll.empty
+            made, empty = buffers(session, op, nbytes), session.coll.arena_empty
             if impl == "arena":  # such tensors in memory that the ranks of a host share
                 out = None if made.out is None else empty(made.out.shape, made.out.dtype).zero_()
                 made = replace(made, t=empty(made.t.shape, made.t.dtype).zero_(), out=out)

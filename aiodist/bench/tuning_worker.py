@@ -21,6 +21,7 @@ from aiodist.bench.tuning import Tuning
 from aiodist.collectives.choice.availability import State
 from aiodist.collectives.choice.table import RangeEdit, bytes_text
 from aiodist.collectives.choice.tablefile import conditions, render, tuned_path, write
+from aiodist.communicator import parts_of
 
 if TYPE_CHECKING:
     from aiodist.communicator import Communicator
@@ -46,7 +47,7 @@ async def main(todo: Tuning) -> None:
                     ranked = sorted(seconds.items(), key=lambda item: item[1])
                     told = ", ".join(f"{name} {1e6 * time:.4g} us" for name, time in ranked)
                     print(f"{operation} {bytes_text(nbytes)}: {told}", flush=True)  # noqa: T201
-            edits += edits_from(operation, coll.parts.repertoire.hosts, figures)
+            edits += edits_from(operation, parts_of(coll).repertoire.hosts, figures)
         if coll.rank == 0:
             _report(todo, coll, edits)
 
@@ -128,7 +129,7 @@ def edits_from(operation: str, hosts: str, figures: Figures) -> list[RangeEdit]:
 
 
 def _report(todo: Tuning, coll: Communicator, edits: Sequence[RangeEdit]) -> None:
-    here = conditions(coll.parts.repertoire, coll.topology)
+    here = conditions(parts_of(coll).repertoire, coll.topology)
     text = render(edits, here, "What runs an operation of which size, as aiodist tune measured it.")
     path = tuned_path(here) if todo.output is None else Path(todo.output)
     print(text, end="", flush=True)  # noqa: T201  - before it is written, which may fail

@@ -21,7 +21,7 @@ from aiodist.c10d.home import Home
 from aiodist.c10d.lines import Tensors, blocks_of, check_apart, flat, flat_all, joined, movable, rooms_of, summand
 from aiodist.c10d.signatures import signatures
 from aiodist.c10d.work import HandleWork, backend_error
-from aiodist.communicator import Communicator
+from aiodist.communicator import Communicator, parts_of
 from aiodist.errors import AiodistError, BackendUnavailable
 from aiodist.handles import Handle
 from aiodist.streams.memory import shares_memory
@@ -86,7 +86,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
             return bucket.dtype is torch.float16
         if bucket.is_cpu and bucket.nbytes > _SHORT_BYTES:
             with suppress(ValueError, BackendUnavailable, MemoryError):
-                self.coll.share_(bucket)
+                self.coll.to_arena_(bucket)
         return False
 
     @signatures(dist.ReduceOptions, "tensors* opts", "tensor root op timeout")
@@ -329,7 +329,7 @@ class AiodistProcessGroup(dist.ProcessGroup):
         """Options as a backend in C++ has them: its name, the timeout, and the group's name and global ranks."""
         options = Backend.Options("aiodist", timedelta(seconds=self._timeout))
         options.group_name = self._name
-        options.global_ranks_in_group = list(self.coll.parts.dispatcher.ranks)
+        options.global_ranks_in_group = list(parts_of(self.coll).dispatcher.ranks)
         return options
 
     use_pg_for_symm_mem_rendezvous = False

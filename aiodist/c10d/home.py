@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from aiodist.c10d.work import workers
-from aiodist.communicator import Communicator
+from aiodist.communicator import Communicator, parts_of
 from aiodist.control import connect, name_ranks
 from aiodist.control.places import TcpPlace, is_loopback, outward_host, parse
 from aiodist.env import Environment
@@ -39,7 +39,7 @@ class Home:
     def __init__(self, world: Communicator, block: ExitStack | None = None) -> None:
         """`block` is what keeps the world open, and its loop; None: its program does."""
         self.world = world
-        self.loop = world.parts.dispatcher.progress.loop
+        self.loop = parts_of(world).dispatcher.progress.loop
         self._block = block
         self._ending = threading.Lock()
 
@@ -57,7 +57,7 @@ class Home:
 
     def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Return what a coroutine on the loop returns; for any thread but the loop's."""
-        if self.world.parts.dispatcher.progress.owns_thread():
+        if parts_of(self.world).dispatcher.progress.owns_thread():
             raise RuntimeError("torch.distributed would block the event loop here: call it in a thread (to_thread)")
         return asyncio.run_coroutine_threadsafe(make(), self.loop).result()
 
@@ -67,8 +67,8 @@ class Home:
         safe = "".join(c if c.isalnum() else "-" for c in name)
 
         async def make() -> Communicator:
-            parent.parts.dispatcher.check_usable()  # it may have been aborted before the loop came to this
-            made: Communicator = await parent.parts.registry.among(parent, f"c10d-{safe}", ranks)
+            parts_of(parent).dispatcher.check_usable()  # it may have been aborted before the loop came to this
+            made: Communicator = await parts_of(parent).registry.among(parent, f"c10d-{safe}", ranks)
             return made
 
         return self.call(make)

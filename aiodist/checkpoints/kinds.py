@@ -51,8 +51,9 @@ def kinds_differ(saved: Sequence[str], parts: Sequence[str], *, own: bool = Fals
     """
     if len(saved) == len(parts) and all(was in (UNKNOWN, now) for was, now in zip(saved, parts, strict=True)):
         return None
-    names = [f"own[{i}]" if own else name_of(i) for i in range(max(len(saved), len(parts)))]
-    order = f"expected the {'objects of `own`' if own else 'parts'} in the order of the save, {_listed(names, saved)}"
+    names = [f"per_rank[{i}]" if own else name_of(i) for i in range(max(len(saved), len(parts)))]
+    which = "objects of `per_rank`" if own else "parts"
+    order = f"expected the {which} in the order of the save, {_listed(names, saved)}"
     for name, was, now in zip(names, saved, parts, strict=False):
         if was not in (UNKNOWN, now):
             return f"{name} is {now}, and the checkpoint has {was} there: {order}"

@@ -74,7 +74,9 @@ def seed_generator(generator: Generator, seed: int) -> None:
 def check_own(own: Sequence[object]) -> None:
     for number, each in enumerate(own):
         if not isinstance(each, Stateful | Redivided | Generator):
-            raise TypeError(f"own[{number}] is {type(each).__name__}: expected a generator, or what has a state_dict")
+            raise TypeError(
+                f"per_rank[{number}] is {type(each).__name__}: expected a generator, or what has a state_dict"
+            )
 
 
 def own_loaders(own: Sequence[Any], rank: int) -> tuple[list[Json], dict[str, Tensor]]:

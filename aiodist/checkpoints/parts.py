@@ -157,7 +157,7 @@ class Cuts:
         if self.of_parameter and (isinstance(part, InPieces) or hasattr(part, "optimizers")):
             raise TypeError(
                 f"{type(part).__name__} of a net with divided layers: expected an Optimizer of torch, or, for as many "
-                "ranks as now, `await opt.flush()` and then `own=[opt]`"
+                "ranks as now, `await opt.flush()` and then `per_rank=[opt]`"
             )
 
     def changed(self, part: object, state: Any, change: Callable[[Cut, Tensor], object]) -> Any:  # noqa: ANN401
@@ -273,7 +273,7 @@ def check_shared(net: object, parts: Sequence[object]) -> None:
             raise ValueError(
                 f"{name_of(number)}: {type(part).__name__} has {kept} parameters that each rank keeps for itself "
                 "(per_rank), and a part has one state for all ranks. Give those parameters an optimizer of their own, "
-                "and name that in `own=[own_optimizer]`"
+                "and name that in `per_rank=[own_optimizer]`"
             )
 
 

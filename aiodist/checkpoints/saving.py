@@ -39,25 +39,26 @@ from aiodist.checkpoints.writer import Writer, check_alike, digest, together
 from aiodist.communicator import Communicator
 from aiodist.errors import CheckpointDamaged
 from aiodist.handles import Handle
-from aiodist.types import Stateful
+from aiodist.types import Elsewhere, Stateful, renamed
 
 _Told = tuple[FileFacts, list[TensorEntry], Json]
 """What the manifest says of a rank's file, and of what the rank has of its own."""
 
 
+@renamed(extra="metadata", own="per_rank", keep="keep_last")
 def save(
     path: str | os.PathLike[str],
     net: Net | Part,
     *parts: Part,
-    extra: object = None,
-    own: Sequence[object] = (),
-    keep: int | None = None,
+    metadata: object = None,
+    per_rank: Sequence[object] = (),
+    keep_last: int | None = None,
     coll: Communicator | None = None,
 ) -> Handle[Path]:
     """Return the handle of a new checkpoint in the folder `path`; its result is the checkpoint's own folder.
 
     ```python
-    saving = aiodist.save("runs/7", net, opt, extra={"step": step}, own=[loader], keep=3)
+    saving = aiodist.save("runs/7", net, opt, metadata={"step": step}, per_rank=[loader], keep_last=3)
     ...                                     # the next steps
     await saving
     ```
@@ -70,35 +71,35 @@ def save(
     `net` and `parts` are modules, nets, optimizers, schedulers, scalers: all that has a `state_dict`, or pieces
     (`checkpoints.InPieces`). All ranks have the same, which they divide among them; the state that each rank has of its
     own in an `nn.LocalSGD`, and what is `per_rank` of a net's module, it writes itself. Updates that are pending are
-    made first, and averages too, as by `flush`. `extra` is kept for you, the same on all ranks: None, bool, int, float,
-    str, tensors of any shape, arrays of numpy, and lists, tuples and dicts of these. `own` are generators, and loaders,
-    queues of shards and the like, with a state of this rank's own; that of Python, torch and numpy, and what `net`
-    keeps of compressed gradients, need not be named. `keep` is how many checkpoints are left in `path`, None all.
-    `coll` has all ranks; None is that of `net`.
+    made first, and averages too, as by `flush`. `metadata` is kept for you, the same on all ranks: None, bool, int,
+    float, str, tensors of any shape, arrays of numpy, and lists, tuples and dicts of these. `per_rank` are generators,
+    and loaders, queues of shards and the like, with a state of this rank's own; that of Python, torch and numpy, and
+    what `net` keeps of compressed gradients, need not be named. `keep_last` is how many checkpoints are left in `path`,
+    None all. `coll` has all ranks; None is that of `net`.
 
     Raises TypeError at the call for what has no state, for a sharded or pipelined optimizer of divided layers, which
-    `own` takes, and for an `extra` that cannot be written, with its path in it; ValueError for a wrong `keep`, and for
-    an optimizer with parameters that are `per_rank` of `net`. On await, on all ranks alike: what a rank's state, copy
-    or file raised, elsewhere as `RemoteError`, which names that rank; `MismatchError` where ranks differ in what they
-    have to have the same, values of tensors too (buffers of `net` may differ); what the communicator raises. The
-    checkpoints before are untouched then.
+    `per_rank` takes, and for `metadata` that cannot be written, with its path in it; ValueError for a wrong
+    `keep_last`, and for an optimizer with parameters that are `per_rank` of `net`. On await, on all ranks alike: what a
+    rank's state, copy or file raised, elsewhere as `RemoteError`, which names that rank; `MismatchError` where ranks
+    differ in what they have to have the same, values of tensors too (buffers of `net` may differ); what the
+    communicator raises. The checkpoints before are untouched then.
 
     Cost: once for a communicator a duplicate of it, a thread, and memory for this rank's share; each time a pass
     over all tensors that ranks have alike, a copy of that share, three small exchanges, and a pass over the share for
     its CRC-32. While a compute thread is busy the thread that writes rests 40 times as long as it uses a core: a GB for
     each rank takes about 10 seconds then.
     """
-    check_keep(keep)
-    coll, replica = ranks_of(net, parts, own, coll)
-    job = _Save(Path(path), [net, *parts], extra, own, coll, replica)
+    check_keep(keep_last)
+    coll, replica = ranks_of(net, parts, per_rank, coll)
+    job = _Save(Path(path), [net, *parts], metadata, per_rank, coll, replica)
     writer = Writer.of(coll, "save")
     job.begin(writer)
-    return writer.later("save", partial(job.finish, writer, keep))
+    return writer.later("save", partial(job.finish, writer, keep_last))
 
 
 def check_keep(keep: object) -> None:
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise ValueError(f"keep={keep!r}: expected how many checkpoints to keep, at least 1, or None for all")
+        raise ValueError(f"keep_last={keep!r}: expected how many checkpoints to keep, at least 1, or None for all")
 
 
 def ranks_of(
@@ -134,7 +135,7 @@ class _Save:
     """One checkpoint, on one rank."""
 
     def __init__(
-        self, path: Path, parts: list[Any], extra: object, own: Sequence[object], coll: Communicator, replica: int
+        self, path: Path, parts: list[Any], metadata: object, own: Sequence[object], coll: Communicator, replica: int
     ) -> None:
         """At the call: take what the loop's thread knows."""
         self._path = path
@@ -143,7 +144,7 @@ class _Save:
         self._place = (coll.rank, coll.size)
         self._replica = replica
         found: dict[str, Tensor] = {}
-        self._extra = encode(extra, "extra", found)
+        self._metadata = encode(metadata, "metadata", found)
         self._given = {name: t.clone() for name, t in found.items()}
         self._loaders, self._of_loaders = own_loaders(own, coll.rank)
         self._number = 0
@@ -175,7 +176,7 @@ class _Save:
         mine = dict(self._of_loaders)
         own = own_states(net, self._own, taken.own, self._place[0], mine) | {"loaders": self._loaders}
         taken.keep_own(mine)
-        structure = {**taken.structure(f"net/{name}" for name in own_buffers(net)), "extra": self._extra}
+        structure = {**taken.structure(f"net/{name}" for name in own_buffers(net)), "metadata": self._metadata}
         written = taken.mine_to_write(*self._place)
         layout = lay_out([entry for entry, _ in written])
         buffer = borrow(layout.nbytes)
@@ -227,7 +228,7 @@ class _Save:
         """Have the folder be a checkpoint; rank 0."""
         if writer.coll.rank != 0:
             return part
-        folder = await writer.stream.submit(commit, self._path, self._number, written, self._said, self._extra)
+        folder = await writer.stream.submit(commit, self._path, self._number, written, self._said, self._metadata)
         if keep is not None:
             await writer.stream.submit(folders.remove_old, self._path, keep)
         return folder
@@ -246,15 +247,17 @@ class Checkpoint:
     """Its place among those of its training; None where its folder was renamed."""
     ranks: int
     """How many ranks saved it."""
-    extra: Any
-    """What was given as `extra`."""
+    metadata: Any
+    """The `metadata` that `save` was given."""
+    extra = Elsewhere("extra", "metadata")
 
 
+@renamed(own="per_rank")
 def load(
     path: str | os.PathLike[str],
     net: Net | Part,
     *parts: Part,
-    own: Sequence[object] = (),
+    per_rank: Sequence[object] = (),
     coll: Communicator | None = None,
 ) -> Handle[Checkpoint]:
     """Return the handle of giving `net` and `parts` the state of a checkpoint, and what was kept beside it.
@@ -265,16 +268,16 @@ def load(
     before anything is changed; what nobody uses they divide. Nothing is unpickled.
 
     Give the same `parts` in the same order as to `save`, on any number of ranks: a checkpoint has the kind of each
-    part, and of each object of `own`, which are compared before anything is changed. Nets and modules are one kind,
-    whose names and shapes are compared; the kind of all else is the name of its class, a subclass is another, and an
-    attribute `checkpoint_kind` (a text) replaces that name. A `ShardedOptimizer` is of the kind of its optimizer. Rank
-    r takes the random states, and the generators of `own`, that rank r saved; a rank that saved none seeds its own
-    anew, with seeds that follow from what was saved. Loaders of `own`, residuals of compressed gradients, and the
-    optimizer within an `nn.LocalSGD` belong to a rank: where another number of ranks saved them, they stay as they are
-    here, and that optimizer begins anew. Each buffer of the net then comes from one of the ranks, so
+    part, and of each object of `per_rank`, which are compared before anything is changed. Nets and modules are one
+    kind, whose names and shapes are compared; the kind of all else is the name of its class, a subclass is another, and
+    an attribute `checkpoint_kind` (a text) replaces that name. A `ShardedOptimizer` is of the kind of its optimizer.
+    Rank r takes the random states, and the generators of `per_rank`, that rank r saved; a rank that saved none seeds
+    its own anew, with seeds that follow from what was saved. Loaders of `per_rank`, residuals of compressed gradients,
+    and the optimizer within an `nn.LocalSGD` belong to a rank: where another number of ranks saved them, they stay as
+    they are here, and that optimizer begins anew. Each buffer of the net then comes from one of the ranks, so
     `net.synchronize_buffers()` before the save if they differ. A net with parts that are `per_rank` loads only what as
-    many ranks saved, with the same `per_rank`. What of `own` has `load_state_dicts`, such as a
-    `data.ShardQueue`, is given all ranks' states.
+    many ranks saved, with the same `per_rank`. What of `per_rank` has `load_state_dicts`, such as a `data.ShardQueue`,
+    is given all ranks' states.
 
     Raises TypeError and ValueError at the call as `save`. On await, on all ranks alike: FileNotFoundError where there
     is no checkpoint; `CheckpointDamaged`, which names file and place, where none is sound; ValueError where it is of
@@ -282,9 +285,9 @@ def load(
     `RemoteError`: then some parts have it, and others do not. Cost: each rank reads all that it needs, and holds it in
     memory until it is taken.
     """
-    coll, _ = ranks_of(net, parts, own, coll)
+    coll, _ = ranks_of(net, parts, per_rank, coll)
     writer = Writer.of(coll, "load")
-    return writer.later("load", _Load(Path(path), [cast(Part, net), *parts], own, writer).run)
+    return writer.later("load", _Load(Path(path), [cast(Part, net), *parts], per_rank, writer).run)
 
 
 @dataclass
@@ -297,7 +300,7 @@ class _Load:
     writer: Writer
     states: list[Any] = field(default_factory=list)
     """Of each part, as it takes it."""
-    extra: Any = None
+    metadata: Any = None
     of_rank: OwnState = field(init=False)
     ranks: int = 0
 
@@ -310,7 +313,7 @@ class _Load:
         await together(coll, what, self._restore_loaders())
         if self.ranks != coll.size and coll.rank == 0:
             _log.info("%s is of %d ranks, loaded by %d", folder, self.ranks, coll.size)
-        return Checkpoint(folder, folders.number_of(folder), self.ranks, self.extra)
+        return Checkpoint(folder, folders.number_of(folder), self.ranks, self.metadata)
 
     async def _compute(self, fn: Callable[[], None]) -> None:
         net = self.parts[0]
@@ -373,7 +376,7 @@ class _Load:
             for number, (part, state) in enumerate(zip(self.parts, self.states, strict=True)):
                 if (why := misfit(part, state)) is not None:
                     raise PartsDiffer(f"{folder}: {name_of(number)}: {why}")
-            self.extra = decode(manifest.extra, reader.tensor)
+            self.metadata = decode(manifest.extra, reader.tensor)
             reader.check_rest(coll.rank, coll.size)
             self.ranks = len(manifest.files)
 

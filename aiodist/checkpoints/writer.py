@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aiodist.backends.base import again
 from aiodist.checkpoints.values import Json
-from aiodist.communicator import Communicator
+from aiodist.communicator import Communicator, parts_of
 from aiodist.errors import CommunicatorAborted, DeadlockError, MismatchError, PeerLost, RemoteError
 from aiodist.handles import Handle, Origin, Progress
 from aiodist.handles.waiting import JobQueue
@@ -75,7 +75,7 @@ async def check_alike(coll: Communicator, said: Json, digests: list[bytes]) -> N
     path, first, other = found[rank]
     raise MismatchError(
         f"ranks disagree on what a checkpoint has once for all of them: {path} is {first} on rank 0, {other} on rank "
-        f"{rank}; what each rank has of its own goes to own="
+        f"{rank}; what each rank has of its own goes to per_rank="
     )
 
 
@@ -110,9 +110,9 @@ class Writer:
         self.buffers = BufferPool(self.progress)
         self.coll: Communicator
         self.stream: HostStream
-        registry, name = coll.parts.registry, coll.parts.registry.next_name(coll, "dup")
+        registry, name = parts_of(coll).registry, parts_of(coll).registry.next_name(coll, "dup")
         agreed = coll.barrier()
-        coll.parts.dispatcher.oplog.calls[agreed.raw_origin] = op
+        parts_of(coll).dispatcher.oplog.calls[agreed.raw_origin] = op
         self._made: Handle[None] = registry.later(coll, "dup", agreed, lambda _: self._open(name))
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
@@ -121,7 +121,7 @@ class Writer:
     @classmethod
     def of(cls, coll: Communicator, op: str) -> Writer:
         """Return that of `coll`, made at the first use, by `op`: collective then. Raises as a call of `coll`."""
-        coll.parts.dispatcher.check_on_loop(f"{op}()")
+        parts_of(coll).dispatcher.check_on_loop(f"{op}()")
         known: dict[Communicator, Writer] = Progress.current().belongings.setdefault(cls, {})
         if coll not in known:
             known[coll] = cls(coll, op)
@@ -129,7 +129,7 @@ class Writer:
 
     def later(self, op: str, job: Callable[[], Awaitable[T]]) -> Handle[T]:
         """Return the handle of `job`, which begins when all that was asked before is over."""
-        account = self.parent.parts.dispatcher.account
+        account = parts_of(self.parent).dispatcher.account
         handle: Handle[T] = Handle(self.progress, op, self._seq, origin=Origin.here(3), account=account)
         handle.polled = False
         self._seq += 1
@@ -143,11 +143,11 @@ class Writer:
         try:
             async with self._turn:  # they come in the order in which they were asked for
                 await self._made
-                self.coll.parts.dispatcher.oplog.name_caller(handle.raw_origin, handle.op)
+                parts_of(self.coll).dispatcher.oplog.name_caller(handle.raw_origin, handle.op)
                 result = await job()
         except asyncio.CancelledError:
             why = f"communicator {self.parent.name!r} was given up while a checkpoint was under way"
-            refusal = self.parent.parts.dispatcher.refusal
+            refusal = parts_of(self.parent).dispatcher.refusal
             if isinstance(refusal, DeadlockError):
                 handle.reject(again(refusal))
             else:
@@ -160,9 +160,9 @@ class Writer:
     async def _open(self, name: str) -> None:
         """Make the duplicate; from then on its communicator does not close before this is closed."""
         everybody = tuple(range(self.parent.size))
-        self.coll = await self.parent.parts.registry.join(self.parent, name, everybody, shared=False)
+        self.coll = await parts_of(self.parent).registry.join(self.parent, name, everybody, shared=False)
         self.stream = await HostStream(f"files {self.coll.name}").__aenter__()
-        self.coll.admit(self)
+        parts_of(self.coll).registry.admit(self.coll, self)
 
     async def close(self) -> None:
         self._forgotten()

@@ -14,23 +14,24 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar, overload
 
 from aiodist.communicator.arguments import check_int64, check_rank
-from aiodist.communicator.base import CommunicatorStatistics
+from aiodist.communicator.base import CommunicatorStatistics, parts_of, upkeep_of
+from aiodist.communicator.elsewhere import Elsewheres, shown
 from aiodist.communicator.levels import Asked, Form, Group, Levels, agree, checked_form, checked_key, forms_of, keys_of
 from aiodist.communicator.movement import Movement
 from aiodist.communicator.objects import Objects
 from aiodist.communicator.reductions import Reductions
-from aiodist.communicator.registry import Guest, Registry
+from aiodist.communicator.registry import Registry
 from aiodist.communicator.shared import SharedMemory
 from aiodist.errors import CommunicatorAborted
 from aiodist.handles import Handle, Origin
 from aiodist.handles.calls import located
 
-__all__ = ["Communicator", "CommunicatorStatistics", "Hierarchy", "Level", "root_levels"]
+__all__ = ["Communicator", "CommunicatorStatistics", "Hierarchy", "Level", "parts_of", "root_levels", "upkeep_of"]
 
 T = TypeVar("T")
 
 
-class Communicator(SharedMemory, Reductions, Movement, Objects):
+class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
     """A group of ranks that communicate; get the first from `aiodist.init`.
 
     It belongs to the event loop it was opened on and is called from that loop's thread alone, or from others too where
@@ -157,17 +158,6 @@ class Communicator(SharedMemory, Reductions, Movement, Objects):
 
     # --- the end --------------------------------------------------------------------------------------------
 
-    def leave_to_thread(self, nbytes: int) -> None:
-        """Have the progress thread drive allreduces of `nbytes` and more, while the loop does something else.
-
-        For communicators whose operations are not awaited at once, such as those of gradients.
-        """
-        self._dispatcher.large_bytes = nbytes
-
-    def admit(self, guest: Guest) -> None:
-        """Have `guest` end before this communicator does, however it ends: for what is built on communicators."""
-        self._registry.admit(self, guest)
-
     def abort(self, reason: str = "abort() was called") -> None:
         """Give this communicator up on all ranks: what is pending and every later call raise CommunicatorAborted."""
         error = CommunicatorAborted(f"communicator {self.name!r} was aborted: {reason}", comm=self.name, rank=self.rank)
@@ -192,6 +182,9 @@ class Communicator(SharedMemory, Reductions, Movement, Objects):
             await self._registry.close(self)
         else:
             await kept.aclose()
+
+    def __dir__(self) -> list[str]:
+        return shown(super().__dir__())
 
     def __deepcopy__(self, memo: object) -> Communicator:
         """Return itself: a copy of a module communicates with the same ranks."""
@@ -281,7 +274,7 @@ class Hierarchy(Sequence[Level]):
 
         async def join(name: str, table: list[Asked]) -> Communicator:
             agree(comm.name, table)
-            registry: Registry[Communicator] = comm.parts.registry
+            registry: Registry[Communicator] = parts_of(comm).registry
             return await registry.join(comm, name, self._groups.group(low), shared=True, levels=spanned)
 
         return _issue(comm, "span", asked, join)
@@ -329,7 +322,7 @@ async def root_levels(world: Communicator, make: Callable[[Communicator], Hierar
     levels = built.levels
     asked = Asked("init(levels=)", built.name, keys_of(levels), forms_of(levels))
     agree(world.name, await world.allgather_object(asked))
-    world.upkeep.set_levels(levels.below(world.topology.host_of), None)
+    upkeep_of(world).set_levels(levels.below(world.topology.host_of), None)
 
 
 def _make(comm: Communicator, asked: Asked, since: int = 1) -> Handle[Hierarchy]:
@@ -350,14 +343,14 @@ def _make(comm: Communicator, asked: Asked, since: int = 1) -> Handle[Hierarchy]
 def _issue(
     comm: Communicator, kind: str, asked: Asked, join: Callable[[str, list[Asked]], Coroutine[Any, Any, T]]
 ) -> Handle[T]:
-    registry: Registry[Communicator] = comm.parts.registry
+    registry: Registry[Communicator] = parts_of(comm).registry
     agreed = comm.allgather_object(asked)
     name = registry.next_name(comm, "span" if kind == "span" else "hierarchy")
     return registry.later(comm, kind, agreed, lambda table: join(name, table))
 
 
 async def _level(comm: Communicator, name: str, groups: Levels, number: int) -> Level:
-    registry = comm.parts.registry
+    registry = parts_of(comm).registry
     within, across = groups.group(number), groups.link(number)
     return Level(
         number=number,

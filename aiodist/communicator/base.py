@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ from aiodist.handles import Handle
 from aiodist.streams import check_not_capturing
 from aiodist.topology import Topology
 from aiodist.types import OPERATIONS
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 _CPU = torch.device("cpu")
 _ANYWHERE = ONE_FORM.keys() - {"alltoall_single"}
@@ -87,7 +90,7 @@ class CommunicatorStatistics:
 
 
 class Parts(NamedTuple):
-    """What is below the calls of a communicator, for what is built upon one within aiodist."""
+    """The layers below the calls of a communicator, for other packages of aiodist; get them from `parts_of`."""
 
     dispatcher: Dispatcher
     transport: Transport
@@ -102,7 +105,7 @@ class Parts(NamedTuple):
 
 
 class Upkeep(NamedTuple):
-    """What the registry does to a communicator; apart from the calls, since users make none of it."""
+    """Changes that the registry makes to a communicator; get them from `upkeep_of`."""
 
     apply_edits: Callable[[Sequence[Edit]], None]
     """Have the selector's table be as after the edits, for every operation from the next one on."""
@@ -148,22 +151,17 @@ class Base:
         self._direct: Direct = Direct(dispatcher, self._device)
         self._compared: Fingerprint | None = None
 
-    @property
-    def parts(self) -> Parts:
-        """What is below the calls: for what is built upon a communicator within aiodist."""
-        return Parts(self._dispatcher, self._transport, self._registry, self._repertoire, self._comparing)
-
-    @property
-    def upkeep(self) -> Upkeep:
-        """What the registry does to it: for aiodist itself."""
-        return Upkeep(self._apply_edits, self._compare_edit, self._set_levels)
-
     # --- who and where --------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
         """This process's number, from 0; -1 outside the group."""
         return self._transport.rank
+
+    @property
+    def is_root(self) -> bool:
+        """True on rank 0."""
+        return self._transport.rank == 0
 
     @property
     def size(self) -> int:
@@ -275,6 +273,18 @@ class Base:
             named=self._dispatcher.names.issued,
             waited=self._registry.waited.get(self.name),
         )
+
+    def print(
+        self,
+        *values: object,
+        sep: str | None = " ",
+        end: str | None = "\n",
+        file: SupportsWrite[str] | None = None,
+        flush: bool = False,
+    ) -> None:
+        """Print on rank 0; no-op on the other ranks. The arguments are those of Python's `print`."""
+        if self.is_root:
+            print(*values, sep=sep, end=end, file=file, flush=flush)
 
     def __repr__(self) -> str:
         return f"<Communicator {self.name!r} rank {self.rank} of {self.size} over {self.backend}>"
@@ -458,6 +468,16 @@ class Base:
         return Primitives(ep, self._repertoire, terms.impl, together=together, device=self._device)
 
 
+def parts_of(comm: Base) -> Parts:
+    """Return the layers below the calls of a communicator."""
+    return Parts(comm._dispatcher, comm._transport, comm._registry, comm._repertoire, comm._comparing)
+
+
+def upkeep_of(comm: Base) -> Upkeep:
+    """Return what changes a communicator from outside of its calls."""
+    return Upkeep(comm._apply_edits, comm._compare_edit, comm._set_levels)
+
+
 def tensors_of(t: object) -> list[Tensor]:
     """Return one tensor or a list of tensors as a list, each checked."""
     if isinstance(t, Tensor):
@@ -475,12 +495,12 @@ def lift(t: Any, op: str | None) -> tuple[Any, Callable[[Any], Any]]:  # noqa: A
     if not is_number(t):
         return t, lambda result: result
     t = float(t) if isinstance(t, (float, np.floating)) else int(t)
-    if isinstance(t, float) or op == "mean":
+    if isinstance(t, float) or op in ("mean", "avg"):
         return torch.tensor([t], dtype=torch.float64, device="cpu"), _number
     if op == "sum":  # of two halves, each of which has room for the carry of all ranks
         return torch.tensor([t >> 32, t & 0xFFFFFFFF], device="cpu"), _joined
     whole = torch.tensor([t], device="cpu")
-    return ([whole, whole.double()], product) if op == "prod" else (whole, _number)
+    return ([whole, whole.double()], product) if op in ("prod", "product") else (whole, _number)
 
 
 def _number(result: Any) -> Any:  # noqa: ANN401

@@ -31,11 +31,11 @@ from aiodist.communicator.claims import Claim
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of
 from aiodist.handles import Handle
-from aiodist.types import REDUCTIONS, ReduceOp, check_timeout
+from aiodist.types import OP_ALIASES, REDUCTIONS, ReduceOp, check_timeout
 
 _MOST_PLANS = 10_000
 _PLAIN = (Tensor, Parameter)
-_OPS = frozenset(op.value for op in ReduceOp)
+_OPS = frozenset({*ReduceOp, *OP_ALIASES})
 _IN_PLACE = frozenset({"allreduce", "broadcast", "reduce", "scan"})
 
 

@@ -25,12 +25,12 @@ from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of, how
 from aiodist.handles import Handle
 from aiodist.streams import Events
 from aiodist.streams.writes import check_written
-from aiodist.types import Impl, Op, ReduceOp, check_timeout
+from aiodist.types import OP_ALIASES, Impl, Op, ReduceOp, check_timeout
 
 Data = TypeVar("Data", Tensor, int, float, list[Tensor])
 
 _MOST_PLANS = 10_000
-_OPS = frozenset(op.value for op in ReduceOp)
+_OPS = frozenset({*ReduceOp, *OP_ALIASES})
 
 
 class Reductions(Base):

@@ -18,7 +18,7 @@ from aiodist.collectives.between import Between
 from aiodist.collectives.choice.table import Edit, Table
 from aiodist.collectives.cuda.accelerator import Accelerator
 from aiodist.collectives.implementations import Repertoire
-from aiodist.communicator.base import WaitingCall
+from aiodist.communicator.base import WaitingCall, parts_of, upkeep_of
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.gate import Entry, Gate
 from aiodist.communicator.leftovers import made_by_program, unreceived, warn_of_open
@@ -171,7 +171,7 @@ class Registry(Generic[C]):
     @property
     def dispatchers(self) -> list[Dispatcher]:
         """Those of the communicators that are not closed."""
-        return [communicator.parts.dispatcher for communicator in (*self._open, *self._closing)]
+        return [parts_of(communicator).dispatcher for communicator in (*self._open, *self._closing)]
 
     def fail(self, why: str) -> None:
         """Tell the other ranks that this one fails."""
@@ -187,7 +187,7 @@ class Registry(Generic[C]):
                 direct="cuda" in transport.capabilities().devices,
             )
         world = self._communicator("world", transport, range(transport.size), topology, thread=thread)
-        self._channel.on_lost(lambda exit: world.parts.dispatcher.progress.post(lambda: self._lost(exit)))
+        self._channel.on_lost(lambda exit: parts_of(world).dispatcher.progress.post(lambda: self._lost(exit)))
         return world
 
     def _communicator(
@@ -264,7 +264,7 @@ class Registry(Generic[C]):
 
     def _release(self, communicator: C) -> None:
         """Touch no shared memory for it any more; what still had to is over."""
-        dispatcher = communicator.parts.dispatcher
+        dispatcher = parts_of(communicator).dispatcher
         why = dispatcher.refusal or CommunicatorClosed(f"communicator {dispatcher.name!r} is closed")
         with transport_lock:
             dispatcher.names.close(why)
@@ -291,17 +291,17 @@ class Registry(Generic[C]):
         """Give the communicator up on all ranks: the others may wait for this one on the device."""
         for communicator in (*self._open, *self._closing):
             if communicator.name == name:
-                communicator.parts.dispatcher.abort_everywhere(error)
+                parts_of(communicator).dispatcher.abort_everywhere(error)
 
     def _broken(self, error: Exception) -> None:
         """Nothing drives what this rank has in flight: give everything up, on all ranks."""
         for communicator in (*self._open, *self._closing):
-            communicator.parts.dispatcher.abort_everywhere(ours(error))
+            parts_of(communicator).dispatcher.abort_everywhere(ours(error))
 
     def _lost(self, exit: Exit) -> None:
         for communicator in (*self._open, *self._closing):
-            if exit.rank < 0 or exit.rank in communicator.parts.dispatcher.ranks:
-                communicator.parts.dispatcher.peer_lost(exit)
+            if exit.rank < 0 or exit.rank in parts_of(communicator).dispatcher.ranks:
+                parts_of(communicator).dispatcher.peer_lost(exit)
 
     # --- generations -----------------------------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ class Registry(Generic[C]):
 
     def admit(self, communicator: C, guest: Guest) -> None:
         """Close `guest` before `communicator` is closed, or abort it when that is aborted."""
-        communicator.parts.dispatcher.check_usable()
+        parts_of(communicator).dispatcher.check_usable()
         self._guests.setdefault(communicator, []).append(guest)
 
     def discard(self, communicator: C, guest: Guest) -> None:
@@ -328,14 +328,14 @@ class Registry(Generic[C]):
 
     def edit(self, comm: C, edit: Edit) -> Handle[None]:
         """Edit the tables of `comm` and of what was made of it; return the handle of its comparison."""
-        handle = comm.upkeep.compare_edit(edit)
-        comm.upkeep.apply_edits([edit])
+        handle = upkeep_of(comm).compare_edit(edit)
+        upkeep_of(comm).apply_edits([edit])
         self._edits.setdefault(comm.name, []).append(edit)
         for member in [c for c in self._open if c.name.startswith(f"{comm.name}/")]:
             self._edits.setdefault(member.name, []).append(edit)
             with suppress(AiodistError):  # it was given up
-                member.upkeep.compare_edit(edit)
-            member.upkeep.apply_edits([edit])
+                upkeep_of(member).compare_edit(edit)
+            upkeep_of(member).apply_edits([edit])
         return handle
 
     # --- making ----------------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ class Registry(Generic[C]):
         join: Callable[[Any], Coroutine[Any, Any, T]],
     ) -> Handle[T]:
         """Return a handle that a task of the loop settles: the native calls that make communicators block."""
-        dispatcher = parent.parts.dispatcher
+        dispatcher = parts_of(parent).dispatcher
         handle: Handle[T] = _Making(
             dispatcher.progress, kind, agreed.seq, origin=Origin.here(3), account=dispatcher.account
         )
@@ -470,16 +470,16 @@ class Registry(Generic[C]):
             return self._shared[key]
         before = self._edits_before[_issued_as(name)]
         name = f"{name}.{ranks[0]}"
-        transport = await parent.parts.transport.split(ranks, name)
-        world_ranks = [parent.parts.dispatcher.ranks[rank] for rank in ranks]
-        table = parent.parts.repertoire.table
+        transport = await parts_of(parent).transport.split(ranks, name)
+        world_ranks = [parts_of(parent).dispatcher.ranks[rank] for rank in ranks]
+        table = parts_of(parent).repertoire.table
         made = self._communicator(name, transport, world_ranks, parent.topology.among(ranks), table, thread=thread)
-        made.parts.dispatcher.large_bytes = table.limits["large_bytes"]
+        parts_of(made).dispatcher.large_bytes = table.limits["large_bytes"]
         # Edits that came since the call that makes it: elsewhere it may have been there when they came.
         for edit in self._edits.get(parent.name, [])[before:]:
             self._edits.setdefault(made.name, []).append(edit)
-            made.upkeep.compare_edit(edit)
-        made.upkeep.set_levels(levels, (parent, ranks))
+            upkeep_of(made).compare_edit(edit)
+        upkeep_of(made).set_levels(levels, (parent, ranks))
         if shared:
             self._shared[key] = made
         return made
@@ -497,8 +497,9 @@ class Registry(Generic[C]):
         What is being closed already is waited for. Raises `OperationTimeout` naming what is still pending then, and
         gives that communicator up.
         """
-        if isinstance(communicator.parts.dispatcher.refusal, RuntimeError):  # a forked child, to which nothing belongs
-            raise communicator.parts.dispatcher.refusal
+        refusal = parts_of(communicator).dispatcher.refusal
+        if isinstance(refusal, RuntimeError):  # a forked child, to which nothing belongs
+            raise refusal
         until = asyncio.get_running_loop().time() + self._drain_seconds
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._drain_seconds)
@@ -519,7 +520,7 @@ class Registry(Generic[C]):
         self._made.pop(communicator, None)
         closed = self._closing[communicator] = asyncio.get_running_loop().create_future()  # it still hears of losses
         self._shared = {key: made for key, made in self._shared.items() if made is not communicator}
-        dispatcher = communicator.parts.dispatcher
+        dispatcher = parts_of(communicator).dispatcher
         drained = False
         guests = self._guests.pop(communicator, [])
         try:
@@ -552,12 +553,12 @@ class Registry(Generic[C]):
 
     async def _release_all(self, communicator: C, *, drained: bool) -> None:
         try:
-            communicator.parts.dispatcher.close()
+            parts_of(communicator).dispatcher.close()
         finally:  # a warning that is an error
             self._release(communicator)
             if self.accelerator is not None:
                 await self.accelerator.release(communicator.name, drained=drained)
-            await communicator.parts.transport.aclose(drained=drained)
+            await parts_of(communicator).transport.aclose(drained=drained)
 
     async def _closed(self, communicator: C, closed: asyncio.Future[None], until: float) -> None:
         """Wait until another task has closed it; its errors are raised there."""
@@ -569,7 +570,7 @@ class Registry(Generic[C]):
 
     async def _meet(self, communicator: C, until: float) -> MismatchError | None:
         """Meet all ranks for the last time; return what was found when another had one call more, and then came."""
-        dispatcher = communicator.parts.dispatcher
+        dispatcher = parts_of(communicator).dispatcher
         if self.closed_at is not None:
             dispatcher.oplog.caller = self.closed_at
         try:
@@ -587,7 +588,7 @@ class Registry(Generic[C]):
                 await guest.close()
         except TimeoutError:
             all_here = (*self._open, *self._closing)
-            known, late = plight([handle for one in all_here for handle in one.parts.dispatcher.pending()])
+            known, late = plight([handle for one in all_here for handle in parts_of(one).dispatcher.pending()])
             text = f"{guest}, which all ranks close together, was not over in time{known}"
             raise OperationTimeout(text, late=late, comm=communicator.name, op="aclose") from None
 
@@ -600,13 +601,13 @@ class Registry(Generic[C]):
         What a lost rank made fail has raised that already.
         """
         for communicator in list(self._open):
-            communicator.parts.dispatcher.supersede(error)
+            parts_of(communicator).dispatcher.supersede(error)
 
     def abort_rest(self, error: AiodistError) -> None:
         """Abort what was not aborted, here."""
         for communicator in (*self._open, *self._closing):
-            if communicator.parts.dispatcher.refusal is None:
-                communicator.parts.dispatcher.abort(error)
+            if parts_of(communicator).dispatcher.refusal is None:
+                parts_of(communicator).dispatcher.abort(error)
 
     async def abort(self, error: AiodistError) -> None:
         """The program failed: give everything up at once."""
@@ -614,19 +615,19 @@ class Registry(Generic[C]):
             task.cancel()
         given_up, self._open = self._open[::-1], []
         for communicator in self._closing:
-            communicator.parts.dispatcher.abort(error)
+            parts_of(communicator).dispatcher.abort(error)
         if self._closing:  # by other tasks, which end by that
             await asyncio.wait(self._closing.values(), timeout=_ANSWER_SECONDS)
         for communicator in given_up:
-            communicator.parts.dispatcher.account.forgiven = (CommunicatorAborted,)
-            communicator.parts.dispatcher.abort(error)
-            communicator.parts.dispatcher.unsubscribe()
+            parts_of(communicator).dispatcher.account.forgiven = (CommunicatorAborted,)
+            parts_of(communicator).dispatcher.abort(error)
+            parts_of(communicator).dispatcher.unsubscribe()
             for guest in reversed(self._guests.pop(communicator, [])):
                 guest.abort()
         for communicator in given_up:
             self._release(communicator)
             with suppress(OSError):
-                await communicator.parts.transport.aclose(drained=False)
+                await parts_of(communicator).transport.aclose(drained=False)
 
 
 def _issued_as(name: str) -> str:

@@ -32,7 +32,7 @@ Shared = TypeVar("Shared", bound=Tensor | nn.Module)
 class SharedMemory(Base):
     """The calls that put tensors into the arena."""
 
-    def empty(
+    def arena_empty(
         self,
         shape: int | Sequence[int],
         dtype: torch.dtype = torch.float32,
@@ -134,9 +134,9 @@ class SharedMemory(Base):
         return near.neighbours[named.rank].table(named)
 
     def arena(self, nbytes: int) -> None:
-        """Reserve room for `nbytes` of later `empty` calls on this rank, until the world is closed.
+        """Reserve room for `nbytes` of later `arena_empty` calls on this rank, until the world is closed.
 
-        Tensors that fit in it cost no system call. Local and at once; raises MemoryError as `empty` does, and
+        Tensors that fit in it cost no system call. Local and at once; raises MemoryError as `arena_empty` does, and
         ValueError unless `nbytes` is positive.
         """
         self._dispatcher.check_usable()
@@ -145,8 +145,8 @@ class SharedMemory(Base):
         if self._registry.near is not None:
             self._registry.near.arena.reserve(nbytes)
 
-    def share_(self, t: Shared) -> Shared:
-        """Return `t`, a tensor or a module, moved into the arena in place: as if `empty` had made it.
+    def to_arena_(self, t: Shared) -> Shared:
+        """Return `t`, a tensor or a module, moved into the arena in place: as if `arena_empty` had made it.
 
         Its views move with it, and all else that has the same storage. Of a module these are the parameters and
         buffers, of which those that are tied move once; gradients in buckets of `aiodist.nn` lie there already.
@@ -159,7 +159,7 @@ class SharedMemory(Base):
         anything else than a tensor or a module. Then ValueError, with nothing moved, for a tensor that is not on the
         CPU, not dense or made of others, whose memory is not torch's alone (`.numpy()` was called, numpy or a file
         has it, other processes share it), or whose storage is more than twice as large; BufferInFlight; and
-        BackendUnavailable where torch is too old. MemoryError as `empty`: it says how many storages have moved.
+        BackendUnavailable where torch is too old. MemoryError as `arena_empty`: it says how many storages have moved.
         Cost: each storage is copied once, is there twice for the time of the copy, and then takes whole pages.
         """
         if not isinstance(t, Tensor | nn.Module):

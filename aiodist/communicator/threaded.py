@@ -7,6 +7,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from aiodist.communicator import Communicator
+from aiodist.communicator.base import parts_of
 
 if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
@@ -36,8 +37,8 @@ def _by_portal(call: Call) -> Call:
 
     @wraps(call)
     def make(self: Communicator, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        portal = self.parts.registry.portal
-        if portal is not None and not self.parts.dispatcher.progress.owns_thread():
+        portal = parts_of(self).registry.portal
+        if portal is not None and not parts_of(self).dispatcher.progress.owns_thread():
             return portal.call(_returned, partial(make, self, *args, **kwargs))
         return call(self, *args, **kwargs)
 
@@ -50,7 +51,7 @@ def _makes(call: Call) -> Call:
 
     @wraps(call)
     def make(self: Communicator, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        self.parts.dispatcher.check_on_loop(f"{call.__name__}()")
+        parts_of(self).dispatcher.check_on_loop(f"{call.__name__}()")
         return issue(self, *args, **kwargs)
 
     return _by_portal(cast(Call, make))
@@ -70,7 +71,7 @@ class ThreadedCommunicator(Communicator):
 
         Raises RuntimeError unless `aiodist.start` opened the world.
         """
-        portal: BlockingPortal | None = self.parts.registry.portal
+        portal: BlockingPortal | None = parts_of(self).registry.portal
         if portal is None:
             raise RuntimeError(f"communicator {self.name!r} has no portal: only a world of aiodist.start() has one")
         return portal

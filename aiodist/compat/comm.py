@@ -11,7 +11,7 @@ from typing import Any, NoReturn, cast
 from torch import Tensor
 
 from aiodist.collectives.metadata import overlaps
-from aiodist.communicator import Communicator
+from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.arguments import check_rank, check_tag
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.threaded import ThreadedCommunicator
@@ -76,7 +76,7 @@ class Comm:
         """`alone` is the communicator of this rank only, for COMM_SELF."""
         self.coll = coll
         self.alone = alone
-        self._loop: asyncio.AbstractEventLoop = coll.parts.dispatcher.progress.loop
+        self._loop: asyncio.AbstractEventLoop = parts_of(coll).dispatcher.progress.loop
         self._freed = False
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -491,7 +491,7 @@ class Comm:
         """Return the communicator for one call whose ranks compare MPI's words: datatype, count, operator, root."""
         size = None if count is None else f"[{count}]"
         what = Fingerprint(name, data.words(), size, None if op is None else op.name, root)
-        return cast(Communicator, self.coll.parts.comparing(what))
+        return cast(Communicator, parts_of(self.coll).comparing(what))
 
     def _request(self, handle: Handle[Any] | None, finish: Callable[[Any], Any] | None = None) -> Request:
         return Request(self._loop, handle, finish)

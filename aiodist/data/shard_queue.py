@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from aiodist.communicator import Communicator
+from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.watchdog import Watch
 from aiodist.data.queue_machine import QueueMachine, Range, merged
 from aiodist.data.queue_messages import Lap, QueueClient, QueueServer, Wires
@@ -86,7 +86,7 @@ class ShardQueue(Generic[T]):
         wait: bool = False,
     ) -> None:
         check_order(batch_size, shuffle, seed)
-        coll.parts.dispatcher.check_on_loop("ShardQueue()")
+        parts_of(coll).dispatcher.check_on_loop("ShardQueue()")
         self._shards = shards
         self._batch_size = batch_size and int(batch_size)  # numbers of numpy cannot travel
         self._shuffle: Shuffle = "shards" if shuffle == "shards" else bool(shuffle)
@@ -110,7 +110,7 @@ class ShardQueue(Generic[T]):
         self._attach(coll)
 
     def _attach(self, coll: Communicator) -> None:
-        parts = coll.parts
+        parts = parts_of(coll)
         self._coll = coll
         self._progress = Progress.current()
         self._closed = False
@@ -129,7 +129,7 @@ class ShardQueue(Generic[T]):
             self._server = QueueServer(wires, terms, self._machine, over)
         parts.dispatcher.on_lost.append(self._lost)
         parts.dispatcher.on_abort.append(self._aborted)
-        coll.admit(self)
+        parts_of(coll).registry.admit(coll, self)
 
     # --- epochs ----------------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class ShardQueue(Generic[T]):
 
         `used` are the records that this rank's consumer has been given when it calls this, so call it between two
         steps; on the first rank also those that were used before a state was loaded. Every rank saves its own, as in
-        `aiodist.save(..., own=[queue])`.
+        `aiodist.save(..., per_rank=[queue])`.
         """
         used = merged(self._before if self._coll.rank == 0 else (), self._client.used)
         return {**self._settings, "epoch": self.epoch, "used": [list(each) for each in used]}
@@ -335,8 +335,8 @@ class ShardQueue(Generic[T]):
     def _forget(self) -> None:
         if self._server is not None:
             self._server.unsubscribe()
-        dispatcher = self._coll.parts.dispatcher
-        self._coll.parts.registry.discard(self._coll, self)
+        dispatcher = parts_of(self._coll).dispatcher
+        parts_of(self._coll).registry.discard(self._coll, self)
         for told, mine in ((dispatcher.on_lost, self._lost), (dispatcher.on_abort, self._aborted)):
             if mine in told:
                 told.remove(mine)  # type: ignore[arg-type]

@@ -11,10 +11,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import accumulate, islice
 from operator import index
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from torch.utils.data import Sampler
+
+if TYPE_CHECKING:
+    from aiodist.communicator import Communicator
 
 Shuffle = bool | Literal["shards"]
 """True: the shards and the records within each. "shards": the shards alone. False: nothing."""
@@ -91,7 +94,7 @@ class ShardSampler(Sampler[int]):
     """The indices of one rank, for a `DataLoader`: no rank repeats or leaves out what another has.
 
     ```python
-    sampler = ShardSampler(dataset, coll.rank, coll.size, shuffle=True)
+    sampler = ShardSampler(dataset, coll, shuffle=True)
     loader = DataLoader(dataset, batch_size=32, sampler=sampler)
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
@@ -100,13 +103,14 @@ class ShardSampler(Sampler[int]):
     `data` is the dataset or its length. With `shuffle` all ranks share the permutation that `seed` and the epoch give,
     a new one for each epoch. With `drop_last` the last `length % size` indices of it are left out, so that all ranks
     have equally many; without it some have one more, which is for `net.join()`. Nothing is ever repeated, unlike with
-    torch's `DistributedSampler`: sums over the ranks are those over the data. Raises `ValueError` unless
-    0 <= rank < size and `seed` is at least 0.
+    torch's `DistributedSampler`: sums over the ranks are those over the data. Raises `ValueError` on a rank
+    outside of `coll`, and for a `seed` below 0.
     """
 
     def __init__(
-        self, data: Sized | int, rank: int, size: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
+        self, data: Sized | int, coll: Communicator, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
     ) -> None:
+        rank, size = coll.rank, coll.size
         _check(rank, size)
         self._seed = checked_int("seed", seed)
         self._length = data if isinstance(data, int) else len(data)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from aiodist.checkpoints.own import torch_state
 from aiodist.checkpoints.writer import exchange
-from aiodist.communicator import Communicator
+from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.duplicate import duplicate
 from aiodist.data import ShardQueue
 from aiodist.engine import checks
@@ -54,11 +54,11 @@ class Assembly:
     @property
     def stop_requested(self) -> bool:
         """Whether this rank was asked to stop, see `Communicator.stopping`."""
-        return self._base is not None and self._base.parts.registry.stop_requested
+        return self._base is not None and parts_of(self._base).registry.stop_requested
 
     @property
     def elastic(self) -> bool:
-        return self._base is not None and self._base.parts.registry.elastic is not None
+        return self._base is not None and parts_of(self._base).registry.elastic is not None
 
     async def open(self) -> None:
         """Collective at the first call: all ranks get a duplicate of the communicator, which is the engine's own."""

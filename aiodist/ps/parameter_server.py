@@ -41,6 +41,7 @@ from aiodist.ps.settings import (
     rules_of,
 )
 from aiodist.ps.wire import Reads
+from aiodist.types import renamed
 
 
 class ParameterServer(Naming):
@@ -371,24 +372,26 @@ class ParameterServer(Naming):
 
     # --- checkpoints -------------------------------------------------------------------------------------------
 
+    @renamed(keep="keep_last")
     def save(
-        self, path: str | os.PathLike[str], *, keep: int | None = None, timeout: float | None = None
+        self, path: str | os.PathLike[str], *, keep_last: int | None = None, timeout: float | None = None
     ) -> Handle[Path]:
         """Write a checkpoint of all that the servers have, while pushes go on; the result is its own folder in `path`.
 
         One rank calls it; all ranks must see `path`. Each tensor is as it is between two steps, on all of its shards
         between the same two: its values, what its rules keep beside them, its version; the rows of tables, objects, and
         what the codecs of each worker have left out. The format is that of `aiodist.save`, with a file for each server;
-        all of it is on the disk before the folder is renamed. `keep` is how many checkpoints are left in `path`, None
-        all. Saves and loads are done one after the other.
+        all of it is on the disk before the folder is renamed. `keep_last` is how many checkpoints are left in `path`,
+        None all. Saves and loads are done one after the other.
 
-        Raises ValueError for a wrong `keep`; on await RemoteError for what a server raised, such as OSError, PeerLost
-        when a server is gone, KeyError when a tensor was freed meanwhile. The checkpoints before are untouched then.
-        Cost: on each server a thread that writes; and a copy of each tensor that is pushed to before it is written.
+        Raises ValueError for a wrong `keep_last`; on await RemoteError for what a server raised, such as OSError,
+        PeerLost when a server is gone, KeyError when a tensor was freed meanwhile. The checkpoints before are untouched
+        then. Cost: on each server a thread that writes; and a copy of each tensor that is pushed to before it is
+        written.
         """
         self._session.check()
-        check_keep(keep)
-        asked = self._session.client.call(self.servers[0], "save", path=os.path.abspath(Path(path)), keep=keep)
+        check_keep(keep_last)
+        asked = self._session.client.call(self.servers[0], "save", path=os.path.abspath(Path(path)), keep=keep_last)
         return self._session.run("save", _folder(asked), timeout)
 
     def load(self, path: str | os.PathLike[str], *, timeout: float | None = None) -> Handle[Path]:

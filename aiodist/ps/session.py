@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aiodist.codecs import Json
 from aiodist.collectives.program import Program, run
-from aiodist.communicator import Communicator
+from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.duplicate import duplicate
 from aiodist.errors import (
     AiodistError,
@@ -71,7 +71,7 @@ class ParameterServerSession:
 
     async def open(self, begin: Callable[[], Awaitable[None]], join: Callable[[], Awaitable[None]]) -> None:
         """Open it with all ranks; `begin` makes the first calls. Where others go on with it `join` comes before."""
-        self.parent.parts.dispatcher.check_usable()
+        parts_of(self.parent).dispatcher.check_usable()
         if self._opened:
             raise RuntimeError("a parameter server cannot be opened twice: make another")
         self._opened = True
@@ -95,7 +95,7 @@ class ParameterServerSession:
         me = ServerMember(self.uid, size, len(settings.servers), place, worked, roles, old.saved)
         name = self.coll.name
         self._abort(CommunicatorAborted(f"parameter server {name!r} goes on with other ranks", comm=name))
-        if self.coll.parts.dispatcher.refusal is None:
+        if parts_of(self.coll).dispatcher.refusal is None:
             self.coll.abort("its parameter server goes on with other ranks")
         self.parent = coll
         return await self._bind(coll, me)
@@ -111,7 +111,7 @@ class ParameterServerSession:
             alike = False
             self._open(members)
         except BaseException as error:
-            if not alike and self.coll.parts.dispatcher.refusal is None:
+            if not alike and parts_of(self.coll).dispatcher.refusal is None:
                 self.coll.abort(f"its parameter server was given up on rank {coll.rank}: {error!r}")
             await self.coll.aclose()
             raise
@@ -137,14 +137,14 @@ class ParameterServerSession:
 
     def _open(self, members: Sequence[ServerMember]) -> None:
         progress = self.progress = Progress.current()
-        dispatcher = self.coll.parts.dispatcher
-        near = self.coll.parts.registry.near
+        dispatcher = parts_of(self.coll).dispatcher
+        near = parts_of(self.coll).registry.near
         self.account = Account(progress.loop)
         self._loop = progress.loop
 
         def buffer(nbytes: int) -> Tensor:
             with torch.inference_mode(False):
-                return self.coll.empty(nbytes, torch.uint8)
+                return self.coll.arena_empty(nbytes, torch.uint8)
 
         self.context = Context(
             name=self.coll.name,
@@ -166,7 +166,7 @@ class ParameterServerSession:
             saved=max((member.saved for member in members if member.saved is not None), default=None),
         )
         first = self.client.queue.number() if hasattr(self, "client") else 1  # it goes on
-        transport, ring = self.coll.parts.transport, self.context.ring
+        transport, ring = parts_of(self.coll).transport, self.context.ring
         heard, failed, later = self._heard, self._failed, self._resend_later
         self.context.coalescer = Coalescer(transport, heard, failed, ring, later, self._unheard)
         self.server = Server(self.context)
@@ -175,7 +175,7 @@ class ParameterServerSession:
         dispatcher.on_lost.append(self._lost)
         dispatcher.on_abort.append(self._aborted)
         dispatcher.waits_unseen(lambda: True)
-        self.coll.admit(_ServerGuest(self, self.coll))
+        parts_of(self.coll).registry.admit(self.coll, _ServerGuest(self, self.coll))
         self._refusal = None
         self._over = asyncio.Event()
         with transport_lock:
@@ -227,7 +227,7 @@ class ParameterServerSession:
 
     def _superseded(self, error: AiodistError) -> bool:
         """Return True if the ranks of the elastic world regroup, which `error` may come of."""
-        parts = self.parent.parts
+        parts = parts_of(self.parent)
         if parts.registry.elastic is None or isinstance(parts.dispatcher.refusal, CommunicatorClosed):
             return False
         return parts.dispatcher.refusal is not None or (isinstance(error, PeerLost) and error.lost >= 0)
@@ -284,7 +284,7 @@ class ParameterServerSession:
             self.context.coalescer.abort()
             self.context.service.close()
             self.server.saving.close()
-        dispatcher = self.coll.parts.dispatcher
+        dispatcher = parts_of(self.coll).dispatcher
         for told, mine in ((dispatcher.on_lost, self._lost), (dispatcher.on_abort, self._aborted)):
             if mine in told:
                 told.remove(mine)  # type: ignore[arg-type]
@@ -293,7 +293,7 @@ class ParameterServerSession:
         if self._refusal is not None and isinstance(self._refusal, CommunicatorClosed):
             return
         self._abort(CommunicatorAborted(f"the parameter server was given up: {error!r}", rank=self.coll.rank))
-        if self.coll.parts.dispatcher.refusal is None:
+        if parts_of(self.coll).dispatcher.refusal is None:
             self.coll.abort(f"its parameter server was given up on rank {self.coll.rank}: {error!r}")
 
     def _abort(self, error: AiodistError) -> None:

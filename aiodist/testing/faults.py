@@ -27,7 +27,7 @@ from typing import Any, Final, Self
 
 from aiodist.backends.base import tell
 from aiodist.backends.local import Address, LocalHub, LocalMessage
-from aiodist.communicator import Communicator
+from aiodist.communicator import Communicator, parts_of
 from aiodist.control.client import SocketChannel
 from aiodist.env import Environment
 from aiodist.handles import Progress
@@ -192,7 +192,7 @@ def _number(place: Any, owner: Communicator | ParameterServer) -> int:  # noqa: 
     """Return the number of the rank that calls: the loop may make a net's calls in the context of another rank."""
     if place.job.elastic is not None or isinstance(owner, ParameterServer):
         return int(place.number)
-    return owner.parts.dispatcher.ranks[owner.rank]
+    return parts_of(owner).dispatcher.ranks[owner.rank]
 
 
 def _strike(fault: Fault, place: Any) -> None:  # noqa: ANN401

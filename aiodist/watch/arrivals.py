@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aiodist.communicator import Communicator
+from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.base import CAUSE, WaitingCall
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.oplog import OpLog, Record
@@ -135,10 +135,10 @@ class ArrivalTimes:
     def __init__(self, world: Communicator, *, report: bool = False) -> None:
         """With `report` rank 0 says at the end who waited for whom."""
         self._world = world
-        registry = self._registry = world.parts.registry
+        registry = self._registry = parts_of(world).registry
         self._waited: dict[str, WaitingCall] = registry.waited
         self._channel = registry.channel
-        self._ranks = world.parts.dispatcher.ranks
+        self._ranks = parts_of(world).dispatcher.ranks
         self._clock = Clock(self._channel, "clock of arrivals", self._ranks)
         self._followed: dict[str, _Followed] = {}
         self._answers: dict[int, Sequence[list[Any]]] = {}

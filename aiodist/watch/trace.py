@@ -22,7 +22,7 @@ from time import perf_counter
 from types import CodeType
 from typing import Any, ClassVar
 
-from aiodist.communicator import Communicator
+from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.names import Named
 from aiodist.communicator.watchdog import Peer
@@ -67,7 +67,7 @@ class Recording:
         self._coll = coll
         self._folder = folder
         self._own = own
-        self._registry = coll.parts.registry
+        self._registry = parts_of(coll).registry
         self._channel = self._registry.channel
         self._recorder: Recorder | None = None
         self._clock: Clock | None = None
@@ -80,7 +80,7 @@ class Recording:
             if coll.rank == 0:
                 await asyncio.to_thread(prepare, self._folder)
             await coll.barrier()
-        self._clock = Clock(self._channel, f"clock of a trace of {coll.name}", coll.parts.dispatcher.ranks)
+        self._clock = Clock(self._channel, f"clock of a trace of {coll.name}", parts_of(coll).dispatcher.ranks)
         self._recorder = Recorder.join(self._folder, rank, self._channel.size)
         rank_of_task.set(rank)
         await self._synchronise()

@@ -12,10 +12,11 @@ from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, s
 
 from anyio.from_thread import start_blocking_portal
 
-from aiodist.communicator import Communicator, Hierarchy
+from aiodist.communicator import Communicator, Hierarchy, parts_of
 from aiodist.communicator.report import REPORT_SECONDS
 from aiodist.communicator.threaded import ThreadedCommunicator
 from aiodist.handles.origin import whence
+from aiodist.types import renamed
 from aiodist.world.isolation import isolate
 from aiodist.world.leaving import stopping_by_signals
 from aiodist.world.opening import Limits
@@ -23,18 +24,19 @@ from aiodist.world.runtime import best_loop, init
 from aiodist.world.tracebacks import fold_tracebacks
 
 
+@renamed(report="report_after", lag="report_lag_over")
 @contextmanager
 def start(  # noqa: PLR0913 - one for each option
     *,
     backend: str | None = None,
     timeout: float | None = None,
-    report: float | None = REPORT_SECONDS,
+    report_after: float | None = REPORT_SECONDS,
     levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None,
     selector: str | os.PathLike[str] | None = None,
     stop_on_signal: bool = False,
     elastic: bool = False,
     stragglers: bool = False,
-    lag: float | None = None,
+    report_lag_over: float | None = None,
 ) -> Iterator[ThreadedCommunicator]:
     """Open the world for a script without asyncio: `with aiodist.start() as coll: coll.allreduce(t).wait()`.
 
@@ -53,13 +55,13 @@ def start(  # noqa: PLR0913 - one for each option
     block = init(
         backend=backend,
         timeout=timeout,
-        report=report,
+        report_after=report_after,
         levels=levels,
         selector=selector,
         thread=True,
         elastic=elastic,
         stragglers=stragglers,
-        lag=lag,
+        report_lag_over=report_lag_over,
     )
     with ExitStack() as signals, LoopThread(block) as coll:  # they are heard until the block is left
         if stop_on_signal:
@@ -89,7 +91,7 @@ class LoopThread:
             self._portal = portal = stack.enter_context(start_blocking_portal("asyncio", options, name="aiodist-loop"))
             coll = portal.call(self._block.__aenter__)
             assert isinstance(coll, ThreadedCommunicator)
-            coll.parts.registry.portal = portal
+            parts_of(coll).registry.portal = portal
             self._coll, self._opened_at, self._thread = coll, whence(1), portal.call(threading.current_thread)
             self._loop = stack.pop_all()
         atexit.register(self._at_exit)
@@ -102,7 +104,7 @@ class LoopThread:
         if error is not None:
             fold_tracebacks()
         else:
-            self._coll.parts.registry.closed_at = whence(1)
+            parts_of(self._coll).registry.closed_at = whence(1)
         raised = None
         try:
             if not left:
@@ -123,7 +125,7 @@ class LoopThread:
         if os.getpid() != self._process or self._left:  # from Python 3.14 on it is called though it is unregistered
             return
         self._left = True
-        self._coll.parts.registry.closed_at = self._opened_at
+        parts_of(self._coll).registry.closed_at = self._opened_at
         with suppress(Exception):  # the others are told, and the process has its exit code already
             self._portal.call(_leave_late, self._block, self._coll)
         self._portal.call(self._portal.stop, True)
@@ -138,7 +140,7 @@ def _isolated_loop() -> asyncio.AbstractEventLoop:
 
 def _current(coll: Communicator) -> Communicator:
     """Return the world that `coll` has become, where it is elastic."""
-    life = coll.parts.registry.elastic
+    life = parts_of(coll).registry.elastic
     return coll if life is None else life.current
 
 
@@ -148,7 +150,7 @@ async def _leave_late(block: AbstractAsyncContextManager[object], coll: Communic
     if error is None:
         try:
             world = _current(coll)
-            await asyncio.wait_for(world.parts.registry.close(world), Limits().forgotten)
+            await asyncio.wait_for(parts_of(world).registry.close(world), Limits().forgotten)
         except Exception as late:  # noqa: BLE001  - it is told to the others
             error = late
     await _leave(block, error)

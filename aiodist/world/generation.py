@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aiodist.collectives.choice.tablefile import edits_at_start
-from aiodist.communicator import Communicator, Hierarchy, root_levels
+from aiodist.communicator import Communicator, Hierarchy, parts_of, root_levels, upkeep_of
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.registry import Registry
 from aiodist.communicator.report import REPORT_SECONDS
@@ -40,18 +40,18 @@ class WorldOptions:
     alone: bool  # this rank has its process to itself
     program: bool  # True: an error that ends this world ends the program, with its exit code
     timeout: float | None = None
-    report: float | None = REPORT_SECONDS
+    report_after: float | None = REPORT_SECONDS
     levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None
     selector: str | os.PathLike[str] | None = None
     thread: bool = False
     stop_on_signal: bool = False
     stragglers: bool = False
-    lag: float | None = None
+    report_lag_over: float | None = None
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout)
-        check_period("report", self.report)
-        check_period("lag", self.lag)
+        check_period("report_after", self.report_after)
+        check_period("report_lag_over", self.report_lag_over)
 
 
 class RankWorld:
@@ -92,20 +92,20 @@ class RankWorld:
         topology = await unless_lost(channel, find_topology(self._place, environment, limits))
         world = self.registry.world(self.transport, topology, thread=options.thread)
         watch = Watch.of(Progress.current(), channel)
-        watch.report.after = options.report
+        watch.report.after = options.report_after
         Deadlocks(watch, channel)
         if world.local_size > len(os.sched_getaffinity(0)):  # to spin where others wait for the core makes all wait
             Progress.current().crowded = True
             if (near := self.registry.near) is not None:
                 near.engine.spin(0.0)
         asked = options.selector or environment.selector
-        edits = edits_at_start(asked, channel, world.parts.repertoire, topology, seconds=limits.rendezvous)
-        world.upkeep.apply_edits(await unless_lost(channel, edits))
+        edits = edits_at_start(asked, channel, parts_of(world).repertoire, topology, seconds=limits.rendezvous)
+        upkeep_of(world).apply_edits(await unless_lost(channel, edits))
         if options.alone:  # ranks that are tasks of one process share its cores as they are
             self._held.enter_context(await unless_lost(channel, pinned(channel, world.topology, environment)))
             if options.stop_on_signal:
                 self._signals.enter_context(stopping_by_signals(lambda: world))
-        self._held.enter_context(watched_loop(Progress.current(), channel.rank, options.lag))
+        self._held.enter_context(watched_loop(Progress.current(), channel.rank, options.report_lag_over))
         self._held.enter_context(inspected(watch, channel, environment.job if options.alone else None))
         if options.levels is not None:
             await root_levels(world, options.levels)

@@ -17,7 +17,7 @@ from os import _exit as exit_at_once
 from time import monotonic
 from typing import Any, NamedTuple
 
-from aiodist.communicator import Communicator
+from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.registry import Registry
 from aiodist.control import Channel
 from aiodist.errors import AiodistError, CommunicatorAborted, ConfigError
@@ -53,7 +53,7 @@ def stopping_by_signals(current: Callable[[], Communicator]) -> Iterator[None]:
         world = current()
         world.request_stop()
         told = f"rank {world.rank} was asked to stop by {signal.Signals(signum).name}, and asks all: at their next look"
-        progress = world.parts.dispatcher.progress
+        progress = parts_of(world).dispatcher.progress
         # Not here: what was interrupted may hold the lock of a handler of logging.
         progress.post(partial(logging.getLogger("aiodist").warning, told))
         later = partial(_tell_where, current, signal.Signals(signum).name)
@@ -70,7 +70,7 @@ def stopping_by_signals(current: Callable[[], Communicator]) -> Iterator[None]:
 def _tell_where(current: Callable[[], Communicator], name: str) -> None:
     """Log where this rank is some time after a signal: the launcher may be about to kill it."""
     world = current()
-    dispatcher = world.parts.dispatcher
+    dispatcher = parts_of(world).dispatcher
     if dispatcher.refusal is None:
         told = f"rank {world.rank} has not ended {_STILL_SECONDS:g} s after {name}: {dispatcher.watch.here()}"
         logging.getLogger("aiodist").warning(told)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from aiodist.communicator import Communicator
+from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.registry import Registry
 from aiodist.control import Channel, Exit, connect
 from aiodist.control.generations import Generation
@@ -129,7 +129,7 @@ class Recovery:
     def regroup(self, comm: Communicator, joiners: int, timeout: float | None) -> Handle[Communicator]:
         """See `Communicator.shrink` and `grow`; `joiners` is 0 for the former."""
         what = "grow" if joiners else "shrink"
-        dispatcher = comm.parts.dispatcher
+        dispatcher = parts_of(comm).dispatcher
         dispatcher.check_loop()
         if comm is not self._world.comm or isinstance(dispatcher.refusal, (CommunicatorClosed, RuntimeError)):
             raise dispatcher.refusal or CommunicatorError(f"{what}() is for the world: {comm.name!r} is a part of it")
@@ -167,7 +167,7 @@ class Recovery:
 
     async def _ask_who_is_late(self, handle: Handle[Communicator], seconds: float | None) -> None:
         """Know it before a deadline, and report it where the ranks wait for long."""
-        loop, report = asyncio.get_running_loop(), self._options.report if self._options.alone else None
+        loop, report = asyncio.get_running_loop(), self._options.report_after if self._options.alone else None
         told_at = loop.time() if report is None else loop.time() + report
         with suppress(PeerError, RuntimeError, ValueError):
             if not self._options.alone:  # a clock that jumps would do so for nothing else
@@ -209,7 +209,7 @@ class Recovery:
 
     async def _grow(self, joiners: int) -> Communicator:
         old, channel = self._world, self.channel
-        dispatcher = old.comm.parts.dispatcher
+        dispatcher = parts_of(old.comm).dispatcher
         await dispatcher.settled()
         asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._collect)  # while the new ranks start
         generation = await self._next(joiners)
@@ -219,7 +219,7 @@ class Recovery:
 
     def _enter(self, world: RankWorld) -> Communicator:
         self._world = world
-        world.comm.parts.dispatcher.on_abort.append(partial(self._given_up, world))
+        parts_of(world.comm).dispatcher.on_abort.append(partial(self._given_up, world))
         world.registry.elastic = self
         return world.comm
 
@@ -272,7 +272,7 @@ class Recovery:
                     before.kept.follow(world.registry)
             await world.open()
             if (mpi := self._mpi) is not None:
-                world.comm.parts.dispatcher.on_abort.append(lambda _: mpi.leave())
+                parts_of(world.comm).dispatcher.on_abort.append(lambda _: mpi.leave())
         except BaseException as error:
             await world.abort(CommunicatorAborted(f"the world was not opened: {error!r}"))
             raise

@@ -15,13 +15,14 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from aiodist.communicator import Communicator, Hierarchy
+from aiodist.communicator import Communicator, Hierarchy, parts_of
 from aiodist.communicator.report import REPORT_SECONDS
 from aiodist.env import Environment, Starter
 from aiodist.errors import AiodistError, CommunicatorAborted
 from aiodist.handles import Handle, from_future
 from aiodist.handles.calls import located
 from aiodist.streams import CudaStream, event_handle
+from aiodist.types import renamed
 from aiodist.world.generation import RankWorld, WorldOptions
 from aiodist.world.isolation import isolate, isolated
 from aiodist.world.leaving import Kept, abort, leave_in_time, the_end
@@ -38,18 +39,19 @@ _QUIET = (CommunicatorAborted, GeneratorExit, TimeoutError)
 T = TypeVar("T")
 
 
+@renamed(report="report_after", lag="report_lag_over")
 def init(  # noqa: PLR0913 - one for each option
     *,
     backend: str | None = None,
     timeout: float | None = None,
-    report: float | None = REPORT_SECONDS,
+    report_after: float | None = REPORT_SECONDS,
     levels: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]] | None = None,
     selector: str | os.PathLike[str] | None = None,
     thread: bool = False,
     stop_on_signal: bool = False,
     elastic: bool = False,
     stragglers: bool = False,
-    lag: float | None = None,
+    report_lag_over: float | None = None,
 ) -> AbstractAsyncContextManager[Communicator]:
     """Open the world: a `Communicator` over all ranks of the job; every rank must enter.
 
@@ -87,14 +89,14 @@ def init(  # noqa: PLR0913 - one for each option
         Limits(),
         backend=backend,
         timeout=timeout,
-        report=report,
+        report_after=report_after,
         levels=levels,
         selector=selector,
         thread=thread,
         stop_on_signal=stop_on_signal,
         elastic=elastic,
         stragglers=stragglers,
-        lag=lag,
+        report_lag_over=report_lag_over,
     )
     return _WorldBlock(world)
 
@@ -117,7 +119,7 @@ class _WorldBlock(AbstractAsyncContextManager[Communicator]):
     __enter__ = __exit__ = __await__ = _refuse
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"no {name} here: {_IT_IS_A_BLOCK}", name=name, obj=self)
+        raise AttributeError(f"no {name} here: {_IT_IS_A_BLOCK}", name=name)
 
 
 _IT_IS_A_BLOCK = (
@@ -225,7 +227,7 @@ async def open(*args: Any, **options: Any) -> Communicator:  # noqa: ANN401  - a
     """
     block = init(*args, **options)
     world = await block.__aenter__()
-    world.parts.registry.kept = Kept(world.parts.registry, block, Limits().forgotten)
+    parts_of(world).registry.kept = Kept(parts_of(world).registry, block, Limits().forgotten)
     return world
 
 

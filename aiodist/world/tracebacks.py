@@ -12,7 +12,6 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager
 from itertools import groupby, takewhile
 from types import TracebackType
 from typing import Any
@@ -51,8 +50,8 @@ def folded(error: BaseException, *, programs: bool = False) -> str:
 
 def _hints(error: AttributeError) -> list[str]:
     """Return what is meant where an attribute is missing: an await, or another name, as Python says from 3.12 on."""
-    if isinstance(error.obj, AbstractAsyncContextManager):
-        return []  # its own text says that it is a block
+    if error.obj is None:  # the message says it
+        return []
     if inspect.isawaitable(error.obj):
         return ["it is awaitable: `await` it first"]
     known = dir(error.obj) if sys.version_info < (3, 12) else ()

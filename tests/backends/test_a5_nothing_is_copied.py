@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from aiodist import Communicator, Handle
+from aiodist.communicator import parts_of
 from tests.support.transports import held
 
 NUMEL = 8 << 20
@@ -56,8 +57,8 @@ class Probe:
     """Counts what a rank copies for the others to read, and finds out what memory an operation takes."""
 
     def __init__(self, coll: Communicator) -> None:
-        self._arena = coll.parts.registry.near.arena
-        self._within: Any = coll.parts.repertoire.within
+        self._arena = parts_of(coll).registry.near.arena
+        self._within: Any = parts_of(coll).repertoire.within
 
     def lent(self) -> int:
         """Return the bytes that this rank has copied so far, in all lanes."""
@@ -92,7 +93,7 @@ def _status(name: str) -> int:
 async def test_a5_collectives_on_arena_tensors_copy_nothing(coll: Communicator, call: Call) -> None:
     own = await coll.dup()
     probe = Probe(own)
-    run, result, expected = call(own, own.empty)
+    run, result, expected = call(own, own.arena_empty)
     await run()  # has all pages of all ranks in this one's page table
     assert torch.equal(result, expected.expand_as(result))
     taken, lent = probe.arena_bytes(), probe.lent()
@@ -132,6 +133,6 @@ async def test_a5_the_same_of_private_tensors_is_seen_to_be_copied(coll: Communi
 async def test_a5_a_copy_of_a_tensor_is_seen_to_take_memory(coll: Communicator) -> None:
     """The probe for memory would see it."""
     probe = Probe(coll)
-    t = coll.empty((NUMEL,)).fill_(1.0)
+    t = coll.arena_empty((NUMEL,)).fill_(1.0)
     await coll.allreduce(t, impl="shm")
     assert await probe.growth(lambda: coll.allreduce(t.clone(), impl="shm")) > NUMEL * 4 - MIB

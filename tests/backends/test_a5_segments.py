@@ -168,8 +168,8 @@ async def main():
             assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 << 20
             assert os.statvfs("/dev/shm").f_bavail == 0
         await coll.barrier()
-        arena, ordinary = coll.empty(24 << 20).fill_(1), torch.ones(24 << 20)
-        moved = coll.share_(torch.ones(24 << 20))
+        arena, ordinary = coll.arena_empty(24 << 20).fill_(1), torch.ones(24 << 20)
+        moved = coll.to_arena_(torch.ones(24 << 20))
         for t in (arena, ordinary, moved):
             await coll.allreduce(t, impl="shm")
             assert t.min() == t.max() == 2

@@ -274,7 +274,7 @@ def test_a9_what_is_in_flight_does_not_move(arena: Arena, writes: bool) -> None:
     before = t.data_ptr()
     in_flight.acquire(t.data_ptr() + 40, 8, writes, "that allreduce")
     try:
-        with pytest.raises(BufferInFlight, match=r"share_\(\) .* that allreduce still owns: await that first"):
+        with pytest.raises(BufferInFlight, match=r"to_arena_\(\) .* that allreduce still owns: await that first"):
             move(arena, {"other": other, "t": t})
         assert t.data_ptr() == before
         assert not inside(arena, other)

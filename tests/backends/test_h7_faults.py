@@ -13,6 +13,7 @@ import torch
 from aiodist import AiodistError, BackendError, Communicator
 from aiodist.backends import inplace
 from aiodist.collectives import scheduled
+from aiodist.communicator import parts_of
 from aiodist.handles import Progress, in_flight
 from aiodist.types import ReduceOp
 
@@ -32,24 +33,24 @@ class Boom(RuntimeError):
 
 
 def _steps(coll: Communicator) -> object:
-    within = coll.parts.dispatcher.repertoire.within
+    within = parts_of(coll).dispatcher.repertoire.within
     return None if within is None else within.steps()
 
 
 PLACES: Places = {
-    "transport": (lambda coll: coll.parts.dispatcher.transport, ("isend", "irecv")),
-    "mailbox": (lambda coll: coll.parts.dispatcher.mailbox, ("carry", "take", "arrived", "listen")),
+    "transport": (lambda coll: parts_of(coll).dispatcher.transport, ("isend", "irecv")),
+    "mailbox": (lambda coll: parts_of(coll).dispatcher.mailbox, ("carry", "take", "arrived", "listen")),
     "native": (
-        lambda coll: coll.parts.dispatcher.transport.native,
+        lambda coll: parts_of(coll).dispatcher.transport.native,
         ("start", "plan_allreduce"),
     ),
     "shared memory": (
-        lambda coll: coll.parts.dispatcher.repertoire.within,
+        lambda coll: parts_of(coll).dispatcher.repertoire.within,
         ("start",),
     ),
     "lane": (_steps, ("submit",)),
     "peer": (
-        lambda coll: next(iter(getattr(coll.parts.dispatcher.transport, "peers", {}).values()), None),
+        lambda coll: next(iter(getattr(parts_of(coll).dispatcher.transport, "peers", {}).values()), None),
         ("send", "offer", "fetch"),
     ),
 }
@@ -162,7 +163,7 @@ async def _survives(coll: Communicator, place: str, name: str, k: int, operation
     assert not Progress.current().large
     met = bool(await coll.allreduce(int(met), op="max"))
     async with asyncio.timeout(20):  # a close that comes before word of the abort raises it
-        while met and one.parts.dispatcher.refusal is None:  # noqa: ASYNC110
+        while met and parts_of(one).dispatcher.refusal is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
     return met
 
@@ -235,7 +236,7 @@ async def test_h7_a_fault_on_all_ranks_fails_the_operation_on_all(coll: Communic
     of_others = len(in_flight)  # tests that gave a communicator up
     for impl in ("ring", "doubling"):
         one = await coll.dup()
-        fault = Fault(one.parts.dispatcher.transport, "isend", 0, after=False)
+        fault = Fault(parts_of(one).dispatcher.transport, "isend", 0, after=False)
         t = torch.ones(LONG)
         with pytest.raises(BackendError, match="Boom"):
             await one.allreduce(t, impl=impl)

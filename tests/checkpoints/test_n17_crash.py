@@ -39,7 +39,7 @@ class Constant(nn.Module):
 def save(path: Path, ranks: int, value: float) -> None:
     async def main() -> None:
         async with aiodist.init() as coll:
-            await aiodist.save(path, Constant(value), coll=coll, extra=value, keep=1)
+            await aiodist.save(path, Constant(value), coll=coll, metadata=value, keep_last=1)
 
     run_ranks(ranks, main)
 
@@ -49,7 +49,7 @@ def load(path: Path, ranks: int) -> float:
         async with aiodist.init() as coll:
             net = Constant(0.0)
             found = await aiodist.load(path, net, coll=coll)
-            assert found.extra == net.value()
+            assert found.metadata == net.value()
             return net.value()
 
     (value,) = set(run_ranks(ranks, main))
@@ -171,11 +171,11 @@ path = Path(sys.argv[1])
 
 async def main():
     async with aiodist.init() as coll:
-        await aiodist.save(path, Constant(1.0), coll=coll, extra=1.0)
+        await aiodist.save(path, Constant(1.0), coll=coll, metadata=1.0)
         if coll.rank == 1:
             folders.write_past_cache = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         try:
-            await aiodist.save(path, Constant(2.0), coll=coll, extra=2.0)
+            await aiodist.save(path, Constant(2.0), coll=coll, metadata=2.0)
         except AiodistError as error:
             print(type(error).__name__, "rank 1" in str(error), flush=True)
             os._exit(0)

@@ -39,7 +39,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     async def save() -> None:
         async with aiodist.init() as coll:
-            await aiodist.save(path, module(), coll=coll, extra=[1, "two"])
+            await aiodist.save(path, module(), coll=coll, metadata=[1, "two"])
 
     run_ranks(SAVED_BY, save)
     return path / "checkpoint-00000001"

@@ -205,7 +205,7 @@ async def test_n17_what_is_of_one_kind_loads(coll: Communicator, saved: Make, lo
 @pytest.mark.parametrize(
     ("saved", "loaded", "seen"),
     [
-        ([torch.Generator()], [random.Random(1)], r"own\[0\] is random.Random, .* has Generator"),
+        ([torch.Generator()], [random.Random(1)], r"per_rank\[0\] is random.Random, .* has Generator"),
         ([np.random.default_rng(1)], [np.random.Generator(np.random.MT19937(1))], "MT19937, .* has .* of PCG64"),
         ([np.random.RandomState(1)], [np.random.default_rng(1)], "Generator of PCG64, .* has .*RandomState of MT19937"),
     ],
@@ -214,12 +214,12 @@ async def test_n17_own_objects_of_other_kinds_change_nothing(
     coll: Communicator, saved: Sequence[Any], loaded: Sequence[Any], seen: str, tmp_path: Path
 ) -> None:
     async with await a_net(coll) as net:
-        await aiodist.save(tmp_path, net, own=saved)
+        await aiodist.save(tmp_path, net, per_rank=saved)
         before = net.module.weight.clone()  # type: ignore[operator]
         with torch.no_grad():
             net.module.weight.add_(1.0)  # type: ignore[operator]
         with pytest.raises(ValueError, match=seen):
-            await aiodist.load(tmp_path, net, own=loaded)
+            await aiodist.load(tmp_path, net, per_rank=loaded)
         assert torch.equal(net.module.weight, before + 1.0)  # type: ignore[arg-type]
 
 
@@ -244,6 +244,6 @@ async def test_n17_a_queue_is_no_loader(coll: Communicator, tmp_path: Path) -> N
 
     async with await a_net(coll) as net:
         queue = ShardQueue(IndexShards(9), coll)
-        await aiodist.save(tmp_path, net, own=[queue])
-        with pytest.raises(ValueError, match=r"own\[0\] is Loader, and the checkpoint has ShardQueue"):
-            await aiodist.load(tmp_path, net, own=[Loader()])
+        await aiodist.save(tmp_path, net, per_rank=[queue])
+        with pytest.raises(ValueError, match=r"per_rank\[0\] is Loader, and the checkpoint has ShardQueue"):
+            await aiodist.load(tmp_path, net, per_rank=[Loader()])

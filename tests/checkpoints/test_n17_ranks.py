@@ -174,14 +174,14 @@ async def test_n17_a_queue_of_shards_as_own(coll: Communicator, tmp_path: Path, 
     async with aiodist.data.prefetch(queue) as batches:
         for _ in range(1 + coll.rank):
             mine += await anext(batches)
-        saving = aiodist.save(folder, net, own=[queue])
+        saving = aiodist.save(folder, net, per_rank=[queue])
         await anext(batches, None)  # behind the save
         await saving
     group = await coll.group(range(ranks))
     if coll.rank < ranks:
         again = queue_of(group)
         fewer = await DataParallel.create(nn.Linear(2, 1), group)
-        await aiodist.load(folder, fewer, own=[again])
+        await aiodist.load(folder, fewer, per_rank=[again])
         again.set_epoch(2)
         async for records in again:
             mine += records

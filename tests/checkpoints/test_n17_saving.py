@@ -49,7 +49,7 @@ def test_n17_training_goes_on_bit_by_bit_on_any_number_of_ranks(training: Any, p
         async with aiodist.init() as coll:
             run = await training.make(coll)
             await run.steps(0, 3)
-            saving = aiodist.save(path, run.net, run.opt, extra={"step": 3})
+            saving = aiodist.save(path, run.net, run.opt, metadata={"step": 3})
             saved = run.net.submit(run.state)  # behind the copy
             after = await run.steps(3, 6)  # beside the writing, which must not see them
             assert await saving == path / "checkpoint-00000001"
@@ -60,10 +60,10 @@ def test_n17_training_goes_on_bit_by_bit_on_any_number_of_ranks(training: Any, p
             run = await training.make(coll, seed=7)
             await run.steps(50, 51)
             found = await aiodist.load(path, run.net, run.opt)
-            assert (found.extra, found.ranks, found.number) == ({"step": 3}, saved_by, 1)
+            assert (found.metadata, found.ranks, found.number) == ({"step": 3}, saved_by, 1)
             assert found.path == path / "checkpoint-00000001"
             assert_same(run.state(), expected["state"])
-            losses = await run.steps(found.extra["step"], 6)
+            losses = await run.steps(found.metadata["step"], 6)
             if coll.size in (1, 2, 4) and saved_by in (1, 2, 4):  # where the mean of gradients rounds nothing
                 assert losses == expected["losses"]
                 assert_same(run.state(), expected["end"])
@@ -105,15 +105,15 @@ async def test_n17_plain_modules_and_what_else_has_state(coll: Communicator, tmp
         opt.step()
         schedule.step()
     before = [{k: v.clone() for k, v in part.state_dict().items()} for part in (net, other)]
-    saving = aiodist.save(path, *parts, coll=coll, extra=(1, torch.arange(3)))
+    saving = aiodist.save(path, *parts, coll=coll, metadata=(1, torch.arange(3)))
     with torch.no_grad():  # the copy was taken at the call
         for p in [*net.parameters(), *other.parameters()]:
             p.zero_()
     opt.param_groups[0]["lr"] = 7.0
     await saving
     found = await aiodist.load(path, *parts, coll=coll)
-    assert found.extra[0] == 1
-    assert found.extra[1].tolist() == [0, 1, 2]
+    assert found.metadata[0] == 1
+    assert found.metadata[1].tolist() == [0, 1, 2]
     for part, state in zip((net, other), before, strict=True):
         assert_same(part.state_dict(), state)
     assert opt.param_groups[0]["lr"] == 0.5
@@ -185,7 +185,7 @@ def test_n17_each_rank_has_its_random_states_and_loaders_back(path: Path) -> Non
         async with aiodist.init() as coll:
             mine = own(rank)
             draw(mine[:4])
-            saving = aiodist.save(path, Loader(0), coll=coll, own=mine)
+            saving = aiodist.save(path, Loader(0), coll=coll, per_rank=mine)
             drawn[rank] = draw(mine[:4])
             mine[4].at = 99
             await saving
@@ -193,7 +193,7 @@ def test_n17_each_rank_has_its_random_states_and_loaders_back(path: Path) -> Non
     async def load(rank: int) -> None:
         async with aiodist.init() as coll:
             mine = own(rank + 20)
-            await aiodist.load(path, Loader(0), coll=coll, own=mine)
+            await aiodist.load(path, Loader(0), coll=coll, per_rank=mine)
             if coll.size == 3:
                 assert draw(mine[:4]) == drawn[rank]
                 assert (mine[4].at, mine[5].at) == (3 + rank, 10 + rank)
@@ -272,10 +272,10 @@ async def test_n17_the_last_k_are_kept_and_the_newest_is_loaded(coll: Communicat
     run = await training.make(coll)
     for number in range(1, 6):
         await run.steps(number, number + 1)
-        await aiodist.save(path, run.net, run.opt, extra=number, keep=3)
+        await aiodist.save(path, run.net, run.opt, metadata=number, keep_last=3)
     assert sorted(p.name for p in path.iterdir()) == [f"checkpoint-0000000{number}" for number in (3, 4, 5)]
-    assert (await aiodist.load(path, run.net, run.opt)).extra == 5
-    assert (await aiodist.load(path / "checkpoint-00000004", run.net, run.opt)).extra == 4
+    assert (await aiodist.load(path, run.net, run.opt)).metadata == 5
+    assert (await aiodist.load(path / "checkpoint-00000004", run.net, run.opt)).metadata == 4
 
 
 @pytest.mark.ranks(2)
@@ -285,11 +285,11 @@ async def test_n17_saves_under_way_are_written_in_turn(coll: Communicator, train
     saving = []
     states = []
     for number in range(4):
-        saving.append(aiodist.save(path, run.net, run.opt, extra=number))
+        saving.append(aiodist.save(path, run.net, run.opt, metadata=number))
         states.append(run.net.submit(run.state))
         await run.steps(number, number + 1)
     found = aiodist.load(path, run.net, run.opt)  # it waits for them
-    assert (await found).extra == 3
+    assert (await found).metadata == 3
     assert_same(run.state(), await states[3])
     assert [(await handle).name for handle in saving] == [f"checkpoint-{number:08}" for number in (1, 2, 3, 4)]
     for number in range(4):
@@ -414,7 +414,7 @@ async def test_n17_an_error_of_one_rank_is_raised_on_all_and_the_one_before_is_k
 ) -> None:
     path = Path(await coll.broadcast_object(str(path)))
     run = await training.make(coll)
-    await aiodist.save(path, run.net, Raises(False), extra="first")
+    await aiodist.save(path, run.net, Raises(False), metadata="first")
     mine = coll.rank == coll.size - 1
     with pytest.raises(KeyError if mine else RemoteError, match="where is it") as raised:
         await aiodist.save(path, run.net, Raises(mine))
@@ -424,7 +424,7 @@ async def test_n17_an_error_of_one_rank_is_raised_on_all_and_the_one_before_is_k
         assert "state_dict" in raised.value.traceback
     with pytest.raises(KeyError if mine else RemoteError, match="what is it"):
         await aiodist.load(path, run.net, Raises(mine))
-    assert (await aiodist.load(path, run.net, Raises(False))).extra == "first"
+    assert (await aiodist.load(path, run.net, Raises(False))).metadata == "first"
     assert [p.name for p in path.iterdir()] == ["checkpoint-00000001"]
     assert (await aiodist.save(path, run.net, Raises(False))).name == "checkpoint-00000002"
     saving = aiodist.save(path, run.net.module, Raises(mine), coll=coll)  # has no compute thread: copied by the call
@@ -486,7 +486,7 @@ async def test_n17_a_copy_that_fails_leaves_its_memory_to_the_next(
 @pytest.mark.parametrize(
     ("differs", "where"),
     [
-        ("extra", "/extra/map/loss"),
+        ("metadata", "/metadata/map/loss"),
         ("lr", "/parts/1/state/map/param_groups/0/map/lr"),
         ("shape", "/tensors/net/weight"),
     ],
@@ -501,9 +501,9 @@ async def test_n17_ranks_that_differ_where_they_must_not_are_told(
     for parameter in net.parameters():
         nn.init.ones_(parameter)
     opt = torch.optim.SGD(net.parameters(), lr=0.5 if mine and differs == "lr" else 0.1)
-    extra = {"loss": 2.5 if mine and differs == "extra" else 1.5}
+    extra = {"loss": 2.5 if mine and differs == "metadata" else 1.5}
     with pytest.raises(MismatchError, match=where) as raised:
-        await aiodist.save(path, net, opt, coll=coll, extra=extra)
+        await aiodist.save(path, net, opt, coll=coll, metadata=extra)
     assert "on rank 0" in str(raised.value)
     assert "on rank 1" in str(raised.value)
 
@@ -556,18 +556,19 @@ async def test_n17_a_checkpoint_of_something_else_changes_nothing(
     path = Path(await coll.broadcast_object(str(path)))
     run = await training.make(coll)
     await run.steps(0, 1)
-    await aiodist.save(path, run.net, run.opt, own=[Loader(1)])
-    await aiodist.save(path / "generators", run.net, run.opt, own=[torch.Generator(), Loader(1), random.Random(1)])
+    await aiodist.save(path, run.net, run.opt, per_rank=[Loader(1)])
+    await aiodist.save(path / "generators", run.net, run.opt, per_rank=[torch.Generator(), Loader(1), random.Random(1)])
     before = run.state()
     for own in ([Loader(1)] * 3, [random.Random(1), Loader(1), torch.Generator()], [*(torch.Generator(),) * 3]):
-        with pytest.raises(ValueError, match=r"own\[\d\] is .*: expected .*own\[1\] Loader, own\[2\] random.Random"):
-            await aiodist.load(path / "generators", run.net, run.opt, own=own)
+        order = r"per_rank\[1\] Loader, per_rank\[2\] random.Random"
+        with pytest.raises(ValueError, match=rf"per_rank\[\d\] is .*: expected .*{order}"):
+            await aiodist.load(path / "generators", run.net, run.opt, per_rank=own)
     for parts, own, seen in (
         ((run.net,), [Loader(1)], "it has 2 parts, and 1 are to be loaded"),
         ((run.net, run.opt), [], "it has 1 objects of a rank's own, and 0 are"),
     ):
         with pytest.raises(ValueError, match=seen) as raised:
-            await aiodist.load(path, *parts, own=own)
+            await aiodist.load(path, *parts, per_rank=own)
         assert not isinstance(raised.value, CheckpointDamaged)
     assert_same(run.state(), before)
 
@@ -576,16 +577,16 @@ async def test_n17_a_checkpoint_of_something_else_changes_nothing(
 async def test_n17_mistakes_of_the_caller_are_raised_by_the_call(coll: Communicator, training: Any, path: Path) -> None:
     run = await training.make(coll)
     for keep in (0, True, 1.5):
-        with pytest.raises(ValueError, match="keep="):
-            aiodist.save(path, run.net, run.opt, keep=keep)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="keep_last="):
+            aiodist.save(path, run.net, run.opt, keep_last=keep)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="coll is NoneType"):
         aiodist.save(path, run.net.module)
     with pytest.raises(TypeError, match="part1 is int"):
         aiodist.load(path, run.net, 3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"own\[1\] is float"):
-        aiodist.save(path, run.net, own=[Loader(1), 0.5])
-    with pytest.raises(TypeError, match="extra/0 is set"):
-        aiodist.save(path, run.net, extra=[{1}])
+    with pytest.raises(TypeError, match=r"per_rank\[1\] is float"):
+        aiodist.save(path, run.net, per_rank=[Loader(1), 0.5])
+    with pytest.raises(TypeError, match="metadata/0 is set"):
+        aiodist.save(path, run.net, metadata=[{1}])
     await run.net.aclose()
     with pytest.raises((RuntimeError, CommunicatorClosed), match="closed"):
         aiodist.save(path, run.net, run.opt)
@@ -611,7 +612,7 @@ async def test_n17_the_other_rank_count_is_said_in_the_log(
 async def test_n17_the_manifest_is_json_that_others_read(coll: Communicator, training: Any, path: Path) -> None:
     run = await training.make(coll)
     await run.steps(0, 1)
-    folder = await aiodist.save(path, run.net, run.opt, extra={"best": float("inf")})
+    folder = await aiodist.save(path, run.net, run.opt, metadata={"best": float("inf")})
     first, second = (folder / "manifest.json").read_text().splitlines()
     assert json.loads(first)["nbytes"] == len(second)
     content = json.loads(second)

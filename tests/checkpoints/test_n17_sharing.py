@@ -210,7 +210,7 @@ async def test_n17_divided_layers_are_saved_by_all_ranks_that_share_them(coll: C
         driver: Any = await kind.create(net, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
         with pytest.raises(TypeError, match=f"{kind.__name__} of a net with divided layers: expected an Optimizer of"):
             aiodist.save(path, net, driver, coll=coll)
-        with pytest.raises(TypeError, match=rf"{kind.__name__} of a net with divided layers: .* `own=\[opt\]`"):
+        with pytest.raises(TypeError, match=rf"{kind.__name__} of a net with divided layers: .* `per_rank=\[opt\]`"):
             aiodist.load(path, net, driver, coll=coll)
         driver.close()
 
@@ -229,9 +229,9 @@ async def test_n17_other_optimizers_of_divided_layers_are_each_ranks_own(
         if not losses:
             await steps(net, opt, 2)
             await opt.flush()
-            await aiodist.save(path, net, coll=coll, own=[opt])
+            await aiodist.save(path, net, coll=coll, per_rank=[opt])
         else:
-            await aiodist.load(path, net, coll=coll, own=[opt])
+            await aiodist.load(path, net, coll=coll, per_rank=[opt])
         losses.append(await steps(net, opt, 3))
         await opt.flush()
         await net.aclose()

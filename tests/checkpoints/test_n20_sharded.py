@@ -161,7 +161,7 @@ def test_n20_a_sharded_training_goes_on_with_another_number_of_ranks(
         async with aiodist.init() as coll:
             run = await sharded(training, coll, name, 0)
             losses = await run.steps(0, 4)  # whose last parameters are still being gathered
-            saving = aiodist.save(tmp_path / "runs", run.net, run.opt, extra=4)
+            saving = aiodist.save(tmp_path / "runs", run.net, run.opt, metadata=4)
             assert losses + await run.steps(4, 7) == pytest.approx(expected["losses"], rel=1e-9)
             await saving
 
@@ -170,7 +170,7 @@ def test_n20_a_sharded_training_goes_on_with_another_number_of_ranks(
             run = await sharded(training, coll, name, 7)
             await run.steps(50, 51)
             found = await aiodist.load(tmp_path / "runs", run.net, run.opt)
-            assert (found.extra, found.ranks) == (4, saved_by)
+            assert (found.metadata, found.ranks) == (4, saved_by)
             assert await run.steps(4, 7) == pytest.approx(expected["losses"][4:], rel=1e-9)
 
     run_ranks(1, alone)

@@ -14,6 +14,7 @@ from torch import Tensor
 from aiodist import Communicator, ReduceOp
 from aiodist.collectives.arithmetic import combine
 from aiodist.collectives.scheduled import LANE_TAGS, SubEndpoint
+from aiodist.communicator import parts_of
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.schedules import MAX_LANES, SCHEDULES
 from aiodist.testing.seams.algorithms import Endpoint, Program, Scheduled, lockstep, run
@@ -29,8 +30,8 @@ CHUNKS = {"ring": (1, 3), "tree": (2,), "chain": (1, 3, 100)}
 
 async def perform(coll: Communicator, make: Callable[[Endpoint], Program[object]], tag: int = 1 << 21) -> None:
     """Run the program that `make` makes of an endpoint as the next operation of all ranks."""
-    ep = Endpoint(coll.parts.transport, tag)
-    await coll.parts.dispatcher.collective(Fingerprint("scheduled"), make(ep))
+    ep = Endpoint(parts_of(coll).transport, tag)
+    await parts_of(coll).dispatcher.collective(Fingerprint("scheduled"), make(ep))
 
 
 def all_of(operation: str) -> Iterator[Scheduled]:

@@ -13,6 +13,7 @@ from aiodist import Communicator, ReduceOp
 from aiodist.collectives.choice.table import COMPARED_BYTES, LIMITS
 from aiodist.collectives.hierarchical import Hierarchical
 from aiodist.collectives.traffic import Traffic
+from aiodist.communicator import parts_of
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.testing.seams.algorithms import Endpoint, Implementation, Program, lockstep
 from aiodist.testing.seams.transport import Operation, Wanted
@@ -36,8 +37,8 @@ def forms(coll: Communicator, limits: dict[str, int] = SMALL_PIECES) -> list[tup
 
 
 async def perform(coll: Communicator, make: Callable[[Endpoint], Program[object]]) -> None:
-    ep = Endpoint(coll.parts.transport, (1 << 21) + coll.seq)
-    await coll.parts.dispatcher.collective(Fingerprint("hierarchical"), make(ep))
+    ep = Endpoint(parts_of(coll).transport, (1 << 21) + coll.seq)
+    await parts_of(coll).dispatcher.collective(Fingerprint("hierarchical"), make(ep))
 
 
 def brought(size: int, n: int) -> list[Tensor]:
@@ -78,9 +79,9 @@ async def test_a4_lists_of_small_and_large_tensors(coll: Communicator, kind: str
     for (_, form), root in product(forms(coll, TOGETHER), range(coll.size)):
         parts = [brought(coll.size, n) for n in sizes]
         ts = [each[coll.rank].clone() for each in parts]
-        ep = Endpoint(coll.parts.transport, (1 << 21) + coll.seq, traffic=Traffic(), shared=True)
+        ep = Endpoint(parts_of(coll).transport, (1 << 21) + coll.seq, traffic=Traffic(), shared=True)
         program = lockstep([form.run(ep, Operation(kind, t, root=root)) for t in ts])
-        await coll.parts.dispatcher.collective(Fingerprint("hierarchical"), program)
+        await parts_of(coll).dispatcher.collective(Fingerprint("hierarchical"), program)
         for t, each in zip(ts, parts, strict=True):
             total = torch.stack(each).sum(0)
             expected = {"allreduce": total, "broadcast": each[root]}.get(kind, total if coll.rank == root else None)
@@ -92,9 +93,9 @@ async def test_a4_many_in_flight_do_not_mix(coll: Communicator) -> None:
     _, form = forms(coll)[0]
     ts = [torch.full((40,), float(coll.rank + i)) for i in range(20)]
     handles = [
-        coll.parts.dispatcher.collective(
+        parts_of(coll).dispatcher.collective(
             Fingerprint("hierarchical"),
-            form.run(Endpoint(coll.parts.transport, (1 << 21) + coll.seq), Operation("allreduce", t)),
+            form.run(Endpoint(parts_of(coll).transport, (1 << 21) + coll.seq), Operation("allreduce", t)),
         )
         for t in ts
     ]

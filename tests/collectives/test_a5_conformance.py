@@ -30,7 +30,7 @@ async def test_a5_collectives_in_shared_memory_conform(
 
         def shared(case: conformance.Case, rank: int, to: int = 0) -> torch.Tensor:
             t = given(case, rank, to)
-            return coll.empty(t.shape, t.dtype).copy_(t)
+            return coll.arena_empty(t.shape, t.dtype).copy_(t)
 
         monkeypatch.setattr(conformance.Case, "given", shared)
     own = await coll.dup()

@@ -16,6 +16,7 @@ from aiodist.collectives.choice.availability import State
 from aiodist.collectives.choice.selector import Selector
 from aiodist.collectives.choice.table import HOSTS, LIMITS, NAMES, Table, parse_edit
 from aiodist.collectives.choice.tablefile import read_edits, render, write
+from aiodist.communicator import parts_of
 from aiodist.testing import run_ranks
 from aiodist.testing.seams.algorithms import NativeCollectives, Repertoire, Scheduled
 from aiodist.testing.seams.carriers import LocalHub, LocalTransport
@@ -140,7 +141,7 @@ async def test_a6_limits(coll: Communicator, monkeypatch: pytest.MonkeyPatch) ->
 
     def counted(self, t, dst, tag, done):  # type: ignore[no-untyped-def]
         nonlocal sent
-        sent += self is coll.parts.transport
+        sent += self is parts_of(coll).transport
         isend(self, t, dst, tag, done)
 
     monkeypatch.setattr(LocalTransport, "isend", counted)
@@ -158,8 +159,8 @@ async def test_a6_limits(coll: Communicator, monkeypatch: pytest.MonkeyPatch) ->
     coll.selector.set_limit("ring.chunks", 2)
     assert await messages() - 1 == 2 * (one - 1)
     coll.selector.set_limit("large_bytes", 1 << 30)
-    assert (coll.selector.limits["large_bytes"], coll.parts.dispatcher.large_bytes) == (1 << 30, 1 << 30)
-    coll.leave_to_thread(1 << 16)
+    assert (coll.selector.limits["large_bytes"], parts_of(coll).dispatcher.large_bytes) == (1 << 30, 1 << 30)
+    parts_of(coll).dispatcher.large_bytes = 1 << 16
     assert coll.selector.limits["large_bytes"] == 1 << 16
 
 

@@ -43,7 +43,7 @@ async def test_c1_messages_of_hundreds_of_mebibytes_arrive(coll: Communicator, p
     numel = 300 << 18
     sent = torch.arange(numel, dtype=torch.int32)
     if coll.rank == 0:
-        await coll.send(sent if place == "private" else coll.empty((numel,), dtype=torch.int32).copy_(sent), 1)
+        await coll.send(sent if place == "private" else coll.arena_empty((numel,), dtype=torch.int32).copy_(sent), 1)
     else:
         into = torch.zeros(numel + 1, dtype=torch.int32)
         await coll.recv(into, 0)

@@ -1,4 +1,4 @@
-"""A9: `share_` among processes: what was ordinary is reduced in place; one rank may do it alone."""
+"""A9: `to_arena_` among processes: what was ordinary is reduced in place; one rank may do it alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from aiodist import BufferInFlight, Communicator
-from aiodist.communicator import CommunicatorStatistics
+from aiodist.communicator import CommunicatorStatistics, parts_of
 from aiodist.nn import DataParallel
 from tests.support.moving import needs_moving
 
@@ -20,7 +20,7 @@ processes = pytest.mark.ranks(2, backend=("openmpi", "shm"))
 
 
 def inside(coll: Communicator, t: Tensor) -> bool:
-    near = coll.parts.registry.near
+    near = parts_of(coll).registry.near
     return near is not None and near.locate(t) is not None
 
 
@@ -32,7 +32,7 @@ async def test_a9_statistics_tell_which_way_bytes_went(coll: Communicator, shari
     view = t[10:20]
     shares = own.rank in sharing
     if shares:
-        assert own.share_(t) is t
+        assert own.to_arena_(t) is t
     assert (inside(own, t), inside(own, view), inside(own, other)) == (shares, shares, False)
     assert own.statistics() == CommunicatorStatistics(0, 0, 0, 0, named=0)
     await own.allreduce(t, impl="shm")
@@ -55,12 +55,12 @@ async def test_a9_what_an_operation_owns_stays_where_it_is(coll: Communicator) -
             await coll.recv(torch.empty(1), 0)  # so that rank 0's allreduce waits for this one's
         handle = coll.allreduce(net.bias.detach())
         if coll.rank == 0:
-            with pytest.raises(BufferInFlight, match=r"share_\(\) .*allreduce.* still owns"):
-                coll.share_(net)
+            with pytest.raises(BufferInFlight, match=r"to_arena_\(\) .*allreduce.* still owns"):
+                coll.to_arena_(net)
             assert [p.data_ptr() for p in net.parameters()] == before
             await coll.send(torch.ones(1), 1)
         await handle
-    assert coll.share_(net) is net
+    assert coll.to_arena_(net) is net
     assert all(inside(coll, p) for p in net.parameters())
     await coll.barrier()
 
@@ -75,7 +75,7 @@ async def test_a9_a_shared_module_is_trained_as_any_other(coll: Communicator) ->
         torch.manual_seed(3)
         module = nn.Sequential(nn.Linear(30, 300), nn.BatchNorm1d(300), nn.Linear(300, 5))
         if share:
-            assert coll.share_(module) is module
+            assert coll.to_arena_(module) is module
         net = await DataParallel.create(module, coll)
         optimizer = torch.optim.Adam(net.parameters())
         for step in range(3):
@@ -94,11 +94,11 @@ async def test_a9_anything_else_is_refused(coll: Communicator) -> None:
     wrong: Any
     for wrong in ([torch.ones(3)], "t", None, torch.ones(3).untyped_storage()):
         with pytest.raises(TypeError, match=f"t is {type(wrong).__name__}: expected a tensor or a module"):
-            coll.share_(wrong)
+            coll.to_arena_(wrong)
     t = torch.ones(3)
     t.numpy()
     with pytest.raises(ValueError, match="t lies in memory that is not torch's alone"):
-        coll.share_(t)
+        coll.to_arena_(t)
 
 
 @pytest.mark.ranks(1, 2, backend="local")
@@ -106,8 +106,8 @@ async def test_a9_who_shares_memory_with_nobody_keeps_what_he_has(coll: Communic
     t = torch.ones(30)
     t.numpy()
     net, before = nn.Linear(3, 3), t.data_ptr()
-    assert coll.share_(t) is t
-    assert coll.share_(net) is net
+    assert coll.to_arena_(t) is t
+    assert coll.to_arena_(net) is net
     assert t.data_ptr() == before
     with pytest.raises(TypeError, match="t is list: expected a tensor or a module"):
-        coll.share_([t])  # type: ignore[type-var]
+        coll.to_arena_([t])  # type: ignore[type-var]

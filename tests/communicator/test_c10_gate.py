@@ -14,6 +14,7 @@ import torch
 import aiodist
 from aiodist import Communicator
 from aiodist.backends.words import merged, word_of
+from aiodist.communicator import parts_of
 from aiodist.handles import in_flight
 from tests.support.blocking import blocked_until, rounds
 
@@ -63,7 +64,7 @@ async def test_h1_it_goes_through_while_user_code_computes(coll: Communicator, n
 @on_processes
 async def test_c10_a_gate_at_which_nothing_waits_is_not_polled(coll: Communicator, until: Any) -> None:
     """Nor is what it compares in, whichever thread let the last one through."""
-    lanes = coll.parts.registry.lanes
+    lanes = parts_of(coll).registry.lanes
     assert lanes is not None
     for numel in (1, 1 << 20):
         for turn in range(20):
@@ -78,8 +79,8 @@ async def test_c10_a_gate_at_which_nothing_waits_is_not_polled(coll: Communicato
 async def test_c10_what_is_kept_of_old_operations_is_bounded(coll: Communicator) -> None:
     for _ in range(1100):
         await coll.barrier()
-    assert len(coll.parts.dispatcher.recent) <= 1024
-    assert not coll.parts.dispatcher.failing
+    assert len(parts_of(coll).dispatcher.recent) <= 1024
+    assert not parts_of(coll).dispatcher.failing
 
 
 @pytest.mark.drawn(2)
@@ -117,7 +118,7 @@ async def test_c10_what_fails_within_a_host_fails_on_all_and_alone(coll: Communi
     for turn in range(12):
         who, numel = turn % coll.size, (4, 1 << 18)[turn % 2]
         before = [coll.allgather(torch.full((1 << 15,), turn)) for _ in range(3)]
-        fails = coll.allgather(coll.empty(numel), out=into if coll.rank == who else None)
+        fails = coll.allgather(coll.arena_empty(numel), out=into if coll.rank == who else None)
         behind = [coll.allgather(torch.full((1 << 15,), turn)) for _ in range(3)]
         with pytest.raises(ValueError if coll.rank == who else aiodist.RemoteError, match="cannot grow"):
             await fails

@@ -11,6 +11,7 @@ import torch
 
 import aiodist
 from aiodist import Communicator
+from aiodist.communicator import parts_of
 from aiodist.communicator.oplog import Latest
 
 pytestmark = pytest.mark.drawn(3)
@@ -123,13 +124,13 @@ async def test_c10_within_a_host_nothing_is_written(coll: Communicator) -> None:
     t = torch.full((5,), float(coll.rank))
     with pytest.raises(aiodist.MismatchError) as caught:
         await other.allreduce(t, op="max" if coll.rank else "sum")
-    assert ("unspecified" in str(caught.value)) == other.parts.dispatcher.gate.several  # type: ignore[union-attr]
+    assert ("unspecified" in str(caught.value)) == parts_of(other).dispatcher.gate.several  # type: ignore[union-attr]
 
 
 @pytest.mark.ranks(2, 3, backend=("openmpi", "mpich", "gloo", "shm"))
 @pytest.mark.parametrize("numel", [5, 1 << 16, 1 << 21])
 async def test_c10_processes_of_a_host_write_nothing(coll: Communicator, numel: int) -> None:
-    for one in (torch.full((numel,), float(coll.rank)), coll.empty(numel).fill_(coll.rank)):
+    for one in (torch.full((numel,), float(coll.rank)), coll.arena_empty(numel).fill_(coll.rank)):
         with pytest.raises(aiodist.MismatchError) as caught:
             await coll.allreduce(one, op="max" if coll.rank else "sum")
         assert "unspecified" not in str(caught.value)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from aiodist import Communicator, gather
+from aiodist.communicator import parts_of
 from aiodist.testing.seams.algorithms import NativeCollectives, Program
 from aiodist.testing.seams.transport import Done
 
@@ -65,7 +66,9 @@ def _late(coll: Communicator, run: Callable[..., Program[None]]) -> Callable[...
     loop = asyncio.get_running_loop()
 
     def pause(done: Done) -> None:
-        loop.call_soon_threadsafe(loop.call_later, 0.3, coll.parts.dispatcher.progress.exclusively, partial(done, None))
+        loop.call_soon_threadsafe(
+            loop.call_later, 0.3, parts_of(coll).dispatcher.progress.exclusively, partial(done, None)
+        )
 
     def run_late(self: NativeCollectives, *arguments: Any) -> Program[None]:
         for calls in run(self, *arguments):

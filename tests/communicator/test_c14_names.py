@@ -22,7 +22,7 @@ from aiodist import Communicator, Handle
 from aiodist.backends.base import MOST_NAMES, NAMED, number_of_use
 from aiodist.backends.inplace import numbers_of
 from aiodist.collectives.arithmetic import SUPPORTED
-from aiodist.communicator import names
+from aiodist.communicator import names, parts_of
 from aiodist.testing import run_ranks
 from aiodist.testing.seams.transport import DTYPES, tag_of
 from aiodist.types import Op
@@ -463,7 +463,7 @@ async def test_c14_what_a_failure_leaves_on_the_wire_meets_no_later_use(
     t = torch.full((50,), -1.0)
     failing = coll.rank == coll.size - 1
     if failing:
-        disputes = coll.parts.dispatcher.disputes
+        disputes = parts_of(coll).dispatcher.disputes
         send, loop = disputes.send, asyncio.get_running_loop()
         monkeypatch.setattr(disputes, "send", lambda *what: loop.call_later(0.5, send, *what))
         monkeypatch.setattr("aiodist.collectives.operations.numbers_of", _no_memory)
@@ -499,7 +499,7 @@ async def test_c14_a_selector_that_ranks_edit_meanwhile_is_told(coll: Communicat
 
 def test_c14_one_that_others_never_bring_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        async with aiodist.init(report=1.0) as coll:
+        async with aiodist.init(report_after=1.0) as coll:
             await coll.allreduce(1, name="other")
             if coll.rank == 2:
                 await asyncio.sleep(2.5)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import aiodist
 from aiodist import BufferInFlight, Communicator, MismatchError, RemoteError
+from aiodist.communicator import parts_of
 from aiodist.handles import in_flight
 
 pytestmark = pytest.mark.drawn(3)
@@ -89,7 +90,7 @@ async def test_c2_lanes_do_all_kinds(coll: Communicator, numel: int) -> None:
 @processes
 @pytest.mark.parametrize("numel", SIZES)
 async def test_c2_lanes_do_all_kinds_on_the_arena(coll: Communicator, numel: int) -> None:
-    await every_kind(coll, numel, lambda t: coll.empty(t.shape, dtype=t.dtype).copy_(t))
+    await every_kind(coll, numel, lambda t: coll.arena_empty(t.shape, dtype=t.dtype).copy_(t))
 
 
 @processes
@@ -224,7 +225,7 @@ async def test_h7_an_error_while_others_are_told_of_an_operation_costs_none(
     def nobody_hears() -> None:
         raise RuntimeError("the channel is closed")
 
-    log = coll.parts.dispatcher.oplog
+    log = parts_of(coll).dispatcher.oplog
     for _ in range(2):
         for call in (lambda: coll.allreduce(torch.ones(2)), lambda: coll.allgather_object(1)):
             if coll.rank == 0:

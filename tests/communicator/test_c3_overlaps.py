@@ -114,7 +114,7 @@ async def _tried(coll: Communicator, number: int, layout: Example) -> bool:
     n_ins = len(given)
     places = places_of(layout, [*given, *filled], coll.rank, one_input=n_ins == 1 and bool(filled))
     total = max(sum(place) for place in places) + 3
-    base = coll.empty(total) if layout.arena else torch.empty(total)
+    base = coll.arena_empty(total) if layout.arena else torch.empty(total)
     base.copy_(torch.arange(total).remainder(97) * (coll.rank + 1))
     views = [base[start : start + length] for start, length in places]
     apart = [view.clone() for view in views]

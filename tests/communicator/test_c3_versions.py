@@ -150,7 +150,7 @@ MEMORIES: dict[str, Callable[[Communicator], Make]] = {
     "ordinary": lambda _: torch.ones,
     "view": lambda _: lambda n: torch.ones(n + 2)[1:-1],
     "detached": lambda _: lambda n: torch.ones(n).detach(),
-    "arena": lambda coll: lambda n: coll.empty((n,)).fill_(1),
+    "arena": lambda coll: lambda n: coll.arena_empty((n,)).fill_(1),
     "parameter": lambda _: lambda n: torch.nn.Parameter(torch.ones(n), requires_grad=False),
     "inference": lambda _: _inferred,
 }
@@ -225,7 +225,7 @@ def test_c3_every_public_call_with_tensors_is_among_them() -> None:
         if name[0] != "_" and any(word in str(inspect.signature(method)).split("->")[0] for word in ("Tensor", "Data"))
     }
     tried = {word for kind in CALLS for word in kind.split()}
-    assert taking - {"share_"} <= tried  # share_ moves memory, and writes nothing else into it
+    assert taking - {"to_arena_"} <= tried  # to_arena_ moves memory, and writes nothing else into it
     assert {"allreduce", "recv", "send", "sendrecv", "scatter", "gather", "alltoall", "exscan"} <= taking
 
 
@@ -259,7 +259,7 @@ async def test_c3_calls_between_processes_raise_the_versions_of_what_they_write(
 ) -> None:
     if memory == "arena":
         try:
-            coll.empty((1,))
+            coll.arena_empty((1,))
         except aiodist.BackendUnavailable as error:
             pytest.skip(str(error))
     make = MEMORIES[memory](coll)

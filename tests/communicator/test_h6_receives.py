@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import aiodist
 from aiodist import BufferInFlight, Communicator, Handle, OperationTimeout
 from aiodist.c10d.work import HandleWork
+from aiodist.communicator import parts_of
 from aiodist.compat.mpi import Comm
 from aiodist.testing import run_ranks
 from tests.support.hearing import heard
@@ -292,7 +293,7 @@ async def test_h7_a_receive_that_had_its_message_and_is_dropped_is_told(coll: Co
 
 @pytest.mark.ranks(1)
 async def test_h7_the_garbage_collector_may_end_operations_while_they_are_listed(coll: Communicator) -> None:
-    pending = coll.parts.dispatcher.operations
+    pending = parts_of(coll).dispatcher.operations
     handles = [coll.send(torch.zeros(1), 0) for _ in range(2)]
     listed: dict[Any, bool] = {object(): True for _ in range(5000)}
     pending.issued.update(listed)

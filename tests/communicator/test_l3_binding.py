@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from aiodist import Communicator, gather, init
+from aiodist.communicator import parts_of
 from aiodist.testing import run_ranks
 from aiodist.testing.seams.world import current_place
 from tests.support.simulated_cuda.device import SimulatedCuda
@@ -99,7 +100,7 @@ async def test_l3_a_message_that_may_lie_on_a_device_opens_none(
     coll: Communicator, simulated_cuda: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    accelerator = coll.parts.registry.accelerator
+    accelerator = parts_of(coll).registry.accelerator
     assert accelerator is not None
     sent = coll.send(torch.ones(3), 1 - coll.rank)
     assert (await coll.recv()).is_cpu
@@ -116,7 +117,7 @@ async def test_l3_a_message_that_may_lie_on_a_device_opens_none(
 @pytest.mark.ranks(2)
 async def test_l3_streams_go_back_to_those_who_need_one(coll: Communicator, simulated_cuda: object) -> None:
     await gather(*[coll.allreduce(torch.ones(5000, device=coll.device), impl="staged") for _ in range(60)])
-    accelerator = coll.parts.registry.accelerator
+    accelerator = parts_of(coll).registry.accelerator
     assert accelerator is not None
     streams = accelerator.streams[coll.device]
     assert 0 < len(streams) <= 16
@@ -126,9 +127,9 @@ async def test_l3_streams_go_back_to_those_who_need_one(coll: Communicator, simu
 @pytest.mark.ranks(2)
 async def test_s4_memory_of_a_device_for_collectives(coll: Communicator, simulated_cuda: object) -> None:
     for shape, size in ((5, (5,)), ((2, 3), (2, 3))):
-        t = coll.empty(shape, torch.float64, device=coll.device)
+        t = coll.arena_empty(shape, torch.float64, device=coll.device)
         assert (t.device, t.dtype, tuple(t.shape)) == (coll.device, torch.float64, size)
         t.fill_(coll.rank + 1)
         await coll.allreduce(t, impl="cuda_ipc")
         assert set(t.flatten().tolist()) == {3.0}
-    assert coll.empty(3).device == coll.empty(3, device="cpu").device == torch.device("cpu")
+    assert coll.arena_empty(3).device == coll.arena_empty(3, device="cpu").device == torch.device("cpu")

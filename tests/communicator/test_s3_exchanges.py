@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from aiodist import AiodistError, BackendError, Communicator, CommunicatorAborted, OperationTimeout, gather, init
+from aiodist.communicator import parts_of
 from aiodist.streams import CudaStream
 from aiodist.testing import run_ranks
 from aiodist.testing.seams.transport import DTYPES
@@ -276,8 +277,8 @@ async def test_s3_an_exchange_that_hangs_is_late_and_can_be_aborted(
     work = await coll.dup()
     await work.allreduce(on(coll, torch.ones(4)), impl="nccl")
     await coll.barrier()
-    assert coll.parts.registry.accelerator is not None
-    (group,) = coll.parts.registry.accelerator.groups_of(work.name)
+    assert parts_of(coll).registry.accelerator is not None
+    (group,) = parts_of(coll).registry.accelerator.groups_of(work.name)
     stream: Any = group.stream
     if coll.rank == 0:
         stream.hold()  # its kernel never begins

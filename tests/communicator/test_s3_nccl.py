@@ -12,6 +12,7 @@ import torch
 
 from aiodist import AiodistError, BackendError, Communicator, CommunicatorAborted, OperationTimeout, gather, init
 from aiodist.backends import nccl
+from aiodist.communicator import parts_of
 from aiodist.errors import BackendUnavailable
 from aiodist.streams import CudaStream
 from aiodist.testing import run_ranks
@@ -136,8 +137,8 @@ async def test_s3_split_and_dup_have_their_own(coll: Communicator, fake: FakeNcc
 async def test_s3_an_operation_that_hangs_is_late_and_can_be_aborted(coll: Communicator, fake: FakeNccl) -> None:
     work = await coll.dup()
     await work.allreduce(torch.ones(4).to(coll.device), impl="nccl")
-    assert coll.parts.registry.accelerator is not None
-    (group,) = coll.parts.registry.accelerator.groups_of(work.name)
+    assert parts_of(coll).registry.accelerator is not None
+    (group,) = parts_of(coll).registry.accelerator.groups_of(work.name)
     stream: Any = group.stream
     if coll.rank == 0:
         stream.hold()  # its kernel never begins
@@ -242,7 +243,7 @@ async def test_s3_a_failure_that_leaves_nothing_pending_is_noticed(
     fake.refuse["allreduce"] = 3
     with pytest.raises(BackendError, match="internal error"):
         await work.allreduce(torch.ones(4).to(coll.device), impl="nccl")
-    await until(lambda: work.parts.dispatcher.refusal)
+    await until(lambda: parts_of(work).dispatcher.refusal)
     with pytest.raises(BackendError, match="internal error"):
         await work.allreduce(torch.ones(4))  # on the CPU: it was given up, as the others are told
 

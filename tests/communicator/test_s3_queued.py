@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from aiodist import AiodistError, BackendError, Communicator, gather
+from aiodist.communicator import parts_of
 from aiodist.streams import CudaStream
 from aiodist.testing.seams.cuda import Accelerator, DeviceWork
 from aiodist.types import Op
@@ -27,7 +28,7 @@ EXIST = [
 
 
 def accelerator_of(coll: Communicator) -> Accelerator:
-    found = coll.parts.registry.accelerator
+    found = parts_of(coll).registry.accelerator
     assert isinstance(found, Accelerator)
     return found
 

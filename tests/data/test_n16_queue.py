@@ -26,6 +26,7 @@ from torch import nn
 
 import aiodist
 from aiodist import Communicator
+from aiodist.communicator import parts_of
 from aiodist.data import IndexShards, RecordWriter, ShardQueue, prefetch, records
 from aiodist.data.shards import Shuffle
 from aiodist.errors import (
@@ -571,7 +572,7 @@ async def test_n16_a_lost_rank_s_records_go_to_others(coll: Communicator) -> Non
         reader = asyncio.create_task(taken(queue))
         await asyncio.wait([reader], timeout=1)
         assert not reader.done()
-        for tell in list(dup.parts.dispatcher.on_lost):
+        for tell in list(parts_of(dup).dispatcher.on_lost):
             tell(2, PeerLost("rank 2 left", lost=2))
         mine += await reader
         await coll.barrier(name="over")
@@ -592,7 +593,7 @@ async def test_n16_without_the_first_rank_there_is_no_queue(coll: Communicator) 
         await coll.barrier()
         reader = asyncio.create_task(taken(queue))
         await asyncio.wait([reader], timeout=1)
-        for tell in list(dup.parts.dispatcher.on_lost):
+        for tell in list(parts_of(dup).dispatcher.on_lost):
             tell(0, PeerLost("rank 0 left", lost=0))
         with pytest.raises(PeerLost, match="rank 0 left"):
             await reader
@@ -632,7 +633,7 @@ def test_n16_others_go_on_when_a_program_fails(traceback: str) -> None:
             mine += await anext(reading)
             await coll.barrier()
             if coll.rank == 2:
-                registry = coll.parts.registry  # as the end of a program that raised
+                registry = parts_of(coll).registry  # as the end of a program that raised
                 registry.channel.fail("it slipped", traceback)
                 await registry.abort(CommunicatorAborted("this rank failed"))
                 return mine

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from aiodist import Communicator
 from aiodist.data import RecordFile, RecordWriter, ShardSampler, prefetch, records
 from aiodist.errors import BackendUnavailable
+from tests.support.place import place
 
 Compressor = Literal["none", "snappy", "gzip"]
 COMPRESSORS: tuple[Compressor, ...] = get_args(Compressor)
@@ -338,7 +339,7 @@ def test_n16_a_record_file_is_a_dataset_for_a_data_loader(tmp_path: Path) -> Non
     file = pickle.loads(pickle.dumps(RecordFile(written(tmp_path / "a", items, "snappy", 40))))
     found = []
     for rank in range(3):
-        sampler = ShardSampler(file, rank, 3, shuffle=True)
+        sampler = ShardSampler(file, place(rank, 3), shuffle=True)
         loader = DataLoader(file, batch_size=4, sampler=sampler, num_workers=rank == 2, collate_fn=list)
         found += list(itertools.chain(*loader))
     assert sorted(found) == sorted(items)

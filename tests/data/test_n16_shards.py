@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from aiodist import Communicator
 from aiodist.data import ShardSampler, prefetch, shard, shard_indices
+from tests.support.place import place
 
 lengths = st.integers(0, 500)
 sizes = st.integers(1, 37)
@@ -40,7 +41,8 @@ def test_n16_the_batches_of_all_ranks_are_one_process_s_batch(length: int, size:
 def test_n16_the_sampler_covers_the_data(
     length: int, size: int, shuffle: bool, drop_last: bool, seed: int, epoch: int
 ) -> None:
-    samplers = [ShardSampler(length, r, size, shuffle=shuffle, seed=seed, drop_last=drop_last) for r in range(size)]
+    places = [place(rank, size) for rank in range(size)]
+    samplers = [ShardSampler(length, each, shuffle=shuffle, seed=seed, drop_last=drop_last) for each in places]
     for sampler in samplers:
         sampler.set_epoch(epoch)
     shards = [list(sampler) for sampler in samplers]
@@ -60,7 +62,7 @@ def test_n16_the_sampler_covers_the_data(
 def test_n16_the_permutation_comes_from_seed_and_epoch() -> None:
     def order(seed: int, epoch: int, size: int = 1) -> list[int]:
         """The order of all ranks together."""
-        samplers = [ShardSampler(100, rank, size, shuffle=True, seed=seed) for rank in range(size)]
+        samplers = [ShardSampler(100, place(rank, size), shuffle=True, seed=seed) for rank in range(size)]
         for sampler in samplers:
             sampler.set_epoch(epoch)
         rows = itertools.zip_longest(*samplers)
@@ -71,12 +73,12 @@ def test_n16_the_permutation_comes_from_seed_and_epoch() -> None:
     assert len({tuple(found) for found in orders.values()}) == 9  # (0, 1) and (1, 0) differ too
     assert order(1, 2) == orders[1, 2]
     assert order(1, 2, size=3) == orders[1, 2]  # for any number of ranks
-    sampler = ShardSampler(100, 0, 1, shuffle=True)
+    sampler = ShardSampler(100, place(0, 1), shuffle=True)
     assert list(sampler) == list(sampler) == orders[0, 0]
 
 
 def test_n16_what_drop_last_leaves_out_changes_with_the_epoch() -> None:
-    samplers = [ShardSampler(10, rank, 4, shuffle=True, drop_last=True) for rank in range(4)]
+    samplers = [ShardSampler(10, place(rank, 4), shuffle=True, drop_last=True) for rank in range(4)]
     seen: set[int] = set()
     for epoch in range(10):
         for sampler in samplers:
@@ -90,7 +92,7 @@ def test_n16_a_rank_outside_is_told(rank: int, size: int) -> None:
     for call in (
         lambda: shard_indices(5, rank, size),
         lambda: shard([1], rank, size),
-        lambda: ShardSampler(5, rank, size),
+        lambda: ShardSampler(5, place(rank, size)),
     ):
         with pytest.raises(ValueError, match=f"rank={rank}, size={size}"):
             call()
@@ -98,11 +100,11 @@ def test_n16_a_rank_outside_is_told(rank: int, size: int) -> None:
 
 def test_n16_other_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="seed=-1"):
-        ShardSampler(5, 0, 1, seed=-1)
+        ShardSampler(5, place(0, 1), seed=-1)
     with pytest.raises(ValueError, match="data=-5"):
-        ShardSampler(-5, 0, 1)
+        ShardSampler(-5, place(0, 1))
     with pytest.raises(ValueError, match="epoch=-1"):
-        ShardSampler(5, 0, 1).set_epoch(-1)
+        ShardSampler(5, place(0, 1)).set_epoch(-1)
 
 
 def test_n16_shard_reads_no_further_than_it_must() -> None:
@@ -115,7 +117,7 @@ def test_n16_shard_reads_no_further_than_it_must() -> None:
 @pytest.mark.ranks(1, 3)
 async def test_n16_a_data_loader_over_shards(coll: Communicator) -> None:
     data = TensorDataset(torch.arange(11))
-    sampler = ShardSampler(data, coll.rank, coll.size, shuffle=True, seed=3)
+    sampler = ShardSampler(data, coll, shuffle=True, seed=3)
     assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
     loader = DataLoader(data, batch_size=2, sampler=sampler)
     seen = []

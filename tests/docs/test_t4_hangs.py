@@ -32,7 +32,7 @@ def load(seconds):
     time.sleep(seconds)
 
 async def main():
-    async with aiodist.init(lag=0.1) as coll:
+    async with aiodist.init(report_lag_over=0.1) as coll:
         for seconds in (3, 9) if coll.rank else ():
             load(seconds); await asyncio.sleep(0)
         await coll.allreduce(torch.ones(3))

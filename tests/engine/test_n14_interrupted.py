@@ -32,7 +32,7 @@ async def main():
         opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         engine = aiodist.Engine(net, opt, mse_loss, progress=False)
         try:
-            resumed = bool(await aiodist.load(sys.argv[1], net, opt, own=[engine]))
+            resumed = bool(await aiodist.load(sys.argv[1], net, opt, per_rank=[engine]))
         except FileNotFoundError:
             resumed = False
         print("begins with", engine.state_dict()["step"], flush=True)
@@ -40,7 +40,7 @@ async def main():
         @engine.on("update")
         async def tell(state):
             if state.step % 5 == 0 and not resumed:
-                await aiodist.save(sys.argv[1], net, opt, own=[engine], keep=2)
+                await aiodist.save(sys.argv[1], net, opt, per_rank=[engine], keep_last=2)
             if not resumed:
                 if state.step == 20:
                     print("is at 20", flush=True)

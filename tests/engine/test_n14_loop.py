@@ -300,7 +300,7 @@ async def test_n14_forms_of_samples(coll: Communicator, form: str) -> None:
 async def test_n14_kinds_of_loaders(coll: Communicator) -> None:
     """A DataLoader whose sampler is told the epoch, an async generator, what `prefetch` returned."""
     x, y = (torch.cat(parts) for parts in zip(*Job.pairs(0, 8), strict=True))
-    sampler = ShardSampler(len(x), coll.rank, coll.size, shuffle=True, drop_last=True)
+    sampler = ShardSampler(len(x), coll, shuffle=True, drop_last=True)
     loader: Any = DataLoader(TensorDataset(x, y), batch_size=5, sampler=sampler)
     net = await DataParallel.create(Job.build(), coll)
     engine = Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), mse_loss, **Job.QUIET)

@@ -30,7 +30,7 @@ def loader(coll: Communicator, kind: str) -> Any:
     """Return shuffled batches: by the epoch, the same permutation for all ranks, or by torch's generator."""
     x, y = (torch.cat(parts) for parts in zip(*Job.pairs(0, 8), strict=True))  # 24
     if kind == "epoch":
-        sampler = ShardSampler(len(x), coll.rank, coll.size, shuffle=True)
+        sampler = ShardSampler(len(x), coll, shuffle=True)
         return DataLoader(TensorDataset(x, y), batch_size=24 // coll.size // STEPS, sampler=sampler)
     return DataLoader(TensorDataset(x, y), batch_size=24 // STEPS, shuffle=True)
 
@@ -164,7 +164,7 @@ async def test_n14_goes_on_from_disk_with_a_queue_on_any_number_of_ranks(
     @engine.on("update")
     async def save(state: State) -> None:
         if state.step == 2:
-            await aiodist.save(folder, net, opt, own=[engine, queue])
+            await aiodist.save(folder, net, opt, per_rank=[engine, queue])
             state.stop = True
 
     await engine.train(queue, epochs=1)
@@ -172,7 +172,7 @@ async def test_n14_goes_on_from_disk_with_a_queue_on_any_number_of_ranks(
     group = await coll.group(range(ranks))
     if coll.rank < ranks:
         net, opt, queue, engine, seen = await begun(group)
-        await aiodist.load(folder, net, opt, own=[engine, queue])
+        await aiodist.load(folder, net, opt, per_rank=[engine, queue])
         assert (engine.state_dict()["step"], queue.epoch) == (2, 0)
         await engine.train(queue, epochs=1)
         mine = mine + seen

@@ -20,7 +20,7 @@ async def main():
         everybody = torch.arange(1.0, coll.size + 1)
         for n in (1, 1001, 3_000_000):
             for impl in ("hierarchical", "leaders", sys.argv[1], "auto"):
-                for t in (torch.empty(n), coll.empty(n)):
+                for t in (torch.empty(n), coll.arena_empty(n)):
                     t.fill_(coll.rank + 1.0)
                     await coll.allreduce(t, impl=impl)
                     assert t.eq(everybody.sum()).all(), (impl, n)

@@ -21,7 +21,7 @@ def scattered(coll, dtype):
 
 async def main():
     async with aiodist.init() as coll:
-        assert coll.parts.dispatcher.gate.several
+        assert parts_of(coll).dispatcher.gate.several
         for odd in range(coll.size):
             for n in (3, 100_000, 3_000_000):
                 t = torch.full((n,), float(coll.rank))

@@ -20,7 +20,7 @@ socket.gethostname = lambda: "same"
 
 async def main():
     async with aiodist.init() as coll:
-        ones = coll.empty(1000).fill_(1)
+        ones = coll.arena_empty(1000).fill_(1)
         await coll.allreduce(ones)
         said = [coll.rank, coll.node, coll.local_rank, coll.local_size, *coll.hosts, ones[0].item()]
         print(json.dumps(said), flush=True)

@@ -53,7 +53,7 @@ class Numbers(Dataset[torch.Tensor]):
 
 
 async def main() -> None:
-    async with aiodist.init(report=None) as coll:  # a busy machine takes long to start workers
+    async with aiodist.init(report_after=None) as coll:  # a busy machine takes long to start workers
         first, second = await coll.dup(), await coll.dup()
         for method in ("fork", "spawn", "forkserver"):
             async with in_flight(coll, first, second):

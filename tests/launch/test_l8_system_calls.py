@@ -84,10 +84,10 @@ WORK = """
 import aiodist, torch
 async def main():
     async with aiodist.init() as coll:
-        t = coll.share_(torch.full((300_000,), 1.0 + coll.rank))
+        t = coll.to_arena_(torch.full((300_000,), 1.0 + coll.rank))
         await coll.allreduce(t)
         if coll.rank == 0:
-            print("sum:", t.sum().item(), "arena:", coll.empty(1000).untyped_storage().resizable())
+            print("sum:", t.sum().item(), "arena:", coll.arena_empty(1000).untyped_storage().resizable())
             print("why:", coll.availability().of("allreduce", "shm").reason, flush=True)
 aiodist.run(main)
 """

@@ -25,7 +25,7 @@ NAME = "same"
 async def main():
     socket.gethostname = lambda: NAME  # after gloo's own look-up of the real one, which is in C
     async with aiodist.init() as coll:
-        ones = coll.empty(1000).fill_(1)
+        ones = coll.arena_empty(1000).fill_(1)
         await coll.allreduce(ones)
         sharing = coll.availability().of("allreduce", "shm")
         print(json.dumps({

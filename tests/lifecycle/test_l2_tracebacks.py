@@ -68,8 +68,9 @@ def test_l2_a_mistake_at_a_call_shows_where_it_was_found(jobs: Jobs) -> None:
 
 
 def test_l2_a_missing_attribute_tells_what_is_meant(jobs: Jobs) -> None:
-    assert "no attribute 'all_reduce'" in (told := jobs.alone("failing.py", "other_name").errors)
-    assert told.count("Did you mean: 'allreduce'?") == 1
+    told = jobs.alone("failing.py", "other_name").errors
+    assert "no attribute 'all_reduce': use allreduce\n" in told
+    assert "Did you mean" not in told
     told = jobs.alone("failing.py", "unawaited").errors
     assert "no attribute 'allreduce'\nit is awaitable: `await` it first\n" in told
     told = jobs.alone("failing.py", "unopened").errors

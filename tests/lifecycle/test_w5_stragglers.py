@@ -1,4 +1,4 @@
-"""Which rank the others wait for, told by `aiodist run --report` and by `coll.statistics()`."""
+"""Which rank the others wait for, told by `aiodist run --stragglers` and by `coll.statistics()`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NONE = pytest.mark.parametrize("run", ["none"], indirect=True)
 
 
 def test_w5_the_report_points_at_the_rank_that_comes_late(run: Run) -> None:
-    ended = run("traced.py", "late", n=3, options=("--report",))
+    ended = run("traced.py", "late", n=3, options=("--stragglers",))
     assert (ended.code, ended.codes()) == (0, [0, 0, 0]), ended
     report = ended.errors
     found = re.search(r"others waited for rank 1: ([\d.]+) s, (\d+)% of all waiting", report)
@@ -32,7 +32,7 @@ def test_w5_the_report_points_at_the_rank_that_comes_late(run: Run) -> None:
 
 @NONE
 def test_w5_no_cause_is_named_where_ranks_are_late_in_turn(run: Run) -> None:
-    ended = run("traced.py", "late_in_turn", n=3, options=("--report",))
+    ended = run("traced.py", "late_in_turn", n=3, options=("--stragglers",))
     assert ended.code == 0, ended
     assert [f"others waited for rank {rank}: " in ended.errors for rank in range(3)] == [True] * 3
     assert "no rank alone is the cause" in ended.errors

@@ -124,11 +124,11 @@ async def test_n17_a_checkpoint_has_the_experts_of_each_rank(coll: Communicator,
     await net.step(partial(Trial.loss, net, coll.rank, 0), SGD(module.body.parameters(), lr=0.1))
     await net.submit(own.step)
     saved = {name: t.clone() for name, t in net.state_dict().items()}
-    await aiodist.save(folder / "it", net, own=[own])
+    await aiodist.save(folder / "it", net, per_rank=[own])
     with torch.no_grad():
         for p in net.parameters():
             p.zero_()
-    await aiodist.load(folder / "it", net, own=[own])
+    await aiodist.load(folder / "it", net, per_rank=[own])
     assert saved.keys() == net.state_dict().keys()
     assert all(torch.equal(t, saved[name]) for name, t in net.state_dict().items())
 

@@ -303,7 +303,7 @@ async def test_n17_a_checkpoint_has_the_head_of_each_rank(coll: Communicator, tm
     net = await DataParallel.create(model, coll, per_rank="head")
     mixed = SGD(net.parameters(), lr=0.1, momentum=0.9)
     for call in (aiodist.save, aiodist.load):
-        with pytest.raises(ValueError, match=r"part1: SGD has 4 parameters that each rank keeps .*own=\["):
+        with pytest.raises(ValueError, match=r"part1: SGD has 4 parameters that each rank keeps .*per_rank=\["):
             call(path, net, mixed)
     opt = SGD(net.shared.parameters(), lr=0.1, momentum=0.9)
     own = SGD(model.head.parameters(), lr=0.1, momentum=0.9)
@@ -315,23 +315,23 @@ async def test_n17_a_checkpoint_has_the_head_of_each_rank(coll: Communicator, tm
             own.zero_grad()
 
     await steps(0)
-    await aiodist.save(path, net, opt, own=[own])
+    await aiodist.save(path, net, opt, per_rank=[own])
     await steps(2)
     Trial.assert_same(net, plain(2, 4, momentum=0.9)[coll.rank])
     expected = {name: t.clone() for name, t in net.state_dict().items()}
-    await aiodist.load(path, net, opt, own=[own])
+    await aiodist.load(path, net, opt, per_rank=[own])
     await steps(2)
     assert all(torch.equal(t, expected[name]) for name, t in net.state_dict().items())
     await net.aclose()
 
     other = await DataParallel.create(model, coll, per_rank="head.1")
     with pytest.raises(ValueError, match=r"'head\.0\.bias' is `per_rank` only in the checkpoint"):
-        await aiodist.load(path, other, opt, own=[own], coll=coll)
+        await aiodist.load(path, other, opt, per_rank=[own], coll=coll)
     await other.aclose()
     alone = Headed(coll.rank)
     me = await coll.split(coll.rank)
     one = await DataParallel.create(alone, me, per_rank="head")
     with pytest.raises(ValueError, match=r"'head\.0\.weight' is `per_rank`.*2 ranks saved the checkpoint"):
-        await aiodist.load(path, one, opt, own=[own])
+        await aiodist.load(path, one, opt, per_rank=[own])
     await one.aclose()
     await me.aclose()

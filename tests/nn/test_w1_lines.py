@@ -13,6 +13,7 @@ import torch
 
 import aiodist
 from aiodist import Communicator, nn
+from aiodist.communicator import parts_of
 from aiodist.nn.data_parallel import reducer_of
 from aiodist.testing import run_ranks
 from tests.nn.conftest import Trial
@@ -20,7 +21,7 @@ from tests.nn.conftest import Trial
 
 def newest(net: nn.DataParallel) -> list[str]:
     """Return what the newest collectives of gradients, and of the status beside them, are called in reports."""
-    logs = [comm.parts.dispatcher.oplog for comm in (reducer_of(net).data, reducer_of(net).status)]
+    logs = [parts_of(comm).dispatcher.oplog for comm in (reducer_of(net).data, reducer_of(net).status)]
     return [log.text(log.seq - 1) for log in logs]
 
 
@@ -77,7 +78,7 @@ async def later(call: Coroutine[Any, Any, Any]) -> None:
 async def test_w1_a_step_that_is_a_task_is_told_with_the_line_of_its_call(
     coll: Communicator, how: Callable[[Coroutine[Any, Any, Any]], Coroutine[Any, Any, None]]
 ) -> None:
-    log = coll.parts.dispatcher.oplog
+    log = parts_of(coll).dispatcher.oplog
     line = line_below()
     made = nn.DataParallel.create(Trial.Mlp(), coll)
     await how(made)
@@ -137,7 +138,7 @@ INSIDE: dict[str, Callable[[Communicator], torch.nn.Module]] = {
 @pytest.mark.parametrize("kind", INSIDE)
 async def test_w1_collectives_of_layers_are_told_with_the_line_of_their_forward(coll: Communicator, kind: str) -> None:
     own = await coll.dup(thread=True)
-    log = own.parts.dispatcher.oplog
+    log = parts_of(own).dispatcher.oplog
     module = torch.nn.Sequential(INSIDE[kind](own), torch.nn.Sequential())
     x = torch.arange(12).view(3, 4) % 9 if kind == "embedding" else torch.rand(3, 4, requires_grad=True)
 
@@ -164,7 +165,7 @@ async def test_w1_collectives_of_layers_are_told_with_the_line_of_their_forward(
 async def test_w1_collectives_of_autograd_are_told_with_the_line_of_their_forward(coll: Communicator) -> None:
     """In backward of backward too."""
     own = await coll.dup(thread=True)
-    log = own.parts.dispatcher.oplog
+    log = parts_of(own).dispatcher.oplog
     x = torch.rand(4, requires_grad=True)
     line = line_below()
     y = await nn.functional.allgather(x, own)
@@ -181,7 +182,7 @@ def test_w1_a_rank_that_does_not_step_is_reported_with_the_others_line(caplog: p
     lines = []
 
     async def rank() -> None:
-        async with aiodist.init(report=1.0) as coll:
+        async with aiodist.init(report_after=1.0) as coll:
             net = await nn.DataParallel.create(Trial.Mlp(), coll)
             opt = Trial.OPTIMIZERS["sgd"](net.parameters())
             if coll.rank:

@@ -19,6 +19,7 @@ from typing import Any
 import typer
 
 from aiodist import Communicator, cli
+from aiodist.types import Elsewhere
 
 MODULES = (
     "aiodist",
@@ -99,7 +100,7 @@ def _commands(command: Any, called: str) -> Iterator[str]:
 def _members(owner: type) -> Iterator[str]:
     ours = [base for base in reversed(owner.__mro__) if base.__module__.startswith("aiodist")]
     for name, value in sorted({name: value for base in ours for name, value in vars(base).items()}.items()):
-        if not name.startswith("_"):
+        if not name.startswith("_") and not isinstance(value, Elsewhere):
             function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
             yield f"{name}{_arguments(function)}" if inspect.isfunction(function) else name
 

@@ -97,7 +97,7 @@ def kept(path: Path, keep: int | None = None, ranks: int = 5, layout: str = "3",
             await train(ps, table, 100)
             await ps.configure(["w", "rows"], lr=0.5) if more.get("rule") else None
             if ps.rank == 0:
-                assert await ps.save(path, keep=keep) == path / "checkpoint-00000001"
+                assert await ps.save(path, keep_last=keep) == path / "checkpoint-00000001"
             await ps.barrier()
             saved = await everything(ps, table)
             await ps.barrier()
@@ -259,7 +259,7 @@ def test_p11_residuals_of_codecs_go_on(tmp_path: Path) -> None:
 def test_p11_the_last_ones_are_kept_and_saves_come_one_after_another(tmp_path: Path) -> None:
     async def main() -> None:
         async with aiodist.init() as coll, server(coll, "symmetric", consistency=Synchronous("sum")) as ps:
-            saves = [ps.save(tmp_path, keep=2) for _ in range(2)]  # on all ranks at once
+            saves = [ps.save(tmp_path, keep_last=2) for _ in range(2)]  # on all ranks at once
             names = {path.name for path in await aiodist.gather(*saves)}
             assert len(names) == 2
             await ps.barrier()
@@ -403,8 +403,8 @@ async def test_p11_what_cannot_be_written_or_read_is_raised_on_await(coll: Commu
     path = Path(await coll.broadcast_object(str(tmp_path)))
     (path / "file").touch() if coll.rank == 0 else None
     async with ParameterServer(coll, {"w": torch.zeros(4)}, timeout=SECONDS, consistency=Asynchronous()) as ps:
-        with pytest.raises(ValueError, match="keep=0: expected"):
-            ps.save(path, keep=0)
+        with pytest.raises(ValueError, match="keep_last=0: expected"):
+            ps.save(path, keep_last=0)
         with pytest.raises(RemoteError, match=r"FileNotFoundError: .*there is none"):
             await ps.load(path / "nothing")
         await ps.barrier()

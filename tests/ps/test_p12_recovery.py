@@ -87,7 +87,7 @@ def test_p12_each_push_counts_once_when_a_server_dies(  # noqa: C901
                             else:
                                 push.add_done_callback(lambda done: done.exception())
                         if saves and pushes == 4:
-                            await ps.save(tmp_path, keep=1)
+                            await ps.save(tmp_path, keep_last=1)
                         if number == dies and pushes == 6:
                             kill_rank()
                         await asyncio.sleep(dice.random())

@@ -15,6 +15,7 @@ import torch
 
 import aiodist
 from aiodist import Communicator, MismatchError, ParameterServer, RemoteError
+from aiodist.communicator import parts_of
 from aiodist.testing import run_ranks
 
 LARGE = 1 << 18
@@ -80,7 +81,7 @@ async def test_p12_ranks_that_disagree_leave_no_communicator_open(coll: Communic
     ps = ParameterServer(coll, {"w": torch.ones(3)}, split_bytes=64 << coll.rank)
     with pytest.raises(MismatchError, match="split_bytes"):
         await ps.__aenter__()
-    assert [open.name for open in coll.parts.registry.dispatchers] == ["world"]
+    assert [open.name for open in parts_of(coll).registry.dispatchers] == ["world"]
     await coll.barrier()
 
 

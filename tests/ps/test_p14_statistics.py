@@ -67,7 +67,7 @@ async def test_p14_nothing_leaves_a_rank_that_serves_itself(coll: Communicator, 
 async def test_p14_what_lies_in_an_arena_does_not_travel(coll: Communicator) -> None:
     async with ParameterServer(coll, {"w": torch.zeros(LARGE)}, servers=1) as ps:
         if ps.is_worker:
-            value = coll.empty(LARGE, torch.float32).fill_(1.0)
+            value = coll.arena_empty(LARGE, torch.float32).fill_(1.0)
             before = ps.statistics()
             for _ in range(3):
                 await ps.push("w", value, timeout=SECONDS)

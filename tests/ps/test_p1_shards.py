@@ -123,7 +123,7 @@ async def test_p1_first_values_and_sums_on_real_wires(coll: Communicator, split:
     sizes = [3, 5000, 100_003]
     async with ParameterServer(coll, split_bytes=split) as ps:
         for start in ("root", "first", "own"):
-            tensors = [coll.empty(n, torch.float32).fill_(coll.rank + 1) for n in sizes]
+            tensors = [coll.arena_empty(n, torch.float32).fill_(coll.rank + 1) for n in sizes]
             names = [f"{start} {n}" for n in sizes]
             await ps.init(names, tensors, start=start)
             before = [t.clone() for t in await ps.pull(names)]
@@ -132,7 +132,7 @@ async def test_p1_first_values_and_sums_on_real_wires(coll: Communicator, split:
             for t in before:
                 assert set(t.tolist()) <= {float(rank + 1) for rank in range(coll.size)}
             await ps.barrier()
-            values = [coll.empty(n, torch.float32).fill_(coll.rank + 0.5) for n in sizes]
+            values = [coll.arena_empty(n, torch.float32).fill_(coll.rank + 0.5) for n in sizes]
             for _ in range(3):
                 await ps.push(names, values)
             await ps.barrier()

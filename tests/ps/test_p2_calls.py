@@ -195,7 +195,7 @@ def test_p2_no_push_is_lost_or_doubled(seed: int) -> None:
                 for _ in range(40):
                     i, amount = dice.randrange(len(sizes)), dice.randrange(1, 9)
                     arena = dice.random() < 0.5
-                    value = coll.empty(sizes[i], torch.int64) if arena else torch.empty(sizes[i], dtype=torch.int64)
+                    value = (coll.arena_empty if arena else torch.empty)(sizes[i], dtype=torch.int64)
                     handle = ps.push(str(i), value.fill_(amount))
                     if value.nbytes < 1000:
                         value.fill_(-(10**9))  # small ones are the caller's at once

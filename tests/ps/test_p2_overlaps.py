@@ -44,7 +44,7 @@ async def _tried(
     """Return whether the call was taken; `there` is what the servers have, which a read may see `early`."""
     numel = example.numel
     names = [f"{kind}{numel}" for kind in "ab"]
-    base = coll.empty(6 * numel) if example.arena else torch.empty(6 * numel)
+    base = coll.arena_empty(6 * numel) if example.arena else torch.empty(6 * numel)
     base.copy_(torch.arange(6 * numel).remainder(13) + 1)
     places = [quarter * numel // 4 for quarter in example.halves]
     values = [base[place : place + numel] for place in places[:2]]

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import aiodist
 from aiodist import Communicator
 from aiodist.codecs import TopK
+from aiodist.communicator import parts_of
 from aiodist.errors import AiodistError, CommunicatorError, PeerLost, RemoteError
 from aiodist.ps import SGD, ParameterServer
 from aiodist.ps.pool import Pool
@@ -84,7 +85,7 @@ async def test_p2_what_failed_leaves_nothing_behind(coll: Communicator) -> None:
                     raise LookupError
                 await ps.barrier()
         await coll.barrier()
-    assert [open.name for open in coll.parts.registry.dispatchers] == ["world"]
+    assert [open.name for open in parts_of(coll).registry.dispatchers] == ["world"]
 
 
 @pytest.mark.drawn(3)

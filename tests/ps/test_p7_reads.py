@@ -82,7 +82,7 @@ async def test_p7_small_snapshots_never_mix_in_one_process(coll: Communicator, s
 async def test_p7_of_300_snapshots_of_a_million_none_is_mixed(
     coll: Communicator, servers: list[int], place: str
 ) -> None:
-    out = coll.empty(NUMEL).zero_() if place == "arena" else torch.zeros(NUMEL)
+    out = coll.arena_empty(NUMEL).zero_() if place == "arena" else torch.zeros(NUMEL)
     await read_while_others_push(coll, READS // 6, out, NUMEL, servers=servers)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from aiodist import Communicator
+from aiodist.communicator import parts_of
 from tests.support.blocking import blocked_until
 
 __all__ = ["MANY", "Looks"]
@@ -31,7 +32,7 @@ class Looks:
         self._lock = threading.Lock()
         self._looked = asyncio.Event()
         self._calls: dict[int, Callable[[], object]] = {}
-        self._on_look = coll.parts.dispatcher.watch.on_look
+        self._on_look = parts_of(coll).dispatcher.watch.on_look
 
     def __enter__(self) -> Looks:
         self._on_look.append(self._note)

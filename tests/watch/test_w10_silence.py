@@ -15,6 +15,7 @@ import torch
 
 import aiodist
 from aiodist import Communicator
+from aiodist.communicator import parts_of
 from aiodist.ps import ParameterServer
 from aiodist.testing import run_ranks
 from aiodist.testing.seams.carriers import LocalTransport
@@ -31,7 +32,7 @@ def _reports(
     """Run ranks that report after a second, and return what they reported."""
 
     async def rank() -> None:
-        async with aiodist.init(**{"report": 1.0, **settings}) as coll:
+        async with aiodist.init(**{"report_after": 1.0, **settings}) as coll:
             await main(coll)
 
     run_ranks(n, rank)
@@ -139,7 +140,7 @@ def test_w10_none_is_never(caplog: pytest.LogCaptureFixture) -> None:
         await asyncio.sleep(100 * coll.rank)
         await coll.barrier()
 
-    assert _reports(main, caplog, report=None) == []
+    assert _reports(main, caplog, report_after=None) == []
 
 
 def test_w10_short_pauses_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -182,7 +183,7 @@ async def _serve(coll: Communicator, tag: int) -> None:
 def _give_up(coll: Communicator, *services: asyncio.Task[None]) -> None:
     for service in services:
         service.cancel()
-    for handle in coll.parts.dispatcher.pending():
+    for handle in parts_of(coll).dispatcher.pending():
         assert handle.cancel()
 
 
@@ -214,7 +215,7 @@ def test_w10_a_long_wait_hides_no_later_one(caplog: pytest.LogCaptureFixture, se
         finally:
             logging.getLogger("aiodist").removeHandler(clock)
 
-    service, barrier, exchange, again = _reports(main, caplog, report=10.0)
+    service, barrier, exchange, again = _reports(main, caplog, report_after=10.0)
     assert now == pytest.approx([11, 31, 51, 111], abs=1)
     assert "barrier" not in service.split("rank 1:")[0]
     for report, op in ((service, "recv_object #0"), (barrier, "barrier #1"), (exchange, "sendrecv #2")):
@@ -230,7 +231,7 @@ def test_w10_who_comes_to_a_wait_that_was_told_does_not_tell_it_again(caplog: py
         await _until((0, 4, 30)[coll.rank])
         await coll.barrier()
 
-    (report,) = _reports(main, caplog, 3, report=10.0)
+    (report,) = _reports(main, caplog, 3, report_after=10.0)
     assert "rank 0 waits for rank 2 in barrier #0" in report
     assert "rank 1 waits for rank 2 in barrier #0" in report
 
@@ -252,7 +253,7 @@ async def test_w10_a_long_wait_hides_no_later_one_on_processes(
 ) -> None:
     await coll.barrier()
     if coll.rank == 0:
-        monkeypatch.setattr(coll.parts.dispatcher.watch.report, "after", 0.8)
+        monkeypatch.setattr(parts_of(coll).dispatcher.watch.report, "after", 0.8)
         with Looks(coll, tmp_path) as looks:
             service = asyncio.create_task(_serve(coll, 2))
             while not caplog.records:
@@ -315,7 +316,7 @@ async def test_w10_a_message_that_is_polled_is_asked_about(
 ) -> None:
     await coll.barrier()
     if coll.rank == 0:
-        monkeypatch.setattr(coll.parts.dispatcher.watch.report, "after", 1.0)
+        monkeypatch.setattr(parts_of(coll).dispatcher.watch.report, "after", 1.0)
         handle = coll.recv(src=1, tag=5)
         held = coll.recv(src=1, tag=6)
         detached = coll.recv(src=1, tag=7).detach()
@@ -362,7 +363,7 @@ def test_w10_a_receive_posted_ahead_counts_from_its_await(caplog: pytest.LogCapt
         await coll.send(torch.ones(1), 1 - coll.rank)
         await ahead
 
-    assert _reports(main, caplog, report=10.0) == []
+    assert _reports(main, caplog, report_after=10.0) == []
 
 
 def test_w10_what_servers_keep_posted_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -370,16 +371,16 @@ def test_w10_what_servers_keep_posted_is_not_reported(caplog: pytest.LogCaptureF
         async with ParameterServer(coll, [torch.zeros(3)]):
             await _until(30)
 
-    assert _reports(main, caplog, report=1.0) == []
+    assert _reports(main, caplog, report_after=1.0) == []
 
 
-@pytest.mark.parametrize("report", [0, -1.0, float("nan")])
-async def test_w10_report_is_a_time(report: float) -> None:
+@pytest.mark.parametrize("after", [0, -1.0, float("nan")])
+async def test_w10_report_after_is_a_time(after: float) -> None:
     for wrong in (0, "soon", float("nan")):
-        with pytest.raises(ValueError, match=f"report={wrong!r}: expected seconds, more than 0, or None"):
-            check_period("report", wrong)
-    with pytest.raises(ValueError, match="report="):
-        async with aiodist.init(report=report):
+        with pytest.raises(ValueError, match=f"report_after={wrong!r}: expected seconds, more than 0, or None"):
+            check_period("report_after", wrong)
+    with pytest.raises(ValueError, match="report_after="):
+        async with aiodist.init(report_after=after):
             pass
 
 
@@ -445,7 +446,7 @@ async def test_w10_a_message_that_nobody_received_is_told_on_every_backend(coll:
     else:
         await side.aclose()
     assert await coll.allreduce(1) == coll.size
-    coll.parts.registry.unreceived.clear()  # else the end of the world raises what was told
+    parts_of(coll).registry.unreceived.clear()  # else the end of the world raises what was told
 
 
 def test_w10_a_message_on_its_way_is_no_deadlock(

@@ -38,7 +38,7 @@ async def late(coll):
     await asyncio.Event().wait()
 
 async def main():
-    async with aiodist.init(report=None) as coll:
+    async with aiodist.init(report_after=None) as coll:
         await coll.allreduce(torch.ones(3, 2))
         print("ready", flush=True)
         if coll.rank == 1 or coll.size == 1:

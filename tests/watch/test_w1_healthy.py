@@ -13,6 +13,7 @@ import torch
 
 import aiodist
 from aiodist import Communicator, Handle
+from aiodist.communicator import parts_of
 from aiodist.testing import run_ranks
 from tests.support.hearing import heard
 
@@ -137,7 +138,7 @@ def test_w1_thousand_healthy_runs_name_nobody(tenth: int, caplog: pytest.LogCapt
     """From `init` to the close."""
 
     async def main() -> None:
-        async with aiodist.init(report=FAKE.report) as coll:
+        async with aiodist.init(report_after=FAKE.report) as coll:
             await _healthy(coll, seed, 4, FAKE)
 
     with _nobody_named(caplog):
@@ -152,7 +153,7 @@ async def test_w1_healthy_runs_on_processes_name_nobody(
     coll: Communicator, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await coll.barrier()
-    monkeypatch.setattr(coll.parts.dispatcher.watch.report, "after", REAL.report)
+    monkeypatch.setattr(parts_of(coll).dispatcher.watch.report, "after", REAL.report)
     with _nobody_named(caplog):
         for seed in range(2):
             one = await coll.dup()
@@ -164,7 +165,7 @@ def test_w1_a_run_that_is_not_healthy_names_somebody(caplog: pytest.LogCaptureFi
     """What the runs above would show."""
 
     async def main() -> None:
-        async with aiodist.init(report=FAKE.pause / 2) as coll:
+        async with aiodist.init(report_after=FAKE.pause / 2) as coll:
             for rank in range(coll.size):
                 await asyncio.sleep(FAKE.pause * (coll.rank == rank))
                 await coll.barrier()

@@ -14,6 +14,7 @@ import torch
 
 import aiodist
 from aiodist import Communicator, CommunicatorAborted, LaunchError, MismatchError, OperationTimeout, PeerLost
+from aiodist.communicator import parts_of
 from aiodist.testing import kill_rank, run_ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -105,7 +106,7 @@ def test_w3_nobody_waits_in_a_group_of_a_world_that_others_have_left(turns: int)
             await half.aclose()
 
     async def main(number: int) -> float:
-        async with aiodist.init(elastic=True, report=None) as coll:
+        async with aiodist.init(elastic=True, report_after=None) as coll:
             dying = asyncio.create_task(die()) if number == 0 else None
             with pytest.raises(PeerLost, match="rank 0 left"):
                 await meet_in_groups(coll)
@@ -126,7 +127,7 @@ def test_w3_what_is_being_made_of_a_world_is_given_up_with_it(monkeypatch: pytes
 
     async def main(number: int) -> None:
         async with aiodist.init(elastic=True) as coll:
-            monkeypatch.setattr(type(coll.parts.transport), "split", split)
+            monkeypatch.setattr(type(parts_of(coll).transport), "split", split)
             twin = coll.dup()
             await coll.barrier()
             if number == 1:
@@ -172,7 +173,7 @@ def test_w3_closing_raises_what_follows_from_no_loss(monkeypatch: pytest.MonkeyP
     async def main() -> None:
         async with aiodist.init(elastic=True) as coll:
             await coll.barrier()
-            monkeypatch.setattr(coll.parts.dispatcher, "part", part)
+            monkeypatch.setattr(parts_of(coll).dispatcher, "part", part)
 
     with pytest.raises(aiodist.BackendError, match="it broke"):
         run_ranks(2, main, elastic=(1, 2))

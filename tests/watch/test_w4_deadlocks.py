@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 import aiodist
 from aiodist import Communicator, DeadlockError
 from aiodist.c10d.work import HandleWork
+from aiodist.communicator import parts_of
 from aiodist.communicator.facts import CommFacts, Facts, PendingOp
 from aiodist.handles import LARGE_BYTES
 from aiodist.handles.stacks import frames_of_thread
@@ -454,7 +455,7 @@ async def test_w4_crossed_order_is_told_within_a_second(coll: Communicator, tmp_
     assert f"rank {1 - coll.rank} waits for rank {coll.rank} in allreduce #0" in str(caught.value)
     assert min(await coll.allgather_object(looks.count())) < 10  # ten a second; and the world goes on
     # Each rank gives up the one that it waited in, and tells the other.
-    await until(lambda: None not in (one.parts.dispatcher.refusal, two.parts.dispatcher.refusal))
+    await until(lambda: None not in (parts_of(one).dispatcher.refusal, parts_of(two).dispatcher.refusal))
 
 
 @pytest.mark.thorough

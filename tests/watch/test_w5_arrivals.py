@@ -12,6 +12,7 @@ import torch
 
 import aiodist
 from aiodist import Communicator
+from aiodist.communicator import parts_of
 from aiodist.communicator.base import WaitingCall
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.oplog import OpLog
@@ -66,7 +67,7 @@ def test_w5_what_came_before_and_behind_a_pause_is_kept_for_longer() -> None:
 
 async def _looked_at_twice(coll: Communicator, handle: aiodist.Handle[Any]) -> None:
     """Return when it was pending for a tenth of a second at least, or is done."""
-    looked, on_look = asyncio.Event(), coll.parts.dispatcher.watch.on_look
+    looked, on_look = asyncio.Event(), parts_of(coll).dispatcher.watch.on_look
     on_look.append(looked.set)
     async with asyncio.timeout(20):
         for _ in range(2):
@@ -151,7 +152,7 @@ async def test_w5_names_are_compared_in_whichever_order_ranks_use_them() -> None
 async def test_w5_nothing_is_noted_unless_asked(coll: Communicator) -> None:
     await coll.allreduce(torch.ones(3))
     assert coll.statistics().waited is None
-    assert kept(coll.parts.dispatcher.oplog) == []
+    assert kept(parts_of(coll).dispatcher.oplog) == []
 
 
 async def test_w5_receives_wait_for_their_sender() -> None:

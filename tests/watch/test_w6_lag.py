@@ -1,4 +1,4 @@
-"""W6: `init(lag=)` tells when the loop of a rank was blocked, for how long and at which line."""
+"""W6: `init(report_lag_over=)` tells when the loop of a rank was blocked, for how long and at which line."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _told(caplog: pytest.LogCaptureFixture) -> list[str]:
 async def test_w6_a_blocked_loop_is_told_with_its_line(
     clock: Clock, until: Until, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with aiodist.init(lag=0.1):
+    async with aiodist.init(report_lag_over=0.1):
         _block(clock, 0.7)
         await until(lambda: _told(caplog))
         (told,) = _told(caplog)
@@ -67,7 +67,7 @@ async def test_w6_a_blocked_loop_is_told_with_its_line(
 
 
 async def test_w6_a_block_that_ends_at_once_loses_no_warning(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    async with aiodist.init(lag=0.1) as coll:
+    async with aiodist.init(report_lag_over=0.1) as coll:
         _block(clock, 0.7)
         assert await coll.allreduce(1) == 1
     (told,) = _told(caplog)
@@ -75,7 +75,7 @@ async def test_w6_a_block_that_ends_at_once_loses_no_warning(clock: Clock, caplo
 
 
 async def test_w6_once_a_minute(clock: Clock, until: Until, caplog: pytest.LogCaptureFixture) -> None:
-    async with aiodist.init(lag=0.1):
+    async with aiodist.init(report_lag_over=0.1):
         for pause, times in ((0, 1), (0, 1), (60, 2)):
             clock.now += pause
             _block(clock, 0.4)
@@ -88,13 +88,13 @@ async def test_w6_once_a_minute(clock: Clock, until: Until, caplog: pytest.LogCa
 async def test_w6_off_costs_no_thread_and_a_loop_that_runs_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
     async with aiodist.init():
         assert not _threads()
-    async with aiodist.init(lag=5):
+    async with aiodist.init(report_lag_over=5):
         await rounds()
     assert not _told(caplog)
 
 
 @pytest.mark.parametrize("lag", [0, -1.0, float("nan")])
 async def test_w6_lag_is_a_time(lag: float) -> None:
-    with pytest.raises(ValueError, match="lag="):
-        async with aiodist.init(lag=lag):
+    with pytest.raises(ValueError, match="report_lag_over="):
+        async with aiodist.init(report_lag_over=lag):
             pass

@@ -42,10 +42,10 @@ def move(arena: Arena, named: Mapping[str, Tensor]) -> None:
     if not hasattr(UntypedStorage, "_swap_data_ptr_"):
         raise BackendUnavailable(
             f"torch {torch.__version__} cannot move tensors (it has no UntypedStorage._swap_data_ptr_): "
-            "expected torch 2.13 or later, or tensors made by empty()"
+            "expected torch 2.13 or later, or tensors made by arena_empty()"
         )
     claims, moved = [one[:4] for one in waiting], 0
-    in_flight.acquire_all(claims, "share_()")
+    in_flight.acquire_all(claims, "to_arena_()")
     try:
         for one in waiting:
             old = _exchanged(arena, one.storage)

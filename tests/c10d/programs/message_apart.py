@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from in_threads import made, pool
 
+from aiodist.communicator import parts_of
 from aiodist.testing.seams.carriers import ShmTransport
 from aiodist.testing.seams.progress import transport_lock
 
@@ -40,7 +41,7 @@ class Held:
 gone = int(sys.argv[1])
 groups = made("group", 3)
 src, dst = (rank for rank in range(3) if rank != gone)
-held = Held(groups[dst].coll.parts.transport)
+held = Held(parts_of(groups[dst].coll).transport)
 sent, came = torch.arange(1e6), torch.zeros(1_000_000)
 send = groups[src].send([sent], dst, 1)
 recv = groups[dst].recv([came], src, 1)

@@ -138,7 +138,7 @@ async def again() -> None:
     async with aiodist.init(elastic=True) as coll:
         seen = []
         for _ in range(13):
-            t = coll.empty(1000)
+            t = coll.arena_empty(1000)
             await coll.allreduce(t.fill_(1.0))
             await coll.barrier()
             coll = await coll.shrink()
@@ -168,7 +168,7 @@ async def late() -> None:
     """Rank 1 comes late to a shrink, which names it by a warning, and by an error where there is a deadline."""
     warned, raised = Path("warned"), Path("raised")
     logging.basicConfig(format="%(message)s", handlers=[logging.StreamHandler(sys.stdout), logging.FileHandler(warned)])
-    async with aiodist.init(elastic=True, report=0.4) as coll:
+    async with aiodist.init(elastic=True, report_after=0.4) as coll:
         if coll.rank == 1:
             await asyncio.to_thread(blocked_until, lambda: warned.read_text() and raised.exists())
             coll = await coll.shrink()

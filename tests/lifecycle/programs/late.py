@@ -28,5 +28,5 @@ async def main(seconds: float, how: str, **report: Any) -> None:
 
 if __name__ == "__main__":
     asked = sys.argv[3]
-    given = {} if asked == "default" else {"report": None if asked == "none" else float(asked)}
+    given = {} if asked == "default" else {"report_after": None if asked == "none" else float(asked)}
     aiodist.run(main(float(sys.argv[1]), sys.argv[2], **given))

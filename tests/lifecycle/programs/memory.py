@@ -61,7 +61,7 @@ async def killed(place: str) -> None:
 
 async def reduce_for_ever(place: str) -> None:
     async with opened(PATIENT) as coll:
-        t = coll.empty((NUMEL,)) if place == "arena" else torch.empty(NUMEL)
+        t = coll.arena_empty((NUMEL,)) if place == "arena" else torch.empty(NUMEL)
         t.fill_(0)
         await coll.allreduce(t, impl="shm")
         if coll.rank == coll.size - 1:
@@ -79,14 +79,14 @@ async def clean() -> None:
     for _ in range(2):
         async with opened(PATIENT) as coll:
             assert mapped(), "there is no arena"
-            t = coll.empty((1000,)).fill_(1)
+            t = coll.arena_empty((1000,)).fill_(1)
             ordinary = torch.ones(1000)
             mixed = t if coll.rank else ordinary
             await coll.allreduce(mixed, impl="shm")
             assert set(mixed.tolist()) == {float(coll.size)}
             pair = await coll.split(coll.rank // 2)
             other = await coll.dup()
-            ts = [c.empty((500_000,)).fill_(c.rank) for c in (coll, pair, other) for _ in range(3)]
+            ts = [c.arena_empty((500_000,)).fill_(c.rank) for c in (coll, pair, other) for _ in range(3)]
             comms = [c for c in (coll, pair, other) for _ in range(3)]
             await aiodist.gather(*[c.allreduce(x, impl="shm") for c, x in zip(comms, ts, strict=True) if c.size > 1])
             for c, x in zip(comms, ts, strict=True):
@@ -108,7 +108,7 @@ async def lacking() -> None:
         t = torch.ones(10)
         if coll.rank:
             try:
-                t = coll.empty(1 << 50)
+                t = coll.arena_empty(1 << 50)
             except MemoryError as error:
                 say("lack:", f"{4 << 50} bytes was asked for" in str(error))
             try:
@@ -117,7 +117,7 @@ async def lacking() -> None:
                 say("room:", f"{1 << 50} bytes was asked for" in str(error))
         else:
             coll.arena(1 << 16)
-            t = coll.empty(10).fill_(1)
+            t = coll.arena_empty(10).fill_(1)
         await coll.allreduce(t, impl="shm")
         say("sum:", t.sum().item())
 
@@ -125,9 +125,9 @@ async def lacking() -> None:
 async def without() -> None:
     """Nobody shares memory: the same calls work."""
     async with opened(PATIENT) as coll:
-        t = coll.share_(coll.empty((5,), dtype=torch.float64).fill_(1))
+        t = coll.to_arena_(coll.arena_empty((5,), dtype=torch.float64).fill_(1))
         at = t.data_ptr()
-        assert coll.share_(t) is t
+        assert coll.to_arena_(t) is t
         assert t.data_ptr() == at, "it moved"
         coll.arena(100)
         await coll.allreduce(t)
@@ -143,7 +143,7 @@ async def forked(folder: str) -> None:
     """A child that `os.fork` made waits for what is in flight, and gives it up; its parent is stopped."""
     issue = Path(folder) / "issue"
     async with opened(PATIENT) as coll:
-        ts = coll.empty((NUMEL // 64,)), torch.empty(1000), coll.empty((NUMEL // 32,))
+        ts = coll.arena_empty((NUMEL // 64,)), torch.empty(1000), coll.arena_empty((NUMEL // 32,))
         for first in (True, False):
             for t in ts:
                 t.fill_(1.0 + coll.rank)
@@ -209,7 +209,7 @@ async def many(operations: str) -> None:
             torch.ones(4),
             torch.ones(2000),
             torch.ones(20_000),
-            coll.empty(20_000).fill_(1),
+            coll.arena_empty(20_000).fill_(1),
         )
         short.fill_(0), staged.fill_(0)
         await some(5000)
@@ -223,8 +223,8 @@ async def many(operations: str) -> None:
 async def in_flight(then: Callable[[], object], *, goes_on: bool = False) -> None:
     """Begin operations of every kind; then do something else, or go on with more of them."""
     coll = await aiodist.open()
-    long, more, short = coll.empty((NUMEL,)).fill_(1), torch.ones(NUMEL), torch.ones(3)
-    ts = [long, torch.ones(NUMEL), short, torch.ones(1 << 16), coll.empty(1 << 16).fill_(1)]
+    long, more, short = coll.arena_empty((NUMEL,)).fill_(1), torch.ones(NUMEL), torch.ones(3)
+    ts = [long, torch.ones(NUMEL), short, torch.ones(1 << 16), coll.arena_empty(1 << 16).fill_(1)]
     for t in (*ts, more):  # what is opened at first use, in a thread, is there
         await coll.allreduce(t)
     meet(coll, "ready")

@@ -49,10 +49,10 @@ def mixed(t: Tensor) -> bool:
 async def worker(policy: Policy) -> None:
     """Rank 2, a worker, is killed while it has pushes under way; the others push 30 times more each."""
     async with asyncio.timeout(30), aiodist.init() as coll:
-        w = {"small": torch.zeros(5), "large": coll.empty(LARGE).zero_(), "private": torch.zeros(LARGE)}
+        w = {"small": torch.zeros(5), "large": coll.arena_empty(LARGE).zero_(), "private": torch.zeros(LARGE)}
         async with ParameterServer(coll, w, consistency=policy, servers=[0, 1], workers=[0, 1, 2]) as ps:
             values = {name: torch.ones_like(t) for name, t in w.items()}
-            values["large"] = coll.empty(LARGE).fill_(1)
+            values["large"] = coll.arena_empty(LARGE).fill_(1)
             for _ in range(3):
                 await ps.push_pull(list(w), list(values.values()))
             if coll.rank == VICTIM:

@@ -19,7 +19,7 @@ WORKERS = 2
 async def train(coll: Communicator, ps: ParameterServer, rounds: int, dying: tuple[int, int]) -> int:
     """Push until there are enough; return the sum that servers have."""
     if rounds == 1 and ps.rank == ps.workers[0]:
-        await ps.save(sys.argv[1], keep=2)
+        await ps.save(sys.argv[1], keep_last=2)
         await coll.send_object("saved", dst=ps.workers[-1])
     elif rounds == 1 and ps.rank == ps.workers[-1]:
         await coll.recv_object(src=ps.workers[0])

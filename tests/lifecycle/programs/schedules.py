@@ -17,6 +17,7 @@ from torch import Tensor
 
 import aiodist
 from aiodist import Communicator
+from aiodist.communicator import parts_of
 from aiodist.schedules import SCHEDULES
 from aiodist.testing.seams.algorithms import Endpoint, Program, Scheduled
 from aiodist.testing.seams.transport import Operation
@@ -147,7 +148,7 @@ async def every(coll: Communicator, operation: str) -> int:
 
 async def main() -> None:
     async with aiodist.init() as coll:
-        shares = "shm" in coll.parts.repertoire.all
+        shares = "shm" in parts_of(coll).repertoire.all
         print(f"shares memory: {shares}", flush=True)
         for operation in SCHEDULES:
             print(f"{operation}: {await every(coll, operation)}", flush=True)

@@ -16,6 +16,7 @@ import torch
 
 import aiodist
 from aiodist import nn
+from aiodist.communicator import parts_of
 
 
 def say(text: str) -> None:
@@ -116,7 +117,7 @@ class Released(logging.Handler):
 
 def late() -> None:
     """Rank 1 computes while the other waits: the report has the line that it is at."""
-    with aiodist.start(report=0.4) as coll:
+    with aiodist.start(report_after=0.4) as coll:
         told = open("told", "w")  # noqa: SIM115
         if coll.rank == 0:
             fcntl.flock(told, fcntl.LOCK_EX)
@@ -140,7 +141,7 @@ def threads() -> None:
             thread.start()
             thread.join()
         say(f"turns: {total}")
-        issuing = coll.parts.dispatcher.issuing
+        issuing = parts_of(coll).dispatcher.issuing
         assert issuing is not None
         issuing.begin()
         caught: list[str] = []

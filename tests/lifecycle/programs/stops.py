@@ -43,7 +43,7 @@ class Work:
 
     def __init__(self, coll: aiodist.Communicator) -> None:
         self._coll = coll
-        self._ts = [*map(torch.empty, PRIVATE), *map(coll.empty, ARENA)]
+        self._ts = [*map(torch.empty, PRIVATE), *map(coll.arena_empty, ARENA)]
 
     async def __call__(self) -> None:
         coll = self._coll

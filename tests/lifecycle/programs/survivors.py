@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import aiodist
+from aiodist.communicator import parts_of
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.testing.seams.transport import Done, Transport
@@ -71,8 +72,8 @@ async def outcome(over: asyncio.Future[float]) -> str:
 async def three() -> AsyncIterator[Mail]:
     """Open the world and a duplicate of it, over whose transport things go."""
     async with aiodist.init() as world:
-        yield Mail((await world.dup()).parts.transport)
-        await until(lambda: world.parts.dispatcher.refusal is not None)
+        yield Mail(parts_of(await world.dup()).transport)
+        await until(lambda: parts_of(world).dispatcher.refusal is not None)
 
 
 def kill() -> None:

@@ -1,4 +1,4 @@
-"""What `aiodist run --trace` and `--report` are tried on: `traced.py NAME`."""
+"""What `aiodist run --trace` and `--stragglers` are tried on: `traced.py NAME`."""
 
 from __future__ import annotations
 

@@ -43,10 +43,10 @@ async def train(number: int, kind: str, folder: Path, clip_norm: float | None) -
                     scheduler = halving(opt.optimizer)
                     net.configure(scheduler=scheduler, clip_norm=clip_norm)
                 await net.rebind(coll, opt)
-                first = (await aiodist.load(folder, net, opt, scheduler)).extra if opt.lost else 0
+                first = (await aiodist.load(folder, net, opt, scheduler)).metadata if opt.lost else 0
                 for step in range(first, STEPS):
                     if step % EVERY == 0:
-                        await aiodist.save(folder, net, opt, scheduler, extra=step, keep=2)
+                        await aiodist.save(folder, net, opt, scheduler, metadata=step, keep_last=2)
                     if step == GROWS_AT and coll.size < 4:
                         coll = await coll.grow(4 - coll.size)
                         break

@@ -1,0 +1,13 @@
+"""A communicator's rank and size, for what asks for nothing else of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+from aiodist import Communicator
+
+
+def place(rank: int, size: int) -> Communicator:
+    """Return a stand-in that has `rank` and `size` alone."""
+    return cast(Communicator, SimpleNamespace(rank=rank, size=size))
