@@ -157,12 +157,26 @@ def _progress_of(call: str, members: Sequence[Handle[Any]]) -> Progress:
 
 
 def gather(*handles: Handle[Any], return_exceptions: bool = False) -> Handle[list[Any]]:
-    """Return a handle of the list of their results, in the order given.
+    """Return a handle of the list of results, in the order of `handles`.
 
-    The first error rejects it while the others go on, and so does the first deadline of a member that passes: its
-    member goes on too, and has the result. With `return_exceptions` errors stand in the list.
-    Unlike `asyncio.gather` it makes no task per member: 1,000 cost one waiter. Raises `TypeError` for what is
-    no handle (`asyncio.gather` takes any awaitable), `RuntimeError` for a handle of another event loop.
+    The first error raises from it, while the other operations continue. So does the first timeout of a handle, whose
+    operation continues too. Unlike `asyncio.gather` it makes no task for each: 1,000 handles cost one waiter.
+
+    Args:
+        *handles: handles of this event loop; for other awaitables use `asyncio.gather`.
+        return_exceptions: True puts errors into the list.
+
+    Returns:
+        A handle of the list.
+
+    Raises:
+        TypeError: at the call, for anything that is no handle.
+        RuntimeError: at the call, for a handle of another event loop.
+
+    Example:
+        ```python
+        total, largest = await aiodist.gather(coll.allreduce(1.0), coll.allreduce(1.0, "max"))
+        ```
     """
     progress = _progress_of("gather", handles)
     outer: Together[list[Any]] = Together(
@@ -189,9 +203,25 @@ class _Queue:
 
 
 async def as_completed(handles: Iterable[Handle[T]]) -> AsyncGenerator[Handle[T], None]:
-    """Yield each handle when it is done, in the order in which they finish; awaiting it does not suspend.
+    """Yield handles in the order in which they finish; awaiting one then does not suspend.
 
-    A handle whose own deadline passes raises its `OperationTimeout` here. Raises as `gather`, when the loop begins.
+    Args:
+        handles: handles of this event loop.
+
+    Yields:
+        Each handle, once it is done.
+
+    Raises:
+        OperationTimeout: when the timeout of a handle passes.
+        TypeError: when the loop begins, for anything that is no handle.
+        RuntimeError: when the loop begins, for a handle of another event loop.
+
+    Example:
+        ```python
+        handles = [coll.allreduce(torch.ones(n)) for n in (10, 1000)]
+        async for handle in aiodist.as_completed(handles):
+            print(handle.op, (await handle).sum())
+        ```
     """
     queue = _Queue()
     members = list(handles)

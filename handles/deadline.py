@@ -101,9 +101,24 @@ class Deadline:
 
 
 def timeout(seconds: float | None) -> Deadline:
-    """Return an async context manager that raises `OperationTimeout` when its block takes longer.
+    """Return an async context manager that raises `OperationTimeout` if its block takes longer.
 
-    The operations inside go on: awaiting their handles again returns their results. `None` never expires.
-    The error names the operations that were awaited inside and the ranks that are late, each with where it is.
+    The operations inside continue: awaiting their handles again returns their results.
+
+    Args:
+        seconds: limit of the block; None is none.
+
+    Returns:
+        An async context manager.
+
+    Raises:
+        OperationTimeout: at the end of the block. It names the operations that were awaited inside, and the ranks that
+            are late, each with its line.
+
+    Example:
+        ```python
+        async with aiodist.timeout(30):
+            total = await coll.allreduce(1.0)
+        ```
     """
     return Deadline(seconds)

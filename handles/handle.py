@@ -240,18 +240,35 @@ class Handle(_core.Handle, Generic[T]):
         self._add_waiter(waiter)
 
     def cancelled(self) -> bool:
-        """Return True when it was withdrawn by `cancel()`."""
+        """Return True if `cancel()` has withdrawn it."""
         return self._status is Status.CANCELLED
 
     def result(self) -> T:
-        """Return the result, or raise what the operation raised; `InvalidStateError` while pending."""
+        """Return the result of a finished operation.
+
+        Returns:
+            What `await` returns.
+
+        Raises:
+            InvalidStateError: while it is pending.
+            CancelledError: if `cancel()` has withdrawn it.
+            Exception: what the operation raised.
+
+        Example:
+            ```python
+            handle = coll.allreduce(torch.ones(4))
+            while not handle.done():
+                await asyncio.sleep(0.001)  # other work
+            total = handle.result()
+            ```
+        """
         if self.is_pending:
             raise asyncio.InvalidStateError(f"{self} is not done: await it")
         self._consumed = True
         return self._outcome()
 
     def exception(self) -> BaseException | None:
-        """Return what the operation raised, None for a result; raise `InvalidStateError` while pending."""
+        """Return what the operation raised, or None; raise `InvalidStateError` while it is pending."""
         if self.is_pending:
             raise asyncio.InvalidStateError(f"{self} is not done: await it")
         self._consumed = True
@@ -275,13 +292,27 @@ class Handle(_core.Handle, Generic[T]):
         raise self._value.with_traceback(self._traceback)
 
     def wait(self, timeout: float | None = None) -> T:
-        """Return the result, blocking this thread, for `timeout` seconds at most.
+        """Block this thread until the operation is done; return its result.
 
-        For any thread but the loop's. Raises `RuntimeError` on the loop's thread, which it would block, and
-        `OperationTimeout` when the time, or the operation's own, runs out: the operation goes on and can be
-        waited for again. Needs nothing of the loop, which may stand still, but for what is made of other handles
-        there: that of `gather`, of a list of receives, or of a new communicator. In a forked child, to which no
-        pending operation belongs, it raises `RuntimeError`.
+        For any thread except the one of the event loop. It works while the loop is blocked, except for handles made of
+        others there: those of `gather`, of a list of receives, and of new communicators.
+
+        Args:
+            timeout: seconds to wait at most; None is as long as the operation's own timeout allows.
+
+        Returns:
+            The result of the operation.
+
+        Raises:
+            RuntimeError: on the event loop's thread, which it would block; in a forked child.
+            OperationTimeout: after `timeout` seconds. The operation continues, and you can wait for it again.
+            Exception: what the operation raised.
+
+        Example:
+            ```python
+            handle = coll.allreduce(torch.ones(4))
+            total = await asyncio.to_thread(handle.wait, 10.0)  # in a thread
+            ```
         """
         if self._progress.owns_thread():
             self._consumed = True  # the error is enough
@@ -358,12 +389,11 @@ class Handle(_core.Handle, Generic[T]):
         return True
 
     def wait_stream(self, stream: Any = None) -> None:  # noqa: ANN401
-        """Order `stream` after this operation and return at once: the host does not wait.
+        """Order `stream` after this operation and return immediately: the host does not wait.
 
-        `stream` is a `HostStream`, a `CudaStream` or a `torch.cuda.Stream`; None is the current CUDA stream. An
-        operation that fails orders the stream all the same: only awaiting it tells. Raises `RuntimeError` where there
-        is no such stream, and on the loop's thread for an operation of which the host still has to begin a part: it
-        would have to wait for that, as it does in any other thread. Costs 2 us.
+        `stream` is a `HostStream`, a `CudaStream` or a `torch.cuda.Stream`; None is the current CUDA stream. The stream
+        continues after a failed operation too: only awaiting it shows the error. Raises `RuntimeError` without such a
+        stream, and on the loop's thread for an operation of which the host has yet to begin a part. Cost: 2 us.
         """
         fence = self.fence
         if fence is not None:
@@ -388,17 +418,32 @@ class Handle(_core.Handle, Generic[T]):
             self._progress.post(self._notify)
 
     def remove_done_callback(self, fn: Callable[[Handle[T]], object]) -> int:
-        """Forget every such callback that has not run and return how many there were."""
+        """Remove each such callback that has not run; return their number."""
         kept = [entry for entry in self._callbacks or () if entry[0] != fn]
         removed = len(self._callbacks or ()) - len(kept)
         self._callbacks = kept or None
         return removed
 
     def cancel(self, msg: object = None) -> bool:
-        """Withdraw the operation where that can be done without loss; on the loop's thread.
+        """Withdraw the operation if that loses nothing, such as a receive without a message; on the loop's thread.
 
-        True: it never happened, and awaiting it raises `CancelledError` (a receive that was never matched, or
-        what was still queued). False: it goes on, nothing has changed.
+        Cancelling the task that awaits a handle does not withdraw the operation: the operation continues.
+
+        Args:
+            msg: ignored; for the signature of asyncio's futures.
+
+        Returns:
+            True if it was withdrawn: it never happened, and awaiting it raises `CancelledError`. False if it continues.
+
+        Raises:
+            RuntimeError: on another thread.
+
+        Example:
+            ```python
+            receiving = coll.recv()
+            if not receiving.done():
+                assert receiving.cancel()
+            ```
         """
         self._check_thread("cancel()")
         if self._status is not _PENDING or self._canceller is None or not self._canceller():
@@ -407,11 +452,11 @@ class Handle(_core.Handle, Generic[T]):
         return True
 
     def detach(self) -> Self:
-        """Say that it is meant: nobody need await this operation, and nobody waits in it; return the handle.
+        """Mark the operation as one that no code awaits; return the handle.
 
-        Then it is no mistake to drop the handle, and no report tells that the operation takes long, which a receive
-        that a service keeps posted does: `request = await coll.recv_object().detach()`. An error that nobody
-        retrieved is reported all the same.
+        Dropping the handle then gives no warning, and no report says that it takes long, as with a receive that a
+        service keeps posted: `request = await coll.recv_object().detach()`. An error that was never retrieved is
+        reported all the same.
         """
         self._consumed = True
         self._detached = True

@@ -55,39 +55,48 @@ def save(
     keep_last: int | None = None,
     coll: Communicator | None = None,
 ) -> Handle[Path]:
-    """Return the handle of a new checkpoint in the folder `path`; its result is the checkpoint's own folder.
+    """Write a checkpoint in the folder `path`, while training continues.
 
-    ```python
-    saving = aiodist.save("runs/7", net, opt, metadata={"step": step}, per_rank=[loader], keep_last=3)
-    ...                                     # the next steps
-    await saving
-    ```
-    Every rank calls it in the same place, with a `path` that all of them see. The state is that behind the steps which
-    were asked for before: the compute thread of `net` copies what this rank writes before it makes another step. If an
-    earlier save is not written yet, the copy waits for that on the compute thread, and steps with it. A module without
-    a compute thread is copied by the call, and needs `coll`. All else goes on beside the next steps: the ranks compare
-    what they have, each writes a file, and rank 0 renames the folder once all of it is on the disk.
+    Every rank calls it in the same place, with the same `path`, which all ranks see. The checkpoint has the state after
+    the steps requested before: the compute thread of `net` copies this rank's share before its next step, after earlier
+    saves are written. The call itself copies a module without a compute thread. Then each rank writes a file, and rank
+    0 renames the folder when all files are on the disk.
 
-    `net` and `parts` are modules, nets, optimizers, schedulers, scalers: all that has a `state_dict`, or pieces
-    (`checkpoints.InPieces`). All ranks have the same, which they divide among them; the state that each rank has of its
-    own in an `nn.LocalSGD`, and what is `per_rank` of a net's module, it writes itself. Updates that are pending are
-    made first, and averages too, as by `flush`. `metadata` is kept for you, the same on all ranks: None, bool, int,
-    float, str, tensors of any shape, arrays of numpy, and lists, tuples and dicts of these. `per_rank` are generators,
-    and loaders, queues of shards and the like, with a state of this rank's own; that of Python, torch and numpy, and
-    what `net` keeps of compressed gradients, need not be named. `keep_last` is how many checkpoints are left in `path`,
-    None all. `coll` has all ranks; None is that of `net`.
+    Args:
+        path: the folder of the checkpoints; each has a folder of its own in it.
+        net: a `DataParallel`, or a module, which needs `coll`.
+        *parts: optimizers, schedulers, scalers, modules and pieces (`checkpoints.InPieces`): objects with a
+            `state_dict`, alike on all ranks, which write a share each. Pending updates and averages are made first, as
+            by `flush`.
+        metadata: a value that `load` returns, the same on all ranks: None, bool, int, float, str, tensors, arrays of
+            numpy, and lists, tuples and dicts of these.
+        per_rank: generators, loaders, queues of shards and other objects with a state of this rank's own. The random
+            states of Python, torch and numpy, the residuals of compressed gradients, parameters that are `per_rank` of
+            `net`, and what a rank has of its own in an `nn.LocalSGD` are saved without being named.
+        keep_last: number of checkpoints to keep in `path`; None keeps all.
+        coll: the communicator of all ranks; None is that of `net`.
 
-    Raises TypeError at the call for what has no state, for a sharded or pipelined optimizer of divided layers, which
-    `per_rank` takes, and for `metadata` that cannot be written, with its path in it; ValueError for a wrong
-    `keep_last`, and for an optimizer with parameters that are `per_rank` of `net`. On await, on all ranks alike: what a
-    rank's state, copy or file raised, elsewhere as `RemoteError`, which names that rank; `MismatchError` where ranks
-    differ in what they have to have the same, values of tensors too (buffers of `net` may differ); what the
-    communicator raises. The checkpoints before are untouched then.
+    Returns:
+        A handle of the checkpoint's own folder.
 
-    Cost: once for a communicator a duplicate of it, a thread, and memory for this rank's share; each time a pass
-    over all tensors that ranks have alike, a copy of that share, three small exchanges, and a pass over the share for
-    its CRC-32. While a compute thread is busy the thread that writes rests 40 times as long as it uses a core: a GB for
-    each rank takes about 10 seconds then.
+    Raises:
+        TypeError: at the call, for an object without state, for `metadata` that cannot be written, with its path, and
+            for a sharded or pipelined optimizer of divided layers, which goes into `per_rank`.
+        ValueError: at the call, for a wrong `keep_last`, and an optimizer with parameters that are `per_rank` of `net`.
+        MismatchError: on await, if ranks differ in a value that is the same on all (buffers of `net` may differ).
+        RemoteError: on await, for what another rank raised; the rank itself raises the error. Older checkpoints stay.
+
+    Example:
+        ```python
+        saving = aiodist.save("runs/7", net, opt, metadata={"step": step}, per_rank=[loader], keep_last=3)
+        ...  # the next steps
+        folder = await saving
+        ```
+
+    Cost: once for a communicator a duplicate of it, a thread, and memory for this rank's share; each time a pass over
+    all tensors that are alike on the ranks, a copy of that share, three small exchanges, and a pass over the share for
+    its CRC-32. While a compute thread is busy, the writing thread sleeps 40 times as long as it uses a core: a GB for
+    each rank then takes about 10 seconds.
     """
     check_keep(keep_last)
     coll, replica = ranks_of(net, parts, per_rank, coll)
@@ -260,30 +269,49 @@ def load(
     per_rank: Sequence[object] = (),
     coll: Communicator | None = None,
 ) -> Handle[Checkpoint]:
-    """Return the handle of giving `net` and `parts` the state of a checkpoint, and what was kept beside it.
+    """Restore a checkpoint into `net` and `parts`.
 
-    `path` is a checkpoint's own folder, or one with several: then the newest is taken that all ranks find sound, and a
-    warning in the log says of each newer one what is wrong with it. Every rank calls it in the same place; it begins
-    behind the saves and the steps that were asked for. All ranks compare every byte that they use with its checksum
-    before anything is changed; what nobody uses they divide. Nothing is unpickled.
+    Every rank calls it in the same place, with the same `parts` in the same order as `save`, on any number of ranks. It
+    begins after the saves and steps requested before. All ranks compare every byte that they use with its checksum
+    before anything is changed. Nothing is unpickled.
 
-    Give the same `parts` in the same order as to `save`, on any number of ranks: a checkpoint has the kind of each
-    part, and of each object of `per_rank`, which are compared before anything is changed. Nets and modules are one
-    kind, whose names and shapes are compared; the kind of all else is the name of its class, a subclass is another, and
-    an attribute `checkpoint_kind` (a text) replaces that name. A `ShardedOptimizer` is of the kind of its optimizer.
-    Rank r takes the random states, and the generators of `per_rank`, that rank r saved; a rank that saved none seeds
-    its own anew, with seeds that follow from what was saved. Loaders of `per_rank`, residuals of compressed gradients,
-    and the optimizer within an `nn.LocalSGD` belong to a rank: where another number of ranks saved them, they stay as
-    they are here, and that optimizer begins anew. Each buffer of the net then comes from one of the ranks, so
-    `net.synchronize_buffers()` before the save if they differ. A net with parts that are `per_rank` loads only what as
-    many ranks saved, with the same `per_rank`. What of `per_rank` has `load_state_dicts`, such as a `data.ShardQueue`,
-    is given all ranks' states.
+    The kind of each part is compared first. Nets and modules are one kind, whose names and shapes are compared; the
+    kind of another object is the name of its class, or its attribute `checkpoint_kind`. A `ShardedOptimizer` has the
+    kind of its optimizer.
 
-    Raises TypeError and ValueError at the call as `save`. On await, on all ranks alike: FileNotFoundError where there
-    is no checkpoint; `CheckpointDamaged`, which names file and place, where none is sound; ValueError where it is of
-    other parts, with both kinds, before anything has changed; what a part raises when it takes its state, elsewhere as
-    `RemoteError`: then some parts have it, and others do not. Cost: each rank reads all that it needs, and holds it in
-    memory until it is taken.
+    Rank r restores the random states and the generators that rank r saved; a rank without any gets seeds derived from
+    them. The other states of `per_rank`, residuals of compressed gradients and the optimizer in an `nn.LocalSGD` are
+    restored only if as many ranks saved them; otherwise they stay as they are, and each buffer of the net comes from
+    one of the ranks (`net.synchronize_buffers()` before the save makes them alike). An object with `load_state_dicts`,
+    such as a `data.ShardQueue`, gets the states of all ranks. A net with parts that are `per_rank` needs as many ranks
+    as saved it, with the same `per_rank`.
+
+    Args:
+        path: a checkpoint's own folder; or a folder of several, of which the newest is loaded that all ranks find
+            sound. A warning in the log says what is wrong with a newer one.
+        net: as in `save`.
+        *parts: as in `save`.
+        per_rank: as in `save`.
+        coll: the communicator of all ranks; None is that of `net`.
+
+    Returns:
+        A handle of a `checkpoints.Checkpoint`, with its `path`, `number`, `ranks` and `metadata`.
+
+    Raises:
+        TypeError: at the call, as in `save`.
+        ValueError: on await, on all ranks, if the checkpoint has other parts; nothing was changed.
+        FileNotFoundError: on await, on all ranks, if there is no checkpoint.
+        CheckpointDamaged: on await, on all ranks, if none is sound; it names file and place.
+        RemoteError: on await, for what another rank raised when a part took its state. Some parts have it then.
+
+    Example:
+        ```python
+        await aiodist.save("runs/7", net, opt, metadata={"step": step})
+        found = await aiodist.load("runs/7", net, opt)
+        print(found.metadata["step"])
+        ```
+
+    Cost: each rank reads what it needs, and holds it in memory until it is restored.
     """
     coll, _ = ranks_of(net, parts, per_rank, coll)
     writer = Writer.of(coll, "load")

@@ -32,35 +32,61 @@ T = TypeVar("T")
 
 
 class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
-    """A group of ranks that communicate; get the first from `aiodist.init`.
+    """A group of ranks that communicate; get the first one from `aiodist.init`, `aiodist.open` or `aiodist.start`.
 
-    It belongs to the event loop it was opened on and is called from that loop's thread alone, or from others too where
-    it was made for that (`dup(thread=True)`). Tensors are dense,
-    contiguous, and on the CPU or a CUDA device; any shape goes unless a call names one, 0 elements too. Every
-    collective is called by all ranks, in the same order and with the same arguments, tensors and sizes apart where the
-    call says so. Collectives and messages take `timeout=` (seconds from issue; None is none) and most `impl=` (the name
-    of an implementation, or "auto": the table of `selector` chooses).
+    | call | returns | writes |
+    |---|---|---|
+    | `allreduce`, `scan`, `exscan` | `t`, or `out` | `t`, or `out` |
+    | `broadcast` | `t` | `t`, except on root |
+    | `reduce` | on root `t` or `out`, elsewhere None | on root `t`, or `out` |
+    | `allgather` | all blocks, as a list or in `out` | new memory, or `out` |
+    | `gather` | on root as `allgather`, elsewhere None | new memory, or `out` |
+    | `scatter`, `reduce_scatter` | this rank's block | new memory, or `out` |
+    | `alltoall` | a list of the blocks from each rank | new memory, or the tensors of `out` |
+    | `alltoall_single` | the rows from all ranks, in rank order | new memory, or `out` |
+    | `recv`, `sendrecv` | `t`, `out`, or a new tensor | `t`, `out`, or new memory |
+    | `send`, `barrier` | None | nothing |
+    | `*_object` | Python objects | new objects |
 
-    `name=`, a str, frees a collective from the order: it meets those that the other ranks issue by that name, the k-th
-    use of a name the k-th of each. So tasks that nothing orders can share a communicator, each with names of its own.
-    Nothing moves before all ranks have come; `seq` of the handle counts the uses of the name. Names are few, and used
-    again and again: a communicator keeps some 5 KB on each rank for each, and takes 65,535. They are for tensors on the
-    CPU. The call raises ValueError while the last operation of the name is in flight here, and for an `impl` that tells
-    operations apart by their order ("mpi", "gloo"); "auto" passes these over. The await raises MismatchError as for any
-    other, also where ranks have edited the table of `selector` differently meanwhile; nothing was written then, and the
-    name can be used again. Cost: a comparison of all ranks, log2(p) messages of 9 bytes, and at a name's first use a
-    question to rank 0, besides what the call says.
+    Each of these calls returns a `Handle`: the operation starts at the call, and `await` gives its result.
 
-    Every call raises TypeError or ValueError for what it cannot take, BufferInFlight for a tensor that another
-    operation owns, CommunicatorClosed, CommunicatorAborted or PeerError when there is no communicator any more, and
-    RuntimeError in another thread or on another event loop; before a byte moves, and the communicator goes on. The
-    await raises MismatchError when ranks issued different operations, PeerError when a rank is lost or failed,
-    CommunicatorAborted when it was given up, OperationTimeout when `timeout` has passed (the operation goes on) and
-    BackendError for what a library reports. Below is only what a call adds to that.
+    ```python
+    t = torch.ones(4)
+    handle = coll.allreduce(t)  # the sum over all ranks, in place
+    await handle
+    print(coll.rank, t[0])
+    ```
 
-    In the costs p is the number of ranks and n the bytes of a rank's tensor; they are those of the schedules over
-    messages, per rank. Within a host shared memory takes their place, and nothing is sent; among hosts every rank, or
-    the first of each host, takes part for its host (docs/algorithms.md).
+    Every rank calls the same collectives in the same order, with the same arguments; tensors and sizes may differ where
+    a call says so. Tensors are dense, contiguous, and on the CPU or a CUDA device. They have any shape, 0 elements too,
+    unless a call names one. `timeout` is in seconds from the call. `impl` names an implementation; "auto" chooses by
+    the table of `selector`.
+
+    `name` frees a collective from the order: the k-th call with a name matches the k-th call with that name on the
+    other ranks. So several tasks can share a communicator, each with names of its own. Use few names, again and again:
+    a communicator keeps about 5 KB for each and takes 65,535. They work for tensors on the CPU, and not with
+    `impl="mpi"` or "gloo". A call raises ValueError while the last operation of its name is in flight on this rank. A
+    `MismatchError` of a name writes nothing, and the name stays usable. A name costs a comparison of all ranks, log2(p)
+    messages of 9 bytes, and at its first use a question to rank 0. `seq` of the handle counts the uses of the name.
+
+    A communicator belongs to the event loop it was opened on. Call it on the thread of that loop; one made by
+    `dup(thread=True)`, `init(thread=True)` or `start` may be called on other threads too.
+
+    Raises:
+        TypeError: at the call, for arguments of a wrong type; nothing has been sent.
+        ValueError: at the call, for arguments of a wrong value.
+        BufferInFlight: at the call, if another operation uses the tensor.
+        RuntimeError: at the call, on another thread or event loop.
+        CommunicatorClosed: at the call, after the communicator was closed.
+        CommunicatorAborted: at the call or on await, after the communicator was aborted.
+        MismatchError: on await, if the ranks called different operations.
+        PeerError: on await, if a rank was lost or failed.
+        OperationTimeout: on await, after `timeout` seconds; the operation continues.
+        BackendError: on await, for an error that a library reports.
+
+    The calls below list only what they raise in addition. In their costs p is the number of ranks and n the bytes of a
+    rank's tensor. Costs are those of messages, per rank. Within a host shared memory replaces messages; between hosts
+    every rank, or the first of each host, takes part for its host (see the page Algorithms).
     """
 
     _registry: Registry[Communicator]
@@ -102,26 +128,59 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
         return self._registry.regroup(self, n, timeout)
 
     def dup(self, *, thread: bool = False) -> Handle[Communicator]:
-        """Return a communicator of the same ranks whose traffic never meets this one's.
+        """Make a communicator of the same ranks whose operations are separate from this one's.
 
-        Code that issues from a task of its own needs one, or names (`name=`): two tasks that issue on the same
-        communicator would interleave differently on each rank. Collective; begins once all that is in flight here is
-        over, but for messages and named operations.
+        Use one for a task that communicates often: two tasks that call the same communicator would interleave
+        differently on each rank. Every rank calls it. It begins after the operations in flight here, except messages
+        and named operations.
 
-        With `thread=True` other threads may call its collectives and messages of tensors on the CPU and of objects,
-        beside the loop's thread, and wait for them by `wait()`: neither needs the loop, which may stand still. The
-        ranks see one order, that of the calls. So one thread calls at a time: two at once raise RuntimeError in the
-        later one, which names both. What makes or closes communicators stays on the loop's thread.
+        Args:
+            thread: True lets other threads call its collectives and messages of CPU tensors and objects, and `wait()`
+                for them, while the event loop is blocked too. One thread calls at a time, and all ranks see the order
+                of the calls. Making and closing communicators stays on the thread of the event loop.
+
+        Returns:
+            The new communicator; close it with `aclose()`, or it is closed with the world.
+
+        Raises:
+            RuntimeError: with `thread=True`, in the later of two calls at the same time; it names both.
+
+        Example:
+            ```python
+            metrics = await coll.dup()
+            handle = metrics.allreduce(1.0)  # not in the order of coll's operations
+            total = await coll.allreduce(2.0)
+            count = await handle
+            await metrics.aclose()
+            ```
+
         Cost: what the library takes to make one, milliseconds.
         """
         return self._registry.derive(self, "dup", range(self.size), thread=thread)
 
     def group(self, ranks: Sequence[int]) -> Handle[Communicator]:
-        """Return a communicator of `ranks`, in that order; elsewhere one of which every call raises.
+        """Make a communicator of some ranks, in the order given.
 
-        Collective over this communicator, with the same list on every rank. Made once: asking again for the same ranks
-        returns the same communicator until it is closed. Raises ValueError for ranks out of range, none, or one twice.
-        Cost: as `dup`.
+        Every rank of this communicator calls it with the same list. Calling it again with the same ranks returns the
+        same communicator, until it is closed.
+
+        Args:
+            ranks: the ranks of this communicator that belong to it; rank `ranks[i]` becomes rank i.
+
+        Returns:
+            The new communicator. Outside of the group its `rank` is -1, and every call of it raises.
+
+        Raises:
+            ValueError: if a rank is out of range or occurs twice, or there is none.
+
+        Example:
+            ```python
+            first = await coll.group(range((coll.size + 1) // 2))  # the first half
+            if first.rank >= 0:
+                total = await first.allreduce(1)
+            ```
+
+        Cost: that of `dup`.
         """
         wanted = [check_rank(rank, self.size, "ranks") for rank in ranks]
         if len(set(wanted)) != len(wanted) or not wanted:
@@ -129,12 +188,28 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
         return self._registry.derive(self, "group", wanted)
 
     def split(self, color: int | None = 0, key: int | None = None) -> Handle[Communicator]:
-        """Return a communicator of the ranks that gave the same `color`, ordered by `key`, then by rank.
+        """Make a communicator of the ranks that give the same color.
 
-        `color=None` gives one of which every call raises. `key` is the rank unless given. Collective; made once for the
-        same ranks, as `group`. Raises TypeError unless both are ints or None, and ValueError for one that does not fit
-        into 64 bits.
-        Cost: the colors and keys of all ranks to all, then as `dup`.
+        Every rank calls it. Calling it again returns the same communicator for the same ranks, until it is closed.
+
+        Args:
+            color: ranks with the same color form a communicator; None takes part in none.
+            key: the order of the ranks in it; equal keys are ordered by rank. None is this rank's number.
+
+        Returns:
+            The new communicator. With `color=None` its `rank` is -1, and every call of it raises.
+
+        Raises:
+            TypeError: if `color` or `key` is neither an int nor None.
+            ValueError: if one of them does not fit into 64 bits.
+
+        Example:
+            ```python
+            pairs = await coll.split(coll.rank // 2)  # ranks 0 and 1, ranks 2 and 3, and so on
+            total = await pairs.allreduce(1)
+            ```
+
+        Cost: the colors and keys of all ranks to all, then that of `dup`.
         """
         color, key = check_int64(color, "color"), check_int64(key, "key")
         return self._registry.split(self, color, self.rank if key is None else key)
@@ -159,20 +234,24 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
     # --- the end --------------------------------------------------------------------------------------------
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """Give this communicator up on all ranks: what is pending and every later call raise CommunicatorAborted."""
+        """Abort this communicator on all ranks.
+
+        Pending operations and every later call raise CommunicatorAborted with `reason`.
+        """
         error = CommunicatorAborted(f"communicator {self.name!r} was aborted: {reason}", comm=self.name, rank=self.rank)
         self._dispatcher.abort(error)
         self._dispatcher.disputes.tell_abort(str(error))
 
     @located
     async def aclose(self) -> None:
-        """Close it on all ranks: wait for what is in flight, at most 30 s, then release it. Collective.
+        """Close it on all ranks: wait for the operations in flight, at most 30 s, then release it.
 
-        Receives that nothing matched are withdrawn and reported as `ResourceWarning`, messages that nobody received as
-        `RuntimeWarning`. Raises `OperationTimeout` naming what is still pending after that, and gives it up. A rank
-        that gives the close up, as a task that is cancelled does, gives up the communicator, on all ranks. A second
-        call, like the end of the block, waits for the first.
-        The world that `aiodist.open` returned ends with all that belongs to it, as at the end of the block of
+        Every rank calls it. Receives that matched nothing are withdrawn, with a `ResourceWarning`; a message that no
+        rank received is a `RuntimeWarning`. After 30 s it raises `OperationTimeout`, which names the pending
+        operations, and aborts the communicator. So does a task that is cancelled while it closes, on all ranks. A
+        second call waits for the first.
+
+        The world that `aiodist.open` returned ends with everything that was made of it, as at the end of the block of
         `aiodist.init`.
         """
         if not isinstance(self._dispatcher.refusal, RuntimeError):  # in a forked child no loop runs

@@ -155,7 +155,7 @@ class Base:
 
     @property
     def rank(self) -> int:
-        """This process's number, from 0; -1 outside the group."""
+        """Number of this process, from 0; -1 outside of the group."""
         return self._transport.rank
 
     @property
@@ -165,33 +165,33 @@ class Base:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self._transport.size
 
     @property
     def name(self) -> str:
-        """What error messages call it: "world", or a path below it."""
+        """Name in error messages: "world", or a path below it."""
         return self._dispatcher.name
 
     @property
     def generation(self) -> int:
-        """0, and a higher number after each `shrink` and `grow`; above 0 in `init` on a rank that joins others."""
+        """0, and a higher number after each `shrink` and `grow`; above 0 in `init` on a rank that joins."""
         return self._registry.generation.number
 
     @property
     def previous(self) -> tuple[int | None, ...]:
-        """For each rank its rank in the world before the last `shrink` or `grow`; None of one that has joined."""
+        """For each rank its rank in the world before the last `shrink` or `grow`; None for a rank that joined."""
         before = self._registry.generation.previous
         return tuple([before[rank] for rank in self._dispatcher.ranks])
 
     @property
     def timeout(self) -> float | None:
-        """The time-out of operations that are given none, in seconds; None is none."""
+        """Default timeout of operations, in seconds; None is none."""
         return self._dispatcher.timeout
 
     @property
     def seq(self) -> int:
-        """How many collectives were issued."""
+        """Number of collectives called on this communicator."""
         return self._dispatcher.oplog.seq
 
     @property
@@ -217,22 +217,22 @@ class Base:
 
     @property
     def local_rank(self) -> int:
-        """This rank's place among those of its host."""
+        """Number of this rank among the ranks of its host, from 0."""
         return self.topology.local_rank
 
     @property
     def local_size(self) -> int:
-        """How many of the ranks share this host."""
+        """Number of ranks on this host."""
         return self.topology.local_size
 
     @property
     def node(self) -> int:
-        """The number of this host, from 0."""
+        """Number of this host, from 0."""
         return self.topology.node
 
     @property
     def nodes(self) -> int:
-        """How many hosts there are."""
+        """Number of hosts."""
         return len(self.topology.hosts)
 
     @property
@@ -242,28 +242,28 @@ class Base:
 
     @property
     def device(self) -> torch.device:
-        """The device this rank computes on: its CUDA device, number `local_rank` modulo those it sees, or the CPU."""
+        """This rank's CUDA device, number `local_rank` modulo those it sees, or the CPU."""
         return self._device
 
     @property
     def backend(self) -> str:
-        """The library that carries it: "mpi", "shm", "gloo" or "local"."""
+        """The transport: "mpi", "shm", "gloo" or "local"."""
         return self._transport.name
 
     @property
     def selector(self) -> Selector:
-        """Which implementation runs an operation of which size: `print` shows the table, `set` edits it."""
+        """Table of implementations by operation and size: `print` shows it, `set` edits it."""
         return self._selector
 
     def availability(self) -> Availability:
-        """Return, for each operation, implementation and device, whether it can be had here, and if not, why.
+        """Return, for each operation, implementation and device, whether it is available here, and if not, why.
 
-        Local and at once; `print` shows it.
+        Local; `print` shows it.
         """
         return self._repertoire.availability()
 
     def statistics(self) -> CommunicatorStatistics:
-        """Return how many operations were issued and are pending, and which way bytes went; local, at once."""
+        """Return the numbers of operations, and of bytes with and without copies; local."""
         within = self._repertoire.within
         brought = (0, 0) if within is None else within.brought
         return CommunicatorStatistics(

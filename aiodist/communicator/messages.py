@@ -25,7 +25,7 @@ from aiodist.types import ANY, check_timeout
 
 
 class Message(NamedTuple):
-    """A message that came, as `Communicator.messages` yields it."""
+    """A message, as `Communicator.messages` yields it."""
 
     source: int
     """The rank that sent it."""
@@ -46,11 +46,33 @@ class PointToPoint(Base):
         synchronous: bool = False,
         timeout: float | None = None,
     ) -> Handle[None]:
-        """Return None once `t` may be reused, which may be before it is received. `dst` may be this rank.
+        """Send a tensor to one rank.
 
-        With `synchronous=True` not before a receive has matched it, for which it takes an answer of some 60 bytes.
-        `t` has any shape, which `recv()` restores. A list is sent as so many messages. Raises ValueError for a `dst` or
-        `tag` out of range. Cost: one message up to about 800 bytes, two above.
+        It is done when `t` may be changed again, which may be before the message is received. The receiver calls `recv`
+        or `messages`.
+
+        Args:
+            t: a tensor of any shape, which `recv()` restores; a list is sent as one message for each tensor.
+            dst: the rank that receives; it may be this one.
+            tag: a number from 0 that the receiver can select by.
+            synchronous: True waits until a receive has matched the message, by an answer of some 60 bytes.
+            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
+
+        Returns:
+            None.
+
+        Raises:
+            ValueError: if `dst` is no rank, or `tag` is out of range.
+            PeerLost: on await, if `dst` is lost.
+
+        Example:
+            ```python
+            sending = coll.send(torch.ones(3), (coll.rank + 1) % coll.size, tag=7)
+            t = await coll.recv(torch.empty(3), (coll.rank - 1) % coll.size, tag=7)
+            await sending
+            ```
+
+        Cost: one message up to about 800 bytes, two above.
         """
         dst, tag = check_rank(dst, self.size, "dst"), check_tag(tag)
         ts = tensors_of(t)
@@ -59,16 +81,41 @@ class PointToPoint(Base):
     def recv(
         self, t: Tensor | list[Tensor] | None = None, src: int = ANY, tag: int = ANY, *, timeout: float | None = None
     ) -> Handle[Any]:
-        """Return `t`, filled in place by the first message from `src` with `tag`; ANY takes all.
+        """Receive a tensor from one rank.
 
-        Without `t`, a new tensor of the sender's shape and dtype. A shorter message fills the front (the handle's
-        `nbytes` says how much came). Receives match in the order of issue. `cancel()` withdraws one that nothing
-        matched, and loses no message. The handle's `source` and `tag` say where the message came from. A list receives
-        so many messages; `cancel()` withdraws all of them where nothing has matched any. Where their deadline passes
-        that is the end of the list's handle: its receives go on into their tensors.
+        Receives match messages in the order of their calls. `cancel()` of the handle withdraws a receive that has not
+        matched, and loses no message.
 
-        Raises RuntimeError if `t` requires grad (in grad mode); on await TypeError for a message of another dtype and
-        BackendError for one that is longer than `t`, which is consumed; PeerLost where `src` is gone. Cost: as `send`.
+        Args:
+            t: a tensor to fill, of any shape; a shorter message fills its front. None returns a new tensor of the
+                sender's shape and dtype. A list receives one message for each tensor; its `cancel()` withdraws all or
+                none.
+            src: the rank that sent; `ANY` takes messages of all ranks.
+            tag: the number that the sender gave; `ANY` takes all.
+            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`. The
+                operations continue after that.
+
+        Returns:
+            `t`, or the new tensor. The handle's `source` and `tag` are those of the message, and its `nbytes` are the
+            bytes that came.
+
+        Raises:
+            ValueError: if `src` is no rank, or `tag` is out of range.
+            RuntimeError: if `t` requires grad, in grad mode.
+            TypeError: on await, if the message has another dtype; it is consumed.
+            BackendError: on await, if the message is longer than `t`; it is consumed.
+            PeerLost: on await, if `src` is lost.
+
+        Example:
+            ```python
+            sending = coll.send(torch.arange(5), coll.rank)
+            receiving = coll.recv()
+            t = await receiving
+            await sending
+            print(receiving.source, t.shape)  # the rank, and torch.Size([5])
+            ```
+
+        Cost: that of `send`.
         """
         src, tag = check_rank(src, self.size, "src", any_rank=True), check_tag(tag, any_tag=True)
         if isinstance(t, list):
@@ -139,9 +186,9 @@ class PointToPoint(Base):
         *,
         timeout: float | None = None,
     ) -> Handle[Tensor]:
-        """Return what `src` sent, in `out` or in new memory, while `t` goes to `dst`: both at once.
+        """Send `t` to `dst` and receive from `src` at the same time; return what came, in `out` or in new memory.
 
-        Sizes and shapes as of `send` and `recv`. Raises ValueError where `out` overlaps `t`. Cost: as both.
+        Sizes and shapes are those of `send` and `recv`. Raises ValueError if `out` overlaps `t`. Cost: that of both.
         """
         dst, src, tag = check_rank(dst, self.size, "dst"), check_rank(src, self.size, "src"), check_tag(tag)
         t = check_tensor(t)
@@ -184,17 +231,16 @@ class PointToPoint(Base):
     def messages(
         self, src: int = ANY, tag: int = ANY, *, timeout: float | None = None
     ) -> AsyncGenerator[Message, None]:
-        """Return an iterator over the messages from `src` with `tag`, as they come: `async for message in ...`.
+        """Iterate over the messages from `src` with `tag`, as they come: `async for message in coll.messages(): ...`.
 
-        It yields tensors (of `send`) and objects (of `send_object`), each as a `Message`: its source, tag and data. It
-        posts one receive for each turn, when the turn begins, and receives match in the order of issue. So a plain
-        `recv()` that was issued before wins the next message, and one that is issued while the body of the loop runs
-        wins what comes meanwhile. Leaving the loop loses no message, and neither does cancelling it: the receive is
-        withdrawn, and a message that had matched goes to the next receive. It ends only so, or by an error.
+        It yields tensors (of `send`) and objects (of `send_object`), each as a `Message` with source, tag and data.
+        Each turn posts one receive, and receives match in the order of their calls. So a `recv()` issued before wins
+        the next message, and one issued in the body of the loop wins a message that comes meanwhile. Leaving or
+        cancelling the loop loses no message. The loop ends only so, or by an error.
 
-        Raises ValueError at the call for a `src` or `tag` out of range; while it waits what `recv` raises:
-        OperationTimeout when no message comes for `timeout` seconds, PeerLost where `src` is gone. Unpickling an object
-        runs code of the sender's choice. Cost: as `recv`.
+        Raises ValueError at the call if `src` is no rank or `tag` is out of range; in the loop what `recv` raises:
+        OperationTimeout if no message comes for `timeout` seconds, PeerLost if `src` is lost. Unpickling an object runs
+        code of the sender's choice. Cost: that of `recv`.
         """
         self._dispatcher.check_on_loop("messages()")
         src, tag = check_rank(src, self.size, "src", any_rank=True), check_tag(tag, any_tag=True)

@@ -52,11 +52,31 @@ class Movement(Base):
         impl: Impl = "auto",
         name: str | None = None,
     ) -> Handle[Data]:
-        """Return root's elements, in place: `t` keeps its shape, only dtype and number of elements must be root's.
+        """Copy root's elements to all ranks, in place.
 
-        A list is one operation; with `across=True` root's first tensor goes into every tensor of every list, which are
-        as in `allreduce`. A Python number gives root's number. Raises RuntimeError on every rank whose `t` requires
-        grad (in grad mode).
+        Every rank calls it with the same dtype, number of elements and `root`; `t` keeps its own shape.
+
+        Args:
+            t: a tensor; a number, which gives root's number; or a list of tensors, which is one operation.
+            root: the rank whose elements all ranks get.
+            across: True copies root's first tensor into every tensor of every list; the tensors are as in `allreduce`.
+            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
+            impl: the name of an implementation; "auto" chooses by the table of `selector`.
+            name: matches the call with those of the same name, in any order (see `Communicator`).
+
+        Returns:
+            `t`, or root's number.
+
+        Raises:
+            ValueError: if `root` is no rank.
+            RuntimeError: on every rank whose `t` requires grad, in grad mode.
+
+        Example:
+            ```python
+            weights = torch.randn(8) if coll.rank == 0 else torch.empty(8)
+            await coll.broadcast(weights)  # those of rank 0
+            ```
+
         Cost: at most log2(p) messages of n bytes (tree), or one in parts along a chain (long tensors). Source: Thakur,
         Rabenseifner, Gropp 2005, DOI 10.1177/1094342005051521; Pješivac-Grbović et al. 2007, DOI
         10.1007/s10586-007-0012-0.
@@ -98,16 +118,37 @@ class Movement(Base):
         impl: Impl = "auto",
         name: str | None = None,
     ) -> Handle[Any]:
-        """Return every rank's tensor: a list by rank, or with `out` all of them concatenated along dim 0.
+        """Collect the tensors of all ranks on every rank.
 
-        Sizes may differ between ranks, dtypes may not; with `out` each is `(rows, ...)`, of the same trailing shape,
-        and a number counts as one row. `out` grows when it is too small and owns its memory, and `t` may be this rank's
-        own block of it. A Python number gives a list of numbers. A list of tensors gives a list of such results; with
-        `across=True` one flat list in the order rank * len + i, of tensors as in `allreduce`.
+        Every rank calls it with the same dtype; sizes may differ. `t` is not changed.
 
-        Raises ValueError on await where shapes cannot be concatenated.
+        Args:
+            t: a tensor; a number, which gives a list of numbers; or a list of tensors, which gives a list of results.
+            out: a tensor for all of them, concatenated along dim 0; each is then `(rows, ...)` with the same trailing
+                shape, and a number is one row. It grows if it is too small and owns its memory. `t` may be this rank's
+                block of it.
+            across: True returns one flat list for the list `t`, in the order rank * len + i; the tensors are as in
+                `allreduce`.
+            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
+            impl: the name of an implementation; "auto" chooses by the table of `selector`.
+            name: matches the call with those of the same name, in any order (see `Communicator`).
+
+        Returns:
+            A list of the tensors by rank, in new memory, or `out`.
+
+        Raises:
+            TypeError: if `out` has another dtype than `t`.
+            ValueError: on await, if the shapes cannot be concatenated in `out`.
+
+        Example:
+            ```python
+            losses = await coll.allgather(0.5)  # a list of numbers, one for each rank
+            rows = await coll.allgather(torch.ones(coll.rank + 1, 3), out=torch.empty(0))
+            assert rows.shape == (sum(range(1, coll.size + 1)), 3)
+            ```
+
         Cost: shapes and dtypes first, then p-1 messages and all other ranks' bytes (ring), or log2(p) messages of as
-        many (doubling, Bruck). Source: Bruck et al. 1997, DOI 10.1109/71.642949; Chan et al. 2007, DOI
+        many bytes (doubling, Bruck). Source: Bruck et al. 1997, DOI 10.1109/71.642949; Chan et al. 2007, DOI
         10.1002/cpe.1206.
         """
         terms = Terms(timeout, impl, name)
@@ -147,10 +188,32 @@ class Movement(Base):
         impl: Impl = "auto",
         name: str | None = None,
     ) -> Handle[Any]:
-        """Return on `root` what `allgather` returns, and None elsewhere; `out` counts on root alone.
+        """Collect the tensors of all ranks on `root`.
 
-        So root gets a list of p tensors, each of the shape that its rank gave, or with `out` one of shape
-        `(all rows, ...)`. Cost: two messages to root from each other rank, shape and dtype first.
+        Every rank calls it with the same dtype and `root`; sizes may differ. `t` is not changed.
+
+        Args:
+            t: a tensor, a number, or a list of tensors, as in `allgather`.
+            root: the rank that gets them.
+            out: on root, a tensor of shape `(all rows, ...)` for all of them, as in `allgather`; ignored elsewhere.
+            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
+            impl: the name of an implementation; "auto" chooses by the table of `selector`.
+            name: matches the call with those of the same name, in any order (see `Communicator`).
+
+        Returns:
+            On root a list of the tensors by rank, each of the shape that its rank gave, or `out`; None elsewhere.
+
+        Raises:
+            ValueError: if `root` is no rank; on await, if the shapes cannot be concatenated in `out`.
+
+        Example:
+            ```python
+            predictions = await coll.gather(torch.ones(coll.rank + 1))  # sizes may differ
+            if coll.rank == 0:
+                predictions = torch.cat(predictions)
+            ```
+
+        Cost: two messages to root from each other rank, shape and dtype first.
         """
         root, terms = check_rank(root, self.size), Terms(timeout, impl, name)
         lifted, convert = lift(t, None)
@@ -175,13 +238,32 @@ class Movement(Base):
         impl: Impl = "auto",
         name: str | None = None,
     ) -> Handle[Any]:
-        """Return tensor number `rank` of root's list, in `out` or in new memory; `ts` is ignored elsewhere.
+        """Distribute a list of tensors from `root`: each rank gets one.
 
-        The p tensors may be of any shapes; the result has the shape of its own. On root `ts` may be a list of such
-        lists; the result is then a list, on every rank.
+        Every rank calls it with the same `root`. Only root gives tensors, of any shapes; they are not changed.
 
-        Raises TypeError or ValueError on root unless `ts` is a list of p tensors, and ValueError for `out` beside a
-        list of lists. Cost: two messages from root to each other rank, shape and dtype first.
+        Args:
+            ts: on root, a list of p tensors, one for each rank, or a list of such lists; ignored elsewhere.
+            root: the rank that gives the tensors.
+            out: a tensor for the result, with as many elements; not with a list of lists.
+            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
+            impl: the name of an implementation; "auto" chooses by the table of `selector`.
+            name: matches the call with those of the same name, in any order (see `Communicator`).
+
+        Returns:
+            Root's tensor number `rank`, in new memory or in `out`; a list of tensors if root gives a list of lists.
+
+        Raises:
+            TypeError: on root, if `ts` is no list of tensors.
+            ValueError: if `root` is no rank; on root, if `ts` has not p tensors, or for `out` with a list of lists.
+
+        Example:
+            ```python
+            parts = list(torch.arange(8.0).tensor_split(coll.size)) if coll.rank == 0 else None
+            mine = await coll.scatter(parts)
+            ```
+
+        Cost: two messages from root to each other rank, shape and dtype first.
         """
         root, terms = check_rank(root, self.size), Terms(timeout, impl, name)
         if out is not None:
@@ -214,15 +296,33 @@ class Movement(Base):
         impl: Impl = "auto",
         name: str | None = None,
     ) -> Handle[list[Any]]:
-        """Return what every rank holds for this one, by rank: `ts[r]` goes to rank r. Sizes may differ.
+        """Exchange tensors: `ts[r]` of each rank goes to rank r.
 
-        `ts` and the result are lists of p tensors of any shapes; `out` is such a list, each grows as in `allgather`. A
-        list of lists gives a list of results. Raises TypeError or ValueError unless `ts` is a list of p tensors; with
-        `impl="bruck"` ValueError where they are not alike, and MismatchError on await where those of other ranks are
-        not.
+        Every rank calls it with a list of p tensors of any shapes, which are not changed.
+
+        Args:
+            ts: a list of p tensors, or a list of such lists, which gives a list of results.
+            out: a list of p tensors for the result, which grow as in `allgather`; not with a list of lists.
+            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
+            impl: the name of an implementation; "auto" chooses by the table of `selector`.
+            name: matches the call with those of the same name, in any order (see `Communicator`).
+
+        Returns:
+            A list of the tensors for this rank, by the rank that sent them.
+
+        Raises:
+            TypeError: if `ts` is no list of tensors.
+            ValueError: if `ts` has not p tensors; with `impl="bruck"`, if they have different shapes.
+            MismatchError: on await, with `impl="bruck"`, if those of other ranks have different shapes.
+
+        Example:
+            ```python
+            received = await coll.alltoall([torch.full((2,), float(r)) for r in range(coll.size)])
+            assert all(t[0] == coll.rank for t in received)
+            ```
 
         Cost: 2(p-1) messages out and in, shape and dtype first; with `impl="bruck"` about log2(p) messages of half of
-        all, for short tensors. Source: Bruck et al. 1997, DOI 10.1109/71.642949.
+        all bytes, for short tensors. Source: Bruck et al. 1997, DOI 10.1109/71.642949.
         """
         lists, nested = self._lists(ts, out)
         form = how(None, impl, extra=f"{len(lists)} lists" if nested else "")
@@ -253,13 +353,14 @@ class Movement(Base):
         impl: Impl = "auto",
         name: str | None = None,
     ) -> Handle[Tensor]:
-        """Return the rows that all ranks hold for this one, in rank order along dim 0: rank r gets `sizes[r]` of `t`.
+        """Exchange rows of one tensor: each rank gets a block of rows from every rank.
 
-        `t` has a shape `(rows, ...)`, and so has the result, with the rows that come. Without `sizes` it has one shape
-        on all ranks, whose dim 0 they divide evenly; with them (given on all ranks) the rows that come are counted
-        first, and `out` grows where it is too small and owns its memory. Raises ValueError for sizes that are not those
-        of `t`. Cost: p-1 messages out and in, with `sizes` 2(p-1); with `impl="bruck"` about log2(p) messages of half
-        of `t`, for short tensors without `sizes`.
+        Every rank gives a `t` of shape `(rows, ...)`, which is not changed unless it is `out`. Without `sizes` its
+        shape is the same on all ranks, which divide dim 0 evenly. With `sizes`, on all ranks, rank r gets `sizes[r]`
+        rows of `t`, and the incoming rows are counted first. `out` grows if it is too small and owns its memory.
+        Returns the rows from all ranks, in rank order along dim 0. Raises ValueError if `sizes` do not add up to the
+        rows of `t`. Cost: p-1 messages out and in, with `sizes` 2(p-1); with `impl="bruck"` about log2(p) messages of
+        half of `t`, for short tensors without `sizes`.
         """
         terms = Terms(timeout, impl, name)
         if sizes is None and (direct := self._direct.issue("alltoall_single", t, out, terms)) is not None:
@@ -293,11 +394,31 @@ class Movement(Base):
         return lists, nested
 
     def barrier(self, *, timeout: float | None = None, name: str | None = None) -> Handle[None]:
-        """Return None once every rank has called it. A dropped handle of an earlier operation still warns.
+        """Wait until every rank has called it.
 
-        Cost: what every collective costs that moves nothing, the comparison of the ranks: a word in memory within a
-        host, log2(hosts) small messages of one rank each between hosts. Source: Hensgen, Finkel, Manber 1988, Two
-        algorithms for barrier synchronization.
+        It waits for the other ranks, not for operations: a handle that was issued before and never awaited stays
+        unawaited, and is reported as such.
+
+        Args:
+            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
+            name: matches the call with those of the same name, in any order (see `Communicator`).
+
+        Returns:
+            None.
+
+        Raises:
+            OperationTimeout: on await, after `timeout` seconds, with the ranks that are late and their lines.
+
+        Example:
+            ```python
+            if coll.rank == 0:
+                print("rank 0 has prepared the data")
+            await coll.barrier()
+            ```
+
+        Cost: that of comparing the ranks, which every collective does: a word in memory within a host, log2(hosts)
+        small messages of one rank each between hosts. Source: Hensgen, Finkel, Manber 1988, Two algorithms for barrier
+        synchronization.
         """
         if name is not None:
             return self._issue(Fingerprint("barrier"), nothing(), [], [], Terms(timeout, name=name))

@@ -25,18 +25,41 @@ T = TypeVar("T")
 
 
 class Objects(PointToPoint):
-    """The collectives and messages of any picklable object, pickled at the call.
+    """Collectives and messages of Python objects, pickled at the call.
 
-    Each raises at the call what pickle raises, on await what unpickling raises. Unpickling runs code of the sender's
-    choice: all of them trust their peers. They cost what those of a uint8 tensor with the pickled bytes cost.
+    A call raises what pickle raises; the await raises what unpickling raises. Unpickling runs code of the sender's
+    choice: use them among ranks that trust each other. They cost what those of a uint8 tensor with the pickled bytes
+    cost.
     """
 
     def broadcast_object(
         self, obj: T, root: int = 0, *, timeout: float | None = None, name: str | None = None
     ) -> Handle[T]:
-        """Return root's object on every rank; later changes to it are not seen. Root gets the very object back.
+        """Copy root's object to all ranks.
 
-        Cost: one broadcast of a short object, two of a longer one.
+        Every rank calls it with the same `root`. The object is pickled at the call, so later changes are not sent.
+        Unpickling runs code of the sender's choice: use it among ranks that trust each other.
+
+        Args:
+            obj: on root, any object that pickle takes; ignored elsewhere.
+            root: the rank whose object all ranks get.
+            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
+            name: matches the call with those of the same name, in any order (see `Communicator`).
+
+        Returns:
+            Root's object: a copy of it, and on root `obj` itself.
+
+        Raises:
+            ValueError: if `root` is no rank.
+            Exception: what pickle raises, on root at the call; on await, what unpickling raises.
+
+        Example:
+            ```python
+            config = await coll.broadcast_object({"lr": 0.1} if coll.rank == 0 else None)
+            print(config["lr"])
+            ```
+
+        Cost: one broadcast for a short object, two for a longer one.
         """
         root, terms = check_rank(root, self.size), Terms(timeout, name=name)
         packed = objects.pack(obj) if self.rank == root else None
@@ -49,7 +72,30 @@ class Objects(PointToPoint):
     def allgather_object(
         self, obj: object, *, timeout: float | None = None, name: str | None = None
     ) -> Handle[list[Any]]:
-        """Return every rank's object, by rank. Cost: as `allgather`."""
+        """Collect the objects of all ranks on every rank.
+
+        Every rank calls it. The object is pickled at the call. Unpickling runs code of the sender's choice: use it
+        among ranks that trust each other.
+
+        Args:
+            obj: any object that pickle takes.
+            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
+            name: matches the call with those of the same name, in any order (see `Communicator`).
+
+        Returns:
+            A list of the objects, by rank.
+
+        Raises:
+            Exception: what pickle raises, at the call; on await, what unpickling raises.
+
+        Example:
+            ```python
+            hosts = await coll.allgather_object({"rank": coll.rank, "device": str(coll.device)})
+            assert [each["rank"] for each in hosts] == list(range(coll.size))
+            ```
+
+        Cost: that of `allgather`.
+        """
         packed, terms = objects.pack(obj), Terms(timeout, name=name)
         program = operations.allgather(self._primitives(terms), packed, None)
         return self._issue(Fingerprint("allgather_object"), program, [], [packed], terms, objects.unpack_each)
@@ -57,7 +103,7 @@ class Objects(PointToPoint):
     def gather_object(
         self, obj: object, root: int = 0, *, timeout: float | None = None, name: str | None = None
     ) -> Handle[list[Any] | None]:
-        """Return every rank's object on `root`, by rank, and None elsewhere. Cost: as `gather`."""
+        """Return every rank's object on `root`, as a list by rank, and None elsewhere. Cost: that of `gather`."""
         root, terms = check_rank(root, self.size), Terms(timeout, name=name)
         packed = objects.pack(obj)
         program = operations.gather(self._primitives(terms), packed, None, root)
@@ -69,7 +115,7 @@ class Objects(PointToPoint):
     ) -> Handle[Any]:
         """Return object number `rank` of root's list; `objs` is ignored elsewhere.
 
-        Raises ValueError on root unless there are p objects. Cost: as `scatter`.
+        Raises ValueError on root unless there are p objects. Cost: that of `scatter`.
         """
         root, terms = check_rank(root, self.size), Terms(timeout, name=name)
         packed = [self._pack_each(objs)] if self.rank == root else None
@@ -80,9 +126,9 @@ class Objects(PointToPoint):
     def alltoall_object(
         self, objs: Sequence[Any], *, timeout: float | None = None, name: str | None = None
     ) -> Handle[list[Any]]:
-        """Return what every rank holds for this one, by rank: `objs[r]` goes to rank r.
+        """Return the objects for this rank, by the rank that sent them: `objs[r]` goes to rank r.
 
-        Raises ValueError unless there are p objects. Cost: as `alltoall`.
+        Raises ValueError unless there are p objects. Cost: that of `alltoall`.
         """
         packed, terms = self._pack_each(objs), Terms(timeout, name=name)
         program = operations.alltoall(self._primitives(terms), packed, None)
@@ -91,15 +137,15 @@ class Objects(PointToPoint):
     def send_object(
         self, obj: object, dst: int, tag: int = 0, *, synchronous: bool = False, timeout: float | None = None
     ) -> Handle[None]:
-        """Return None once the object, pickled at the call, is on its way. `recv_object` and `messages` receive it.
+        """Send an object to one rank; it is pickled at the call. `recv_object` and `messages` receive it.
 
-        `synchronous` and cost: as of `send`.
+        `synchronous` and cost are those of `send`.
         """
         dst, tag = check_rank(dst, self.size, "dst"), check_tag(tag)
         return self._send("send_object", [objects.pack(obj)], dst, tag, Mailbox.OBJECT, timeout, synchronous)
 
     def recv_object(self, src: int = ANY, tag: int = ANY, *, timeout: float | None = None) -> Handle[Any]:
-        """Return the next object from `src` with `tag`; matching, `cancel`, errors and cost as of `recv`."""
+        """Return the next object from `src` with `tag`; matching, `cancel`, errors and cost are those of `recv`."""
         src, tag = check_rank(src, self.size, "src", any_rank=True), check_tag(tag, any_tag=True)
         asked = Reception(Peer(src, None, tag), Mailbox.OBJECT, None, [], _on_the_host, _unpacked)
         return self._dispatcher.receive("recv_object", asked, timeout)[0]

@@ -47,17 +47,36 @@ class Reductions(Base):
         impl: Impl = "auto",
         name: str | None = None,
     ) -> Handle[Data]:
-        """Return the elementwise sum (or other `op`) over all ranks, in place; sum unless said otherwise.
+        """Reduce `t` elementwise over all ranks, in place.
 
-        Every rank gives a tensor of the same shape and dtype. With `out`, of as many elements, the input is left alone
-        and `out` is the result. A list of tensors is one operation that reduces each apart; with `across=True` it
-        reduces over the list too, and every tensor of it becomes the total: they are alike, and on the CPU or each on a
-        CUDA device of its own. A Python number gives a number, and ints their exact sum, of any size. Integer tensors
-        wrap around. 16-bit floats are summed in float32 and rounded once.
+        Every rank calls it with the same shape, dtype and `op`. Integer tensors wrap around. 16-bit floats are summed
+        in float32 and rounded once.
 
-        Raises TypeError for `mean` of integer tensors and for operators that the dtype lacks, RuntimeError if a tensor
-        that would be written requires grad (in grad mode), OverflowError for an int
-        that does not fit into 64 bits, and on await where a product of ints does not.
+        Args:
+            t: a tensor; a number, which gives a number; or a list of tensors, each reduced by itself in one operation.
+            op: "sum", "mean" (or "avg"), "prod" (or "product"), "min", "max", "band", "bor" or "bxor".
+            out: a tensor for the result, with as many elements as `t`; `t` is then not changed.
+            across: True reduces over the list `t` too, so each tensor of it becomes the total. The tensors have one
+                shape and dtype, and are all on the CPU, or each on a CUDA device of its own.
+            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
+            impl: the name of an implementation; "auto" chooses by the table of `selector`.
+            name: matches the call with those of the same name, in any order (see `Communicator`).
+
+        Returns:
+            `t`, `out` or a number. The sum of Python ints is exact, of any size.
+
+        Raises:
+            TypeError: if `op` does not take the dtype, such as "mean" of integers.
+            RuntimeError: if a tensor to be written requires grad, in grad mode.
+            OverflowError: if an int does not fit into 64 bits; on await, if a product of ints does not.
+
+        Example:
+            ```python
+            t = torch.ones(4) * coll.rank
+            await coll.allreduce(t)  # t has the sum over all ranks
+            loss = await coll.allreduce(0.25, "mean")  # a number
+            ```
+
         Cost: 2(p-1) messages and 2n(p-1)/p bytes (ring, for long tensors), or log2(p) messages of n bytes (doubling,
         for short ones). Source: Patarasuk, Yuan 2009, DOI 10.1016/j.jpdc.2008.09.002; Thakur, Rabenseifner, Gropp 2005,
         DOI 10.1177/1094342005051521.
@@ -96,11 +115,11 @@ class Reductions(Base):
         impl: Impl = "auto",
         name: str | None = None,
     ) -> Handle[Data]:
-        """Return the reduction over ranks 0 to this one, in place; sum unless said otherwise.
+        """Reduce `t` elementwise over ranks 0 to this one, in place.
 
-        `t` and the result have one shape, any, on all ranks; `out`, lists and errors as of `allreduce`.
-        Cost: log2(p) messages of n bytes (doubling), or one in a chain of p-1 steps. Source: Hillis, Steele 1986, DOI
-        10.1145/7902.7903.
+        `t` and the result have one shape, the same on all ranks; `op`, `out`, lists and errors are those of
+        `allreduce`. Cost: log2(p) messages of n bytes (doubling), or one in a chain of p-1 steps. Source: Hillis,
+        Steele 1986, DOI 10.1145/7902.7903.
         """
         terms = Terms(timeout, impl, name)
         direct: Handle[Any] | None = self._direct.issue("scan", t, out, terms, op=op)
@@ -116,10 +135,10 @@ class Reductions(Base):
         impl: Impl = "auto",
         name: str | None = None,
     ) -> Handle[Data]:
-        """Return the reduction over the ranks before this one, in place; rank 0's tensor stays as it is.
+        """Reduce `t` elementwise over the ranks before this one, in place; on rank 0 `t` is not changed.
 
-        `t` and the result have one shape, any, on all ranks; `out`, lists and errors as of `allreduce`. Cost: one
-        message of n bytes, in a chain of p-1 steps.
+        `t` and the result have one shape, the same on all ranks; `op`, `out`, lists and errors are those of
+        `allreduce`. Cost: one message of n bytes, in a chain of p-1 steps.
         """
         return self._reduction("exscan", operations.exscan, t, op, out, Terms(timeout, impl, name))
 
@@ -135,10 +154,35 @@ class Reductions(Base):
         impl: Impl = "auto",
         name: str | None = None,
     ) -> Handle[Any]:
-        """Return the reduction on `root`, in place there, and None elsewhere, where `t` is left alone.
+        """Reduce `t` elementwise over all ranks, in place on `root`.
 
-        Sum unless said otherwise; shapes, `out` (on root), lists and errors as of `allreduce`. With `across=True` a
-        list is reduced too, into root's first tensor.
+        Every rank calls it with the same shape, dtype, `op` and `root`. On the other ranks `t` is not changed.
+
+        Args:
+            t: a tensor, a number, or a list of tensors, as in `allreduce`.
+            op: the operator, as in `allreduce`.
+            root: the rank that gets the result.
+            out: a tensor for the result on root, with as many elements as `t`; ignored elsewhere.
+            across: True reduces the list `t` too, into root's first tensor.
+            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
+            impl: the name of an implementation; "auto" chooses by the table of `selector`.
+            name: matches the call with those of the same name, in any order (see `Communicator`).
+
+        Returns:
+            On root `t`, `out` or a number; None elsewhere.
+
+        Raises:
+            ValueError: if `root` is no rank.
+            TypeError: if `op` does not take the dtype.
+            RuntimeError: if a tensor to be written requires grad, in grad mode.
+
+        Example:
+            ```python
+            total = await coll.reduce(1.5, root=0)
+            if coll.rank == 0:
+                print(total)  # 1.5 times the number of ranks
+            ```
+
         Cost: one message of n bytes, in log2(p) steps (tree, for short tensors), or in parts along a chain. Source:
         Thakur, Rabenseifner, Gropp 2005, DOI 10.1177/1094342005051521.
         """
@@ -163,16 +207,37 @@ class Reductions(Base):
         impl: Impl = "auto",
         name: str | None = None,
     ) -> Handle[Any]:
-        """Return this rank's block of the reduction, in new memory or in `out`; else `t` is left alone.
+        """Reduce `t` elementwise over all ranks, and return this rank's block of the result.
 
-        Every rank gives a `t` of the same shape `(rows, ...)`, cut along dim 0 into p blocks; the remainder goes to the
-        first ranks, a row each. With `sizes`, a number of elements per rank, the same list everywhere, it is cut flat,
-        and the result has shape `(sizes[rank],)`. `out` may be `t` itself, whose first elements it then takes, or any
-        part of it. Sum unless said otherwise; lists as in `allreduce`.
+        Every rank calls it with a `t` of the same shape `(rows, ...)`, which is not changed unless `out` is a part of
+        it. The blocks are cut along dim 0; if the rows do not divide evenly, the first ranks get one row more.
 
-        Raises ValueError unless `sizes` add up to t's elements, and for a `t` without dimensions that has no `sizes`;
-        TypeError as `allreduce`. Cost: p-1 messages and n(p-1)/p bytes (ring), or log2(p) messages of as many
-        (halving). Source: Chan et al. 2007, DOI 10.1002/cpe.1206.
+        Args:
+            t: a tensor, or a list of tensors, each reduced by itself in one operation.
+            op: the operator, as in `allreduce`.
+            sizes: number of elements for each rank, the same list on every rank; `t` is then cut flat, and the result
+                has shape `(sizes[rank],)`.
+            out: a tensor for the result; it may be `t`, whose first elements it then takes, or any part of `t`.
+            timeout: seconds from the call until the await raises OperationTimeout; None is the default of `init`.
+            impl: the name of an implementation; "auto" chooses by the table of `selector`.
+            name: matches the call with those of the same name, in any order (see `Communicator`).
+
+        Returns:
+            This rank's block, in new memory or in `out`; a list of blocks if `t` is a list.
+
+        Raises:
+            ValueError: if `sizes` do not add up to the elements of `t`, or `t` has no dimensions and there are no
+                `sizes`.
+            TypeError: if `op` does not take the dtype.
+
+        Example:
+            ```python
+            t = torch.arange(float(2 * coll.size))
+            block = await coll.reduce_scatter(t, "mean")  # 2 elements on each rank
+            ```
+
+        Cost: p-1 messages and n(p-1)/p bytes (ring), or log2(p) messages of as many bytes (halving). Source: Chan et
+        al. 2007, DOI 10.1002/cpe.1206.
         """
         terms = Terms(timeout, impl, name)
         if sizes is None and (direct := self._direct.issue("reduce_scatter", t, out, terms, op=op)) is not None:
@@ -197,9 +262,9 @@ class Reductions(Base):
     # --- stopping together ------------------------------------------------------------------------------------
 
     def request_stop(self) -> None:
-        """Ask all ranks of the world to stop together, as a signal does where `init(stop_on_signal=True)` says so.
+        """Ask all ranks of the world to stop together, as a signal does with `init(stop_on_signal=True)`.
 
-        Local, at once, from any thread; there is no way back. The ranks learn of it by their next `stopping()`, or by
+        Local, from any thread; it cannot be taken back. The other ranks learn of it in their next `stopping()`, or by
         `stop_requested` of a `DataParallel` after its next step.
         """
         self._registry.stop_requested = True

@@ -91,46 +91,50 @@ def prefetch(
     device: DeviceLike | None = None,
     name: str = "prefetch",
 ) -> Prefetch[Any]:
-    """Return a context manager over the items of `source`, the next of which are prepared ahead, in order.
+    """Prepare the next items of `source` while the program uses the current one, in order.
 
-    ```python
-    async with aiodist.data.prefetch(loader, depth=2) as batches:
-        async for x, y in batches:
-            loss = await net.step(lambda: loss_fn(net(x), y), opt)
-    ```
-    `source` is an iterable (a torch `DataLoader` too), read on one thread of its own, or an async iterable, read in a
-    task of its own; a `ShardQueue` is told what the consumer takes. Each `async with` makes one pass over it. `depth`
-    items, and no fewer than `workers`, are prepared at a time; each that is ready, or being made, counts among the
-    bytes that the loop's `Scheduler` lets be in flight, at first as many as the last one had. Where that limit is
-    reached fewer are prepared, at least one.
+    `async with` makes one pass over `source`, and gives an async iterator. Items that are ready or being made count
+    among the bytes that the loop's `Scheduler` lets be in flight; at its limit fewer are prepared, at least one.
 
-    `transform(item)` runs for up to `workers` items at a time, in threads or, with `kind="process"`, in processes. It
-    and its items must then be picklable; a process imports the main module again, and stays for the next pass until
-    the loop's main task ends. Threads have the context variables and torch modes of the code that enters the block,
-    processes have not.
+    Args:
+        source: an iterable, such as a torch `DataLoader`, read on a thread of its own; or an async iterable, read in a
+            task of its own. A `ShardQueue` learns which items were taken.
+        depth: number of items prepared ahead, at least `workers`.
+        workers: number of items that `transform` works on at a time.
+        transform: a function of an item, called in threads or processes; None leaves items unchanged.
+        kind: "thread" or "process", for `transform`. With "process" the function and its items must be picklable; a
+            process imports the main module again, and stays until the loop's main task ends. Threads have the context
+            variables and torch modes of the code that enters the block.
+        device: a CUDA device to which items are copied ahead, through pinned memory; None leaves them where they are.
+        name: name in messages and traces.
 
-    With `device` an item is handed over when its tensors are on that CUDA device, where any stream may read them at
-    once; one that was not the current stream when the item was taken is told of with `t.record_stream(stream)`, as
-    anywhere in torch, else the memory is reused before it has read. `DataParallel.step` and `run` do so for their
-    arguments. Item k + 1 is copied while item k is computed on, `depth` items ahead. Tensors are found where torch's
-    `DataLoader` mostly finds what it pins: in lists, tuples and mappings; the containers are copied. They pass through
-    pinned memory, unless they lie there already (`pin_memory=True`), on the stream `CudaStream.of("to-device",
-    device)`. Tensors of a subclass, sparse ones, those that require grad, and objects that have `pin_memory()` and
-    `to()` of their own, are moved by their `to` when they are taken, on the stream that is then the current one.
-    Tensors on any device but the CPU stay where they are. "cpu" is as None.
+    Returns:
+        A context manager of the async iterator.
 
-    An error of the source, of `transform` or of a copy is raised in the place of its item, after the items before it;
-    then the iteration is over. A `StopIteration` from `transform` becomes a `RuntimeError`. Nothing is lost when
-    waiting for an item is cancelled: the next wait returns it.
+    Raises:
+        TypeError: at the call, for an argument of a wrong type.
+        ValueError: at the call, for an argument of a wrong value.
+        RuntimeError: on entering, if a pass of the same object is open, or there is no such CUDA device.
+        Exception: in the place of an item, what the source, `transform` or a copy raised; the iteration ends there.
 
-    Leaving the block, in any way, drops what nobody took, closes generators, and ends the worker processes of a
-    `DataLoader` without `persistent_workers`. It waits, cancelled or not, for the call of `next` or `transform` that
-    runs just then, since no thread can be stopped: for ever, if that blocks for ever. So it does for copies that are
-    under way. An async source is cancelled.
+    Example:
+        ```python
+        async with aiodist.data.prefetch(loader, depth=2) as batches:
+            async for x, y in batches:
+                loss = await net.step(lambda: loss_fn(net(x), y), opt)
+        ```
 
-    Raises `TypeError` or `ValueError` at the call for arguments of the wrong kind, and `RuntimeError` on entering a
-    pass while another of the same object is open, or where the CUDA device is not there. Costs 10 to 40 us an item, up
-    to 50 with a transform, 200 with one in processes.
+    Leaving the block drops the items that were not taken, closes generators, and ends the worker processes of a
+    `DataLoader` without `persistent_workers`. It waits for a running call of `next` or `transform`, since a thread
+    cannot be stopped. No item is lost if waiting for it is cancelled.
+
+    Tensors of an item are copied to the device if they are in lists, tuples and mappings, as torch's `DataLoader` pins
+    them. Any stream may read them; a stream other than the current one when the item was taken needs
+    `t.record_stream(stream)`, which `DataParallel.step` and `submit` do for their arguments. Tensors of a subclass,
+    sparse ones, those that require grad, and objects with `pin_memory()` and `to()` of their own are moved by their
+    `to` when they are taken.
+
+    Cost: 10 to 40 us an item, up to 50 with a transform, 200 with one in processes.
     """
     if not isinstance(source, AsyncIterable | Iterable) and not hasattr(type(source), "__getitem__"):
         raise TypeError(f"source={source!r}: expected an iterable or an async iterable")

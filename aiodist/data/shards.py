@@ -91,20 +91,29 @@ def shard(items: Iterable[T], rank: int, size: int) -> Iterator[T]:
 
 
 class ShardSampler(Sampler[int]):
-    """The indices of one rank, for a `DataLoader`: no rank repeats or leaves out what another has.
+    """The indices of this rank, for a `DataLoader`; each index belongs to one rank.
 
-    ```python
-    sampler = ShardSampler(dataset, coll, shuffle=True)
-    loader = DataLoader(dataset, batch_size=32, sampler=sampler)
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        ...
-    ```
-    `data` is the dataset or its length. With `shuffle` all ranks share the permutation that `seed` and the epoch give,
-    a new one for each epoch. With `drop_last` the last `length % size` indices of it are left out, so that all ranks
-    have equally many; without it some have one more, which is for `net.join()`. Nothing is ever repeated, unlike with
-    torch's `DistributedSampler`: sums over the ranks are those over the data. Raises `ValueError` on a rank
-    outside of `coll`, and for a `seed` below 0.
+    Unlike torch's `DistributedSampler` it repeats no item, so sums over the ranks are sums over the data.
+
+    Args:
+        data: the dataset, or its length.
+        coll: the communicator; its rank and size choose the indices.
+        shuffle: True permutes the indices, alike on all ranks, differently in each epoch.
+        seed: chooses the permutation, together with the epoch; the same on every rank.
+        drop_last: True skips the last `length % size` indices, so all ranks have equally many. Otherwise some ranks
+            have one more, for which `net.join()` is there.
+
+    Raises:
+        ValueError: on a rank outside of `coll`, or for a `seed` below 0.
+
+    Example:
+        ```python
+        sampler = ShardSampler(dataset, coll, shuffle=True)
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            ...
+        ```
     """
 
     def __init__(
@@ -124,7 +133,7 @@ class ShardSampler(Sampler[int]):
         """Chooses the permutation, together with `seed`."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle as for `epoch`, at least 0, from the next iteration on; every rank must say the same."""
+        """Shuffle for `epoch`, at least 0, from the next iteration; every rank gives the same number."""
         self.epoch = checked_int("epoch", epoch)
 
     def __iter__(self) -> Iterator[int]:

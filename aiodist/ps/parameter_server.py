@@ -45,51 +45,56 @@ from aiodist.types import renamed
 
 
 class ParameterServer(Naming):
-    """Tensors by name, in shards on servers; every call returns a handle.
+    """Tensors by name, in shards on servers: workers push to them and pull from them.
 
-    ```python
-    async with aiodist.ParameterServer(coll, net, rule=aiodist.ps.SGD(lr=0.1),
-                                       consistency=aiodist.ps.Synchronous("mean")) as ps:
-        for xb, yb in batches:
-            net.zero_grad()
-            loss_fn(net(xb), yb).backward()
-            await ps.push_pull(net)             # gradients up, parameters down
-    ```
-    All ranks of `coll` open it, with the same settings, and its traffic has a communicator of its own. *Servers* hold
-    the shards, *workers* push and count in the clocks, and a rank that is neither only reads. A tensor of at least
-    `split_bytes` is cut in contiguous blocks over all servers; a smaller one lies whole on one.
+    Every rank of `coll` opens it as a block, with the same arguments; it uses a communicator of its own. Servers hold
+    the shards. Workers push, and their pushes count in the steps. A rank that is neither only reads. A tensor of at
+    least `split_bytes` is cut into contiguous blocks over all servers; a smaller one is on one server.
 
     Args:
-        coll: all its ranks take part.
-        tensors: init()ed when it is opened: a module (its parameters by name), a dict, or a list ("0", "1", ...).
+        coll: the communicator; all its ranks take part.
+        tensors: tensors to `init` when it opens: a module (its parameters by name), a dict, or a list ("0", "1", ...).
             With `start` "root" or "first" every worker and reader has the common values in them then.
-        rule: what a server does with a push: a name ("zero", "copy", "add", "axpy", "mul", "min", "max"), a server-side
-            optimizer such as `SGD`, `Adam`, or a function `(shard, value) -> None` that changes the flat shard.
-        rules: more rules, for `init(rule=)` and `push(rule=)`, by name.
-        consistency: which pushes make a version, and who waits for whom: `Asynchronous()`, `Synchronous("mean")`,
-            `Bounded(s)`, `Quorum(n, "mean")`. The mean is that of rules which are sums, or copy; mul, min, max and
-            functions see each push of a step by itself, in the order of the workers.
-        servers: the ranks that hold shards, or how many: then the last so many ranks, which do nothing else. None: as
-            `aiodist run --servers` says, else all ranks, each of which works too.
-        workers: the ranks that push; None: those that do not serve, or all where all serve.
-        start: where first values come from: "root", the first worker's; "first", of the first worker to init;
-            "own", each server's block from its own tensor.
-        reads: "snapshot", all of a tensor from one version, or "lock-free", what is there just now.
-        codec: encodes what is pushed to other ranks; floating tensors only. With error feedback where pushes are summed
-            (add, axpy, optimizers, rules that combine): what a code left out goes with the next push, weighted by its
-            own `alpha`. Of copy, mul, min, max and functions each push is encoded by itself, so a copy through `TopK`
-            has zeros; copy and zero end what this rank had left.
-        pull_codec: encodes what is pulled, as the change since this rank's last pull.
-        split_bytes: tensors from here on are cut.
-        checkpoints: workers keep a copy of what they have pushed until `save` has it, for `rebind` after a server died.
-        timeout: seconds, for calls that are given none; None is none.
+        rule: how a server applies a push: a name ("zero", "copy", "add", "axpy", "mul", "min", "max"), a server-side
+            optimizer such as `SGD` or `Adam`, or a function `(shard, value) -> None` that changes the flat shard.
+        rules: more rules by name, for `init(rule=)` and `push(rule=)`.
+        consistency: which pushes make a step, and which workers wait: `Asynchronous()`, `Synchronous("mean")`,
+            `Bounded(s)` or `Quorum(n, "mean")`. The mean is for rules that are sums, and for copy; mul, min, max and
+            functions get the pushes of a step one by one, in the order of the workers.
+        servers: the ranks that hold shards; or their number, for the last ranks, which then only serve. None is the
+            number of `aiodist run --servers`, or else all ranks, which work too.
+        workers: the ranks that push; None is the ranks that do not serve, or all if all serve.
+        start: origin of the first values: "root", the first worker's; "first", those of the first worker that calls
+            `init`; "own", each server's block of its own tensor.
+        reads: "snapshot" reads a tensor at one version; "lock-free" reads it while it may change.
+        codec: compresses pushes to other ranks, of floating-point tensors. If pushes are summed (add, axpy, optimizers,
+            rules that combine), the part that a code left out is added to the next push, weighted by its own `alpha`.
+            With copy, mul, min, max and functions each push is encoded by itself, so a copy through `TopK` has zeros;
+            copy and zero drop what this rank had left out before.
+        pull_codec: compresses pulls, as the change since this rank's last pull.
+        split_bytes: size in bytes from which a tensor is cut.
+        checkpoints: True lets workers keep copies of their pushes until `save` has them, for `rebind` after a server
+            was lost.
+        timeout: default timeout of its calls, in seconds; None is none.
 
-    Rank r of a server is rank r of `coll`. In the block a server-only rank has nothing to do; leaving it, it waits for
-    the workers, as every rank waits for all. An exception in the block gives the parameter server up on all ranks.
+    Raises:
+        ValueError: for ranks out of range, or a wrong name of an option.
+        MismatchError: on entering, if ranks give different settings.
+        RuntimeError: on entering it a second time, and in calls outside of the block.
 
-    Requests are served whenever this rank's loop runs or waits, and, a millisecond later, while user code holds the
-    loop's thread, as long as that code gives the GIL up now and then, as torch's kernels do.
+    Example:
+        ```python
+        async with aiodist.ParameterServer(coll, net, rule=aiodist.ps.SGD(lr=0.1)) as ps:
+            for xb, yb in batches:
+                net.zero_grad()
+                loss_fn(net(xb), yb).backward()
+                await ps.push(net)  # gradients to the servers
+                await ps.pull(net)  # parameters back
+        ```
 
+    Inside the block a rank that only serves does nothing; leaving it, every rank waits for the others. An exception in
+    the block aborts the parameter server on all ranks. A server answers requests while its event loop runs or waits. It
+    also answers while your code blocks the loop's thread, a millisecond later, if that code releases the GIL.
     """
 
     def __init__(  # noqa: PLR0913  - each is a choice of its own
@@ -200,18 +205,37 @@ class ParameterServer(Naming):
         alpha: float = 1.0,
         timeout: float | None = None,
     ) -> Handle[None]:
-        """Have servers apply `values` to tensors: by `rule`, else by that of each tensor.
+        """Send values to the servers, which apply them by a rule.
 
-        `what` is None (all that it was opened with), a name, a tensor that was init()ed, a list of these, or a module.
-        `values`: a tensor of the shape that was init()ed, a list of tensors, or an object; None: what lies in the
-        tensors themselves, or in their `.grad`, where the rule takes gradients. Done when applied on the servers; with
-        `Synchronous` and `Quorum` when they have it for its step. Until then it must not be changed, if it has more
-        than some 30 KB.
+        Args:
+            what: a name, a tensor given to `init`, a module, or a list of these; None is all tensors that it was opened
+                with.
+            values: a tensor of the shape given to `init`, a list of tensors, or an object. None is the tensors
+                themselves, or their `.grad` if the rule takes gradients.
+            rule: the rule; None is that of each tensor.
+            alpha: factor of the values, for rules that are sums.
+            timeout: seconds from the call until the await raises OperationTimeout; None is the default of the server.
 
-        Raises KeyError for an unknown name, TypeError and ValueError for another dtype, shape or number of values, for
-        an unknown rule and on a rank that is no worker; RemoteError on await for what a rule raised on a server,
-        PeerLost when the server is gone. Cost: its bytes once over the network; 20 us for small ones, a third of that
-        each when many are issued before one `sync`.
+        Returns:
+            None, when the servers have applied the push; with `Synchronous` and `Quorum` when they hold it for its
+            step. Do not change values of more than about 30 KB before that.
+
+        Raises:
+            KeyError: for an unknown name.
+            TypeError: for values of another dtype.
+            ValueError: for another shape or number of values, an unknown rule, or on a rank that is no worker.
+            RemoteError: on await, for what a rule raised on a server.
+            PeerLost: on await, if the server is lost.
+
+        Example:
+            ```python
+            for p in net.parameters():
+                p.grad = torch.ones_like(p)
+            await ps.push(net, [p.grad for p in net.parameters()], rule="add", alpha=-0.1)
+            ```
+
+        Cost: its bytes once over the network; 20 us for small values, a third of that each if many are issued before
+        one `sync`.
         """
         self._session.check()
         pushed = self._pushed(self._names.resolve(what), values, rule, alpha)
@@ -234,16 +258,37 @@ class ParameterServer(Naming):
         at_least: int = 0,
         timeout: float | None = None,
     ) -> Handle[Any]:
-        """Return the tensors as they are on the servers: in place, in `out`, or for an object a new one.
+        """Read tensors from the servers.
 
-        `what` as in `push`; the result is one, or a list, and `out` one tensor of the shape that was init()ed, or a
-        list. It holds what this rank pushed before. With "snapshot" all of a tensor is of one version, at least
-        `at_least`; with "lock-free" it is read while others write. The handle's `version` says which (of a list the
-        lowest). Under `Synchronous` it waits for the steps of this rank's pushes.
+        The values include the pushes that this rank issued before. With `Synchronous` they wait for the steps of those
+        pushes.
 
-        Raises KeyError for an unknown name, TypeError and ValueError for another dtype, shape or number of `out`,
-        RuntimeError for an `out` that requires grad (in grad mode); PeerLost on await when the server is gone. Cost:
-        its bytes once over the network; none within a host, from an arena.
+        Args:
+            what: as in `push`.
+            out: a tensor of the shape given to `init`, or a list of tensors, for the result; None writes into the
+                tensors given to `init`.
+            reads: "snapshot" or "lock-free"; None is the default of the server.
+            at_least: the lowest version to return, with "snapshot".
+            timeout: seconds from the call until the await raises OperationTimeout; None is the default of the server.
+
+        Returns:
+            The tensor, or a list of them; for an object a new one. The handle's `version` is the version read, of a
+            list the lowest.
+
+        Raises:
+            KeyError: for an unknown name.
+            TypeError: for an `out` of another dtype.
+            ValueError: for another shape or number of `out`.
+            RuntimeError: for an `out` that requires grad, in grad mode.
+            PeerLost: on await, if the server is lost.
+
+        Example:
+            ```python
+            await ps.pull(net)  # into the parameters
+            weight = await ps.pull("weight", out=torch.empty(1, 8))
+            ```
+
+        Cost: its bytes once over the network; none within a host, from an arena.
         """
         self._session.check()
         entries, single = self._names.resolve(what)
@@ -261,10 +306,10 @@ class ParameterServer(Naming):
         alpha: float = 1.0,
         timeout: float | None = None,
     ) -> Handle[Any]:
-        """Push, and return what the tensors are after that: `push` and `pull` in one; raises and costs what both do.
+        """Push, and then read the result: `push` and `pull` in one; arguments, errors and costs are those of both.
 
-        A tensor of `out` may be the very tensor that is pushed for the same name. Raises ValueError for any other that
-        overlaps a pushed tensor.
+        A tensor of `out` may be the tensor that is pushed for the same name. Raises ValueError for any other tensor
+        that overlaps a pushed one.
         """
         self._session.check()
         entries, single = found = self._names.resolve(what)
@@ -290,7 +335,10 @@ class ParameterServer(Naming):
         return BackwardPushes(tensors, lambda t: self.push(t, t.grad, alpha=alpha), self._session.progress)
 
     def prefetch(self, what: object = None, *, timeout: float | None = None) -> Handle[Any]:
-        """Begin to pull into new memory, for the next `integrate`; returns that memory. Raises and costs as `pull`."""
+        """Begin to pull into new memory, for the next `integrate`; return that memory.
+
+        Errors and costs are those of `pull`.
+        """
         self._session.check()
         entries, single = self._names.resolve(what)
         outs = [None if entry.tensor is None else torch.empty_like(entry.tensor) for entry in entries]
@@ -305,11 +353,11 @@ class ParameterServer(Naming):
     def integrate(
         self, fn: Callable[[Tensor, Tensor], object], what: object = None, *, timeout: float | None = None
     ) -> Handle[Any]:
-        """Call `fn(mine, theirs)` for each tensor, on the loop, with what was prefetched, or is pulled now.
+        """Call `fn(mine, theirs)` for each tensor, on the loop, with prefetched values, or those of a `pull`.
 
-        Both have the shape that was init()ed; `fn` changes `mine`, the tensor that was given, in place, without
-        autograd. Returns the tensors. Raises TypeError for an object, ValueError for a tensor twice, on await what `fn`
-        raises. Cost: a `pull` of what was not prefetched.
+        Both have the shape given to `init`; `fn` changes `mine`, the tensor itself, in place, without autograd. Returns
+        the tensors. Raises TypeError for an object, ValueError for a tensor twice, on await what `fn` raises. Cost: a
+        `pull` of the tensors that were not prefetched.
         """
         self._session.check()
         entries, single = self._names.resolve(what)
@@ -348,10 +396,10 @@ class ParameterServer(Naming):
     # --- waiting -----------------------------------------------------------------------------------------------
 
     def sync(self, *, timeout: float | None = None) -> Handle[None]:
-        """Be done when the servers have every push that this rank issued before: applied, dropped, or held.
+        """Wait until the servers have every push that this rank issued before: applied, dropped, or held for its step.
 
-        Held are those that wait for other workers' pushes; a `barrier` waits for these too. Covers push handles that
-        nobody awaited. Raises, on await, what made one fail after it was accepted. Cost: nothing is sent.
+        A `barrier` waits for held pushes too. It also waits for pushes whose handles were never awaited. Raises, on
+        await, the error of a push that failed after it was accepted. Cost: nothing is sent.
         """
         self._session.check()
         handle = self._session.handle("sync", 0, timeout)
@@ -359,12 +407,12 @@ class ParameterServer(Naming):
         return handle
 
     def barrier(self, *, timeout: float | None = None) -> Handle[None]:
-        """Wait for all workers that have not left. After `await push`, then this, every later pull sees the push.
+        """Wait for all workers that have not left. After `await push` and this call, every later pull sees the push.
 
-        A worker that waits here is waited for by nobody: steps that lack its pushes are made of what there is. After it
-        all go on from the same step, however many each had pushed. Raises ValueError on a rank that is no worker; on
-        await PeerLost when the first server is gone, and what made a push fail after it was accepted. Cost: a word to
-        each server, and an answer.
+        Other workers do not wait for one that waits here: a step without its pushes is made of the others. After the
+        barrier every worker is at the same step, however many pushes each had made. Raises ValueError on a rank that is
+        no worker; on await PeerLost if the first server is lost, and the error of a push that failed after it was
+        accepted. Cost: one message to each server, and an answer.
         """
         self._session.check()
         self._session.check_worker("barrier()")
@@ -376,18 +424,33 @@ class ParameterServer(Naming):
     def save(
         self, path: str | os.PathLike[str], *, keep_last: int | None = None, timeout: float | None = None
     ) -> Handle[Path]:
-        """Write a checkpoint of all that the servers have, while pushes go on; the result is its own folder in `path`.
+        """Write a checkpoint of all tensors on the servers, while pushes continue.
 
-        One rank calls it; all ranks must see `path`. Each tensor is as it is between two steps, on all of its shards
-        between the same two: its values, what its rules keep beside them, its version; the rows of tables, objects, and
-        what the codecs of each worker have left out. The format is that of `aiodist.save`, with a file for each server;
-        all of it is on the disk before the folder is renamed. `keep_last` is how many checkpoints are left in `path`,
-        None all. Saves and loads are done one after the other.
+        One rank calls it; all ranks see `path`. Each tensor is saved between two steps, the same two on all of its
+        shards, with the state of its rules and its version; so are the rows of tables, objects, and the residuals of
+        each worker's codecs. The format is that of `aiodist.save`, with a file for each server; the folder is renamed
+        when everything is on the disk. Saves and loads are done one after the other.
 
-        Raises ValueError for a wrong `keep_last`; on await RemoteError for what a server raised, such as OSError,
-        PeerLost when a server is gone, KeyError when a tensor was freed meanwhile. The checkpoints before are untouched
-        then. Cost: on each server a thread that writes; and a copy of each tensor that is pushed to before it is
-        written.
+        Args:
+            path: the folder of the checkpoints; each has a folder of its own in it.
+            keep_last: number of checkpoints to keep in `path`; None keeps all.
+            timeout: seconds from the call until the await raises OperationTimeout; None is the default of the server.
+
+        Returns:
+            The checkpoint's own folder.
+
+        Raises:
+            ValueError: for a wrong `keep_last`.
+            RemoteError: on await, for what a server raised, such as OSError. Older checkpoints stay.
+            PeerLost: on await, if a server is lost.
+            KeyError: on await, if a tensor was freed meanwhile.
+
+        Example:
+            ```python
+            folder = await ps.save("runs/ps", keep_last=2)
+            ```
+
+        Cost: on each server a thread that writes, and a copy of each tensor that is pushed to before it is written.
         """
         self._session.check()
         check_keep(keep_last)
@@ -395,15 +458,32 @@ class ParameterServer(Naming):
         return self._session.run("save", _folder(asked), timeout)
 
     def load(self, path: str | os.PathLike[str], *, timeout: float | None = None) -> Handle[Path]:
-        """Give the servers the state of a checkpoint, of any number of servers; the result is its folder.
+        """Restore a checkpoint on the servers, of any number of servers.
 
-        `path` is a checkpoint's own folder, or one with several: then the newest sound one is taken. One rank calls it,
-        when all names are init()ed that were when it was saved; tensors of ranks change when they pull. Every byte is
-        compared with its checksum before anything is changed. Worker r goes on with the residuals that worker r had.
+        One rank calls it, after all names that were saved are initialized. Tensors of ranks change when they pull.
+        Every byte is compared with its checksum before anything is changed. Worker r gets the residuals that worker r
+        had.
 
-        Raises, on await, CheckpointDamaged where none is sound, saying where, MismatchError for other names, shapes,
-        dtypes, rules or tables, which says what was seen and expected, RemoteError where there is none; nothing is
-        changed then. Cost: each server reads what it needs into new memory, and all together the rest.
+        Args:
+            path: a checkpoint's own folder; or a folder of several, of which the newest sound one is loaded.
+            timeout: seconds from the call until the await raises OperationTimeout; None is the default of the server.
+
+        Returns:
+            The checkpoint's own folder.
+
+        Raises:
+            CheckpointDamaged: on await, if none is sound; it names the place.
+            MismatchError: on await, for other names, shapes, dtypes, rules or tables; nothing was changed.
+            RemoteError: on await, if there is no checkpoint.
+
+        Example:
+            ```python
+            await ps.save("runs/ps")
+            await ps.load("runs/ps")
+            await ps.pull(net)
+            ```
+
+        Cost: each server reads what it needs into new memory, and all together the rest.
         """
         self._session.check()
         asked = self._session.client.call(self.servers[0], "load", path=os.path.abspath(Path(path)), again=False)
@@ -413,20 +493,21 @@ class ParameterServer(Naming):
     async def rebind(
         self, coll: Communicator, *, servers: int | Sequence[int] | None = None, workers: Sequence[int] | None = None
     ) -> None:
-        """Go on over another communicator, such as `await coll.shrink()` or `await coll.grow(n)` returns.
+        """Continue on another communicator, such as `await coll.shrink()` or `await coll.grow(n)` returns.
 
-        All its ranks take part: those that were there call this, new ones open a `ParameterServer` on it with the same
-        settings. `servers` and `workers` are as where it was opened. If not given, and all ranks served, all of `coll`
-        do; else who served and is there goes on to, and those work that did, and new ranks.
+        All its ranks take part: those of before call this, new ones open a `ParameterServer` on it with the same
+        settings. `servers` and `workers` are those of the constructor. If you give neither, and all ranks served, all
+        ranks of `coll` serve; otherwise the servers that are left serve, and the workers that are left and the new
+        ranks work.
 
-        If every server is there, in its place, servers keep what they have. Else all of them go on from the last
-        checkpoint of `save`, and workers push again what came after it: each push counts once, whether it was awaited
-        or its await raised PeerLost or CommunicatorAborted. What was known to be applied is so in the order in which it
-        was; of a rank that died the pushes since are lost. This takes `checkpoints=`, without which a push under way
-        may be lost: meet at a `barrier` before. What else was under way raises CommunicatorAborted; pull again.
+        If every server is there, in its place, the servers keep their tensors. Otherwise all restore the last
+        checkpoint of `save`, and workers repeat the pushes after it: each push counts once, also one whose await raised
+        PeerLost or CommunicatorAborted. Pushes that were known to be applied keep their order; later pushes of a lost
+        rank are lost. This needs `checkpoints=True`; without it a push in flight may be lost, so meet at a `barrier`
+        before. Other calls in flight raise CommunicatorAborted; pull again.
 
-        Raises PeerLost where servers are missing, or their shards are at different versions, and there is no checkpoint
-        to go on from; ValueError where no server is left; what `load` raises; MismatchError for other settings.
+        Raises PeerLost if servers are missing, or their shards are at different versions, and there is no checkpoint;
+        ValueError if no server is left; what `load` raises; MismatchError for other settings.
         """
         await self._rebind(coll, None if servers is None and workers is None else roles_of(coll, servers, workers))
 

@@ -92,10 +92,12 @@ class TrainingClient(ABC):
 
     @located
     async def step(self) -> None:
-        """Make a local step with the gradients that are there, and talk to the server where it is due.
+        """Make a local step with the current gradients, and communicate with the server when that is due.
 
-        In a group collective. Raises what the optimizer raises, what a push raised that was still in flight, and what a
-        pull raises. Cancelling it stops no transfer and loses no update.
+        In a group every rank calls it. Cancelling it stops no transfer and loses no update.
+
+        Raises:
+            Exception: what the optimizer raises, and the errors of pushes and pulls.
         """
         self._check()
         await self._settle(wait=False)

@@ -38,19 +38,43 @@ def start(  # noqa: PLR0913 - one for each option
     stragglers: bool = False,
     report_lag_over: float | None = None,
 ) -> Iterator[ThreadedCommunicator]:
-    """Open the world for a script without asyncio: `with aiodist.start() as coll: coll.allreduce(t).wait()`.
+    """Open the world without asyncio: `with aiodist.start() as coll:`.
 
-    Takes the keywords of `init`, and raises what it raises. Its calls return the same handles: `wait()` blocks this
-    thread until the result is there and returns it, `result()` returns it if it is. The calling thread issues by
-    itself, so ranks see the order of the calls; threads take turns, as on a `dup(thread=True)`. The loop runs in a
-    thread named "aiodist-loop": `coll.portal.call(fn, *args)` calls `fn` there and returns its result, awaited where it
-    is awaitable, such as `coll.portal.call(nn.DataParallel.create, model, coll)`. What makes or closes communicators is
-    called there by itself, such as `coll = coll.shrink().wait()`. Works in notebooks and at a prompt too, whether or
-    not a loop runs in their thread.
+    Every rank enters it. Calls return the same handles: `wait()` blocks this thread until the result is there. The
+    event loop runs in a thread named "aiodist-loop". Any thread may call, one at a time; all ranks see the order of the
+    calls. It works in notebooks too. Leaving the block does what leaving the block of `init` does. A program that ends
+    inside leaves it then, and the other ranks have 5 s to leave theirs.
 
-    Leaving the block does what leaving that of `init` does; an exception in it, Ctrl-C too, is told to the other ranks.
-    A program that ends inside, such as a notebook, leaves it then; the others have 5 s to leave theirs.
-    Cost: a thread; of a short operation about what an `await` costs.
+    `coll.portal.call(fn, *args)` calls `fn` on the event loop and returns its result; it awaits one that is awaitable:
+    `net = coll.portal.call(aiodist.nn.DataParallel.create, module, coll)`.
+
+    Args:
+        backend: as in `init`, like all that follow.
+        timeout: default timeout of every operation, in seconds; None is none.
+        report_after: seconds that a rank waits before a warning names the late ranks; None never reports.
+        levels: a function that returns the groups of `coll.levels`.
+        selector: a file with the table of `coll.selector`.
+        stop_on_signal: True turns the first SIGTERM or Ctrl-C into a request that all ranks stop.
+        elastic: True lets ranks leave and join.
+        stragglers: True measures for which rank the others wait.
+        report_lag_over: seconds that the event loop may be blocked before a warning; None never reports.
+
+    Returns:
+        A context manager, which gives the communicator.
+
+    Raises:
+        ConfigError: and all else that `init` raises.
+
+    Example:
+        ```python
+        import aiodist
+
+        with aiodist.start() as coll:
+            total = coll.allreduce(coll.rank + 1).wait()
+            coll.print("the sum is", total)
+        ```
+
+    Cost: a thread; a short operation takes about as long as with `await`.
     """
     block = init(
         backend=backend,

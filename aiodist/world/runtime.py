@@ -53,37 +53,57 @@ def init(  # noqa: PLR0913 - one for each option
     stragglers: bool = False,
     report_lag_over: float | None = None,
 ) -> AbstractAsyncContextManager[Communicator]:
-    """Open the world: a `Communicator` over all ranks of the job; every rank must enter.
+    """Open the world, a `Communicator` over all ranks of the job, as a block: `async with aiodist.init() as coll:`.
 
-    The place in the job comes from `aiodist run`, an MPI launcher, torchrun or Slurm; without any, this is the only
-    rank and no library is needed. `backend` is "mpi", "gloo", "shm" (for ranks of one host) or "local"; None: MPI
-    if that started the ranks, else "shm" on one host and "gloo" between hosts. `timeout` is the default of every
-    operation, in seconds. Where a rank waits in an operation for `report` seconds, and then every minute, one of
-    those that wait tells who waits for whom, and at which lines, by a warning of `logging.getLogger("aiodist")`;
-    None is never. `levels` is called with the world before the block is entered and returns what
-    `coll.hierarchy(...)` does, or a coroutine of it: the groups of `coll.levels`, with those of a host under the
-    last of them. `selector` is a file with the table of `coll.selector`, as rank 0 finds it (AIODIST_SELECTOR where
-    None); without, the one that `aiodist tune` measured for these hosts and versions, if any; "none" is neither.
-    With `thread=True` other threads may issue on the world too, see `Communicator.dup`. With `stop_on_signal=True`
-    the first SIGTERM or Ctrl-C of a rank asks all ranks to stop together, see `Communicator.stopping`; a second one
-    has its usual meaning. Raises `ConfigError` outside the main thread. With `stragglers=True` ranks note when they
-    come to each collective, and compare: `coll.statistics().waited`. Where the event loop runs nothing for `lag`
-    seconds, a thread warns, once a minute, for how long and at which line; None is never.
+    Every rank enters it. The number of ranks and this rank's number come from `aiodist run`, an MPI launcher, torchrun
+    or Slurm; a program that none of them started is the only rank. Leaving the block closes the world on all ranks,
+    after the operations in flight (30 s at most). If the block raises, the operations of the other ranks raise
+    `RemoteError` or `PeerLost`, and this process ends after a few seconds even if its threads do not.
 
-    With `elastic=True`, under `aiodist run --elastic MIN:MAX`, ranks may die and others join: see `Communicator.shrink`
-    and `grow`. Each of their worlds is opened with the same keywords. Ranks that leave while it opens are left out.
+    Args:
+        backend: "mpi", "gloo", "shm" (ranks of one host) or "local" (one rank). None is MPI if an MPI launcher started
+            the ranks, else "shm" on one host and "gloo" between hosts.
+        timeout: default timeout of every operation, in seconds; None is none.
+        report_after: seconds that a rank waits in an operation before a warning of `logging.getLogger("aiodist")` names
+            the ranks that are late and their lines; repeated each minute. None never reports.
+        levels: a function of the world that returns what `coll.hierarchy(...)` returns, or a coroutine of it: the
+            groups of `coll.levels`, above those of a host.
+        selector: a file with the table of `coll.selector`, as rank 0 finds it; None is AIODIST_SELECTOR, or else the
+            table that `aiodist tune` measured for these hosts and versions; "none" ignores both.
+        thread: True lets other threads call the world too, see `Communicator.dup`.
+        stop_on_signal: True turns the first SIGTERM or Ctrl-C of a rank into a request that all ranks stop, see
+            `Communicator.stopping`; a second signal has its usual effect.
+        elastic: True lets ranks leave and join, under `aiodist run --elastic MIN:MAX`; see `Communicator.shrink` and
+            `grow`. Each new world is opened with the same arguments.
+        stragglers: True measures for which rank the others wait: `coll.statistics().waited`.
+        report_lag_over: seconds that the event loop may be blocked before a warning names the line, at most once a
+            minute; None never reports.
 
-    Tasks that the loop makes while the world is open have torch modes of their own, as with `isolate`; a RuntimeWarning
-    names tasks of the program that began before, and so share modes with the calling one.
+    Returns:
+        An async context manager, which gives the communicator.
 
-    Leaving the block closes the world on all ranks, once what is in flight is over (30 s at most). When the block
-    raises, nothing is waited for: the other ranks are told, and their operations raise `RemoteError` or `PeerLost`;
-    when the process then ends, threads that never do hold it up for a few seconds at most. Raises `ConfigError`,
-    `BackendUnavailable`, `PeerLost`, or `OperationTimeout` naming the ranks that never came.
-    Nothing global is set while all goes well; when this or the block raises, the interpreter is told to print the
-    exception with the program's frames alone, unless somebody has set `sys.excepthook`. It can be opened again after it
-    was closed. Before that a process whose job meets at an address (`aiodist run`, torchrun, Slurm, a file) gets a
-    `ConfigError`; the only rank, and one of a plain `mpirun`, gets one more world. See `open` for one without a block.
+    Raises:
+        ConfigError: for a wrong environment; with `stop_on_signal` outside of the main thread; if a world is open in
+            this process, unless this is the only rank or plain `mpirun` started it.
+        BackendUnavailable: if the library of the backend is missing.
+        OperationTimeout: if ranks do not come within 60 s; it names them.
+        PeerLost: if a rank is lost while the world opens.
+
+    Example:
+        ```python
+        import aiodist
+
+        async def main():
+            async with aiodist.init(timeout=60) as coll:
+                print(coll.rank, await coll.allreduce(1))
+
+        if __name__ == "__main__":
+            aiodist.run(main)
+        ```
+
+    Tasks made while the world is open have torch modes of their own, as with `isolate`; a RuntimeWarning names tasks
+    that began before. If `init` or the block raises, Python prints the exception with the frames of the program only,
+    unless `sys.excepthook` is set.
     """
     world = opened(
         Limits(),
@@ -218,12 +238,30 @@ def _called_as(other: Callable[P, object]) -> Callable[[Callable[..., T]], Calla
 @_called_as(init)
 @located
 async def open(*args: Any, **options: Any) -> Communicator:  # noqa: ANN401  - as `init`
-    """Open the world without a block, for notebooks and `python -m asyncio`: `coll = await aiodist.open()`.
+    """Open the world without a block, for notebooks and `python -m asyncio`.
 
-    Takes the keywords of `init`, and raises what it raises. `await coll.aclose()` does all that the end of its block
-    does, on all ranks; it may be opened again then. An exception does not close it. Where the program ends and nobody
-    has closed it, that is a RuntimeWarning, and it is closed then if the others close theirs within 5 s; when an
-    exception ended the program, the other ranks are told as by `init`.
+    Every rank calls it. `await coll.aclose()` does what leaving the block of `init` does; an exception does not close
+    the world. A program that ends without it gets a RuntimeWarning, and the world is closed then if the other ranks
+    close theirs within 5 s. If an exception ends the program, the other ranks' operations raise, as with `init`.
+
+    Args:
+        *args: none.
+        **options: the keywords of `init`.
+
+    Returns:
+        The communicator.
+
+    Raises:
+        ConfigError: and all else that `init` raises.
+
+    Example:
+        ```python
+        import aiodist
+
+        coll = await aiodist.open()
+        print(await coll.allreduce(1))
+        await coll.aclose()
+        ```
     """
     block = init(*args, **options)
     world = await block.__aenter__()
@@ -240,11 +278,35 @@ def run(
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
     debug: bool | None = None,
 ) -> T:
-    """Run a coroutine function with `args`, or a coroutine, to its end on a new event loop; return its result.
+    """Run a coroutine function with `args`, or a coroutine, on a new event loop; return its result.
 
-    It uses uvloop if that is installed, and keeps torch's modes apart for each task (see `isolate`). Under
-    `asyncio.run(main())` only tasks made inside `async with aiodist.init()` are kept apart: elsewhere a `no_grad` block
-    of one task takes the graph of another. Raises RuntimeError if a loop runs already, TypeError for a plain function.
+    It keeps torch's modes apart in each task, see `isolate`. With `asyncio.run` the main task, and all others that
+    began before `init`, share them: `no_grad` in one of them turns off gradients in the rest. It uses uvloop if
+    installed.
+
+    Args:
+        main: a coroutine function, or a coroutine.
+        *args: arguments of the function.
+        loop_factory: a function that returns the event loop; None is uvloop's, or asyncio's.
+        debug: True turns on asyncio's debug mode; None is asyncio's default.
+
+    Returns:
+        The result of the coroutine.
+
+    Raises:
+        RuntimeError: if an event loop runs in this thread, as in a notebook: `await main()` there.
+        TypeError: if `main` is a plain function.
+
+    Example:
+        ```python
+        import aiodist
+
+        async def main(scale):
+            async with aiodist.init() as coll:
+                return await coll.allreduce(scale)
+
+        total = aiodist.run(main, 2.0)
+        ```
     """
     if _get_running_loop() is not None:
         raise RuntimeError("run makes an event loop, and one is running here, as in a notebook: `await main()` instead")
@@ -273,8 +335,8 @@ def as_handle(x: Any) -> Handle[Any]:  # noqa: ANN401
     """Return a handle that is done when `x` is, on the running loop.
 
     `x` is an mpi4py Request, a `concurrent.futures.Future`, a torch Work, a `torch.cuda.Event` as it was recorded last,
-    a `torch.cuda.Stream` or `CudaStream` with what it has queued by now, or a handle already. Raises TypeError for
-    anything else: coroutines and asyncio futures are awaited as they are.
+    a `torch.cuda.Stream` or `CudaStream` with the work queued so far, or a handle. Raises TypeError for anything else:
+    coroutines and asyncio futures are awaited as they are.
     """
     if isinstance(x, Handle):
         return x

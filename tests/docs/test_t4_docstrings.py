@@ -50,6 +50,14 @@ NET_METHODS = tuple(
     )
 )
 BEFORE = {
+    **dict.fromkeys(("Communicator", "Communicator.dup", "Communicator.group", "Communicator.split"), ""),
+    **{f"Reductions.{name}": "" for name in ("allreduce", "reduce", "reduce_scatter")},
+    **{f"Movement.{name}": "" for name in ("broadcast", "allgather", "gather", "scatter", "alltoall", "barrier")},
+    **dict.fromkeys(("PointToPoint.send", "PointToPoint.recv"), ""),
+    **dict.fromkeys(("Objects.broadcast_object", "Objects.allgather_object"), ""),
+    **dict.fromkeys(("Handle.wait", "Handle.result", "Handle.cancel", "gather", "as_completed", "timeout"), ""),
+    **{f"ParameterServer.{name}": SERVER for name in ("push", "pull", "save", "load")},
+    "load": NET + "step = 7",
     "save": NET + "step, loader = 7, aiodist.data.ShardQueue(aiodist.data.IndexShards(range(8)), coll, batch_size=4)",
     "ErrorFeedback": "grad = torch.randn(1000)",
     "Outgoing": "worker, weight = 0, torch.randn(1000)",
@@ -90,11 +98,13 @@ first = second = lambda: net(torch.tensor([1, 2])).sum()
 }
 """What stands before each sample."""
 WITHOUT = {"CudaStream"}
-"""Those that need a GPU."""
+"""Samples that need a GPU."""
+ALONE = ("init", "open", "run", "start")
+"""Samples that are programs."""
 
 
 def samples() -> Iterator[tuple[str, str, str]]:
-    """Yield what each belongs to: a module, a name in it, and the text."""
+    """Yield the module of each, the name in it, and the text."""
     for top in ("aiodist", "handles", "nn", "streams"):
         for path in sorted((ROOT / top).rglob("*.py")):
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -122,13 +132,19 @@ def known() -> dict[str, tuple[str, list[str]]]:
 
 
 def test_t4_each_sample_is_known() -> None:
-    assert known().keys() == BEFORE.keys() | WITHOUT
+    assert known().keys() == {*BEFORE, *WITHOUT, *ALONE}
 
 
 @pytest.mark.drawn(16)
-@pytest.mark.parametrize("name", BEFORE)
+@pytest.mark.parametrize("name", [*BEFORE, *ALONE])
 def test_t4_a_sample_in_a_docstring_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, texts = known()[name]
+    monkeypatch.chdir(tmp_path)
+    if name in ALONE:
+        alone = eval(compile(texts[0], name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), {"__name__": "__main__"})
+        if alone is not None:
+            aiodist.run(alone)
+        return
 
     async def main() -> None:
         async with aiodist.init() as coll, AsyncExitStack() as stack:
@@ -146,5 +162,4 @@ def test_t4_a_sample_in_a_docstring_runs(name: str, tmp_path: Path, monkeypatch:
                 if step is not None:
                     await step
 
-    monkeypatch.chdir(tmp_path)
     aiodist.run(main)
