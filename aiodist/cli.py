@@ -24,24 +24,38 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="aiodist",
-    help="An asyncio-native distributed runtime for PyTorch.",
+    help="Run and inspect PyTorch programs on several ranks.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-_Ranks = Annotated[str, typer.Option("-n", metavar="N|auto", help="How many ranks; auto: one per GPU, else per core.")]
+_Ranks = Annotated[
+    str,
+    typer.Option("-n", metavar="N|auto", help="Number of ranks; auto is one per GPU, or one per core without GPUs."),
+]
 _Mpi = Annotated[
-    str, typer.Option(metavar="auto|openmpi|mpich|none|PATH", help="Which mpirun; auto: Open MPI or MPICH, or none.")
+    str,
+    typer.Option(
+        metavar="auto|openmpi|mpich|none|PATH",
+        help="The mpirun to use; auto looks for Open MPI, then MPICH, else uses none.",
+    ),
 ]
 _Hosts = Annotated[
-    str, typer.Option(metavar="A:2,B:2", help="The hosts, each with its number of ranks if -n is left out.")
+    str, typer.Option(metavar="A:2,B:2", help="Hosts, each with its number of ranks; the numbers are optional with -n.")
 ]
 _Hostfile = Annotated[
-    Path | None, typer.Option(metavar="F", help="A file of them: NAME, NAME:N or NAME slots=N on a line.")
+    Path | None, typer.Option(metavar="F", help="A file with one host per line: NAME, NAME:N or NAME slots=N.")
 ]
-_Rsh = Annotated[str, typer.Option(metavar="PROGRAM", help="What runs a command on a host: PROGRAM HOST COMMAND; ssh.")]
-_Iface = Annotated[str, typer.Option(metavar="NAME|NETWORK", help="The network between hosts: eth1, or 10.0.0.0/24.")]
+_Rsh = Annotated[
+    str,
+    typer.Option(
+        metavar="PROGRAM", help="The program that runs commands on hosts, as PROGRAM HOST COMMAND; default: ssh."
+    ),
+]
+_Iface = Annotated[
+    str, typer.Option(metavar="NAME|NETWORK", help="The network between hosts, such as eth1 or 10.0.0.0/24.")
+]
 _Options = {"allow_interspersed_args": False}  # what follows the script belongs to the script
 _Everything = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -87,62 +101,76 @@ def _aiodist(
 @app.command(context_settings=_Options)
 def run(  # noqa: PLR0913 - one for each option
     script: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="A Python file, with -m a module; or a program, such as python.")
+        str, typer.Argument(metavar="SCRIPT", help="A Python file; a module with -m; or a program, such as python.")
     ],
     args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Given to it; options of run come before SCRIPT.")
+        list[str] | None,
+        typer.Argument(metavar="[ARGS]...", help="Arguments of SCRIPT. Options of run come before SCRIPT."),
     ] = None,
     ranks: _Ranks = "auto",
     servers: Annotated[
-        int, typer.Option(metavar="S", help="S ranks more, the last ones, which only serve parameters.")
+        int, typer.Option(metavar="S", help="Start S more ranks, the last ones, that only serve parameters.")
     ] = 0,
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT names a module.")] = False,
+    module: Annotated[bool, typer.Option("-m", help="Run SCRIPT as a module, like python -m.")] = False,
     mpi: _Mpi = "auto",
     hosts: _Hosts = "",
     hostfile: _Hostfile = None,
     rsh: _Rsh = "",
     iface: _Iface = "",
     pin: Annotated[
-        bool | None, typer.Option("--pin/--no-pin", help="Hold each rank to cores of its own; default: if it gets two.")
+        bool | None,
+        typer.Option(
+            "--pin/--no-pin", help="Bind each rank to cores of its own; default: if each rank gets two or more."
+        ),
     ] = None,
-    mpi_arg: Annotated[list[str] | None, typer.Option(metavar="ARG", help="One argument for mpirun.")] = None,
+    mpi_arg: Annotated[
+        list[str] | None, typer.Option(metavar="ARG", help="An argument for mpirun; may be repeated.")
+    ] = None,
     export: Annotated[
         list[str] | None,
-        typer.Option("-x", metavar="NAME[=VALUE]", help="A variable for the ranks."),
+        typer.Option("-x", metavar="NAME[=VALUE]", help="An environment variable for the ranks; may be repeated."),
     ] = None,
     log_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Also write DIR/rank-0.out, DIR/rank-0.err and so on.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Also write the output of each rank to DIR/rank-0.out, DIR/rank-0.err, ..."),
     ] = None,
-    prefix: Annotated[bool, typer.Option("--prefix/--no-prefix", help="Put [RANK] before each line.")] = True,
+    prefix: Annotated[bool, typer.Option("--prefix/--no-prefix", help="Begin each line of output with [RANK].")] = True,
     timeout: Annotated[
         float | None, typer.Option(metavar="S", min=0, help="End the job after S seconds with exit code 124.")
     ] = None,
     kill_after: Annotated[
-        float, typer.Option(metavar="S", min=0, help="Seconds from the request to stop until SIGKILL.")
+        float, typer.Option(metavar="S", min=0, help="Seconds between SIGTERM and SIGKILL when the job stops.")
     ] = 3.0,
     finish_within: Annotated[
         float,
         typer.Option(
-            metavar="S", min=0, help="Once a rank that never used aiodist ended with 0, seconds for the others to end."
+            metavar="S",
+            min=0,
+            help="Seconds for the other ranks to end after a rank that never used aiodist ends with 0.",
         ),
     ] = 5.0,
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="The others go on when a rank fails; with --mpi none.")
+        bool, typer.Option("--keep-going", help="Let the other ranks continue when a rank fails; with --mpi none.")
     ] = False,
     elastic: Annotated[
         str,
         typer.Option(
-            metavar="MIN:MAX", help="Go on while MIN ranks live, grow to MAX: init(elastic=True); not over MPICH."
+            metavar="MIN:MAX",
+            help="Continue while MIN ranks live, and grow to MAX; for init(elastic=True), not with MPICH.",
         ),
     ] = "",
     trace: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Record what all ranks do: DIR/trace.json, for ui.perfetto.dev.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Record a trace of all ranks in DIR/trace.json, for ui.perfetto.dev."),
     ] = None,
     stragglers: Annotated[
-        bool, typer.Option("--stragglers", help="At the end say which rank the others waited for, and how long.")
+        bool, typer.Option("--stragglers", help="Print at the end which rank the others waited for, and how long.")
     ] = False,
 ) -> None:
-    """Run SCRIPT on N ranks of this host, or of several; exit with the first non-zero code, 128 + n for signal n."""
+    """Run SCRIPT on N ranks, on this host or several.
+
+    The exit code is the first that is not zero, or 128 + n for signal n.
+    """
     from aiodist.launch import job
     from aiodist.launch.commands import Job, elastic_range
     from aiodist.launch.discover import command_of
@@ -198,10 +226,10 @@ def _show_trace(folder: Path) -> None:
 @app.command("trace")
 def merge_trace(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Where ranks that did not end in order left their files.")
+        Path, typer.Argument(metavar="DIR", help="The folder of the trace, after ranks that did not end in order.")
     ],
 ) -> None:
-    """Make one file of what the ranks of a job have recorded in DIR."""
+    """Merge the trace files of the ranks in DIR into one."""
     from aiodist.watch.merging import merge
 
     if (merged := merge(folder)) is None:
@@ -234,20 +262,25 @@ def _placed(ranks: str, listed: str, file: Path | None, servers: int = 0) -> tup
 
 @app.command()
 def doctor(
-    script: Annotated[str | None, typer.Argument(metavar="[SCRIPT]", help="With hosts: what is to run there.")] = None,
+    script: Annotated[
+        str | None, typer.Argument(metavar="[SCRIPT]", help="With hosts: the script to run there.")
+    ] = None,
     hosts: _Hosts = "",
     hostfile: _Hostfile = None,
     rsh: _Rsh = "",
     iface: _Iface = "",
     mpi: _Mpi = "auto",
-    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write the findings there, - prints them.")] = None,
+    json: Annotated[
+        str | None, typer.Option(metavar="FILE|-", help="Write the findings to FILE; - prints them.")
+    ] = None,
     verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="Show too what runs which operation, from which size on.")
+        bool, typer.Option("-v", "--verbose", help="Also show the implementation of each operation by size.")
     ] = False,
 ) -> None:
-    """Say what works here, how to mend what does not, and what is installed; 1 if no several ranks can work.
+    """Check this machine: show what works, how to fix what does not, and what is installed.
 
-    With hosts, say it of them: whether ranks of SCRIPT, started in this folder, could work there together.
+    With hosts, check whether ranks of SCRIPT, started in this folder, could work together there. The exit code is 1 if
+    several ranks cannot work.
     """
     from rich.console import Console
 
@@ -282,15 +315,15 @@ def doctor(
 def inspect_(
     job: Annotated[
         int | None,
-        typer.Argument(metavar="[JOB]", help="The process id of `aiodist run`, or of rank 0; left out: the only job."),
+        typer.Argument(metavar="[JOB]", help="The process id of `aiodist run`, or of rank 0; default: the only job."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print all that the ranks say.")] = False,
-    live: Annotated[bool, typer.Option("--live", help="Look again every second, until Ctrl-C.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print all data of the ranks as JSON.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Refresh every second, until Ctrl-C.")] = False,
     flight_recorder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write a file for each rank there, for `torchfrtrace`.")
+        Path | None, typer.Option(metavar="DIR", help="Write a file for each rank to DIR, for `torchfrtrace`.")
     ] = None,
 ) -> None:
-    """Say where each rank of a running job is: who is late, who waits for whom, and at which lines."""
+    """Show where each rank of a running job is: which ranks are late, which wait, and at which lines."""
     from aiodist.watch import shown
 
     if json and live:
@@ -300,7 +333,7 @@ def inspect_(
 
 @app.command(context_settings=_Everything, add_help_option=False)
 def bench(context: typer.Context) -> None:
-    """Measure operations, beside plain library calls in the same processes."""
+    """Measure operations, and plain library calls in the same processes."""
     from aiodist.bench.cli import app as bench_app
     from aiodist.bench.cli import called
 
@@ -315,17 +348,22 @@ def tune(  # noqa: PLR0913 - one for each option
     rsh: _Rsh = "",
     iface: _Iface = "",
     mpi: _Mpi = "auto",
-    operations: Annotated[str | None, typer.Option(metavar="NAMES", help="Some of them, such as allreduce.")] = None,
-    sizes: Annotated[
-        str | None, typer.Option(metavar="1KiB,64MiB", help="Bytes of one rank's input; 256 B to 64 MiB.")
+    operations: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Operations to measure, such as allreduce; default: all.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few sizes, few samples: seconds, not minutes.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the table, and write nothing.")] = False,
+    sizes: Annotated[
+        str | None, typer.Option(metavar="1KiB,64MiB", help="Sizes of one rank's input; default: 256 B to 64 MiB.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure few sizes and samples: seconds, not minutes.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the table without writing it.")] = False,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write it there, for AIODIST_SELECTOR, not to the cache.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the table to FILE, for AIODIST_SELECTOR, instead of the cache."),
     ] = None,
 ) -> None:
-    """Measure every implementation on N ranks, and have the next start on as many use the best for each size."""
+    """Measure every implementation on N ranks, and use the fastest for each size from the next start on."""
     from aiodist.bench import tuning
 
     count, where = _placed(ranks, hosts, hostfile)

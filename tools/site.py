@@ -35,13 +35,25 @@ _UNSEARCHED = ("changelog.md", "contract.md", "results.md")
 _USED, _MADE = 4, 0.5
 """How much a hit counts in the search, on pages for users and on those of how it works; elsewhere 1."""
 _TOP = {
-    "starting": ("Starting and ending", ("init", "run", "open", "start", "isolate")),
-    "communicator": ("Communicator", ("Communicator", "ReduceOp", "ANY")),
-    "handle": ("Handles", ("Handle", "gather", "as_completed", "timeout", "as_handle")),
+    "starting": ("Start and end: init, run, open, start", ("init", "run", "open", "start", "isolate")),
+    "communicator": ("Communicator: collectives and messages", ("Communicator", "ReduceOp", "ANY")),
+    "handle": ("Handles, gather, timeout", ("Handle", "gather", "as_completed", "timeout", "as_handle")),
     "errors": ("Errors", ()),
 }
 """Pages of the names of `aiodist` itself; errors are all that is left of its classes."""
-_MODULES = ("nn", "data", "ps", "codecs", "engine", "checkpoints", "streams", "handles", "testing", "c10d")
+_MODULES = {
+    "nn": "Training nets and optimizers",
+    "data": "Data loading",
+    "checkpoints": "Checkpoints",
+    "ps": "Parameter server",
+    "codecs": "Compression codecs",
+    "engine": "Training engine",
+    "c10d": "torch.distributed backend",
+    "streams": "CUDA and host streams",
+    "handles": "Handles for library authors",
+    "testing": "Testing",
+}
+"""Titles of the pages of modules."""
 _LINK = re.compile(r"\]\((?!\w+:)([^)\s#]+)")
 
 
@@ -101,14 +113,23 @@ def _reference() -> dict[str, str]:
     found = {}
     for page, (title, names) in _TOP.items():
         found[f"reference/{page}.md"] = _entries(title, "aiodist", names or errors)
-    for module in _MODULES:
+    for module, title in _MODULES.items():
         full = f"aiodist.{module}"
-        found[f"reference/{module}.md"] = _entries(f"`{full}`", full, _public(full))
-    found["reference/compat.md"] = "# `aiodist.compat.mpi`\n\n::: aiodist.compat.mpi\n    options: {members: false}\n"
+        found[f"reference/{module}.md"] = _entries(f"{title}: `{full}`", full, _public(full))
+    found["reference/compat.md"] = (
+        "# mpi4py replacement: `aiodist.compat.mpi`\n\n::: aiodist.compat.mpi\n    options: {members: false}\n"
+    )
     found["reference/command-line.md"] = _command_line()
-    links = "\n".join(f"- [{text.partition(chr(10))[0][2:]}]({Path(page).name})" for page, text in found.items())
-    found["reference/index.md"] = f"# Reference\n\nEvery public name, from its docstring.\n\n{links}\n"
+    written = {f"reference/{path.name}": path.read_text(encoding="utf-8") for path in _written()}
+    titles = {page: text.partition("\n")[0][2:] for page, text in {**found, **written}.items()}
+    links = "\n".join(f"- [{title}]({Path(page).name})" for page, title in titles.items())
+    found["reference/index.md"] = f"# Reference\n\nThe docstring of every public name.\n\n{links}\n"
     return found
+
+
+def _written() -> list[Path]:
+    """Return the pages of the reference that are in docs/."""
+    return sorted((ROOT / "docs/reference").glob("*.md"))
 
 
 def _public(module: str) -> tuple[str, ...]:
@@ -131,7 +152,7 @@ def _command_line() -> str:
     from aiodist.cli import app
 
     names = [one.name or one.callback.__name__ for one in app.registered_commands if one.callback]
-    parts = ["# The command line"]
+    parts = ["# Command line"]
     for name in names:
         told = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "110", "NO_COLOR": "1"}, prog_name="aiodist")
         parts.append(f"## aiodist {name}\n\n```text\n{told.output.strip()}\n```")

@@ -53,28 +53,36 @@ class Options(NamedTuple):
     own: Mapping[str, Any] = {}  # options that only some benchmarks have
 
 
-Ranks = Annotated[int | None, typer.Option("--ranks", metavar="N", min=1, help="How many ranks (2).")]
+Ranks = Annotated[int | None, typer.Option("--ranks", metavar="N", min=1, help="Number of ranks; default: 2.")]
 Sizes = Annotated[
     str | None,
     typer.Option(
-        "--sizes", metavar="64,1KiB,64MiB", help="Bytes of one rank's input; 2^8 to 2^23 elements and a few more."
+        "--sizes",
+        metavar="64,1KiB,64MiB",
+        help="Sizes of one rank's input; default: 2^8 to 2^23 elements and a few more.",
     ),
 ]
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the records there.")]
-Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw them there.")]
-Dtype = Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="Of the tensors.")]
-Repeat = Annotated[int | None, typer.Option("--repeat", metavar="R", min=1, help="Samples of each figure.")]
-Mpi = Annotated[str, typer.Option("--mpi", metavar="auto|openmpi|mpich|none|PATH", help="As in aiodist run.")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the records to FILE.")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the records to FILE.png.")]
+Dtype = Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="The dtype of the tensors.")]
+Repeat = Annotated[int | None, typer.Option("--repeat", metavar="R", min=1, help="Number of samples for each figure.")]
+Mpi = Annotated[
+    str, typer.Option("--mpi", metavar="auto|openmpi|mpich|none|PATH", help="The mpirun to use, as in aiodist run.")
+]
 
 
 @app.command()
 def bench(  # noqa: PLR0913 - one for each option
-    op: Annotated[str, typer.Argument(metavar="OP", help=f"What to measure: {', '.join(BENCHMARKS)}.")],
+    op: Annotated[str, typer.Argument(metavar="OP", help=f"The operation to measure: {', '.join(BENCHMARKS)}.")],
     ranks: Ranks = None,
     sizes: Sizes = None,
-    impl: Annotated[str | None, typer.Option(metavar="NAMES", help=f"Ours: some of {','.join(IMPLS)} (auto).")] = None,
+    impl: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help=f"Implementations of aiodist, of {','.join(IMPLS)}; default: auto."),
+    ] = None,
     against: Annotated[
-        str | None, typer.Option(metavar="NAMES", help=f"Beside: some of {','.join(PEERS)}, or none (all).")
+        str | None,
+        typer.Option(metavar="NAMES", help=f"Libraries to compare with, of {','.join(PEERS)}, or none; default: all."),
     ] = None,
     json: Json = None,
     plot: Plot = None,
@@ -82,7 +90,7 @@ def bench(  # noqa: PLR0913 - one for each option
     repeat: Repeat = None,
     mpi: Mpi = "auto",
 ) -> None:
-    """Measure an operation on N ranks of this host, beside plain library calls in the same processes."""
+    """Measure an operation on N ranks of this host, and plain library calls in the same processes."""
     options = Options(ranks, sizes, impl, against, json, plot, dtype, repeat, mpi)
     raise typer.Exit(run(op, BENCHMARKS, options))
 

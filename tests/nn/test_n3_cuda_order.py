@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from aiodist.communicator import parts_of
 from aiodist import AiodistError, Communicator
 from aiodist.handles import Handle, Scheduler
 from aiodist.nn import DataParallel
