@@ -277,7 +277,7 @@ def doctor(
         bool, typer.Option("-v", "--verbose", help="Also show the implementation of each operation by size.")
     ] = False,
 ) -> None:
-    """Check this machine: show what works, how to fix what does not, and what is installed.
+    """Check this machine: show what works, how to fix the rest, and what is installed.
 
     With hosts, check whether ranks of SCRIPT, started in this folder, could work together there. The exit code is 1 if
     several ranks cannot work.

@@ -114,20 +114,25 @@ class _Blocked:
 class Handle(_core.Handle, Generic[T]):
     """An operation that was issued: `await` it for its result.
 
-    Any number of tasks may await it, also after it is done. Cancelling an await never touches the operation:
-    its buffers stay owned until it is over, and awaiting the handle again returns its result.
+    Any number of tasks may await it, also after it is done. Cancelling an await leaves the operation alone: its buffers
+    stay in use until it is done, and awaiting the handle again returns its result.
 
-    Lifecycle: PENDING, then once and for ever RETURNED, RAISED or CANCELLED. `resolve`, `reject` and `set_cancelled`
-    make that step; they are for the operation that owns the handle and may be called from any thread, by one
-    thread at a time.
+    It is pending first, and then returns, raises or is withdrawn, once. `resolve`, `reject` and `set_cancelled` are for
+    the code that owns the operation; one thread at a time calls them.
+
+    ```python
+    handle = coll.allreduce(torch.ones(4))  # starts here
+    handle.done()  # True or False
+    total = await handle
+    ```
 
     Attributes:
-        op: what was called, such as "allreduce".
-        seq: its number on its communicator or stream, from 0; of a named operation, how often the name was used before.
-        nbytes: bytes of this rank's part; on a receive, what arrived.
-        source, tag: on a receive that is done, where it came from; else None.
-        version: on a read of a parameter server that is done, the version that it saw; else None.
-
+        op: name of the call, such as "allreduce".
+        seq: number on its communicator or stream, from 0; of a named operation, the earlier uses of the name.
+        nbytes: bytes of this rank's part; on a receive, the bytes that arrived.
+        source: on a finished receive, the rank that sent; else None.
+        tag: on a finished receive, the tag of the message; else None.
+        version: on a finished read of a parameter server, the version read; else None.
     """
 
     __slots__ = ()
@@ -247,7 +252,7 @@ class Handle(_core.Handle, Generic[T]):
         """Return the result of a finished operation.
 
         Returns:
-            What `await` returns.
+            The value that `await` returns.
 
         Raises:
             InvalidStateError: while it is pending.
@@ -393,7 +398,7 @@ class Handle(_core.Handle, Generic[T]):
 
         `stream` is a `HostStream`, a `CudaStream` or a `torch.cuda.Stream`; None is the current CUDA stream. The stream
         continues after a failed operation too: only awaiting it shows the error. Raises `RuntimeError` without such a
-        stream, and on the loop's thread for an operation of which the host has yet to begin a part. Cost: 2 us.
+        stream, and on the loop's thread for an operation that the host has not begun completely. Cost: 2 us.
         """
         fence = self.fence
         if fence is not None:
@@ -408,7 +413,7 @@ class Handle(_core.Handle, Generic[T]):
     # --- callbacks and cancelling ------------------------------------------------------------------------
 
     def add_done_callback(self, fn: Callable[[Handle[T]], object], *, context: Context | None = None) -> None:
-        """Have the loop call `fn(handle)` when it is done, soon if it is already; on the loop's thread."""
+        """Call `fn(handle)` on the loop when it is done, soon if it is already; on the loop's thread."""
         self._check_thread("add_done_callback()")
         self._consumed = True
         if self._callbacks is None:

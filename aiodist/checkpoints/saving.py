@@ -59,7 +59,7 @@ def save(
 
     Every rank calls it in the same place, with the same `path`, which all ranks see. The checkpoint has the state after
     the steps requested before: the compute thread of `net` copies this rank's share before its next step, after earlier
-    saves are written. The call itself copies a module without a compute thread. Then each rank writes a file, and rank
+    saves are written. The call itself copies a module without a compute thread. Each rank then writes a file, and rank
     0 renames the folder when all files are on the disk.
 
     Args:
@@ -72,7 +72,7 @@ def save(
             numpy, and lists, tuples and dicts of these.
         per_rank: generators, loaders, queues of shards and other objects with a state of this rank's own. The random
             states of Python, torch and numpy, the residuals of compressed gradients, parameters that are `per_rank` of
-            `net`, and what a rank has of its own in an `nn.LocalSGD` are saved without being named.
+            `net`, and a rank's own state in an `nn.LocalSGD` are saved without being named.
         keep_last: number of checkpoints to keep in `path`; None keeps all.
         coll: the communicator of all ranks; None is that of `net`.
 
@@ -84,7 +84,7 @@ def save(
             for a sharded or pipelined optimizer of divided layers, which goes into `per_rank`.
         ValueError: at the call, for a wrong `keep_last`, and an optimizer with parameters that are `per_rank` of `net`.
         MismatchError: on await, if ranks differ in a value that is the same on all (buffers of `net` may differ).
-        RemoteError: on await, for what another rank raised; the rank itself raises the error. Older checkpoints stay.
+        RemoteError: on await, for an error of another rank; that rank raises the error itself. Older checkpoints stay.
 
     Example:
         ```python
@@ -287,8 +287,8 @@ def load(
     as saved it, with the same `per_rank`.
 
     Args:
-        path: a checkpoint's own folder; or a folder of several, of which the newest is loaded that all ranks find
-            sound. A warning in the log says what is wrong with a newer one.
+        path: a checkpoint's own folder; or a folder of several: the newest one that all ranks find sound is loaded.
+            A warning in the log reports the fault of a newer one.
         net: as in `save`.
         *parts: as in `save`.
         per_rank: as in `save`.
@@ -302,7 +302,7 @@ def load(
         ValueError: on await, on all ranks, if the checkpoint has other parts; nothing was changed.
         FileNotFoundError: on await, on all ranks, if there is no checkpoint.
         CheckpointDamaged: on await, on all ranks, if none is sound; it names file and place.
-        RemoteError: on await, for what another rank raised when a part took its state. Some parts have it then.
+        RemoteError: on await, for an error of another rank while a part took its state. Some parts have it then.
 
     Example:
         ```python

@@ -94,32 +94,31 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
     # --- other communicators --------------------------------------------------------------------------------
 
     def shrink(self, *, timeout: float | None = None) -> Handle[Communicator]:
-        """Return the world of those ranks that live, once all of them have called this; they keep their order.
+        """Return the world of the ranks that are alive, after all of them have called this; they keep their order.
 
-        For an elastic world (`init(elastic=True)`), after a rank was lost; otherwise the call gives this one up on all
-        ranks, whose operations raise CommunicatorAborted then, and they are to call it too. From now on everything of
-        this world, what was made of it too, raises CommunicatorAborted. What an operation that raised PeerLost has
-        written is unspecified. Where a rank dies meanwhile it starts over with the others. Cancelling the await changes
-        nothing.
+        For an elastic world (`init(elastic=True)`), after a rank was lost. If no rank was lost, the call aborts the
+        world on all ranks, and they call it too. From the call on, this world and everything made of it raise
+        CommunicatorAborted. The output of an operation that raised PeerLost is unspecified. If another rank dies
+        meanwhile, it starts again with the others. Cancelling the await changes nothing.
 
-        Raises ConfigError unless the world is elastic, CommunicatorError for a communicator that is only a part of it
-        and while another `shrink` or `grow` is under way, CommunicatorAborted for a world that was shrunk already; on
-        await OperationTimeout naming the ranks that did not call it (it goes on), MismatchError where others call
-        `grow`. Cost: that of `init`. Source: Bland et al. 2013, "Post-failure recovery of MPI communication
-        capability", doi:10.1177/1094342013488238, where it is MPI_Comm_shrink.
+        Raises ConfigError unless the world is elastic; CommunicatorError for a part of the world, and during another
+        `shrink` or `grow`; CommunicatorAborted for a world that was shrunk already; on await OperationTimeout with the
+        ranks that did not call it (it continues), MismatchError if other ranks call `grow`. Cost: that of `init`.
+        Source: Bland et al. 2013, "Post-failure recovery of MPI communication capability",
+        doi:10.1177/1094342013488238, as MPI_Comm_shrink.
         """
         return self._registry.regroup(self, 0, timeout)
 
     def grow(self, n: int = 1, *, timeout: float | None = None) -> Handle[Communicator]:
-        """Return the world of these ranks and `n` new ones behind them, once all of these have called this.
+        """Return the world of these ranks and `n` new ones after them, when all of these have called this.
 
-        The launcher starts the same program `n` times more; there `init(elastic=True)` returns the new world, whose
-        `generation` is above 0. It begins once all collectives that were issued here are over; messages that nobody has
-        received are lost. From then on this world raises CommunicatorAborted, as after `shrink`.
+        The launcher starts the same program `n` times more; there `init(elastic=True)` returns the new world, with a
+        `generation` above 0. It begins after all collectives issued here have finished; messages that were not received
+        are lost. From then on this world raises CommunicatorAborted, as after `shrink`.
 
         Raises as `shrink`, and ValueError for more ranks than the job may have (`aiodist run --elastic MIN:MAX`); on
-        await PeerLost where a rank of this world dies, and LaunchError where a new one does before it has joined, after
-        which this world goes on. Cost: the start of the program, and that of `init`.
+        await PeerLost if a rank of this world dies, and LaunchError if a new rank dies before it has joined, and this
+        world continues. Cost: the start of the program, and that of `init`.
         """
         if isinstance(n, bool) or not isinstance(n, int):
             raise TypeError(f"n is {type(n).__name__}: expected an int")
@@ -218,16 +217,16 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
         """Return communicators of groups within groups: a level for each of `keys`, or by host (see `levels`).
 
         Level 0 is this communicator. Each level splits every group of the level above: equal keys form a group, keys
-        sort as strings, ranks in a group by their rank here. A level has a communicator within each group and one
-        across those that lie in the same group of the level above. `form` says which ranks that one links:
-        "cartesian" the k-th of each with the k-th of the others, "tree" the first ranks; None is cartesian where the
-        groups are of equal size, else tree. Cartesian for groups of unequal size is a tree too, with a RuntimeWarning
-        on rank 0, and `Level.form` says so.
+        sort as strings, ranks in a group by their rank here. A level has a communicator within each group, and one
+        across the groups that are in the same group of the level above. `form` is how these are linked: "cartesian"
+        links the k-th rank of each group with the k-th of the others, "tree" the first ranks; None is cartesian for
+        groups of equal size, else tree. Cartesian for groups of unequal size becomes a tree, with a RuntimeWarning on
+        rank 0, and `Level.form` says so.
 
-        Collective; begins once all that is in flight here is over. The communicators are made once for the same ranks,
-        as those of `group`, and shared with it. All ranks give as many keys and the same `form`, else `MismatchError`
-        is raised on await. A key that is no str is a TypeError. Cost: the keys of all ranks to all, then at most two
-        communicators a level.
+        Every rank calls it with as many keys and the same `form`; it begins after the operations in flight here. The
+        communicators are made once for the same ranks, as those of `group`, and shared with it. Raises `MismatchError`
+        on await if ranks differ, TypeError for a key that is no str. Cost: the keys of all ranks to all, then at most
+        two communicators a level.
         """
         return _build(self, keys, form)
 

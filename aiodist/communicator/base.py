@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TextIO
 
 import numpy as np
 import torch
@@ -34,9 +34,6 @@ from aiodist.handles import Handle
 from aiodist.streams import check_not_capturing
 from aiodist.topology import Topology
 from aiodist.types import OPERATIONS
-
-if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
 
 _CPU = torch.device("cpu")
 _ANYWHERE = ONE_FORM.keys() - {"alltoall_single"}
@@ -279,7 +276,7 @@ class Base:
         *values: object,
         sep: str | None = " ",
         end: str | None = "\n",
-        file: SupportsWrite[str] | None = None,
+        file: TextIO | None = None,
         flush: bool = False,
     ) -> None:
         """Print on rank 0; no-op on the other ranks. The arguments are those of Python's `print`."""

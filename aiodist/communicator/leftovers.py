@@ -38,7 +38,7 @@ async def unreceived(coll: Any, seconds: float) -> list[str]:  # noqa: ANN401
     All ranks call it when every message has come. A warning is at the line of the send, and at the rank that received
     nothing at the line that closes.
     """
-    mailbox = parts_of(coll).dispatcher.mailbox
+    mailbox: Any = parts_of(coll).dispatcher.mailbox
     mine = mailbox.leftovers()
     if coll.size > 1 and not int((await coll.allreduce(torch.tensor([len(mine)], device="cpu"), timeout=seconds))[0]):
         return []

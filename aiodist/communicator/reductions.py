@@ -270,9 +270,9 @@ class Reductions(Base):
         self._registry.stop_requested = True
 
     def stopping(self, *, timeout: float | None = None) -> Handle[bool]:
-        """Return whether any rank was asked to stop, the same on every rank: `while not await coll.stopping():`.
+        """Return True if any rank was asked to stop, the same on every rank: `while not await coll.stopping():`.
 
-        Collective. Cost: an allreduce of one byte.
+        Every rank calls it. Cost: an allreduce of one byte.
         """
         terms, said = Terms(timeout, "auto", None), torch.tensor([self._registry.stop_requested], device="cpu")
         program = operations.allreduce(self._primitives(terms), said, said, ReduceOp.MAX)

@@ -38,17 +38,17 @@ class SharedMemory(Base):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = _CPU,
     ) -> Tensor:
-        """Return an uninitialised tensor in memory that the other ranks of this host can map: its *arena*.
+        """Return an uninitialised tensor in memory that the other ranks of this host can map: this rank's *arena*.
 
-        The tensor is this rank's own: no other rank reads its elements, but for collectives, which reduce in place
-        there. `shared_table` makes one that all ranks see.
+        The tensor belongs to this rank: no other rank reads its elements, except collectives, which reduce in place
+        there. Use `shared_table` for a tensor that all ranks see.
 
-        Local and at once, from any thread; ranks may call it differently. It is a plain tensor, and views of it count.
-        Collectives of `impl="shm"` copy nothing of it: the ranks work in one another's tensors, between issue and
-        done. Its pages are reserved, and go back when the last tensor in them dies. Raises MemoryError, with how many
-        bytes were asked for, where there are none. Where no other rank shares memory with this one it is
-        `torch.empty`. It goes on working where the communicator was closed or given up. On a CUDA `device` it is
-        `torch.empty` too: ranks of a host can map any memory of a device (`impl="cuda_ipc"`).
+        Local, from any thread; ranks may call it differently. It is a plain tensor, and views of it count. Collectives
+        of `impl="shm"` copy nothing of it: from issue to completion the ranks work in one another's tensors. Its pages
+        are reserved, and returned when the last tensor in them is deleted. It works after the communicator was closed
+        or aborted. Without other ranks that share memory with this one it is `torch.empty`; so it is on a CUDA
+        `device`, whose memory ranks of a host can map anyway (`impl="cuda_ipc"`). Raises MemoryError, with the bytes
+        requested, if there are not enough pages.
         """
         size = (shape,) if isinstance(shape, int) else tuple(shape)
         near = self._registry.near
@@ -59,24 +59,22 @@ class SharedMemory(Base):
     def shared_table(
         self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32, *, timeout: float | None = None
     ) -> Handle[Tensor]:
-        """Return a tensor of zeros that is in memory once for all ranks of this host: what one writes all read.
+        """Return a tensor of zeros that all ranks of this host share: each rank reads what another has written.
 
-        Collective, with the same shape and dtype on every rank. Each host has one table, of `shape` elements; over
-        ranks of one process (`local`) it is there once too. One rank of a host writes, and all read after a barrier:
+        Every rank calls it with the same shape and dtype. Each host has one table, of `shape` elements; so have the
+        ranks of one process (`local`). One rank of a host writes, and all read after a barrier:
 
-            table = await coll.shared_table((1_000_000, 64))
-            if coll.local_rank == 0:
-                table.copy_(torch.load("embedding.pt"))
-            await coll.barrier()
+            table = await coll.shared_table((1_000_000, 64)) if coll.local_rank == 0:
+            table.copy_(torch.load("embedding.pt")) await coll.barrier()
 
-        It is a plain tensor on the CPU. Nothing orders its accesses but the program's own barriers, and a collective
-        that writes into it would have several ranks write at one place. Its pages are reserved. They are freed when the
-        last tensor of it has died on every rank of the host, or its processes are killed: no file has its name.
+        It is a plain tensor on the CPU. Only the barriers of the program order its accesses, and a collective that
+        writes into it would have several ranks write in one place. Its pages are reserved. They are freed when the last
+        tensor of it is deleted on every rank of the host, or its processes are killed: no file has its name.
 
-        Raises TypeError or ValueError for a shape or a dtype that cannot be. On await, on every rank: MismatchError if
-        ranks ask for different ones, MemoryError if a host lacks the pages, BackendUnavailable if ranks of a host
-        share no memory (AIODIST_SHM=0), and BackendError if a rank cannot map it, such as one that has no descriptor
-        left. Cost: two `allgather_object`; a mapping and a descriptor on each rank while tensors of it live.
+        Raises TypeError or ValueError for an impossible shape or dtype. On await, on every rank: MismatchError if ranks
+        ask for different ones, MemoryError if a host lacks the pages, BackendUnavailable if ranks of a host share no
+        memory (AIODIST_SHM=0), and BackendError if a rank cannot map it, such as one without a free descriptor. Cost:
+        two `allgather_object`; a mapping and a descriptor on each rank while tensors of it live.
         """
         size = _checked_shape(shape, dtype)
         topology = self.topology
@@ -134,10 +132,10 @@ class SharedMemory(Base):
         return near.neighbours[named.rank].table(named)
 
     def arena(self, nbytes: int) -> None:
-        """Reserve room for `nbytes` of later `arena_empty` calls on this rank, until the world is closed.
+        """Reserve `nbytes` for later `arena_empty` calls on this rank, until the world is closed.
 
-        Tensors that fit in it cost no system call. Local and at once; raises MemoryError as `arena_empty` does, and
-        ValueError unless `nbytes` is positive.
+        Tensors that fit in it cost no system call. Local; raises MemoryError as `arena_empty`, and ValueError unless
+        `nbytes` is positive.
         """
         self._dispatcher.check_usable()
         if nbytes <= 0:
@@ -146,21 +144,27 @@ class SharedMemory(Base):
             self._registry.near.arena.reserve(nbytes)
 
     def to_arena_(self, t: Shared) -> Shared:
-        """Return `t`, a tensor or a module, moved into the arena in place: as if `arena_empty` had made it.
+        """Move a tensor or a module into this rank's arena, in place, as if `arena_empty` had made it; return `t`.
 
-        Its views move with it, and all else that has the same storage. Of a module these are the parameters and
-        buffers, of which those that are tied move once; gradients in buckets of `aiodist.nn` lie there already.
-        Parameters stay the objects that they are: optimizers, hooks, graphs, `state_dict`, `deepcopy` and `torch.save`
-        see no difference. Three things are not as before: the tensors cannot grow (`resize_`), a forked child has
-        the same memory and no copy of it, and an address that was taken before (`data_ptr()`, DLPack) is void.
+        Its views move with it, and all tensors with the same storage. Of a module the parameters and buffers move; tied
+        ones move once. Gradients in buckets of `aiodist.nn` are there already. Parameters stay the same objects, for
+        optimizers, hooks, graphs, `state_dict`, `deepcopy` and `torch.save`. Three things differ: the tensors cannot
+        grow (`resize_`), a forked child has the same memory instead of a copy, and an address taken before
+        (`data_ptr()`, DLPack) is invalid.
 
-        Local and at once, from any thread, while nobody else uses the tensors; ranks may call it differently. What is
-        in the arena already stays, and all do where no other rank shares memory with this one. Raises TypeError for
-        anything else than a tensor or a module. Then ValueError, with nothing moved, for a tensor that is not on the
-        CPU, not dense or made of others, whose memory is not torch's alone (`.numpy()` was called, numpy or a file
-        has it, other processes share it), or whose storage is more than twice as large; BufferInFlight; and
-        BackendUnavailable where torch is too old. MemoryError as `arena_empty`: it says how many storages have moved.
-        Cost: each storage is copied once, is there twice for the time of the copy, and then takes whole pages.
+        Local, from any thread, while no other code uses the tensors; ranks may call it differently. Tensors in the
+        arena stay; so do all if no other rank shares memory with this one.
+
+        Raises:
+            TypeError: for anything that is neither tensor nor module.
+            ValueError: with nothing moved, for a tensor that is not on the CPU, not dense, or made of others; whose
+                memory is not torch's alone (`.numpy()` was called, numpy or a file has it, other processes share it);
+                or whose storage is more than twice as large.
+            BufferInFlight: if an operation uses a tensor.
+            BackendUnavailable: if torch is older than 2.13.
+            MemoryError: as `arena_empty`; it says how many storages have moved.
+
+        Cost: each storage is copied once, exists twice during the copy, and then takes whole pages.
         """
         if not isinstance(t, Tensor | nn.Module):
             raise TypeError(f"t is {type(t).__name__}: expected a tensor or a module")

@@ -224,7 +224,7 @@ class ParameterServer(Naming):
             KeyError: for an unknown name.
             TypeError: for values of another dtype.
             ValueError: for another shape or number of values, an unknown rule, or on a rank that is no worker.
-            RemoteError: on await, for what a rule raised on a server.
+            RemoteError: on await, for an error of a rule on a server.
             PeerLost: on await, if the server is lost.
 
         Example:
@@ -441,7 +441,7 @@ class ParameterServer(Naming):
 
         Raises:
             ValueError: for a wrong `keep_last`.
-            RemoteError: on await, for what a server raised, such as OSError. Older checkpoints stay.
+            RemoteError: on await, for an error on a server, such as OSError. Older checkpoints stay.
             PeerLost: on await, if a server is lost.
             KeyError: on await, if a tensor was freed meanwhile.
 
@@ -465,7 +465,7 @@ class ParameterServer(Naming):
         had.
 
         Args:
-            path: a checkpoint's own folder; or a folder of several, of which the newest sound one is loaded.
+            path: a checkpoint's own folder; or a folder of several: the newest sound one is loaded.
             timeout: seconds from the call until the await raises OperationTimeout; None is the default of the server.
 
         Returns:

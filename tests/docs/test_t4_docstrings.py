@@ -55,7 +55,9 @@ BEFORE = {
     **{f"Movement.{name}": "" for name in ("broadcast", "allgather", "gather", "scatter", "alltoall", "barrier")},
     **dict.fromkeys(("PointToPoint.send", "PointToPoint.recv"), ""),
     **dict.fromkeys(("Objects.broadcast_object", "Objects.allgather_object"), ""),
-    **dict.fromkeys(("Handle.wait", "Handle.result", "Handle.cancel", "gather", "as_completed", "timeout"), ""),
+    **dict.fromkeys(
+        ("Handle", "Handle.wait", "Handle.result", "Handle.cancel", "gather", "as_completed", "timeout"), ""
+    ),
     **{f"ParameterServer.{name}": SERVER for name in ("push", "pull", "save", "load")},
     "load": NET + "step = 7",
     "save": NET + "step, loader = 7, aiodist.data.ShardQueue(aiodist.data.IndexShards(range(8)), coll, batch_size=4)",

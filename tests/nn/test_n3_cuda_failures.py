@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from aiodist.communicator import parts_of
 from aiodist import AiodistError, Communicator
+from aiodist.communicator import parts_of
 from aiodist.nn import DataParallel
 from aiodist.nn.data_parallel import compute_of, reducer_of
 from tests.nn.conftest import Trial

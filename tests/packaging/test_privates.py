@@ -29,6 +29,7 @@ EXCEPTIONS = {
     ("aiodist/c10d/lines.py", "_base"): "torch's, of views, which share a version",
     ("aiodist/watch/stillness.py", "_ready"): "asyncio's, of its event loop",
     ("aiodist/watch/stillness.py", "_selector"): "the same",
+    ("handles/forks.py", "_selector"): "the same",
     ("aiodist/testing/ranks.py", "_context"): "asyncio's, of one of its handles",
     ("aiodist/world/isolation.py", "_children"): "asyncio's, of a gather",
     ("aiodist/world/isolation.py", "_tasks"): "asyncio's and anyio's, of a task group",

@@ -23,11 +23,12 @@ OURS = {
     "new_group": "group",
     "Get_rank": "rank",
     "empty": "arena_empty",
-    "to_arena_": "to_arena_",
+    "share_": "to_arena_",
 }
 
 
-async def test_another_name_says_ours(coll: Communicator) -> None:
+@pytest.mark.ranks(1)
+async def test_c1_another_name_says_ours(coll: Communicator) -> None:
     for name, ours in OURS.items():
         with pytest.raises(AttributeError, match=f"no attribute '{name}': use {ours}$"):
             getattr(coll, name)
@@ -35,7 +36,8 @@ async def test_another_name_says_ours(coll: Communicator) -> None:
         assert name not in dir(coll)
 
 
-async def test_dir_has_what_users_call(coll: Communicator) -> None:
+@pytest.mark.ranks(1)
+async def test_c1_dir_has_what_users_call(coll: Communicator) -> None:
     shown = {name for name in dir(coll) if not name.startswith("_")}
     assert {"allreduce", "is_root", "print", "rank"} <= shown
     assert not shown & {"parts", "upkeep", "admit", "leave_to_thread"}
@@ -45,22 +47,22 @@ async def test_dir_has_what_users_call(coll: Communicator) -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: aiodist.init(report_after=1.0), r"init\(\) got report=: use report_after="),  # type: ignore[call-arg]
-        (lambda: aiodist.start(report_lag_over=1.0), r"start\(\) got lag=: use report_lag_over="),  # type: ignore[call-arg]
-        (lambda: aiodist.save("x", torch.nn.Linear(1, 1), per_rank=[]), "use per_rank="),  # type: ignore[call-arg]
-        (lambda: aiodist.save("x", torch.nn.Linear(1, 1), keep_last=1), "use keep_last="),  # type: ignore[call-arg]
-        (lambda: aiodist.save("x", torch.nn.Linear(1, 1), metadata=1), "use metadata="),  # type: ignore[call-arg]
-        (lambda: aiodist.load("x", torch.nn.Linear(1, 1), per_rank=[]), "use per_rank="),  # type: ignore[call-arg]
+        (lambda: aiodist.init(report_after=1.0), r"init\(\) got report=: use report_after="),
+        (lambda: aiodist.start(report_lag_over=1.0), r"start\(\) got lag=: use report_lag_over="),
+        (lambda: aiodist.save("x", torch.nn.Linear(1, 1), per_rank=[]), "use per_rank="),
+        (lambda: aiodist.save("x", torch.nn.Linear(1, 1), keep_last=1), "use keep_last="),
+        (lambda: aiodist.save("x", torch.nn.Linear(1, 1), metadata=1), "use metadata="),
+        (lambda: aiodist.load("x", torch.nn.Linear(1, 1), per_rank=[]), "use per_rank="),
     ],
 )
-def test_an_old_keyword_says_the_new_one(call: Any, said: str) -> None:
+def test_c1_an_old_keyword_says_the_new_one(call: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         call()
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(("spelling", "op"), [("avg", "mean"), ("product", "prod")])
-async def test_operators_have_torchs_spellings_too(spelling: Any, op: Any, coll: Communicator) -> None:
+async def test_c2_operators_have_torchs_spellings_too(spelling: Any, op: Any, coll: Communicator) -> None:
     assert ReduceOp(spelling) is ReduceOp(op)
     asked = op if coll.rank == 0 else spelling  # ranks agree
     reductions: list[Any] = [coll.allreduce, coll.reduce, coll.scan, coll.exscan]
@@ -76,7 +78,7 @@ async def test_operators_have_torchs_spellings_too(spelling: Any, op: Any, coll:
 
 
 @pytest.mark.ranks(2)
-async def test_print_is_for_rank_0_alone(coll: Communicator, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_c1_print_is_for_rank_0_alone(coll: Communicator, capsys: pytest.CaptureFixture[str]) -> None:
     assert coll.is_root == (coll.rank == 0)
     coll.print("from", coll.rank, sep=":", end="!")
     await coll.barrier()
