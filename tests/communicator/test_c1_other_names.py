@@ -47,12 +47,12 @@ async def test_c1_dir_has_what_users_call(coll: Communicator) -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: aiodist.init(report_after=1.0), r"init\(\) got report=: use report_after="),
-        (lambda: aiodist.start(report_lag_over=1.0), r"start\(\) got lag=: use report_lag_over="),
-        (lambda: aiodist.save("x", torch.nn.Linear(1, 1), per_rank=[]), "use per_rank="),
-        (lambda: aiodist.save("x", torch.nn.Linear(1, 1), keep_last=1), "use keep_last="),
-        (lambda: aiodist.save("x", torch.nn.Linear(1, 1), metadata=1), "use metadata="),
-        (lambda: aiodist.load("x", torch.nn.Linear(1, 1), per_rank=[]), "use per_rank="),
+        (lambda: aiodist.init(report=1.0), r"init\(\) got report=: use report_after="),  # type: ignore[call-arg]
+        (lambda: aiodist.start(lag=1.0), r"start\(\) got lag=: use report_lag_over="),  # type: ignore[call-arg]
+        (lambda: aiodist.save("x", torch.nn.Linear(1, 1), own=[]), "use per_rank="),  # type: ignore[call-arg]
+        (lambda: aiodist.save("x", torch.nn.Linear(1, 1), keep=1), "use keep_last="),  # type: ignore[call-arg]
+        (lambda: aiodist.save("x", torch.nn.Linear(1, 1), extra=1), "use metadata="),  # type: ignore[call-arg]
+        (lambda: aiodist.load("x", torch.nn.Linear(1, 1), own=[]), "use per_rank="),  # type: ignore[call-arg]
     ],
 )
 def test_c1_an_old_keyword_says_the_new_one(call: Any, said: str) -> None:
