@@ -1,4 +1,4 @@
-"""The elastic loop of docs/parameter-server.md with servers of their own; one of them, or a worker, is killed."""
+"""The loop of "Recovery" in docs/parameter-server.md with servers of their own; one of them, or a worker, is killed."""
 
 from __future__ import annotations
 
