@@ -255,7 +255,7 @@ async def test_n3_only_one_rank_is_in_a_join_block(coll: Communicator) -> None:
 
 @pytest.mark.ranks(1)
 async def test_n3_made_without_create(coll: Communicator) -> None:
-    with pytest.raises(TypeError, match=r"`net = await DataParallel\.create\(module, coll\)`"):
+    with pytest.raises(TypeError, match=r"`await DataParallel\.create\(module, coll\)`"):
         DataParallel(Trial.Mlp(), coll)
     with pytest.raises(TypeError, match=r"await DataParallel\.create"):
         DataParallel(Trial.Mlp(), device_ids=[0])

@@ -25,7 +25,7 @@ async def test_n7_the_module_is_called_while_updates_are_pending(coll: Communica
     for step in range(3):
         work = asyncio.ensure_future(net.step(Course.loss_of, opt, net, coll.rank, step))
         await work
-        with pytest.raises(RuntimeError, match=r"net\.run\(net, x\)"):
+        with pytest.raises(RuntimeError, match=r"net\.submit\(net, x\)"):
             net(x)
         with pytest.raises(RuntimeError, match=r"opt\.flush\(\)"):
             net.module[2](torch.zeros(1, 8).double())  # type: ignore[index]
