@@ -41,6 +41,8 @@ _TOP = {
     "errors": ("Errors", ()),
 }
 """Pages of the names of `aiodist` itself; errors are all that is left of its classes."""
+_OURS = ("Communicator", "Handle")
+"""Classes that users do not construct: their pages have no arguments."""
 _MODULES = {
     "nn": "Training nets and optimizers",
     "data": "Data loading",
@@ -142,7 +144,9 @@ def _public(module: str) -> tuple[str, ...]:
 
 
 def _entries(title: str, module: str, names: tuple[str, ...]) -> str:
-    return "\n\n".join([f"# {title}", *(f"::: {module}.{name}" for name in names if name[0] != "_")]) + "\n"
+    made_by_us = "\n    options: {merge_init_into_class: false}"
+    entries = (f"::: {module}.{name}{made_by_us * (name in _OURS)}" for name in names if name[0] != "_")
+    return "\n\n".join([f"# {title}", *entries]) + "\n"
 
 
 def _command_line() -> str:

@@ -71,8 +71,9 @@ T = TypeVar("T")
 def shard_indices(length: int, rank: int, size: int) -> range:
     """Return the indices of `rank` among `length` items; raise `ValueError` unless 0 <= rank < size.
 
-    >>> [list(shard_indices(7, rank, 3)) for rank in range(3)]
-    [[0, 3, 6], [1, 4], [2, 5]]
+    Examples:
+        >>> [list(shard_indices(7, rank, 3)) for rank in range(3)]
+        [[0, 3, 6], [1, 4], [2, 5]]
     """
     _check(rank, size)
     return range(rank, length, size)
@@ -81,10 +82,11 @@ def shard_indices(length: int, rank: int, size: int) -> range:
 def shard(items: Iterable[T], rank: int, size: int) -> Iterator[T]:
     """Return the items of `rank`; raise `ValueError` unless 0 <= rank < size.
 
-    The others are read and passed over, which every rank does: for what cannot be indexed.
+    For iterables without an index: every rank reads all items, and skips those of the others.
 
-    >>> list(shard("abcdefg", rank=1, size=3))
-    ['b', 'e']
+    Examples:
+        >>> list(shard("abcdefg", rank=1, size=3))
+        ['b', 'e']
     """
     _check(rank, size)
     return islice(items, rank, None, size)

@@ -20,18 +20,18 @@ __all__ = ["EAMSGD", "EASGD", "AsySGInCon", "Downpour", "Schedule", "TrainingCli
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps at which a client pulls, and at which it takes in what it pulled. Steps count from 1.
+    """The steps at which a client pulls, and at which it integrates the values. Steps count from 1.
 
-    The first `warmup` steps are the client's own. From then on every `tau`-th step integrates; what it integrates is
-    asked for `prefetch` steps earlier, so that it travels while the client computes.
+    The first `warmup` steps are local. After them every `tau`-th step integrates values that are pulled `prefetch`
+    steps earlier, so they travel while the client computes. Raises ValueError unless `tau` is at least 1, `warmup` at
+    least 0 and `prefetch` from 0 to below `tau`.
 
-    >>> schedule = Schedule(tau=50, warmup=20, prefetch=25)
-    >>> [step for step in range(1, 171) if schedule.integrates(step)]
-    [70, 120, 170]
-    >>> [step for step in range(1, 171) if schedule.pulls(step)]
-    [45, 95, 145]
-
-    Raises ValueError unless `tau` is at least 1, `warmup` at least 0 and `prefetch` from 0 to below `tau`.
+    Examples:
+        >>> schedule = Schedule(tau=50, warmup=20, prefetch=25)
+        >>> [step for step in range(1, 171) if schedule.integrates(step)]
+        [70, 120, 170]
+        >>> [step for step in range(1, 171) if schedule.pulls(step)]
+        [45, 95, 145]
     """
 
     tau: int

@@ -64,7 +64,8 @@ def init(  # noqa: PLR0913 - one for each option
         backend: "mpi", "gloo", "shm" (ranks of one host) or "local" (one rank). None is MPI if an MPI launcher started
             the ranks, else "shm" on one host and "gloo" between hosts.
         timeout: default timeout of every operation, in seconds; None is none.
-        report_after: seconds that a rank waits in an operation before a warning of `logging.getLogger("aiodist")` names
+        report_after: seconds (10 by default) that a rank waits in an operation before a warning of
+        `logging.getLogger("aiodist")` names
             the ranks that are late and their lines; repeated each minute. None never reports.
         levels: a function of the world that returns what `coll.hierarchy(...)` returns, or a coroutine of it: the
             groups of `coll.levels`, above those of a host.
