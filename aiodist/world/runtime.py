@@ -65,8 +65,8 @@ def init(  # noqa: PLR0913 - one for each option
             the ranks, else "shm" on one host and "gloo" between hosts.
         timeout: default timeout of every operation, in seconds; None is none.
         report_after: seconds (10 by default) that a rank waits in an operation before a warning of
-        `logging.getLogger("aiodist")` names
-            the ranks that are late and their lines; repeated each minute. None never reports.
+            `logging.getLogger("aiodist")` names the ranks that are late and their lines; repeated each minute. None
+            never reports.
         levels: a function of the world that returns what `coll.hierarchy(...)` returns, or a coroutine of it: the
             groups of `coll.levels`, above those of a host.
         selector: a file with the table of `coll.selector`, as rank 0 finds it; None is AIODIST_SELECTOR, or else the
