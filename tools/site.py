@@ -56,6 +56,8 @@ _MODULES = {
     "testing": "Testing",
 }
 """Titles of the pages of modules."""
+_TOOLTIPS = (ROOT / "tools" / "tooltips.md").read_text(encoding="utf-8")
+"""Explanations of words, shown when the pointer rests on one."""
 _LINK = re.compile(r"\]\((?!\w+:)([^)\s#]+)")
 
 
@@ -213,7 +215,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         return f'<div class="drawing">{path.read_text(encoding="utf-8").replace(chr(10), "")}</div>\n'
 
     shown: str = pictures.FENCE.sub(picture, _linked(markdown))
-    return shown
+    return f"{shown}\n\n{_TOOLTIPS}"
 
 
 _WORKER = """// A browser starts no worker from a file of the disk: here is the text of the one that searches.
