@@ -13,11 +13,13 @@ from benchmarks.suite import BENCHMARKS
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-_OWN_OPTIONS = {name: name.replace("-", "_") for name in ("scale", "ps-convergence", "gpu", "faults", "recovery")}
+_OWN_OPTIONS = {
+    name: name.replace("-", "_") for name in ("scale", "ps-convergence", "gpu", "faults", "recovery", "results")
+}
 _NAME_HELP = (
-    f"What to measure: {', '.join(BENCHMARKS)}; scale simulates, ps-convergence trains, faults has ranks die and "
-    "counts how the others end, recovery kills ranks and starts others, gpu measures all that is to be reached on a "
-    "CUDA device: each has options of its own (python -m benchmarks scale --help)."
+    f"What to measure: {', '.join(BENCHMARKS)}; results prints the table of benchmarks/RESULTS.md, scale simulates, "
+    "ps-convergence trains, faults kills ranks and counts how the others end, recovery kills ranks and starts others, "
+    "gpu measures a CUDA device: each of these has its own options (python -m benchmarks scale --help)."
 )
 _TRAIN = BENCHMARKS["train"]
 

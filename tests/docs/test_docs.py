@@ -20,7 +20,7 @@ import benchmarks.__main__ as benchmarks_main
 from aiodist import cli
 from aiodist.bench import cli as bench_cli
 from aiodist.bench.plan import BENCHMARKS
-from benchmarks import faults, gpu, ps_convergence, recovery, scale, suite
+from benchmarks import faults, gpu, ps_convergence, recovery, results, scale, suite
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -130,6 +130,7 @@ def check_benchmark(words: list[str]) -> str | None:
         "gpu": gpu.app,
         "faults": faults.app,
         "recovery": recovery.app,
+        "results": results.app,
     }
     if words[0] not in {*suite.BENCHMARKS, *own}:
         return f"there is no benchmark {words[0]}"
