@@ -181,15 +181,15 @@ const ask = async (type, data) => (await listener({data: {type, data}}), answer.
 """A program of node that asks the site's own search; argument one is its worker, two its index."""
 
 SECTIONS = {
-    "validation": "train.html#validation",
-    "mixed precision": "train.html#mixed-precision",
+    "validation": "train.html#evaluation-and-validation",
+    "mixed precision": "train.html#mixed-precision-bf16-fp16-gradscaler",
     "gradient accumulation": "train.html#gradient-accumulation",
-    "multi-GPU": "scale.html#multi-gpu",
-    "CUDA_VISIBLE_DEVICES": "scale.html#cuda_visible_devices",
+    "multi-GPU": "scale.html#multi-gpu-training-cuda_visible_devices",
+    "CUDA_VISIBLE_DEVICES": "scale.html#multi-gpu-training-cuda_visible_devices",
     "Slurm": "run.html#slurm",
     "hang": "debug.html",
-    "resume": "data.html#resume",
-    "logging": "train.html#logging",
+    "resume": "data.html#resume-training-also-on-another-number-of-ranks",
+    "logging": "train.html#logging-on-one-rank-tensorboard-wb",
 }
 """What a reader types, and the section that is to come first."""
 
