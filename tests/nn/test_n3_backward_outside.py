@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
-from aiodist.nn.data_parallel import reducer_of
+from aiodist.testing.seams.progress import reducer_of
 from tests.nn.conftest import Trial
 
 OUTSIDE = r"got a gradient outside of net\.step and net\.backward.*net\.no_sync.*requires_grad_\(False\)"

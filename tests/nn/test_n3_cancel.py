@@ -16,8 +16,8 @@ from torch import Tensor
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel
-from aiodist.nn.data_parallel import reducer_of
 from aiodist.testing import run_ranks
+from aiodist.testing.seams.progress import reducer_of
 from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
 

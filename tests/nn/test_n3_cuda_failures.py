@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 from aiodist import AiodistError, Communicator
 from aiodist.communicator import parts_of
 from aiodist.nn import DataParallel
-from aiodist.nn.data_parallel import compute_of, reducer_of
+from aiodist.testing.seams.progress import compute_of, reducer_of
 from tests.nn.conftest import Trial
 from tests.support.simulated_cuda.device import Event, SimulatedCuda, Stream
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from aiodist import Communicator
 from aiodist.data import prefetch
 from aiodist.nn import DataParallel
-from aiodist.nn.data_parallel import compute_of, reducer_of
+from aiodist.testing.seams.progress import compute_of, reducer_of
 from tests.nn.conftest import Trial
 from tests.support.simulated_cuda.device import Event, SimulatedCuda
 

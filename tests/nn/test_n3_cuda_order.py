@@ -17,8 +17,8 @@ from aiodist import AiodistError, Communicator
 from aiodist.communicator import parts_of
 from aiodist.handles import Handle, Scheduler
 from aiodist.nn import DataParallel
-from aiodist.nn.data_parallel import compute_of, reducer_of
 from aiodist.streams import Fence
+from aiodist.testing.seams.progress import compute_of, reducer_of
 from tests.nn.conftest import Trial
 from tests.support.simulated_cuda.device import SimulatedCuda
 

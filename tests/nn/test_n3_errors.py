@@ -14,8 +14,8 @@ from torch import Tensor
 import aiodist
 from aiodist import Communicator, OperationTimeout
 from aiodist.nn import DataParallel
-from aiodist.nn.data_parallel import reducer_of
 from aiodist.testing import Fault, Faults, InjectedFault, run_ranks
+from aiodist.testing.seams.progress import reducer_of
 from tests.nn.conftest import Trial
 
 

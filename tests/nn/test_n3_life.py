@@ -15,8 +15,8 @@ import aiodist
 from aiodist import Communicator
 from aiodist.handles import Scheduler
 from aiodist.nn import DataParallel
-from aiodist.nn.data_parallel import compute_of
 from aiodist.testing import gather_ranks, run_ranks
+from aiodist.testing.seams.progress import compute_of
 from tests.nn.conftest import Trial
 
 

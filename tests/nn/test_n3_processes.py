@@ -12,7 +12,7 @@ from torch import Tensor
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, assert_synchronized
-from aiodist.nn.data_parallel import reducer_of
+from aiodist.testing.seams.progress import reducer_of
 from tests.nn.conftest import Trial
 
 processes = pytest.mark.ranks(2, backend=("mpi", "gloo"))

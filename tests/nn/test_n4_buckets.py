@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 from aiodist import Communicator
 from aiodist.nn import DataParallel
 from aiodist.nn.buckets import deal
-from aiodist.nn.data_parallel import reducer_of
+from aiodist.testing.seams.progress import reducer_of
 from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
 

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 
 from aiodist import Communicator
 from aiodist.nn import DataParallel, assert_synchronized
-from aiodist.nn.data_parallel import reducer_of
+from aiodist.testing.seams.progress import reducer_of
 from tests.nn.conftest import Trial
 
 BUCKETS: list[dict[str, Any]] = [Trial.SMALL, Trial.FEW, {}]

@@ -17,8 +17,8 @@ from aiodist import Communicator
 from aiodist.data import prefetch
 from aiodist.handles import Scheduler
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
-from aiodist.nn.data_parallel import reducer_of
 from aiodist.testing import run_ranks
+from aiodist.testing.seams.progress import reducer_of
 from tests.nn.conftest import Trial
 from tests.support.until import until
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel
-from aiodist.nn.data_parallel import reducer_of
+from aiodist.testing.seams.progress import reducer_of
 from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from aiodist import Communicator
 from aiodist.nn import BlockSequential, DataParallel, PipelinedOptimizer
 from aiodist.nn.blocks import balanced
-from aiodist.nn.data_parallel import reducer_of
+from aiodist.testing.seams.progress import reducer_of
 from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
 

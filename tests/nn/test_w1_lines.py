@@ -14,8 +14,8 @@ import torch
 import aiodist
 from aiodist import Communicator, nn
 from aiodist.communicator import parts_of
-from aiodist.nn.data_parallel import reducer_of
 from aiodist.testing import run_ranks
+from aiodist.testing.seams.progress import reducer_of
 from tests.nn.conftest import Trial
 
 

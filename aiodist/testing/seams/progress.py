@@ -1,11 +1,12 @@
-"""The progress thread of the process, and the lock of the native calls."""
+"""The progress thread of the process, the lock of the native calls, and what computes and reduces for a net."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aiodist.handles.progress import ProgressThread, progress_thread, transport_lock
+from aiodist.nn.data_parallel import compute_of, reducer_of
 
-__all__ = ["ProgressThread", "own_thread", "progress_thread", "transport_lock"]
+__all__ = ["ProgressThread", "compute_of", "own_thread", "progress_thread", "reducer_of", "transport_lock"]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import nn
 
 import aiodist
 from aiodist.nn import DataParallel
-from aiodist.nn.data_parallel import reducer_of
+from aiodist.testing.seams.progress import reducer_of
 from tests.support.blocking import blocked_until
 from tests.support.programs import say
 from tests.support.until import until

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from aiodist import Communicator
 from aiodist.handles import Handle, Progress
 from aiodist.nn import DataParallel, PipelinedOptimizer
-from aiodist.nn.data_parallel import reducer_of
+from aiodist.testing.seams.progress import reducer_of
 from aiodist.types import Op
 from tests.support.in_backward import in_backward
 from tests.support.until import until

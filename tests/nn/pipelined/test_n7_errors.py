@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer, assert_synchronized
-from aiodist.nn.data_parallel import reducer_of
 from aiodist.testing import run_ranks
+from aiodist.testing.seams.progress import reducer_of
 from aiodist.testing.seams.world import Limits, opened
 from tests.nn.pipelined.conftest import Course
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import aiodist
 from aiodist import Communicator
 from aiodist.nn import DataParallel, PipelinedOptimizer
-from aiodist.nn.data_parallel import reducer_of
 from aiodist.nn.pass_machine import Phase
+from aiodist.testing.seams.progress import reducer_of
 from tests.nn.pipelined.conftest import Course
 
 BACKWARD = [24, 56, 42, 30, 20]

@@ -16,7 +16,7 @@ import aiodist
 from aiodist import Communicator
 from aiodist.codecs import BFloat16
 from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer, assert_synchronized
-from aiodist.nn.data_parallel import reducer_of
+from aiodist.testing.seams.progress import reducer_of
 from tests.nn.conftest import Trial
 from tests.support.in_backward import in_backward
 
