@@ -1,6 +1,6 @@
-"""Results that can be checked by hand, on two ranks.
+"""Collectives whose results you can check by hand, on two ranks.
 
-aiodist run -n 2 examples/by_hand.py prints on both
+aiodist run -n 2 examples/by_hand.py prints on both ranks
 
     sum [3. 5. 7.]
     mean [1.5 2.5 3.5]
@@ -17,10 +17,10 @@ async def main() -> None:
     async with aiodist.init() as coll:
         mine = torch.tensor([1.0, 2.0, 3.0]) + coll.rank  # (3,): [1, 2, 3] on rank 0, [2, 3, 4] on rank 1
 
-        total = await coll.allreduce(mine, out=torch.empty(3))  # with `out`, `mine` is left alone
+        total = await coll.allreduce(mine, out=torch.empty(3))  # with `out`, `mine` stays unchanged
         print("sum", total.numpy())
 
-        mean = await coll.allreduce(mine, op="mean")  # without, it is overwritten
+        mean = await coll.allreduce(mine, op="mean")  # without, the result replaces `mine`
         print("mean", mean.numpy())
 
         everything = await coll.allgather(torch.ones(3) * coll.rank, out=torch.empty(3 * coll.size))  # (3 * size,)

@@ -1,9 +1,9 @@
-"""Gradients that travel as codes: how many bytes each codec saves, and what the net knows in the end.
+"""Compressed gradients: the bytes that each codec saves, and the accuracy after training.
 
 aiodist run -n 2 examples/compressed.py
 
-What a code leaves out is kept on the rank, and sent with the next gradient (error feedback). So training goes the same
-way with few bytes, if steps are small enough for what comes late: these have no momentum, and shrink towards the end.
+Each rank keeps the part of a gradient that its code leaves out, and adds it to the next gradient (error feedback).
+Training then ends as well as with full gradients if the steps are small: these have no momentum, and they shrink.
 """
 
 import torch
@@ -19,10 +19,10 @@ CODECS = [
     None,
     codecs.BFloat16(),
     codecs.Int8(),
-    codecs.QSGD(bits=4),  # rounded at random, right in the mean: nothing is kept
-    codecs.Sign(vote=True),  # each element goes the way that most ranks want
-    codecs.TopK(0.01),  # one element of a hundred
-    codecs.PowerSGD(rank=4),  # matrices as products of two thin ones
+    codecs.QSGD(bits=4),  # rounds at random without bias: no residual
+    codecs.Sign(vote=True),  # each element has the sign that most ranks have
+    codecs.TopK(0.01),  # 1 % of the elements
+    codecs.PowerSGD(rank=4),  # a matrix as the product of two thin ones
 ]
 
 
@@ -39,7 +39,7 @@ async def train(coll: aiodist.Communicator, codec: codecs.Codec | None) -> DataP
 
 
 def accuracy(net: DataParallel) -> float:
-    """Return the part of the held-out images that the net knows."""
+    """Return the accuracy of the net on the held-out images."""
     images, labels = load()
     with torch.no_grad():
         right = net(images[-HELD_OUT:].float()).argmax(1) == labels[-HELD_OUT:]  # (360,)

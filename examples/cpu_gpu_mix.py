@@ -1,16 +1,15 @@
-"""Batches are prepared on a CPU thread, copied to the GPU, computed on and reduced over the ranks, all at once.
+"""Four stages at the same time: prepare a batch on a CPU thread, copy it to the GPU, compute, reduce over the ranks.
 
-aiodist run -n 2 examples/cpu_gpu_mix.py, on any number of ranks; alone on two cores without a GPU it prints
+aiodist run -n 2 examples/cpu_gpu_mix.py runs on any number of ranks. One rank on two cores without a GPU prints about
 
     alone: prepare 0.19 s, copy 0.01 s, compute 0.36 s, reduce 0.01 s
     together 0.37 s: share hidden 96%
     the sums are those of plain torch
 
-or thereabouts; two ranks, which keep both cores busy as it is, hide a third. It sums the products of any two pixels
-over the images of all ranks. Each turn awaits four handles: of a thread that unpacks and normalises a batch, of the
-copy of the batch before it to the device, of the products of the one before that, and of the sum over all ranks for the
-one before that. Where there is no GPU the copy goes to other memory of the host, and threads copy and compute. Hidden
-is the part of the shorter stages that took no time beside the longest.
+Two ranks keep both cores busy and hide a third. The program sums the products of any two pixels over the images of all
+ranks. Each turn awaits four handles: a thread unpacks and normalises batch k, batch k-1 is copied to the device, the
+products of batch k-2 are computed, and the sum of batch k-3 is reduced. Without a GPU, the copy goes to other host
+memory, and threads copy and compute. The hidden share is the part of the shorter stages that ran during the longest.
 """
 
 import asyncio
@@ -29,14 +28,14 @@ Stage = Callable[[int], aiodist.Handle[Tensor]]
 
 
 def load(rank: int, k: int) -> bytes:
-    """Return the k-th batch of a rank as a file has it: IMAGES times PIXELS numbers from 0 to 15, compressed."""
+    """Return batch k of a rank as a compressed file: IMAGES times PIXELS numbers from 0 to 15."""
     random = torch.Generator().manual_seed(STEPS * rank + k)
     pixels = torch.randint(16, (IMAGES, PIXELS), generator=random, dtype=torch.uint8)
     return zlib.compress(pixels.numpy().tobytes(), level=1)
 
 
 def prepare(file: bytes, into: Tensor) -> Tensor:
-    """Unpack a batch; each pixel has mean 0 and variance 1 in it."""
+    """Unpack a batch, and normalise each pixel to mean 0 and variance 1."""
     pixels = torch.frombuffer(bytearray(zlib.decompress(file)), dtype=torch.uint8).view(IMAGES, PIXELS).float()
     variance, mean = torch.var_mean(pixels, dim=0)  # (PIXELS,) each
     return torch.mul(pixels.sub_(mean), variance.rsqrt(), out=into)
@@ -49,7 +48,7 @@ def products(x: Tensor, into: Tensor) -> Tensor:
 def pipeline(
     coll: aiodist.Communicator, files: list[bytes], cpu: HostStream, copies: HostStream, math: HostStream
 ) -> tuple[list[Stage], list[Tensor]]:
-    """Return what does each stage of batch k, and where the sums will be; different batches go through at once."""
+    """Return the stages, each a function of the number of a batch, and the tensors of the sums."""
     device = coll.device
     here = [torch.empty(IMAGES, PIXELS, pin_memory=device.type == "cuda") for _ in range(2)]  # batches take turns
     there = [torch.empty(IMAGES, PIXELS, device=device) for _ in range(2)]
@@ -71,7 +70,7 @@ def pipeline(
 
 
 async def alone(stages: list[Stage], steps: int) -> list[float]:
-    """Do one thing after the other; return the seconds that each stage took."""
+    """Run the stages one after the other; return the seconds of each stage."""
     seconds = [0.0] * len(stages)
     for k in range(steps):
         for i, stage in enumerate(stages):
@@ -82,7 +81,7 @@ async def alone(stages: list[Stage], steps: int) -> list[float]:
 
 
 async def together(stages: list[Stage]) -> float:
-    """Do all stages at once, each a batch behind the one before it; return the seconds."""
+    """Run all stages at the same time, each one batch later than the stage before it; return the seconds."""
     began = perf_counter()
     for turn in range(STEPS + len(stages) - 1):
         batches = [(stage, turn - i) for i, stage in enumerate(stages)]
@@ -100,7 +99,7 @@ async def main() -> None:
     ):
         files = [load(coll.rank, k) for k in range(STEPS)]
         stages, _ = pipeline(coll, files, cpu, copies, math)
-        await alone(stages, 1)  # what is made at first use is made here
+        await alone(stages, 1)  # warm up
         each = await alone(stages, STEPS)
         stages, sums = pipeline(coll, files, cpu, copies, math)
         seconds = await together(stages)

@@ -1,4 +1,7 @@
-"""torch's DDP over aiodist: two lines differ from gloo's. `aiodist run -n 2 examples/ddp_unchanged.py`."""
+"""torch's DDP over aiodist: two lines differ from a program over gloo.
+
+aiodist run -n 2 examples/ddp_unchanged.py
+"""
 
 import torch
 import torch.distributed as dist
@@ -12,7 +15,7 @@ def main() -> None:
     dist.init_process_group("aiodist")
     torch.manual_seed(0)
     net = DistributedDataParallel(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1)))
-    aiodist.c10d.ddp_hook(net)  # may be left out: gradients are reduced in shared memory, and not copied through it
+    aiodist.c10d.ddp_hook(net)  # optional: reduces gradients in shared memory, without a copy
     opt = torch.optim.SGD(net.parameters(), lr=0.05)
     torch.manual_seed(dist.get_rank())
     for step in range(101):

@@ -1,4 +1,4 @@
-"""The digits with the engine, which has the loop, the figures over all ranks, and a line for each epoch.
+"""The training loop as `aiodist.Engine`: metrics over all ranks, early stopping, and one line per epoch.
 
 aiodist run -n 2 examples/engine_digits.py
 """
@@ -28,11 +28,11 @@ async def main() -> None:
 
         @engine.on("epoch")
         async def test_it(state: aiodist.engine.State) -> None:
-            state.stop = (await engine.test(held_out))["accuracy"] > 0.96  # of all ranks' data: all of them stop
+            state.stop = (await engine.test(held_out))["accuracy"] > 0.96  # over all ranks' data: all ranks stop
 
         await engine.train(DataLoader(train, 120 // coll.size, sampler=sampler), epochs=EPOCHS)
         if coll.rank == 0:
-            print(f"stopped behind epoch {engine.state.epoch} of {EPOCHS}")
+            print(f"stopped after epoch {engine.state.epoch} of {EPOCHS}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""LBFGS: an optimizer that evaluates the loss as often as it likes, on as many ranks as there are.
+"""LBFGS on several ranks: an optimizer that evaluates the loss several times per step.
 
-aiodist run -n 2 examples/lbfgs.py prints on rank 0, as on any number of ranks, `53 evaluations, loss 0.02025`
+aiodist run -n 2 examples/lbfgs.py prints on rank 0 `53 evaluations, loss 0.02025`, like any other number of ranks
 
-`opt.step` runs in a thread of its own. Its closure has the loop make each evaluation: gradients and loss are the means
-over all ranks, so every rank's line search goes the same way.
+`opt.step` runs in a thread. Its closure asks the event loop for each evaluation. Gradients and loss are means over all
+ranks, so the line search makes the same decisions on every rank.
 """
 
 import asyncio

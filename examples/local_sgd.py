@@ -1,9 +1,9 @@
-"""Ranks that train by themselves, and average their parameters every few steps: how few bytes that takes.
+"""Local SGD: ranks train separately and average their parameters every few steps, which sends fewer bytes.
 
 aiodist run -n 2 examples/local_sgd.py
 
-Each line is one training: what was sent, and what the net knows in the end. The first reduces gradients in every step.
-An average travels while the next steps compute where `overlap` says so.
+Each line is one training: the megabytes sent and the test accuracy. The first training reduces gradients in every
+step. With `overlap`, an average is in flight while the next steps compute.
 """
 
 from typing import Any
@@ -42,12 +42,12 @@ async def train(coll: aiodist.Communicator, how: dict[str, Any]) -> DataParallel
         for mine in batches(coll.rank, coll.size):  # (120 / size,)
             x, y = images[mine], labels[mine]
             await net.step(lambda x=x, y=y: F.cross_entropy(net(x), y), local)
-    await local.flush()  # all ranks have the same parameters: with an elastic band its centre
+    await local.flush()  # all ranks have the same parameters now; with EASGD they are the centre
     return net
 
 
 def accuracy(net: DataParallel) -> float:
-    """Return the part of the held-out images that the net knows."""
+    """Return the accuracy of the net on the held-out images."""
     images, labels = load()
     with torch.no_grad():
         right = net(images[-HELD_OUT:]).argmax(1) == labels[-HELD_OUT:]  # (360,)

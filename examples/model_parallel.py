@@ -1,10 +1,10 @@
-"""Two ranks share each model, and the models are trained on data of their own: a grid of ranks.
+"""Model and data parallelism: two ranks share each model, and each model trains on its own data.
 
 aiodist run -n 4 examples/model_parallel.py
 
-The first layer is divided by its outputs and the second by its inputs, so the ranks that share a model add up once in a
-forward and, if there were layers below, once in a backward. Gradients are averaged over the ranks that have the same
-part. The steps are those of train_sequential.py, and so are the weights at the end.
+The first layer is divided by its outputs and the second by its inputs. Ranks that share a model therefore add up once
+per forward. Gradients are averaged over the ranks that have the same part. The steps are those of train_sequential.py,
+and so are the final weights.
 """
 
 import torch
@@ -18,7 +18,7 @@ from aiodist.nn import ColumnLinear, DataParallel, RowLinear, full_state_dict
 
 
 def build(sharing: aiodist.Communicator) -> nn.Sequential:
-    """Return this rank's part of the model; all ranks draw the whole, so they need the same seed."""
+    """Return this rank's part of the model. Every rank draws the whole model, so all need the same seed."""
     torch.manual_seed(0)
     return nn.Sequential(
         ColumnLinear(64, 64, sharing, gather_output=False),  # (B, 64) -> (B, 32) on each of two ranks
@@ -33,8 +33,8 @@ async def main() -> None:
     async with aiodist.init() as coll:
         share = 1 if coll.size % 2 else 2
         grid = await coll.hierarchy(str(coll.rank // share))  # level 1: the ranks that share a model
-        models = grid[1].inter  # those that have the same part, one of each model
-        # Layers issue in the thread that computes, on a communicator of their own.
+        models = grid[1].inter  # the ranks with the same part, one per model
+        # Layers communicate from the compute thread, so they need a separate communicator.
         module = build(await grid[1].intra.dup(thread=True))
         net = await DataParallel.create(module, models)
         opt = optimizer(net.parameters())

@@ -1,10 +1,10 @@
-"""The patterns of communication, one function each.
+"""The six patterns of communication, one function each.
 
 aiodist run -n 4 examples/patterns.py              all of them, in this order
-aiodist run -n 4 examples/patterns.py gather       this one
+aiodist run -n 4 examples/patterns.py gather       only this one
 
-Each function says in its first line what it prints. `point_to_point` needs two ranks, the others any number; the
-figures are those of four. Arrays are printed as numpy does, on one line.
+The first line of each function says what it prints on four ranks. `point_to_point` needs at least two ranks, the others
+any number. Arrays are printed like numpy's, on one line.
 """
 
 import sys
@@ -16,7 +16,7 @@ import aiodist
 
 
 async def point_to_point(coll: aiodist.Communicator) -> None:
-    """Rank 0 says what it sends, rank 1 what it received: {'a': 10, 'b': 1.234, 'c': 'foobar'}."""
+    """Rank 0 prints the sent object, rank 1 the received one: {'a': 10, 'b': 1.234, 'c': 'foobar'}."""
     if coll.rank == 0:
         data = {"a": 10, "b": 1.234, "c": "foobar"}
         print(f"Process {coll.rank}: sending {data}")
@@ -61,7 +61,7 @@ async def reduce(coll: aiodist.Communicator) -> None:
 
 
 async def allreduce(coll: aiodist.Communicator) -> None:
-    """Every rank has both, and of rank + 1 the minimum, the maximum and the sum: 1.0, 4.0 and 10.0."""
+    """Every rank has both, and the minimum, maximum and sum of rank + 1: 1.0, 4.0 and 10.0."""
     rank = float(coll.rank)
     total, greatest = await aiodist.gather(coll.allreduce(rank), coll.allreduce(rank, "max"))
     print(f"sum {total}, max {greatest}")
@@ -70,7 +70,7 @@ async def allreduce(coll: aiodist.Communicator) -> None:
 
 
 def show(t: torch.Tensor) -> str:
-    """Return `t` as numpy prints it, on one line, with one space between."""
+    """Return `t` formatted like numpy's arrays, on one line."""
     return f"[{' '.join(np.format_float_positional(x, precision=8, trim='.') for x in t.numpy())}]"
 
 

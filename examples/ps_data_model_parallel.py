@@ -2,9 +2,9 @@
 
 aiodist run -n 8 examples/ps_data_model_parallel.py has two groups of two models of two ranks each
 
-Two ranks share a model. The models of a group average their gradients in every step. Groups go their own ways, and each
-of them moves towards a centre now and then, which a parameter server keeps. The ranks that have the same part of a
-model are a world of their own for all this: they average that part, and serve its centre.
+Two ranks share a model. The models of a group average their gradients in every step. Each group trains separately and
+moves towards a common centre every eighth step; a parameter server holds the centre. The ranks that have the same part
+of a model share a communicator: they average that part and serve its centre.
 """
 
 import torch
@@ -26,7 +26,7 @@ async def train(net: DataParallel, client: EASGD, mine: list[Tensor], images: Te
         net.zero_grad()
         loss = await net.submit(lambda: F.cross_entropy(net(images[chosen]), labels[chosen]))
         await net.backward(loss)  # the mean over the group
-        await client.step()  # the optimizer's; every eighth time the group and the centre move towards each other
+        await client.step()  # the optimizer's step; every eighth time group and centre move closer
 
 
 async def main() -> None:
@@ -35,15 +35,15 @@ async def main() -> None:
     async with aiodist.init() as coll:
         share = 1 if coll.size % SHARE else SHARE
         sharing = await coll.split(coll.rank // share)
-        part = await coll.split(coll.rank % share)  # the ranks that have the same part, one of each model
+        part = await coll.split(coll.rank % share)  # the ranks with the same part, one per model
         module = build(await sharing.dup(thread=True))
-        # The last bias is whole on both ranks of a model, and would come to differ: nothing keeps two servers in step.
+        # Both ranks of a model have the whole last bias, and two servers would update it differently: it stays fixed.
         module[2].bias.requires_grad_(False)
         async with ParameterServer(part, module) as ps:
             group = await part.split(part.rank // GROUP)
             net = await DataParallel.create(module, group)
             opt = optimizer(net.parameters())
-            alpha = elastic_alpha(0.9, -(-part.size // GROUP))  # counts groups
+            alpha = elastic_alpha(0.9, -(-part.size // GROUP))  # for this number of groups
             async with EASGD(ps, module, opt, tau=TAU, alpha=alpha, group=group, run=net.submit) as client:
                 await train(net, client, list(batches(part.rank, part.size)), images, labels)
             await ps.sync()

@@ -1,9 +1,9 @@
-"""Data-parallel groups at a parameter server: gradients are reduced inside a group, its first rank talks to the server.
+"""Data-parallel groups at a parameter server: a group reduces its gradients, and its first rank is the client.
 
-aiodist run -n 4 --servers 1 examples/ps_data_parallel.py has two groups of two workers, beside one server
+aiodist run -n 4 --servers 1 examples/ps_data_parallel.py has two groups of two workers, and one server
 aiodist run -n 2 examples/ps_data_parallel.py has one group of two ranks, which serve too
 
-For the server a group is one client, however many ranks it has: weights go up and down once for all of them.
+The server sees one client per group. Weights are sent once per group, for any number of ranks in it.
 """
 
 import torch
@@ -23,7 +23,7 @@ async def train(net: DataParallel, client: EASGD, mine: list[Tensor], images: Te
         net.zero_grad()
         loss = await net.submit(lambda: F.cross_entropy(net(images[chosen]), labels[chosen]))
         await net.backward(loss)  # the mean over the group
-        await client.step()  # the optimizer's; every eighth time the group and the centre move towards each other
+        await client.step()  # the optimizer's step; every eighth time group and centre move closer
 
 
 async def main() -> None:
@@ -37,7 +37,7 @@ async def main() -> None:
         if number is not None:
             net = await DataParallel.create(module, group)
             opt = optimizer(net.parameters())
-            alpha = elastic_alpha(0.9, -(-workers // GROUP))  # counts groups
+            alpha = elastic_alpha(0.9, -(-workers // GROUP))  # for this number of groups
             async with EASGD(ps, module, opt, tau=TAU, alpha=alpha, group=group, run=net.submit) as client:
                 await train(net, client, list(batches(number, workers)), images, labels)
             await ps.sync()

@@ -1,10 +1,9 @@
-"""Downpour SGD: workers train on their own, and now and then add what they have learned to the common weights.
+"""Downpour SGD: each worker trains separately, and adds its progress to the common weights every few steps.
 
 aiodist run -n 2 --servers 1 examples/ps_downpour.py
 aiodist run -n 2 examples/ps_downpour.py
 
-Nobody waits for anybody: fast workers make more of the common weights than slow ones. So two runs do not end with the
-same figures.
+No worker waits for another one. Fast workers contribute more than slow ones, so two runs end with different weights.
 """
 
 import torch
@@ -22,18 +21,18 @@ async def main() -> None:
     images, labels = load()  # (1797, 64), (1797,)
     net = build()
     async with aiodist.init() as coll:
-        async with ParameterServer(coll, net) as ps:  # what is pushed is added, as soon as it is there
+        async with ParameterServer(coll, net) as ps:  # the servers add each push on arrival
             if ps.is_worker:
-                rate = 0.4 / len(ps.workers)  # all that they find is added up
-                opt = torch.optim.SGD(net.parameters(), rate)  # each worker's own
+                rate = 0.4 / len(ps.workers)  # the servers add up the workers' updates
+                opt = torch.optim.SGD(net.parameters(), rate)  # one per worker
                 async with Downpour(ps, net, opt, n_push=EVERY, n_pull=EVERY) as client:
                     for mine in batches(ps.workers.index(ps.rank), len(ps.workers)):  # (120 / workers,)
                         opt.zero_grad()
                         loss = F.cross_entropy(net(images[mine]), labels[mine])
                         loss.backward()
-                        await client.step()  # the optimizer's, and every fourth time up and down
-                await ps.sync()  # all that this worker pushed is applied
-                await ps.barrier()  # and what the others pushed
+                        await client.step()  # the optimizer's step; every fourth time a push and a pull too
+                await ps.sync()  # this worker's pushes are applied
+                await ps.barrier()  # the other workers' pushes too
                 await ps.pull(net)
         if coll.rank == 0:
             report(net, images, labels)

@@ -1,10 +1,10 @@
-"""Elastic averaging: every worker explores with weights of its own, on an elastic band that ties it to a centre.
+"""Elastic averaging (EASGD): each worker trains its own weights, which an elastic force ties to a common centre.
 
 aiodist run -n 2 --servers 1 examples/ps_easgd.py
 aiodist run -n 2 examples/ps_easgd.py
 
-Every 8 steps a worker and the centre move towards each other. The centre is asked for 4 steps earlier, so that it
-travels while the worker computes. What training found is the centre; nobody waits for anybody.
+Every 8 steps a worker and the centre move towards each other. The worker requests the centre 4 steps earlier, so that
+it arrives in time. No worker waits for another one. The result of training is the centre.
 """
 
 import torch
@@ -25,8 +25,8 @@ async def main() -> None:
         async with ParameterServer(coll, net) as ps:
             if ps.is_worker:
                 workers = len(ps.workers)
-                opt = optimizer(net.parameters())  # any of torch's, each worker's own
-                alpha = elastic_alpha(0.9, workers)  # all together pull at the centre with 0.9
+                opt = optimizer(net.parameters())  # any torch optimizer, one per worker
+                alpha = elastic_alpha(0.9, workers)  # all workers together pull the centre with 0.9
                 async with EASGD(ps, net, opt, tau=TAU, alpha=alpha, prefetch=PREFETCH) as client:
                     for mine in batches(ps.workers.index(ps.rank), workers):  # (120 / workers,)
                         opt.zero_grad()
@@ -35,7 +35,7 @@ async def main() -> None:
                         await client.step()
                 await ps.sync()
                 await ps.barrier()
-                await ps.pull(net)  # the centre, in the place of this worker's weights
+                await ps.pull(net)  # the centre replaces this worker's weights
         if coll.rank == 0:
             report(net, images, labels)
 

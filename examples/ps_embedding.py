@@ -1,11 +1,11 @@
-"""An embedding whose rows live at the parameter server, beside a dense layer that an allreduce keeps the same.
+"""An embedding with its rows at a parameter server, and a dense layer trained with data parallelism.
 
 aiodist run -n 2 --servers 1 examples/ps_embedding.py has two workers, and a server for the rows
 aiodist run -n 3 examples/ps_embedding.py has three ranks that all serve and work
 
-Each pixel of scikit-learn's digits is a word: its place and how dark it is. There are 64 x 17 such words, of which a
-batch uses some; a worker has the rows of these alone, asks for them while the batch before trains, and pushes their
-gradients. Under `Synchronous` any number of ranks and servers finds what one rank finds, but for rounding.
+Each pixel of the digits is a word: its position and its darkness. A batch uses some of the 64 x 17 words. A worker
+requests only their rows, while the previous batch trains, and pushes their gradients. With `Synchronous` the result is
+the same for any number of ranks and servers, except for rounding.
 """
 
 import torch
@@ -22,7 +22,7 @@ DIM = 32
 
 
 class Bag(nn.Module):
-    """The mean of the rows of an image's words, and a dense layer."""
+    """A dense layer on the mean of the rows of an image's words."""
 
     def __init__(self, words: Embedding) -> None:
         super().__init__()
@@ -35,10 +35,10 @@ class Bag(nn.Module):
 
 
 async def train(net: DataParallel, words: Embedding, mine: list[Tensor], ids: Tensor, labels: Tensor) -> None:
-    opt = torch.optim.SGD(net.parameters(), lr=0.5)  # of the dense layer: the servers update the rows
+    opt = torch.optim.SGD(net.parameters(), lr=0.5)  # for the dense layer; the servers update the rows
 
     def ahead(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        return words.prefetch(ids[chosen]), labels[chosen]  # asks for the rows; they come meanwhile
+        return words.prefetch(ids[chosen]), labels[chosen]  # requests the rows in advance
 
     async with prefetch(mine, depth=2, transform=ahead) as ready:
         async for x, y in ready:  # (120 / workers, 64), (120 / workers,)
@@ -51,9 +51,9 @@ async def work(coll: aiodist.Communicator, ps: ParameterServer, ids: Tensor, lab
     words = Embedding(table)
     net = await DataParallel.create(Bag(words), coll)
     await train(net, words, list(batches(coll.rank, coll.size)), ids, labels)
-    await ps.barrier()  # all that was pushed is applied
+    await ps.barrier()  # all pushes are applied
     if coll.rank == 0:
-        net.eval()  # nothing more is pushed
+        net.eval()  # evaluation pushes nothing
         with torch.no_grad():
             found = await net.submit(net, ids[-HELD_OUT:])  # (360, 10)
         print(f"test accuracy {(found.argmax(1) == labels[-HELD_OUT:]).double().mean():.4f}")
@@ -65,7 +65,7 @@ async def main() -> None:
     ids = torch.arange(64) * 17 + (images * 16).long()  # (1797, 64), from 0 to 1087
     async with aiodist.init() as coll:
         async with ParameterServer(coll, consistency=Synchronous("mean")) as ps:
-            workers = await coll.split(0 if ps.is_worker else None)  # those with a dense layer
+            workers = await coll.split(0 if ps.is_worker else None)  # the ranks with a dense layer
             if ps.is_worker:
                 await work(workers, ps, ids, labels)
         if ps.is_server:

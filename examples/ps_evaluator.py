@@ -1,10 +1,10 @@
-"""An evaluator beside training: a rank that neither works nor serves reads the weights while they change.
+"""An evaluator during training: a rank that neither works nor serves reads the weights while they change.
 
 aiodist run -n 3 examples/ps_evaluator.py has two workers, which serve too, and one evaluator
 
-A read is a snapshot: all of a tensor is of one version, however many pushes go on meanwhile. So that this holds for the
-whole net, all of its weights are one tensor here. A version is a step of training, with the same weights in every run;
-which of them the evaluator sees is a matter of time.
+A read is a snapshot: all elements of a tensor have one version, even while pushes arrive. All weights of the net are
+one tensor here, so the snapshot covers the whole net. A version is a step of training, with the same weights in every
+run. The versions that the evaluator sees depend on timing.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from aiodist.ps import SGD, ParameterServer, Synchronous
 
 
 def as_one(net: nn.Module) -> Tensor:
-    """Return a tensor of all weights; the parameters are views of it from now on."""
+    """Return one tensor of all weights, and make the parameters views of it."""
     weights = parameters_to_vector(net.parameters()).detach()  # (4810,)
     vector_to_parameters(weights, net.parameters())
     return weights
@@ -40,7 +40,7 @@ async def evaluate(ps: ParameterServer, images: Tensor, labels: Tensor) -> None:
     weights = as_one(net)
     version, last = 0, EPOCHS * STEPS
     while version < last:
-        handle = ps.pull("weights", weights, at_least=min(version + STEPS, last))  # an epoch later, or more
+        handle = ps.pull("weights", weights, at_least=min(version + STEPS, last))  # at least one epoch later
         await handle
         version = handle.version or 0
         with torch.no_grad():
@@ -54,7 +54,7 @@ async def main() -> None:
     net = build()
     async with aiodist.init() as coll:
         evaluator = coll.size - 1
-        rest = range(evaluator or 1)  # alone a rank does everything
+        rest = range(evaluator or 1)  # a single rank has all roles
         async with (
             ParameterServer(
                 coll,

@@ -1,10 +1,10 @@
-"""Synchronous SGD at a parameter server: gradients go up, weights come down, in one call.
+"""Synchronous SGD at a parameter server: one call pushes the gradients and pulls the weights.
 
-aiodist run -n 2 --servers 1 examples/ps_sync.py has two workers beside one server
+aiodist run -n 2 --servers 1 examples/ps_sync.py has two workers and one server
 aiodist run -n 2 examples/ps_sync.py has two ranks that both serve and work
 
-Either prints on rank 0 what examples/train_sequential.py prints. A step of the server takes one push of each worker,
-and the mean of them goes into torch's optimizer, which lives there, with its momentum beside the weights.
+Both print on rank 0 the output of examples/train_sequential.py. A step of the server averages one push of each worker
+and passes the mean to torch's optimizer, which runs at the server and keeps its momentum there.
 """
 
 import torch
@@ -26,7 +26,7 @@ async def main() -> None:
                     net.zero_grad()
                     loss = F.cross_entropy(net(images[mine]), labels[mine])
                     loss.backward()
-                    await ps.push_pull(net)  # the step of all workers
+                    await ps.push_pull(net)  # one step of all workers
         if coll.rank == 0:
             report(net, images, labels)
 

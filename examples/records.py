@@ -1,12 +1,12 @@
-"""Training from a file of records, which the ranks share out among themselves as they go.
+"""Training from a file of records that a queue distributes among the ranks.
 
 aiodist run -n 2 examples/records.py prints on rank 0, for each of 8 epochs, a line like
 
     epoch 1: 1437 records, each used once; by rank [717, 720]
 
-Rank 0 writes scikit-learn's handwritten digits into a RecordIO file. A queue hands its records out: a rank takes the
-next ones when it has used up its last ones, so a rank that is slow, or busy with something else, takes fewer. The
-loops differ in length, and `net.join()` lets those that have ended wait for the others.
+Rank 0 writes scikit-learn's handwritten digits into a RecordIO file. A rank takes the next records from the queue when
+its last ones are used up, so a slow or busy rank takes fewer. The loops differ in length; `net.join()` lets a rank that
+has finished wait for the others.
 """
 
 import struct
@@ -26,18 +26,18 @@ from aiodist.data import RecordWriter, prefetch, records
 from aiodist.nn import DataParallel, assert_synchronized
 
 EPOCHS, BATCH = 8, 30
-HEAD = struct.Struct("<HB")  # the number of the image, and what it shows; the 64 pixels follow
+HEAD = struct.Struct("<HB")  # index and label of the image; the 64 pixels follow
 
 
 def write(path: Path, images: Tensor, labels: Tensor) -> None:
     pixels = (images * 16).to(torch.uint8)  # (1437, 64), from 0 to 16
-    with RecordWriter(path, compressor="gzip", chunk_bytes=4096) as writer:  # some 60 images in a chunk
+    with RecordWriter(path, compressor="gzip", chunk_bytes=4096) as writer:  # about 60 images per chunk
         for number, (image, label) in enumerate(zip(pixels, labels.tolist(), strict=True)):
             writer.write(HEAD.pack(number, label) + image.numpy().tobytes())
 
 
 def decode(batch: list[bytes]) -> tuple[list[int], Tensor, Tensor]:
-    """Return the numbers of the images, the images and what they show; on a thread of `prefetch`."""
+    """Return indices, images and labels; runs on a thread of `prefetch`."""
     numbers, labels = zip(*[HEAD.unpack_from(record) for record in batch], strict=True)
     pixels = torch.frombuffer(bytearray().join(record[HEAD.size :] for record in batch), dtype=torch.uint8)
     return list(numbers), pixels.view(-1, 64).double() / 16, torch.tensor(labels)  # n, (n, 64), (n,)
@@ -45,7 +45,7 @@ def decode(batch: list[bytes]) -> tuple[list[int], Tensor, Tensor]:
 
 @contextmanager
 def folder_of(rank: int) -> Iterator[str]:
-    """Return a temporary folder, which rank 0 makes and removes."""
+    """Yield a temporary folder that rank 0 creates and removes; an empty string on other ranks."""
     if rank:
         yield ""
     else:
@@ -61,7 +61,7 @@ async def main() -> None:
             path = Path(folder, "digits.rec")
             if coll.rank == 0:
                 write(path, images[:-HELD_OUT], labels[:-HELD_OUT])
-            path = await coll.broadcast_object(path)  # where it is written, on a disk that all ranks see
+            path = await coll.broadcast_object(path)  # all ranks see this disk
 
             net = await DataParallel.create(build(), coll)
             opt = optimizer(net.parameters())

@@ -1,10 +1,10 @@
-"""Training that is stopped, and goes on with another number of ranks where it was.
+"""Checkpoint and resume: training stops, and continues with a different number of ranks.
 
-aiodist run -n 4 examples/resume.py 40   # ends behind step 40
-aiodist run -n 2 examples/resume.py      # goes on with step 41
+aiodist run -n 4 examples/resume.py 40   # stops after step 40
+aiodist run -n 2 examples/resume.py      # continues with step 41
 
-A checkpoint has what all ranks have alike once, each rank's share in a file of its own, so any number of ranks can load
-it. All ranks together train on the same batches as one process, so the weights end the same, but for rounding.
+A checkpoint stores the common state once and each rank's part in a separate file, so any number of ranks can load it.
+All ranks together train on the same batches as one process, so the final weights are the same, except for rounding.
 """
 
 import sys
@@ -17,7 +17,7 @@ from train_sequential import batches, build, load, optimizer, report
 import aiodist
 from aiodist.nn import DataParallel
 
-EVERY = 10  # steps from one checkpoint to the next
+EVERY = 10  # steps between two checkpoints
 
 
 async def main(path: Path, last: int | None = None) -> None:
@@ -29,12 +29,12 @@ async def main(path: Path, last: int | None = None) -> None:
         done = 0  # steps
         try:
             found = await aiodist.load(path, net, opt)
-        except FileNotFoundError:  # on all ranks alike
+        except FileNotFoundError:  # raised on all ranks
             pass
         else:
             done = found.metadata["steps"]
             if coll.rank == 0:
-                print(f"{coll.size} ranks go on behind step {done}, saved by {found.ranks}")
+                print(f"{coll.size} ranks continue after step {done}, saved by {found.ranks}")
 
         saving: aiodist.Handle[Path] | None = None
         for mine in list(batches(coll.rank, coll.size))[done:last]:  # (120 / size,)
@@ -42,7 +42,7 @@ async def main(path: Path, last: int | None = None) -> None:
             done += 1
             if done % EVERY == 0:
                 if saving is not None:
-                    await saving  # it was written beside the last steps
+                    await saving  # it was written during the last steps
                 saving = aiodist.save(path, net, opt, metadata={"steps": done}, keep_last=2)
         if saving is not None:
             await saving

@@ -1,10 +1,11 @@
-"""Predictions are served while training goes on; all ranks stop together.
+"""Serve predictions during training; all ranks stop together.
 
 aiodist run -n 2 examples/service.py --port 8000     then, in another terminal:
-curl -d "$(python -c 'print([0.5] * 64)')" localhost:8000/predict     answers {"digit": 3, "step": 1200}, say
-curl -X POST localhost:8000/stop                      or SIGTERM to any rank
+curl -d "$(python -c 'print([0.5] * 64)')" localhost:8000/predict     answers, for instance, {"digit": 3, "step": 1200}
+curl -X POST localhost:8000/stop                      or send SIGTERM to any rank
 
-Rank 0 answers requests on the loop that trains; each prediction is computed between two steps, with the weights of one.
+Rank 0 answers requests on the event loop that trains. A prediction is computed between two steps, so all of its weights
+belong to one step.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from aiodist.nn import DataParallel
 
 
 class Service:
-    """What rank 0 serves."""
+    """The HTTP service of rank 0."""
 
     def __init__(self, coll: aiodist.Communicator, net: DataParallel) -> None:
         self.coll, self.net, self.steps = coll, net, 0
@@ -43,7 +44,7 @@ class Service:
     async def start(self, port: int) -> web.AppRunner:
         app = web.Application()
         app.add_routes([web.post("/predict", self.predict), web.post("/stop", self.stop)])
-        runner = web.AppRunner(app, handle_signals=False)  # signals are init's
+        runner = web.AppRunner(app, handle_signals=False)  # `init` handles signals
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()
@@ -62,14 +63,14 @@ async def main() -> None:
         opt = optimizer(net.parameters())
         service = Service(coll, net)
         runner = await service.start(port) if coll.rank == 0 else None
-        while not net.stop_requested:  # until somebody asks
+        while not net.stop_requested:  # until a request to stop
             for mine in batches(coll.rank, coll.size):  # (120 / size,)
                 await net.step(lambda mine=mine: F.cross_entropy(net(images[mine]), labels[mine]), opt)
                 service.steps += 1
                 if net.stop_requested:  # on all ranks after the same step
                     break
         if runner is not None:
-            await runner.cleanup()  # requests under way are answered first
+            await runner.cleanup()  # answers pending requests first
             report(net.module, images, labels)
         print(f"rank {coll.rank} stops after {service.steps} steps")
 

@@ -1,6 +1,6 @@
-"""Backward, then one call that makes the gradients those of the whole batch: an ordinary loop with one more line.
+"""Data parallelism by hand: an ordinary torch loop with one more line, which averages the gradients.
 
-aiodist run -n 2 examples/train_allreduce.py prints on rank 0 what examples/train_sequential.py prints
+aiodist run -n 2 examples/train_allreduce.py prints on rank 0 the output of examples/train_sequential.py
 """
 
 import torch
@@ -16,13 +16,13 @@ async def main() -> None:
     images, labels = load()  # (1797, 64), (1797,)
     net = build()
     async with aiodist.init() as coll:
-        await synchronize_parameters(net, coll)  # all begin with rank 0's weights
+        await synchronize_parameters(net, coll)  # all ranks start with rank 0's weights
         opt = optimizer(net.parameters())
         for mine in batches(coll.rank, coll.size):  # (120 / size,)
             opt.zero_grad()
             loss = F.cross_entropy(net(images[mine]), labels[mine])
             loss.backward()
-            await synchronize_gradients(net, coll, op="mean")  # the one more line
+            await synchronize_gradients(net, coll, op="mean")  # the additional line
             opt.step()
         if coll.rank == 0:
             report(net, images, labels)

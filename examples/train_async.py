@@ -1,9 +1,9 @@
-"""Each gradient is awaited as it arrives, in the middle of backward.
+"""Gradients as they arrive: `async for` during backward, and one update per parameter.
 
-aiodist run -n 2 examples/train_async.py prints on rank 0 what examples/train_sequential.py prints
+aiodist run -n 2 examples/train_async.py prints on rank 0 the output of examples/train_sequential.py
 
-The last layer's gradients are known first. They travel, arrive, and that layer makes its step, while backward goes on
-in the layers before it.
+The gradients of the last layer are ready first. They are reduced, and that layer is updated, while backward continues
+in the earlier layers.
 """
 
 import torch
@@ -19,7 +19,7 @@ async def main() -> None:
     torch.set_num_threads(1)  # the ranks share the cores
     images, labels = load()  # (1797, 64), (1797,)
     async with aiodist.init() as coll:
-        # One parameter a bucket: what is small would travel together otherwise, and arrive together.
+        # One parameter per bucket; otherwise small gradients would share a bucket and arrive together.
         net = await DataParallel.create(build(), coll, bucket_bytes=1, first_bucket_bytes=1)
         velocity = {parameter: torch.zeros_like(parameter) for parameter in net.parameters()}
 
@@ -28,9 +28,9 @@ async def main() -> None:
 
         for mine in batches(coll.rank, coll.size):  # (120 / size,)
             net.zero_grad()
-            loss = await net.submit(forward, mine)  # on the compute thread; the loop is free meanwhile
+            loss = await net.submit(forward, mine)  # on the compute thread; the loop stays free
             async for parameter, gradient in net.backward_iter(loss):
-                with torch.no_grad():  # SGD by hand: an optimizer's step would want all gradients to be there
+                with torch.no_grad():  # SGD by hand: a torch optimizer would need all gradients
                     velocity[parameter].mul_(MOMENTUM).add_(gradient)
                     parameter.sub_(velocity[parameter], alpha=RATE)
 

@@ -2,8 +2,8 @@
 
 aiodist run -n 2 examples/train_digits.py
 
-Each rank computes the gradients of its part of every batch; they are added up over all ranks in the middle of backward,
-while a thread prepares the next batch. So the ranks take the same steps, with any number of them, and end with the same
+Each rank computes the gradients of its part of every batch. aiodist adds them up over all ranks during backward, while
+a thread prepares the next batch. The steps are the same for any number of ranks, and all ranks end with the same
 weights.
 """
 
@@ -23,11 +23,11 @@ from aiodist.data import prefetch
 from aiodist.nn import DataParallel, assert_synchronized
 
 EPOCHS, BATCH, RATE, HELD_OUT = 14, 64, 0.1, 360
-STEPS = (1797 - HELD_OUT) // BATCH  # an epoch
+STEPS = (1797 - HELD_OUT) // BATCH  # per epoch
 
 
 def load() -> tuple[Tensor, Tensor]:
-    """Return all images and what they show, shuffled the same way on every rank; the last 360 are held out."""
+    """Return all images and their labels, in the same random order on every rank; the last 360 are held out."""
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(digits.images, dtype=torch.float32)[order] / 16  # (1797, 8, 8), from 0 to 1
@@ -35,7 +35,7 @@ def load() -> tuple[Tensor, Tensor]:
 
 
 def batches(images: Tensor, labels: Tensor, rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's part of each batch, moved by up to one pixel each way."""
+    """Yield this rank's part of each batch, shifted by up to one pixel."""
     random = torch.Generator().manual_seed(0)
     for _ in range(EPOCHS):
         order = torch.randperm(len(labels), generator=random)  # the same on every rank
@@ -66,7 +66,7 @@ async def train(net: DataParallel, source: Iterator[tuple[Tensor, Tensor]], *, s
 
 
 async def accuracy(coll: aiodist.Communicator, net: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the part of the images that the net knows; each rank looks at its share."""
+    """Return the accuracy on `images`; each rank evaluates its share."""
     with torch.no_grad():
         right = net(images[coll.rank :: coll.size]).argmax(1) == labels[coll.rank :: coll.size]
     return await coll.allreduce(int(right.sum())) / len(labels)
@@ -76,7 +76,7 @@ async def main(file: Path) -> None:
     torch.set_num_threads(1)  # these matrices are small, and the ranks share the cores
     images, labels = load()
     async with aiodist.init() as coll:
-        net = await DataParallel.create(build(), coll, op="sum")  # all begin with rank 0's weights
+        net = await DataParallel.create(build(), coll, op="sum")  # all ranks start with rank 0's weights
         mine = batches(images[:-HELD_OUT], labels[:-HELD_OUT], coll.rank, coll.size)
         await train(net, mine, show=coll.rank == 0)
         await assert_synchronized(net.module, coll, rtol=0)

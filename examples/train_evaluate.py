@@ -1,9 +1,9 @@
-"""An evaluation task and a checkpoint writer beside training.
+"""Evaluation and checkpoints during training, each in its own asyncio task.
 
-aiodist run -n 2 examples/train_evaluate.py prints on rank 0 how the accuracy grows, and in the end what
-examples/train_sequential.py prints; the last weights are in digits.pt
+aiodist run -n 2 examples/train_evaluate.py prints on rank 0 the accuracy after every third epoch, and at the end the
+output of examples/train_sequential.py; the final weights are in digits.pt
 
-Training hands both a copy of its weights now and then, and goes on. Each works on a thread of its own.
+Training passes a copy of its weights to both tasks every third epoch, and continues. Each task has its own thread.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from aiodist.nn import DataParallel
 from aiodist.streams import HostStream
 
 Weights = dict[str, Tensor]
-Copies = asyncio.Queue[tuple[int, Weights]]  # with the number of the epoch that has ended
+Copies = asyncio.Queue[tuple[int, Weights]]  # with the number of the finished epoch
 EVERY = 3  # epochs
 
 
@@ -39,11 +39,11 @@ async def train(net: DataParallel, mine: list[Tensor], images: Tensor, labels: T
 
 
 async def evaluate(coll: aiodist.Communicator, copies: Copies, images: Tensor, labels: Tensor) -> None:
-    """Look at each copy with all ranks together; `coll` is this task's alone."""
+    """Evaluate each copy on all ranks together; only this task uses `coll`."""
     net = build()
     x, y = images[coll.rank :: coll.size], labels[coll.rank :: coll.size]
     async with HostStream("evaluation") as stream:
-        with torch.no_grad():  # it is kept for this task, and the stream has it too: training notices nothing
+        with torch.no_grad():  # applies to this task and its stream, not to training
             for _ in range(EPOCHS // EVERY):
                 epoch, weights = await copies.get()
                 net.load_state_dict(weights)
@@ -54,7 +54,7 @@ async def evaluate(coll: aiodist.Communicator, copies: Copies, images: Tensor, l
 
 
 async def write(copies: Copies, file: Path) -> None:
-    """Write each copy; a program that reads `file` finds a whole one at any time."""
+    """Write each copy; readers of `file` always find a complete one."""
     part = file.with_suffix(".part")
     async with HostStream("checkpoints") as stream:
         for _ in range(EPOCHS // EVERY):
@@ -68,11 +68,11 @@ async def main(file: Path) -> None:
     images, labels = load()  # (1797, 64), (1797,)
     async with aiodist.init() as coll:
         net = await DataParallel.create(build(), coll)
-        own = await coll.dup()  # what the evaluation sends never meets a gradient
+        own = await coll.dup()  # separates the evaluation's messages from the gradients
         to_evaluate, to_write = Copies(), Copies()
         readers = [to_evaluate, to_write] if coll.rank == 0 else [to_evaluate]  # rank 0 writes
         mine = list(batches(coll.rank, coll.size))
-        async with asyncio.TaskGroup() as tasks:  # an error in one ends the others
+        async with asyncio.TaskGroup() as tasks:  # an error in one task cancels the others
             tasks.create_task(train(net, mine, images, labels, *readers))
             tasks.create_task(evaluate(own, to_evaluate, images[-HELD_OUT:], labels[-HELD_OUT:]))
             if coll.rank == 0:

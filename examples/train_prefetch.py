@@ -1,10 +1,11 @@
-"""The next batches are prepared while this one trains.
+"""Prefetch: a thread prepares the next batches while the current one trains.
 
-aiodist run -n 2 examples/train_prefetch.py prints on rank 0 what examples/train_sequential.py prints, and before it
+aiodist run -n 2 examples/train_prefetch.py prints on rank 0 the output of examples/train_sequential.py, and before it
+a line like
 
-    preparing took 0.09 s, of which 93% were hidden
+    preparing took 0.09 s, 93% of it hidden
 
-or thereabouts. The images lie compressed, as files do, and torch's own `DataLoader` reads them.
+The images are stored compressed, like files. torch's own `DataLoader` reads them.
 """
 
 import zlib
@@ -21,7 +22,7 @@ from aiodist.nn import DataParallel
 
 
 class Compressed(Dataset[tuple[Tensor, Tensor]]):
-    """Images as they would lie in files."""
+    """Compressed images, as if read from files."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.files = [zlib.compress(image.numpy().tobytes()) for image in images]
@@ -47,7 +48,7 @@ async def main() -> None:
 
         if coll.rank == 0:
             spent = ready.statistics()
-            print(f"preparing took {spent.reading_seconds:.2f} s, of which {spent.hidden:.0%} were hidden")
+            print(f"preparing took {spent.reading_seconds:.2f} s, {spent.hidden:.0%} of it hidden")
             report(net.module, images, labels)
 
 

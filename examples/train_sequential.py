@@ -2,8 +2,8 @@
 
 python examples/train_sequential.py
 
-The other `train_*.py` do the same on any number of ranks, each in a way of its own. What does not change, the data, the
-model and the order of the batches, they import from here; those that take the same steps end with the same weights.
+The other `train_*.py` do the same on any number of ranks, each in its own way. They import the data, the model and the
+order of the batches from here. Programs that take the same steps end with the same weights.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,12 +14,12 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 EPOCHS, RATE, MOMENTUM, HELD_OUT = 15, 0.2, 0.9, 360
-BATCH = 120  # as many images on each of 1 to 6 ranks
-STEPS = (1797 - HELD_OUT) // BATCH  # an epoch
+BATCH = 120  # divides evenly among 1 to 6 ranks
+STEPS = (1797 - HELD_OUT) // BATCH  # per epoch
 
 
 def load() -> tuple[Tensor, Tensor]:
-    """Return all images and what they show, in random order; the last 360 are held out."""
+    """Return all images and their labels, in random order; the last 360 are held out."""
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(digits.data)[order] / 16  # (1797, 64), float64 from 0 to 1
@@ -32,7 +32,7 @@ def build() -> nn.Sequential:
 
 
 def batches(rank: int = 0, size: int = 1) -> Iterator[Tensor]:
-    """Yield for each step the numbers of the images that this rank trains on: every `size`-th of the batch."""
+    """Yield the indices of this rank's images for each step: every `size`-th image of the batch."""
     random = torch.Generator().manual_seed(0)
     for _ in range(EPOCHS):
         order = torch.randperm(STEPS * BATCH, generator=random)  # the same on every rank
@@ -45,7 +45,7 @@ def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
 
 
 def report(net: nn.Module, images: Tensor, labels: Tensor) -> None:
-    """Print a number that tells these weights from others, and the part of the held-out images that they know."""
+    """Print a number that identifies the weights, and their accuracy on the held-out images."""
     print(f"norm of the weights {sum(float(p.detach().norm()) for p in net.parameters()):.9f}")
     with torch.no_grad():
         right = net(images[-HELD_OUT:]).argmax(1) == labels[-HELD_OUT:]  # (360,)

@@ -1,10 +1,10 @@
-"""Each rank has a part of the optimizer: of its state, of the gradients, and of the updates.
+"""`ShardedOptimizer`: each rank holds a part of the optimizer's state, of the gradients and of the updates.
 
-aiodist run -n 2 examples/train_sharded.py prints on rank 0 what examples/train_sequential.py prints
+aiodist run -n 2 examples/train_sharded.py prints on rank 0 the output of examples/train_sequential.py
 
-A gradient goes to the rank that owns this part of the parameter, which alone keeps momentum of it and steps it. Then
-all ranks gather the parameters; the next forward waits in each layer for those of that layer. The results are those of
-the plain loop.
+Each gradient goes to the rank that owns this part of the parameter. Only that rank keeps its momentum and updates it.
+After that, all ranks gather the parameters; the next forward waits in each layer for the parameters of that layer. The
+results are those of the plain loop.
 """
 
 import torch
@@ -20,14 +20,14 @@ async def main() -> None:
     images, labels = load()  # (1797, 64), (1797,)
     async with aiodist.init() as coll:
         net = await DataParallel.create(build(), coll)
-        opt = await ShardedOptimizer.create(net, optimizer)  # calls `optimizer(groups)`, with what this rank owns
+        opt = await ShardedOptimizer.create(net, optimizer)  # calls `optimizer(groups)` with this rank's part
         for mine in batches(coll.rank, coll.size):  # (120 / size,)
             await net.step(lambda: F.cross_entropy(net(images[mine]), labels[mine]), opt)
-        await opt.flush()  # until all parameters are there
+        await opt.flush()  # waits for all parameters
 
         momentum = sum(state["momentum_buffer"].numel() for state in opt.optimizer.state.values())
         total = sum(parameter.numel() for parameter in net.parameters())
-        assert momentum <= -(-total // coll.size) + coll.size  # blocks are of equal size, to a few elements
+        assert momentum <= -(-total // coll.size) + coll.size  # blocks differ by a few elements
         if coll.rank == 0:
             report(net.module, images, labels)
 

@@ -1,9 +1,9 @@
 """Ranks with different amounts of data: rank 1 has twice as many images as rank 0, rank 2 three times as many.
 
-aiodist run -n 2 examples/train_uneven.py says on rank 0, before its accuracy, `batches of each rank: [64, 128]`
+aiodist run -n 2 examples/train_uneven.py prints on rank 0, before the accuracy, `batches of each rank: [64, 128]`
 
-A rank whose data has ended waits at the end of `net.join()`. The others go on without it, their mean is over those that
-are left, and in the end all have the same weights.
+A rank that has used its data waits at the end of `net.join()`. The other ranks continue and average among themselves.
+At the end all ranks have the same weights.
 """
 
 import torch
@@ -19,7 +19,7 @@ async def main() -> None:
     torch.set_num_threads(1)  # the ranks share the cores
     images, labels = load()  # (1797, 64), (1797,)
     async with aiodist.init() as coll:
-        parts = coll.size * (coll.size + 1) // 2  # 1 + 2 + ... + size, of which this rank has rank + 1
+        parts = coll.size * (coll.size + 1) // 2  # 1 + 2 + ... + size; this rank has rank + 1 of them
         first = coll.rank * (coll.rank + 1) // 2
         each = (len(images) - HELD_OUT) // parts
         mine = slice(first * each, (first + coll.rank + 1) * each)
@@ -30,7 +30,7 @@ async def main() -> None:
         made = 0
         for _ in range(8):
             async with net.join():
-                for x, y in loader:  # (60, 64), (60,); as many as this rank has
+                for x, y in loader:  # (60, 64), (60,)
                     await net.step(lambda: F.cross_entropy(net(x), y), opt)
                     made += 1
 

@@ -1,9 +1,10 @@
-"""Rank 0 hands out jobs, all ranks work: `async for message in coll.messages()`.
+"""A work queue: rank 0 hands out jobs with `async for message in coll.messages()`, and all ranks work.
 
 aiodist run -n 3 examples/workers.py
 
-A job is a setting of a classifier of the digits; its result is the accuracy by cross-validation. Who is done asks for
-the next one, so a slow rank gets fewer. Rank 0 serves and works at once: the classifier runs in a thread.
+A job is a setting of a classifier of the digits; its result is the accuracy by cross-validation. A rank requests the
+next job when it has finished one, so a slow rank gets fewer. Rank 0 serves and works at the same time: its classifier
+runs in a thread.
 """
 
 import asyncio
@@ -15,11 +16,11 @@ from sklearn.svm import SVC
 
 import aiodist
 
-ASK, JOB = 1, 2  # tags: to rank 0, and from there
+ASK, JOB = 1, 2  # tags: to rank 0, and from rank 0
 
 
 async def serve(coll: aiodist.Communicator, jobs: list[dict[str, float]]) -> list[tuple[float, dict[str, float]]]:
-    """Answer each message, which brings the result of the last job, with another job; with None when none is left."""
+    """Answer each message, the result of the last job, with another job, or with None if none is left."""
     results, working = [], coll.size
     async for message in coll.messages(tag=ASK):
         if message.data is not None:
@@ -33,7 +34,7 @@ async def serve(coll: aiodist.Communicator, jobs: list[dict[str, float]]) -> lis
 
 
 async def work(coll: aiodist.Communicator) -> int:
-    """Do jobs until there are no more; return how many it were."""
+    """Do jobs until none is left; return their number."""
     x, y = load_digits(return_X_y=True)  # (1797, 64), (1797,)
     x, y = x[:600], y[:600]
     result, done = None, 0

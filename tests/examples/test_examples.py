@@ -207,7 +207,7 @@ def test_n11_uneven_data_is_used_up(sections: dict[str, list[str]]) -> None:
 
 @pytest.mark.thorough
 def test_n15_prefetch_tells_what_it_hid(sections: dict[str, list[str]]) -> None:
-    match = re.fullmatch(r"preparing took \d\.\d\d s, of which (\d+)% were hidden", sections["train_prefetch"][0])
+    match = re.fullmatch(r"preparing took \d\.\d\d s, (\d+)% of it hidden", sections["train_prefetch"][0])
     assert match is not None
     assert 0 < int(match[1]) <= 100
 
@@ -265,7 +265,7 @@ def test_n17_a_stopped_training_ends_as_if_it_had_not_been(
     assert stopped != expected
     run_ranks(after, lambda: program.main(tmp_path / "digits"))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{after} ranks go on behind step 20, saved by {before}"
+    assert lines[0] == f"{after} ranks continue after step 20, saved by {before}"
     same_weights(lines[1:], expected)
     assert sorted(p.name for p in (tmp_path / "digits").iterdir()) == ["checkpoint-00000002", "checkpoint-00000003"]
 
@@ -276,7 +276,7 @@ def test_t3_resume_goes_on_with_other_ranks(launch: Launch, sequential: list[str
     assert (done.code, done.errors, done.lines[1]) == (0, "", [])
     done = launch(1, EXAMPLES / "resume.py", mpi="openmpi")
     assert (done.code, done.errors) == (0, "")
-    assert done.lines[0][0] == "1 ranks go on behind step 40, saved by 2"
+    assert done.lines[0][0] == "1 ranks continue after step 40, saved by 2"
     same_weights(done.lines[0], sequential)
 
 
@@ -377,7 +377,7 @@ def test_n14_the_engine_learns_the_digits_in_40_lines(
     found = [match for match in map(line.fullmatch, epochs) if match is not None]
     assert [int(match[1]) for match in found] == [*range(1, len(epochs) + 1)]
     assert float(found[-1][2]) >= 0.95
-    assert last == f"stopped behind epoch {len(epochs)} of 15"
+    assert last == f"stopped after epoch {len(epochs)} of 15"
     assert len(epochs) < 15
     assert len((EXAMPLES / "engine_digits.py").read_text().splitlines()) <= 40
 
