@@ -32,7 +32,7 @@ _PAGES = {
 }
 _UNSEARCHED = ("changelog.md", "contract.md", "results.md")
 """Pages that the search leaves out: they hold every word of the project."""
-_USED, _MADE = 10, 0.1
+_USED, _MADE = 10, 0.001
 """How much a hit counts in the search, on pages for users and on those of how it works; elsewhere 1."""
 _TOP = {
     "starting": ("Start and end: init, run, open, start", ("init", "run", "open", "start", "isolate")),
