@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from aiodist.env import variables, wants_full_tracebacks
-from aiodist.errors import AiodistError, ConfigError
+from aiodist.errors import AiodistError, ConfigError, pointer
 
 if TYPE_CHECKING:
     from aiodist.launch.hosts import Host
@@ -74,7 +74,8 @@ def main() -> int:
     except (AiodistError, OSError) as error:
         if wants_full_tracebacks():
             raise
-        print(f"aiodist: {error}", file=sys.stderr)  # noqa: T201
+        shown = pointer(error)
+        print(f"aiodist: {error}{f' ({shown})' if shown else ''}", file=sys.stderr)  # noqa: T201
     return 2
 
 
@@ -329,6 +330,20 @@ def inspect_(
     if json and live:
         raise ConfigError("--json and --live: expected one of the two")
     shown.show(job, as_json=json, live=live, flight_recorder=flight_recorder)
+
+
+@app.command()
+def explain(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="An exception, such as mismatcherror; left out: list them.")
+    ] = None,
+) -> None:
+    """Print what an exception means and how to cure it: its section of the page "Debug"."""
+    from rich.console import Console
+
+    from aiodist.doctor.explain import explain as show
+
+    show(name, Console())
 
 
 @app.command(context_settings=_Everything, add_help_option=False)

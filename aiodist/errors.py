@@ -1,26 +1,28 @@
 """Every exception that aiodist raises on purpose.
 
 AiodistError                         .rank .comm .op
-├─ ConfigError (ValueError)          environment or command line
-├─ BackendUnavailable (ImportError)  says what to install
+├─ ConfigError (ValueError)          environment, command line or options
+├─ BackendUnavailable (ImportError)  names the package to install
 ├─ CommunicatorError
-│  ├─ CommunicatorClosed             used after `aclose`
-│  └─ CommunicatorAborted            given up: by `abort()`, a mismatch, or a failure elsewhere
+│  ├─ CommunicatorClosed             the communicator was closed before the call
+│  └─ CommunicatorAborted            `abort()`, a mismatch, or the failure of another rank ended it
 ├─ MismatchError (ValueError)        ranks disagree on kind, dtype, count, op, root or order
-│  └─ MismatchAborted                given up for that; a CommunicatorAborted as well
+│  └─ MismatchAborted                raised after a mismatch; a CommunicatorAborted as well
 ├─ BufferInFlight (ValueError)       names the operation that still owns the buffer
 ├─ PeerError
 │  ├─ PeerLost (ConnectionError)     a rank died or cannot be reached
 │  └─ RemoteError                    a rank raised; carries its traceback
-├─ DeadlockError                     .cycle: the ranks that wait for one another, and never will go on
-├─ OperationTimeout (TimeoutError)   .late: the ranks that are late, and where each of them is
+├─ DeadlockError                     .cycle: the ranks that wait for one another
+├─ OperationTimeout (TimeoutError)   .late: the late ranks, and where each of them is
 ├─ BackendError                      .code and the native text, raised `from` the native error
-├─ CheckpointDamaged (ValueError)    a file of a checkpoint is not as it was written
+├─ CheckpointDamaged (ValueError)    a file of a checkpoint is missing or was changed
 └─ LaunchError
    └─ WorkerFailed                   .rank .exitcode or .signal
 
-Mistakes of the caller that a standard exception names well are `TypeError`, `ValueError` and, for a call
-from the wrong thread or loop, `RuntimeError`.
+If Python has an exception for a mistake of the caller, aiodist raises that one: `TypeError`, `ValueError` and, for a
+call from the wrong thread or event loop, `RuntimeError`.
+
+docs/debug.md has a section for each class. The last note of an error names the command that prints the section.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ __all__ = [
 
 
 class AiodistError(Exception):
-    """The base of all; `rank`, `comm` and `op` say where it happened, None where that has no meaning."""
+    """Base of all errors; `rank`, `comm` and `op` name the place of the error, or are None."""
 
     def __init__(
         self, message: str, *, rank: int | None = None, comm: str | None = None, op: str | None = None
@@ -64,16 +66,28 @@ class AiodistError(Exception):
             for name, value in (("operation", self.op), ("communicator", self.comm), ("rank", self.rank))
             if value is not None
         ]
-        # An operation without its place says nothing that the message does not.
-        told = where and (self.comm is not None or self.rank is not None)
-        return f"{self.args[0]} [{', '.join(where)}]" if told else str(self.args[0])
+        # The message names the operation already, so its name alone adds nothing.
+        placed = where and (self.comm is not None or self.rank is not None)
+        return f"{self.args[0]} [{', '.join(where)}]" if placed else str(self.args[0])
+
+    def add_note(self, note: str, /) -> None:
+        """Add a note to the traceback, before the pointer to the section of the class."""
+        if not isinstance(note, str):
+            raise TypeError(f"note must be a str, not {type(note).__name__!r}")
+        self.__dict__.setdefault("_notes", []).append(note)
+
+    @property
+    def __notes__(self) -> list[str]:
+        # Computed, so that copies, pickles and texts that quote this error never repeat the pointer.
+        shown = pointer(self)
+        return [*self.__dict__.get("_notes", ()), *([shown] if shown else ())]
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Subclasses take keywords, which the default would lose in a copy or a pickle.
+        # The default loses the keywords of subclasses in a copy or a pickle.
         return _restored, (type(self), self.args, self.__dict__.copy())
 
     def located(self, *, rank: int, comm: str, op: str | None) -> AiodistError:
-        """Return this error with what it does not know yet filled in: the innermost place wins."""
+        """Fill in the place of this error, keep what is known already, and return the error."""
         self.rank = rank if self.rank is None else self.rank
         self.comm = comm if self.comm is None else self.comm
         self.op = op if self.op is None else self.op
@@ -87,16 +101,24 @@ def _restored(cls: type[AiodistError], args: tuple[object, ...], state: dict[str
     return error
 
 
+def pointer(error: BaseException) -> str:
+    """Return the text that names the section for an error; empty if its class has none."""
+    known = next((kind for kind in type(error).__mro__ if kind.__module__ == __name__), None)
+    if known is None or (known is AiodistError and type(error) is not AiodistError):
+        return ""  # a class of another module
+    return f"see: aiodist explain {known.__name__.lower()}"
+
+
 class ConfigError(AiodistError, ValueError):
-    """The environment or the command line makes no sense."""
+    """A variable of the environment, an argument of the command line or an option is wrong."""
 
 
 class BackendUnavailable(AiodistError, ImportError):
-    """A library is missing or too old; the message says what to install."""
+    """A library or an implementation is missing here; the message names the package to install, or the reason."""
 
 
 class CommunicatorError(AiodistError):
-    """The communicator cannot be used."""
+    """The communicator cannot be used for this call."""
 
 
 class CommunicatorClosed(CommunicatorError):
@@ -104,27 +126,27 @@ class CommunicatorClosed(CommunicatorError):
 
 
 class CommunicatorAborted(CommunicatorError):
-    """The communicator was given up; what was in flight on it never completes."""
+    """The communicator was aborted; operations in flight on it never complete."""
 
 
 class MismatchError(AiodistError, ValueError):
-    """Ranks issued different operations as the same step; the message shows both sides."""
+    """Ranks called different operations at the same point; the message shows both sides."""
 
 
 class MismatchAborted(CommunicatorAborted, MismatchError):
-    """The communicator was given up because ranks disagree: what calls raise from then on, in whichever task."""
+    """The communicator was aborted after a mismatch; every later call on it raises this error, in all tasks."""
 
 
 class BufferInFlight(AiodistError, ValueError):
-    """The buffer belongs to an earlier operation that is not over."""
+    """An earlier operation that is still in flight uses the same memory."""
 
 
 class PeerError(AiodistError):
-    """Another rank failed."""
+    """Another rank failed; base of the two classes below."""
 
 
 class PeerLost(PeerError, ConnectionError):
-    """Another rank died or cannot be reached; `lost` is its rank."""
+    """Another rank died or cannot be reached; `lost` is its number."""
 
     def __init__(self, message: str, *, lost: int, **where: str | int | None) -> None:
         super().__init__(message, **where)  # type: ignore[arg-type]
@@ -132,7 +154,7 @@ class PeerLost(PeerError, ConnectionError):
 
 
 class RemoteError(PeerError):
-    """Another rank raised; `raised_by` is its rank, `traceback` the text of its traceback."""
+    """Another rank raised; `raised_by` is its number, `traceback` the text of its traceback."""
 
     def __init__(self, message: str, *, raised_by: int, traceback: str = "", **where: str | int | None) -> None:
         super().__init__(message, **where)  # type: ignore[arg-type]
@@ -141,9 +163,9 @@ class RemoteError(PeerError):
 
 
 class DeadlockError(AiodistError):
-    """Ranks wait for one another, or for themselves, and none can go on; `cycle` are those, each waiting for the next.
+    """Ranks wait for one another and none can continue; in `cycle` each rank waits for the next one.
 
-    The message shows what each of them waits in, and where its tasks are suspended.
+    The message shows the operation that each rank waits for, and the stacks of its tasks.
     """
 
     def __init__(self, message: str, *, cycle: tuple[int, ...] = (), **where: str | int | None) -> None:
@@ -151,11 +173,11 @@ class DeadlockError(AiodistError):
         self.cycle = cycle
 
     def __str__(self) -> str:
-        return str(self.args[0])  # which names each rank with what it waits in
+        return str(self.args[0])  # it names the ranks and their operations
 
 
 class OperationTimeout(AiodistError, TimeoutError):
-    """A deadline passed; `late` maps each late rank that is known to where it is."""
+    """A deadline passed; `late` maps each late rank to the place where it is, if that is known."""
 
     def __init__(
         self,
@@ -171,7 +193,7 @@ class OperationTimeout(AiodistError, TimeoutError):
 
 
 class BackendError(AiodistError):
-    """A native library failed; `code` is its error code, the native text is in the message."""
+    """A native library failed; `code` is its error code, and the message has its text."""
 
     def __init__(self, message: str, *, code: int | None = None, **where: str | int | None) -> None:
         super().__init__(message, **where)  # type: ignore[arg-type]
@@ -179,7 +201,7 @@ class BackendError(AiodistError):
 
 
 class CheckpointDamaged(AiodistError, ValueError):
-    """A file of a checkpoint is missing, or not as it was written; the message names the file and the place in it."""
+    """A file of a checkpoint is missing or was changed; the message names the file and the bytes."""
 
 
 class LaunchError(AiodistError):
@@ -187,7 +209,7 @@ class LaunchError(AiodistError):
 
 
 class WorkerFailed(LaunchError):
-    """One process of the job failed; exactly one of `exitcode` and `signal` is set."""
+    """A process of the job failed; exactly one of `exitcode` and `signal` is set."""
 
     def __init__(self, message: str, *, rank: int, exitcode: int | None = None, signal: str | None = None) -> None:
         super().__init__(message, rank=rank)

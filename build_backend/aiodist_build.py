@@ -34,6 +34,7 @@ from setuptools.build_meta import (
     prepare_metadata_for_build_wheel,
 )
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
 
 __all__ = [
@@ -99,7 +100,29 @@ def settings() -> dict[str, Any]:
         if not limited and machine != platform.machine():
             sys.exit("a wheel for another machine needs the limited API, which this free-threaded Python has not")
         tags["plat_name"] = "manylinux_{}_{}_{}".format(*GLIBC, machine)
-    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildCore}, "options": {"bdist_wheel": tags}}
+    return {
+        "ext_modules": [extension],
+        "cmdclass": {"build_ext": BuildCore, "build_py": CopyPages},
+        "options": {"bdist_wheel": tags},
+    }
+
+
+class CopyPages(build_py):  # type: ignore[misc]  # it has no types
+    """Copies the page that `aiodist explain` prints into the package; an editable install reads it in docs/."""
+
+    def run(self) -> None:
+        """Copy the modules, then the page."""
+        super().run()
+        if not self.editable_mode:
+            self.mkpath(str(self._page().parent))
+            self.copy_file(str(ROOT / "docs" / "debug.md"), str(self._page()))
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        """Return the files that are made."""
+        return [*super().get_outputs(include_bytecode), *([] if self.editable_mode else [str(self._page())])]
+
+    def _page(self) -> Path:
+        return Path(self.build_lib, "aiodist", "doctor", "debug.md")
 
 
 class BuildCore(build_ext):  # type: ignore[misc]  # it has no types

@@ -1,1 +1,1 @@
-"""`aiodist doctor`: what is there, what works, what is missing and how to mend it."""
+"""`aiodist doctor`: what is installed, what works, what is missing and how to fix it. `aiodist explain`: errors."""

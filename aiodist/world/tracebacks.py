@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from aiodist.env import is_launched, wants_full_tracebacks
-from aiodist.errors import AiodistError
+from aiodist.errors import AiodistError, pointer
 from aiodist.handles.origin import is_ours
 
 _OTHERS = ("uvloop/", "<frozen runpy>")
@@ -31,10 +31,19 @@ def fold_tracebacks() -> None:
         sys.excepthook = _print_folded
 
 
-def folded(error: BaseException, *, programs: bool = False) -> str:
-    """Return the traceback of `error` as text, with its causes and its parts; `programs`: it is known to be one's."""
+def folded(error: BaseException, *, programs: bool = False, pointed: bool = False) -> str:
+    """Return the traceback of `error` as text, with its causes and its parts; `programs`: it is known to be one's.
+
+    `pointed`: keep the pointer of the outermost error to the debug page. Texts for other ranks have none.
+    """
     text = traceback.TracebackException.from_exception(error)
-    every = [] if wants_full_tracebacks() else list(_every(text, error))
+    every = list(_every(text, error))
+    for part, told in every:
+        if isinstance(told, AiodistError) and pointer(told):
+            part.__notes__ = told.__notes__ if pointed else told.__notes__[:-1]
+            pointed = False
+    if wants_full_tracebacks():
+        every = []
     # Where there is no program to show, as in our own tools, nothing is folded.
     if programs or any(not _is_ours(frame) for part, _ in every for frame in part.stack):
         for part, told in every:
@@ -80,7 +89,7 @@ def cause_in(text: str) -> str:
 def _print_folded(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     try:
         error = error.with_traceback(trace)
-        text = _interrupted(error) if kind is KeyboardInterrupt and is_launched() else folded(error)
+        text = _interrupted(error) if kind is KeyboardInterrupt and is_launched() else folded(error, pointed=True)
     except Exception:  # noqa: BLE001  - it must be shown in any case
         sys.__excepthook__(kind, error, trace)
         return
@@ -90,7 +99,7 @@ def _print_folded(kind: type[BaseException], error: BaseException, trace: Traceb
 def print_error(error: Exception) -> None:
     """Print an error that ends a program when no frame of the program is left, as at exit."""
     if sys.excepthook is _print_folded:
-        _show(folded(error, programs=True))
+        _show(folded(error, programs=True, pointed=True))
     else:
         sys.excepthook(type(error), error, error.__traceback__)
 

@@ -144,4 +144,7 @@ def test_l5_the_option_of_mpirun_is_answered_with_ours(plain: Launcher) -> None:
         [sys.executable, "-m", "aiodist", "run", "-np", "3", "script.py"],
         env=plain.environ, capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (2, "aiodist: -np 3: expected -n 3\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "aiodist: -np 3: expected -n 3 (see: aiodist explain configerror)\n",
+    )

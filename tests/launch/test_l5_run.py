@@ -126,7 +126,8 @@ def test_l5_as_many_ranks_as_descriptors_allow(plain: Launcher) -> None:
     options: dict[str, Any] = {"cwd": plain.folder, "env": plain.environ, "capture_output": True, "text": True}
     done = subprocess.run(refused, **options, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "aiodist: 40 ranks: expected a limit of at least 384 open files (ulimit -n), it is 60\n"
+    said = "aiodist: 40 ranks: expected a limit of at least 384 open files (ulimit -n), it is 60"
+    assert done.stderr == f"{said} (see: aiodist explain launcherror)\n"
     raised = ["bash", "-c", 'ulimit -Sn 40; exec "$@"', "-", *plain.command(script, n=24)]
     done = subprocess.run(raised, **options, timeout=60)
     assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", 24)
@@ -136,7 +137,8 @@ def test_l5_a_folder_that_is_gone_is_named(plain: Launcher) -> None:
     command = ["bash", "-c", 'mkdir gone; cd gone; rmdir ../gone; exec "$@"', "-", *plain.command("-m", "this")]
     done = subprocess.run(command, cwd=plain.folder, env=plain.environ, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "aiodist: the working directory is gone: expected one in which ranks can be started\n"
+    said = "aiodist: the working directory is gone: expected one in which ranks can be started"
+    assert done.stderr == f"{said} (see: aiodist explain launcherror)\n"
 
 
 def test_l5_what_a_terminal_cannot_show_is_no_error(plain: Launcher) -> None:

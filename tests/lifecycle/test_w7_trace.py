@@ -71,7 +71,8 @@ def test_w7_a_folder_that_cannot_be_written_is_an_error_before_ranks_start(run: 
     (tmp_path / "file").touch()
     ended = run("traced.py", "trained", options=("--trace", str(tmp_path / "file" / "out")))
     assert (ended.code, ended.exits, ended.text) == (2, {}, "")
-    assert ended.errors.strip() == f"aiodist: a trace cannot be written to {tmp_path}/file/out: Not a directory"
+    problem = f"a trace cannot be written to {tmp_path}/file/out: Not a directory"
+    assert ended.errors.strip() == f"aiodist: {problem} (see: aiodist explain configerror)"
 
 
 @pytest.mark.thorough

@@ -190,3 +190,16 @@ def test_editable_install_of_a_tree_without_links_imports(builds: Builds, tmp_pa
     tree = builds.plain_tree
     expected = [tree / name / "__init__.py" for name in ("aiodist", "handles", "streams")]
     assert import_from(builds.editable, tmp_path) == [*expected, tree / "aiodist" / extension()]
+
+
+def test_aiodist_explain_has_its_page_in_a_wheel(builds: Builds, tmp_path: Path) -> None:
+    page = "aiodist/doctor/debug.md"
+    assert (builds.wheel / page).read_bytes() == (ROOT / "docs/debug.md").read_bytes()
+    assert page not in files(builds.editable)  # which reads docs/
+    run = "import site, sys; site.addsitedir(sys.argv[1]); sys.path.append(sys.argv[2])\nfrom aiodist.cli import app\n"
+    for site in (builds.wheel, builds.editable):
+        code = f"{run}app(['explain', 'mismatcherror'])"
+        command = [sys.executable, "-I", "-S", "-c", code, str(site), sysconfig.get_path("purelib")]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
+        assert done.returncode == 0, done.stderr
+        assert "MismatchError: ranks disagree on operation #0" in done.stdout

@@ -142,7 +142,10 @@ def test_w11_a_running_job_says_who_is_late(nursery: str, folder: Path) -> None:
         as_json = json.loads(aiodist("inspect", "--json").stdout)
         assert [rank["rank"] for rank in as_json["ranks"]] == [0, 1, 2]
         refused = aiodist("inspect", "--json", "--live")
-        assert (refused.returncode, refused.stderr) == (2, "aiodist: --json and --live: expected one of the two\n")
+        assert (refused.returncode, refused.stderr) == (
+            2,
+            "aiodist: --json and --live: expected one of the two (see: aiodist explain configerror)\n",
+        )
         refused = aiodist("inspect", "--flight-recorder", f"{folder}/program.py")
         assert refused.returncode == 2
         assert refused.stderr == f"aiodist: [Errno 17] File exists: '{folder}/program.py'\n"
