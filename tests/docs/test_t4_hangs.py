@@ -1,4 +1,4 @@
-"""docs/hangs.md, docs/handle.md: what they show is what aiodist prints of programs there, and of those here."""
+"""docs/debug.md, docs/handles.md: their outputs are those of the programs there, or of the programs here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -22,10 +23,12 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-CROSSED, STOPPED = blocks("hangs.md", "python")[0], blocks("handle.md", "python")[-1]
-[POLLED] = blocks("hangs.md", "py")
-DEADLOCK, BESIDE, LATE, TABLE, GOT, UNREAD, BLOCKED = blocks("hangs.md", "text")
-TIMEOUT, REPORT = blocks("handle.md", "text")
+[SAVES] = blocks("debug.md", "python")[:1]
+PROFILED = blocks("debug.md", "py")[-1]
+DEADLOCK, LATE, UNLESS, TABLE, BLOCKED = blocks("debug.md", "text")
+OVERLAPS, STOPPED = blocks("handles.md", "python")
+MESSAGES, POLLED = blocks("handles.md", "py")
+COMPUTED, STATES, SENT, GOT, TIMEOUT = blocks("handles.md", "text")
 TRAIN = """import asyncio, time, torch, aiodist
 
 def load(seconds):
@@ -36,34 +39,6 @@ async def main():
         for seconds in (3, 9) if coll.rank else ():
             load(seconds); await asyncio.sleep(0)
         await coll.allreduce(torch.ones(3))
-
-aiodist.run(main)
-"""
-SAVES = """import torch, aiodist
-from aiodist.nn import DataParallel
-
-
-async def main():
-    async with aiodist.init() as coll:
-        net = await DataParallel.create(torch.nn.Linear(4, 1), coll)
-        opt = torch.optim.SGD(net.parameters(), lr=0.1)
-        x = torch.ones(8, 4)
-        for step in range(6):
-            # every rank makes the steps, and rank 0 alone saves
-            await net.step(lambda: net(x).sum(), opt)
-            if coll.rank == 0 and step % 4 == 3:
-                await aiodist.save("saved", net, opt)
-
-aiodist.run(main)
-"""
-SENDS = """import torch, aiodist
-
-
-async def main():
-    async with aiodist.init() as coll:
-        if coll.rank == 0:
-            await coll.send(torch.ones(3), dst=1, tag=7)
-
 
 aiodist.run(main)
 """
@@ -84,6 +59,18 @@ async def main():
         else:
             await coll.allreduce(t)
 
+aiodist.run(main)
+"""
+STEPS = """import torch, aiodist
+
+async def main():
+    async with aiodist.init() as coll:
+        net = await aiodist.nn.DataParallel.create(torch.nn.Linear(4, 1), coll)
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        x = torch.ones(8, 4)
+        def loss():
+            return net(x).sum()
+{}
 aiodist.run(main)
 """
 LOST = """import asyncio, signal, torch, aiodist
@@ -136,21 +123,25 @@ def timeless(text: str) -> str:
 @pytest.mark.parametrize(
     ("name", "program", "shown"),
     [
-        ("crossed.py", CROSSED, [DEADLOCK]),
-        ("train.py", SAVES, [BESIDE]),
+        ("train.py", SAVES, [DEADLOCK]),
         ("blocked.py", STOPPED, [TIMEOUT]),
+        ("overlap.py", OVERLAPS, [COMPUTED]),
+        ("messages.py", MESSAGES, [SENT]),
         ("poll.py", POLLED, [GOT]),
-        ("unread.py", SENDS, [UNREAD]),
         pytest.param("train.py", TRAIN, [LATE, BLOCKED], marks=pytest.mark.thorough),
-        pytest.param("train.py", UNLIKE, [REPORT], marks=pytest.mark.thorough),
+        pytest.param("train.py", UNLIKE, [UNLESS], marks=pytest.mark.thorough),
     ],
-    ids=["deadlock", "beside a net", "timeout", "polled", "unread", "late", "report"],
+    ids=["deadlock", "timeout", "overlap", "messages", "polled", "late", "report"],
 )
 def test_t4_a_wait_is_told_as_the_page_shows(
     nursery: str, tmp_path: Path, name: str, program: str, shown: list[str]
 ) -> None:
     output = printed(nursery, tmp_path, name, program)
     assert [text for text in shown if " ".join(timeless(text).split()) not in " ".join(output.split())] == [], output
+
+
+def test_t4_a_profiler_sees_the_steps(nursery: str, tmp_path: Path) -> None:
+    assert "aten::addmm" in printed(nursery, tmp_path, "profiled.py", STEPS.format(indent(PROFILED, 8 * " ")))
 
 
 @pytest.mark.thorough
