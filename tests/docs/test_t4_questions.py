@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from aiodist import errors
-from aiodist.cli import app
+from aiodist import cli, errors
 from tests.support.nursed import stub
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,14 +153,14 @@ def sections() -> dict[str, str]:
 def test_t4_each_exception_has_a_section(name: str) -> None:
     text = sections()[name]
     assert len(text.split()) <= 80
-    result = CliRunner().invoke(app, ["explain", name.upper()])
+    result = CliRunner().invoke(cli.app, ["explain", name.upper()])
     assert result.exit_code == 0
     assert re.search(rf"^\W*{name}\W*$", result.output, re.MULTILINE)
     assert " ".join(text.replace("`", "").split())[:30] in " ".join(result.output.split())
 
 
 def test_t4_explain_lists_the_names() -> None:
-    output = CliRunner().invoke(app, ["explain"]).output
+    output = CliRunner().invoke(cli.app, ["explain"]).output
     assert [name for name in errors.__all__ if f"\n{name.lower()} " not in f"\n{output}"] == []
 
 
@@ -170,13 +169,13 @@ def test_t4_explain_lists_the_names() -> None:
 )
 def test_t4_explain_suggests_the_nearest_name(name: str, meant: str) -> None:
     with pytest.raises(errors.ConfigError, match=f"there is no section '{name}': did you mean {meant}?"):
-        CliRunner().invoke(app, ["explain", name], catch_exceptions=False)
+        CliRunner().invoke(cli.app, ["explain", name], catch_exceptions=False)
 
 
 def test_t4_explain_takes_the_name_that_a_traceback_has() -> None:
-    assert "MismatchError" in CliRunner().invoke(app, ["explain", "aiodist.errors.MismatchError"]).output
+    assert "MismatchError" in CliRunner().invoke(cli.app, ["explain", "aiodist.errors.MismatchError"]).output
     with pytest.raises(errors.ConfigError, match="there is no section 'xyzzy': `aiodist explain` lists all"):
-        CliRunner().invoke(app, ["explain", "xyzzy"], catch_exceptions=False)
+        CliRunner().invoke(cli.app, ["explain", "xyzzy"], catch_exceptions=False)
 
 
 POINTED = "see: aiodist explain mismatcherror"
