@@ -77,7 +77,7 @@ class AiodistError(Exception):
         self.__dict__.setdefault("_notes", []).append(note)
 
     @property
-    def __notes__(self) -> list[str]:
+    def __notes__(self) -> list[str]:  # type: ignore[override]  # typeshed has a writable one
         # Computed, so that copies, pickles and texts that quote this error never repeat the pointer.
         shown = pointer(self)
         return [*self.__dict__.get("_notes", ()), *([shown] if shown else ())]
