@@ -7,13 +7,13 @@ from typing import get_args, get_type_hints
 
 from aiodist import Communicator
 from aiodist.collectives.choice.table import IMPLEMENTATIONS, NAMES
-from aiodist.types import Impl, Op, ReduceOp
+from aiodist.types import OP_ALIASES, Impl, Op, ReduceOp
 
 
 def test_c2_the_operators_that_editors_complete_are_those_there_are() -> None:
     words, kind = get_args(Op)
     assert kind is ReduceOp
-    assert get_args(words) == tuple(op.value for op in ReduceOp)
+    assert get_args(words) == (*(op.value for op in ReduceOp), *OP_ALIASES)
 
 
 def test_a1_the_implementations_that_editors_complete_are_those_there_are() -> None:
