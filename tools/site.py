@@ -82,11 +82,14 @@ def pages() -> dict[str, str]:
 
 def _linked(text: str) -> str:
     """Return a page of the root, or of docs/, with links that lead to pages of the site."""
-    homes = {source: page for page, source in _PAGES.items()} | {"examples": "examples/index.md"}
+    homes = {source: page for page, source in _PAGES.items()}
+    homes |= dict.fromkeys(("examples", "examples/", "examples/README.md"), "examples/index.md")
 
     def led(link: re.Match[str]) -> str:
         up = "../" if link[1].startswith("../../") else ""  # of a page of docs/design
-        home = homes.get(link[1].removeprefix(up).removeprefix("../").removeprefix("docs/"))
+        target = link[1].removeprefix(up).removeprefix("../").removeprefix("docs/")
+        example = re.fullmatch(r"(examples/\w+)\.py", target)
+        home = f"{example[1]}.md" if example else homes.get(target)
         return f"]({up}{home}" if home else f"]({link[1].removeprefix('../docs/').removeprefix('docs/')}"
 
     return _LINK.sub(led, text)
@@ -96,15 +99,13 @@ def _linked(text: str) -> str:
 
 
 def _examples() -> dict[str, str]:
-    rows, found = [], {}
-    for path in sorted((ROOT / "examples").glob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        first = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-        rows.append(f"| [{path.name}]({path.stem}.md) | {first} |")
-        found[f"examples/{path.stem}.md"] = f"# {path.name}\n\n```python\n{text}```\n"
-    table = "\n".join(["| | |", "|---|---|", *rows])
-    text = f"# Examples\n\nEach has one idea. `aiodist run -n 2 examples/NAME.py` runs one on two ranks.\n\n{table}\n"
-    return {"examples/index.md": text, **found}
+    """Return the index, examples/README.md, and a page for each example, in its order."""
+    readme = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    found = {"examples/index.md": re.sub(r"\]\((\w+)\.py\)", r"](\1.md)", readme)}
+    for name in re.findall(r"\]\((\w+)\.py\)", readme):
+        text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+        found[f"examples/{name}.md"] = f"# {name}.py\n\n```python\n{text}```\n"
+    return found
 
 
 # --- the reference -----------------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ def _command_line() -> str:
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add to the menu the pages that are made, and those of docs/design."""
     design = [str(path.relative_to(ROOT / "docs")) for path in sorted((ROOT / "docs/design").glob("*.md"))]
-    _add({"Packages": design, "Examples": sorted(_examples()), "Reference": list(_reference())}, config.nav or [])
+    _add({"Packages": design, "Examples": list(_examples()), "Reference": list(_reference())}, config.nav or [])
     return config
 
 

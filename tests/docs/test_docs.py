@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_BLOCKS = Path(__file__).with_name("run_blocks.py")
-FILES = sorted(
-    [ROOT / "README.md", ROOT / "tests/CONTRACT.md", ROOT / "benchmarks/RESULTS.md", *(ROOT / "docs").rglob("*.md")]
+OTHERS = ("README.md", "examples/README.md", "tests/CONTRACT.md", "benchmarks/RESULTS.md", "CONTRIBUTING.md")
+FILES = sorted([*(ROOT / name for name in OTHERS), *(ROOT / "docs").rglob("*.md")])
+EVERY_FILE = pytest.mark.parametrize(
+    "file", FILES, ids=lambda file: "examples" if file.parent.name == "examples" else file.name
 )
-EVERY_FILE = pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 INLINE = re.compile(r"`((?:aiodist|make|python\s+-m\s+benchmarks)\s[^`]+)`")
 EXTRAS = re.compile(r"aiodist\[([\w,]+)\]|\.\[([\w,]+)\]")
@@ -105,7 +106,7 @@ def check(words: list[str]) -> str | None:
     if words[:3] == ["python", "-m", "benchmarks"]:
         return check_benchmark(words[3:])
     if words[0] == "make":
-        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return None if all(word in targets or "=" in word for word in words[1:]) else "no such target"
     return check_extras(" ".join(words))
 
