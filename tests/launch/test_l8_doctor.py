@@ -153,7 +153,8 @@ def test_l8_what_is_for_hosts_needs_hosts(plain: Launcher, arguments: list[str],
     command = [sys.executable, "-m", "aiodist.cli", "doctor", *arguments]
     done = subprocess.run(command, env=plain.environ, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"aiodist: {what} is for several hosts: say --hosts or --hostfile\n"
+    pointer = "(see: aiodist explain configerror)"
+    assert done.stderr == f"aiodist: {what} is for several hosts: say --hosts or --hostfile {pointer}\n"
 
 
 def test_l8_a_question_has_a_time_limit() -> None:
