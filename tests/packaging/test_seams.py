@@ -64,7 +64,7 @@ PARTS = {
     "the control channel, with sockets of the test": "control.link control.places",
     "what watches": "watch.arrivals watch.clock watch.jobs watch.shown watch.stillness watch.trace handles.stacks",
     "parts of one class, which no call shows apart": "communicator.threaded handles.buffers "
-    "handles.calls handles.waiting nn.buckets nn.data_parallel ps.pool world.isolation",
+    "handles.calls handles.waiting nn.buckets ps.pool world.isolation",
     "the plugin of pytest itself": "testing.plugin testing.ranks testing.jobs",
 }
 """Other modules that the tests of their own package import, by the reason."""
@@ -89,7 +89,6 @@ ACROSS = {
     "hosts/conftest.py": "bench.plan bench.records",
     "lifecycle/programs/opening.py": "backends.shm.neighbours",
     "lifecycle/programs/stopped.py": "ps.requests",
-    "lifecycle/programs/traced.py": "nn.data_parallel",
     "support/exchanges.py": "nn.compression",
     "support/simulated_cuda/patches.py": "backends.nccl",
     "watch/test_w11_inspect.py": "machine",
