@@ -217,7 +217,7 @@ def tool(name: str) -> Any:
 def test_t4_a_drawing_without_a_picture_says_what_to_do() -> None:
     from mkdocs.exceptions import PluginError
 
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="new.md"))
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="new.md"), meta={})
     with pytest.raises(PluginError, match=r"new\.md has no picture: make drawings"):
         tool("site").on_page_markdown("```mermaid\nflowchart TD\n    nowhere-->drawn\n```\n", page)
 
