@@ -33,7 +33,6 @@ if TYPE_CHECKING:
         PeerError,
         PeerLost,
         RemoteError,
-        WorkerFailed,
     )
     from aiodist.handles import Handle, as_completed, gather, timeout
     from aiodist.handles.tracing import span
@@ -69,7 +68,6 @@ __all__ = [
     "PeerLost",
     "ReduceOp",
     "RemoteError",
-    "WorkerFailed",
     "__version__",
     "as_completed",
     "as_handle",
@@ -120,7 +118,6 @@ _HOMES: Final = {
     "PeerLost": "aiodist.errors",
     "ReduceOp": "aiodist.types",
     "RemoteError": "aiodist.errors",
-    "WorkerFailed": "aiodist.errors",
     "as_completed": "aiodist.handles",
     "as_handle": "aiodist.world.runtime",
     "gather": "aiodist.handles",

@@ -16,8 +16,7 @@ AiodistError                         .rank .comm .op
 ├─ OperationTimeout (TimeoutError)   .late: the late ranks, and where each of them is
 ├─ BackendError                      .code and the native text, raised `from` the native error
 ├─ CheckpointDamaged (ValueError)    a file of a checkpoint is missing or was changed
-└─ LaunchError
-   └─ WorkerFailed                   .rank .exitcode or .signal
+└─ LaunchError                       the job could not be started
 
 If Python has an exception for a mistake of the caller, aiodist raises that one: `TypeError`, `ValueError` and, for a
 call from the wrong thread or event loop, `RuntimeError`.
@@ -45,7 +44,6 @@ __all__ = [
     "PeerError",
     "PeerLost",
     "RemoteError",
-    "WorkerFailed",
 ]
 
 
@@ -206,12 +204,3 @@ class CheckpointDamaged(AiodistError, ValueError):
 
 class LaunchError(AiodistError):
     """The job could not be started."""
-
-
-class WorkerFailed(LaunchError):
-    """A process of the job failed; exactly one of `exitcode` and `signal` is set."""
-
-    def __init__(self, message: str, *, rank: int, exitcode: int | None = None, signal: str | None = None) -> None:
-        super().__init__(message, rank=rank)
-        self.exitcode = exitcode
-        self.signal = signal
