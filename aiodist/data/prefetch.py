@@ -234,6 +234,8 @@ class Prefetched(Generic[T]):
         self._taken = PrefetchedStatistics(0, 0, 0.0, 0.0, 0.0, 0.0)
 
     def __aiter__(self) -> Self:
+        if not self._items and not self._closed:
+            raise RuntimeError(f"{self} has no items left: open `async with prefetch(...)` again for each epoch")
         return self
 
     async def __anext__(self) -> T:

@@ -471,3 +471,17 @@ async def test_n15_the_loop_goes_on_while_a_source_blocks(until: Until) -> None:
             assert not item.done()
             go.release()
             assert await item == i
+
+
+async def test_n15_a_second_epoch_of_one_block_is_refused() -> None:
+    """It would train on nothing, in silence; a loop that was left early goes on with the next item."""
+    epochs = prefetch(range(5))
+    async with epochs as items:
+        async for item in items:
+            if item == 2:
+                break
+        assert [item async for item in items] == [3, 4]
+        with pytest.raises(RuntimeError, match="no items left: open .* again for each epoch"):
+            [item async for item in items]
+    async with epochs as items:
+        assert [item async for item in items] == [0, 1, 2, 3, 4]
