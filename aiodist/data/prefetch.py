@@ -227,6 +227,7 @@ class Prefetched(Generic[T]):
         self._ordered = 0
         self._estimate = 0
         """Bytes of the last item whose size is known."""
+        self._exhausted = False
         self._last: Item | None = None
         """The one that ended the stream: nothing comes after it."""
         self._taking = False
@@ -234,7 +235,7 @@ class Prefetched(Generic[T]):
         self._taken = PrefetchedStatistics(0, 0, 0.0, 0.0, 0.0, 0.0)
 
     def __aiter__(self) -> Self:
-        if not self._items and not self._closed:
+        if self._exhausted and not self._closed:
             raise RuntimeError(f"{self} has no items left: open `async with prefetch(...)` again for each epoch")
         return self
 
@@ -262,6 +263,7 @@ class Prefetched(Generic[T]):
             else:
                 self._counted.leave()
         self._take(made, waited)
+        self._exhausted = isinstance(made.error, StopAsyncIteration)
         if made.error is None:
             return cast(T, made.value)
         try:

@@ -481,7 +481,7 @@ async def test_n15_a_second_epoch_of_one_block_is_refused() -> None:
             if item == 2:
                 break
         assert [item async for item in items] == [3, 4]
-        with pytest.raises(RuntimeError, match="no items left: open .* again for each epoch"):
+        with pytest.raises(RuntimeError, match=r"no items left: open .* again for each epoch"):
             [item async for item in items]
     async with epochs as items:
         assert [item async for item in items] == [0, 1, 2, 3, 4]
