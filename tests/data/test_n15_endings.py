@@ -474,7 +474,7 @@ async def test_n15_the_loop_goes_on_while_a_source_blocks(until: Until) -> None:
 
 
 async def test_n15_a_second_epoch_of_one_block_is_refused() -> None:
-    """It would train on nothing, in silence; a loop that was left early goes on with the next item."""
+    """It would train on nothing, in silence; a loop that was left early continues with the next item."""
     epochs = prefetch(range(5))
     async with epochs as items:
         async for item in items:
