@@ -1,4 +1,4 @@
-"""Who answers for handles: for those that nobody looked at, and for those that take long."""
+"""An account reports handles whose outcome was never retrieved, and handles that take long."""
 
 from __future__ import annotations
 

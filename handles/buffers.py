@@ -1,4 +1,4 @@
-"""Which bytes are in flight: one writer, or any number of readers, at a time."""
+"""Bytes in flight: one writer, or any number of readers, at a time."""
 
 from __future__ import annotations
 

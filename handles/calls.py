@@ -1,4 +1,4 @@
-"""Coroutines that know the line of their call, and report it when they are dropped without an await."""
+"""Coroutines that remember the line of their call, and report it if they are never awaited."""
 
 from __future__ import annotations
 

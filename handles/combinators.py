@@ -1,4 +1,4 @@
-"""Many handles, one waiter: `gather`, `as_completed` and, for the runtime itself, `all_over`."""
+"""One waiter for many handles: `gather`, `as_completed` and, for the runtime itself, `all_over`."""
 
 from __future__ import annotations
 

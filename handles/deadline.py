@@ -1,4 +1,4 @@
-"""`aiodist.timeout`: a deadline over a block that says what it waited for."""
+"""`aiodist.timeout`: a deadline over a block; its error names the pending operations."""
 
 from __future__ import annotations
 

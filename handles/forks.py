@@ -1,4 +1,4 @@
-"""What a forked child does to its copy of an event loop, so that the loop of its parent goes on."""
+"""A forked child detaches its copy of the event loop, so that the parent's loop continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Handle`: what every call returns, the same for every kind of operation."""
+"""`Handle`: the result of every call, the same for every kind of operation."""
 
 from __future__ import annotations
 

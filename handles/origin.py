@@ -1,4 +1,4 @@
-"""Which line of the user's program issued an operation, captured in well under a microsecond."""
+"""The line of the user's program that issued an operation, captured in well under a microsecond."""
 
 from __future__ import annotations
 

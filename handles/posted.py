@@ -1,4 +1,4 @@
-"""Handles whose operations can stop while no code waits for them, and take nothing then that another one could have."""
+"""`Posted` handles: an operation runs only while code waits for its handle; else it leaves messages to others."""
 
 from __future__ import annotations
 

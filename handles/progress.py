@@ -1,4 +1,4 @@
-"""What drives pending operations: `Progress`, one per event loop, and the process's progress thread.
+"""`Progress` drives pending operations, one per event loop; with the process's progress thread.
 
 A transport makes progress only while somebody calls into it: an await, the loop, or the progress thread, in turns that
 docs/design/handles.md tells.

@@ -1,4 +1,4 @@
-"""One limit on the bytes that a loop has in flight: reductions, prefetched batches and copies share it.
+"""One limit on a loop's bytes in flight, shared by reductions, prefetched batches and copies.
 
 Who moves bytes asks a `Lane` for leave and gives it back when they have arrived. Lanes are served by priority, each
 in its own order. The first request of a lane that has nothing in flight is always granted: so nobody starves, and

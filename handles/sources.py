@@ -1,4 +1,4 @@
-"""Turning what other libraries complete into handles, and the callback that tells of the end of a transfer."""
+"""Sources turn another library's pending objects into handles; with the callback at the end of a transfer."""
 
 from __future__ import annotations
 

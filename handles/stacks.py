@@ -1,4 +1,4 @@
-"""Where a program stands: the lines of its threads, and the frames of its tasks down to the innermost await."""
+"""The current lines of a program: its threads, and its tasks down to the innermost await."""
 
 from __future__ import annotations
 

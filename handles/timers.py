@@ -1,4 +1,4 @@
-"""The deadlines of one loop's handles, behind one timer of the loop."""
+"""The deadlines of one loop's handles, on one timer of the loop."""
 
 from __future__ import annotations
 

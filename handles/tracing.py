@@ -1,4 +1,4 @@
-"""Where spans of time go while they are recorded: looked at wherever one may begin, and None for most programs."""
+"""The receiver of trace spans; None unless this process records."""
 
 from __future__ import annotations
 

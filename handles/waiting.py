@@ -1,4 +1,4 @@
-"""Threads note at which queue they wait, so that others need not look into their frames; see also `handle`.
+"""Threads record the queue at which they wait, so that other threads need not read their frames.
 
 The locals of a frame are for its own thread. Until Python 3.13 to ask for those of another one copies all of them:
 where that ends an object whose destructor lets other threads run, the frame may be gone meanwhile, and the process

@@ -1,4 +1,4 @@
-"""The calling thread's current CUDA stream: for a block, and whether it captures a graph."""
+"""The calling thread's current CUDA stream: set for a block, and tested for graph capture."""
 
 from __future__ import annotations
 

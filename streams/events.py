@@ -1,4 +1,4 @@
-"""CUDA events: reused, and asked whether they are over; and where on a device an operation ends."""
+"""CUDA events, reused and polled; and fences, which mark where on a device an operation ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contiguous tensors as the memory that they are: what is read there is theirs, and what is written."""
+"""Contiguous tensors as memory: flat views, bytes, dtype names, and whether other tensors share it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies between host and device, by way of pinned memory where the host's memory is not pinned.
+"""Copies between host and device, through pinned memory if the host tensor is not pinned.
 
 [Note: streams for copies alone] A loop has two streams on each device, one for each direction, on which nothing is
 queued but copies that can begin at once: all that they depend on is known to be over. So no copy there waits for

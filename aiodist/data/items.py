@@ -1,4 +1,4 @@
-"""One item on its way from the source to the consumer: what lies in it, and how it goes to a CUDA device ahead."""
+"""One item between source and consumer: its parts, and its copy to a CUDA device ahead of use."""
 
 from __future__ import annotations
 

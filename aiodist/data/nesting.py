@@ -1,4 +1,4 @@
-"""The tensors in nested items: what is made of them, and how many bytes they have."""
+"""Tensors in nested items: how to replace them, and their size in bytes."""
 
 from __future__ import annotations
 

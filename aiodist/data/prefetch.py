@@ -1,4 +1,4 @@
-"""`prefetch`: the next items of a loader are prepared while the consumer works on this one."""
+"""`prefetch`: prepares the next items of a loader while the consumer works on this one."""
 
 from __future__ import annotations
 

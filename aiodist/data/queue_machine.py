@@ -1,4 +1,4 @@
-"""The machine of a queue of shards: who is handed which records of one epoch; no messages, no files, no I/O.
+"""The state machine of a shard queue: which rank gets which records of an epoch; no messages, no files, no I/O.
 
 What ranks do goes in as a call, and what is to be told to them comes out as instructions, which `queue_messages`
 performs one by one. Records are known by their positions in the order of the epoch (`order`).

@@ -1,4 +1,4 @@
-"""What ranks tell each other of a queue of shards: each rank's side, and the first rank's, which keeps the queue."""
+"""Messages of a shard queue: the client on each rank, and the server on the first rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers take items from a source, each when it is ordered; workers apply the consumer's `transform` to them."""
+"""Readers take ordered items from a source; workers apply the consumer's `transform` to them."""
 
 from __future__ import annotations
 

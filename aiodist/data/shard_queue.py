@@ -1,4 +1,4 @@
-"""`ShardQueue`: ranks take the next records when they have used up theirs, each record once an epoch."""
+"""`ShardQueue`: each rank takes more records when it has used its own; each record is used once an epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards: data as a queue hands it out, the order of one epoch, and each rank's static part of the data.
+"""Shards of the data, the order of one epoch, and each rank's static part.
 
 Rank r has the items r, r + size, r + 2 size, and so on. So the k-th batches of all ranks together are what one process
 would have as its k-th batch, `size` times as large, and an iterable need not know its length. Every item belongs to

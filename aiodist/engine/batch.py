@@ -1,4 +1,4 @@
-"""One batch: from the loader, as a sample, through network and criterion; and the means of what is measured of it."""
+"""One batch: from the loader through network and criterion; and means of its metrics."""
 
 from __future__ import annotations
 

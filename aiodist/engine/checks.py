@@ -1,4 +1,4 @@
-"""What an engine looks for when it is asked to: values that are not finite, ranks that differ, a graph that changes."""
+"""Optional checks of an engine: values that are not finite, ranks that differ, a graph that changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is seen of a training: on rank 0 a bar on a terminal, elsewhere a line for each epoch; a trace of some steps."""
+"""The output of a training: a progress bar on rank 0's terminal, else a line for each epoch; a trace of some steps."""
 
 from __future__ import annotations
 

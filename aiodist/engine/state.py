@@ -1,4 +1,4 @@
-"""The state of a training or of an evaluation, the hooks that are given it, and how far a training has come."""
+"""The state of a training or an evaluation, with its hooks and its position."""
 
 from __future__ import annotations
 

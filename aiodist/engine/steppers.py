@@ -1,4 +1,4 @@
-"""How an engine makes steps: by the passes of a `DataParallel`, or by a client of a parameter server."""
+"""Steppers make an engine's steps: with passes of a `DataParallel`, or with a client of a parameter server."""
 
 from __future__ import annotations
 

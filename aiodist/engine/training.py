@@ -1,4 +1,4 @@
-"""One training, epochs of steps with one end for all ranks, and one evaluation, without gradients."""
+"""One training: epochs of steps that end together on all ranks; and one evaluation, without gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chains: each rank hands the buffer to the next in `chunks` parts, and sends one while it receives the next.
+"""Chains: each rank passes the buffer on in `chunks` parts, and sends one while it receives the next.
 
 size - 1 + chunks - 1 steps, of n / chunks elements each: with many chunks, a rank sends for hardly longer than one
 message of n elements takes, however many ranks there are. For long buffers.

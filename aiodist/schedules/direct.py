@@ -1,4 +1,4 @@
-"""Everybody with everybody, or all to one: fewest steps, most messages; for few ranks and as a reference.
+"""All ranks with all, or all to one: fewest steps, most messages; for few ranks and as a reference.
 
 Reductions combine in rank order, as a loop over the ranks would.
 """

@@ -1,4 +1,4 @@
-"""What one rank does in a collective, as data: no tensor, no transport, no clock.
+"""One rank's part in a collective, as data: no tensor, no transport, no clock.
 
 A `Schedule` is made for one rank. Its *working buffer* is a range of elements; which tensors it is made of depends
 on the operation (n elements; `blocks` and `sends`, `receives` cut a buffer in one part for each rank):

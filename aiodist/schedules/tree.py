@@ -1,4 +1,4 @@
-"""Binomial trees: log2(size) steps of the whole buffer, for short ones.
+"""Binomial trees: log2(size) steps of the whole buffer, for short buffers.
 
 Rank v, counted from the root, hangs below v without its lowest bit. Thakur, Rabenseifner, Gropp: Optimization of
 collective communication operations in MPICH, 2005, DOI 10.1177/1094342005051521.

@@ -1,4 +1,4 @@
-"""Which rank the others wait for: each notes when it came to each collective, and the first rank compares.
+"""Late ranks: each rank notes when it came to each collective, and the first rank compares.
 
 Once a second, while something is issued, the first rank of the world asks all others when they came to their last
 operations, and how their clocks stand. It tells them which rank came last to each that some had to wait for. So each

@@ -1,4 +1,4 @@
-"""One clock for all ranks: how far each rank's is from that of the first, by round trips on the control channel.
+"""One clock for all ranks: offsets from the first rank's clock, by round trips on the control channel.
 
 The shortest of some round trips tells most (Cristian 1989, doi:10.1007/BF01784024): the other rank read its clock
 within it, so its middle is wrong by half of it at most.

@@ -1,4 +1,4 @@
-"""Ranks that stand still tell one of them what they wait in; it finds deadlocks, and every rank in one is told.
+"""Stalled ranks report their pending operations to one rank, which finds deadlocks and notifies all ranks.
 
     looked at - stands still at two looks in a row: tells the judge - is asked again: tells it once more - is told
 

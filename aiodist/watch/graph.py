@@ -1,4 +1,4 @@
-"""The wait-for graph: which ranks can never go on, found in what each tells of itself. Pure; no I/O.
+"""The wait-for graph: finds ranks that can never continue, from each rank's own report. Pure; no I/O.
 
 Each rank tells its facts when it stands still (`stillness`), so that only the end of one of its pending operations can
 have it do anything. A set of such ranks is locked when each operation of each of them needs something that a rank of

@@ -1,4 +1,4 @@
-"""A running job answers where it is: rank 0 asks all ranks, and hands what they say to who connects to its socket.
+"""A running job answers `aiodist inspect`: rank 0 asks all ranks, and sends their answers to its socket's clients.
 
 Ranks answer twice, as for `Inquiry`: at once on the thread that listens, and from their loop as soon as that runs. The
 socket has a thread of its own, which sleeps until somebody connects; so it answers though all the rest is stuck.

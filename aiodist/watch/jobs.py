@@ -1,4 +1,4 @@
-"""The jobs of this host that can be looked into, each by a socket in the user's runtime folder. Imports no torch."""
+"""This host's jobs that can be inspected, each by a socket in the user's runtime folder. Imports no torch."""
 
 from __future__ import annotations
 

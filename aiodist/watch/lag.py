@@ -1,4 +1,4 @@
-"""Loop lag: a thread that tells when the event loop of this rank was blocked, for how long and at which line."""
+"""Loop lag: a thread reports when this rank's event loop was blocked, for how long and at which line."""
 
 from __future__ import annotations
 

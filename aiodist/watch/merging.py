@@ -1,4 +1,4 @@
-"""One timeline of what all ranks have recorded: a file of trace events, which Perfetto and chrome://tracing open.
+"""One timeline from the records of all ranks: a file of trace events for Perfetto and chrome://tracing.
 
 The format is "Trace Event Format" (Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMHgjY): a rank is a
 process, a track is a thread. What overlaps on a track without lying within one another goes to further rows of it.

@@ -1,4 +1,4 @@
-"""What `aiodist inspect` shows: who is late, who waits, and where each rank is. Imports no torch."""
+"""The output of `aiodist inspect`: late ranks, waiting ranks, and each rank's position. Imports no torch."""
 
 from __future__ import annotations
 

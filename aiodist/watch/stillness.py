@@ -1,9 +1,9 @@
-"""Whether a rank stands still: nothing in its process can run code of the program but the end of an operation.
+"""Whether a rank stands still: only the end of an operation can make its process run the program's code.
 
-Everything that can is looked at: what the loop has ready, its timers, files and signal handlers, the work of devices
-and streams, what was asked on the control channel, every other thread, and the process's signal handlers. What is of a
-kind that is not known here counts as something that can. [Note: standing still] in docs/design/watch.md says why that
-is enough.
+Everything that could do so is looked at: what the loop has ready, its timers, files and signal handlers, the work of
+devices and streams, what was asked on the control channel, every other thread, and the process's signal handlers. What
+is of a kind that is not known here counts as something that can. [Note: standing still] in docs/design/watch.md says
+why that is enough.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`trace`: what all ranks do in a block, on one clock, as a file for Perfetto.
+"""`trace`: records all ranks in a block on one clock, as a file for Perfetto.
 
 Each process writes a file as it goes on, of which `merging` makes one. It has lines of JSON: a dict is what is said of
 a rank, a list is a batch of spans `[rank, track, name, began, ended, details]`, in seconds of the process's own clock.

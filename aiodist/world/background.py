@@ -1,4 +1,4 @@
-"""`start`: the world for programs that do not use asyncio, on an event loop in a thread of its own."""
+"""`start`: the world for programs without asyncio, on an event loop in its own thread."""
 
 from __future__ import annotations
 

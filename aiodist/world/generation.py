@@ -1,4 +1,4 @@
-"""The world of one rank, and in an elastic job one generation of it: what is opened, in order, and how it ends."""
+"""The world of one rank, or one generation of an elastic world: what it opens, in order, and its end."""
 
 from __future__ import annotations
 

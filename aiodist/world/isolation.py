@@ -1,4 +1,4 @@
-"""Torch's modes are the task's: a task factory that swaps them around each step of a task.
+"""A task factory that gives each task torch modes of its own, swapped around each of its steps.
 
 In torch grad mode, autocast and their like belong to the thread, which all tasks of a loop share. Without this,
 `with torch.no_grad(): await …` in one task makes the task beside it build no graph, and two such blocks that overlap

@@ -1,4 +1,4 @@
-"""How a rank ends: a signal stops all; or the block of `init` raised: the others are told, and it leaves in time."""
+"""A rank's end after a signal, or after an error in the block of `init`: it notifies the others and exits in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank finds its place: the transport that carries its data, the channel to the others, who is near."""
+"""A rank finds its place: the transport for its data, the control channel, and its neighbours."""
 
 from __future__ import annotations
 

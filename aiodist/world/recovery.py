@@ -1,4 +1,4 @@
-"""An elastic world: the generations that one rank goes through, and how it comes from each to the next.
+"""An elastic world: a rank's generations, and the move from each to the next.
 
 [Note: generations] The hub keeps the ranks of a generation and forms the next (`control.generations`). Here a rank asks
 for it, connects to its session, and opens a world in it as at the start: nothing of the old one is mended or used

@@ -1,4 +1,4 @@
-"""`init` and `run`: opens what is below in order, and closes it in reverse, also when things go wrong."""
+"""`init` and `run`: open the layers below in order, and close them in reverse, also after an error."""
 
 from __future__ import annotations
 

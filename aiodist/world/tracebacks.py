@@ -1,4 +1,4 @@
-"""Tracebacks that show the program: runs of frames of aiodist and asyncio are one line each.
+"""Tracebacks for users: each run of aiodist's and asyncio's frames becomes one line.
 
 AIODIST_TRACEBACK=full shows them all. Causes, notes and the parts of exception groups stay.
 """

@@ -1,4 +1,4 @@
-"""The programs of collectives, run step by step on any endpoint."""
+"""Programs of collectives, run step by step on any endpoint."""
 
 from aiodist.collectives.implementations import NativeCollectives, Repertoire
 from aiodist.collectives.program import Endpoint, Implementation, Program, lockstep, run

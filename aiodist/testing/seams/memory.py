@@ -1,4 +1,4 @@
-"""Shared memory: the arena of a host's ranks, and the move of a tensor's storage into it."""
+"""Shared memory: the arena of a host's ranks, and the move of a tensor into it."""
 
 from aiodist.backends.shm.memory import Arena, Place, segment_fd
 from aiodist.backends.shm.moving import move

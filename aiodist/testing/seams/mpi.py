@@ -1,4 +1,4 @@
-"""The MPI of the machine: which there are, and the commands that start ranks."""
+"""The machine's MPI: which are installed, and the commands that start ranks."""
 
 from aiodist.launch.commands import Flavour, Job, Mpi, elastic_range, mpirun_environment
 from aiodist.launch.discover import command_of, find_mpi, probe

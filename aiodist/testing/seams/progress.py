@@ -1,4 +1,4 @@
-"""The progress thread of the process, the lock of the native calls, and what computes and reduces for a net."""
+"""The process's progress thread, the transport lock, and a net's compute thread and reducer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

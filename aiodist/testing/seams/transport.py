@@ -1,4 +1,4 @@
-"""What a carrier of bytes gives the layers above it: operations that are started, polled and finished."""
+"""The interface of a transport: operations are started, polled and finished."""
 
 from aiodist.backends.base import DTYPES, Capabilities, Done, Exchange, Operation, Transport, Wanted, tag_of
 

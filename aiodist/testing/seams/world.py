@@ -1,4 +1,4 @@
-"""A rank's place in its job, and the world that it opens there."""
+"""A rank's place in its job, and the world that it opens."""
 
 from aiodist.env import Environment, Starter, servers
 from aiodist.world.isolation import isolate
