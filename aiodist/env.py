@@ -1,4 +1,4 @@
-"""What the environment says about this process. Nothing else in aiodist reads `os.environ`.
+"""Settings from the environment; no other module of aiodist reads `os.environ`.
 
 A process learns its place in the job from what started it: `aiodist run`, an MPI launcher, `torchrun` or
 Slurm; without any of them it is the only rank.

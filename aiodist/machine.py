@@ -1,4 +1,4 @@
-"""This machine: what tells its kernel and namespaces from another's, and the sockets of its jobs.
+"""This machine: the identity of its kernel and namespaces, and the sockets of its jobs.
 
 Names of hosts tell nothing: two hosts may have the same.
 """

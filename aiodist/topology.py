@@ -1,4 +1,4 @@
-"""Which ranks share a host, which CUDA devices they compute on, and which of these reach one another."""
+"""Topology: ranks that share a host, the CUDA devices of each rank, and which devices reach one another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words that every layer shares, and checks of what more than one of them is given."""
+"""Names and types that every layer shares, and common checks of arguments."""
 
 from __future__ import annotations
 

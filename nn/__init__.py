@@ -1,4 +1,4 @@
-"""Training on many ranks: gradients reduced while backward goes on, and what belongs to it."""
+"""Training on many ranks: gradient reduction during backward, distributed optimizers and layers."""
 
 from aiodist.nn import functional
 from aiodist.nn.batch_norm import SyncBatchNorm

@@ -1,1 +1,1 @@
-"""What moves data: `local`, `mpi`, `gloo` and `shm` carry ranks; `nccl` and `cuda_ipc` are for CUDA tensors."""
+"""Backends: `local`, `mpi`, `gloo` and `shm` connect ranks; `nccl` and `cuda_ipc` are for CUDA tensors."""

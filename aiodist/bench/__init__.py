@@ -1,1 +1,1 @@
-"""Measures operations beside plain library calls in the same processes; `aiodist bench` is its command line."""
+"""Measures operations against plain library calls in the same processes; `aiodist bench` is its command line."""

@@ -1,4 +1,4 @@
-"""Checkpoints: what a training has come to, on disk, for as many ranks as there are when it goes on."""
+"""Checkpoints: the state of a training on disk, to resume on any number of ranks."""
 
 from aiodist.checkpoints.parts import InPieces
 from aiodist.checkpoints.reading import StoredTensor

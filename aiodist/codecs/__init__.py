@@ -1,4 +1,4 @@
-"""Fewer bytes on the way: codecs for tensors, what keeps their losses, and codecs for Python objects.
+"""Compression: codecs for tensors, error feedback, and codecs for Python objects.
 
 `code.nbytes` is what a code weighs. Nothing here unpickles anything, but for `Pickle`, which must be asked for by name.
 """

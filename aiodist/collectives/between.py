@@ -1,4 +1,4 @@
-"""Ranks compare what they have issued in messages, before anything depends on it: the leaders of the hosts, or all.
+"""Comparison of issued operations by messages: between the leaders of the hosts, or between all ranks.
 
 A dissemination barrier whose messages carry the word of the operation (Hensgen, Finkel and Manber, Two algorithms for
 barrier synchronization, 1988): in step k rank i sends to rank i + 2^k and hears from rank i - 2^k, modulo as many as

@@ -1,4 +1,4 @@
-"""What travels ahead of tensors whose shape the receiver does not know: dtype, shape, and for messages a tag."""
+"""Headers of tensors whose shape the receiver does not know: dtype, shape, and for messages a tag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each collective does to the user's tensors: dtypes widened, sizes exchanged, results built.
+"""Collectives on the user's tensors: widen dtypes, exchange sizes, build results.
 
 Every function returns a program. Arguments have been checked: tensors are dense and contiguous, roots valid.
 `out` is None or what the result goes into.

@@ -1,4 +1,4 @@
-"""Operations on flat tensors in wire dtype: which implementation runs each, and what it has to wait for."""
+"""Operations on flat tensors in wire dtype, each with its implementation and its prerequisites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one operation has sent to other ranks and asked of them, so that ranks that differ can take it off the wire.
+"""Messages that one operation sent and asked for, recorded so that they can be drained if ranks differ.
 
 Messages of one tag between two ranks keep their order: the k-th that one sends meets the k-th that the other asks for.
 So what is left over when two ranks stop is the end of the longer list. Each tells the other its lists, then sends

@@ -1,4 +1,4 @@
-"""Small programs around programs: what is done before the first step or to the result."""
+"""Programs that wrap a program: work before its first step, or on its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call may be given: each check names what was seen and what was expected."""
+"""Checks of a call's arguments; each error names the value that was seen and the one that was expected."""
 
 from __future__ import annotations
 

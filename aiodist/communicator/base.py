@@ -1,4 +1,4 @@
-"""What the calls of a communicator share: who and where, and how an operation is built and issued."""
+"""State that the calls of a communicator share, and how an operation is built and issued."""
 
 from __future__ import annotations
 

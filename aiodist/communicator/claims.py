@@ -1,4 +1,4 @@
-"""Claims of an operation on the user's memory until it is finished, and the versions of what it writes."""
+"""Claims of an operation on the user's memory until it is finished, and versions of the tensors that it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of an operation: what it came to, and when its memory is free again."""
+"""The end of an operation: its outcome, and when its memory is free again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives that a lane does from the call on, where all ranks share memory.
+"""Collectives that a lane runs from the call on, if all ranks share memory.
 
 What a call needs is worked out at the first one of its kind and kept, as a plan of the compiled core. A rank may issue
 the same operation in the general way: its tensor is of a class of its own, another thread is at work. And ranks may

@@ -1,4 +1,4 @@
-"""What happens around every operation of a communicator: claims, order, deadlines, completion, failure."""
+"""Issues and tracks the operations of a communicator: claims, order, deadlines, completion, failure."""
 
 from __future__ import annotations
 

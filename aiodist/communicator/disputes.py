@@ -1,4 +1,4 @@
-"""What ranks tell each other about an operation that they disagree on, or that failed on one of them.
+"""Messages that settle an operation on which ranks disagree, or that failed on one rank.
 
 They show each other what they called, so that each can raise an error with all sides; what was sent for it is taken off
 the wire, and the communicator goes on. After `_MOST_IN_A_ROW` numbers in a row each rank gives it up by itself.

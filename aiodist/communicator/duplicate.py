@@ -1,4 +1,4 @@
-"""A duplicate of a communicator, for what is built on it."""
+"""A duplicate of a communicator, for an object that is built on it."""
 
 from __future__ import annotations
 

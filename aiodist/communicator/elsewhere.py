@@ -1,4 +1,4 @@
-"""Names that torch, MPI and older versions give the calls of a communicator: AttributeError says what to use."""
+"""Names that torch, MPI and older versions give the calls of a communicator: AttributeError names the call to use."""
 
 from __future__ import annotations
 

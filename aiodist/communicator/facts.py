@@ -1,4 +1,4 @@
-"""What a rank knows of itself when it stands still, for those who look for deadlocks: plain data, which travels."""
+"""The state of a rank that is stuck, for the search for deadlocks: plain data, which can be sent."""
 
 from __future__ import annotations
 

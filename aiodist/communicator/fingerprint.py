@@ -1,4 +1,4 @@
-"""What the ranks compare of an operation: what all of them must agree on, in words and in one word of 64 bits."""
+"""The fingerprint of an operation: all that must be equal on every rank, as text and as one word of 64 bits."""
 
 from __future__ import annotations
 

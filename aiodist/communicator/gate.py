@@ -1,4 +1,4 @@
-"""The gate of a communicator: an operation goes through when the ranks are known to have issued the same one.
+"""The gate of a communicator: an operation passes once the ranks are known to have issued the same one.
 
 Every collective enters in the order of its number, with a *word*: its fingerprint, mixed with that number. Ranks that
 share memory compare it in a lane; then the first of them, the *leader* of its host, compares with the leaders of the

@@ -1,4 +1,4 @@
-"""Where are you? Ranks ask one another over the control channel, which answers though the main thread is stuck.
+"""Inquiries: ranks ask one another where they are; the control channel answers even if a main thread is stuck.
 
 A rank answers with its last operation, what it waits in, and the lines of its program; twice: at once from the listener
 thread, and from its loop as soon as that runs. So the asking rank can tell a rank that is busy (only the first came)

@@ -1,4 +1,4 @@
-"""Which thread issues just now, on a communicator that several threads share."""
+"""The thread that is issuing, on a communicator that several threads share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left at the end: messages that no rank received, and communicators that the program never closed."""
+"""Leftovers at the end: messages that no rank received, and communicators that the program never closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks form a group, level by level: what every rank knows of a hierarchy without asking again.
+"""Groups of ranks, level by level: every rank knows the whole hierarchy without asking again.
 
 Level 0 is all ranks, one group; each level splits every group of the level above by a key. The idea, with its trees
 and cartesian links, is TorchMPI's (https://github.com/facebookarchive/TorchMPI/blob/master/docs/communicators.md).

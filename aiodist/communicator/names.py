@@ -1,4 +1,4 @@
-"""Named operations: each meets those of the other ranks by its name, in any order of issue.
+"""Named operations: matched across ranks by name, in any order of issue.
 
 A name gets a number once from rank 0, the *leader*, over the control channel. Which operations belong together, this
 number says, and how often each rank has used the name: no rank keeps or compares an order.

@@ -1,4 +1,4 @@
-"""What a communicator issued, in order: each collective's number, what it is, and the line that called it.
+"""The collectives that a communicator issued, in order: number, description and calling line of each.
 
 A record costs a fraction of a microsecond. It is looked at when ranks disagree, or wait for one another for long.
 """

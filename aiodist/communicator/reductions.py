@@ -1,4 +1,4 @@
-"""Calls that combine what the ranks bring."""
+"""Calls that combine the ranks' tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The communicators of one `init`: made from one another, told of lost ranks, closed in reverse order."""
+"""The communicators of one `init`: created from one another, notified of lost ranks, closed in reverse order."""
 
 from __future__ import annotations
 

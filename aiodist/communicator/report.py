@@ -1,4 +1,4 @@
-"""Who waits for whom: after a while one rank says so through `logging`, once a minute as long as it lasts."""
+"""Reports of late ranks: after a while one rank logs who waits for whom, once a minute as long as it lasts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors in memory that the ranks of a host map: an arena for each rank, and tables that are one for all."""
+"""Tensors in memory that the ranks of a host map: an arena for each rank, and tables common to all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Communicators on which other threads than the loop's may issue too: `dup(thread=True)`."""
+"""Communicators on which threads other than the loop's may issue too: `dup(thread=True)`."""
 
 from __future__ import annotations
 

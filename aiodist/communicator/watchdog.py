@@ -1,4 +1,4 @@
-"""Operations that take long: ranks ask one another where they are, so that late ranks are named.
+"""The watchdog: asks all ranks about an operation that takes long, so that late ranks are named.
 
 An operation that is pending at two looks in a row is published: the other ranks learn of it, and those behind it say
 so; of a named one each says whether it has issued it, as soon as it has. A rank that still waits after a second, or

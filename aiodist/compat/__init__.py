@@ -1,1 +1,1 @@
-"""Fronts in the shape of other libraries: `aiodist.compat.mpi`."""
+"""Interfaces of other libraries: `aiodist.compat.mpi`."""

@@ -1,4 +1,4 @@
-"""The data of calls: datatypes, operators, and what mpi4py takes as a buffer, as tensors that share its memory."""
+"""Data of calls: datatypes, operators, and mpi4py's kinds of buffers as tensors that share their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`MPI.Exception` and MPI's error classes: each error that aiodist raises is raised by the front as one of them."""
+"""`MPI.Exception` and MPI's error classes: each error of aiodist is raised as one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A front shaped like mpi4py: `import aiodist.compat.mpi as MPI` in place of `from mpi4py import MPI`.
+"""mpi4py's interface: `import aiodist.compat.mpi as MPI` in place of `from mpi4py import MPI`.
 
 `MPI.COMM_WORLD` opens the world when it is first used (`aiodist.start`) and closes it when the program ends. Requests
 can be awaited: in an asyncio program `MPI.Comm(coll)` has these calls over a communicator. A name that is left out

@@ -1,4 +1,4 @@
-"""What the calls for buffers check of their operands, and how they join and place them."""
+"""Checks of the operands of calls for buffers, and how operands are joined and placed."""
 
 from __future__ import annotations
 

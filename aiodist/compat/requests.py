@@ -1,4 +1,4 @@
-"""`Request` and `Status`: an operation under way, shaped like mpi4py's, which can be awaited too."""
+"""`Request` and `Status`: an operation in flight, shaped like mpi4py's, which can be awaited too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The control channel: how ranks meet, share small values, send each other word, and learn who has left.
+"""The control channel: how ranks meet, share small values, exchange messages, and learn which ranks left.
 
 Sockets and asyncio only; neither torch nor MPI. See `channel` for what a rank sees, `hub` for the other end.
 """

@@ -1,4 +1,4 @@
-"""Data for training: the next items are prepared while this one is used, and each rank reads its own part."""
+"""Data for training: prefetching of the next items, and a part of the data for each rank."""
 
 from aiodist.data.prefetch import Prefetch, Prefetched, PrefetchedStatistics, prefetch
 from aiodist.data.records import Chunk, RecordFile, Records, RecordWriter, records

@@ -1,4 +1,4 @@
-"""The training loop with hooks: synchronous and asynchronous SGD, tests, metrics over all ranks, going on later."""
+"""The training loop with hooks: synchronous and asynchronous SGD, evaluation, metrics over all ranks, resuming."""
 
 from aiodist.engine.batch import WithCriterion
 from aiodist.engine.engine import Engine

@@ -1,1 +1,1 @@
-"""What is seen and done of ranks while a job runs: traces, for whom they wait, deadlocks, inspect."""
+"""Monitoring of ranks while a job runs: traces, who waits for whom, deadlocks, inspect."""

@@ -49,7 +49,7 @@ def _can_change(value: ast.expr) -> bool:
 
 def listed_state() -> dict[str, set[str]]:
     """Return the same as docs/design.md has it."""
-    _, _, section = (ROOT / "docs" / "design.md").read_text().partition("## What a process has one of")
+    _, _, section = (ROOT / "docs" / "design.md").read_text().partition("## State of a process")
     rows = re.findall(r"^\| `([a-z0-9_/]+)` ((?:`[\w.]+`(?:, )?)+)", section.partition("\n## ")[0], re.MULTILINE)
     state: dict[str, set[str]] = {}
     for module, names in rows:

@@ -1,1 +1,1 @@
-"""Which implementation an operation takes: the selector, its table and file, and what the ranks have in common."""
+"""The choice of an implementation: the selector, its table and file, and facts common to all ranks."""

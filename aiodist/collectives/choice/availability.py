@@ -1,4 +1,4 @@
-"""What a communicator has, and why it lacks the rest: operation x implementation x device."""
+"""The implementations of a communicator, by operation and device, and why it lacks the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which implementation runs an operation of a given size, unless the call says: to look at and to edit."""
+"""The selector: an editable map from operation and size to an implementation, unless the call names one."""
 
 from __future__ import annotations
 

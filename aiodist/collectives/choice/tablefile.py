@@ -1,4 +1,4 @@
-"""Tables in files: what the user names, and what `aiodist tune` measured for these hosts and versions.
+"""Tables in files: the user's, and those that `aiodist tune` measured for these hosts and versions.
 
 A line is an edit (see `choice.table`), or says what the file was made for: `made-for torch 2.13.0`. A `#` begins a
 comment. A file is used as a whole or not at all: any line that makes no sense, two lines about the same size, or one

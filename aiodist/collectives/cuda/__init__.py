@@ -1,1 +1,1 @@
-"""Collectives of tensors on CUDA devices: by NCCL, by memory that processes share, or by way of the host."""
+"""Collectives on CUDA tensors: by NCCL, in device memory that processes share, or staged through the host."""

@@ -1,4 +1,4 @@
-"""What a rank has for tensors on CUDA devices: streams, staging, the mapped memory of its neighbours, NCCL."""
+"""A rank's resources for CUDA tensors: streams, staging, mapped memory of its neighbours, NCCL."""
 
 from __future__ import annotations
 

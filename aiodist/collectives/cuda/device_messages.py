@@ -1,4 +1,4 @@
-"""Messages of tensors that lie on CUDA devices, by way of the host, in pinned pieces.
+"""Messages of CUDA tensors, staged through the host in pinned pieces.
 
 A piece is copied to the host and sent while the one before it travels. The first pieces are copied on the operation's
 stream, behind its earlier work. Once the host knows that work to be over, pieces go to the streams that are for copies

@@ -1,4 +1,4 @@
-"""Collectives in memory of CUDA devices that the ranks of a host lend one another.
+"""Collectives in device memory that the ranks of a host map from one another.
 
 Each operation goes like this: a rank waits until its stream is ready for it, announces its tensor to those who work in
 it, queues its own part of the work, in its own memory and in that of the others, waits until the device has done that,

@@ -1,4 +1,4 @@
-"""NCCL among the implementations: it is opened by the first operation that needs it, and called in that of issue."""
+"""NCCL as an implementation: opened by the first operation that needs it, and called in the order of issue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a program on a CUDA device: all that it queues goes to one stream, and it is over when the device is done."""
+"""Runs a program on a CUDA device: all its work goes to one stream, and it ends when the device has finished."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which CUDA devices of a host reach one another: each can read and write the other's memory."""
+"""CUDA devices of a host that can read and write each other's memory."""
 
 from __future__ import annotations
 

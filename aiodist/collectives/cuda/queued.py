@@ -1,4 +1,4 @@
-"""Reductions that only queue: one call for the device, without a program and without a stream of their own."""
+"""Reductions that only queue: one call to the device, with no program and no stream of their own."""
 
 from __future__ import annotations
 

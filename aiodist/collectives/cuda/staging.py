@@ -1,4 +1,4 @@
-"""Collectives of tensors that lie on CUDA devices by way of the host, in pinned chunks.
+"""Collectives of CUDA tensors, staged through the host in pinned chunks.
 
 A chunk is copied to the host, reduced there and copied back, while those before and behind it are at other stages: what
 takes longest is all that is waited for. For the streams of the copies see `device_messages`.
