@@ -167,6 +167,7 @@ def run(  # noqa: PLR0913 - one for each option
     stragglers: Annotated[
         bool, typer.Option("--stragglers", help="Print at the end which rank the others waited for, and how long.")
     ] = False,
+    report: Annotated[bool, typer.Option("--report", hidden=True)] = False,
 ) -> None:
     """Run SCRIPT on N ranks, on this host or several.
 
@@ -177,6 +178,8 @@ def run(  # noqa: PLR0913 - one for each option
     from aiodist.launch.discover import command_of
     from aiodist.watch.merging import prepare
 
+    if report:
+        raise ConfigError("--report: use --stragglers")
     if ranks == "p" and script.isdecimal():  # what click makes of -np 2
         raise ConfigError(f"-np {script}: expected -n {script}")
     count, where = _placed(ranks, hosts, hostfile, servers)

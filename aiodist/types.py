@@ -51,6 +51,21 @@ class ReduceOp(StrEnum):
 OP_ALIASES: Final = MappingProxyType({"avg": ReduceOp.MEAN, "product": ReduceOp.PROD})
 """Other spellings that `op=` takes."""
 
+SumOrMean: TypeAlias = Literal["sum", "mean", "avg"]
+"""What `op=` takes for gradients."""
+
+
+def sum_or_mean(op: str) -> Literal["sum", "mean"]:
+    """Return `op` of gradients without aliases; raise ValueError for another operator."""
+    match op:
+        case "sum":
+            return "sum"
+        case "mean" | "avg":
+            return "mean"
+        case _:
+            raise ValueError(f"op={op!r}: expected 'sum', or 'mean' (torch's 'avg'), of gradients")
+
+
 Op: TypeAlias = Literal["sum", "mean", "prod", "min", "max", "band", "bor", "bxor", "avg", "product"] | ReduceOp
 """What `op=` takes."""
 

@@ -39,7 +39,7 @@ from aiodist.nn.steps import Changes, StepSettings, hash_of
 from aiodist.nn.synchronize import share_furthest, share_longest, synchronize_buffers
 from aiodist.nn.tensor_parallel import divided_parameters
 from aiodist.streams import HostStream
-from aiodist.types import Stateful, check_trains, settings_text
+from aiodist.types import Stateful, SumOrMean, check_trains, settings_text, sum_or_mean
 
 __all__ = [
     "DataParallel",
@@ -137,7 +137,7 @@ class DataParallel(MadeTogether, ModuleLike):
         module: nn.Module,
         coll: Communicator,
         *state: Stateful | type[Recovering],
-        op: Literal["mean", "sum"] = "mean",
+        op: SumOrMean = "mean",
         bucket_bytes: int | None = None,
         first_bucket_bytes: int | None = None,
         compress: Codec | Compression | None = None,
@@ -155,7 +155,7 @@ class DataParallel(MadeTogether, ModuleLike):
             *state: Objects with a `state_dict`, such as the optimizer: all ranks get rank 0's state. A class,
                 `PipelinedOptimizer`, `LocalSGD` or `ShardedOptimizer`, stands for the one that you make on this net
                 next.
-            op: "mean" or "sum" of the gradients of all ranks.
+            op: "mean" (or "avg") or "sum" of the gradients of all ranks.
             bucket_bytes: Bytes of gradients that are reduced together. The default is 4 MiB, with parameters on CUDA
                 devices 32 MiB.
             first_bucket_bytes: Bytes of the first bucket. The default is 1 MiB, with parameters on CUDA devices 4 MiB.
@@ -190,8 +190,7 @@ class DataParallel(MadeTogether, ModuleLike):
         or unfrozen.
 
         """
-        if op not in ("mean", "sum"):
-            raise ValueError(f"op={op!r}: expected 'mean' or 'sum'")
+        op = sum_or_mean(op)
         if not isinstance(module, nn.Module) or not isinstance(coll, Communicator):
             given = f"{type(module).__name__}, {type(coll).__name__}"
             raise TypeError(f"create({given}): expected a module of torch, and a Communicator")

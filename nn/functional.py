@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,19 +37,20 @@ from aiodist.communicator.arguments import block_of, check_rank, check_sizes
 from aiodist.handles import Handle
 from aiodist.handles.origin import whence
 from aiodist.streams import OnStream
+from aiodist.types import SumOrMean, sum_or_mean
 
 T = TypeVar("T")
 Line = tuple[CodeType, int]
 """A place in a program, as `Origin` has it."""
 
 
-def allreduce(t: Tensor, coll: Communicator, op: Literal["sum", "mean"] = "sum") -> Handle[Tensor]:
+def allreduce(t: Tensor, coll: Communicator, op: SumOrMean = "sum") -> Handle[Tensor]:
     """Return a handle of the elementwise sum of `t` over all ranks, or of the mean.
 
     Args:
         t: A tensor of the same shape on all ranks; it stays as it is.
         coll: The ranks that take part; a `dup(thread=True)` while gradients are on.
-        op: "sum" or "mean".
+        op: "sum" or "mean" (or "avg"), which have a gradient.
 
     Raises:
         ValueError: For another `op`.
@@ -64,7 +65,7 @@ def allreduce(t: Tensor, coll: Communicator, op: Literal["sum", "mean"] = "sum")
         ```
 
     """
-    _check_op(op)
+    op = sum_or_mean(op)
     return _issue(
         t, coll, t.shape, lambda x, out: coll.allreduce(x, op, out=out), lambda grad: allreduce(grad, coll, op)
     )
@@ -130,14 +131,14 @@ def allgather(t: Tensor, coll: Communicator, rows: int | None = None) -> Handle[
     return _issue(t, coll, whole, lambda x, out: coll.allgather(x, out=out), lambda grad: reduce_scatter(grad, coll))
 
 
-def reduce_scatter(t: Tensor, coll: Communicator, op: Literal["sum", "mean"] = "sum") -> Handle[Tensor]:
+def reduce_scatter(t: Tensor, coll: Communicator, op: SumOrMean = "sum") -> Handle[Tensor]:
     """Return a handle of this rank's block of the elementwise sum over all ranks, or of the mean.
 
     Args:
         t: A tensor of one shape `(rows, ...)` on all ranks. It is cut along dimension 0; the first ranks may get one
             row more.
         coll: The ranks that take part; a `dup(thread=True)` while gradients are on.
-        op: "sum" or "mean".
+        op: "sum" or "mean" (or "avg"), which have a gradient.
 
     Raises:
         ValueError: For another `op`, or a `t` without dimensions.
@@ -150,7 +151,7 @@ def reduce_scatter(t: Tensor, coll: Communicator, op: Literal["sum", "mean"] = "
         ```
 
     """
-    _check_op(op)
+    op = sum_or_mean(op)
     _check_rows(t)
     block, rows, share = block_of(t.shape, coll.rank, coll.size), len(t), coll.size if op == "mean" else 1
     return _issue(
@@ -236,11 +237,6 @@ def check_threaded(coll: Communicator) -> None:
             f"forward and backward issue in the threads that they run in, and {coll.name!r} belongs to the loop's: "
             "expected what `await coll.dup(thread=True)` returns"
         )
-
-
-def _check_op(op: str) -> None:
-    if op not in ("sum", "mean"):
-        raise ValueError(f"op={op!r}: expected 'sum' or 'mean', which have a gradient")
 
 
 def _check_rows(t: Tensor) -> None:

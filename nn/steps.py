@@ -76,8 +76,12 @@ class StepSettings:
         Raises ValueError for a `clip_norm` not above 0, TypeError for what is none of what a setting takes.
         """
         given: dict[str, Any] = dict(changes)
-        if (unknown := given.keys() - Changes.__annotations__) or isinstance(given.get("clip_norm"), bool):
-            raise TypeError(f"{', '.join(sorted(unknown)) or 'clip_norm=bool'}: expected {Changes.__annotations__}")
+        if "own" in given:
+            raise TypeError("own=: use per_rank=")
+        if unknown := given.keys() - Changes.__annotations__:
+            raise TypeError(f"{', '.join(sorted(unknown))}: expected {', '.join(Changes.__annotations__)}")
+        if isinstance(given.get("clip_norm"), bool):
+            raise TypeError(f"clip_norm={given['clip_norm']}: expected a norm above 0, or None")
         clip_norm, scaler, autocast = (given.get(name) for name in ("clip_norm", "scaler", "autocast"))
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm={clip_norm}: expected a norm above 0, or None")

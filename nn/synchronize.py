@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Number
-from typing import Any, Literal, cast
+from typing import Any, cast
 from zlib import crc32
 
 import torch
@@ -36,7 +36,7 @@ from aiodist.nn.layout import (
 )
 from aiodist.nn.module_like import ModuleLike
 from aiodist.streams import Modes
-from aiodist.types import Stateful
+from aiodist.types import Stateful, SumOrMean, sum_or_mean
 
 _CHUNK = 1 << 20  # elements that are widened to float64 at a time
 
@@ -148,7 +148,7 @@ def distinct(t: Tensor) -> Tensor:
 
 
 def synchronize_gradients(
-    module: nn.Module, coll: Communicator, *, op: Literal["sum", "mean"], timeout: float | None = None
+    module: nn.Module, coll: Communicator, *, op: SumOrMean, timeout: float | None = None
 ) -> Awaitable[None]:
     """Return an awaitable, after which every gradient is the sum or mean of those of all ranks.
 
@@ -159,7 +159,7 @@ def synchronize_gradients(
     Args:
         module: A module after backward.
         coll: The ranks that take part.
-        op: "sum" or "mean".
+        op: "sum" or "mean" (or "avg").
         timeout: Seconds from the call; None is no timeout.
 
     Raises:
@@ -180,8 +180,7 @@ def synchronize_gradients(
     Cost: one allreduce of all gradients and 16 bytes for each. Dense gradients of 64 KiB and more are not copied.
 
     """
-    if op not in ("sum", "mean"):
-        raise ValueError(f"op={op!r}: expected 'sum' or 'mean'")
+    op = sum_or_mean(op)
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     check_memory(named)
     check_dense("the gradient of", [(name, p.grad) for name, p in named if p.grad is not None])

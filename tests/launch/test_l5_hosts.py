@@ -430,6 +430,7 @@ def test_l5_the_launcher_is_met_where_the_others_reach_it() -> None:
         (("--hosts", "a:1,b:1", "-n", "3"), "-n 3: the hosts have 2 ranks"),
         (("--hosts", "nobody.invalid:1", "--mpi", "none"), "host nobody.invalid is not known here"),
         (("--rsh", "ssh", "--mpi", "none"), "--rsh is for several hosts"),
+        (("--report",), "--report: use --stragglers"),
     ],
 )
 def test_l5_the_command_line_refuses_in_one_line(plain: Launcher, options: tuple[str, ...], message: str) -> None:

@@ -11,7 +11,15 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from aiodist import Communicator
-from aiodist.nn import DataParallel, LocalSGD, PipelinedOptimizer, ShardedOptimizer
+from aiodist.nn import (
+    DataParallel,
+    LocalSGD,
+    PipelinedOptimizer,
+    ShardedOptimizer,
+    functional,
+    synchronize_gradients,
+)
+from aiodist.types import SumOrMean
 from tests.nn.conftest import Trial
 
 
@@ -64,6 +72,38 @@ async def test_n19_an_old_name_is_an_error_that_names_the_new_one(coll: Communic
     with pytest.raises(AttributeError, match=rf"no attribute '{old}': use {new}"):
         getattr(net, old)
     assert not hasattr(net, old)
+
+
+@pytest.mark.ranks(1)
+async def test_n19_a_setting_that_is_none_is_named(coll: Communicator) -> None:
+    create: Any = DataParallel.create
+    with pytest.raises(TypeError, match=r"own=: use per_rank="):
+        await create(Trial.Mlp(), coll, own=["0.weight"])
+    with pytest.raises(TypeError, match=r"clip_nrm: expected clip_norm, scaler, scheduler, autocast, per_rank$"):
+        await create(Trial.Mlp(), coll, clip_nrm=1.0)
+
+
+@pytest.mark.ranks(2)
+async def test_n19_avg_is_the_mean(coll: Communicator) -> None:
+    """In each call that takes `op=` of gradients."""
+    found = []
+    ops: tuple[SumOrMean, ...] = ("avg", "mean", "sum")
+    for op in ops:
+        module, x = Trial.Mlp(), Trial.batch(coll.rank, 0)[0]
+        net = await DataParallel.create(module, coll, op=op)
+        await net.backward(module(x).sum())
+        first = next(module.parameters())
+        assert first.grad is not None
+        reduced = first.grad.clone()
+        await net.aclose()
+        module.zero_grad()
+        module(x).sum().backward()
+        await synchronize_gradients(module, coll, op=op)
+        torch.testing.assert_close(first.grad, reduced)
+        threaded = await coll.dup(thread=True)
+        found.append((reduced, await functional.allreduce(x, threaded, op)))
+    torch.testing.assert_close(found[0], found[1])
+    assert not found[0][1].equal(found[2][1])
 
 
 @pytest.mark.ranks(1)

@@ -493,7 +493,7 @@ async def test_n2_mistakes_are_raised_at_the_call(coll: Communicator) -> None:
     before = coll.seq
     with pytest.raises(TypeError, match=r"gradient of 'weight' has layout torch\.sparse_coo: expected a dense"):
         synchronize_gradients(layer, coll, op="sum")
-    with pytest.raises(ValueError, match=r"op='max': expected 'sum' or 'mean'"):
+    with pytest.raises(ValueError, match=r"op='max': expected 'sum', or 'mean'"):
         synchronize_gradients(layer, coll, op="max")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="op"):
         synchronize_gradients(layer, coll)  # type: ignore[call-arg]
