@@ -52,7 +52,7 @@ OP_ALIASES: Final = MappingProxyType({"avg": ReduceOp.MEAN, "product": ReduceOp.
 """Other spellings that `op=` takes."""
 
 SumOrMean: TypeAlias = Literal["sum", "mean", "avg"]
-"""What `op=` takes for gradients."""
+"""Values of `op=` for gradients."""
 
 
 def sum_or_mean(op: str) -> Literal["sum", "mean"]:
@@ -67,7 +67,7 @@ def sum_or_mean(op: str) -> Literal["sum", "mean"]:
 
 
 Op: TypeAlias = Literal["sum", "mean", "prod", "min", "max", "band", "bor", "bxor", "avg", "product"] | ReduceOp
-"""What `op=` takes."""
+"""Values of `op=`."""
 
 Impl: TypeAlias = Literal[
     "auto",
