@@ -307,8 +307,8 @@ static PyMemberDef handle_members[] = {
 };
 static PyMethodDef handle_methods[] = {
     {"done", (PyCFunction)handle_done, METH_NOARGS,
-     "Return True when it is over, however it ended; from any thread.\n\n"
-     "Who asks now and again waits for it too: reports tell of a message that takes long, unless it is detached."},
+     "Return True if the operation has returned, raised or been withdrawn; from any thread.\n\n"
+     "Reports of late ranks cover a receive that you poll with it, unless the handle is detached."},
     {"_look", (PyCFunction)handle_look, METH_NOARGS, "Look for some microseconds, with the GIL, whether a lane does it; return whether it is over."},
     {"_sleep", (PyCFunction)handle_sleep, METH_O, "Block this thread until a lane has done it; return whether it is over."},
     {"_rest", (PyCFunction)handle_rest, METH_O, "As _sleep, and leave the core to others at once."},

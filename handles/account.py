@@ -130,7 +130,7 @@ class Account:
 
     def _warn(self, entry: _Dropped) -> None:
         where = entry.origin
-        lost = "was given up: its await ended early, and its result was dropped"
+        lost = "finished after its await had ended, and its result was dropped"
         what = lost if entry.given_up else "was never awaited"
         if where is None:
             warnings.warn(f"{entry.op} {what}", RuntimeWarning, stacklevel=2)

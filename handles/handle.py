@@ -117,8 +117,7 @@ class Handle(_core.Handle, Generic[T]):
     Any number of tasks may await it, also after it is done. Cancelling an await leaves the operation alone: its buffers
     stay in use until it is done, and awaiting the handle again returns its result.
 
-    It is pending first, and then returns, raises or is withdrawn, once. `resolve`, `reject` and `set_cancelled` are for
-    the code that owns the operation; one thread at a time calls them.
+    It is pending first, and then returns, raises or is withdrawn, once.
 
     ```python
     handle = coll.allreduce(torch.ones(4))  # starts here
@@ -142,6 +141,12 @@ class Handle(_core.Handle, Generic[T]):
     if TYPE_CHECKING:  # compiled: it looks for a while, and is one of the generators below if it has to be
 
         def __await__(self) -> Generator[Any, None, T]: ...
+
+        def done(self) -> bool:
+            """Return True if the operation has returned, raised or been withdrawn; from any thread.
+
+            Reports of late ranks cover a receive that you poll with it, unless the handle is detached.
+            """
 
     def _suspended(self) -> Generator[Any, None, T]:
         began = 0.0 if tracing.to is None else perf_counter()
@@ -508,7 +513,7 @@ class Handle(_core.Handle, Generic[T]):
         self._progress.on_loop(partial(self._progress.timers.add, self._expires, self))
 
     def resolve(self, value: T) -> None:
-        """The operation returned `value`."""
+        """The operation returned `value`; for the code that owns it, in one thread at a time, as the next two."""
         self._settle(_RETURNED, value)
 
     def reject(self, error: BaseException) -> None:
@@ -573,7 +578,7 @@ class Handle(_core.Handle, Generic[T]):
     def _lateness(self, seconds: float | None = None) -> OperationTimeout:
         known, late = plight([self])
         within = "in time" if seconds is None else f"within {seconds:g} s"
-        return OperationTimeout(f"{self} was not done {within} and goes on{known}", late=late, op=self.op)
+        return OperationTimeout(f"{self} was not done {within} and continues{known}", late=late, op=self.op)
 
     def unfinished(self) -> list[Handle[Any]]:
         """Return the operations it waits for: itself, while it is pending."""

@@ -275,7 +275,7 @@ def _issue(
 
 @located
 async def assert_synchronized(x: object, coll: Communicator, *, rtol: float = 1e-7) -> None:
-    """Check that all ranks hold the same values in `x`, by the mean and variance of their magnitudes.
+    """Check that mean and variance of the magnitudes in `x` agree on all ranks; it does not compare each value.
 
     All ranks call it. For each entry, mean and variance of the absolute values, computed in float64, must agree on all
     ranks; NaN agrees with NaN. A difference of signs or of places is not detected, nor a variance that differs while

@@ -43,6 +43,11 @@ _TOP = {
 """Pages of the names of `aiodist` itself; errors are all that is left of its classes."""
 _OURS = ("Communicator", "Handle")
 """Classes that users do not construct: their pages have no arguments."""
+_HANDLE = (
+    *("done", "cancelled", "result", "exception", "wait", "wait_stream"),
+    *("add_done_callback", "remove_done_callback", "cancel", "detach"),
+)
+"""Methods of `Handle` for users; the others are for code that owns the operation. The class lists its attributes."""
 _MODULES = {
     "nn": "Training nets and optimizers",
     "data": "Data loading",
@@ -147,9 +152,15 @@ def _public(module: str) -> tuple[str, ...]:
 
 
 def _entries(title: str, module: str, names: tuple[str, ...]) -> str:
-    made_by_us = "\n    options: {merge_init_into_class: false}"
-    entries = (f"::: {module}.{name}{made_by_us * (name in _OURS)}" for name in names if name[0] != "_")
+    entries = (f"::: {module}.{name}{_options(name)}" for name in names if name[0] != "_")
     return "\n\n".join([f"# {title}", *entries]) + "\n"
+
+
+def _options(name: str) -> str:
+    if name not in _OURS:
+        return ""
+    shown = f", members: [{', '.join(_HANDLE)}]" if name == "Handle" else ""
+    return f"\n    options: {{merge_init_into_class: false{shown}}}"
 
 
 def _command_line() -> str:

@@ -64,8 +64,10 @@ class SharedMemory(Base):
         Every rank calls it with the same shape and dtype. Each host has one table, of `shape` elements; so have the
         ranks of one process (`local`). One rank of a host writes, and all read after a barrier:
 
-            table = await coll.shared_table((1_000_000, 64)) if coll.local_rank == 0:
-            table.copy_(torch.load("embedding.pt")) await coll.barrier()
+            table = await coll.shared_table((1_000_000, 64))
+            if coll.local_rank == 0:
+                table.copy_(torch.load("embedding.pt"))
+            await coll.barrier()
 
         It is a plain tensor on the CPU. Only the barriers of the program order its accesses, and a collective that
         writes into it would have several ranks write in one place. Its pages are reserved. They are freed when the last
@@ -146,14 +148,14 @@ class SharedMemory(Base):
     def to_arena_(self, t: Shared) -> Shared:
         """Move a tensor or a module into this rank's arena, in place, as if `arena_empty` had made it; return `t`.
 
-        Its views move with it, and all tensors with the same storage. Of a module the parameters and buffers move; tied
-        ones move once. Gradients in buckets of `aiodist.nn` are there already. Parameters stay the same objects, for
+        All tensors with the same storage move too. A module moves with its parameters and buffers, tied ones once.
+        Gradients in buckets of `aiodist.nn` are there already. Parameters stay the same objects, for
         optimizers, hooks, graphs, `state_dict`, `deepcopy` and `torch.save`. Three things differ: the tensors cannot
         grow (`resize_`), a forked child has the same memory instead of a copy, and an address taken before
         (`data_ptr()`, DLPack) is invalid.
 
-        Local, from any thread, while no other code uses the tensors; ranks may call it differently. Tensors in the
-        arena stay; so do all if no other rank shares memory with this one.
+        The call is local and works from any thread, while no other code uses the tensors; ranks may call it
+        differently. Tensors in the arena stay. If no other rank shares memory with this one, nothing moves.
 
         Raises:
             TypeError: for anything that is neither tensor nor module.

@@ -160,7 +160,7 @@ class _Plan:
 
 
 class Prefetch(Generic[T]):
-    """What `prefetch` returns: `async with` makes one pass over the source, again and again."""
+    """A block of `prefetch`: each `async with` makes one pass over the source, any number of times."""
 
     def __init__(self, source: Iterable[Any] | AsyncIterable[Any], plan: _Plan) -> None:
         self._source = source
@@ -186,7 +186,7 @@ class Prefetch(Generic[T]):
 
     @property
     def source(self) -> Iterable[Any] | AsyncIterable[Any]:
-        """What was given to `prefetch`."""
+        """The source given to `prefetch`."""
         return self._source
 
     def __len__(self) -> int:
@@ -276,7 +276,7 @@ class Prefetched(Generic[T]):
         return len(cast(Sized, self._source))
 
     def statistics(self) -> PrefetchedStatistics:
-        """Return counts and times of what was taken so far; also after the block."""
+        """Return counts and times of the items taken so far; also after the block."""
         return self._taken
 
     # --- ordering ------------------------------------------------------------------------------------------

@@ -55,16 +55,24 @@ class Chunk(NamedTuple):
 
 
 class RecordWriter(AbstractContextManager["RecordWriter"]):
-    """Writes a new RecordIO file; a context manager, which writes the last chunk when it is left.
+    """Writes a new RecordIO file; a context manager. Leaving the block writes the last chunk.
 
     ```python
     with RecordWriter("train.rec", compressor="gzip") as writer:
         writer.write(b"any bytes, none too")
     ```
-    A chunk is written when its records, with 4 bytes for each length, would be more than `chunk_bytes`; a larger record
-    has a chunk of its own. A chunk is what a reader decompresses, checks and shuffles as a whole. Raises `ValueError`
-    for an unknown compressor or `chunk_bytes` outside 1 to 2^31, `BackendUnavailable` where snappy is asked for and
-    cramjam is not there (`pip install aiodist[records]`), and what `open` raises.
+    Records are written in chunks of at most `chunk_bytes`, with 4 bytes for each length; a larger record has a chunk of
+    its own. Readers decompress, check and shuffle whole chunks.
+
+    Args:
+        path: the file to write.
+        compressor: "none", "snappy" or "gzip".
+        chunk_bytes: bytes of a chunk, from 1 to 2^31.
+
+    Raises:
+        ValueError: for an unknown compressor, or `chunk_bytes` out of range.
+        BackendUnavailable: for snappy without cramjam (`pip install aiodist[records]`).
+        OSError: if the file cannot be opened.
     """
 
     def __init__(self, path: PathLike, *, compressor: Compressor = "none", chunk_bytes: int = 1 << 20) -> None:
@@ -376,7 +384,7 @@ def records(
 
 
 class Records:
-    """What `records` returns: each iteration is one pass over this rank's part, as of `set_epoch`."""
+    """This rank's records, as `records` returns them: each iteration is one pass, in the order of the epoch."""
 
     def __init__(
         self, files: Sequence[RecordFile], rank: int, size: int, batch_size: int | None, shuffle: Shuffle, seed: int
@@ -389,10 +397,10 @@ class Records:
         self._shuffle: Shuffle = shuffle
         self._seed = seed
         self.epoch = 0
-        """Chooses the order, together with the seed."""
+        """The epoch; with the seed it determines the order."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle as for `epoch`, at least 0, from the next iteration on; every rank must say the same."""
+        """Use the order of `epoch`, at least 0, from the next iteration on; every rank must set the same epoch."""
         self.epoch = checked_int("epoch", epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -402,7 +410,7 @@ class Records:
         return iter(lambda: list(islice(each, self._batch_size)), [])
 
     def __len__(self) -> int:
-        """Return how many batches this rank has, or records where there are no batches."""
+        """Return the number of batches of this rank, or of records without `batch_size`."""
         return -(-(self._stop - self._start) // (self._batch_size or 1))
 
     def _parts(self) -> Iterator[list[bytes]]:

@@ -40,7 +40,7 @@ def _total(ranges: Iterable[Range]) -> int:
 
 
 class ShardQueue(Generic[T]):
-    """A queue of the records of `shards`: each rank takes the next when it has used up what it has.
+    """A queue of the records of `shards`: each rank takes the next records when it has used its last ones.
 
     ```python
     queue = data.ShardQueue(data.IndexShards(dataset), coll, batch_size=32, shuffle=True)
@@ -56,20 +56,33 @@ class ShardQueue(Generic[T]):
     rank's last batch may be short.
 
     A record counts as used when the pass, or the `prefetch` over it, has given it to the consumer. When a pass is left
-    before its end, another one begins, or the communicator closes, the rank gives back what it has not used, and other
-    ranks get that. So do they when a rank is lost, of what it has not said to be used. A pass ends when nothing is to
-    be had any more. With `wait=True` it waits where other ranks hold the last records, and ends when they have used
-    them or gets what they give back: for ranks that make no step together, as with a parameter server. Ranks that wait
-    for one another in each step would wait for ever.
+    before its end, another one begins, or the communicator closes, the rank gives its unused records back, and other
+    ranks get them. If a rank is lost, other ranks get the records that it has not reported as used. A pass ends when
+    the queue is empty. With `wait=True` it ends later, when the other ranks have used their last records or given them
+    back. Use that for ranks that make no step together, as with a parameter server; others would deadlock.
 
     With `shuffle=True` seed and epoch give an order of shards, and of the records in each; with "shards" an order of
     shards. Records of a batch then come from few shards.
 
-    Raises at the call `ValueError` for a wrong argument, and what `coll` raises when it is closed or in another thread.
-    A pass raises `MismatchError` where ranks differ in shards, order, epoch or in what they loaded; `PeerLost` when the
-    first rank is lost, which keeps the queue; `OperationTimeout` where an answer takes longer than `coll.timeout`;
-    `RuntimeError` in an epoch whose pass has ended here; and what reading raises. Cost: a message to the first rank and
-    back (0.5 ms, while records are used) for each hand-out, and one there every 20 ms in which records are used.
+    Args:
+        shards: the records, such as `IndexShards(dataset)`.
+        coll: the ranks that share them.
+        batch_size: records of a batch; None gives single records.
+        shuffle: True, False or "shards".
+        seed: seed of the orders.
+        wait: True lets a pass wait for the last records of other ranks.
+
+    Raises:
+        ValueError: for a wrong argument.
+        CommunicatorError: if `coll` is closed.
+        RuntimeError: in another thread; in a pass, in an epoch whose pass has ended on this rank.
+        MismatchError: in a pass, if ranks differ in shards, order, epoch or loaded states.
+        PeerLost: in a pass, if the first rank is lost: it keeps the queue.
+        OperationTimeout: in a pass, if an answer takes longer than `coll.timeout`.
+        Exception: in a pass, what reading raises.
+
+    Cost: a message to the first rank and back (0.5 ms, while records are used) for each hand-out, and one message every
+    20 ms while records are used.
 
     Source: ElasticDL's dynamic data sharding (github.com/sql-machine-learning/elasticdl,
     docs/designs/dynamic_data_sharding.md); sizes of hand-outs: guided self-scheduling, doi:10.1109/TC.1987.5009495.
@@ -135,14 +148,14 @@ class ShardQueue(Generic[T]):
 
     @property
     def epoch(self) -> int:
-        """Chooses the order, together with the seed."""
+        """The epoch; with the seed it determines the order."""
         return self._client.lap.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Go on to `epoch`, at least 0, with all its records; every rank must do so, each when it comes there.
+        """Begin `epoch`, at least 0, with all its records; every rank must call it, each when it gets there.
 
-        A pass that is open gives back what it has not used. The epoch in which the queue is already goes on: a pass
-        then gets what others have given back since.
+        An open pass gives its unused records back. If `epoch` is the present one, the queue continues: the next pass
+        gets the records that others have given back since.
         """
         epoch = checked_int("epoch", epoch)
         self._check_loop()
@@ -152,7 +165,7 @@ class ShardQueue(Generic[T]):
             self._begin(Lap(lap.number + 1, epoch, 0), [])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place of this rank in this epoch, in JSON's types; those of all ranks together are that of all.
+        """Return this rank's position in the epoch, in JSON's types; `load_state_dicts` takes those of all ranks.
 
         `used` are the records that this rank's consumer has been given when it calls this, so call it between two
         steps; on the first rank also those that were used before a state was loaded. Every rank saves its own, as in
@@ -162,10 +175,9 @@ class ShardQueue(Generic[T]):
         return {**self._settings, "epoch": self.epoch, "used": [list(each) for each in used]}
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], /) -> None:
-        """Go on where all ranks were that gave `states`, with any number of ranks; every rank must load the same list.
+        """Continue from the `states` of all ranks, on any number of ranks; every rank must load the same list.
 
-        Raises `ValueError` where the states are those of other data, of another order or of different epochs, and
-        changes nothing then.
+        Raises `ValueError`, with nothing changed, for states of other data, of another order or of different epochs.
         """
         self._check_loop()
         for state in states:
@@ -187,11 +199,12 @@ class ShardQueue(Generic[T]):
 
     @located
     async def agree(self, step: int) -> int:
-        """Return how many records all ranks together have been given since they called it last in this epoch.
+        """Return the number of records that all ranks have been given since their last call in this epoch.
 
-        For ranks that make their steps together, in an elastic world: all call it before each, with the number of steps
-        made so far, one whose records have ended too. 0: the epoch is over. So each knows what a rank that dies has
-        used. Raises `MismatchError` where ranks are in different epochs. Cost: an `allgather_object`.
+        For ranks that make their steps together, in an elastic world. All ranks call it before each step with the
+        number of steps made so far, also a rank without more records. 0 means that the epoch has ended. So each rank
+        knows the records that a rank had used before it died. Raises `MismatchError` if ranks are in different epochs.
+        Cost: an `allgather_object`.
         """
         checked_int("step", step)
         self._check_loop()
@@ -207,17 +220,21 @@ class ShardQueue(Generic[T]):
 
     @located
     async def rebind(self, coll: Communicator, step: int | None = None) -> None:
-        """Go on on another communicator, such as the world that `shrink` or `grow` has returned.
+        """Continue on another communicator, such as the world that `shrink` or `grow` has returned.
 
-        Every rank of `coll` calls it, one that joins too, which has just made its queue there; again: nothing happens.
-        What no rank has used of the epoch is handed out, by the order and to the ranks that there are; an open pass
-        ends. `step` is the number of steps whose results the ranks have: then what was given out behind the last
-        `agree` before that counts as not used, the records of ranks that died too, so that none is lost or used twice.
-        Without it a record counts that a rank of these was given; one that was lost has used what the first rank had
-        heard of, if that is still there.
+        Every rank of `coll` calls it, also a rank that joins, after it has made its queue there. A second call does
+        nothing. An open pass ends, and the unused records of the epoch go to the ranks of `coll`.
 
-        Where it raises `PeerError` nothing is forgotten: call it again. Raises `MismatchError` on all ranks where they
-        have gone different ways: in different epochs, or with steps that were not agreed.
+        Args:
+            coll: the new communicator.
+            step: the number of steps whose results the ranks have. Records given out after the last `agree` before that
+                step count as not used, those of dead ranks too: none is lost or used twice. With None, records count
+                as used if a rank of `coll` was given them, or if a lost rank reported them to the first rank and that
+                rank is still there.
+
+        Raises:
+            PeerError: if another rank is lost; nothing has changed, so call it again.
+            MismatchError: on all ranks, if they are in different epochs, or at steps that were not agreed.
         """
         self._check_loop()
         if coll is self._bound_to and not self._closed:
@@ -301,9 +318,9 @@ class ShardQueue(Generic[T]):
 
     @located
     async def aclose(self) -> None:
-        """Give back what was not used, and take no more. Collective: the first rank waits for all others.
+        """Give unused records back and close the queue. Collective: the first rank waits for all others.
 
-        The communicator's close does this too. Again: nothing happens.
+        The communicator's close does this too. A second call does nothing.
         """
         self._check_loop()
         if self._closed:

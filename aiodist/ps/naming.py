@@ -47,7 +47,7 @@ class Naming:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What this rank has init()ed, in the order of the calls."""
+        """Names that this rank has passed to `init`, in the order of the calls."""
         return self._names.names
 
     def init(
@@ -60,13 +60,25 @@ class Naming:
         codec: ObjectCodec | None = None,
         timeout: float | None = None,
     ) -> Handle[None]:
-        """Make names known: `what` is one with its value, or a list with a list of values; tensors of any shape.
+        """Register tensors or objects by name, with their first values; `push` and `pull` take only these.
 
-        Done when the first values lie on the servers; whose they are `start` says, and a rank that comes later waits.
-        With `codec` (`codecs.Json`, `codecs.Pickle`) the values are Python objects, kept as bytes. What a rank has not
-        init()ed it cannot push or pull. Raises KeyError for a name that it has, TypeError for integers under a
-        consistency that takes means; on await MismatchError when ranks disagree on dtype, shape, rule or start.
-        Cost: a word to one server for each name, and an answer; the values once from the rank whose they are.
+        Args:
+            what: a name, or a list of names.
+            values: the value, or a list of values: tensors of any shape, or objects if there is a `codec`.
+            start: "root", "first" or "own", the origin of the first values, see `ParameterServer`; None is its `start`.
+            rule: the rule of pushes; None is that of the server.
+            codec: `codecs.Json()` or `codecs.Pickle()`, for Python objects.
+            timeout: seconds from the call until the await raises OperationTimeout; None is the default of the server.
+
+        Returns:
+            None, when the servers have the first values.
+
+        Raises:
+            KeyError: for a name that this rank has already.
+            TypeError: for integers, if the consistency takes means.
+            MismatchError: on await, if ranks differ in dtype, shape, rule or start.
+
+        Cost: a message to one server and back for each name, and the values once.
         """
         self._session.check()
         names = [what] if isinstance(what, str) else listed("names", what)
@@ -124,19 +136,32 @@ class Naming:
         seed: int = 0,
         timeout: float | None = None,
     ) -> Handle[Table]:
-        """Return a table of rows of `dim` elements, on all servers, known by `name`.
+        """Make a table of rows, spread over all servers; every rank that uses it calls this with the same arguments.
 
-        Every rank that uses it calls this, with the same arguments; readers too. Ids go from 0 to below `rows`, or 2^63
-        for None. A row begins with what `init` says: `Normal(mean, std)`, `Uniform(low, high)`, or a number; drawn from
-        `seed` and its id alone, so equal for any number of servers, and for tables of one seed.
+        Args:
+            name: name of the table.
+            dim: elements of a row.
+            rows: ids go from 0 to below `rows`; None allows ids below 2^63.
+            init: first value of a row: `Normal(mean, std)`, `Uniform(low, high)` or a number. It depends on `seed` and
+                the id alone.
+            optimizer: `SGD`, `Adagrad` or `Adam`, as torch's for sparse gradients: a push changes its rows and their
+                state only. A str is one of the server's `rules`. None is the server's `rule`, if that is an optimizer;
+                otherwise pushes are added. `configure(name, lr=...)` changes settings.
+            dtype: dtype of the rows.
+            seed: seed of the first values.
+            timeout: seconds from the call until the await raises OperationTimeout; None is the default of the server.
 
-        `optimizer` is `SGD`, `Adagrad` or `Adam`, as torch has them for sparse gradients: a push changes its rows
-        alone, and what is kept beside them. `configure(name, lr=...)` changes its settings. A str names one of the
-        parameter server's `rules`; None is its `rule`, if that is an optimizer, else pushes are added.
+        Returns:
+            The `Table`.
 
-        Raises KeyError for a name that this rank has, TypeError and ValueError for arguments that cannot be; on await
-        MismatchError where ranks disagree on them. Cost: a word to each server and back. A million rows of 64 float32
-        take some 0.3 GB with their index, Adagrad's some 0.55, Adam's 0.8, over all servers, with room to grow.
+        Raises:
+            KeyError: for a name that this rank has already.
+            TypeError: for an argument of a wrong type.
+            ValueError: for an argument out of range.
+            MismatchError: on await, if ranks disagree on the arguments.
+
+        Cost: a message to each server and back. A million rows of 64 float32 take about 0.3 GB with their index, 0.55
+        with Adagrad, 0.8 with Adam, over all servers, with room to grow.
         """
         self._session.check()
         self._names.check_new(name)

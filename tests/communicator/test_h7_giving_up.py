@@ -212,7 +212,7 @@ def test_h8_what_is_made_goes_on_behind_a_deadline(kind: str) -> None:
             arguments: dict[str, tuple[Any, ...]] = {"dup": (), "split": (0,), "group": ([0, 1],)}
             made = getattr(coll, kind)(*arguments[kind])
             if coll.rank == 0:
-                with pytest.raises(aiodist.OperationTimeout, match=rf"{kind} #0 .*goes on; late: rank 1") as caught:
+                with pytest.raises(aiodist.OperationTimeout, match=rf"{kind} #0 .*continues; late: rank 1") as caught:
                     await made
                 assert set(caught.value.late) == {1}
                 await asyncio.sleep(1)

@@ -47,7 +47,7 @@ async def test_h10_wait_on_the_loop_raises(bench: Any) -> None:
 async def test_h10_a_wait_that_runs_out_leaves_the_operation(bench: Any) -> None:
     operation = await bench.issue()
     for seconds in (0.0, 0.01):
-        with pytest.raises(OperationTimeout, match=f"within {seconds:g} s and goes on"):
+        with pytest.raises(OperationTimeout, match=f"within {seconds:g} s and continues"):
             await asyncio.to_thread(operation.handle.wait, seconds)
     assert not operation.handle.done()
     operation.finish("x")

@@ -22,7 +22,7 @@ LATE = {1: "at train.py:7", 3: "at train.py:9"}
 async def test_h8_a_deadline_is_raised_by_the_await_and_the_operation_goes_on(bench: Any) -> None:
     operation = await bench.issue()
     operation.handle.set_deadline(0.01, lambda: LATE)
-    with pytest.raises(OperationTimeout, match=r"goes on; late: rank 1 \(at train.py:7\), rank 3") as caught:
+    with pytest.raises(OperationTimeout, match=r"continues; late: rank 1 \(at train.py:7\), rank 3") as caught:
         await operation.handle
     assert caught.value.late == LATE
     assert caught.value.op == operation.handle.op
