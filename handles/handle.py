@@ -214,7 +214,7 @@ class Handle(_core.Handle, Generic[T]):
         except BaseException as error:  # an await without the outcome is no consumption
             self._given_up = True
             if isinstance(error, asyncio.CancelledError):
-                error.add_note(f"while awaiting {self}, which goes on{plight([self])[0]}")
+                error.add_note(f"while awaiting {self}, which continues{plight([self])[0]}")
                 if (note := current_deadline.get()) is not None:
                     note(self)
             self.remove_waiter(waiter)

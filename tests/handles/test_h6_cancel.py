@@ -56,7 +56,7 @@ async def test_h6_a_cancelled_wait_notes_what_it_waited_for(bench: Any) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError) as caught:
         await task
-    assert any("which goes on" in note for note in caught.value.__notes__)
+    assert any("which continues" in note for note in caught.value.__notes__)
     operation.finish()
     await operation.handle
 

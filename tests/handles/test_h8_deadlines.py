@@ -221,7 +221,7 @@ async def test_h8_asyncio_timeout_finds_a_note_on_its_cause(bench: Any) -> None:
             await operation.handle
     assert type(caught.value) is TimeoutError
     assert isinstance(caught.value.__cause__, asyncio.CancelledError)
-    assert caught.value.__cause__.__notes__ == [f"while awaiting {operation.handle}, which goes on"]
+    assert caught.value.__cause__.__notes__ == [f"while awaiting {operation.handle}, which continues"]
     operation.finish()
     await operation.handle
 
