@@ -1,4 +1,4 @@
-"""What is in the folder of a checkpoint: a file of each rank, and `manifest.json` (docs/design/checkpoints.md).
+"""Files in the folder of a checkpoint: one per rank, and `manifest.json` (docs/design/checkpoints.md).
 
 The file of one rank is in the format of safetensors (huggingface.co/docs/safetensors), the largest elements first, so
 that each is aligned to its own. The manifest says what a checkpoint is made of; its first line has the checksum of the

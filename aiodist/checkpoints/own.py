@@ -1,4 +1,4 @@
-"""What each rank has of its own: random states, residuals of codecs, buffers, the places of loaders."""
+"""State of one rank: random states, residuals of codecs, buffers, the places of loaders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a core a thread that writes takes beside what computes."""
+"""Share of a core that a writing thread takes while others compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint takes of a net, optimizers and the like, and what each rank writes: pieces, blocks, shares."""
+"""Parts of a checkpoint: a net, optimizers and the like, as the pieces, blocks and shares of each rank."""
 
 from __future__ import annotations
 

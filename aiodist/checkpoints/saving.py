@@ -1,4 +1,4 @@
-"""`save`: a checkpoint, taken between two steps and written beside the next ones; `load`: the newest sound one."""
+"""`save`: a checkpoint, taken between two steps and written during later ones; `load`: the newest sound one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What writes and reads the checkpoints of one communicator, beside the steps; and how ranks agree."""
+"""Writer and reader of one communicator's checkpoints, which run during steps; the agreement of ranks."""
 
 from __future__ import annotations
 
