@@ -1,4 +1,4 @@
-"""Where the communicators of process groups live, a loop in a thread or a program's own, and how their ranks meet."""
+"""Loop of the communicators of process groups, in a thread or the program's own; rendezvous of their ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors as communicators take them: flat, dense, of dtypes that both know; and what copies results back."""
+"""Conversion of tensors to the flat, dense form and the dtypes of communicators, and copies of results back."""
 
 from __future__ import annotations
 

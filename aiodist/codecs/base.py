@@ -1,4 +1,4 @@
-"""What a codec is, and the sixteen bytes that every code begins with.
+"""The protocol of codecs, and the sixteen bytes that every code begins with.
 
 A code is flat uint8 on the CPU: a head that says which codec made it, of which dtype and how many elements, then what
 the codec wrote. All numbers are little-endian. All that a head says is compared with what the receiver expects before

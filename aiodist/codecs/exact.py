@@ -1,4 +1,4 @@
-"""What comes back as it was: floats by the zlib library, and any Python object, by a codec that the user chose."""
+"""Codecs without loss: floats by the zlib library, and any Python object, by a codec that the user chose."""
 
 from __future__ import annotations
 

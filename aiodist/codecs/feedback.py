@@ -1,4 +1,4 @@
-"""What a code left out is sent later: with the next tensor, or in the next difference to what the other side has.
+"""Residuals of lossy codes, sent with the next tensor or in the next difference to the receiver's copy.
 
 A difference is what changed since the last message, for tensors that one side sends again and again, as a server sends
 parameters. The sender remembers what each receiver has. Both sides add the decoded difference to what they hold, with
