@@ -338,7 +338,8 @@ def inspect_(
 @app.command()
 def explain(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="An exception, such as mismatcherror; left out: list them.")
+        str | None,
+        typer.Argument(metavar="[NAME]", help="An exception, such as mismatcherror; default: list them all."),
     ] = None,
 ) -> None:
     """Print what an exception means and how to cure it: its section of the page "Debug"."""
