@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import aiodist
-from aiodist.backends.base import Done, Operation
+from aiodist.backends.base import Done, Primitive
 from aiodist.bench.plan import carry_out
 from aiodist.bench.records import seconds_text, size_text
 from aiodist.bench.session import facts
@@ -163,7 +163,7 @@ def _to_and_fro(
 def _in_steps(ep: Endpoint, count: int) -> Program[None]:
     """Rank 0 sends to rank 1, one after another."""
     if ep.rank < 2:
-        yield from Scheduled("chain", count).run(SubEndpoint(ep, (0, 1)), Operation("broadcast", torch.zeros(count)))
+        yield from Scheduled("chain", count).run(SubEndpoint(ep, (0, 1)), Primitive("broadcast", torch.zeros(count)))
 
 
 def _at_once(ep: Endpoint, count: int) -> Program[None]:
@@ -226,20 +226,20 @@ def _runner(coll: Communicator, case: Case, name: str) -> Callable[[], Handle[An
     t = torch.zeros(case.nbytes // case.itemsize)
     match case.op:
         case "allreduce":
-            return lambda: _perform(coll, lambda ep: how.run(ep, Operation("allreduce", t)), t.nbytes)
+            return lambda: _perform(coll, lambda ep: how.run(ep, Primitive("allreduce", t)), t.nbytes)
         case "broadcast":
-            return lambda: _perform(coll, lambda ep: how.run(ep, Operation("broadcast", t)), t.nbytes)
+            return lambda: _perform(coll, lambda ep: how.run(ep, Primitive("broadcast", t)), t.nbytes)
         case "reduce_scatter":
             counts = Blocks.even(t.numel(), coll.size).counts()
             out = torch.zeros(counts[coll.rank])
             return lambda: _perform(
-                coll, lambda ep: how.run(ep, Operation("reduce_scatter", t, out, counts=counts)), t.nbytes
+                coll, lambda ep: how.run(ep, Primitive("reduce_scatter", t, out, counts=counts)), t.nbytes
             )
         case _:
             counts = [t.numel()] * coll.size
             out = torch.zeros(sum(counts))
             return lambda: _perform(
-                coll, lambda ep: how.run(ep, Operation("allgather", t, out, counts=counts)), out.nbytes
+                coll, lambda ep: how.run(ep, Primitive("allgather", t, out, counts=counts)), out.nbytes
             )
 
 

@@ -403,7 +403,7 @@ static PyType_Slot operation_slots[] = {
     {0},
 };
 static PyType_Spec operation_spec = {
-    "aiodist._core.Operation", sizeof(Operation), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, operation_slots,
+    "aiodist._core.LaneOperation", sizeof(Operation), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, operation_slots,
 };
 static PyTypeObject *operation_type;
 PyTypeObject *lane_type;

@@ -53,7 +53,7 @@ typedef struct {
 
 // One collective, as one rank takes part in it. The caller owns it, and its tensors, until `state` is final.
 typedef struct core_op {
-    // Given. Counts are in elements; n is what `Operation` in Python says.
+    // Given. Counts are in elements; n is what `Primitive` in Python says.
     uint8_t kind, dtype, reduction;
     uint32_t root;
     uint64_t print;          // fingerprint, see core_prints_merge

@@ -211,8 +211,8 @@ class Wanted(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Operation:
-    """One collective, as one rank takes part in it: what it is, and on which tensors.
+class Primitive:
+    """A collective on flat tensors of one rank: the unit that an implementation runs.
 
     They are flat, dense and of one dtype; all ranks know the counts. n is the number of elements of `t`.
 
@@ -250,7 +250,7 @@ class Operation:
         return Wanted(self.kind, t.dtype, op, t.numel(), "cpu" if t.is_cpu else "cuda")
 
 
-class Exchange(Operation):
+class Exchange(Primitive):
     """Tensors of any sizes between pairs of ranks, which both know them.
 
     What one rank sends to another, in order, is what that one receives from it. Some ranks may have nothing to do.
@@ -295,7 +295,7 @@ class Native(Protocol):
     def supports(self, wanted: Wanted) -> bool:
         """Return True when it has this operation."""
 
-    def start(self, operation: Operation, key: int, done: Done) -> None:
+    def start(self, operation: Primitive, key: int, done: Done) -> None:
         """Begin an operation that it supports; all ranks give it the same key, another one than those under way."""
 
     def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from aiodist.backends.base import Operation, Wanted
+from aiodist.backends.base import Primitive, Wanted
 from aiodist.collectives.choice.table import COMPARED_BYTES
 from aiodist.collectives.program import Endpoint, Implementation, Program, concurrently, meet
 from aiodist.collectives.scheduled import Scheduled, SubEndpoint, on_lane
@@ -64,7 +64,7 @@ class Hierarchical(Implementation):
     def lacks(self, wanted: Wanted) -> str | None:
         return None if wanted.operation in _OPERATIONS else f"{wanted.operation} in levels is not implemented"
 
-    def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
+    def run(self, ep: Endpoint, operation: Primitive) -> Program[None]:
         """Run an operation; an allreduce in pieces that are on their way at once."""
         if operation.kind == "broadcast":
             return self._broadcast(ep, operation)
@@ -82,54 +82,54 @@ class Hierarchical(Implementation):
         counts = [stop - start for start, stop in pairwise(cut)]
         mine = t[cut[self._local] : cut[self._local + 1]]
         if here.size > 1:
-            yield from self._within.run(here, Operation("reduce_scatter", t, mine, op=op, counts=counts))
+            yield from self._within.run(here, Primitive("reduce_scatter", t, mine, op=op, counts=counts))
         across = SubEndpoint(ep, [ranks[self._local] for ranks in self._hosts])
-        yield from self._between(across, t, Operation("allreduce", mine, op=op))
+        yield from self._between(across, t, Primitive("allreduce", mine, op=op))
         if here.size > 1:
             yield [meet]
-            yield from self._within.run(here, Operation("allgather", mine, t, counts=counts))
+            yield from self._within.run(here, Primitive("allgather", mine, t, counts=counts))
 
     def _allreduce_by_leaders(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
         here = SubEndpoint(ep, self._here)
         if here.size > 1:
-            yield from self._within.run(here, Operation("reduce", t, op=op))
+            yield from self._within.run(here, Primitive("reduce", t, op=op))
         if self._local == 0:
             leaders = SubEndpoint(ep, [ranks[0] for ranks in self._hosts])
-            yield from self._between(leaders, t, Operation("allreduce", t, op=op))
+            yield from self._between(leaders, t, Primitive("allreduce", t, op=op))
         if here.size > 1:
             yield [meet]
-            yield from self._within.run(here, Operation("broadcast", t))
+            yield from self._within.run(here, Primitive("broadcast", t))
 
-    def _reduce(self, ep: Endpoint, o: Operation) -> Program[None]:
+    def _reduce(self, ep: Endpoint, o: Primitive) -> Program[None]:
         """Reduce within each host to the one that stands for it, and from there to root."""
         representatives, home = self._representatives(o.root)
         here = SubEndpoint(ep, self._here)
         mine = here.ranks.index(representatives[self._host])
         total = o.t if ep.rank == o.root or self._local != mine else o.t.clone()
         if here.size > 1:
-            yield from self._within.run(here, Operation("reduce", total, op=o.op, root=mine))
+            yield from self._within.run(here, Primitive("reduce", total, op=o.op, root=mine))
         if self._local == mine:
             across = SubEndpoint(ep, representatives)
-            yield from self._between(across, o.t, Operation("reduce", total, op=o.op, root=home))
+            yield from self._between(across, o.t, Primitive("reduce", total, op=o.op, root=home))
 
-    def _broadcast(self, ep: Endpoint, o: Operation) -> Program[None]:
+    def _broadcast(self, ep: Endpoint, o: Primitive) -> Program[None]:
         """From root to one rank of each host, and from there to the others."""
         representatives, home = self._representatives(o.root)
         here = SubEndpoint(ep, self._here)
         mine = here.ranks.index(representatives[self._host])
         if self._local == mine:
             across = SubEndpoint(ep, representatives)
-            yield from self._between(across, o.t, Operation("broadcast", o.t, root=home))
+            yield from self._between(across, o.t, Primitive("broadcast", o.t, root=home))
         if here.size > 1:
             yield [meet]
-            yield from self._within.run(here, Operation("broadcast", o.t, root=mine))
+            yield from self._within.run(here, Primitive("broadcast", o.t, root=mine))
 
     def _representatives(self, root: int) -> tuple[list[int], int]:
         """Return a rank of each host, of which root stands for its own, and the number of that host."""
         home = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
         return [root if i == home else ranks[0] for i, ranks in enumerate(self._hosts)], home
 
-    def _between(self, ep: Endpoint, whole: Tensor, operation: Operation) -> Program[None]:
+    def _between(self, ep: Endpoint, whole: Tensor, operation: Primitive) -> Program[None]:
         """Run what goes between hosts, and stop where they differ; of a large `whole` it waits until that is known.
 
         How the operation ends is not decided here: its gate knows.
@@ -149,7 +149,7 @@ class Hierarchical(Implementation):
         finally:
             program.close()
 
-    def _schedule_of(self, operation: Operation) -> Scheduled:
+    def _schedule_of(self, operation: Primitive) -> Scheduled:
         if operation.kind != "allreduce":
             return self._tree
         return self._short if operation.t.nbytes < self._limits["hierarchical.ring_bytes"] else self._long

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from aiodist.backends.base import Begin, Native, Operation, Transport, Wanted
+from aiodist.backends.base import Begin, Native, Primitive, Transport, Wanted
 from aiodist.backends.shm import ShmNative
 from aiodist.collectives.choice.availability import (
     EVERY_OPERATION,
@@ -61,7 +61,7 @@ class NativeCollectives(Implementation):
             return None
         return self._native.plan_allreduce(kind, numel, op)
 
-    def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
+    def run(self, ep: Endpoint, operation: Primitive) -> Program[None]:
         yield [partial(self._native.start, operation, ep.key)]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Exchange, Operation, dtype_name
+from aiodist.backends.base import Exchange, Primitive, dtype_name
 from aiodist.backends.inplace import copy, flat, numbers_of
 from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
 from aiodist.collectives.metadata import (
@@ -35,7 +35,7 @@ _FRAME_BYTES = 512
 _CPU = torch.device("cpu")
 
 
-def computed(p: Primitives, o: Operation) -> Program[None]:
+def computed(p: Primitives, o: Primitive) -> Program[None]:
     """Run an operation on flat tensors of any dtype: reduced in wire dtype, and rounded once."""
     if o.kind not in REDUCTIONS or p.finishes(o):
         yield from p.run(o)
@@ -45,7 +45,7 @@ def computed(p: Primitives, o: Operation) -> Program[None]:
     if o.out is not o.t:
         # Where results are kept as they are computed, they are computed where they are kept.
         out = to_wire(o.out) if wire.dtype.itemsize == o.t.dtype.itemsize else wire.new_empty(o.out.numel())
-    yield from p.run(Operation(o.kind, wire, out, op=wire_op(o.op), root=o.root, counts=o.counts))
+    yield from p.run(Primitive(o.kind, wire, out, op=wire_op(o.op), root=o.root, counts=o.counts))
     if o.kind != "reduce" or p.ep.rank == o.root:
         from_wire(out, o.out, o.op, p.ep.rank + 1 if o.kind == "scan" else p.ep.size)
 
@@ -63,7 +63,7 @@ def scan(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Tensor]
 def _elementwise(p: Primitives, kind: str, t: Tensor, out: Tensor, op: ReduceOp, root: int = 0) -> Program[Tensor]:
     target = into(t, out)
     if not _alone(p):
-        yield from computed(p, Operation(kind, flat(target), op=op, root=root))
+        yield from computed(p, Primitive(kind, flat(target), op=op, root=root))
     return target
 
 
@@ -91,14 +91,14 @@ def reduce(p: Primitives, t: Tensor, out: Tensor | None, op: ReduceOp, root: int
     """Reduce into root's `out`, which may be its `t`; the others' `t` is only read."""
     if p.ep.rank == root and out is not None:
         return (yield from _elementwise(p, "reduce", t, out, op, root))
-    yield from computed(p, Operation("reduce", flat(t), op=op, root=root))
+    yield from computed(p, Primitive("reduce", flat(t), op=op, root=root))
     return None
 
 
 def broadcast(p: Primitives, t: Tensor, root: int) -> Program[Tensor]:
     """Overwrite `t`, of any shape, with root's elements."""
     if t.numel():
-        yield from p.run(Operation("broadcast", numbers_of(t), root=root))
+        yield from p.run(Primitive("broadcast", numbers_of(t), root=root))
     return t
 
 
@@ -106,7 +106,7 @@ def allgather(p: Primitives, t: Tensor, out: Tensor | None) -> Program[list[Tens
     """Return every rank's tensor as a list, or concatenated along dim 0 in `out`; sizes may differ."""
     record = as_tensor(pack_meta(t))
     records = torch.empty(META_BYTES * p.ep.size, dtype=torch.uint8, device="cpu")
-    yield from p.run(Operation("allgather", record, records, counts=[META_BYTES] * p.ep.size))
+    yield from p.run(Primitive("allgather", record, records, counts=[META_BYTES] * p.ep.size))
     yield from p.ep.known()
     metas = [unpack_meta(as_bytes(records), META_BYTES * rank) for rank in range(p.ep.size)]
     _agree_on_dtype(metas)
@@ -121,7 +121,7 @@ def allgather(p: Primitives, t: Tensor, out: Tensor | None) -> Program[list[Tens
         own = whole.split(counts)[p.ep.rank]
         if out is not None and overlaps(whole, t) and own.data_ptr() != t.data_ptr():
             t = t.clone()  # a part of out, but not the block where it belongs
-        yield from p.afterwards().run(Operation("allgather", numbers_of(t), whole, counts=counts))
+        yield from p.afterwards().run(Primitive("allgather", numbers_of(t), whole, counts=counts))
     if out is not None:
         return out
     return [block.view(meta.shape) for block, meta in zip(whole.split(counts), metas, strict=True)]
@@ -233,7 +233,7 @@ def _equal_alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] |
     sent = torch.stack([numbers_of(t) for t in ts]).view(-1)
     received = torch.empty_like(sent)
     counts = [ts[0].numel()] * p.ep.size
-    yield from p.run(Operation("alltoall", sent, received, counts=counts, received=counts))
+    yield from p.run(Primitive("alltoall", sent, received, counts=counts, received=counts))
     blocks = [block.view(ts[0].dtype).view(ts[0].shape) for block in received.chunk(p.ep.size)]
     return [into(block, None if out is None else out[rank]) for rank, block in enumerate(blocks)]
 
@@ -247,7 +247,7 @@ def alltoall_single(p: Primitives, t: Tensor, out: Tensor | None, sizes: Sequenc
     else:
         told = torch.empty(ranks, dtype=torch.int64, device="cpu")
         one = [1] * ranks
-        yield from p.run(Operation("alltoall", torch.tensor(sizes, device="cpu"), told, counts=one, received=one))
+        yield from p.run(Primitive("alltoall", torch.tensor(sizes, device="cpu"), told, counts=one, received=one))
         yield from p.ep.known()
         coming, data = told.tolist(), p.afterwards()
     shape = (sum(coming), *t.shape[1:])
@@ -257,7 +257,7 @@ def alltoall_single(p: Primitives, t: Tensor, out: Tensor | None, sizes: Sequenc
         t = t.clone()
     sent, received = [size * row for size in sizes], [size * row for size in coming]
     yield from data.run(
-        Operation("alltoall", numbers_of(t), numbers_of(result), counts=sent, received=received),
+        Primitive("alltoall", numbers_of(t), numbers_of(result), counts=sent, received=received),
     )
     return result
 
@@ -273,7 +273,7 @@ def reduce_scatter(
         return target
     # All of `t` is read until the end.
     result = torch.empty_like(target) if overlaps(target, t) else target
-    yield from computed(p, Operation("reduce_scatter", flat(t), flat(result), op=op, counts=counts))
+    yield from computed(p, Primitive("reduce_scatter", flat(t), flat(result), op=op, counts=counts))
     return into(result, target)
 
 
@@ -284,7 +284,7 @@ def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Program[
     if packed is not None:
         frame[: _COUNT.size] = as_tensor(_COUNT.pack(packed.numel()))
         frame[_COUNT.size : _COUNT.size + packed.numel()] = packed[:room]
-    yield from p.run(Operation("broadcast", frame, root=root))
+    yield from p.run(Primitive("broadcast", frame, root=root))
     yield from p.ep.known()
     (length,) = _COUNT.unpack(as_bytes(frame[: _COUNT.size]))
     if packed is None:
@@ -292,7 +292,7 @@ def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Program[
             frame[_COUNT.size :][:length] if length <= room else torch.empty(length, dtype=torch.uint8, device="cpu")
         )
     if length > room:
-        yield from p.afterwards().run(Operation("broadcast", packed, root=root))
+        yield from p.afterwards().run(Primitive("broadcast", packed, root=root))
     return packed
 
 

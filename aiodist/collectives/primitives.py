@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 
-from aiodist.backends.base import Exchange, Operation, Wanted
+from aiodist.backends.base import Exchange, Primitive, Wanted
 from aiodist.collectives.choice.table import COMPARED_BYTES
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.program import Call, Endpoint, Implementation, Nested, Program
@@ -40,11 +40,11 @@ class Primitives:
         """
         return replace(self, later=True)
 
-    def finishes(self, operation: Operation) -> bool:
+    def finishes(self, operation: Primitive) -> bool:
         """Return True where 16-bit floats and means need no preparation: what is picked rounds and divides itself."""
         return operation.kind in _FINISHED and self._pick(operation.wanted).finishes
 
-    def run(self, operation: Operation) -> Program[None]:
+    def run(self, operation: Primitive) -> Program[None]:
         """Run an operation on tensors in wire dtype."""
         wanted = operation.wanted
         chosen = self._pick(wanted)
@@ -78,7 +78,7 @@ class Primitives:
         """Return True on all ranks where each of them says so."""
         said = torch.empty(self.ep.size, dtype=torch.bool, device="cpu")
         host = Primitives(self.ep, self._repertoire, "doubling", together=True, later=True)
-        yield from host.run(Operation("allgather", torch.tensor([mine], device="cpu"), said, counts=[1] * self.ep.size))
+        yield from host.run(Primitive("allgather", torch.tensor([mine], device="cpu"), said, counts=[1] * self.ep.size))
         yield from self.ep.known()
         return bool(said.all())
 

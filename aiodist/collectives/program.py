@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, dtype
 
-from aiodist.backends.base import Begin, Done, Exchange, Operation, Transport, Wanted, key_of, ours
+from aiodist.backends.base import Begin, Done, Exchange, Primitive, Transport, Wanted, key_of, ours
 from aiodist.collectives.traffic import Traffic
 from aiodist.types import ReduceOp
 
@@ -120,7 +120,7 @@ class Implementation(ABC):
         return None
 
     @abstractmethod
-    def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
+    def run(self, ep: Endpoint, operation: Primitive) -> Program[None]:
         """Run an operation that it does not lack."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Operation, Wanted
+from aiodist.backends.base import Primitive, Wanted
 from aiodist.backends.inplace import copy
 from aiodist.collectives.arithmetic import combine
 from aiodist.collectives.choice.table import USUAL_LIMITS
@@ -93,14 +93,14 @@ class Scheduled(Implementation):
             return None
         return f"there is no schedule {self.name!r} of {wanted.operation}, only {', '.join(names) or 'none'}"
 
-    def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
+    def run(self, ep: Endpoint, operation: Primitive) -> Program[None]:
         """Run an operation; what an allreduce leaves is equal to the bit on all ranks."""
         return self._apart(ep, operation) if ep.shared else self._program(ep, operation)
 
-    def _apart(self, ep: Endpoint, operation: Operation) -> Program[None]:
+    def _apart(self, ep: Endpoint, operation: Primitive) -> Program[None]:
         yield [Apart(self._program(on_lane(ep, _APART[self.name]), operation), self.name)]
 
-    def _program(self, ep: Endpoint, operation: Operation) -> Program[None]:
+    def _program(self, ep: Endpoint, operation: Primitive) -> Program[None]:
         if operation.kind == "allgather":
             return self._allgather(ep, operation)
         if operation.kind == "reduce_scatter":
@@ -111,14 +111,14 @@ class Scheduled(Implementation):
         rooted = (operation.root,) if operation.kind in ("broadcast", "reduce") else ()
         return _run(ep, self._elementwise(operation.kind, ep, t, *rooted), (t,), operation.op)
 
-    def _allgather(self, ep: Endpoint, o: Operation) -> Program[None]:
+    def _allgather(self, ep: Endpoint, o: Primitive) -> Program[None]:
         blocks = Blocks(o.counts)
         own = o.out[blocks.start(ep.rank) : blocks.stop(ep.rank)]
         if own.data_ptr() != o.t.data_ptr():
             copy(own, o.t)
         yield from _run(ep, self._plan("allgather", o.out.nbytes, ep.rank, ep.size, blocks), (o.out,))
 
-    def _reduce_scatter(self, ep: Endpoint, o: Operation) -> Program[None]:
+    def _reduce_scatter(self, ep: Endpoint, o: Primitive) -> Program[None]:
         blocks = Blocks(o.counts)
         apart = o.out.data_ptr() != o.t[blocks.start(ep.rank) :].data_ptr()
         block = o.out if apart else torch.empty_like(o.out)
@@ -126,7 +126,7 @@ class Scheduled(Implementation):
         if not apart:
             copy(o.out, block)
 
-    def _alltoall(self, ep: Endpoint, o: Operation) -> Program[None]:
+    def _alltoall(self, ep: Endpoint, o: Primitive) -> Program[None]:
         cuts = Blocks(o.counts), Blocks(o.received)
         yield from _run(ep, self._plan("alltoall", o.t.nbytes, ep.rank, ep.size, *cuts), (o.t, o.out))
 

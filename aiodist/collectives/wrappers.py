@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Operation
+from aiodist.backends.base import Primitive
 from aiodist.backends.inplace import copy, flat
 from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
 from aiodist.collectives.primitives import Primitives
@@ -75,7 +75,7 @@ def local_first(p: Primitives, ts: Sequence[Tensor], op: ReduceOp, root: int | N
     for t in ts[1:]:
         combine(total, to_wire(t.detach().to(total.device)), wire_op(op))
     kind = "allreduce" if root is None else "reduce"
-    yield from p.run(Operation(kind, total, op=wire_op(op), root=root or 0))
+    yield from p.run(Primitive(kind, total, op=wire_op(op), root=root or 0))
     if mine:
         from_wire(total, ts[0], op, p.ep.size * len(ts))
     return ts[0]
@@ -90,7 +90,7 @@ def alike_lists(p: Primitives, ts: Sequence[Tensor], then: Callable[[Primitives]
         return (yield from then(p))
     given = torch.tensor([len(ts), not ts[0].is_cpu], device="cpu")
     of_all = torch.empty(2 * p.ep.size, dtype=given.dtype, device="cpu")
-    yield from p.run(Operation("allgather", given, of_all, counts=[2] * p.ep.size))
+    yield from p.run(Primitive("allgather", given, of_all, counts=[2] * p.ep.size))
     yield from p.ep.known()
     lists = [f"{count} on {'cuda' if on_cuda else 'cpu'}" for count, on_cuda in of_all.view(-1, 2).tolist()]
     if other := next((rank for rank, seen in enumerate(lists) if seen != lists[0]), 0):

@@ -22,8 +22,8 @@ from functools import partial
 
 import torch
 
-from aiodist._core import Operation as Compared
-from aiodist.backends.base import Done, Operation, again, tag_of
+from aiodist._core import LaneOperation
+from aiodist.backends.base import Done, Primitive, again, tag_of
 from aiodist.backends.shm import Lane
 from aiodist.collectives.between import Between
 from aiodist.collectives.traffic import Differ, Traffic
@@ -66,7 +66,7 @@ class Entry:
     begun: bool = field(default=False, init=False)
     refused: bool = field(default=False, init=False)
     """It will never begin."""
-    compared: Compared | None = field(default=None, init=False)
+    compared: LaneOperation | None = field(default=None, init=False)
     """Its comparison within the host."""
     verdict: bool | None = field(default=None, init=False)
     """Of its leader: whether the hosts differ."""
@@ -220,7 +220,7 @@ class Gate:
     def _tell_verdict(self, verdict: torch.Tensor, then: Callable[[torch.Tensor, BaseException | None], None]) -> None:
         """Have all ranks of this host know what its leader found about the next operation."""
         assert self._verdicts is not None
-        operation = Operation("broadcast", verdict)
+        operation = Primitive("broadcast", verdict)
         self._verdicts.submit(operation, 0, 0, partial(then, verdict))
 
     def _verdict_told(self, verdict: torch.Tensor, error: BaseException | None) -> None:

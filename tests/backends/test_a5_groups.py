@@ -21,7 +21,7 @@ from aiodist.handles import Progress
 from aiodist.testing.seams.carriers import Lanes, Neighbourhood, ShmNative, meet
 from aiodist.testing.seams.channel import in_process
 from aiodist.testing.seams.progress import transport_lock
-from aiodist.testing.seams.transport import Done, Operation
+from aiodist.testing.seams.transport import Done, Primitive
 from aiodist.types import ReduceOp
 from tests.support.transports import held, started
 
@@ -32,7 +32,7 @@ Call = Callable[[ShmNative, int, Done], None]
 
 def begun(kind: str, t: Tensor) -> Call:
     """Return what begins an operation on `t`."""
-    return lambda native, key, done: native.start(Operation(kind, t), key, done)
+    return lambda native, key, done: native.start(Primitive(kind, t), key, done)
 
 
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
@@ -81,7 +81,7 @@ class World:
 
     async def allreduce(self, ts: Sequence[Tensor], op: ReduceOp = SUM) -> None:
         await self.all(
-            lambda r: lambda native, key, done: native.start(Operation("allreduce", ts[r], op=op), key, done)
+            lambda r: lambda native, key, done: native.start(Primitive("allreduce", ts[r], op=op), key, done)
         )
 
 
@@ -150,18 +150,18 @@ async def check_all(here: World, numel: int, kind: torch.dtype, op: ReduceOp, ar
 
     ts = here.place(values, arena)
     await here.all(
-        lambda r: lambda native, key, done: native.start(Operation("reduce", ts[r], op=op, root=root), key, done)
+        lambda r: lambda native, key, done: native.start(Primitive("reduce", ts[r], op=op, root=root), key, done)
     )
     assert all(torch.equal(t, total if r == root else values[r]) for r, t in enumerate(ts)), ("reduce", case)
 
     ts = here.place(values, arena)
-    await here.all(lambda r: lambda native, key, done: native.start(Operation("scan", ts[r], op=op), key, done))
+    await here.all(lambda r: lambda native, key, done: native.start(Primitive("scan", ts[r], op=op), key, done))
     shares = [folded(values[: r + 1], op) for r in range(size)]
     assert all(torch.equal(t, share) for t, share in zip(ts, shares, strict=True)), ("scan", case)
 
     ts = here.place(values, arena)
     await here.all(
-        lambda r: lambda native, key, done: native.start(Operation("broadcast", ts[r], root=root), key, done)
+        lambda r: lambda native, key, done: native.start(Primitive("broadcast", ts[r], root=root), key, done)
     )
     assert all(torch.equal(t, values[root]) for t in ts), ("broadcast", case)
 
@@ -170,7 +170,7 @@ async def check_all(here: World, numel: int, kind: torch.dtype, op: ReduceOp, ar
     ts, outs = here.place(blocks, arena), [torch.zeros(sum(counts), dtype=kind) for _ in range(size)]
     await here.all(
         lambda r: (
-            lambda native, key, done: native.start(Operation("allgather", ts[r], outs[r], counts=counts), key, done)
+            lambda native, key, done: native.start(Primitive("allgather", ts[r], outs[r], counts=counts), key, done)
         )
     )
     assert all(torch.equal(out, torch.cat(blocks)) for out in outs), ("allgather", case)
@@ -181,7 +181,7 @@ async def check_all(here: World, numel: int, kind: torch.dtype, op: ReduceOp, ar
     await here.all(
         lambda r: (
             lambda native, key, done: native.start(
-                Operation("reduce_scatter", ts[r], outs[r], counts=cut, op=op), key, done
+                Primitive("reduce_scatter", ts[r], outs[r], counts=cut, op=op), key, done
             )
         )
     )
@@ -243,7 +243,7 @@ async def test_a5_ranks_may_begin_operations_in_another_order() -> None:
             for rank, key in parts:
 
                 def call(native: ShmNative, key: int, done: Done, t: Tensor = ts[key][rank]) -> None:
-                    native.start(Operation("allreduce", t, op=SUM), key, done)
+                    native.start(Primitive("allreduce", t, op=SUM), key, done)
 
                 ends.append(here.issue(rank, call, key))
                 if draw.random() < 0.2:
@@ -320,12 +320,12 @@ async def test_a5_more_tensors_than_are_remembered() -> None:
 
 
 OTHERS: dict[str, Callable[[ShmNative, Tensor, int, Done], None]] = {
-    "int32": lambda n, t, k, d: n.start(Operation("allreduce", t.int()), k, d),
-    r"float32\[5\]": lambda n, t, k, d: n.start(Operation("allreduce", t[:5].clone()), k, d),
-    r"float32\[0\]": lambda n, t, k, d: n.start(Operation("allreduce", t[:0].clone()), k, d),
-    "max": lambda n, t, k, d: n.start(Operation("allreduce", t, op=ReduceOp.MAX), k, d),
-    "broadcast": lambda n, t, k, d: n.start(Operation("broadcast", t), k, d),
-    "scan": lambda n, t, k, d: n.start(Operation("scan", t), k, d),
+    "int32": lambda n, t, k, d: n.start(Primitive("allreduce", t.int()), k, d),
+    r"float32\[5\]": lambda n, t, k, d: n.start(Primitive("allreduce", t[:5].clone()), k, d),
+    r"float32\[0\]": lambda n, t, k, d: n.start(Primitive("allreduce", t[:0].clone()), k, d),
+    "max": lambda n, t, k, d: n.start(Primitive("allreduce", t, op=ReduceOp.MAX), k, d),
+    "broadcast": lambda n, t, k, d: n.start(Primitive("broadcast", t), k, d),
+    "scan": lambda n, t, k, d: n.start(Primitive("scan", t), k, d),
 }
 
 
@@ -349,7 +349,7 @@ async def test_a5_ranks_that_disagree_are_all_told_and_go_on(arena: str) -> None
                         odd: int = odd,
                         unlike: Any = unlike,
                     ) -> None:
-                        unlike(n, t, k, d) if rank == odd else n.start(Operation("allreduce", t), k, d)
+                        unlike(n, t, k, d) if rank == odd else n.start(Primitive("allreduce", t), k, d)
 
                     ends.append(here.issue(rank, call, key))
                 for rank, failure in enumerate(await asyncio.gather(*ends, return_exceptions=True)):
@@ -366,11 +366,11 @@ async def test_a5_roots_and_cuts_that_differ_are_told() -> None:
         t, out = torch.ones(6), [torch.zeros(6), torch.zeros(6)]
         cuts = ([3, 3], [2, 4])
         calls: list[Callable[[int], Call]] = [
-            lambda r: lambda n, k, d: n.start(Operation("broadcast", t, root=r), k, d),
-            lambda r: lambda n, k, d: n.start(Operation("reduce", t, op=SUM, root=r), k, d),
-            lambda r: lambda n, k, d: n.start(Operation("allgather", t[: cuts[r][r]], out[r], counts=cuts[r]), k, d),
+            lambda r: lambda n, k, d: n.start(Primitive("broadcast", t, root=r), k, d),
+            lambda r: lambda n, k, d: n.start(Primitive("reduce", t, op=SUM, root=r), k, d),
+            lambda r: lambda n, k, d: n.start(Primitive("allgather", t[: cuts[r][r]], out[r], counts=cuts[r]), k, d),
             lambda r: (
-                lambda n, k, d: n.start(Operation("reduce_scatter", t, out[r][: cuts[r][r]], counts=cuts[r]), k, d)
+                lambda n, k, d: n.start(Primitive("reduce_scatter", t, out[r][: cuts[r][r]], counts=cuts[r]), k, d)
             ),
         ]
         for key, call in enumerate(calls):
@@ -385,7 +385,7 @@ async def test_a5_giving_up_lets_go_of_everything(arena: str, numel: int) -> Non
     async with world(2) as here:
         large = Progress.current().large
         ts = here.place([torch.ones(numel)] * 2, arena)
-        end = here.issue(0, lambda n, k, d: n.start(Operation("allreduce", ts[0]), k, d), 1)  # the other never comes
+        end = here.issue(0, lambda n, k, d: n.start(Primitive("allreduce", ts[0]), k, d), 1)  # the other never comes
         await asyncio.sleep(0)
         assert not end.done()
         with transport_lock:
@@ -394,11 +394,11 @@ async def test_a5_giving_up_lets_go_of_everything(arena: str, numel: int) -> Non
             await end
         assert Progress.current().large == large
         with pytest.raises(CommunicatorClosed):
-            await here.issue(0, lambda n, k, d: n.start(Operation("allreduce", ts[0]), k, d), 2)
+            await here.issue(0, lambda n, k, d: n.start(Primitive("allreduce", ts[0]), k, d), 2)
         await asyncio.sleep(0)
         assert Progress.current().large == large
         assert not here.lanes[0].completions.pending
-        await here.issue(0, lambda n, k, d: n.start(Operation("allreduce", ts[0]), k, d), 3, here.group("x", [0]))
+        await here.issue(0, lambda n, k, d: n.start(Primitive("allreduce", ts[0]), k, d), 3, here.group("x", [0]))
         assert set(ts[0].tolist()) == {1.0}
 
 
@@ -473,9 +473,9 @@ async def test_a5_modes_and_leaves(arena: str) -> None:
             plain = inferred[0].clone()
         leaves = [t.requires_grad_() for t in here.place([torch.ones(7), torch.ones(7)], arena)]
         for call in (
-            lambda r: lambda n, k, d: n.start(Operation("allreduce", leaves[r]), k, d),
-            lambda r: lambda n, k, d: n.start(Operation("scan", leaves[r]), k, d),
-            lambda r: lambda n, k, d: n.start(Operation("broadcast", leaves[r]), k, d),
+            lambda r: lambda n, k, d: n.start(Primitive("allreduce", leaves[r]), k, d),
+            lambda r: lambda n, k, d: n.start(Primitive("scan", leaves[r]), k, d),
+            lambda r: lambda n, k, d: n.start(Primitive("broadcast", leaves[r]), k, d),
         ):
             await here.all(call)
         assert all(leaf.is_leaf and leaf.requires_grad and leaf.grad_fn is None for leaf in leaves)

@@ -430,7 +430,7 @@ def run_ranks(size: int, body: str, place: Path, expect: Sequence[int] | None = 
         from aiodist.control import connect
         from aiodist.errors import BackendError, OperationTimeout
         from aiodist.handles import Handle, Progress
-        from aiodist.backends.base import Operation
+        from aiodist.backends.base import Primitive
         from aiodist.types import ANY
         torch.set_num_threads(1)
         rank, size, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -444,7 +444,7 @@ def run_ranks(size: int, body: str, place: Path, expect: Sequence[int] | None = 
         async def main():
             channel = await connect(address, rank=rank, size=size, timeout=30)
             world = await gloo.open_world(channel, one_host=True)
-            allreduce = lambda t: start(partial(world.native.start, Operation("allreduce", t), 0))
+            allreduce = lambda t: start(partial(world.native.start, Primitive("allreduce", t), 0))
             await allreduce(torch.zeros(1))
     """)
         + textwrap.indent(textwrap.dedent(body), " " * 4)
@@ -480,8 +480,8 @@ def test_a_rank_that_is_killed_fails_what_waits_for_it(tmp_path: Path) -> None:
             asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGKILL)
         else:
             pending = {
-                "short": start(partial(sub.native.start, Operation("allreduce", torch.zeros(4)), 0)),
-                "long": start(partial(sub.native.start, Operation("allreduce", big.clone()), 0)),
+                "short": start(partial(sub.native.start, Primitive("allreduce", torch.zeros(4)), 0)),
+                "long": start(partial(sub.native.start, Primitive("allreduce", big.clone()), 0)),
                 "recv": start(partial(world.irecv, torch.zeros(4), 1, 7)),
                 "any": start(partial(world.irecv, torch.zeros(4), ANY, 7)),
                 "same": start(partial(world.irecv, torch.zeros(4), 1, 7)),

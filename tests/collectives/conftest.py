@@ -20,7 +20,7 @@ from aiodist.testing.seams.algorithms import Endpoint, Program, run
 from aiodist.testing.seams.carriers import LocalHub, LocalTransport
 from aiodist.testing.seams.cuda import CudaIpc, DeviceWork, Mappings, on_devices
 from aiodist.testing.seams.progress import transport_lock
-from aiodist.testing.seams.transport import Done, Operation, tag_of
+from aiodist.testing.seams.transport import Done, Primitive, tag_of
 from tests.support.one_thread import one_thread as one_thread
 from tests.support.simulated_mapper import SimulatedMapper
 
@@ -161,7 +161,7 @@ class Ranks:
 
     @staticmethod
     def summing(ts: Sequence[Tensor]) -> list[Make]:
-        return [partial(lambda t, impl, ep: impl.run(ep, Operation("allreduce", t)), t) for t in ts]
+        return [partial(lambda t, impl, ep: impl.run(ep, Primitive("allreduce", t)), t) for t in ts]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from aiodist.collectives.scheduled import SubEndpoint
 from aiodist.errors import BackendError, BackendUnavailable, MismatchError
 from aiodist.testing.seams.algorithms import Endpoint, Program
 from aiodist.testing.seams.cuda import CudaIpc
-from aiodist.testing.seams.transport import Operation
+from aiodist.testing.seams.transport import Primitive
 from aiodist.types import ReduceOp
 from tests.support.blocking import rounds
 from tests.support.simulated_cuda.device import SimulatedCuda
@@ -201,7 +201,7 @@ async def test_s4_a_rank_that_dies_in_the_middle(
     left = [ts[rank].fill_(rank + 1) for rank in (0, 1)]
 
     def make(rank: int, impl: CudaIpc, ep: Endpoint) -> Program[Any]:
-        return impl.run(SubEndpoint(ep, [0, 1]), Operation("allreduce", left[rank], op=ReduceOp.SUM))
+        return impl.run(SubEndpoint(ep, [0, 1]), Primitive("allreduce", left[rank], op=ReduceOp.SUM))
 
     torch.cuda.synchronize()
     await asyncio.wait_for(asyncio.gather(*(ranks.begin(rank, 2, partial(make, rank)) for rank in (0, 1))), SECONDS)

@@ -20,7 +20,7 @@ from aiodist.errors import BackendError, BackendUnavailable, CommunicatorAborted
 from aiodist.handles import Progress
 from aiodist.testing.seams.nccl import NcclGroup, NcclGroups, NcclNative
 from aiodist.testing.seams.progress import transport_lock
-from aiodist.testing.seams.transport import Done, Operation
+from aiodist.testing.seams.transport import Done, Primitive
 from aiodist.types import ReduceOp
 from tests.support.operations import operation
 
@@ -209,7 +209,7 @@ async def test_s3_nccl_keeps_the_order_of_the_stream(ranks: list[Rank]) -> None:
 
     def fill_and_sum(t: Tensor, number: int, n: NcclNative, done: Done) -> None:
         t.fill_(number)
-        n.start(Operation("allreduce", t, op=ReduceOp.SUM), done)
+        n.start(Primitive("allreduce", t, op=ReduceOp.SUM), done)
 
     for number in range(50):
         calls = [rank.call(partial(fill_and_sum, t, number)) for rank, t in zip(ranks, ts, strict=True)]
@@ -241,7 +241,7 @@ async def test_s3_nccl_gives_up_connecting_with_a_rank_that_never_comes(ranks: l
 
     def enqueue(done: Done) -> None:
         group.open(lambda mine, then: then(mine, None))  # rank 1 does not hear of it
-        NcclNative(group).start(Operation("allreduce", t, op=ReduceOp.SUM), done)
+        NcclNative(group).start(Primitive("allreduce", t, op=ReduceOp.SUM), done)
 
     future = rank.start(enqueue)
     for _ in range(1000):
@@ -269,7 +269,7 @@ async def give_up(rank: Rank, group: NcclGroup) -> None:
         assert group.poll_error() is None
         group.abort(CommunicatorAborted("given up"))
     t = torch.ones(1, device=rank.device)
-    later = await enqueued(rank.start(lambda done: NcclNative(group).start(Operation("broadcast", t), done)))
+    later = await enqueued(rank.start(lambda done: NcclNative(group).start(Primitive("broadcast", t), done)))
     assert "given up" in str(later[0])
     async with asyncio.timeout(20):
         while not rank.stream.query():  # noqa: ASYNC110  - a device sets no event

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiodist.testing.seams.transport import Operation
+from aiodist.testing.seams.transport import Primitive
 
 __all__ = ["operation"]
 
@@ -19,6 +19,6 @@ _ARGUMENTS = {
 }
 
 
-def operation(kind: str, *arguments: Any) -> Operation:
+def operation(kind: str, *arguments: Any) -> Primitive:
     """Return an operation, of tensors and then what else it takes."""
-    return Operation(kind, **dict(zip(_ARGUMENTS[kind], arguments, strict=True)))
+    return Primitive(kind, **dict(zip(_ARGUMENTS[kind], arguments, strict=True)))

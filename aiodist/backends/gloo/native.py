@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Begin, Done, Operation, Wanted, again, started
+from aiodist.backends.base import Begin, Done, Primitive, Wanted, again, started
 from aiodist.backends.gloo.library import (
     CLOSE_SECONDS,
     FOREVER,
@@ -70,9 +70,9 @@ class GlooNative:
         return wanted.operation in ("allreduce", "reduce") and wanted.op in _TAKES.get(wanted.kind, ())
 
     def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin:
-        return lambda t, key, done: self.start(Operation("allreduce", t, op=op), key, done)
+        return lambda t, key, done: self.start(Primitive("allreduce", t, op=op), key, done)
 
-    def start(self, operation: Operation, _: int, done: Done) -> None:
+    def start(self, operation: Primitive, _: int, done: Done) -> None:
         """Begin an operation; with the transport lock held."""
         o = operation
         error = next((peer.error for peer in self._peers if peer.error is not None), None)
@@ -145,7 +145,7 @@ class GlooNative:
             threading.Thread(target=lambda _: threading.Event().wait(), args=(group,), daemon=True).start()
 
 
-def _begin(o: Operation, t: Tensor, group: ProcessGroup) -> Work:
+def _begin(o: Primitive, t: Tensor, group: ProcessGroup) -> Work:
     options = c10d.AllreduceOptions() if o.kind == "allreduce" else c10d.ReduceOptions()
     options.reduceOp = _OPS[o.op]
     options.timeout = FOREVER

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Begin, Done, Operation, Wanted, again, ours, tell
+from aiodist.backends.base import Begin, Done, Primitive, Wanted, again, ours, tell
 from aiodist.backends.inplace import bytes_of, divide, flat
 from aiodist.backends.mpi.library import DTYPES, MPI, NARROW, OPS, PIECE_BYTES, SATURATES, as_backend_error
 from aiodist.backends.mpi.requests import Requests, address, spec, start
@@ -89,10 +89,10 @@ class MpiNative:
             return False
         return operation not in REDUCTIONS or (kind in DTYPES and op in OPS)
 
-    def start(self, operation: Operation, _: int, done: Done) -> None:
+    def start(self, operation: Primitive, _: int, done: Done) -> None:
         _STARTS[operation.kind](self, operation, done)
 
-    def _allreduce(self, o: Operation, done: Done) -> None:
+    def _allreduce(self, o: Primitive, done: Done) -> None:
         t, op = o.t, o.op
         if t.nbytes >= LARGE_BYTES:
             self._pipeline.allreduce(t, op, done)
@@ -108,7 +108,7 @@ class MpiNative:
         in_place, requests = MPI.IN_PLACE, self._requests
         track = requests.track
         if nbytes >= LARGE_BYTES:
-            return lambda t, _, done: self._allreduce(Operation("allreduce", t, op=op), done)
+            return lambda t, _, done: self._allreduce(Primitive("allreduce", t, op=op), done)
         specs: dict[int, list[Any]] = {}
 
         def described(at: int) -> list[Any]:
@@ -133,23 +133,23 @@ class MpiNative:
 
         return begin
 
-    def _broadcast(self, o: Operation, done: Done) -> None:
+    def _broadcast(self, o: Primitive, done: Done) -> None:
         self._start(lambda: self._comm.Ibcast(spec(bytes_of(o.t)), o.root), o.t.nbytes, done)
 
-    def _reduce(self, o: Operation, done: Done) -> None:
+    def _reduce(self, o: Primitive, done: Done) -> None:
         mine, into = (MPI.IN_PLACE, spec(o.t)) if self._comm.rank == o.root else (spec(o.t), None)
         self._start(lambda: self._comm.Ireduce(mine, into, OPS[o.op], o.root), o.t.nbytes, done)
 
-    def _allgather(self, o: Operation, done: Done) -> None:
+    def _allgather(self, o: Primitive, done: Done) -> None:
         """Of equal blocks alone: so are those of first steps, and later ones are not native."""
         everything = [address(o.out.data_ptr(), o.out.nbytes), o.t.nbytes, MPI.BYTE]
         self._start(lambda: self._comm.Iallgather(spec(bytes_of(o.t)), everything), o.out.nbytes, done)
 
-    def _reduce_scatter(self, o: Operation, done: Done) -> None:
+    def _reduce_scatter(self, o: Primitive, done: Done) -> None:
         call = partial(self._comm.Ireduce_scatter, spec(o.t), spec(o.out), list(o.counts), OPS[o.op])
         self._start(call, o.t.nbytes, done)
 
-    def _scan(self, o: Operation, done: Done) -> None:
+    def _scan(self, o: Primitive, done: Done) -> None:
         self._start(lambda: self._comm.Iscan(MPI.IN_PLACE, spec(o.t), OPS[o.op]), o.t.nbytes, done)
 
 

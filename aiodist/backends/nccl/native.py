@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, dtype
 
-from aiodist.backends.base import DTYPES, Done, Exchange, Operation
+from aiodist.backends.base import DTYPES, Done, Exchange, Primitive
 from aiodist.backends.inplace import bytes_of, divide, flat, numbers_of
 from aiodist.backends.nccl.group import Launch, NcclGroup
 from aiodist.backends.nccl.launch_order import LaunchSlot
@@ -79,11 +79,11 @@ class NcclNative:
     _group: NcclGroup
     _slot: LaunchSlot | None = None
 
-    def start(self, o: Operation, done: Done) -> None:
+    def start(self, o: Primitive, done: Done) -> None:
         """Enqueue an operation; see `supports` for which."""
         self.start_all([o], done)
 
-    def start_all(self, operations: Sequence[Operation], done: Done) -> None:
+    def start_all(self, operations: Sequence[Primitive], done: Done) -> None:
         """Enqueue several, launched together."""
         parts = [_PARTS[o.kind](self, o) for o in operations if not _is_empty(o)]
         if not parts:
@@ -101,21 +101,21 @@ class NcclNative:
             for launch in launches:
                 launch(comm, stream)
 
-    def _allreduce(self, o: Operation) -> _Part:
+    def _allreduce(self, o: Primitive) -> _Part:
         numbers = as_numbers(o.t)
         reduce = reducer(self._group, o.t.dtype, o.op)
         return _Part(lambda comm, stream: reduce(comm, numbers, stream), self._division(o))
 
-    def _broadcast(self, o: Operation) -> _Part:
+    def _broadcast(self, o: Primitive) -> _Part:
         data = bytes_of(o.t)
         return _Part(_call("broadcast", data, data, o.root))
 
-    def _reduce(self, o: Operation) -> _Part:
+    def _reduce(self, o: Primitive) -> _Part:
         numbers = as_numbers(o.t)
         launch = _call("reduce", numbers, numbers, self._op(o.op), o.root)
         return _Part(launch, self._division(o) if self._group.rank == o.root else None)
 
-    def _allgather(self, o: Operation) -> _Part:
+    def _allgather(self, o: Primitive) -> _Part:
         """NcclAllGather where the counts are equal, else one ncclBroadcast for each rank, launched together."""
         mine, everything = bytes_of(o.t), bytes_of(o.out)
         if len(set(o.counts)) == 1:
@@ -124,7 +124,7 @@ class NcclNative:
         calls = [_call("broadcast", mine, block, root) for root, block in blocks if block.numel()]
         return _Part(partial(self._together, calls))
 
-    def _reduce_scatter(self, o: Operation) -> _Part:
+    def _reduce_scatter(self, o: Primitive) -> _Part:
         """NcclReduceScatter where the counts are equal, else one ncclReduce for each rank, launched together."""
         numbers, mine, native = as_numbers(o.t), as_numbers(o.out), self._op(o.op)
         if len(set(o.counts)) == 1:
@@ -134,11 +134,11 @@ class NcclNative:
         calls = [_call("reduce", block, mine, native, root) for root, block in blocks if block.numel()]
         return _Part(partial(self._together, calls), self._division(o))
 
-    def _alltoall(self, o: Operation) -> _Part:
+    def _alltoall(self, o: Primitive) -> _Part:
         sends, receives = o.t.split(list(o.counts)), o.out.split(list(o.received))
         return self._exchange(Exchange(o.t, list(enumerate(sends)), list(enumerate(receives))))
 
-    def _exchange(self, o: Operation) -> _Part:
+    def _exchange(self, o: Primitive) -> _Part:
         assert isinstance(o, Exchange)
         calls = [_call("send", bytes_of(t), rank) for rank, t in o.sends]
         calls += [_call("recv", bytes_of(t), rank) for rank, t in o.receives]
@@ -147,13 +147,13 @@ class NcclNative:
     def _op(self, op: ReduceOp) -> Any:  # noqa: ANN401
         return self._group.library.ops[_NATIVE_OPS[op]]
 
-    def _division(self, o: Operation) -> Callable[[], None] | None:
+    def _division(self, o: Primitive) -> Callable[[], None] | None:
         if o.op is not ReduceOp.MEAN or self._group.size == 1:
             return None
         return lambda: divide(o.out, self._group.size)
 
 
-_PARTS: dict[str, Callable[[NcclNative, Operation], _Part]] = {
+_PARTS: dict[str, Callable[[NcclNative, Primitive], _Part]] = {
     "allreduce": NcclNative._allreduce,
     "broadcast": NcclNative._broadcast,
     "reduce": NcclNative._reduce,
@@ -177,7 +177,7 @@ def as_numbers(t: Tensor) -> Tensor:
     return flat(torch.view_as_real(numbers)) if kind.is_complex else numbers
 
 
-def _is_empty(o: Operation) -> bool:
+def _is_empty(o: Primitive) -> bool:
     """Return True where no call is to be made: for an exchange on this rank, for all else on all ranks."""
     if isinstance(o, Exchange):
         return not (o.sends or o.receives)

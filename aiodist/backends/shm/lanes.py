@@ -15,7 +15,7 @@ from zlib import crc32
 from torch import dtype
 
 from aiodist import _core
-from aiodist.backends.base import Done, Operation, PeerGone, Refused, Wanted, again, dtype_code
+from aiodist.backends.base import Done, PeerGone, Primitive, Refused, Wanted, again, dtype_code
 from aiodist.backends.shm.neighbours import Neighbour, Neighbourhood, memory_of
 from aiodist.errors import BackendError, MismatchError
 from aiodist.handles import Progress
@@ -141,7 +141,7 @@ class Lane:
                 self.core.join(rank, block, other.core, other.engine_doorbell)
         return not self._unmet
 
-    def submit(self, operation: Operation, word: int, key: int, done: Done) -> _core.Operation:
+    def submit(self, operation: Primitive, word: int, key: int, done: Done) -> _core.LaneOperation:
         """Submit a collective of which `word` is the fingerprint; `done` is told its end, by `Lanes.poll`."""
         o = operation
         place = self.near.locate(o.t) or _NOWHERE
@@ -168,7 +168,7 @@ class Lane:
         """How many bytes of tensors were submitted that lay in the arena, and how many elsewhere."""
         return self.core.arena_bytes, self.core.ordinary_bytes
 
-    def compare(self, word: int, done: Done) -> _core.Operation:
+    def compare(self, word: int, done: Done) -> _core.LaneOperation:
         """Submit what moves nothing: it ends when all ranks have, or with `MismatchError`."""
         return self.core.submit(Kind.BARRIER, 1, 0, 0, word, 0, 0, 0, 0, None, None, *_NOWHERE, done, None)
 
@@ -260,7 +260,7 @@ class ShmNative:
         """Return True for each of its collectives: it takes every dtype and operator."""
         return wanted.operation in KINDS
 
-    def start(self, operation: Operation, key: int, done: Done) -> None:
+    def start(self, operation: Primitive, key: int, done: Done) -> None:
         o = operation
         if self._closed is not None:
             done(again(self._closed))

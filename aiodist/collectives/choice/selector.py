@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import torch
 
-from aiodist.backends.base import Operation
+from aiodist.backends.base import Primitive
 from aiodist.collectives.choice.table import DEVICES, HOSTS, LIMITS, Edit, LimitEdit, RangeEdit, check_known
 from aiodist.collectives.columns import columns
 from aiodist.collectives.implementations import Repertoire
@@ -134,7 +134,7 @@ def compared(p: Primitives, edit: Edit, differ: Callable[[MismatchError], None])
     packed = as_tensor(str(edit).encode())
     frame[: packed.numel()] = packed
     everything = torch.empty(_FRAME_BYTES * p.ep.size, dtype=torch.uint8, device="cpu")
-    yield from p.run(Operation("allgather", frame, everything, counts=[_FRAME_BYTES] * p.ep.size))
+    yield from p.run(Primitive("allgather", frame, everything, counts=[_FRAME_BYTES] * p.ep.size))
     texts = [as_bytes(part).rstrip(b"\0").decode() for part in everything.split(_FRAME_BYTES)]
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), 0)
     if other:

@@ -37,7 +37,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, dtype
 
-from aiodist.backends.base import Done, Operation, Wanted
+from aiodist.backends.base import Done, Primitive, Wanted
 from aiodist.backends.cuda_ipc import FRAME_BYTES, Loan, Mappings
 from aiodist.backends.inplace import FUNCTIONS, combine, copy, divide, writable
 from aiodist.collectives.arithmetic import wire_op
@@ -102,7 +102,7 @@ class CudaIpc(Implementation):
             return f"CUDA IPC has no {wanted}"
         return None if wanted.device == "cuda" else "CUDA IPC is for CUDA devices"
 
-    def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
+    def run(self, ep: Endpoint, operation: Primitive) -> Program[None]:
         """Run an operation; an allreduce is equal to the bit on all ranks."""
         o = operation
         if o.kind == "broadcast":
@@ -118,16 +118,16 @@ class CudaIpc(Implementation):
         }[o.kind]
         return self._with_all(ep, o.t, partial(work, ep, o), shared=True)
 
-    def _allreduced(self, ep: Endpoint, o: Operation, parts: Parts) -> None:
+    def _allreduced(self, ep: Endpoint, o: Primitive, parts: Parts) -> None:
         mine = self._share(ep, parts)
         self._write(mine, mine, o.op)
 
-    def _reduced(self, ep: Endpoint, o: Operation, parts: Parts) -> None:
+    def _reduced(self, ep: Endpoint, o: Primitive, parts: Parts) -> None:
         mine = self._share(ep, parts)
         into = mine[o.root - ep.rank]  # they begin with this rank's
         self._write([into], mine if o.root == ep.rank else [*(t for t in mine if t is not into), into], o.op)
 
-    def _scanned(self, ep: Endpoint, o: Operation, parts: Parts) -> None:
+    def _scanned(self, ep: Endpoint, o: Primitive, parts: Parts) -> None:
         mine = self._share(ep, parts)
         for pieces in self._pieces([mine[rank - ep.rank] for rank in range(ep.size)]):
             total = pieces[0]
@@ -141,7 +141,7 @@ class CudaIpc(Implementation):
                     combine(piece, total, o.op)
                     total = piece
 
-    def _reduce_scatter(self, ep: Endpoint, o: Operation) -> Program[None]:
+    def _reduce_scatter(self, ep: Endpoint, o: Primitive) -> Program[None]:
         start = sum(o.counts[: ep.rank])
         block = slice(start, start + o.counts[ep.rank])
         if ep.size == 1:

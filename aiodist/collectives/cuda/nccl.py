@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done, Exchange, Operation, Wanted
+from aiodist.backends.base import Done, Exchange, Primitive, Wanted
 from aiodist.backends.nccl import LaunchSlot, NcclGroup, NcclNative, supports
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.metadata import as_bytes, as_tensor
@@ -102,10 +102,10 @@ class Nccl(Exchanger):
             return None
         return f"NCCL has no {wanted}"
 
-    def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
+    def run(self, ep: Endpoint, operation: Primitive) -> Program[None]:
         """Queue it at its place in the launch order, in one group of calls with others of its step."""
 
-        def start(operations: Sequence[Operation], done: Done) -> None:
+        def start(operations: Sequence[Primitive], done: Done) -> None:
             self._native(ep, operation.t).start_all(operations, done)
 
         yield [Joint((self.name, operation.t.device), [operation], start)]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, dtype
 
-from aiodist.backends.base import Done, Operation, Wanted, ignore, once
+from aiodist.backends.base import Done, Primitive, Wanted, ignore, once
 from aiodist.backends.inplace import copy
 from aiodist.collectives.operations import computed
 from aiodist.collectives.primitives import Primitives
@@ -53,7 +53,7 @@ class _Chunk(NamedTuple):
     """(where in the buffer, tensor of the device) that are copied to the host before it begins."""
     writes: Sequence[tuple[int, Tensor]]
     """The same, copied back when it is over."""
-    operation: Callable[[Tensor], Operation]
+    operation: Callable[[Tensor], Primitive]
     """The collective on the buffer."""
 
 
@@ -80,7 +80,7 @@ class Staged(Implementation):
             return f"staging has no {wanted}"
         return None if wanted.device == "cuda" else "staging is for tensors on CUDA devices"
 
-    def run(self, ep: Endpoint, operation: Operation) -> Program[None]:
+    def run(self, ep: Endpoint, operation: Primitive) -> Program[None]:
         o = operation
         if o.kind in ("allgather", "reduce_scatter"):
             return self._by_blocks(ep, o)
@@ -91,12 +91,12 @@ class Staged(Implementation):
         def chunk(i: int) -> _Chunk:
             first, last = cut(o.t.numel(), chunks, i)
             part = [(0, o.t[first:last])]
-            on_host = partial(Operation, o.kind, op=o.op, root=o.root)
+            on_host = partial(Primitive, o.kind, op=o.op, root=o.root)
             return _Chunk(last - first, part if reads else [], part if writes else [], on_host)
 
         return self._run(ep, o.t, chunks, chunk)
 
-    def _by_blocks(self, ep: Endpoint, o: Operation) -> Program[None]:
+    def _by_blocks(self, ep: Endpoint, o: Primitive) -> Program[None]:
         """Run an allgather or a reduce_scatter: of each rank's block a part goes through each chunk."""
         gathers = o.kind == "allgather"
         whole = o.out if gathers else o.t
@@ -114,8 +114,8 @@ class Staged(Implementation):
             own = [(mine.start, (o.t if gathers else o.out)[slice(*cuts[ep.rank])])]
             if gathers:
                 del of_all[ep.rank]
-                return _Chunk(starts[-1], own, of_all, lambda host: Operation(o.kind, host[mine], host, counts=parts))
-            operation = partial(Operation, o.kind, op=o.op, counts=parts)
+                return _Chunk(starts[-1], own, of_all, lambda host: Primitive(o.kind, host[mine], host, counts=parts))
+            operation = partial(Primitive, o.kind, op=o.op, counts=parts)
             return _Chunk(starts[-1], of_all, own, lambda host: operation(host, host[mine]))
 
         yield from self._run(ep, whole, chunks, chunk)

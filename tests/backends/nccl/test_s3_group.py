@@ -17,7 +17,7 @@ from aiodist.errors import BackendError, CommunicatorAborted
 from aiodist.streams import Staging
 from aiodist.testing.seams.nccl import NcclGroup, NcclNative
 from aiodist.testing.seams.progress import transport_lock
-from aiodist.testing.seams.transport import Done, Operation
+from aiodist.testing.seams.transport import Done, Primitive
 from aiodist.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ def full(w: World, rank: int, value: float = 1.0, numel: int = 16) -> Tensor:
 
 
 def summed(t: Tensor) -> Step:
-    return lambda n, done: n.start(Operation("allreduce", t, op=ReduceOp.SUM), done)
+    return lambda n, done: n.start(Primitive("allreduce", t, op=ReduceOp.SUM), done)
 
 
 def _broadcast(t: Tensor, n: NcclNative, done: Done) -> None:
-    n.start(Operation("broadcast", t), done)
+    n.start(Primitive("broadcast", t), done)
 
 
 def code_of(error: Failure) -> int | None:
@@ -393,7 +393,7 @@ async def test_s3_what_an_operation_lets_go_of_is_reused_behind_the_kernel(world
                     torch.full_like(out, 100.0)
                 done(error)
 
-            n.start(Operation("allreduce", made[0], op=ReduceOp.MEAN), then)
+            n.start(Primitive("allreduce", made[0], op=ReduceOp.MEAN), then)
 
         return step
 
@@ -416,7 +416,7 @@ async def test_s3_a_done_that_issues_more_keeps_the_order(world: Make) -> None:
             def next_one(error: Failure) -> None:
                 order.append(number)
                 if number < count:
-                    n.start(Operation("broadcast", t), last)
+                    n.start(Primitive("broadcast", t), last)
                 else:
                     done(error)
 
@@ -424,7 +424,7 @@ async def test_s3_a_done_that_issues_more_keeps_the_order(world: Make) -> None:
                 order.append(number + count)
                 done(error)
 
-            n.start(Operation("broadcast", t), next_one)
+            n.start(Primitive("broadcast", t), next_one)
 
         return start
 
@@ -444,7 +444,7 @@ async def test_s3_what_nccl_launches_soon_is_waited_for_at_once(
 
     def call(rank: int) -> Step:
         def step(n: NcclNative, done: Done) -> None:
-            n.start(Operation("broadcast", w.kept[rank]), enqueued.append)
+            n.start(Primitive("broadcast", w.kept[rank]), enqueued.append)
             assert enqueued.pop() is None  # so `wait_stream` has something to order a stream behind
             done(None)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aiodist.testing.seams.nccl import LaunchSlot, NcclNative, supports
-from aiodist.testing.seams.transport import DTYPES, Done, Exchange, Operation
+from aiodist.testing.seams.transport import DTYPES, Done, Exchange, Primitive
 from aiodist.types import ReduceOp
 from tests.support.operations import operation
 
@@ -60,7 +60,7 @@ def step(kind: str, *args: object) -> Step:
     return lambda n, done: n.start(operation(kind, *args), done)
 
 
-def start_all(operations: list[Operation], native: NcclNative, done: Done) -> None:
+def start_all(operations: list[Primitive], native: NcclNative, done: Done) -> None:
     native.start_all(operations, done)
 
 
@@ -163,7 +163,7 @@ async def test_s3_calls_queued_in_launch_order_keep_their_own_stream(world: Make
                 slot: LaunchSlot = slots[number],
             ) -> None:
                 with torch.cuda.stream(stream):
-                    NcclNative(w.open(rank), slot).start(Operation("allreduce", t, op=ReduceOp.MEAN), done)
+                    NcclNative(w.open(rank), slot).start(Primitive("allreduce", t, op=ReduceOp.MEAN), done)
                 slot.release()
 
             futures.append(w.start(enqueue))
@@ -232,9 +232,9 @@ async def test_s3_several_operations_are_launched_together(world: Make, size: in
     for rank in range(size):
         ts = [w.put(t, rank) for t in given[rank]]
         gathered = torch.empty(sum(range(1, size + 1)), device=w.device(rank))
-        several = [Operation("allreduce", t, op=ReduceOp.MEAN) for t in ts]
+        several = [Primitive("allreduce", t, op=ReduceOp.MEAN) for t in ts]
         mine = w.put(torch.full((rank + 1,), float(rank)), rank)
-        several.append(Operation("allgather", mine, gathered, counts=range(1, size + 1)))
+        several.append(Primitive("allgather", mine, gathered, counts=range(1, size + 1)))
         futures.append(w.call(rank, partial(start_all, several)))
         checks += [(t, reduced([each[i] for each in given], ReduceOp.MEAN)) for i, t in enumerate(ts) if t.numel()]
         checks.append((gathered, torch.cat([torch.full((r + 1,), float(r)) for r in range(size)])))

@@ -20,7 +20,7 @@ from aiodist import Communicator
 from aiodist.communicator import parts_of
 from aiodist.schedules import SCHEDULES
 from aiodist.testing.seams.algorithms import Endpoint, Program, Scheduled
-from aiodist.testing.seams.transport import Operation
+from aiodist.testing.seams.transport import Primitive
 
 Array = npt.NDArray[Any]
 KINDS = (torch.float64, torch.int64)
@@ -114,7 +114,7 @@ def noting(ran: set[tuple[str, str]]) -> Iterator[None]:
 
     run = Scheduled.run
 
-    def noted(self: Scheduled, ep: Endpoint, operation: Operation) -> Program[None]:
+    def noted(self: Scheduled, ep: Endpoint, operation: Primitive) -> Program[None]:
         ran.add((operation.kind, self.name))
         return run(self, ep, operation)
 
