@@ -26,7 +26,7 @@ RULES = {
     "codecs": "gradients",
     "collectives": "arithmetic choice.availability choice.selector choice.table cuda.staging hierarchical primitives "
     "program scheduled traffic",
-    "communicator": "claims facts fingerprint levels messages oplog",
+    "communicator": "claims conversation facts fingerprint levels messages oplog",
     "control": "generations roster wire",
     "data": "nesting queue_machine shards",
     "doctor": "report",

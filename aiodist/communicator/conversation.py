@@ -1,0 +1,330 @@
+"""The conversation of the ranks about a failed operation: statements in, one verdict out; a state machine without I/O.
+
+If an operation fails on a rank, or signatures differ, every rank makes one *statement* about its number: the signature
+and text of the operation, the cause of its failure there, and the messages that the rank sent and asked for. A rank
+that has not issued the number says so. Each rank collects until every other rank has made its statement, is known to
+be dead, or has not answered within `LIVENESS_SECONDS`.
+
+    first failure, or first statement of another rank - own statement - all are known - verdict
+                                                                                      - late statements: drain only
+
+The verdict is a pure function of the statements: ranks that got the same ones raise the same. A mismatch comes before a
+lost rank, a lost rank before a silent one, and a silent rank before a failure of one rank's part: the later ones can
+follow from the earlier ones. A rank makes only one statement for a number, also if it fails later.
+
+Numbers below 0 are of failures outside the order, such as those of messages: each rank has numbers of its own, and the
+statements of the others say only that they are alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from aiodist.backends.base import NAMED
+from aiodist.backends.words import merged
+from aiodist.communicator.oplog import LEFT, Latest
+from aiodist.control import name_ranks
+
+LIVENESS_SECONDS = 2.0
+"""The longest time that a verdict waits for a rank whose process may be stopped."""
+
+_MOST_IN_A_ROW = 3
+
+Lists = dict[int, list[int]]  # tag -> the sizes of messages, in bytes
+
+
+class Cause(IntEnum):
+    """Why an operation ends with an error; the larger ones explain the smaller ones."""
+
+    NONE = 0
+    FAILED = 1
+    """The part of one rank failed: in a library, or in code of the user."""
+    SILENT = 2
+    """A rank did not answer."""
+    LOST = 3
+    """A rank died, or cannot be reached."""
+    MISMATCH = 4
+    """The ranks disagree."""
+
+
+class Statement(NamedTuple):
+    """The knowledge of one rank about an operation."""
+
+    text: str = ""
+    """The operation and the line that issued it; of a rank that has not issued the number, its last operation."""
+    word: int | None = None
+    """The signature of the operation; None if the rank has not issued it, or its record is gone."""
+    issued: bool = True
+    cause: Cause = Cause.NONE
+    error: str = ""
+    """The error of this rank's part; "" if there is none, or if the comparison of signatures found it."""
+    lost: int = -1
+    """The rank that is lost, if the cause is that."""
+    begun: bool = False
+    """True if it had begun, so that its output is unspecified."""
+    bound: bool = False
+    """True if it runs in a library or on a device, so that it cannot be stopped."""
+
+    @classmethod
+    def read(cls, fields: list[Any]) -> Statement:
+        """Return the statement that arrived as JSON."""
+        text, word, issued, cause, *rest = fields
+        return cls(text, word, issued, Cause(cause), *rest)
+
+
+class Verdict(NamedTuple):
+    """How an operation ends on every rank."""
+
+    cause: Cause
+    rank: int = -1
+    """The lowest rank that is the cause; -1 if the ranks differ."""
+    error: str = ""
+    """The error of that rank's part."""
+    sides: str = ""
+    """The operation of each rank, if the ranks differ."""
+    since: int = -1
+    """The number of the first mismatch in this row of mismatches."""
+    begun: bool = False
+    """True if the output of the operation is unspecified on some rank."""
+    silent: tuple[int, ...] = ()
+    """The ranks that did not answer."""
+    abort: bool = False
+    """True if the communicator cannot continue."""
+
+
+class Ask(NamedTuple):
+    """Make this rank's statement, by `state`."""
+
+    number: int
+
+
+class Send(NamedTuple):
+    """Send this rank's statement to every other rank."""
+
+    number: int
+    statement: Statement
+
+
+class StartTimer(NamedTuple):
+    """Call `expire` after the liveness bound."""
+
+    number: int
+
+
+class Drain(NamedTuple):
+    """Drain the messages between this rank and another one by the lists of both; they do not change any more."""
+
+    number: int
+    rank: int
+    sent: Lists
+    asked: Lists
+
+
+class Conclude(NamedTuple):
+    """End the operation on this rank."""
+
+    number: int
+    verdict: Verdict
+
+
+class Clear(NamedTuple):
+    """All messages of the operation are drained: its tag can be used again."""
+
+    number: int
+
+
+Action = Ask | Send | StartTimer | Drain | Conclude | Clear
+
+
+@dataclass(slots=True)
+class _Case:
+    """The conversation about one number."""
+
+    statements: dict[int, Statement] = field(default_factory=dict)
+    """The statements that came before the verdict, by rank."""
+    answered: set[int] = field(default_factory=set)
+    """The ranks that have made their statement, after the verdict too."""
+    lists: dict[int, tuple[Lists, Lists]] = field(default_factory=dict)
+    """The messages that other ranks sent and asked for, until this rank's own lists are final."""
+    expired: bool = False
+    """True if the liveness bound has passed."""
+    verdict: Verdict | None = None
+
+
+class Conversations:
+    """The conversations of one communicator on one rank.
+
+    Each event returns the actions to perform, in order. Statements of one rank about one number after its first are
+    ignored, and so are later deaths and answers for a verdict; late answers are still drained.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._others = [other for other in range(size) if other != rank]
+        self.cases: Latest[_Case] = Latest()
+        """The conversations, by number."""
+        self._open: Latest[_Case] = Latest()
+        """Cases that wait for a verdict, or for the lists of other ranks."""
+        self.gone: dict[int, bool] = {}
+        """The ranks that left: True for a goodbye."""
+
+    def state(self, number: int, statement: Statement) -> list[Action]:
+        """This rank states what it knows; ignored if it has done so."""
+        case, actions = self._case(number)
+        if self._rank in case.answered:
+            return actions
+        case.answered.add(self._rank)
+        case.statements[self._rank] = statement
+        actions.append(Send(number, statement))
+        for rank, (sent, asked) in case.lists.items():
+            actions.append(Drain(number, rank, sent, asked))
+        case.lists.clear()
+        return actions + self._advance()
+
+    def hear(self, rank: int, number: int, statement: Statement, sent: Lists, asked: Lists) -> list[Action]:
+        """The statement of another rank arrived."""
+        case, actions = self._case(number)
+        if rank in case.answered:
+            return actions
+        case.answered.add(rank)
+        if case.verdict is None and rank not in self.gone:  # a process that ends may still answer
+            case.statements[rank] = statement
+        if self._rank in case.answered:
+            actions.append(Drain(number, rank, sent, asked))
+        else:
+            case.lists[rank] = sent, asked
+            actions.append(Ask(number))
+        return actions + self._advance()
+
+    def leave(self, rank: int, *, clean: bool = False) -> list[Action]:
+        """Another rank is dead, or has left with a goodbye if `clean`: it makes no statement any more."""
+        self.gone.setdefault(rank, clean)
+        return self._advance()
+
+    def expire(self, number: int) -> list[Action]:
+        """The liveness bound has passed: ranks that have not answered are silent."""
+        if (case := self.cases.get(number)) is not None:
+            case.expired = True
+        return self._advance()
+
+    def is_open(self, number: int) -> bool:
+        """Return True if there is a conversation about the number, and no verdict yet."""
+        case = self.cases.get(number)
+        return case is not None and case.verdict is None
+
+    def verdict(self, number: int) -> Verdict | None:
+        """Return the verdict on an operation; None if there is none yet."""
+        case = self.cases.get(number)
+        return None if case is None else case.verdict
+
+    def _case(self, number: int) -> tuple[_Case, list[Action]]:
+        """Return the conversation about a number, and the actions that open it."""
+        case = self.cases.get(number)
+        if case is not None:
+            return case, []
+        case = self.cases[number] = self._open[number] = _Case()
+        return case, [StartTimer(number)]
+
+    def _advance(self) -> list[Action]:
+        """Conclude what is complete, in the order of the numbers: so ranks count mismatches in a row alike."""
+        actions: list[Action] = []
+        blocked = False
+        for number, case in sorted(self._open.items()):
+            ordered = 0 <= number < NAMED
+            if case.verdict is None and self._is_complete(case) and not (ordered and blocked):
+                case.verdict = self._judge(number, case)
+                actions.append(Conclude(number, case.verdict))
+            blocked = blocked or (ordered and case.verdict is None)
+            if case.verdict is not None and not self._missing(case):
+                del self._open[number]
+                actions.append(Clear(number))
+        return actions
+
+    def _missing(self, case: _Case) -> list[int]:
+        """Return the ranks that may still answer."""
+        return [rank for rank in self._others if rank not in case.answered and rank not in self.gone]
+
+    def _is_complete(self, case: _Case) -> bool:
+        return self._rank in case.answered and (case.expired or not self._missing(case))
+
+    def _judge(self, number: int, case: _Case) -> Verdict:
+        silent = tuple(self._missing(case))
+        gone = {rank: clean for rank, clean in self.gone.items() if rank not in case.statements}
+        verdict = judge(case.statements, silent, gone)
+        if verdict.cause is Cause.MISMATCH and verdict.rank < 0 and 0 <= number < NAMED:
+            since = number
+            while self._differ(since - 1):
+                since -= 1
+            end = number + 1
+            while self._differ(end):
+                end += 1
+            verdict = verdict._replace(since=since, abort=verdict.abort or end - since >= _MOST_IN_A_ROW)
+        return verdict
+
+    def _differ(self, number: int) -> bool:
+        """Return True if the ranks are known to differ on an operation of the order."""
+        verdict = self.verdict(number)
+        return verdict is not None and verdict.cause is Cause.MISMATCH and verdict.rank < 0
+
+
+def judge(
+    statements: dict[int, Statement], silent: tuple[int, ...] = (), gone: dict[int, bool] | None = None
+) -> Verdict:
+    """Return the verdict on an operation by the statements about it.
+
+    `silent` are the ranks that did not answer, `gone` those that left before they answered: True for those that said
+    goodbye.
+    """
+    gone = gone or {}
+    causes = {rank: statements[rank].cause for rank in sorted(statements)}
+    begun = any(one.begun for one in statements.values())
+    bound = any(one.bound for one in statements.values())
+    if any(one.cause is Cause.MISMATCH and not one.error for one in statements.values()) or _words_differ(statements):
+        return Verdict(Cause.MISMATCH, sides=_sides(statements, silent, gone), begun=begun, silent=silent, abort=bound)
+    dead = [rank for rank, clean in sorted(gone.items()) if not clean]
+    named: dict[Cause, Sequence[int]] = {
+        Cause.SILENT: silent,
+        Cause.LOST: (*dead, *(one.lost for one in statements.values() if one.lost >= 0)),
+    }
+    worst = max(*causes.values(), *(cause for cause, ranks in named.items() if ranks))
+    errors = [statements[rank].error for rank, cause in causes.items() if cause is worst or worst is Cause.SILENT]
+    named[worst] = named.get(worst) or [rank for rank, cause in causes.items() if cause is worst]
+    error = next((error for error in errors if error), "")
+    return Verdict(worst, min(named[worst]), error, begun=begun, silent=silent, abort=bound or worst is Cause.LOST)
+
+
+def _words_differ(statements: dict[int, Statement]) -> bool:
+    met: int | None = None
+    for statement in statements.values():
+        if statement.word is not None:
+            both = statement.word if met is None else merged(met, statement.word)
+            if both is None:
+                return True
+            met = both
+    return False
+
+
+def _sides(statements: dict[int, Statement], silent: Iterable[int], gone: dict[int, bool]) -> str:
+    """Return what each rank issued; ranks that issued the same at the same line are named together."""
+    by_text: dict[tuple[str, str], list[int]] = {}
+    issued = {statement.text for statement in statements.values() if statement.issued}
+    differ = len(issued) > 1 or sum(statement.issued for statement in statements.values()) == 1
+    edited = "" if differ else ", edited in different ways"  # texts do not show the table of implementations
+    unanswered = f"did not answer within {LIVENESS_SECONDS:g} s"
+    said = dict.fromkeys(silent, (unanswered, unanswered))
+    said |= {rank: (LEFT, "have left") if clean else ("is lost", "are lost") for rank, clean in gone.items()}
+    for rank, statement in statements.items():
+        last = f": the last is {statement.text}" if statement.text else ""
+        if not statement.issued:
+            said[rank] = f"has not issued it{last}", f"have not issued it{last}"
+        elif statement.text == LEFT:
+            said[rank] = LEFT, "have left"
+        else:
+            said[rank] = (f": {statement.text}{edited}",) * 2
+    for rank, texts in sorted(said.items()):
+        by_text.setdefault(texts, []).append(rank)
+    sides = [(name_ranks(ranks), texts[len(ranks) > 1]) for texts, ranks in by_text.items()]
+    return "; ".join(f"{names}{'' if text.startswith(':') else ' '}{text}" for names, text in sides)
