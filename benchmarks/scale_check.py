@@ -27,11 +27,12 @@ from aiodist.bench.records import seconds_text, size_text
 from aiodist.bench.session import facts
 from aiodist.bench.timing import Contender, Pace, interleaved, pace
 from aiodist.collectives.arithmetic import combine
-from aiodist.collectives.program import Call, Endpoint, Program
+from aiodist.collectives.endpoint import Endpoint
 from aiodist.collectives.scheduled import Scheduled, SubEndpoint
 from aiodist.communicator import parts_of
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.handles import Handle
+from aiodist.handles.kernel import Program, Transfer, transfers
 from aiodist.schedules import Blocks
 from aiodist.types import ReduceOp
 from benchmarks.loggp import LogGP, Machine
@@ -148,37 +149,37 @@ def _perform(coll: Communicator, make: Callable[[Endpoint], Program[Any]], nbyte
     return parts_of(coll).dispatcher.collective(Fingerprint("scheduled"), program, nbytes=nbytes)
 
 
-def _nothing() -> Program[None]:
-    yield []
+async def _nothing() -> None:
+    await transfers([])
 
 
-def _to_and_fro(
-    ep: Endpoint, t: Tensor, rounds: int, wrapped: Callable[[Call], Call] = lambda call: call
-) -> Program[None]:
+async def _to_and_fro(
+    ep: Endpoint, t: Tensor, rounds: int, wrapped: Callable[[Transfer], Transfer] = lambda call: call
+) -> None:
     for turn in range(2 * rounds if ep.rank < 2 else 0):
         sends = turn % 2 == ep.rank
-        yield [wrapped(ep.send(t, 1 - ep.rank) if sends else ep.recv(t, 1 - ep.rank))]
+        await transfers([wrapped(ep.send(t, 1 - ep.rank) if sends else ep.recv(t, 1 - ep.rank))])
 
 
-def _in_steps(ep: Endpoint, count: int) -> Program[None]:
+async def _in_steps(ep: Endpoint, count: int) -> None:
     """Rank 0 sends to rank 1, one after another."""
     if ep.rank < 2:
-        yield from Scheduled("chain", count).run(SubEndpoint(ep, (0, 1)), Primitive("broadcast", torch.zeros(count)))
+        await Scheduled("chain", count).run(SubEndpoint(ep, (0, 1)), Primitive("broadcast", torch.zeros(count)))
 
 
-def _at_once(ep: Endpoint, count: int) -> Program[None]:
+async def _at_once(ep: Endpoint, count: int) -> None:
     """Rank 0 sends to rank 1, all in one step; rank 1 answers the last."""
     messages = list(torch.zeros(count, 1).unbind())
     answer = torch.zeros(1)
     if ep.rank == 0:
-        yield [ep.send(t, 1) for t in messages]
-        yield [ep.recv(answer, 1)]
+        await transfers([ep.send(t, 1) for t in messages])
+        await transfers([ep.recv(answer, 1)])
     elif ep.rank == 1:
-        yield [ep.recv(t, 0) for t in messages]
-        yield [ep.send(answer, 0)]
+        await transfers([ep.recv(t, 0) for t in messages])
+        await transfers([ep.send(answer, 0)])
 
 
-def _timed(spent: list[float], call: Call) -> Call:
+def _timed(spent: list[float], call: Transfer) -> Transfer:
     """Return the call, noting for how long it keeps the processor busy."""
 
     def timed(done: Done) -> None:

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, dtype
 
 from aiodist._core import KEY_BITS
-from aiodist.errors import AiodistError, BackendError
+from aiodist.errors import BackendError
 from aiodist.handles import Done as Done
+from aiodist.handles.kernel import ours as ours
 from aiodist.streams.memory import dtype_name as dtype_name
 from aiodist.types import REDUCTIONS, ReduceOp
 
@@ -117,15 +118,6 @@ def ignore(_: object) -> None:
 
 class PeerGone(BackendError):
     """A carrier has found that the other end has left."""
-
-
-def ours(error: Exception) -> AiodistError:
-    """Return `error`, which nobody expected, as one of ours, raised from it."""
-    if isinstance(error, AiodistError):
-        return error
-    wrapped = BackendError(f"{type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped
 
 
 def again(error: E) -> E:

@@ -15,8 +15,9 @@ import torch
 
 from aiodist.backends.base import Transport, ignore
 from aiodist.backends.words import merged
-from aiodist.collectives.program import Endpoint, Program, run
+from aiodist.collectives.endpoint import Endpoint
 from aiodist.collectives.scheduled import LANE_TAGS, SubEndpoint
+from aiodist.handles.kernel import run, transfers
 from aiodist.schedules.plan import MAX_LANES
 
 _FRAME = struct.Struct("<Q?")  # word, whether anybody differs
@@ -58,7 +59,7 @@ class Between:
         run(_compare(ep, word, differs, told), finish)
 
 
-def _compare(ep: Endpoint, word: int, differs: bool, told: Callable[[bool], object]) -> Program[bool]:
+async def _compare(ep: Endpoint, word: int, differs: bool, told: Callable[[bool], object]) -> bool:
     if differs:
         told(True)
     distance = 1
@@ -66,7 +67,8 @@ def _compare(ep: Endpoint, word: int, differs: bool, told: Callable[[bool], obje
         mine = torch.frombuffer(bytearray(_FRAME.pack(word, differs)), dtype=torch.uint8)
         heard = bytearray(_FRAME.size)
         theirs = torch.frombuffer(heard, dtype=torch.uint8)  # on the host, also where the default device is another
-        yield [ep.recv(theirs, (ep.rank - distance) % ep.size), ep.send(mine, (ep.rank + distance) % ep.size)]
+        before, after = (ep.rank - distance) % ep.size, (ep.rank + distance) % ep.size
+        await transfers([ep.recv(theirs, before), ep.send(mine, after)])
         seen, flag = _FRAME.unpack(heard)
         both = merged(word, seen)
         word = word if both is None else both

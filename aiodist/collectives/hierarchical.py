@@ -15,9 +15,11 @@ from torch import Tensor
 
 from aiodist.backends.base import Primitive, Wanted
 from aiodist.collectives.choice.table import COMPARED_BYTES
-from aiodist.collectives.program import Endpoint, Implementation, Program, concurrently, meet
+from aiodist.collectives.endpoint import Endpoint, Implementation
+from aiodist.collectives.lockstep import meet
 from aiodist.collectives.scheduled import Scheduled, SubEndpoint, on_lane
 from aiodist.collectives.traffic import Differ, Traffic
+from aiodist.handles.kernel import together, transfers
 from aiodist.types import ReduceOp
 
 _OPERATIONS = ("allreduce", "broadcast", "reduce")
@@ -64,90 +66,89 @@ class Hierarchical(Implementation):
     def lacks(self, wanted: Wanted) -> str | None:
         return None if wanted.operation in _OPERATIONS else f"{wanted.operation} in levels is not implemented"
 
-    def run(self, ep: Endpoint, operation: Primitive) -> Program[None]:
+    async def run(self, ep: Endpoint, operation: Primitive) -> None:
         """Run an operation; an allreduce in pieces that are on their way at once."""
         if operation.kind == "broadcast":
-            return self._broadcast(ep, operation)
+            await self._broadcast(ep, operation)
+            return
         if operation.kind == "reduce":
-            return self._reduce(ep, operation)
+            await self._reduce(ep, operation)
+            return
         t = operation.t
         one = self._allreduce_by_shares if self.name == "hierarchical" else self._allreduce_by_leaders
         pieces = max(1, min(t.nbytes // self._limits["hierarchical.piece_bytes"], self._limits["hierarchical.pieces"]))
         cut = [t.numel() * i // pieces for i in range(pieces + 1)]
-        return concurrently([one(on_lane(ep, i), t[cut[i] : cut[i + 1]], operation.op) for i in range(pieces)])
+        await together(*[one(on_lane(ep, i), t[cut[i] : cut[i + 1]], operation.op) for i in range(pieces)])
 
-    def _allreduce_by_shares(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
+    async def _allreduce_by_shares(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> None:
         here = SubEndpoint(ep, self._here)
         cut = [t.numel() * i // here.size for i in range(here.size + 1)]
         counts = [stop - start for start, stop in pairwise(cut)]
         mine = t[cut[self._local] : cut[self._local + 1]]
         if here.size > 1:
-            yield from self._within.run(here, Primitive("reduce_scatter", t, mine, op=op, counts=counts))
+            await self._within.run(here, Primitive("reduce_scatter", t, mine, op=op, counts=counts))
         across = SubEndpoint(ep, [ranks[self._local] for ranks in self._hosts])
-        yield from self._between(across, t, Primitive("allreduce", mine, op=op))
+        await self._between(across, t, Primitive("allreduce", mine, op=op))
         if here.size > 1:
-            yield [meet]
-            yield from self._within.run(here, Primitive("allgather", mine, t, counts=counts))
+            await transfers([meet])
+            await self._within.run(here, Primitive("allgather", mine, t, counts=counts))
 
-    def _allreduce_by_leaders(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> Program[None]:
+    async def _allreduce_by_leaders(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> None:
         here = SubEndpoint(ep, self._here)
         if here.size > 1:
-            yield from self._within.run(here, Primitive("reduce", t, op=op))
+            await self._within.run(here, Primitive("reduce", t, op=op))
         if self._local == 0:
             leaders = SubEndpoint(ep, [ranks[0] for ranks in self._hosts])
-            yield from self._between(leaders, t, Primitive("allreduce", t, op=op))
+            await self._between(leaders, t, Primitive("allreduce", t, op=op))
         if here.size > 1:
-            yield [meet]
-            yield from self._within.run(here, Primitive("broadcast", t))
+            await transfers([meet])
+            await self._within.run(here, Primitive("broadcast", t))
 
-    def _reduce(self, ep: Endpoint, o: Primitive) -> Program[None]:
+    async def _reduce(self, ep: Endpoint, o: Primitive) -> None:
         """Reduce within each host to the one that stands for it, and from there to root."""
         representatives, home = self._representatives(o.root)
         here = SubEndpoint(ep, self._here)
         mine = here.ranks.index(representatives[self._host])
         total = o.t if ep.rank == o.root or self._local != mine else o.t.clone()
         if here.size > 1:
-            yield from self._within.run(here, Primitive("reduce", total, op=o.op, root=mine))
+            await self._within.run(here, Primitive("reduce", total, op=o.op, root=mine))
         if self._local == mine:
             across = SubEndpoint(ep, representatives)
-            yield from self._between(across, o.t, Primitive("reduce", total, op=o.op, root=home))
+            await self._between(across, o.t, Primitive("reduce", total, op=o.op, root=home))
 
-    def _broadcast(self, ep: Endpoint, o: Primitive) -> Program[None]:
+    async def _broadcast(self, ep: Endpoint, o: Primitive) -> None:
         """From root to one rank of each host, and from there to the others."""
         representatives, home = self._representatives(o.root)
         here = SubEndpoint(ep, self._here)
         mine = here.ranks.index(representatives[self._host])
         if self._local == mine:
             across = SubEndpoint(ep, representatives)
-            yield from self._between(across, o.t, Primitive("broadcast", o.t, root=home))
+            await self._between(across, o.t, Primitive("broadcast", o.t, root=home))
         if here.size > 1:
-            yield [meet]
-            yield from self._within.run(here, Primitive("broadcast", o.t, root=mine))
+            await transfers([meet])
+            await self._within.run(here, Primitive("broadcast", o.t, root=mine))
 
     def _representatives(self, root: int) -> tuple[list[int], int]:
         """Return a rank of each host, of which root stands for its own, and the number of that host."""
         home = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
         return [root if i == home else ranks[0] for i, ranks in enumerate(self._hosts)], home
 
-    def _between(self, ep: Endpoint, whole: Tensor, operation: Primitive) -> Program[None]:
+    async def _between(self, ep: Endpoint, whole: Tensor, operation: Primitive) -> None:
         """Run what goes between hosts, and stop where they differ; of a large `whole` it waits until that is known.
 
         How the operation ends is not decided here: its gate knows.
         """
-        program = self._schedule_of(operation).run(ep, operation)
         traffic = ep.traffic
         try:
             if traffic is not None and whole.nbytes >= COMPARED_BYTES:
-                yield [traffic.agreed]
-            yield from program
+                await transfers([traffic.agreed])
+            await self._schedule_of(operation).run(ep, operation)
         except Exception:
             if traffic is None:
                 raise
             # A message of another size than was asked for fails before it is known why.
-            if (yield from _agreed(traffic)):
+            if await _agreed(traffic):
                 raise
-        finally:
-            program.close()
 
     def _schedule_of(self, operation: Primitive) -> Scheduled:
         if operation.kind != "allreduce":
@@ -155,9 +156,9 @@ class Hierarchical(Implementation):
         return self._short if operation.t.nbytes < self._limits["hierarchical.ring_bytes"] else self._long
 
 
-def _agreed(traffic: Traffic) -> Program[bool]:
+async def _agreed(traffic: Traffic) -> bool:
     try:
-        yield [traffic.agreed]
+        await transfers([traffic.agreed])
     except Differ:
         return False
     return True

@@ -32,10 +32,11 @@ from aiodist.collectives.choice.table import (
     Table,
     last_resorts,
 )
+from aiodist.collectives.endpoint import Endpoint, Exchanger, Implementation
 from aiodist.collectives.hierarchical import Hierarchical
-from aiodist.collectives.program import Endpoint, Exchanger, Implementation, Program
 from aiodist.collectives.scheduled import Scheduled
 from aiodist.errors import BackendUnavailable
+from aiodist.handles.kernel import transfers
 from aiodist.schedules import SCHEDULES
 from aiodist.types import REDUCTIONS, ReduceOp
 
@@ -61,8 +62,8 @@ class NativeCollectives(Implementation):
             return None
         return self._native.plan_allreduce(kind, numel, op)
 
-    def run(self, ep: Endpoint, operation: Primitive) -> Program[None]:
-        yield [partial(self._native.start, operation, ep.key)]
+    async def run(self, ep: Endpoint, operation: Primitive) -> None:
+        await transfers([partial(self._native.start, operation, ep.key)])
 
 
 class Kit(NamedTuple):

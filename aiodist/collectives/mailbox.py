@@ -23,8 +23,8 @@ from torch import Tensor
 from aiodist.backends.base import Done, Transport, dtype_name, guarded, keeping, ours, tell
 from aiodist.backends.inplace import bytes_of, copy
 from aiodist.collectives.cuda.on_device import DeviceWork
+from aiodist.collectives.endpoint import DeviceMessages
 from aiodist.collectives.metadata import META_BYTES, Meta, pack_meta, unpack_meta
-from aiodist.collectives.program import DeviceMessages
 from aiodist.errors import BackendError
 from aiodist.handles import join
 from aiodist.types import ANY

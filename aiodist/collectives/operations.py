@@ -15,6 +15,8 @@ from torch import Tensor
 from aiodist.backends.base import Exchange, Primitive, dtype_name
 from aiodist.backends.inplace import copy, flat, numbers_of
 from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
+from aiodist.collectives.endpoint import Endpoint
+from aiodist.collectives.lockstep import lockstep
 from aiodist.collectives.metadata import (
     META_BYTES,
     Meta,
@@ -26,8 +28,8 @@ from aiodist.collectives.metadata import (
     unpack_meta,
 )
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Call, Endpoint, Program
 from aiodist.errors import MismatchError
+from aiodist.handles.kernel import Program, Transfer, transfers
 from aiodist.types import REDUCTIONS, ReduceOp
 
 _COUNT = struct.Struct("<q")
@@ -35,17 +37,17 @@ _FRAME_BYTES = 512
 _CPU = torch.device("cpu")
 
 
-def computed(p: Primitives, o: Primitive) -> Program[None]:
+async def computed(p: Primitives, o: Primitive) -> None:
     """Run an operation on flat tensors of any dtype: reduced in wire dtype, and rounded once."""
     if o.kind not in REDUCTIONS or p.finishes(o):
-        yield from p.run(o)
+        await p.run(o)
         return
     wire = to_wire(o.t)
     out = wire
     if o.out is not o.t:
         # Where results are kept as they are computed, they are computed where they are kept.
         out = to_wire(o.out) if wire.dtype.itemsize == o.t.dtype.itemsize else wire.new_empty(o.out.numel())
-    yield from p.run(Primitive(o.kind, wire, out, op=wire_op(o.op), root=o.root, counts=o.counts))
+    await p.run(Primitive(o.kind, wire, out, op=wire_op(o.op), root=o.root, counts=o.counts))
     if o.kind != "reduce" or p.ep.rank == o.root:
         from_wire(out, o.out, o.op, p.ep.rank + 1 if o.kind == "scan" else p.ep.size)
 
@@ -60,14 +62,14 @@ def scan(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Tensor]
     return _elementwise(p, "scan", t, out, op)
 
 
-def _elementwise(p: Primitives, kind: str, t: Tensor, out: Tensor, op: ReduceOp, root: int = 0) -> Program[Tensor]:
+async def _elementwise(p: Primitives, kind: str, t: Tensor, out: Tensor, op: ReduceOp, root: int = 0) -> Tensor:
     target = into(t, out)
     if not _alone(p):
-        yield from computed(p, Primitive(kind, flat(target), op=op, root=root))
+        await computed(p, Primitive(kind, flat(target), op=op, root=root))
     return target
 
 
-def exscan(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Tensor]:
+async def exscan(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Tensor:
     """Reduce `t` over the ranks before mine into `out`; rank 0's is left as it is, as in MPI."""
     ep = p.ep
     target = into(t, out)
@@ -76,38 +78,38 @@ def exscan(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Tenso
     wire = to_wire(t)
     if ep.rank:
         before = torch.empty_like(wire)
-        yield [ep.recv(before, ep.rank - 1)]
+        await transfers([ep.recv(before, ep.rank - 1)])
         if ep.rank + 1 < ep.size:
             upto = before.clone()
             combine(upto, wire, wire_op(op))
-            yield [ep.send(upto, ep.rank + 1)]
+            await transfers([ep.send(upto, ep.rank + 1)])
         from_wire(before, target, op, ep.rank)
     elif ep.size > 1:
-        yield [ep.send(wire, 1)]
+        await transfers([ep.send(wire, 1)])
     return target
 
 
-def reduce(p: Primitives, t: Tensor, out: Tensor | None, op: ReduceOp, root: int) -> Program[Tensor | None]:
+async def reduce(p: Primitives, t: Tensor, out: Tensor | None, op: ReduceOp, root: int) -> Tensor | None:
     """Reduce into root's `out`, which may be its `t`; the others' `t` is only read."""
     if p.ep.rank == root and out is not None:
-        return (yield from _elementwise(p, "reduce", t, out, op, root))
-    yield from computed(p, Primitive("reduce", flat(t), op=op, root=root))
+        return await _elementwise(p, "reduce", t, out, op, root)
+    await computed(p, Primitive("reduce", flat(t), op=op, root=root))
     return None
 
 
-def broadcast(p: Primitives, t: Tensor, root: int) -> Program[Tensor]:
+async def broadcast(p: Primitives, t: Tensor, root: int) -> Tensor:
     """Overwrite `t`, of any shape, with root's elements."""
     if t.numel():
-        yield from p.run(Primitive("broadcast", numbers_of(t), root=root))
+        await p.run(Primitive("broadcast", numbers_of(t), root=root))
     return t
 
 
-def allgather(p: Primitives, t: Tensor, out: Tensor | None) -> Program[list[Tensor] | Tensor]:
+async def allgather(p: Primitives, t: Tensor, out: Tensor | None) -> list[Tensor] | Tensor:
     """Return every rank's tensor as a list, or concatenated along dim 0 in `out`; sizes may differ."""
     record = as_tensor(pack_meta(t))
     records = torch.empty(META_BYTES * p.ep.size, dtype=torch.uint8, device="cpu")
-    yield from p.run(Primitive("allgather", record, records, counts=[META_BYTES] * p.ep.size))
-    yield from p.ep.known()
+    await p.run(Primitive("allgather", record, records, counts=[META_BYTES] * p.ep.size))
+    await p.ep.known()
     metas = [unpack_meta(as_bytes(records), META_BYTES * rank) for rank in range(p.ep.size)]
     _agree_on_dtype(metas)
     counts = [meta.numel for meta in metas]
@@ -121,32 +123,32 @@ def allgather(p: Primitives, t: Tensor, out: Tensor | None) -> Program[list[Tens
         own = whole.split(counts)[p.ep.rank]
         if out is not None and overlaps(whole, t) and own.data_ptr() != t.data_ptr():
             t = t.clone()  # a part of out, but not the block where it belongs
-        yield from p.afterwards().run(Primitive("allgather", numbers_of(t), whole, counts=counts))
+        await p.afterwards().run(Primitive("allgather", numbers_of(t), whole, counts=counts))
     if out is not None:
         return out
     return [block.view(meta.shape) for block, meta in zip(whole.split(counts), metas, strict=True)]
 
 
-def _introduced(ep: Endpoint, to: Mapping[int, Tensor], by: Sequence[int]) -> Program[dict[int, Meta]]:
+async def _introduced(ep: Endpoint, to: Mapping[int, Tensor], by: Sequence[int]) -> dict[int, Meta]:
     """Tell each rank the dtype and shape of the tensor that it will get; return what the ranks `by` tell."""
     records = {rank: torch.empty(META_BYTES, dtype=torch.uint8, device="cpu") for rank in by}
     receives = [ep.recv(record, rank) for rank, record in records.items()]
-    yield [*receives, *(ep.send(as_tensor(pack_meta(t)), rank) for rank, t in to.items())]
+    await transfers([*receives, *(ep.send(as_tensor(pack_meta(t)), rank) for rank, t in to.items())])
     if by:
-        yield from ep.known()
+        await ep.known()
     return {rank: unpack_meta(as_bytes(record)) for rank, record in records.items()}
 
 
-def gather(p: Primitives, t: Tensor, out: Tensor | None, root: int) -> Program[list[Tensor] | Tensor | None]:
+async def gather(p: Primitives, t: Tensor, out: Tensor | None, root: int) -> list[Tensor] | Tensor | None:
     """Return every rank's tensor on root, None elsewhere; sizes may differ."""
     ep = p.ep
     if ep.rank != root:
         # Two steps: side by side in a list, operations share a tag, so one message to a rank in each step.
-        yield from _introduced(ep, {root: t}, ())
-        yield from p.exchange(Exchange(t, [(root, t)], []))
+        await _introduced(ep, {root: t}, ())
+        await p.exchange(Exchange(t, [(root, t)], []))
         return None
     others = [rank for rank in range(ep.size) if rank != root]
-    told = yield from _introduced(ep, {}, others)
+    told = await _introduced(ep, {}, others)
     told[root] = unpack_meta(pack_meta(t))
     metas = [told[rank] for rank in range(ep.size)]
     _agree_on_dtype(metas)
@@ -155,14 +157,14 @@ def gather(p: Primitives, t: Tensor, out: Tensor | None, root: int) -> Program[l
     else:
         out = fit(out, _joined_shape(metas), t.dtype, enumerate(meta.numel for meta in metas))
         parts = list(numbers_of(out).split([meta.numel for meta in metas]))
-    yield from p.exchange(Exchange(t, [], [(rank, parts[rank]) for rank in others]))
+    await p.exchange(Exchange(t, [], [(rank, parts[rank]) for rank in others]))
     copy(numbers_of(parts[root]), numbers_of(t))
     return parts if out is None else out
 
 
-def scatter(
+async def scatter(
     p: Primitives, lists: Sequence[Sequence[Tensor]] | None, nested: bool, out: Tensor | None, root: int
-) -> Program[Tensor | list[Tensor]]:
+) -> Tensor | list[Tensor]:
     """Return root's tensor number `rank`, in `out` or in new memory; a list of such for a list of lists.
 
     Root says how many lists there are (-1: one, not nested) with the first tensor's dtype and shape, so that a
@@ -175,20 +177,20 @@ def scatter(
         heads = [call for rank in others for call in _scatter_heads(p, [one[rank] for one in lists], count, rank)]
         if lists:
             sends = [(rank, one[rank]) for rank in others for one in lists]
-            yield from p.exchange(Exchange(lists[0][root], sends, []), heads)
+            await p.exchange(Exchange(lists[0][root], sends, []), heads)
         else:
-            yield heads
+            await transfers(heads)
         kept = [into(one[root], out) for one in lists]
         return kept if nested else kept[0]
     record = torch.empty(_COUNT.size + META_BYTES, dtype=torch.uint8, device="cpu")
-    yield [ep.recv(record, root)]
-    yield from ep.known()
+    await transfers([ep.recv(record, root)])
+    await ep.known()
     head = as_bytes(record)
     (count,) = _COUNT.unpack_from(head)
     metas = [unpack_meta(head, _COUNT.size)] if count else []
     if count > 1:
         rest = torch.empty((count - 1) * META_BYTES, dtype=torch.uint8, device="cpu")
-        yield [ep.recv(rest, root)]
+        await transfers([ep.recv(rest, root)])
         packed = as_bytes(rest)
         metas += [unpack_meta(packed, i * META_BYTES) for i in range(count - 1)]
     if out is not None and metas:
@@ -197,11 +199,11 @@ def scatter(
     if not any(meta.on_device for meta in metas):
         p.release()
     if targets:
-        yield from p.exchange(Exchange(targets[0], [], [(root, target) for target in targets]))
+        await p.exchange(Exchange(targets[0], [], [(root, target) for target in targets]))
     return targets[0] if count == -1 else targets
 
 
-def _scatter_heads(p: Primitives, ts: Sequence[Tensor], count: int, rank: int) -> list[Call]:
+def _scatter_heads(p: Primitives, ts: Sequence[Tensor], count: int, rank: int) -> list[Transfer]:
     head = _COUNT.pack(count) + (pack_meta(ts[0]) if ts else bytes(META_BYTES))
     calls = [p.ep.send(as_tensor(head), rank)]
     if count > 1:
@@ -209,36 +211,41 @@ def _scatter_heads(p: Primitives, ts: Sequence[Tensor], count: int, rank: int) -
     return calls
 
 
-def alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) -> Program[list[Tensor]]:
+async def alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
     """Return what each rank holds for me, by rank."""
     ep = p.ep
     if p.impl == "bruck":
-        return (yield from _equal_alltoall(p, ts, out))
+        return await _equal_alltoall(p, ts, out)
     others = [rank for rank in range(ep.size) if rank != ep.rank]
     if out is not None:  # in place: what goes out to a rank must not be overwritten by what comes from it
         ts = [t.clone() if rank in others and overlaps(t, out[rank]) else t for rank, t in enumerate(ts)]
-    metas = yield from _introduced(ep, {rank: ts[rank] for rank in others}, others)
+    metas = await _introduced(ep, {rank: ts[rank] for rank in others}, others)
     result = [torch.empty(0, device="cpu")] * ep.size
     for rank, meta in metas.items():
         _agree_on_place({ep.rank: not ts[ep.rank].is_cpu, rank: meta.on_device})
         result[rank] = _room(meta, out[rank] if out is not None else None, ts[ep.rank].device, rank)
     sends, receives = ([(rank, each[rank]) for rank in others] for each in (ts, result))
-    yield from p.exchange(Exchange(ts[ep.rank], sends, receives))
+    await p.exchange(Exchange(ts[ep.rank], sends, receives))
     result[ep.rank] = into(ts[ep.rank], out[ep.rank] if out is not None else None)
     return result
 
 
-def _equal_alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) -> Program[list[Tensor]]:
+async def alltoalls(p: Primitives, lists: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """Do the same for several lists."""
+    return await lockstep([alltoall(p, ts, None) for ts in lists])
+
+
+async def _equal_alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
     """Do the same where all tensors of all ranks are alike, which the schedule counts on."""
     sent = torch.stack([numbers_of(t) for t in ts]).view(-1)
     received = torch.empty_like(sent)
     counts = [ts[0].numel()] * p.ep.size
-    yield from p.run(Primitive("alltoall", sent, received, counts=counts, received=counts))
+    await p.run(Primitive("alltoall", sent, received, counts=counts, received=counts))
     blocks = [block.view(ts[0].dtype).view(ts[0].shape) for block in received.chunk(p.ep.size)]
     return [into(block, None if out is None else out[rank]) for rank, block in enumerate(blocks)]
 
 
-def alltoall_single(p: Primitives, t: Tensor, out: Tensor | None, sizes: Sequence[int] | None) -> Program[Tensor]:
+async def alltoall_single(p: Primitives, t: Tensor, out: Tensor | None, sizes: Sequence[int] | None) -> Tensor:
     """Send `sizes[r]` rows of `t` to rank r; return what all sent to me, in rank order. None: all send all alike."""
     ranks, row = p.ep.size, t.shape[1:].numel()
     data = p
@@ -247,8 +254,8 @@ def alltoall_single(p: Primitives, t: Tensor, out: Tensor | None, sizes: Sequenc
     else:
         told = torch.empty(ranks, dtype=torch.int64, device="cpu")
         one = [1] * ranks
-        yield from p.run(Primitive("alltoall", torch.tensor(sizes, device="cpu"), told, counts=one, received=one))
-        yield from p.ep.known()
+        await p.run(Primitive("alltoall", torch.tensor(sizes, device="cpu"), told, counts=one, received=one))
+        await p.ep.known()
         coming, data = told.tolist(), p.afterwards()
     shape = (sum(coming), *t.shape[1:])
     arriving = ((rank, size * row) for rank, size in enumerate(coming))
@@ -256,15 +263,15 @@ def alltoall_single(p: Primitives, t: Tensor, out: Tensor | None, sizes: Sequenc
     if out is not None and overlaps(result, t):
         t = t.clone()
     sent, received = [size * row for size in sizes], [size * row for size in coming]
-    yield from data.run(
+    await data.run(
         Primitive("alltoall", numbers_of(t), numbers_of(result), counts=sent, received=received),
     )
     return result
 
 
-def reduce_scatter(
+async def reduce_scatter(
     p: Primitives, t: Tensor, out: Tensor | None, op: ReduceOp, blocks: Sequence[torch.Size]
-) -> Program[Tensor]:
+) -> Tensor:
     """Return my block of the reduced `t`; `blocks` are the shapes of all ranks' blocks."""
     counts = [block.numel() for block in blocks]
     target = fit(out, tuple(blocks[p.ep.rank]), t.dtype) if out is not None else t.new_empty(blocks[p.ep.rank])
@@ -273,26 +280,26 @@ def reduce_scatter(
         return target
     # All of `t` is read until the end.
     result = torch.empty_like(target) if overlaps(target, t) else target
-    yield from computed(p, Primitive("reduce_scatter", flat(t), flat(result), op=op, counts=counts))
+    await computed(p, Primitive("reduce_scatter", flat(t), flat(result), op=op, counts=counts))
     return into(result, target)
 
 
-def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Program[Tensor]:
+async def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Tensor:
     """Return root's bytes everywhere: one broadcast of a frame that says how many, a second for what is longer."""
     frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
     room = _FRAME_BYTES - _COUNT.size
     if packed is not None:
         frame[: _COUNT.size] = as_tensor(_COUNT.pack(packed.numel()))
         frame[_COUNT.size : _COUNT.size + packed.numel()] = packed[:room]
-    yield from p.run(Primitive("broadcast", frame, root=root))
-    yield from p.ep.known()
+    await p.run(Primitive("broadcast", frame, root=root))
+    await p.ep.known()
     (length,) = _COUNT.unpack(as_bytes(frame[: _COUNT.size]))
     if packed is None:
         packed = (
             frame[_COUNT.size :][:length] if length <= room else torch.empty(length, dtype=torch.uint8, device="cpu")
         )
     if length > room:
-        yield from p.afterwards().run(Primitive("broadcast", packed, root=root))
+        await p.afterwards().run(Primitive("broadcast", packed, root=root))
     return packed
 
 

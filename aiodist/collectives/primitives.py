@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 
 from aiodist.backends.base import Exchange, Primitive, Wanted
 from aiodist.collectives.choice.table import COMPARED_BYTES
+from aiodist.collectives.endpoint import Endpoint, Implementation
 from aiodist.collectives.implementations import Repertoire
-from aiodist.collectives.program import Call, Endpoint, Implementation, Nested, Program
 from aiodist.collectives.traffic import Traffic
+from aiodist.handles.kernel import Nested, Program, Transfer, transfers
 
 _CPU = torch.device("cpu")
 _FINISHED = ("allreduce", "reduce_scatter")
@@ -44,15 +45,30 @@ class Primitives:
         """Return True where 16-bit floats and means need no preparation: what is picked rounds and divides itself."""
         return operation.kind in _FINISHED and self._pick(operation.wanted).finishes
 
-    def run(self, operation: Primitive) -> Program[None]:
-        """Run an operation on tensors in wire dtype."""
-        wanted = operation.wanted
-        chosen = self._pick(wanted)
-        if self.ep.traffic is not None:
-            self.ep.traffic.way = chosen.name
-        return self._checked(chosen, wanted.nbytes, chosen.run(self.ep, operation))
+    async def run(self, operation: Primitive) -> None:
+        """Run an operation on tensors in wire dtype.
 
-    def exchange(self, exchange: Exchange, ahead: Sequence[Call] = ()) -> Program[None]:
+        A library's collective cannot be recalled, and a large one should not be sent in vain: so both begin when all
+        hosts are known to have issued the same.
+        """
+        wanted, traffic = operation.wanted, self.ep.traffic
+        chosen = self._pick(wanted)
+        if traffic is None:
+            await chosen.run(self.ep, operation)
+            return
+        traffic.way = chosen.name
+        traffic.native += not chosen.recallable
+        if chosen.in_order:
+            # Its own part of the step: all ranks learn of operations in their order, and so call a library in it,
+            # unless a call waits for other tensors of the operation.
+            await transfers([Nested(_agreed(traffic, chosen.run, self.ep, operation))])
+        elif wanted.nbytes >= COMPARED_BYTES and not chosen.compares:
+            await _agreed(traffic, chosen.run, self.ep, operation)
+        else:
+            await chosen.run(self.ep, operation)
+        traffic.native -= not chosen.recallable
+
+    async def exchange(self, exchange: Exchange, ahead: Sequence[Transfer] = ()) -> None:
         """Send and receive tensors: in messages, or without any where all ranks can; `ahead` are made before.
 
         All ranks must know whether the tensors lie on the CPU or on CUDA devices.
@@ -60,64 +76,35 @@ class Primitives:
         o = exchange
         exchanger = None if o.t.is_cpu or self.impl not in ("auto", "nccl") else self._repertoire.exchanger
         if exchanger is not None and self.ep.size > 1:
-            yield ahead
+            await transfers(ahead)
             ahead = ()
-            if (yield from self._all_say(exchanger.takes(self.ep, o))):
-                program = exchanger.run(self.ep, o)
-                yield from program if self.ep.traffic is None else _beyond_recall(self.ep.traffic, program)
+            if await self._all_say(exchanger.takes(self.ep, o)):
+                traffic = self.ep.traffic or Traffic()
+                traffic.native += 1
+                await exchanger.run(self.ep, o)
+                traffic.native -= 1
                 return
         receives = [self.ep.recv(t, rank) for rank, t in o.receives]
-        yield [*ahead, *receives, *(self.ep.send(t, rank) for rank, t in o.sends)]
+        await transfers([*ahead, *receives, *(self.ep.send(t, rank) for rank, t in o.sends)])
 
     def release(self) -> None:
         """Know that the operation exchanges nothing on devices, where it might have: others need not wait for it."""
         if self._repertoire.exchanger is not None:
             self._repertoire.exchanger.release(self.ep)
 
-    def _all_say(self, mine: bool) -> Program[bool]:
+    async def _all_say(self, mine: bool) -> bool:
         """Return True on all ranks where each of them says so."""
         said = torch.empty(self.ep.size, dtype=torch.bool, device="cpu")
         host = Primitives(self.ep, self._repertoire, "doubling", together=True, later=True)
-        yield from host.run(Primitive("allgather", torch.tensor([mine], device="cpu"), said, counts=[1] * self.ep.size))
-        yield from self.ep.known()
+        await host.run(Primitive("allgather", torch.tensor([mine], device="cpu"), said, counts=[1] * self.ep.size))
+        await self.ep.known()
         return bool(said.all())
 
     def _pick(self, wanted: Wanted) -> Implementation:
         return self._repertoire.pick(wanted, self.impl, later=self.later, together=self.together)
 
-    def _checked(self, chosen: Implementation, nbytes: int, program: Program[None]) -> Program[None]:
-        """Return `program` behind what has to be known before it: that all hosts have issued the same.
 
-        A library's collective cannot be taken back, and what is large should not be sent in vain.
-        """
-        traffic = self.ep.traffic
-        if traffic is None:
-            return program
-        if chosen.in_order:
-            program = _alone_behind(traffic, program)
-        elif nbytes >= COMPARED_BYTES and not chosen.compares:
-            program = _behind(traffic, program)
-        return program if chosen.recallable else _beyond_recall(traffic, program)
-
-
-def _alone_behind(traffic: Traffic, program: Program[None]) -> Program[None]:
-    """Have `program` begin as soon as all ranks agree, no matter what other tensors of the operation wait for.
-
-    All ranks come to know of operations in their order, so in this order they make the calls of a library.
-    """
-    yield [Nested(_behind(traffic, program))]
-
-
-def _behind(traffic: Traffic, program: Program[None]) -> Program[None]:
-    try:
-        yield [traffic.agreed]
-    except BaseException:
-        program.close()
-        raise
-    yield from program
-
-
-def _beyond_recall(traffic: Traffic, program: Program[None]) -> Program[None]:
-    traffic.native += 1
-    yield from program
-    traffic.native -= 1
+async def _agreed(traffic: Traffic, way: Callable[..., Program[None]], ep: Endpoint, operation: Primitive) -> None:
+    """Run the operation after all ranks agree."""
+    await transfers([traffic.agreed])
+    await way(ep, operation)

@@ -18,7 +18,9 @@ from aiodist.backends.base import Primitive, Wanted
 from aiodist.backends.inplace import copy
 from aiodist.collectives.arithmetic import combine
 from aiodist.collectives.choice.table import USUAL_LIMITS
-from aiodist.collectives.program import Apart, Call, Endpoint, Implementation, Program, concurrently
+from aiodist.collectives.endpoint import Endpoint, Implementation
+from aiodist.collectives.lockstep import Apart
+from aiodist.handles.kernel import Program, Transfer, together, transfers
 from aiodist.schedules import SCHEDULES, Blocks, Copy, Recv, Schedule, Send, Step
 from aiodist.types import ReduceOp
 
@@ -49,10 +51,10 @@ class SubEndpoint(Endpoint):
         self.size = len(ranks)
         self.ranks: Sequence[int] = [ep.ranks[rank] for rank in ranks] if isinstance(ep, SubEndpoint) else ranks
 
-    def send(self, t: Tensor, dst: int) -> Call:
+    def send(self, t: Tensor, dst: int) -> Transfer:
         return super().send(t, self.ranks[dst])
 
-    def recv(self, t: Tensor, src: int) -> Call:
+    def recv(self, t: Tensor, src: int) -> Transfer:
         return super().recv(t, self.ranks[src])
 
 
@@ -97,8 +99,8 @@ class Scheduled(Implementation):
         """Run an operation; what an allreduce leaves is equal to the bit on all ranks."""
         return self._apart(ep, operation) if ep.shared else self._program(ep, operation)
 
-    def _apart(self, ep: Endpoint, operation: Primitive) -> Program[None]:
-        yield [Apart(self._program(on_lane(ep, _APART[self.name]), operation), self.name)]
+    async def _apart(self, ep: Endpoint, operation: Primitive) -> None:
+        await transfers([Apart(self._program(on_lane(ep, _APART[self.name]), operation), key=self.name)])
 
     def _program(self, ep: Endpoint, operation: Primitive) -> Program[None]:
         if operation.kind == "allgather":
@@ -111,24 +113,24 @@ class Scheduled(Implementation):
         rooted = (operation.root,) if operation.kind in ("broadcast", "reduce") else ()
         return _run(ep, self._elementwise(operation.kind, ep, t, *rooted), (t,), operation.op)
 
-    def _allgather(self, ep: Endpoint, o: Primitive) -> Program[None]:
+    async def _allgather(self, ep: Endpoint, o: Primitive) -> None:
         blocks = Blocks(o.counts)
         own = o.out[blocks.start(ep.rank) : blocks.stop(ep.rank)]
         if own.data_ptr() != o.t.data_ptr():
             copy(own, o.t)
-        yield from _run(ep, self._plan("allgather", o.out.nbytes, ep.rank, ep.size, blocks), (o.out,))
+        await _run(ep, self._plan("allgather", o.out.nbytes, ep.rank, ep.size, blocks), (o.out,))
 
-    def _reduce_scatter(self, ep: Endpoint, o: Primitive) -> Program[None]:
+    async def _reduce_scatter(self, ep: Endpoint, o: Primitive) -> None:
         blocks = Blocks(o.counts)
         apart = o.out.data_ptr() != o.t[blocks.start(ep.rank) :].data_ptr()
         block = o.out if apart else torch.empty_like(o.out)
-        yield from _run(ep, self._plan("reduce_scatter", o.t.nbytes, ep.rank, ep.size, blocks), (o.t, block), o.op)
+        await _run(ep, self._plan("reduce_scatter", o.t.nbytes, ep.rank, ep.size, blocks), (o.t, block), o.op)
         if not apart:
             copy(o.out, block)
 
-    def _alltoall(self, ep: Endpoint, o: Primitive) -> Program[None]:
+    async def _alltoall(self, ep: Endpoint, o: Primitive) -> None:
         cuts = Blocks(o.counts), Blocks(o.received)
-        yield from _run(ep, self._plan("alltoall", o.t.nbytes, ep.rank, ep.size, *cuts), (o.t, o.out))
+        await _run(ep, self._plan("alltoall", o.t.nbytes, ep.rank, ep.size, *cuts), (o.t, o.out))
 
     def _elementwise(self, operation: str, ep: Endpoint, t: Tensor, *root: int) -> Schedule:
         """Return the schedule of an operation on `t`; those of few ranks and short tensors are kept."""
@@ -154,10 +156,10 @@ class Scheduled(Implementation):
         return algorithm.plan(*args, chunks=chunks)
 
 
-def _run(ep: Endpoint, schedule: Schedule, tensors: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM) -> Program[None]:
+async def _run(ep: Endpoint, schedule: Schedule, tensors: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM) -> None:
     """Run a schedule whose working buffer begins with `tensors`."""
     working = _Working(schedule.room, tensors)
-    yield from concurrently([_lane(on_lane(ep, i), working, lane(), op) for i, lane in enumerate(schedule.lanes)])
+    await together(*[_lane(on_lane(ep, i), working, lane(), op) for i, lane in enumerate(schedule.lanes)])
 
 
 class _Working:
@@ -207,11 +209,11 @@ class _Scratch:
         self._taken = 0
 
 
-def _lane(ep: Endpoint, working: _Working, steps: Iterator[Step], op: ReduceOp) -> Program[None]:
+async def _lane(ep: Endpoint, working: _Working, steps: Iterator[Step], op: ReduceOp) -> None:
     scratch = _Scratch(working.like)
     for step in steps:
-        receives: list[Call] = []
-        sends: list[Call] = []
+        receives: list[Transfer] = []
+        sends: list[Transfer] = []
         after: list[tuple[Tensor, Tensor, bool]] = []
         for move in step:
             t = working.view(move.start, move.stop)
@@ -227,7 +229,7 @@ def _lane(ep: Endpoint, working: _Working, steps: Iterator[Step], op: ReduceOp) 
                 receives.append(ep.recv(t, move.peer))
         # Receives first, so that what comes finds its place. And also when there are none: programs in lockstep
         # count their steps.
-        yield receives + sends
+        await transfers(receives + sends)
         for into, t, combining in after:
             if combining:
                 combine(into, t, op)

@@ -11,30 +11,32 @@ from torch import Tensor
 from aiodist.backends.base import Primitive
 from aiodist.backends.inplace import copy, flat
 from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
+from aiodist.collectives.lockstep import lockstep
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Program, lockstep
 from aiodist.errors import MismatchError
+from aiodist.handles.kernel import Program
 from aiodist.types import ReduceOp
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 
-def mapped(program: Program[T], convert: Callable[[T], U]) -> Program[U]:
-    """Convert the result."""
-    result = yield from program
-    return convert(result)
-
-
-def returning(program: Program[Any], result: T) -> Program[T]:
-    """Run `program` for its effect and return `result`."""
-    yield from program
+async def nothing(result: T) -> T:
+    """Return `result`."""
     return result
 
 
-def nothing() -> Program[None]:
-    """Do nothing."""
-    yield []
+async def each(
+    p: Primitives,
+    make: Callable[[Primitives, Tensor], Program[Any]],
+    ts: Sequence[Tensor],
+    convert: Callable[[Any], Any] | None,
+    *,
+    listed: bool,
+) -> Any:  # noqa: ANN401
+    """Run `make(p, t)` for one tensor, or for all of a list together; return the result, converted."""
+    result = await (side_by_side([make(p, t) for t in ts], ts) if listed else make(p, ts[0]))
+    return result if convert is None else convert(result)
 
 
 def interleaved(by_tensor: list[list[Tensor]]) -> list[Tensor]:
@@ -42,7 +44,7 @@ def interleaved(by_tensor: list[list[Tensor]]) -> list[Tensor]:
     return [t for by_rank in zip(*by_tensor, strict=True) for t in by_rank]
 
 
-def side_by_side(programs: Sequence[Program[T]], ts: Sequence[Tensor]) -> Program[list[T]]:
+async def side_by_side(programs: Sequence[Program[T]], ts: Sequence[Tensor]) -> list[T]:
     """Run the programs of `ts` in lockstep, those of tensors on the CPU before those of tensors on devices.
 
     They share a tag: messages of the host would overtake those that have to come from a device first.
@@ -50,20 +52,18 @@ def side_by_side(programs: Sequence[Program[T]], ts: Sequence[Tensor]) -> Progra
     results: dict[int, T] = {}
     for on_cpu in (True, False):
         chosen = [i for i, t in enumerate(ts) if t.is_cpu is on_cpu]
-        found = yield from lockstep([programs[i] for i in chosen])
+        found = await lockstep([programs[i] for i in chosen])
         results.update(zip(chosen, found, strict=True))
     return [results[i] for i in range(len(ts))]
 
 
-def copied_to_all(program: Program[Any], ts: Sequence[Tensor]) -> Program[Sequence[Tensor]]:
-    """Copy the first tensor, which `program` fills, into the others."""
-    yield from program
+def copy_to_all(ts: Sequence[Tensor]) -> None:
+    """Copy the first tensor into the others."""
     for t in ts[1:]:
         copy(flat(t), flat(ts[0]))
-    return ts
 
 
-def local_first(p: Primitives, ts: Sequence[Tensor], op: ReduceOp, root: int | None = None) -> Program[Tensor]:
+async def local_first(p: Primitives, ts: Sequence[Tensor], op: ReduceOp, root: int | None = None) -> Tensor:
     """Combine the list on this rank, then the ranks; the first tensor holds the total, on `root` alone or on all.
 
     Elsewhere the tensors are only read. What lies on other devices is copied to the first one's, tensor after tensor.
@@ -75,25 +75,25 @@ def local_first(p: Primitives, ts: Sequence[Tensor], op: ReduceOp, root: int | N
     for t in ts[1:]:
         combine(total, to_wire(t.detach().to(total.device)), wire_op(op))
     kind = "allreduce" if root is None else "reduce"
-    yield from p.run(Primitive(kind, total, op=wire_op(op), root=root or 0))
+    await p.run(Primitive(kind, total, op=wire_op(op), root=root or 0))
     if mine:
         from_wire(total, ts[0], op, p.ep.size * len(ts))
     return ts[0]
 
 
-def alike_lists(p: Primitives, ts: Sequence[Tensor], then: Callable[[Primitives], Program[T]]) -> Program[T]:
+async def alike_lists(p: Primitives, ts: Sequence[Tensor], then: Callable[[Primitives], Program[T]]) -> T:
     """Run what `then` makes once all ranks are known to give lists of one length, else raise MismatchError.
 
     Nothing else would tell: what the ranks send one another is of one size, however many tensors each adds up.
     """
     if p.ep.size == 1:
-        return (yield from then(p))
+        return await then(p)
     given = torch.tensor([len(ts), not ts[0].is_cpu], device="cpu")
     of_all = torch.empty(2 * p.ep.size, dtype=given.dtype, device="cpu")
-    yield from p.run(Primitive("allgather", given, of_all, counts=[2] * p.ep.size))
-    yield from p.ep.known()
+    await p.run(Primitive("allgather", given, of_all, counts=[2] * p.ep.size))
+    await p.ep.known()
     lists = [f"{count} on {'cuda' if on_cuda else 'cpu'}" for count, on_cuda in of_all.view(-1, 2).tolist()]
     if other := next((rank for rank, seen in enumerate(lists) if seen != lists[0]), 0):
         sides = f"rank 0: {lists[0]}, rank {other}: {lists[other]}"
         raise MismatchError(f"ranks give different numbers of tensors: {sides}")
-    return (yield from then(p.afterwards()))
+    return await then(p.afterwards())

@@ -17,10 +17,10 @@ from aiodist.collectives.choice.selector import Selector, compared
 from aiodist.collectives.choice.table import COMPARED_BYTES, Edit, LimitEdit
 from aiodist.collectives.cuda.accelerator import Accelerator
 from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
+from aiodist.collectives.endpoint import Endpoint
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Endpoint, Program
-from aiodist.collectives.wrappers import alike_lists, nothing, returning, side_by_side
+from aiodist.collectives.wrappers import alike_lists, each, nothing
 from aiodist.communicator.arguments import Terms, check_across, check_list, check_name, check_tensor, is_number
 from aiodist.communicator.claims import Claim
 from aiodist.communicator.direct import Direct, Never
@@ -31,6 +31,7 @@ from aiodist.communicator.levels import Levels
 from aiodist.communicator.names import Named
 from aiodist.control.generations import Generation
 from aiodist.handles import Handle
+from aiodist.handles.kernel import Program, prepare
 from aiodist.streams import check_not_capturing
 from aiodist.topology import Topology
 from aiodist.types import OPERATIONS
@@ -303,7 +304,8 @@ class Base:
         with dispatcher.undisturbed():
             seq = self.seq
             endpoint = Endpoint(self._transport, tag_of(seq), traffic=dispatcher.traffic(), key=key_of(seq))
-            program = compared(
+            program = prepare(
+                compared,
                 Primitives(endpoint, self._repertoire, "direct"),
                 edit,
                 lambda error: dispatcher.progress.post(lambda: dispatcher.abort(error)),
@@ -397,9 +399,9 @@ class Base:
         It begins once all ranks are known to give lists of one length.
         """
         if not ts:
-            return self._issue(what, returning(nothing(), empty), [], ts, terms)
+            return self._issue(what, prepare(nothing, empty), [], ts, terms)
         check_across(ts)
-        program = alike_lists(self._primitives(terms, together=together), ts, make)
+        program = prepare(alike_lists, self._primitives(terms, together=together), ts, make)
         return self._issue(what, program, claims, ts, terms)
 
     @staticmethod
@@ -438,16 +440,20 @@ class Base:
         return [accelerator.work(self.name, self._device, tag, expected=True)]
 
     def _each(
-        self, make: Callable[[Primitives, Tensor], Program[Any]], ts: Sequence[Tensor], given: object, terms: Terms
+        self,
+        make: Callable[[Primitives, Tensor], Program[Any]],
+        ts: Sequence[Tensor],
+        given: object,
+        terms: Terms,
+        convert: Callable[[Any], Any] | None = None,
     ) -> Program[Any]:
-        """Return the program of a call that was given one tensor, else those of all `ts` side by side.
+        """Return the program of a call that was given one tensor, or a list; `convert` makes its result.
 
-        They work on what the tensors are now, though the program gives them other memory meanwhile, by `t.data = ...`
-        or `module.half()`.
+        It works on what the tensors are now, though user code gives them other memory meanwhile, by `t.data = ...` or
+        `module.half()`.
         """
         p = self._primitives(terms, together=len(ts) > 1)
-        programs = [make(p, t.detach()) for t in ts]
-        return programs[0] if isinstance(given, Tensor) else side_by_side(programs, ts)
+        return prepare(each, p, make, [t.detach() for t in ts], convert, listed=not isinstance(given, Tensor))
 
     def _primitives(self, terms: Terms, *, together: bool = False) -> Primitives:
         """Return what the next operation is made of; `together`: it is one of several tensors."""

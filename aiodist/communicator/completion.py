@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from aiodist.backends.base import once
-from aiodist.collectives.program import Program, run
 from aiodist.communicator.claims import Claim, release
 from aiodist.communicator.gate import Entry
 from aiodist.handles import Handle, Progress
+from aiodist.handles.kernel import Program, run
 
 
 class Owner(Protocol):

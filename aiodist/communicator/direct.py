@@ -22,15 +22,16 @@ from aiodist.backends.shm.lanes import KINDS, Kind, op_code
 from aiodist.backends.words import word_of
 from aiodist.collectives import operations
 from aiodist.collectives.arithmetic import SUPPORTED, check_op
+from aiodist.collectives.endpoint import Endpoint
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.metadata import overlaps
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Endpoint, Program
 from aiodist.communicator.arguments import Terms, block_of, blocks_of
 from aiodist.communicator.claims import Claim
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of
 from aiodist.handles import Handle
+from aiodist.handles.kernel import Program
 from aiodist.types import OP_ALIASES, REDUCTIONS, ReduceOp, check_timeout
 
 _MOST_PLANS = 10_000

@@ -22,7 +22,6 @@ from aiodist.backends.base import NAMED, Begin, Done, Refused, Transport, again,
 from aiodist.collectives.cuda.queued import Queue
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.mailbox import Arrived, Mailbox
-from aiodist.collectives.program import Program
 from aiodist.collectives.traffic import Differ, Traffic
 from aiodist.collectives.wrappers import nothing
 from aiodist.communicator.claims import Claim, acquire, release
@@ -51,6 +50,7 @@ from aiodist.errors import (
 from aiodist.handles import LARGE_BYTES, Account, Handle, Posted, Progress, in_flight, listed
 from aiodist.handles.combinators import all_over
 from aiodist.handles.handle import plight
+from aiodist.handles.kernel import Program, prepare
 from aiodist.handles.origin import known_files, whence
 from aiodist.handles.progress import transport_lock
 from aiodist.handles.tracing import Ended
@@ -463,7 +463,7 @@ class Dispatcher:
             return
         completion = Completion(self, handle, claims)
         entry = Entry(handle.seq, 0, traffic=self.traffic(handle.seq))
-        program = make()
+        program = prepare(make)
         entry.calls = partial(completion.run, program, entry), partial(completion.refuse, program)
         entry.settle(differs=False)
 
@@ -478,7 +478,7 @@ class Dispatcher:
     def barrier(self, timeout: float | None, kind: str = "barrier") -> Handle[None]:
         """Issue a barrier: an operation that moves nothing, and so is over when the ranks are known to agree on it."""
         with self.undisturbed():
-            return self.collective(Fingerprint(kind), nothing(), timeout=timeout, when=When.ALL)
+            return self.collective(Fingerprint(kind), prepare(nothing, None), timeout=timeout, when=When.ALL)
 
     def message(
         self,

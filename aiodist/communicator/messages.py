@@ -11,7 +11,6 @@ from torch import Tensor
 from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
 from aiodist.collectives.mailbox import Arrived, Mailbox
 from aiodist.collectives.metadata import overlaps
-from aiodist.collectives.program import Program
 from aiodist.communicator.arguments import check_list, check_out, check_rank, check_tag, check_tensor
 from aiodist.communicator.base import Base, tensors_of
 from aiodist.communicator.claims import acquire, reading, writing
@@ -20,6 +19,7 @@ from aiodist.communicator.pickling import unpack
 from aiodist.communicator.receiving import Receiving, Reception
 from aiodist.communicator.watchdog import Peer
 from aiodist.handles import Handle, gather, in_flight
+from aiodist.handles.kernel import prepare, transfers
 from aiodist.streams.writes import check_writable
 from aiodist.types import ANY, check_timeout
 
@@ -218,10 +218,10 @@ class PointToPoint(Base):
             finish(None, error)
             receiving.sent(error)
 
-        def program() -> Program[None]:
-            yield [partial(mailbox.send, t, dst, tag, Mailbox.TENSOR, line=line)]
+        async def program() -> None:
+            await transfers([partial(mailbox.send, t, dst, tag, Mailbox.TENSOR, line=line)])
 
-        dispatcher.start(partial(finish.run, on_devices(program(), works), then=sent), t.nbytes)
+        dispatcher.start(partial(finish.run, on_devices(prepare(program), works), then=sent), t.nbytes)
         attach(handle, [*works, *receiving.works], (t, into))
         return handle
 
@@ -265,9 +265,9 @@ class PointToPoint(Base):
         handle, finish = self._message(work, op, nbytes, reading(*ts), timeout, peer)
         mailbox, line = self._dispatcher.mailbox, (op, handle.seq, *handle.raw_origin)
 
-        def program() -> Program[None]:
-            yield [partial(mailbox.send, t, dst, tag, kind, line=line, synchronous=synchronous) for t in ts]
+        async def program() -> None:
+            await transfers([partial(mailbox.send, t, dst, tag, kind, line=line, synchronous=synchronous) for t in ts])
 
-        self._dispatcher.start(partial(finish.run, on_devices(program(), work)), nbytes)
+        self._dispatcher.start(partial(finish.run, on_devices(prepare(program), work)), nbytes)
         attach(handle, work, ts)
         return handle

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from aiodist.backends.base import dtype_name
 from aiodist.collectives import operations
+from aiodist.collectives.lockstep import lockstep
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Program, lockstep
-from aiodist.collectives.wrappers import copied_to_all, interleaved, mapped, nothing, returning
+from aiodist.collectives.wrappers import copy_to_all, interleaved, nothing
 from aiodist.communicator.arguments import (
     Terms,
     check_apart,
@@ -33,6 +33,7 @@ from aiodist.communicator.base import (
 from aiodist.communicator.claims import claims_of, reading, writing
 from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of, how, kind_of
 from aiodist.handles import Handle
+from aiodist.handles.kernel import Program, prepare
 from aiodist.streams.writes import check_written
 from aiodist.types import Impl
 
@@ -91,19 +92,20 @@ class Movement(Base):
             return direct
         lifted, convert = lift(t, None)
         ts = tensors_of(lifted)
-        program = self._each(lambda p, x: operations.broadcast(p, x, root), ts, lifted, terms)
-        if isinstance(t, (list, Tensor)):
-            program = returning(program, t)
+        to_result = (lambda _: t) if isinstance(t, (list, Tensor)) else convert
+        program = self._each(lambda p, x: operations.broadcast(p, x, root), ts, lifted, terms, to_result)
         claims = reading(*ts) if self.rank == root else writing(*ts)
         what = fingerprint_of("broadcast", ts, None, root, impl, given=t)
-        return self._issue(what, mapped(program, convert), claims, ts, terms)
+        return self._issue(what, program, claims, ts, terms)
 
     def _broadcast_across(self, t: object, root: int, terms: Terms) -> Handle[Any]:
         ts = check_list(t, None, "t")
         what = fingerprint_of("broadcast", ts, None, root, terms.impl, given=t, across=True)
 
-        def broadcast(p: Primitives) -> Program[Any]:
-            return returning(copied_to_all(operations.broadcast(p, ts[0], root), ts), t)
+        async def broadcast(p: Primitives) -> Any:  # noqa: ANN401
+            await operations.broadcast(p, ts[0], root)
+            copy_to_all(ts)
+            return t
 
         claims = [*reading(*ts[:1]), *writing(*ts[1:])] if self.rank == root else writing(*ts)
         return self._issue_across(what, ts, broadcast, claims, terms, empty=t)
@@ -161,9 +163,9 @@ class Movement(Base):
         if out is not None:
             check_single(t, "out")
             check_out(out, ts[0], numel=None, own_block=True)
-        program = self._each(lambda p, x: operations.allgather(p, x, out), ts, lifted, terms)
+        program = self._each(lambda p, x: operations.allgather(p, x, out), ts, lifted, terms, convert)
         what = fingerprint_of("allgather", ts, None, impl=impl, given=t)
-        return self._issue(what, mapped(program, convert), claims_of(ts, out), ts, terms, outs=(out,))
+        return self._issue(what, program, claims_of(ts, out), ts, terms, outs=(out,))
 
     def _allgather_across(self, t: object, out: object, terms: Terms) -> Handle[Any]:
         ts = check_list(t, None, "t")
@@ -171,9 +173,9 @@ class Movement(Base):
             check_single(t, "out")
         what = fingerprint_of("allgather", ts, None, impl=terms.impl, given=t, across=True)
 
-        def allgather(p: Primitives) -> Program[Any]:
+        async def allgather(p: Primitives) -> list[Any]:
             by_tensor: list[Program[Any]] = [operations.allgather(p, x, None) for x in ts]
-            return mapped(lockstep(by_tensor), interleaved)
+            return interleaved(await lockstep(by_tensor))
 
         many = len(ts) > 1
         return self._issue_across(what, ts, allgather, reading(*ts), terms, empty=[], together=many)
@@ -224,9 +226,9 @@ class Movement(Base):
         if out is not None:
             check_single(t, "out")
             check_out(out, ts[0], numel=None)
-        program = self._each(lambda p, x: operations.gather(p, x, out, root), ts, lifted, terms)
+        program = self._each(lambda p, x: operations.gather(p, x, out, root), ts, lifted, terms, convert)
         what = fingerprint_of("gather", ts, None, root, impl, given=t)
-        return self._issue(what, mapped(program, convert), claims_of(ts, out), ts, terms, outs=(out,))
+        return self._issue(what, program, claims_of(ts, out), ts, terms, outs=(out,))
 
     def scatter(
         self,
@@ -272,7 +274,7 @@ class Movement(Base):
         said = partial(Fingerprint, "scatter", how=how(None, impl), root=root, loose=True)
         if self.rank != root:
             what = said(None if out is None else kind_of(out))
-            program = operations.scatter(self._primitives(terms), None, False, out, root)
+            program = prepare(operations.scatter, self._primitives(terms), None, False, out, root)
             claims = [] if out is None else writing(out)
             return self._issue(what, program, claims, [], terms, outs=(out,), expects=out is None)
         if ts is None:
@@ -283,7 +285,7 @@ class Movement(Base):
             check_apart(out, lists[0], lists[0][root])
         sent = [t for one in lists for t in one]
         kinds = set(map(kind_of, sent))
-        program = operations.scatter(self._primitives(terms), lists, nested, out, root)
+        program = prepare(operations.scatter, self._primitives(terms), lists, nested, out, root)
         what = said(kinds.pop() if len(kinds) == 1 else None)
         return self._issue(what, program, claims_of(sent, out), sent, terms, outs=(out,))
 
@@ -337,8 +339,10 @@ class Movement(Base):
         terms = Terms(timeout, impl, name)
         p = self._primitives(terms, together=len(lists) > 1)
         # Detached: an `out`, which may grow, may be one of them.
-        programs = [operations.alltoall(p, [t.detach() for t in one], outs) for one in lists]
-        program = lockstep(programs) if nested else programs[0]
+        detached = [[t.detach() for t in one] for one in lists]
+        program: Program[Any] = (
+            prepare(operations.alltoalls, p, detached) if nested else prepare(operations.alltoall, p, detached[0], outs)
+        )
         sent = [t for one in lists for t in one]
         claims = claims_of(sent, *(outs or ()))
         return self._issue(what, program, claims, sent, terms, outs=outs or ())
@@ -380,7 +384,7 @@ class Movement(Base):
         shape = str(list(t.shape if sizes is None else t.shape[1:]))
         form = how(None, impl, extra="" if sizes is None else "rows by sizes")
         # Detached: `out`, which may grow, may be t itself.
-        program = operations.alltoall_single(self._primitives(terms), t.detach(), out, sizes)
+        program = prepare(operations.alltoall_single, self._primitives(terms), t.detach(), out, sizes)
         what = Fingerprint("alltoall_single", kind_of(t), shape, form)
         return self._issue(what, program, claims_of([t], out), [t], terms, outs=(out,))
 
@@ -421,6 +425,6 @@ class Movement(Base):
         synchronization.
         """
         if name is not None:
-            return self._issue(Fingerprint("barrier"), nothing(), [], [], Terms(timeout, name=name))
+            return self._issue(Fingerprint("barrier"), prepare(nothing, None), [], [], Terms(timeout, name=name))
         direct = self._direct.barrier(timeout)
         return self._dispatcher.barrier(timeout) if direct is None else direct

@@ -24,7 +24,7 @@ from weakref import ref
 
 from aiodist.backends.base import MOST_NAMES, NAMED, Transport, again, key_of, name_in, number_of_use, tag_of
 from aiodist.collectives.between import Between
-from aiodist.collectives.program import Endpoint
+from aiodist.collectives.endpoint import Endpoint
 from aiodist.collectives.traffic import Traffic
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.gate import Calls, Entry, When

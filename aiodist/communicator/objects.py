@@ -11,7 +11,7 @@ from torch import Tensor
 from aiodist.collectives import operations
 from aiodist.collectives.cuda.on_device import DeviceWork
 from aiodist.collectives.mailbox import Arrived, Mailbox
-from aiodist.collectives.wrappers import returning
+from aiodist.collectives.primitives import Primitives
 from aiodist.communicator import pickling as objects
 from aiodist.communicator.arguments import Terms, check_rank, check_tag
 from aiodist.communicator.fingerprint import Fingerprint
@@ -19,6 +19,7 @@ from aiodist.communicator.messages import PointToPoint
 from aiodist.communicator.receiving import Reception
 from aiodist.communicator.watchdog import Peer
 from aiodist.handles import Handle
+from aiodist.handles.kernel import prepare
 from aiodist.types import ANY
 
 T = TypeVar("T")
@@ -63,10 +64,10 @@ class Objects(PointToPoint):
         """
         root, terms = check_rank(root, self.size), Terms(timeout, name=name)
         packed = objects.pack(obj) if self.rank == root else None
-        program = operations.broadcast_bytes(self._primitives(terms), packed, root)
-        what = Fingerprint("broadcast_object", root=root)
+        what, p = Fingerprint("broadcast_object", root=root), self._primitives(terms)
         if packed is not None:
-            return self._issue(what, returning(program, obj), [], [packed], terms)
+            return self._issue(what, prepare(_broadcast, p, packed, obj, root), [], [packed], terms)
+        program = prepare(operations.broadcast_bytes, p, None, root)
         return self._issue(what, program, [], [], terms, objects.unpack)
 
     def allgather_object(
@@ -97,7 +98,7 @@ class Objects(PointToPoint):
         Cost: that of `allgather`.
         """
         packed, terms = objects.pack(obj), Terms(timeout, name=name)
-        program = operations.allgather(self._primitives(terms), packed, None)
+        program = prepare(operations.allgather, self._primitives(terms), packed, None)
         return self._issue(Fingerprint("allgather_object"), program, [], [packed], terms, objects.unpack_each)
 
     def gather_object(
@@ -106,7 +107,7 @@ class Objects(PointToPoint):
         """Return every rank's object on `root`, as a list by rank, and None elsewhere. Cost: that of `gather`."""
         root, terms = check_rank(root, self.size), Terms(timeout, name=name)
         packed = objects.pack(obj)
-        program = operations.gather(self._primitives(terms), packed, None, root)
+        program = prepare(operations.gather, self._primitives(terms), packed, None, root)
         convert = objects.unpack_each if self.rank == root else None
         return self._issue(Fingerprint("gather_object", root=root), program, [], [packed], terms, convert)
 
@@ -119,7 +120,7 @@ class Objects(PointToPoint):
         """
         root, terms = check_rank(root, self.size), Terms(timeout, name=name)
         packed = [self._pack_each(objs)] if self.rank == root else None
-        program = operations.scatter(self._primitives(terms), packed, False, None, root)
+        program = prepare(operations.scatter, self._primitives(terms), packed, False, None, root)
         what = Fingerprint("scatter_object", root=root)
         return self._issue(what, program, [], packed[0] if packed else [], terms, objects.unpack)
 
@@ -131,7 +132,7 @@ class Objects(PointToPoint):
         Raises ValueError unless there are p objects. Cost: that of `alltoall`.
         """
         packed, terms = self._pack_each(objs), Terms(timeout, name=name)
-        program = operations.alltoall(self._primitives(terms), packed, None)
+        program = prepare(operations.alltoall, self._primitives(terms), packed, None)
         return self._issue(Fingerprint("alltoall_object"), program, [], packed, terms, objects.unpack_each)
 
     def send_object(
@@ -155,6 +156,11 @@ class Objects(PointToPoint):
             seen = "None" if objs is None else f"{len(objs)} objects"
             raise ValueError(f"objs is {seen}: expected {self.size}, one for each rank")
         return [objects.pack(obj) for obj in objs]
+
+
+async def _broadcast(p: Primitives, packed: Tensor, obj: object, root: int) -> Any:  # noqa: ANN401
+    await operations.broadcast_bytes(p, packed, root)
+    return obj
 
 
 def _on_the_host() -> tuple[list[DeviceWork], None]:

@@ -15,14 +15,14 @@ from aiodist.collectives.arithmetic import SUPPORTED, check_op, wire_op
 from aiodist.collectives.cuda.queued import Queue
 from aiodist.collectives.metadata import overlaps
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Program
-from aiodist.collectives.wrappers import copied_to_all, local_first, mapped, returning
+from aiodist.collectives.wrappers import copy_to_all, local_first
 from aiodist.communicator.arguments import Terms, blocks_of, check_list, check_out, check_rank
 from aiodist.communicator.base import Base, check_single, lift, product, tensors_of
 from aiodist.communicator.claims import claims_of, reading, writing
 from aiodist.communicator.dispatcher import QueuePlan, ReductionPlan
 from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of, how
 from aiodist.handles import Handle
+from aiodist.handles.kernel import Program, prepare
 from aiodist.streams import Events
 from aiodist.streams.writes import check_written
 from aiodist.types import OP_ALIASES, Impl, Op, ReduceOp, check_timeout
@@ -275,10 +275,8 @@ class Reductions(Base):
         Every rank calls it. Cost: an allreduce of one byte.
         """
         terms, said = Terms(timeout, "auto", None), torch.tensor([self._registry.stop_requested], device="cpu")
-        program = operations.allreduce(self._primitives(terms), said, said, ReduceOp.MAX)
-        return self._issue(
-            fingerprint_of("stopping", [said], None), mapped(program, bool), writing(said), [said], terms
-        )
+        program = prepare(_stopping, self._primitives(terms), said)
+        return self._issue(fingerprint_of("stopping", [said], None), program, writing(said), [said], terms)
 
     # --- building them --------------------------------------------------------------------------------------
 
@@ -363,14 +361,16 @@ class Reductions(Base):
         def one(p: Primitives, x: Tensor) -> Program[Any]:
             return make(p, x, (x if out is None else out) if mine else None, known)
 
-        program = self._each(one, ts, lifted, terms)
         if isinstance(t, list) or (isinstance(t, Tensor) and out is None):
-            program = returning(program, t if mine else None)
+            result = t if mine else None
+            program = self._each(one, ts, lifted, terms, lambda _: result)
+        else:  # `product` may raise
+            program = self._each(one, ts, lifted, terms, None if convert is product else convert)
         claims = (writing(*ts) if out is None else claims_of(ts, out)) if mine else reading(*ts)
         what = fingerprint_of(kind, ts, op, root, terms.impl, given=t)
         if convert is product:  # which may raise
             return self._issue(what, program, claims, ts, terms, convert)
-        return self._issue(what, mapped(program, convert), claims, ts, terms, outs=(out,))
+        return self._issue(what, program, claims, ts, terms, outs=(out,))
 
     def _reduction_across(self, kind: str, t: object, op: str, terms: Terms, root: int | None = None) -> Handle[Any]:
         """Reduce the list and the ranks: into every tensor, or into the first of `root`."""
@@ -384,9 +384,11 @@ class Reductions(Base):
             claims = [*writing(*ts[:1]), *reading(*ts[1:])] if mine else reading(*ts)
             result = next(iter(ts), None) if mine else None
 
-        def over_all(p: Primitives) -> Program[Any]:
-            program = local_first(p, ts, known, root)
-            return returning(copied_to_all(program, ts) if root is None else program, result)
+        async def over_all(p: Primitives) -> Any:  # noqa: ANN401
+            await local_first(p, ts, known, root)
+            if root is None:
+                copy_to_all(ts)
+            return result
 
         return self._issue_across(what, ts, over_all, claims, terms, empty=result)
 
@@ -396,3 +398,8 @@ def _op_for(ts: Sequence[Tensor], op: str) -> ReduceOp:
     for t in ts:
         check_op(op, t.dtype)
     return ReduceOp(op)
+
+
+async def _stopping(p: Primitives, said: Tensor) -> bool:
+    """Return True if any rank says so."""
+    return bool(await operations.allreduce(p, said, said, ReduceOp.MAX))

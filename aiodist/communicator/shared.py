@@ -17,13 +17,13 @@ from aiodist.backends.shm.moving import move
 from aiodist.backends.shm.tables import HostTable, Named, mapped
 from aiodist.collectives import operations
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Program
 from aiodist.communicator import pickling
 from aiodist.communicator.arguments import Terms
 from aiodist.communicator.base import Base
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.errors import BackendError, BackendUnavailable
 from aiodist.handles import Handle
+from aiodist.handles.kernel import prepare
 
 _CPU = torch.device("cpu")
 Shared = TypeVar("Shared", bound=Tensor | nn.Module)
@@ -83,7 +83,7 @@ class SharedMemory(Base):
         here = topology.ranks_on(topology.host_of[self.rank])
         offer = self._offer(here, prod(size) * dtype.itemsize)
         terms = Terms(timeout)
-        program = self._shared(self._primitives(terms), here, offer)
+        program = prepare(self._shared, self._primitives(terms), here, offer)
         what = Fingerprint("shared_table", dtype_name(dtype), str(list(size)))
         return self._issue(what, program, [], [], terms, partial(_table, size, dtype))
 
@@ -102,9 +102,9 @@ class SharedMemory(Base):
         except MemoryError as error:
             return error
 
-    def _shared(
+    async def _shared(
         self, p: Primitives, here: Sequence[int], offer: HostTable | str | MemoryError | None
-    ) -> Program[tuple[mmap | None, list[tuple[Any, str]]]]:
+    ) -> tuple[mmap | None, list[tuple[Any, str]]]:
         """Map the table that one of the ranks `here` offers; return its bytes, and each rank's offer and lack.
 
         The ranks speak twice: first of their offers, then of what they lack to map them. After that no rank needs the
@@ -116,14 +116,14 @@ class SharedMemory(Base):
             if self._registry.near is not None:
                 for rank in here[1:]:
                     self._registry.near.neighbours[self._dispatcher.ranks[rank]].offer(offer)
-        offers = yield from _of_all(p, said)
+        offers = await _of_all(p, said)
         memory, lack = None, ""
         if isinstance(named := offers[here[0]], Named):
             try:
                 memory = self._mapped(named, here)
             except (OSError, ValueError) as error:
                 lack = f"cannot map rank {here[0]}'s table of {named.nbytes} bytes: {error}"
-        lacks = yield from _of_all(p.afterwards(), lack)
+        lacks = await _of_all(p.afterwards(), lack)
         return memory, list(zip(offers, lacks, strict=True))
 
     def _mapped(self, named: Named, here: Sequence[int]) -> mmap:
@@ -176,9 +176,9 @@ class SharedMemory(Base):
         return t
 
 
-def _of_all(p: Primitives, mine: object) -> Program[list[Any]]:
+async def _of_all(p: Primitives, mine: object) -> list[Any]:
     """Return each rank's object."""
-    parts = yield from operations.allgather(p, pickling.pack(mine), None)
+    parts = await operations.allgather(p, pickling.pack(mine), None)
     return pickling.unpack_each(list(parts))
 
 

@@ -6,14 +6,14 @@ Calls are questions in JSON that a server answers, as steps of programs.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from aiodist.backends.base import DTYPES, Done
-from aiodist.collectives.program import Call, Program
 from aiodist.errors import AiodistError, CheckpointDamaged, MismatchError, PeerLost, RemoteError
 from aiodist.handles import Handle
+from aiodist.handles.kernel import Transfer, transfers
 from aiodist.ps import wire
 from aiodist.ps.answers import Freed
 from aiodist.ps.context import Context
@@ -49,17 +49,17 @@ class Client:
     def late(self) -> dict[int, str]:
         return {rank: "a call" for rank, _ in list(self._asked)} | self.pulls.late() | self.pushes.late()
 
-    def call(self, dst: int, op: str, **said: Any) -> Generator[list[Call], None, _Said]:  # noqa: ANN401
-        """Ask server `dst`, as a step of a program, and return what it answers."""
+    async def call(self, dst: int, op: str, **said: Any) -> _Said:  # noqa: ANN401
+        """Ask server `dst`, as a step of a program, and return its answer."""
         answers: list[_Said] = []
-        yield [self.asking(dst, answers, op, **said)]
+        await transfers([self.asking(dst, answers, op, **said)])
         return answers[0]
 
-    def asking(self, dst: int, answers: list[_Said], op: str, **said: Any) -> Call:  # noqa: ANN401
+    def asking(self, dst: int, answers: list[_Said], op: str, **said: Any) -> Transfer:  # noqa: ANN401
         """Return the call that asks server `dst`, and adds what it answers to `answers`."""
         return partial(self._ask, dst, self.queue.number(), {"op": op, **said}, answers)
 
-    def meeting(self) -> Program[None]:
+    async def meeting(self) -> None:
         """Meet the other workers at all servers that are there; raises PeerLost where the first of them died."""
         number = self.queue.number()
 
@@ -69,17 +69,17 @@ class Client:
 
             self._ask(dst, number, {"op": "barrier"}, [], answered)
 
-        yield [partial(ask, rank) for rank in self._context.servers]
+        await transfers([partial(ask, rank) for rank in self._context.servers])
         if (error := self.pushes.late_error()) is not None:
             raise error
 
-    def configuring(self, entry: NameEntry, settings: dict[str, float]) -> Program[None]:
+    async def configuring(self, entry: NameEntry, settings: dict[str, float]) -> None:
         """Change settings of the rule of `entry`, on all of its shards: one request, so one number."""
         number = self.queue.number()
         said = {"op": "configure", "key": entry.key, "settings": settings}
-        yield [partial(self._ask, span.rank, number, said, []) for span in entry.spans]
+        await transfers([partial(self._ask, span.rank, number, said, []) for span in entry.spans])
 
-    def making(self, entry: NameEntry, spans: Sequence[Span]) -> Program[None]:
+    async def making(self, entry: NameEntry, spans: Sequence[Span]) -> None:
         said = {
             "key": entry.key,
             "name": entry.name,
@@ -90,7 +90,7 @@ class Client:
             "codec": entry.codec is not None,
             "table": None if entry.table is None else entry.table.said,
         }
-        yield [self.asking(span.rank, [], "make", numel=span.stop - span.start, **said) for span in spans]
+        await transfers([self.asking(span.rank, [], "make", numel=span.stop - span.start, **said) for span in spans])
 
     def _ask(self, dst: int, number: int, said: _Said, answers: list[_Said], done: Done) -> None:
         if self._refusal is not None or dst in self._context.gone:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from math import prod
@@ -14,9 +14,9 @@ from torch import Tensor
 from aiodist.backends.base import DTYPES, dtype_name
 from aiodist.backends.inplace import flat
 from aiodist.codecs import ObjectCodec
-from aiodist.collectives.program import Call, Program, concurrently
 from aiodist.communicator import Communicator
 from aiodist.handles import Handle
+from aiodist.handles.kernel import Program, Transfer, together, transfers
 from aiodist.ps.names import NameEntry, Names, check_settings, checked, listed
 from aiodist.ps.optimizers import OptimizerRule
 from aiodist.ps.rebinding import Rebinding
@@ -92,10 +92,9 @@ class Naming:
         if codec is not None:
             given = [codec.encode(value) for value in given]  # here: what cannot be encoded is the caller's mistake
         staged = [self._session.context.staged(flat(value)) for value in given]
-        programs = [self._opening(entry, *found) for entry, found in zip(fresh, staged, strict=True)]
         check_timeout(timeout)
         self._names.announce(names)
-        return self._session.run("init", _each(programs), timeout)
+        return self._session.run("init", partial(_each, self._opening, fresh, staged), timeout)
 
     def _new(
         self,
@@ -180,27 +179,27 @@ class Naming:
         check_timeout(timeout)
         entry = self._placed(NameEntry(name, None, *self._settings.rule(None), table=spec))
         self._names.announce([name])
-        return self._session.run("embedding", self._making(entry), timeout)
+        return self._session.run("embedding", partial(self._making, entry), timeout)
 
-    def _making(self, entry: NameEntry) -> Program[Table]:
-        yield from self._opening(entry, torch.empty(0, device="cpu"))
+    async def _making(self, entry: NameEntry) -> Table:
+        await self._opening(entry, torch.empty(0, device="cpu"))
         return Table(self._session, self._names, entry, self._read_mode)
 
-    def _opening(self, entry: NameEntry, data: Tensor, fetch: Call | None = None) -> Program[None]:
+    async def _opening(self, entry: NameEntry, data: Tensor, fetch: Transfer | None = None) -> None:
         opened = None
         try:
-            yield from self._opened(entry, data, fetch)
+            await self._opened(entry, data, fetch)
             opened = entry
         finally:
             self._names.settle(entry.name, opened)
 
-    def _opened(self, entry: NameEntry, data: Tensor | None, fetch: Call | None = None) -> Program[None]:
+    async def _opened(self, entry: NameEntry, data: Tensor | None, fetch: Transfer | None = None) -> None:
         """Have a name known to its servers; without data, flat, its shards are told later what they have.
 
         `fetch` brings the data from a device.
         """
         leader = entry.spans[0].rank
-        said = yield from self._session.client.call(
+        said = await self._session.client.call(
             leader,
             "open",
             name=entry.name,
@@ -216,16 +215,16 @@ class Naming:
         entry.key = said["key"]
         if said["fill"]:
             if fetch is not None:
-                yield [fetch]
+                await transfers([fetch])
             own = entry.start == "own" and data is not None
             spans = [span for span in entry.spans if not own or span.rank == self._session.coll.rank]
             if entry.codec is not None and data is not None:
                 spans = [Span(spans[0].rank, spans[0].start, data.numel())]
-            yield from self._session.client.making(entry, spans)
+            await self._session.client.making(entry, spans)
             if data is not None and entry.table is None:
                 with suppress(KeyError):  # the others gave it up meanwhile: `ready` says why
-                    yield [partial(self._session.client.pushes.fill, entry, span, data) for span in spans]
-            yield from self._session.client.call(leader, "ready", name=entry.name, key=entry.key)
+                    await transfers([partial(self._session.client.pushes.fill, entry, span, data) for span in spans])
+            await self._session.client.call(leader, "ready", name=entry.name, key=entry.key)
 
     def _placed(self, entry: NameEntry) -> NameEntry:
         name, servers = entry.name, self._settings.servers
@@ -246,8 +245,8 @@ class Naming:
         members = await session.rebind(coll, roles)
         try:
             folder = await rebinding.find(members)
-            opening = [self._opened(self._placed(entry), None) for entry in entries]
-            await session.run("rebind", _each(opening), None)
+            placed = [self._placed(entry) for entry in entries]
+            await session.run("rebind", partial(_each, self._opened, placed, [(None,)] * len(placed)), None)
             await rebinding.restore(folder, members)
         except BaseException as error:
             session.abort_everywhere(error)
@@ -264,12 +263,12 @@ class Naming:
         for entry in entries:
             self._names.remove(entry)
             self._prefetched.pop(entry.name, None)
-        return self._session.run("free", _each([self._freeing(entry) for entry in entries]), timeout)
+        return self._session.run("free", partial(_each, self._freeing, entries, [()] * len(entries)), timeout)
 
-    def _freeing(self, entry: NameEntry) -> Program[None]:
+    async def _freeing(self, entry: NameEntry) -> None:
         try:
-            yield [partial(self._session.client.when_over, entry)]
-            yield from self._session.client.call(entry.spans[0].rank, "free", name=entry.name, key=entry.key)
+            await transfers([partial(self._session.client.when_over, entry)])
+            await self._session.client.call(entry.spans[0].rank, "free", name=entry.name, key=entry.key)
         finally:
             self._names.settle(entry.name, None)
 
@@ -286,20 +285,24 @@ class Naming:
             raise ValueError("configure() without settings: expected some, such as lr=0.1")
         for entry in entries:
             check_settings(entry, settings)
-        programs = [self._session.client.configuring(entry, settings) for entry in entries]
-        return self._session.run("configure", _each(programs), timeout)
+        given = [(settings,)] * len(entries)
+        return self._session.run("configure", partial(_each, self._session.client.configuring, entries, given), timeout)
 
 
-def _each(programs: Sequence[Program[None]]) -> Program[None]:
-    """Run all of them to their ends, whichever of them fail; then raise the first error."""
-    errors: list[Exception] = []
+async def _each(
+    work: Callable[..., Program[None]], entries: Sequence[NameEntry], given: Sequence[Sequence[Any]]
+) -> None:
+    """Run `work` for each entry, with the rest of its arguments, to its end; then raise the first error."""
+    found = await together(*[_kept(work(entry, *args)) for entry, args in zip(entries, given, strict=True)])
+    for error in found:
+        if error is not None:
+            raise error
 
-    def kept(program: Program[None]) -> Program[None]:
-        try:
-            yield from program
-        except Exception as error:  # noqa: BLE001  - raised below
-            errors.append(error)
 
-    yield from concurrently([kept(program) for program in programs])
-    if errors:
-        raise errors[0]
+async def _kept(program: Program[None]) -> Exception | None:
+    """Return the error of `program`."""
+    try:
+        await program
+    except Exception as error:  # noqa: BLE001  - the caller raises it
+        return error
+    return None

@@ -15,7 +15,6 @@ from torch import Tensor
 from aiodist.backends.inplace import flat
 from aiodist.checkpoints.saving import check_keep
 from aiodist.codecs import Codec
-from aiodist.collectives.program import Program
 from aiodist.communicator import Communicator
 from aiodist.communicator.claims import Claim, acquire, reading, writing
 from aiodist.handles import Handle, join
@@ -416,7 +415,7 @@ class ParameterServer(Naming):
         """
         self._session.check()
         self._session.check_worker("barrier()")
-        return self._session.run("barrier", self._session.client.meeting(), timeout)
+        return self._session.run("barrier", self._session.client.meeting, timeout)
 
     # --- checkpoints -------------------------------------------------------------------------------------------
 
@@ -454,8 +453,8 @@ class ParameterServer(Naming):
         """
         self._session.check()
         check_keep(keep_last)
-        asked = self._session.client.call(self.servers[0], "save", path=os.path.abspath(Path(path)), keep=keep_last)
-        return self._session.run("save", _folder(asked), timeout)
+        said = {"path": os.path.abspath(Path(path)), "keep": keep_last}
+        return self._session.run("save", partial(self._folder, "save", said), timeout)
 
     def load(self, path: str | os.PathLike[str], *, timeout: float | None = None) -> Handle[Path]:
         """Restore a checkpoint on the servers, of any number of servers.
@@ -486,8 +485,12 @@ class ParameterServer(Naming):
         Cost: each server reads what it needs into new memory, and all together the rest.
         """
         self._session.check()
-        asked = self._session.client.call(self.servers[0], "load", path=os.path.abspath(Path(path)), again=False)
-        return self._session.run("load", _folder(asked), timeout)
+        said = {"path": os.path.abspath(Path(path)), "again": False}
+        return self._session.run("load", partial(self._folder, "load", said), timeout)
+
+    async def _folder(self, op: str, said: dict[str, Any]) -> Path:
+        """Ask the first server, and return the folder that it names."""
+        return Path((await self._session.client.call(self.servers[0], op, **said))["folder"])
 
     @located
     async def rebind(
@@ -568,11 +571,6 @@ class ParameterServer(Naming):
         if not pushed and not parts:
             handle.resolve(result())
         return handle
-
-
-def _folder(asked: Program[dict[str, Any]]) -> Program[Path]:
-    said = yield from asked
-    return Path(said["folder"])
 
 
 def _part(operation: Operation, entry: NameEntry, into: Tensor | None) -> PullPart:

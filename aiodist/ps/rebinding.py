@@ -8,6 +8,7 @@ the servers had; and up to which push of each client. Then clients send what is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,8 +67,8 @@ class Rebinding:
         session = self._session
         await session.told({})  # all names are known
         if session.coll.rank == next(rank for rank, member in enumerate(members) if member.size):
-            asked = session.client.call(session.settings.servers[0], "load", path=folder, again=True)
-            await session.run("rebind", asked, None)
+            load = partial(session.client.call, session.settings.servers[0], "load", path=folder, again=True)
+            await session.run("rebind", load, None)
         await session.told({})  # all servers have it
         marks, versions = await _told_marks(session)
         for name, entry in self._entries.items():

@@ -19,8 +19,8 @@ import torch
 from aiodist.checkpoints import folders
 from aiodist.checkpoints.format import FileFacts, TensorEntry, commit, lay_out, write_file
 from aiodist.checkpoints.reading import Reader, of_all
-from aiodist.collectives.program import Program, run
 from aiodist.errors import CheckpointDamaged
+from aiodist.handles.kernel import Program, run, transfers
 from aiodist.ps.answers import Freed, Restored
 from aiodist.ps.captured import KIND, Captured, capture, described, moved, restore, tensors_in
 from aiodist.ps.context import Service
@@ -71,7 +71,7 @@ class ServerSaving:
         self.before: dict[str, Shard] = {}
         """What this rank had, by name, over the communicator before; there `uids_before` were the names of clients."""
         self.uids_before: Sequence[str] = ()
-        self._asked: deque[Program[None]] = deque()
+        self._asked: deque[Callable[[], Program[None]]] = deque()
         self.calls: dict[str, Callable[[int, _Said], object]] = {
             "save": partial(self._queue, self._saving),
             "load": partial(self._queue, self._loading),
@@ -88,26 +88,26 @@ class ServerSaving:
     def close(self) -> None:
         self._files.close()
 
-    def _answering(self, what: Callable[[_Said], Program[_Said]], client: int, call: _Said) -> Program[None]:
+    async def _answering(self, what: Callable[[_Said], Program[_Said]], client: int, call: _Said) -> None:
         """Answer a call with what its program returns, or with why it failed."""
         try:
-            self._answers.answer(client, call["n"], **(yield from what(call)))
+            self._answers.answer(client, call["n"], **(await what(call)))
         except Exception as error:  # noqa: BLE001  - it belongs to the rank that asked
             self._answers.fail(client, call["n"], error)
 
     def _begin(self, what: Callable[[_Said], Program[_Said]], client: int, call: _Said) -> None:
         run(self._answering(what, client, call), lambda *_: None)
 
-    def _on_disk(self, work: Callable[[], Any]) -> Program[Any]:
+    async def _on_disk(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401
         """Return what `work` does in the thread for files."""
         found: list[Any] = []
-        yield [partial(self._files.run, lambda: found.append(work()))]
+        await transfers([partial(self._files.run, lambda: found.append(work()))])
         return found[0]
 
     # --- the first server: one after the other ------------------------------------------------------------------------
 
     def _queue(self, what: Callable[[_Said], Program[_Said]], client: int, call: _Said) -> None:
-        self._asked.append(self._answering(what, client, call))
+        self._asked.append(partial(self._answering, what, client, call))
         if len(self._asked) == 1:
             self._next()
 
@@ -118,14 +118,17 @@ class ServerSaving:
             if self._asked:
                 self._next()
 
-        run(self._asked[0], finish)
+        run(self._asked[0](), finish)
 
-    def _ask(self, ranks: Sequence[int], op: str, **said: Any) -> Program[list[_Said]]:  # noqa: ANN401
+    async def _ask(self, ranks: Sequence[int], op: str, **said: Any) -> list[_Said]:  # noqa: ANN401
         """Ask ranks; return what each answers. Each is told too where it is among them."""
         answers: list[list[_Said]] = [[] for _ in ranks]
-        yield [
-            self._client.asking(rank, answers[at], op, at=at, size=len(ranks), **said) for at, rank in enumerate(ranks)
-        ]
+        await transfers(
+            [
+                self._client.asking(rank, answers[at], op, at=at, size=len(ranks), **said)
+                for at, rank in enumerate(ranks)
+            ]
+        )
         return [answer[0] for answer in answers]
 
     def _ranks(self) -> list[int]:
@@ -133,33 +136,33 @@ class ServerSaving:
         workers = self._context.workers if self._context.codec is not None else ()
         return sorted({*self._context.servers, *(rank for rank in workers if rank not in self._context.gone)})
 
-    def _new_turn(self) -> Program[tuple[int, _Tensors]]:
+    async def _new_turn(self) -> tuple[int, _Tensors]:
         """Return the number of a turn, and all tensors that there are."""
-        led = yield from self._ask(self._context.servers, "led")
+        led = await self._ask(self._context.servers, "led")
         return self._client.queue.number(), [tensor for each in led for tensor in each["tensors"]]
 
     def _end(self, turn: int) -> None:
         for rank in self._ranks():
             self._client.say(rank, {"op": "end_turn", "turn": turn})
 
-    def _saving(self, call: _Said) -> Program[_Said]:
+    async def _saving(self, call: _Said) -> _Said:
         path = Path(call["path"])
-        number = yield from self._on_disk(partial(folders.begin, path))
-        turn, tensors = yield from self._new_turn()
+        number = await self._on_disk(partial(folders.begin, path))
+        turn, tensors = await self._new_turn()
         ranks, folder = self._ranks(), str(folders.folder_of(path, number, ".part"))
         try:
-            found = yield from self._ask(ranks, "write", turn=turn, folder=folder, tensors=tensors)
+            found = await self._ask(ranks, "write", turn=turn, folder=folder, tensors=tensors)
             written = [
                 (FileFacts(*each["facts"]), [TensorEntry(*row) for row in each["entries"]], {"map": {"rank": rank}})
                 for each, rank in zip(found, ranks, strict=True)
             ]
             parts = [{"kind": KIND, "state": tensors_in([each["said"] for each in found])}]
-            folder = yield from self._on_disk(partial(commit, path, number, written, parts, None))
+            folder = await self._on_disk(partial(commit, path, number, written, parts, None))
             self._tell_saved(folder, {n: of["map"]["marks"]["map"] for n, of in described(parts[0]["state"]).items()})
             if call["keep"] is not None:
-                yield from self._on_disk(partial(folders.remove_old, path, call["keep"]))
+                await self._on_disk(partial(folders.remove_old, path, call["keep"]))
         except BaseException:
-            yield from self._on_disk(partial(folders.discard, path, number))
+            await self._on_disk(partial(folders.discard, path, number))
             raise
         finally:
             self._end(turn)
@@ -179,23 +182,23 @@ class ServerSaving:
         elif log is not None:
             log.saved({name: marks.get(uid, 0) for name, marks in call["marks"].items()})
 
-    def _loading(self, call: _Said) -> Program[_Said]:
+    async def _loading(self, call: _Said) -> _Said:
         damages: list[str] = []
         if call["path"] is None:  # what servers had over the communicator before
             candidates = [None]
         else:
             path = Path(call["path"])
-            if call["again"] and not path.exists():  # a newer one has taken its place, of which nobody was told
+            if call["again"] and not await self._on_disk(path.exists):  # replaced by a newer one
                 path = path.parent
-            candidates = yield from self._on_disk(partial(folders.candidates, path))
+            candidates = await self._on_disk(partial(folders.candidates, path))
             if call["again"]:  # what is older lacks pushes that nobody has any more
                 candidates = candidates[:1]
         for folder in candidates:
-            turn, tensors = yield from self._new_turn()
+            turn, tensors = await self._new_turn()
             try:
                 said = {"turn": turn, "folder": folder and str(folder), "residuals": not call["again"]}
-                yield from self._ask(self._ranks(), "read", tensors=tensors, **said)
-                yield from self._ask(self._ranks(), "take", **said)
+                await self._ask(self._ranks(), "read", tensors=tensors, **said)
+                await self._ask(self._ranks(), "take", **said)
             except CheckpointDamaged as error:
                 damages.append(str(error))
             else:
@@ -249,7 +252,7 @@ class ServerSaving:
         then, turn.then = turn.then, None
         then(turn.error)
 
-    def _write(self, call: _Said) -> Program[_Said]:
+    async def _write(self, call: _Said) -> _Said:
         """Copy what this rank has, shards between two steps, and write its file."""
         turn = self._turns.setdefault(call["turn"], _Turn())
         rank = self._context.rank
@@ -262,10 +265,10 @@ class ServerSaving:
                     residuals.add(self._residual_name(name), whole)
 
         try:
-            yield [partial(self._order, OrderKind.SAVE, call["turn"])]
-            yield [partial(self._context.service.run, copy_residuals)]  # behind what is being encoded
+            await transfers([partial(self._order, OrderKind.SAVE, call["turn"])])
+            await transfers([partial(self._context.service.run, copy_residuals)])  # behind what is being encoded
             captured, computing = [*turn.captured.values(), residuals], self._context.progress.computing
-            written: _Said = yield from self._on_disk(partial(_written, call, captured, computing))
+            written: _Said = await self._on_disk(partial(_written, call, captured, computing))
         finally:
             for one in turn.captured.values():
                 one.release()
@@ -274,7 +277,7 @@ class ServerSaving:
     def _residual_name(self, name: str) -> str:
         return f"rank{self._context.rank}/residuals/{name}"
 
-    def _read(self, call: _Said) -> Program[_Said]:
+    async def _read(self, call: _Said) -> _Said:
         turn = self._turns[call["turn"]] = _Turn()
         shards = [self._shards[key] for key, *_ in call["tensors"] if key in self._shards]
         turn.keys = {shard.key: shard.name for shard in shards}
@@ -292,13 +295,13 @@ class ServerSaving:
         def move() -> None:
             turn.restored = {s.key: moved(self.before[s.name], self._context, self.uids_before) for s in shards}
 
-        yield from self._on_disk(move if call["folder"] is None else read)
+        await self._on_disk(move if call["folder"] is None else read)
         return {}
 
-    def _take(self, call: _Said) -> Program[_Said]:
+    async def _take(self, call: _Said) -> _Said:
         for residual in self._turns[call["turn"]].residuals if call["residuals"] else ():
             self._client.codes.take(*residual)
-        yield [partial(self._order, OrderKind.LOAD, call["turn"])]
+        await transfers([partial(self._order, OrderKind.LOAD, call["turn"])])
         return {}
 
 

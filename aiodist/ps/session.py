@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from aiodist.codecs import Json
-from aiodist.collectives.program import Program, run
 from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.duplicate import duplicate
 from aiodist.errors import (
@@ -29,6 +28,7 @@ from aiodist.errors import (
     PeerLost,
 )
 from aiodist.handles import Account, Handle, Progress
+from aiodist.handles.kernel import Program, run
 from aiodist.handles.origin import whence
 from aiodist.handles.progress import transport_lock
 from aiodist.ps.answers import Freed
@@ -236,23 +236,23 @@ class ParameterServerSession:
         """End in order: nobody waits for this rank any more, nothing of mine is open, and all ranks have left."""
         if self._refusal is not None:
             raise self._refusal
-        await self.run("leave", self._leaving(), _NO_LIMIT)
+        await self.run("leave", self._leaving, _NO_LIMIT)
         while self.client.busy:  # noqa: ASYNC110  - what ends it may be heard in any thread
             await asyncio.sleep(_DRAIN_SECONDS)
         if (error := self.client.pushes.late_error()) is not None:
             raise error
-        await self.run("leave", self._goodbye(), _NO_LIMIT)
+        await self.run("leave", self._goodbye, _NO_LIMIT)
         await self._ended()
         self._close(CommunicatorClosed(f"parameter server {self.coll.name!r} is closed", comm=self.coll.name))
         self.account.judge()
 
-    def _leaving(self) -> Program[None]:
+    async def _leaving(self) -> None:
         for rank in self.context.living():
-            yield from self._asked(rank, "leave")
+            await self._asked(rank, "leave")
 
-    def _goodbye(self) -> Program[None]:
+    async def _goodbye(self) -> None:
         """Wait at the first server, or at the next where it dies, for all ranks."""
-        while (living := self.context.living()) and not (yield from self._asked(living[0], "bye")):
+        while (living := self.context.living()) and not (await self._asked(living[0], "bye")):
             pass
         if not living:
             return
@@ -260,9 +260,9 @@ class ParameterServerSession:
         if others and self.coll.rank == others[0]:
             self.context.coalescer.say_last(living[0])
 
-    def _asked(self, rank: int, op: str) -> Program[bool]:
+    async def _asked(self, rank: int, op: str) -> bool:
         try:
-            yield from self.client.call(rank, op)
+            await self.client.call(rank, op)
         except PeerLost:
             return False
         return True
@@ -387,7 +387,8 @@ class ParameterServerSession:
             handle.set_deadline(seconds, self.client.late)
         return handle
 
-    def run(self, op: str, program: Program[Any], timeout: float | None) -> Handle[Any]:
+    def run(self, op: str, make: Callable[[], Program[Any]], timeout: float | None) -> Handle[Any]:
+        """Return the handle of the program that `make` returns; it begins after pushes that are being encoded."""
         handle = self.handle(op, 0, timeout)
         self.client.programs.add(handle)
 
@@ -402,7 +403,7 @@ class ParameterServerSession:
             else:
                 handle.reject(self.client.queue.located(error))
 
-        self.client.queue.issue((partial(run, program, finish),))  # behind pushes that are being encoded
+        self.client.queue.issue((lambda: run(make(), finish),))
         return handle
 
 

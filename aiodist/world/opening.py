@@ -16,18 +16,19 @@ from aiodist.backends.shm import Met, meet
 from aiodist.backends.shm import open_world as open_shared_memory
 from aiodist.collectives.cuda.accelerator import means_here, visible_devices
 from aiodist.collectives.cuda.peers import peers_here
+from aiodist.collectives.endpoint import Endpoint
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.operations import allgather
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Endpoint, Program
-from aiodist.collectives.program import run as run_program
 from aiodist.communicator.registry import DRAIN_SECONDS
 from aiodist.control import Channel, Exit, connect, exchange, find_hosts, host, in_process
 from aiodist.control.thread import settle_soon
 from aiodist.env import Environment
 from aiodist.errors import BackendUnavailable, ConfigError, OperationTimeout
 from aiodist.handles import Handle, Progress
+from aiodist.handles.kernel import Program
+from aiodist.handles.kernel import run as run_program
 from aiodist.machine import network
 from aiodist.topology import Means, Topology, bound, named
 from aiodist.world.leaving import the_end

@@ -16,10 +16,10 @@ from aiodist.collectives.choice.table import USUAL_LIMITS
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.streams import Events
-from aiodist.testing.seams.algorithms import Endpoint, Program, run
+from aiodist.testing.seams.algorithms import Endpoint, Program
 from aiodist.testing.seams.carriers import LocalHub, LocalTransport
 from aiodist.testing.seams.cuda import CudaIpc, DeviceWork, Mappings, on_devices
-from aiodist.testing.seams.progress import transport_lock
+from aiodist.testing.seams.progress import run, transport_lock
 from aiodist.testing.seams.transport import Done, Primitive, tag_of
 from tests.support.one_thread import one_thread as one_thread
 from tests.support.simulated_mapper import SimulatedMapper

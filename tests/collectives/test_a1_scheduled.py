@@ -17,8 +17,9 @@ from aiodist.collectives.scheduled import LANE_TAGS, SubEndpoint
 from aiodist.communicator import parts_of
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.schedules import MAX_LANES, SCHEDULES
-from aiodist.testing.seams.algorithms import Endpoint, Program, Scheduled, lockstep, run
+from aiodist.testing.seams.algorithms import Endpoint, Program, Scheduled, lockstep
 from aiodist.testing.seams.carriers import LocalHub, LocalTransport
+from aiodist.testing.seams.progress import run, transfers
 from aiodist.testing.seams.transport import Done, Primitive, Wanted
 
 every = pytest.mark.ranks(1, 2, 3, 5, backend="local")
@@ -198,15 +199,15 @@ async def test_a1_groups_of_ranks_run_schedules_of_their_own(coll: Communicator)
         t = parts[rank].clone()
         how = Scheduled(name, 2 if SCHEDULES["allreduce"][name].chunked else None)
 
-        def program(ep: Endpoint) -> Program[None]:
+        async def program(ep: Endpoint) -> None:
             group = SubEndpoint(ep, mine)
             assert (group.rank, group.size) == (mine.index(rank), len(mine))
-            yield from how.run(group, Primitive("allreduce", t, op=op))  # noqa: B023
+            await how.run(group, Primitive("allreduce", t, op=op))  # noqa: B023
             lead = [half[0] for half in halves]
             if rank in lead:
-                yield from how.run(SubEndpoint(ep, lead), Primitive("allreduce", t, op=op))  # noqa: B023
+                await how.run(SubEndpoint(ep, lead), Primitive("allreduce", t, op=op))  # noqa: B023
             within = SubEndpoint(SubEndpoint(ep, mine), range(len(mine)))
-            yield from Scheduled("tree").run(within, Primitive("broadcast", t))  # noqa: B023
+            await Scheduled("tree").run(within, Primitive("broadcast", t))  # noqa: B023
 
         await perform(coll, program)
         assert torch.equal(t, reduced(parts, op)[-1]), (name, op)
@@ -253,10 +254,10 @@ async def test_a1_lists_by_two_schedules_do_not_mix(coll: Communicator, kind: st
             assert torch.equal(t, expected), (short, long, t.numel())
 
 
-def behind(program: Program[None]) -> Program[None]:
+async def behind(program: Program[None]) -> None:
     """Begin with a step of nothing."""
-    yield []
-    yield from program
+    await transfers([])
+    await program
 
 
 @pytest.mark.ranks(3, backend="local")

@@ -19,9 +19,10 @@ from aiodist.collectives.primitives import Primitives
 from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES, Progress
 from aiodist.streams import Staging
-from aiodist.testing.seams.algorithms import Endpoint, Implementation, Program, Repertoire, Scheduled, lockstep, run
+from aiodist.testing.seams.algorithms import Endpoint, Implementation, Program, Repertoire, Scheduled, lockstep
 from aiodist.testing.seams.carriers import LocalHub, LocalTransport
 from aiodist.testing.seams.cuda import DeviceWork, Staged, on_devices
+from aiodist.testing.seams.progress import run, transfers
 from aiodist.testing.seams.transport import DTYPES, Done, Primitive, Wanted, tag_of
 from aiodist.types import ReduceOp
 from tests.support.simulated_cuda.device import SimulatedCuda
@@ -104,11 +105,11 @@ class Counting:
         self.ep = primitives.ep
         self.finishes = primitives.finishes
 
-    def run(self, operation: Primitive) -> Program[None]:
+    async def run(self, operation: Primitive) -> None:
         rank = self._rank
         rank.running += 1
         rank.most_running = max(rank.running, rank.most_running)
-        yield from self._primitives.run(operation)
+        await self._primitives.run(operation)
         rank.running -= 1
         rank.ran += 1
 
@@ -204,9 +205,9 @@ def test_s5_staging_is_for_devices_alone() -> None:
 # --- messages --------------------------------------------------------------------------------------------------
 
 
-def exchange(ep: Endpoint, mine: Tensor, into: Tensor) -> Program[None]:
+async def exchange(ep: Endpoint, mine: Tensor, into: Tensor) -> None:
     """Send to the next rank and receive from the one before, then add the two."""
-    yield [ep.recv(into, (ep.rank - 1) % ep.size), ep.send(mine, (ep.rank + 1) % ep.size)]
+    await transfers([ep.recv(into, (ep.rank - 1) % ep.size), ep.send(mine, (ep.rank + 1) % ep.size)])
     into.add_(mine)
 
 
@@ -231,11 +232,11 @@ async def test_s5_messages_of_every_kind(simulated_cuda: SimulatedCuda) -> None:
         t = torch.randint(0, 2, (3 * PIECE,), dtype=torch.uint8).view(torch.bool if kind is torch.bool else kind)
         sent, into = t.to("cuda"), torch.empty_like(t, device="cuda")
 
-        def receive(ep: Endpoint, into: Tensor = into) -> Program[None]:
-            yield [ep.recv(into, 0)]
+        async def receive(ep: Endpoint, into: Tensor = into) -> None:
+            await transfers([ep.recv(into, 0)])
 
-        def send(ep: Endpoint, sent: Tensor = sent) -> Program[None]:
-            yield [ep.send(sent, 1)]
+        async def send(ep: Endpoint, sent: Tensor = sent) -> None:
+            await transfers([ep.send(sent, 1)])
 
         await all_of([b.perform(receive), a.perform(send)])
         assert torch.equal(into.cpu().view(torch.uint8), t.view(torch.uint8)), kind
@@ -248,13 +249,13 @@ async def test_s5_messages_of_one_tag_keep_their_order(simulated_cuda: Simulated
     ts = [torch.randn(numel) for numel in sizes]
     mine, into = on_device(ts), [torch.empty(numel, device="cuda") for numel in sizes]
 
-    def send(ep: Endpoint) -> Program[None]:
+    async def send(ep: Endpoint) -> None:
         for t in mine:
-            yield [ep.send(t, 1)]
+            await transfers([ep.send(t, 1)])
 
-    def receive(ep: Endpoint) -> Program[None]:
+    async def receive(ep: Endpoint) -> None:
         for t in into:
-            yield [ep.recv(t, 0)]
+            await transfers([ep.recv(t, 0)])
 
     await all_of([a.perform(send), b.perform(receive)])
     for got, t in zip(into, ts, strict=True):
@@ -268,11 +269,11 @@ async def test_s5_nothing_is_sent_before_the_producer_has_run(simulated_cuda: Si
     into = torch.empty(LONG, device="cuda")
     torch.cuda.synchronize()
 
-    def receive(ep: Endpoint) -> Program[None]:
-        yield [ep.recv(into, 0)]
+    async def receive(ep: Endpoint) -> None:
+        await transfers([ep.recv(into, 0)])
 
-    def send(ep: Endpoint, t: Tensor) -> Program[None]:
-        yield [ep.send(t, 1)]
+    async def send(ep: Endpoint, t: Tensor) -> None:
+        await transfers([ep.send(t, 1)])
 
     with simulated_cuda.paused(producer):
         with torch.cuda.stream(producer):
@@ -281,8 +282,8 @@ async def test_s5_nothing_is_sent_before_the_producer_has_run(simulated_cuda: Si
         other = torch.ones(LONG, device="cuda")
         again = torch.empty(LONG, device="cuda")
 
-        def swap(ep: Endpoint) -> Program[None]:
-            yield [ep.recv(again, 0)] if ep.rank else [ep.send(other, 1)]
+        async def swap(ep: Endpoint) -> None:
+            await transfers([ep.recv(again, 0)] if ep.rank else [ep.send(other, 1)])
 
         a_sent = a.wire.sent
         await all_of([a.perform(swap), b.perform(swap)])  # which passes by
@@ -301,8 +302,8 @@ async def test_s5_what_comes_overwrites_nothing_that_is_still_read(simulated_cud
     into, t = on_device([old, new])
     torch.cuda.synchronize()
 
-    def transfer(ep: Endpoint) -> Program[None]:
-        yield [ep.recv(into, 0)] if ep.rank else [ep.send(t, 1)]
+    async def transfer(ep: Endpoint) -> None:
+        await transfers([ep.recv(into, 0)] if ep.rank else [ep.send(t, 1)])
 
     with simulated_cuda.paused(reader):
         with torch.cuda.stream(reader):
@@ -359,8 +360,8 @@ async def test_s5_a_broken_wire_is_told_once_when_all_is_over(simulated_cuda: Si
     t, into = torch.ones(LONG, device="cuda"), torch.empty(LONG, device="cuda")
     torch.cuda.synchronize()
 
-    def transfer(ep: Endpoint) -> Program[None]:
-        yield [ep.recv(into, 0)] if ep.rank else [ep.send(t, 1)]
+    async def transfer(ep: Endpoint) -> None:
+        await transfers([ep.recv(into, 0)] if ep.rank else [ep.send(t, 1)])
 
     over = [r.perform(transfer) for r in (a, b)]
     with pytest.raises(BackendError, match="the wire broke"):
@@ -384,11 +385,11 @@ async def test_s5_the_host_s_side_of_a_message_is_cut_alike(simulated_cuda: Simu
         on = t.to("cuda")
         into = torch.zeros_like(t)
 
-        def send(ep: Endpoint, on: Tensor = on) -> Program[None]:
-            yield [ep.send(on, 1)]
+        async def send(ep: Endpoint, on: Tensor = on) -> None:
+            await transfers([ep.send(on, 1)])
 
-        def receive(ep: Endpoint, into: Tensor = into) -> Program[None]:
-            yield [ep.recv(piece, 0) for piece in device_messages.cut(into)]
+        async def receive(ep: Endpoint, into: Tensor = into) -> None:
+            await transfers([ep.recv(piece, 0) for piece in device_messages.cut(into)])
 
         await all_of([a.perform(send), b.perform(receive)])
         assert torch.equal(into, t)
@@ -549,9 +550,9 @@ async def test_s5_several_tensors_in_one_operation(simulated_cuda: SimulatedCuda
     on = [on_device(ts) for ts in brings]
     moved = [on_device(ts) for ts in brings]
 
-    def both(ep: Endpoint, rank: Rank) -> Program[list[None]]:
+    async def both(ep: Endpoint, rank: Rank) -> list[None]:
         programs = [rank.together.run(ep, Primitive("allreduce", ts[rank.rank])) for ts in on]
-        yield from lockstep(
+        await lockstep(
             programs + [rank.together.run(ep, Primitive("broadcast", ts[rank.rank], root=1)) for ts in moved]
         )
         return []

@@ -14,6 +14,7 @@ import torch
 from aiodist import Communicator, gather
 from aiodist.communicator import parts_of
 from aiodist.testing.seams.algorithms import NativeCollectives, Program
+from aiodist.testing.seams.progress import transfers
 from aiodist.testing.seams.transport import Done
 
 
@@ -70,8 +71,9 @@ def _late(coll: Communicator, run: Callable[..., Program[None]]) -> Callable[...
             loop.call_later, 0.3, parts_of(coll).dispatcher.progress.exclusively, partial(done, None)
         )
 
-    def run_late(self: NativeCollectives, *arguments: Any) -> Program[None]:
-        for calls in run(self, *arguments):
-            yield [*calls, pause] if self.name == "shm" else calls
+    async def run_late(self: NativeCollectives, *arguments: Any) -> None:
+        await run(self, *arguments)
+        if self.name == "shm":
+            await transfers([pause])
 
     return run_late

@@ -13,7 +13,6 @@ from aiodist.collectives.columns import columns
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Program
 from aiodist.errors import BackendUnavailable, MismatchError
 from aiodist.handles import Handle
 from aiodist.types import OPERATIONS
@@ -128,13 +127,13 @@ class Selector:
         return f"<Selector of {', '.join(names)} for {self.repertoire.hosts} host(s)>"
 
 
-def compared(p: Primitives, edit: Edit, differ: Callable[[MismatchError], None]) -> Program[None]:
+async def compared(p: Primitives, edit: Edit, differ: Callable[[MismatchError], None]) -> None:
     """Return once all ranks have made the same edit; else call `differ` with what shows two sides, and raise it."""
     frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
     packed = as_tensor(str(edit).encode())
     frame[: packed.numel()] = packed
     everything = torch.empty(_FRAME_BYTES * p.ep.size, dtype=torch.uint8, device="cpu")
-    yield from p.run(Primitive("allgather", frame, everything, counts=[_FRAME_BYTES] * p.ep.size))
+    await p.run(Primitive("allgather", frame, everything, counts=[_FRAME_BYTES] * p.ep.size))
     texts = [as_bytes(part).rstrip(b"\0").decode() for part in everything.split(_FRAME_BYTES)]
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), 0)
     if other:

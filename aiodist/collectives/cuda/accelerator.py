@@ -19,10 +19,10 @@ from aiodist.collectives.cuda.nccl import Slots
 from aiodist.collectives.cuda.on_device import DeviceWork
 from aiodist.collectives.cuda.queued import Alone, ByNccl, NcclReductions, Queue, Queued
 from aiodist.collectives.cuda.staging import Staged
+from aiodist.collectives.endpoint import Endpoint, Implementation
 from aiodist.collectives.hierarchical import Hierarchical
 from aiodist.collectives.implementations import Kit, Repertoire
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Endpoint, Implementation
 from aiodist.env import Environment, variables
 from aiodist.errors import AiodistError, BackendUnavailable
 from aiodist.handles import Progress

@@ -43,9 +43,10 @@ from aiodist.backends.inplace import FUNCTIONS, combine, copy, divide, writable
 from aiodist.collectives.arithmetic import wire_op
 from aiodist.collectives.cuda import fused
 from aiodist.collectives.cuda.on_device import OnHost, StaysOnHost
-from aiodist.collectives.program import Endpoint, Implementation, Program
+from aiodist.collectives.endpoint import Endpoint, Implementation
 from aiodist.collectives.scheduled import SubEndpoint
 from aiodist.errors import BackendError, MismatchError
+from aiodist.handles.kernel import Program, transfers
 from aiodist.streams import Events, OnStream
 from aiodist.streams.events import device_error, idle
 from aiodist.types import OPERATIONS, ReduceOp
@@ -141,24 +142,24 @@ class CudaIpc(Implementation):
                     combine(piece, total, o.op)
                     total = piece
 
-    def _reduce_scatter(self, ep: Endpoint, o: Primitive) -> Program[None]:
+    async def _reduce_scatter(self, ep: Endpoint, o: Primitive) -> None:
         start = sum(o.counts[: ep.rank])
         block = slice(start, start + o.counts[ep.rank])
         if ep.size == 1:
             copy(o.out, o.t)
-        yield from self._with_all(ep, o.t, partial(self._block_reduced, ep.rank, o.op, _plain(o.out), block))
+        await self._with_all(ep, o.t, partial(self._block_reduced, ep.rank, o.op, _plain(o.out), block))
 
     def _block_reduced(self, me: int, op: ReduceOp, out: Tensor, block: slice, parts: Parts) -> None:
         self._write([out], [parts[rank][block] for rank in _around(me, len(parts))], op)
 
-    def _broadcast(self, ep: Endpoint, t: Tensor, root: int) -> Program[None]:
+    async def _broadcast(self, ep: Endpoint, t: Tensor, root: int) -> None:
         def work(parts: Parts) -> None:
             if ep.rank != root:
                 copy(parts[ep.rank], parts[root])
 
-        yield from self._with_lenders(ep, t, {root: t.numel()}, work)
+        await self._with_lenders(ep, t, {root: t.numel()}, work)
 
-    def _allgather(self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int]) -> Program[None]:
+    async def _allgather(self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int]) -> None:
         ends = list(accumulate(counts))
         blocks = [_plain(out)[end - count : end] for end, count in zip(ends, counts, strict=True)]
         if blocks[ep.rank].data_ptr() != t.data_ptr():
@@ -168,7 +169,7 @@ class CudaIpc(Implementation):
             for rank in _around(ep.rank, ep.size)[1:]:
                 copy(blocks[rank], parts[rank])
 
-        yield from self._with_lenders(ep, t, dict(enumerate(counts)), work)
+        await self._with_lenders(ep, t, dict(enumerate(counts)), work)
 
     # --- what a rank reduces ------------------------------------------------------------------------------------------
 
@@ -216,9 +217,9 @@ class CudaIpc(Implementation):
     def _with_all(self, ep: Endpoint, t: Tensor, work: Work, *, shared: bool = False) -> Program[None]:
         return self._with_lenders(ep, t, dict.fromkeys(range(ep.size), t.numel()), work, shared=shared)
 
-    def _with_lenders(
+    async def _with_lenders(
         self, ep: Endpoint, t: Tensor, lent: Mapping[int, int], work: Work, *, shared: bool = False
-    ) -> Program[None]:
+    ) -> None:
         """Have `work` queue what this rank does in the tensors of those who lend theirs, and wait for all.
 
         `lent` are their numbers of elements. `shared`: all do, and the first rank of each device works for all on it.
@@ -235,22 +236,24 @@ class CudaIpc(Implementation):
         t = _plain(t)
         loan = Loan(self._mappings, t)
         stream = torch.cuda.current_stream(t.device)
-        failure = yield from self._settle(ep, stream)
+        failure = await self._settle(ep, stream)
         frames = {rank: bytearray(FRAME_BYTES) for rank in lenders}
-        yield StaysOnHost(
-            [
-                *[ep.recv(_tensor(frame), rank) for rank, frame in frames.items()],
-                *[ep.send(_tensor(loan.announce(numbers[rank], failure)), rank) for rank in hearers],
-            ]
+        await transfers(
+            StaysOnHost(
+                [
+                    *[ep.recv(_tensor(frame), rank) for rank, frame in frames.items()],
+                    *[ep.send(_tensor(loan.announce(numbers[rank], failure)), rank) for rank in hearers],
+                ]
+            )
         )
         for rank, frame in frames.items():
             failure = _failure(failure, loan.hear, numbers[rank], frame, lent[rank])
         if frames and failure is None:
             with OnStream(stream):
                 failure = _failure(None, self._queue, ep, loan, t, {rank: numbers[rank] for rank in lenders}, work)
-        failure = (yield from self._settle(ep, stream)) or failure
+        failure = (await self._settle(ep, stream)) or failure
         loan.release()
-        failure = yield from self._agree(ep, lenders, hearers, failure)
+        failure = await self._agree(ep, lenders, hearers, failure)
         loan.end()
         if failure is not None:
             raise failure
@@ -263,14 +266,14 @@ class CudaIpc(Implementation):
             parts[rank] = loan.tensor(number)
         work(parts)
 
-    def _settle(self, ep: Endpoint, stream: torch.cuda.Stream) -> Program[Exception | None]:
+    async def _settle(self, ep: Endpoint, stream: torch.cuda.Stream) -> Exception | None:
         """Wait until all that is queued is done; return what the device failed with.
 
         Programs that share an endpoint take the same number of steps on all ranks, or their messages would be mixed up.
         """
         if ep.shared or not idle(stream):
             try:
-                yield StaysOnHost([partial(self._settled, stream)])
+                await transfers(StaysOnHost([partial(self._settled, stream)]))
             except BackendError as error:
                 return error
         return None
@@ -284,9 +287,9 @@ class CudaIpc(Implementation):
         except RuntimeError as error:
             done(device_error(error))
 
-    def _agree(
+    async def _agree(
         self, ep: Endpoint, lenders: Sequence[int], hearers: Sequence[int], failure: Exception | None
-    ) -> Program[Exception | None]:
+    ) -> Exception | None:
         """Tell those in whose memory I worked that I am through, and hear it of those who worked in mine.
 
         Returns what went wrong, here or there.
@@ -296,11 +299,13 @@ class CudaIpc(Implementation):
             kind = _DISAGREES if isinstance(failure, MismatchError) else _FAILED
             verdict = _frame(bytes([kind]) + (str(failure) or repr(failure)).encode())
         heard = [bytearray(FRAME_BYTES) for _ in hearers]
-        yield OnHost(
-            [
-                *[ep.recv(_tensor(frame), rank) for rank, frame in zip(hearers, heard, strict=True)],
-                *[ep.send(verdict, rank) for rank in lenders],
-            ]
+        await transfers(
+            OnHost(
+                [
+                    *[ep.recv(_tensor(frame), rank) for rank, frame in zip(hearers, heard, strict=True)],
+                    *[ep.send(verdict, rank) for rank in lenders],
+                ]
+            )
         )
         for rank, frame in zip(hearers, heard, strict=True):
             if frame[0] and failure is None:

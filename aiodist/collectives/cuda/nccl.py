@@ -10,13 +10,15 @@ from torch import Tensor
 
 from aiodist.backends.base import Done, Exchange, Primitive, Wanted
 from aiodist.backends.nccl import LaunchSlot, NcclGroup, NcclNative, supports
+from aiodist.collectives.endpoint import Endpoint, Exchanger
 from aiodist.collectives.implementations import Repertoire
+from aiodist.collectives.lockstep import Joint
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.operations import broadcast_bytes
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Endpoint, Exchanger, Joint, Program, run
 from aiodist.collectives.scheduled import LANE_TAGS, on_lane
 from aiodist.handles import Progress
+from aiodist.handles.kernel import run, transfers
 
 _ID_LANE = 1  # its messages and those of the operation that needs it go side by side
 
@@ -102,13 +104,13 @@ class Nccl(Exchanger):
             return None
         return f"NCCL has no {wanted}"
 
-    def run(self, ep: Endpoint, operation: Primitive) -> Program[None]:
+    async def run(self, ep: Endpoint, operation: Primitive) -> None:
         """Queue it at its place in the launch order, in one group of calls with others of its step."""
 
         def start(operations: Sequence[Primitive], done: Done) -> None:
             self._native(ep, operation.t).start_all(operations, done)
 
-        yield [Joint((self.name, operation.t.device), [operation], start)]
+        await transfers([Joint((self.name, operation.t.device), [operation], start)])
 
     def takes(self, ep: Endpoint, exchange: Exchange) -> bool:
         """See `Exchanger`: all of it has to lie on the device that this communicator used first, as on other ranks."""

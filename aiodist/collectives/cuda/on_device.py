@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch
 
 from aiodist.backends.base import Done
-from aiodist.collectives.program import Call, Nested, Program, meet
+from aiodist.collectives.lockstep import meet
 from aiodist.handles import Handle, Progress
+from aiodist.handles.kernel import Nested, Program, Transfer, transfers
 from aiodist.streams import Events, Fence, OnStream, lend
 from aiodist.streams.events import device_error, idle
 
@@ -19,7 +20,7 @@ T = TypeVar("T")
 _AS_IT_IS = nullcontext()
 
 
-class OnHost(list[Call]):
+class OnHost(list[Transfer]):
     """Calls of a step that queue nothing on a device: no stream is entered for them, which costs as much as they do."""
 
 
@@ -70,7 +71,7 @@ class DeviceWork:
             self._behind = None
 
     def end(self, done: Done) -> None:
-        """Call `done` when the device has done all that is queued."""
+        """Transfer `done` when the device has done all that is queued."""
         self._on_queued()
         if idle(self.stream):
             self._over(done, None)
@@ -119,13 +120,13 @@ def on_devices(program: Program[T], works: Sequence[DeviceWork]) -> Program[T]:
     """
     for work in works:
         program = _on_device(program, work)
-        next(program)
+        program.send(None)
     return program
 
 
-def _on_device(program: Program[T], work: DeviceWork) -> Program[T]:
+async def _on_device(program: Program[T], work: DeviceWork) -> T:
     try:
-        yield []  # as far as `next` takes it, so that closing it runs what follows
+        await transfers([])  # as far as `send` takes it, so that closing it runs what follows
     except GeneratorExit:
         program.close()
         work.cancel()
@@ -134,7 +135,7 @@ def _on_device(program: Program[T], work: DeviceWork) -> Program[T]:
     work.hurry(1)
     try:
         work.begin()
-        result = yield from _with_stream(program, work)
+        result = await _with_stream(program, work)
     except GeneratorExit:
         raise
     except BaseException as raised:  # noqa: BLE001  - raised again below
@@ -143,13 +144,13 @@ def _on_device(program: Program[T], work: DeviceWork) -> Program[T]:
         work.lend(result)
     finally:
         work.hurry(-1)
-    yield [work.end]
+    await transfers([work.end])
     if error is not None:
         raise error
     return result
 
 
-def _with_stream(program: Program[T], work: DeviceWork) -> Program[T]:
+async def _with_stream(program: Program[T], work: DeviceWork) -> T:
     """Run `program` with the stream of `work` as the current one, in its steps, its calls and the programs in those."""
     error: BaseException | None = None
     stays = False
@@ -162,7 +163,7 @@ def _with_stream(program: Program[T], work: DeviceWork) -> Program[T]:
         error = None
         stays = isinstance(calls, StaysOnHost)
         try:
-            yield calls if isinstance(calls, OnHost) else [_call_with_stream(call, work) for call in calls]
+            await transfers(calls if isinstance(calls, OnHost) else [_call_with_stream(call, work) for call in calls])
         except GeneratorExit:
             program.close()
             raise
@@ -170,7 +171,7 @@ def _with_stream(program: Program[T], work: DeviceWork) -> Program[T]:
             error = raised
 
 
-def _call_with_stream(call: Call, work: DeviceWork) -> Call:
+def _call_with_stream(call: Transfer, work: DeviceWork) -> Transfer:
     if call is meet:
         return call
     if isinstance(call, Nested):
@@ -178,7 +179,7 @@ def _call_with_stream(call: Call, work: DeviceWork) -> Call:
     return partial(_call, work, call)
 
 
-def _call(work: DeviceWork, call: Call, done: Done) -> None:
+def _call(work: DeviceWork, call: Transfer, done: Done) -> None:
     with work.current():
         call(done)
 

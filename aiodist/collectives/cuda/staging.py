@@ -17,11 +17,12 @@ from torch import Tensor, dtype
 
 from aiodist.backends.base import Done, Primitive, Wanted, ignore, once
 from aiodist.backends.inplace import copy
+from aiodist.collectives.endpoint import Endpoint, Implementation
 from aiodist.collectives.operations import computed
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.program import Endpoint, Implementation, Program, concurrently
 from aiodist.collectives.scheduled import on_lane
 from aiodist.handles import LARGE_BYTES
+from aiodist.handles.kernel import Program, together, transfers
 from aiodist.streams import Staging
 from aiodist.streams.staging import Copies
 from aiodist.types import OPERATIONS
@@ -96,7 +97,7 @@ class Staged(Implementation):
 
         return self._run(ep, o.t, chunks, chunk)
 
-    def _by_blocks(self, ep: Endpoint, o: Primitive) -> Program[None]:
+    async def _by_blocks(self, ep: Endpoint, o: Primitive) -> None:
         """Run an allgather or a reduce_scatter: of each rank's block a part goes through each chunk."""
         gathers = o.kind == "allgather"
         whole = o.out if gathers else o.t
@@ -118,14 +119,14 @@ class Staged(Implementation):
             operation = partial(Primitive, o.kind, op=o.op, counts=parts)
             return _Chunk(starts[-1], of_all, own, lambda host: operation(host, host[mine]))
 
-        yield from self._run(ep, whole, chunks, chunk)
+        await self._run(ep, whole, chunks, chunk)
 
     # --- the pipeline -----------------------------------------------------------------------------------------
 
     def _chunks(self, nbytes: int) -> int:
         return 1 if self.together else chunks_of(nbytes, self._limits)
 
-    def _run(self, ep: Endpoint, like: Tensor, chunks: int, chunk: Callable[[int], _Chunk]) -> Program[None]:
+    async def _run(self, ep: Endpoint, like: Tensor, chunks: int, chunk: Callable[[int], _Chunk]) -> None:
         """Run all chunks, those of each lane one after another."""
         if not like.numel():
             return
@@ -139,7 +140,7 @@ class Staged(Implementation):
         if large := like.nbytes >= LARGE_BYTES:  # the thread alone does the host's part
             self._staging.progress.add_large(1)
         try:
-            yield from concurrently(programs)
+            await together(*programs)
         except Exception:
             work.end()  # what is queued still writes
             raise
@@ -148,21 +149,21 @@ class Staged(Implementation):
                 self._staging.progress.add_large(-1)
         work.end()
 
-    def _lane(self, p: Primitives, kind: dtype, work: _Work, chunks: Iterable[_Chunk]) -> Program[None]:
+    async def _lane(self, p: Primitives, kind: dtype, work: _Work, chunks: Iterable[_Chunk]) -> None:
         behind = True  # other work of the device, which may not be over
         for chunk in chunks:
             host = self._staging.buffer(chunk.numel * kind.itemsize).view(kind)
             reads = [(host[at : at + t.numel()], t) for at, t in chunk.reads if t.numel()]
             # Also where nothing is read: programs in lockstep count their steps.
-            yield [partial(work.read, reads, behind)] if reads else []
+            await transfers([partial(work.read, reads, behind)] if reads else [])
             behind = behind and not reads
-            yield from computed(p, chunk.operation(host))
+            await computed(p, chunk.operation(host))
             writes = [(t, host[at : at + t.numel()]) for at, t in chunk.writes if t.numel()]
             if writes and behind:
-                yield [work.begun]
+                await transfers([work.begun])
                 behind = False
             if writes:
-                yield [partial(work.write, writes)]
+                await transfers([partial(work.write, writes)])
 
 
 class _Work:

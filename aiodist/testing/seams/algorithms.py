@@ -1,7 +1,17 @@
 """Programs of collectives, run step by step on any endpoint."""
 
+from aiodist.collectives.endpoint import Endpoint, Implementation
 from aiodist.collectives.implementations import NativeCollectives, Repertoire
-from aiodist.collectives.program import Endpoint, Implementation, Program, lockstep, run
+from aiodist.collectives.lockstep import lockstep
 from aiodist.collectives.scheduled import Scheduled
+from aiodist.handles.kernel import Program
 
-__all__ = ["Endpoint", "Implementation", "NativeCollectives", "Program", "Repertoire", "Scheduled", "lockstep", "run"]
+__all__ = [
+    "Endpoint",
+    "Implementation",
+    "NativeCollectives",
+    "Program",
+    "Repertoire",
+    "Scheduled",
+    "lockstep",
+]

@@ -1,12 +1,22 @@
-"""The process's progress thread, the transport lock, and a net's compute thread and reducer."""
+"""The process's progress thread, the transport lock, programs, and a net's compute thread and reducer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from aiodist.handles.kernel import run, transfers
 from aiodist.handles.progress import ProgressThread, progress_thread, transport_lock
 from aiodist.nn.data_parallel import compute_of, reducer_of
 
-__all__ = ["ProgressThread", "compute_of", "own_thread", "progress_thread", "reducer_of", "transport_lock"]
+__all__ = [
+    "ProgressThread",
+    "compute_of",
+    "own_thread",
+    "progress_thread",
+    "reducer_of",
+    "run",
+    "transfers",
+    "transport_lock",
+]
 
 
 @contextmanager

@@ -1,0 +1,125 @@
+"""What a program of a collective works with: an endpoint for its messages, and the implementations."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor, dtype
+
+from aiodist.backends.base import Begin, Done, Exchange, Primitive, Transport, Wanted, key_of
+from aiodist.collectives.traffic import Traffic
+from aiodist.handles.kernel import Program, Transfer, transfers
+from aiodist.types import ReduceOp
+
+
+class DeviceMessages(Protocol):
+    """Takes tensors that lie on a device to and from a transport, which moves memory of the host."""
+
+    def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
+        """As `Transport.isend`, behind what is queued on the current stream."""
+
+    def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
+        """As `Transport.irecv`; done when what is queued on the current stream from now on finds it there."""
+
+    def fetch(self, t: Tensor, then: Callable[[Tensor | None, BaseException | None], None]) -> None:
+        """Call `then` with a copy of `t` in memory of the host, or with an error."""
+
+    def put(self, host: Tensor, t: Tensor, done: Done) -> None:
+        """Copy `host` to `t`, of the same shape and dtype, behind what is queued on the current stream."""
+
+    def cut(self, t: Tensor) -> Sequence[Tensor]:
+        """Return the pieces in which flat `t` travels, each in a message of its own."""
+
+
+class Endpoint:
+    """A transport with one operation's tag: messages of different operations never meet."""
+
+    __slots__ = ("device_messages", "key", "rank", "shared", "size", "tag", "traffic", "transport")
+
+    def __init__(
+        self,
+        transport: Transport,
+        tag: int,
+        device_messages: DeviceMessages | None = None,
+        traffic: Traffic | None = None,
+        key: int | None = None,
+        *,
+        shared: bool = False,
+    ) -> None:
+        """`device_messages` is for tensors on a device, `traffic` takes note of what goes between hosts.
+
+        `key` is what collectives of a library have in place of the tag, which comes back after some operations.
+        `shared`: several programs in lockstep use it, so the programs of each schedule go apart, on a lane of its own.
+        """
+        self.transport = transport
+        self.device_messages = device_messages
+        self.traffic = traffic
+        self.rank = transport.rank
+        self.size = transport.size
+        self.tag = tag
+        self.key = key_of(tag) if key is None else key
+        self.shared = shared
+
+    def send(self, t: Tensor, dst: int) -> Transfer:
+        """Return the call that sends `t` to rank `dst`."""
+        if self.device_messages is not None and not t.is_cpu:
+            return partial(self.device_messages.send, self.transport, t, dst, self.tag)
+        if self.traffic is not None:
+            self.traffic.check()
+            return partial(self.traffic.send, self.transport, t, dst, self.tag)
+        return partial(self.transport.isend, t, dst, self.tag)
+
+    def recv(self, t: Tensor, src: int) -> Transfer:
+        """Return the call that receives `t` from rank `src`."""
+        if self.device_messages is not None and not t.is_cpu:
+            return partial(self.device_messages.recv, self.transport, t, src, self.tag)
+        if self.traffic is not None:
+            self.traffic.check()
+            return partial(self.traffic.recv, self.transport, t, src, self.tag)
+        return partial(self.transport.irecv, t, src, self.tag)
+
+    async def known(self) -> None:
+        """Go on when the ranks are known to agree: what has been received may be of another operation until then."""
+        if self.traffic is not None:
+            await transfers([self.traffic.agreed])
+
+
+class Implementation(ABC):
+    """A way in which a communicator can run collectives, known by a name."""
+
+    name: str
+    finishes: bool = False
+    """Its allreduce and reduce_scatter take 16-bit floats and means as they are, and round once."""
+    in_order: bool = False
+    """It tells operations apart by the order of its calls alone, so it is for the first step of an operation only."""
+    recallable: bool = False
+    """It can be stopped on all ranks when one fails; else those that have begun it wait there for that one."""
+    compares: bool = False
+    """It has hosts compare large operations by itself, between what it does within a host and what it does beyond."""
+
+    @abstractmethod
+    def lacks(self, wanted: Wanted) -> str | None:
+        """Return why it cannot do that, None where it can; the same on all ranks."""
+
+    def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
+        """Return what reduces such tensors, as they are, in place and with a single call; None where there is none."""
+        return None
+
+    @abstractmethod
+    def run(self, ep: Endpoint, operation: Primitive) -> Program[None]:
+        """Run an operation that it does not lack."""
+
+
+class Exchanger(Implementation):
+    """It runs an `Exchange` too, without messages of the endpoint, where all ranks can."""
+
+    @abstractmethod
+    def takes(self, ep: Endpoint, exchange: Exchange) -> bool:
+        """Return True where this rank can."""
+
+    @abstractmethod
+    def release(self, ep: Endpoint) -> None:
+        """Know that the operation will do none."""
