@@ -138,12 +138,24 @@ class Lane:
     def close(self) -> None: ...
 
 class Handle:
-    _progress: Any
-    op: str
-    seq: int
-    nbytes: int
     @property
-    def _origin(self) -> tuple[CodeType, int] | None: ...
+    def op(self) -> str: ...
+    @property
+    def seq(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def source(self) -> int | None: ...
+    @property
+    def tag(self) -> int | None: ...
+    @property
+    def version(self) -> int | None: ...
+    _op: str
+    _nbytes: int
+    _source: int | None
+    _tag: int | None
+    _version: int | None
+    _progress: Any
     _account: Any
     _status: Any
     _value: Any
@@ -155,11 +167,10 @@ class Handle:
     _expires: float | None
     _late: Callable[[], dict[int, str]] | None
     _finisher: Callable[[], object] | None
-    keep: Any
-    fence: Any
-    source: int | None
-    tag: int | None
-    version: int | None
+    _keep: Any
+    _fence: Any
+    _parts: Any
+    _name: str | None
     _observer: Callable[..., object] | None
     _consumed: bool
     _detached: bool
@@ -167,7 +178,12 @@ class Handle:
     _posted: bool
     _writes: bool
     _looked_at: bool
+    _polled: bool
+    keep: Any
+    fence: Any
     polled: bool
+    @property
+    def _origin(self) -> tuple[CodeType, int] | None: ...
     def __init__(
         self,
         progress: Pacer,
@@ -179,6 +195,10 @@ class Handle:
     ) -> None: ...
     def __await__(self) -> Generator[Any, None, Any]: ...
     def done(self) -> bool: ...
+    @property
+    def _is_pending(self) -> bool: ...
+    @property
+    def _in_lane(self) -> bool: ...
     @property
     def is_pending(self) -> bool: ...
     @property

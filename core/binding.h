@@ -80,12 +80,12 @@ typedef struct {
 // Returns where `nbytes` from `start` on lie, in no segment where they lie in none.
 core_place segments_find(const Segments *, uintptr_t start, size_t nbytes);
 
-// What is awaited. `Handle` in Python is made of it.
+// A handle, the base type of `Handle` in Python.
 typedef struct {
     PyObject_HEAD
     PyObject *weak;
     PyObject *progress, *op, *account, *status, *value, *traceback, *waiters, *callbacks, *event, *canceller, *expires,
-        *late, *finisher, *keep, *fence, *source, *tag, *version, *observer;
+        *late, *finisher, *keep, *fence, *parts, *name, *source, *tag, *version, *observer;
     long long seq;
     Py_ssize_t nbytes;
     origin called;  // by whom

@@ -92,8 +92,9 @@ static int handle_init(Handle *self, PyObject *args, PyObject *named) {
     {                                                                                                                      \
         &self->progress, &self->op, &self->called.code, &self->account, &self->status, &self->value, &self->traceback,     \
             &self->waiters, &self->callbacks, &self->event, &self->canceller, &self->expires, &self->late, &self->finisher,\
-            &self->keep, &self->fence, &self->source, &self->tag, &self->version, &self->observer, &self->plan,       \
-            &self->tensor, &self->target, &self->result, &self->out, &self->memory[0], &self->memory[1]                    \
+            &self->keep, &self->fence, &self->parts, &self->name, &self->source, &self->tag, &self->version,               \
+            &self->observer, &self->plan, &self->tensor, &self->target, &self->result, &self->out, &self->memory[0],       \
+            &self->memory[1]                                                                                               \
     }
 
 static int handle_traverse(Handle *self, visitproc visit, void *arg) {
@@ -290,34 +291,43 @@ static PyObject *handle_sleep(Handle *self, PyObject *seconds) { return sleep_fo
 
 static PyObject *handle_rest(Handle *self, PyObject *seconds) { return sleep_for(self, seconds, false); }
 
+// Names with an underscore are for `Operation`, the producer's side; users can only read the others.
 #define OBJECT(name, field) OFFERS(name, T_OBJECT, Handle, field, 0, NULL)
+#define SHOWN(name, type, field) OFFERS(name, type, Handle, field, READONLY, NULL)
 static PyMemberDef handle_members[] = {
     {"__weaklistoffset__", T_PYSSIZET, offsetof(Handle, weak), READONLY, NULL},
-    OBJECT("_progress", progress), OBJECT("op", op), OBJECT("_account", account),
+    SHOWN("op", T_OBJECT, op), SHOWN("seq", T_LONGLONG, seq), SHOWN("nbytes", T_PYSSIZET, nbytes),
+    SHOWN("source", T_OBJECT, source), SHOWN("tag", T_OBJECT, tag), SHOWN("version", T_OBJECT, version),
+    OBJECT("_op", op), OBJECT("_source", source), OBJECT("_tag", tag), OBJECT("_version", version),
+    OBJECT("_progress", progress), OBJECT("_account", account),
     OBJECT("_status", status), OBJECT("_value", value), OBJECT("_traceback", traceback), OBJECT("_waiters", waiters),
     OBJECT("_callbacks", callbacks), OBJECT("_event", event), OBJECT("_canceller", canceller), OBJECT("_expires", expires),
-    OBJECT("_late", late), OBJECT("_finisher", finisher), OBJECT("keep", keep), OBJECT("fence", fence),
-    OBJECT("source", source), OBJECT("tag", tag), OBJECT("version", version), OBJECT("_observer", observer),
-    OFFERS("seq", T_LONGLONG, Handle, seq, 0, NULL), OFFERS("nbytes", T_PYSSIZET, Handle, nbytes, 0, NULL),
+    OBJECT("_late", late), OBJECT("_finisher", finisher), OBJECT("_keep", keep), OBJECT("_fence", fence),
+    OBJECT("_parts", parts), OBJECT("_name", name), OBJECT("_observer", observer),
+    OFFERS("_nbytes", T_PYSSIZET, Handle, nbytes, 0, NULL),
     OFFERS("_consumed", T_BOOL, Handle, consumed, 0, NULL), OFFERS("_detached", T_BOOL, Handle, detached, 0, NULL),
     OFFERS("_given_up", T_BOOL, Handle, given_up, 0, NULL), OFFERS("_posted", T_BOOL, Handle, posted, 0, NULL),
     OFFERS("_writes", T_BOOL, Handle, writes, 0, NULL),
-    OFFERS("_looked_at", T_BOOL, Handle, looked_at, 0, NULL), OFFERS("polled", T_BOOL, Handle, polled, 0, NULL),
+    OFFERS("_looked_at", T_BOOL, Handle, looked_at, 0, NULL), OFFERS("_polled", T_BOOL, Handle, polled, 0, NULL),
+    // Until all producers use `Operation`:
+    OBJECT("keep", keep), OBJECT("fence", fence), OFFERS("polled", T_BOOL, Handle, polled, 0, NULL),
     {0},
 };
 static PyMethodDef handle_methods[] = {
     {"done", (PyCFunction)handle_done, METH_NOARGS,
      "Return True if the operation has returned, raised or been withdrawn; from any thread.\n\n"
      "Reports of late ranks cover a receive that you poll with it, unless the handle is detached."},
-    {"_look", (PyCFunction)handle_look, METH_NOARGS, "Look for some microseconds, with the GIL, whether a lane does it; return whether it is over."},
-    {"_sleep", (PyCFunction)handle_sleep, METH_O, "Block this thread until a lane has done it; return whether it is over."},
-    {"_rest", (PyCFunction)handle_rest, METH_O, "As _sleep, and leave the core to others at once."},
+    {"_look", (PyCFunction)handle_look, METH_NOARGS, "Drive the lane for some microseconds, with the GIL; return True if the handle is done."},
+    {"_sleep", (PyCFunction)handle_sleep, METH_O, "Block this thread until the lane has finished; return True if the handle is done."},
+    {"_rest", (PyCFunction)handle_rest, METH_O, "As _sleep, but without driving the lane first."},
     {0},
 };
 static PyGetSetDef handle_getset[] = {
-    {"is_pending", (getter)handle_is_pending, NULL, "Whether it goes on; unlike `done()`, asking this is no sign that somebody waits.", NULL},
-    {"in_lane", (getter)handle_in_lane, NULL, "A lane does it, from the call on.", NULL},
-    {"_origin", (getter)handle_origin, NULL, "Which line issued it: (code, instruction), None where that is not known.", NULL},
+    {"_is_pending", (getter)handle_is_pending, NULL, "True until the handle is done; unlike `done()` it is no sign that the program waits.", NULL},
+    {"_in_lane", (getter)handle_in_lane, NULL, "True while a lane runs the operation.", NULL},
+    {"is_pending", (getter)handle_is_pending, NULL, "See `_is_pending`.", NULL},
+    {"in_lane", (getter)handle_in_lane, NULL, "See `_in_lane`.", NULL},
+    {"_origin", (getter)handle_origin, NULL, "Line that issued the operation, as (code, instruction); None if it is unknown.", NULL},
     {0},
 };
 static PyType_Slot handle_slots[] = {

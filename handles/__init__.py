@@ -5,8 +5,9 @@ from aiodist.handles.buffers import in_flight
 from aiodist.handles.combinators import as_completed, gather
 from aiodist.handles.deadline import timeout
 from aiodist.handles.handle import Fence, Handle
+from aiodist.handles.operation import Operation
 from aiodist.handles.origin import Origin, listed
-from aiodist.handles.posted import Posted
+from aiodist.handles.posted import Posted, PostedOperation
 from aiodist.handles.progress import LARGE_BYTES, Poller, Progress
 from aiodist.handles.scheduler import Lane, Permit, Scheduler
 from aiodist.handles.sources import Done, Source, from_future, from_source, join
@@ -18,10 +19,12 @@ __all__ = [
     "Fence",
     "Handle",
     "Lane",
+    "Operation",
     "Origin",
     "Permit",
     "Poller",
     "Posted",
+    "PostedOperation",
     "Progress",
     "Scheduler",
     "Source",

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
 from aiodist.handles.handle import Handle
+from aiodist.handles.internals import check_loop
+from aiodist.handles.operation import Operation
 from aiodist.handles.origin import Origin
-from aiodist.handles.posted import Posted
+from aiodist.handles.posted import Posted, PostedOperation
 from aiodist.handles.progress import Progress
 from aiodist.handles.sources import join
 
@@ -20,24 +22,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Together(Posted[T]):
-    """A handle over others, such as `gather` returns: they lie in `keep` until it is done."""
-
-    __slots__ = ()
-
-    def unfinished(self) -> list[Handle[Any]]:
-        """Return the operations that it waits for: those of its members."""
-        return [part for member in self.keep or () for part in member.unfinished()]
-
-    def late(self) -> dict[int, str]:
-        """Return the ranks that these are known to wait for."""
-        return {rank: where for member in self.keep or () for rank, where in member.late().items()}
-
-
 class EndWaiter:
-    """Waits for handles on the loop: calls `then` with each when it is over.
+    """Waits for handles on the loop: calls `then` with each when it is done.
 
-    Where a deadline passes before, `late` is called with the handle and the error; it goes on, and so does this.
+    If a deadline passes before, it calls `late` with the handle and the error, and continues to wait.
     """
 
     __slots__ = ("_late", "_then")
@@ -52,29 +40,29 @@ class EndWaiter:
         """See `Waiter`."""
         if late is not None and not handle.done():
             self._late(handle, late)
-            handle.add_waiter(self)
+            handle._add_waiter(self)
         else:
             self._then(handle)
 
 
 class _Gathering:
-    """The operation of a handle that `gather` returned, see `Stoppable`."""
+    """The owner of a handle that `gather` returned, see `Stoppable`."""
 
-    def __init__(self, outer: Together[list[Any]], members: tuple[Handle[Any], ...], keep_errors: bool) -> None:
+    def __init__(self, outer: PostedOperation[list[Any]], members: tuple[Handle[Any], ...], keep_errors: bool) -> None:
         self.members = members
         self.keep_errors = keep_errors
         self.paused = False
         self.late: dict[Handle[Any], OperationTimeout] = {}
         self._waits = set(members)
-        self._posted = {m: None for m in members if isinstance(m, Posted) and not m.retrieved}
+        self._posted = _not_retrieved(members)
         """Members that no other code waits for, and that can be stopped."""
-        self._held: Posted[Any] | None = outer if not self._posted else None
+        self._held: Posted[Any] | None = outer.handle if not self._posted else None
         self._outer: ref[Posted[Any]] | None = None
-        self._unseen: list[Posted[Any]] = []
+        self._unseen: list[PostedOperation[Any]] = []
         """Members whose outcome no code had retrieved before all were done."""
-        self._progress = outer._progress
+        self._progress = outer.handle._progress
         if self._posted:
-            self._follow(outer)
+            self._follow(outer.handle)
 
     def _follow(self, outer: Posted[Any]) -> None:
         self._outer = ref(outer, self._dropped)
@@ -85,39 +73,40 @@ class _Gathering:
 
     def _pause_members(self) -> None:
         self._outer = None
-        for member in self._posted:  # what one gives back another may be given, and gives back in turn
+        for member in self._posted.values():  # a message that one returns may match another, which returns it too
             member.leave_early(self)
 
     def begin(self, members: Iterable[Handle[Any]]) -> None:
         """Wait for `members`."""
         for member in members:
-            if not member.is_pending:
+            if not member._is_pending:
                 self.wake(member, None)
             elif member in self._posted:
-                member.join(self)
+                self._posted[member].join(self)
             else:
-                member.add_waiter(self)
+                member._add_waiter(self)
 
     def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
         self._waits.discard(handle)
-        outer = self._held or (None if self._outer is None else self._outer())
-        if self.paused or outer is None or not outer.is_pending:
+        held = self._held or (None if self._outer is None else self._outer())
+        if self.paused or held is None or not held._is_pending:
             return
+        outer = Operation.of(held)
         if late is not None:
             self.late[handle] = late
-        error = handle.peek() if handle in self._posted else handle.outcome_error()
+        error = self._posted[handle].peek() if handle in self._posted else handle._error()
         if not self.keep_errors and (failure := late or error) is not None:
             self._outer = None
             outer.reject(failure)
-            for member in self._posted:
-                member.consume()
+            for member in self._posted.values():
+                member.set_consumed()
         elif not self._waits:
             self._outer = None
-            self._unseen = [member for member in self._posted if not member.consumed]
+            self._unseen = [member for member in self._posted.values() if not member.consumed]
             outer.resolve([self.late.get(h) or _value(h) for h in self.members])
 
     def hold(self, handle: Posted[Any] | None, /) -> None:
-        """See `Stoppable`; where no member can be stopped its members hold it anyway."""
+        """See `Stoppable`; the members hold it in any case if none of them can be stopped."""
         if self._posted:
             self._held = handle
 
@@ -126,14 +115,15 @@ class _Gathering:
         self._held = None
 
     def pause(self, handle: Posted[Any], /) -> None:
-        """See `Stoppable`: all that its receives were given goes to others."""
-        if not (self._posted and (handle.is_pending or handle.is_good)):
+        """See `Stoppable`: the messages of its receives go to others."""
+        outer = PostedOperation.of(handle)
+        if not (self._posted and (outer.is_pending or outer.succeeded)):
             return
-        if not handle.is_pending:
-            handle.revoke()
-            handle.keep = self.members
+        if not outer.is_pending:
+            outer.revoke()
+            outer.set_parts(self.members)
             for member in self._unseen:
-                member.consume(False)
+                member.set_consumed(False)
         self.paused = True
         self._pause_members()
 
@@ -145,6 +135,12 @@ class _Gathering:
         self.begin(self._posted)
 
 
+def _not_retrieved(members: Iterable[Handle[Any]]) -> dict[Handle[Any], PostedOperation[Any]]:
+    """Return the operations that can be stopped among `members`, and whose outcome no code may know."""
+    posted = {member: PostedOperation.of(member) for member in members if isinstance(member, Posted)}
+    return {member: operation for member, operation in posted.items() if not operation.retrieved}
+
+
 def _progress_of(call: str, members: Sequence[Handle[Any]]) -> Progress:
     """Return what drives the running loop; raise unless `members` are handles of it."""
     progress = Progress.current()
@@ -152,7 +148,7 @@ def _progress_of(call: str, members: Sequence[Handle[Any]]) -> Progress:
         if not isinstance(member, Handle):
             instead = f"write {call}(*handles)" if isinstance(member, (list, tuple)) else f"use asyncio.{call}"
             raise TypeError(f"aiodist.{call} takes handles, got {type(member).__name__}: {instead}")
-        member.check_loop(progress)
+        check_loop(member, progress)
     return progress
 
 
@@ -179,16 +175,15 @@ def gather(*handles: Handle[Any], return_exceptions: bool = False) -> Handle[lis
         ```
     """
     progress = _progress_of("gather", handles)
-    outer: Together[list[Any]] = Together(
-        progress, "gather", nbytes=sum(h.nbytes for h in handles), origin=Origin.here()
-    )
-    outer.keep = handles
+    nbytes = sum(handle.nbytes for handle in handles)
+    outer: PostedOperation[list[Any]] = PostedOperation(progress, "gather", nbytes=nbytes, origin=Origin.here())
+    outer.set_parts(handles)
     gathering = _Gathering(outer, handles, return_exceptions)
-    outer.belong(gathering)
+    outer.set_owner(gathering)
     if not handles:
         outer.resolve([])
     gathering.begin(handles)
-    return outer
+    return outer.handle
 
 
 class _Queue:
@@ -226,12 +221,12 @@ async def as_completed(handles: Iterable[Handle[T]]) -> AsyncGenerator[Handle[T]
     queue = _Queue()
     members = list(handles)
     loop = _progress_of("as_completed", members).loop
-    posted: dict[Handle[Any], Posted[Any]] = {m: m for m in members if isinstance(m, Posted) and not m.retrieved}
+    posted = _not_retrieved(members)
     for member in members:
         if member in posted:
             posted[member].join(queue)
         else:
-            member.add_waiter(queue)  # also where it is done: who waits for it has awaited it
+            member._add_waiter(queue)  # also if it is done: this counts as an await
     try:
         for _ in members:
             while not queue.finished:
@@ -245,21 +240,21 @@ async def as_completed(handles: Iterable[Handle[T]]) -> AsyncGenerator[Handle[T]
     finally:
         for member in members:
             if member not in posted:
-                member.remove_waiter(queue)
+                member._remove_waiter(queue)
         for left in posted.values():
             left.leave_early(queue)
 
 
 def all_over(handles: Sequence[Handle[Any]], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
-    """Return a future that is done when they are; to wait for them like this is not to look at their results."""
+    """Return a future that is done when all `handles` are; their outcomes do not count as retrieved."""
     over: asyncio.Future[None] = loop.create_future()
     one_over = join(len(handles), lambda _: None if over.done() else over.set_result(None))
     waiter = EndWaiter(lambda _: one_over(None), lambda *_: None)
     for handle in handles:
-        handle.add_observer(waiter)
+        handle._add_observer(waiter)
     return over
 
 
 def _value(handle: Handle[Any]) -> Any:  # noqa: ANN401
-    error = handle.outcome_error()
+    error = handle._error()
     return handle.result() if error is None else error

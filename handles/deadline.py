@@ -10,9 +10,10 @@ from typing import Any, Protocol, Self
 from weakref import WeakSet
 
 from aiodist.errors import OperationTimeout
-from aiodist.handles.handle import Handle, Note, current_deadline, plight
+from aiodist.handles.handle import Handle, Note, current_deadline
 from aiodist.handles.origin import listed
 from aiodist.handles.progress import Progress
+from aiodist.handles.state import plight, unfinished
 from aiodist.types import check_timeout
 
 SHORT_SECONDS = 0.6
@@ -93,8 +94,8 @@ class Deadline:
             raise self._error() from caught
 
     def _error(self) -> OperationTimeout:
-        # One await may have been given up long ago, and its operation may be over.
-        waited_for = list(dict.fromkeys(part for handle in self._seen for part in handle.unfinished()))
+        # An await inside may have been cancelled long ago, and its operation may have finished.
+        waited_for = list(dict.fromkeys(part for handle in self._seen for part in unfinished(handle)))
         pending = listed(waited_for) or "no operation"
         known, late = plight(waited_for)
         return OperationTimeout(f"not done within {self._seconds:g} s; pending: {pending}{known}", late=late)

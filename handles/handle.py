@@ -6,10 +6,9 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import Context, ContextVar, copy_context
-from enum import Enum
 from functools import partial
 from math import inf
 from time import monotonic, perf_counter
@@ -19,17 +18,14 @@ from aiodist import _core
 from aiodist.errors import OperationTimeout
 from aiodist.handles.account import Account
 from aiodist.handles.origin import Origin, described
-from aiodist.handles.tracing import Ended, rank_of_task, tracing
+from aiodist.handles.state import Status, plight, unfinished
+from aiodist.handles.tracing import tracing
 from aiodist.types import check_timeout
 
 if TYPE_CHECKING:
     from types import CodeType
 
-    from aiodist.handles.account import Witness
-    from aiodist.handles.progress import Progress
-
 T = TypeVar("T")
-_SHOWN_OPERATIONS, _SHOWN_RANKS = 8, 16
 _SLEEP_SECONDS = 1.0  # of a thread that waits for a lane, at a time: the operation may be given up
 _LOOK_SECONDS = 0.5  # how soon a thread that waits notices that the wait is pointless, see `block_unless`
 _NOTHING_TO_SHOW = nullcontext()
@@ -55,18 +51,7 @@ class Waiter(Protocol):
         """`handle` is done, or `late`: its deadline passed while it goes on. Runs on the loop."""
 
 
-class Status(Enum):
-    """PENDING is followed by exactly one of the others, which is final."""
-
-    PENDING = "pending"
-    RETURNED = "returned"
-    RAISED = "raised"
-    CANCELLED = "cancelled"
-
-
 _PENDING = Status.PENDING
-_RETURNED = Status.RETURNED
-_core.set_statuses(_PENDING, _RETURNED)
 
 Note = Callable[["Handle[Any]"], None]
 # Of the innermost `aiodist.timeout` around the running code: called with each handle of which it cancels an await.
@@ -150,7 +135,7 @@ class Handle(_core.Handle, Generic[T]):
 
     def _suspended(self) -> Generator[Any, None, T]:
         began = 0.0 if tracing.to is None else perf_counter()
-        hurries = self.in_lane
+        hurries = self._in_lane
         if hurries:  # it ends outside Python: a thread that has the GIL then hands it over sooner
             self._progress.hurry(1)
         try:
@@ -165,7 +150,7 @@ class Handle(_core.Handle, Generic[T]):
 
     def _trace_wait(self, began: float, track: str = "") -> None:
         if (trace := tracing.to) is not None:
-            trace.span(f"wait for {self.called}", began, track=track, seq=self.seq)
+            trace.span(f"wait for {self._name or self.op}", began, track=track, seq=self.seq)
 
     def _yielding(self) -> Generator[Any, None, T]:
         """Let the loop run once: awaits that never suspend would starve it."""
@@ -190,11 +175,6 @@ class Handle(_core.Handle, Generic[T]):
         yield from ()
         return self._outcome()
 
-    def check_loop(self, progress: Progress) -> None:
-        """Raise `RuntimeError` unless it belongs to the loop of `progress`."""
-        if self._progress is not progress:
-            raise RuntimeError(f"{self} belongs to another event loop: await it there, or use wait() in a thread")
-
     def _suspend(self) -> Generator[Any, None, None]:
         loop = self._progress.loop
         if asyncio.get_running_loop() is not loop:
@@ -204,12 +184,12 @@ class Handle(_core.Handle, Generic[T]):
             self._leave()
             raise late
         waiter = FutureWaiter(loop.create_future())
-        self._add_waiter(waiter)
+        self._append_waiter(waiter)
         try:
             yield from waiter.future
         except GeneratorExit:  # perhaps from a collection of garbage, in the midst of anything
             self._given_up = True
-            self._progress.post(partial(self.remove_waiter, waiter))
+            self._progress.post(partial(self._remove_waiter, waiter))
             raise
         except BaseException as error:  # an await without the outcome is no consumption
             self._given_up = True
@@ -217,37 +197,36 @@ class Handle(_core.Handle, Generic[T]):
                 error.add_note(f"while awaiting {self}, which continues{plight([self])[0]}")
                 if (note := current_deadline.get()) is not None:
                     note(self)
-            self.remove_waiter(waiter)
+            self._remove_waiter(waiter)
             raise
         self._consumed = True
-        self.remove_waiter(waiter)
-
-    def add_waiter(self, waiter: Waiter) -> None:
-        """Call `waiter.wake` on the loop when this handle is done or late; on the loop's thread only."""
-        self._consumed = True
-        self._add_waiter(waiter)
+        self._remove_waiter(waiter)
 
     def _add_waiter(self, waiter: Waiter) -> None:
+        """Call `waiter.wake` on the loop when this handle is done or late; on the loop's thread only."""
+        self._consumed = True
+        self._append_waiter(waiter)
+
+    def _add_observer(self, waiter: Waiter) -> None:
+        """As `_add_waiter`, but it does not count as a retrieval of the outcome."""
+        self._append_waiter(waiter)
+
+    def _append_waiter(self, waiter: Waiter) -> None:
         if self._waiters is None:
             self._waiters = []
         self._waiters.append(waiter)
-        # The progress thread sets the status and then looks for waiters; we do it the other way about, so
-        # that one of the two sees the other.
+        # Another thread sets the status and then reads the waiters; this one appends and then reads the status. So
+        # one of the two sees the other.
         if self._status is not _PENDING:
             self._progress.post(self._notify)
         elif self._expires is not None and self._expires <= monotonic():
-            self._progress.post(self.tell_late)
+            self._progress.post(self._tell_late)
 
-    def remove_waiter(self, waiter: Waiter) -> None:
-        """Forget `waiter`, if it is still there."""
+    def _remove_waiter(self, waiter: Waiter) -> None:
         if self._waiters and waiter in self._waiters:
             self._waiters.remove(waiter)
 
     # --- asking ------------------------------------------------------------------------------------------
-
-    def add_observer(self, waiter: Waiter) -> None:
-        """As `add_waiter`, on behalf of nobody: it is no sign that somebody looks at the outcome."""
-        self._add_waiter(waiter)
 
     def cancelled(self) -> bool:
         """Return True if `cancel()` has withdrawn it."""
@@ -272,29 +251,28 @@ class Handle(_core.Handle, Generic[T]):
             total = handle.result()
             ```
         """
-        if self.is_pending:
+        if self._is_pending:
             raise asyncio.InvalidStateError(f"{self} is not done: await it")
         self._consumed = True
         return self._outcome()
 
     def exception(self) -> BaseException | None:
         """Return what the operation raised, or None; raise `InvalidStateError` while it is pending."""
-        if self.is_pending:
+        if self._is_pending:
             raise asyncio.InvalidStateError(f"{self} is not done: await it")
         self._consumed = True
         if self._status is Status.CANCELLED:
             raise asyncio.CancelledError(f"{self} was withdrawn")
-        return self.outcome_error()
+        return self._error()
 
-    def outcome_error(self) -> BaseException | None:
-        """Return what awaiting this finished handle would raise, a `CancelledError` too; None for a result."""
+    def _error(self) -> BaseException | None:
         self._consumed = True
         if self._status is Status.CANCELLED:
             return asyncio.CancelledError(f"{self} was withdrawn")
         return self._value if self._status is Status.RAISED else None
 
     def _outcome(self) -> T:
-        if self._status is _RETURNED:
+        if self._status is Status.RETURNED:
             return self._value  # type: ignore[no-any-return]
         if self._status is Status.CANCELLED:
             raise asyncio.CancelledError(f"{self} was withdrawn")
@@ -341,7 +319,7 @@ class Handle(_core.Handle, Generic[T]):
         left = None if self._expires is None else max(0.0, self._expires - monotonic())
         if (given := check_timeout(timeout, least=-inf)) is not None:
             left = given if left is None else min(left, given)
-        polled = not self.in_lane
+        polled = not self._in_lane
         began = 0.0 if tracing.to is None else perf_counter()
         self._progress.thread_waits(1, polled=polled)
         try:
@@ -375,10 +353,10 @@ class Handle(_core.Handle, Generic[T]):
         return True
 
     def _block_until(self, until: float | None, looks: bool) -> bool:
-        while self.in_lane:  # this thread may be the only one that runs
+        while self._in_lane:  # this thread may be the only one that runs
             left = _SLEEP_SECONDS if until is None else min(until - monotonic(), _SLEEP_SECONDS)
             if left <= 0:
-                return not self.is_pending
+                return not self._is_pending
             if self._sleep(left) if looks else self._rest(left):
                 return True
         with _event_lock:  # two threads must not each make one
@@ -405,7 +383,7 @@ class Handle(_core.Handle, Generic[T]):
         continues after a failed operation too: only awaiting it shows the error. Raises `RuntimeError` without such a
         stream, and on the loop's thread for an operation that the host has not begun completely. Cost: 2 us.
         """
-        fence = self.fence
+        fence = self._fence
         if fence is not None:
             fence.order(stream, self)
         elif hasattr(stream, "wait_handle"):
@@ -477,14 +455,7 @@ class Handle(_core.Handle, Generic[T]):
             seen = threading.current_thread().name
             raise RuntimeError(f"{call} of {self} in thread {seen!r}: call it on the thread of its event loop")
 
-    # --- settling: for the operation that owns the handle ----------------------------------------------------
-
-    def finish_with(self, call: Callable[[], object]) -> None:
-        """Have `call` settle it: made by the loop, or by a thread that waits, if that comes first; from any thread."""
-        self._finisher = call
-        self._progress.post(self._finish)
-        if self._event is not None:
-            self._event.set()
+    # --- settling: for `Operation` ----------------------------------------------------------------------------
 
     def _finish(self) -> None:
         with _event_lock:  # one thread makes the call
@@ -492,46 +463,12 @@ class Handle(_core.Handle, Generic[T]):
         if call is not None:
             call()
 
-    def observe(self, observer: Ended) -> None:
-        """Have `observer` called with this handle, in the thread that ends it; where something is recorded then."""
-        self._observer = observer
-
-    def follow(self, track: str) -> None:
-        """Have a trace show on `track` how long it takes from now on."""
-        if tracing.to is not None:
-            self.observe(partial(_trace, perf_counter(), track, rank_of_task.get()))
-
-    def set_canceller(self, canceller: Callable[[], bool]) -> None:
-        """Let `cancel()` call `canceller`, which withdraws the handle and returns True, or returns False."""
-        self._canceller = canceller
-
-    def set_deadline(self, seconds: float, late: Callable[[], dict[int, str]] | None = None) -> None:
-        """Raise `OperationTimeout` in every wait `seconds` from now; `late` names the ranks that are late."""
-        check_timeout(seconds)
-        self._expires = monotonic() + float(seconds)  # one of numpy's may have fewer digits than that needs
-        self._late = late
-        self._progress.on_loop(partial(self._progress.timers.add, self._expires, self))
-
-    def resolve(self, value: T) -> None:
-        """The operation returned `value`; for the code that owns it, in one thread at a time, as the next two."""
-        self._settle(_RETURNED, value)
-
-    def reject(self, error: BaseException) -> None:
-        """The operation raised `error`."""
-        if self._status is _PENDING:
-            self._traceback = error.__traceback__
-        self._settle(Status.RAISED, error)
-
-    def set_cancelled(self) -> None:
-        """The operation was cancelled before it began."""
-        self._settle(Status.CANCELLED, None)
-
     def _settle(self, status: Status, value: Any) -> None:  # noqa: ANN401
         if self._status is not _PENDING:
             raise asyncio.InvalidStateError(f"{self} is done already")
         self._value = value
-        self._status = status  # right behind the check: no other thread comes in between
-        self.keep = self.fence = self._canceller = self._late = self._finisher = None
+        self._status = status  # no other thread runs between the check and this
+        self._keep = self._fence = self._parts = self._canceller = self._late = self._finisher = None
         if tracing.to is not None and self._observer is not None:
             observer, self._observer = self._observer, None
             observer(self)
@@ -554,13 +491,8 @@ class Handle(_core.Handle, Generic[T]):
 
     # --- deadlines -----------------------------------------------------------------------------------------
 
-    def expire(self) -> None:
-        """Let the deadline have passed now: a task that waits for it only later is told then."""
-        self._expires = 0.0
-        self.tell_late()
-
-    def tell_late(self) -> None:
-        """The deadline passed: tell those who wait now; if nobody does, the next wait is told (`_expired`)."""
+    def _tell_late(self) -> None:
+        """Wake the waiters, since the deadline passed; without any, the next wait raises: see `_expired`."""
         if self._status is not _PENDING or not self._waiters:
             return
         self._expires = None
@@ -580,59 +512,7 @@ class Handle(_core.Handle, Generic[T]):
         within = "in time" if seconds is None else f"within {seconds:g} s"
         return OperationTimeout(f"{self} was not done {within} and continues{known}", late=late, op=self.op)
 
-    def unfinished(self) -> list[Handle[Any]]:
-        """Return the operations it waits for: itself, while it is pending."""
-        return [self] if self._status is _PENDING else []
-
-    def late(self) -> dict[int, str]:
-        """Return the ranks this pending operation is known to wait for, each with where it is."""
-        if self._status is not _PENDING:
-            return {}
-        if self._late is not None:
-            return self._late()
-        witness = self._witness
-        return {} if witness is None else witness.late(self)
-
-    def details(self) -> str:
-        """Return what else is known of why this pending operation is not over."""
-        witness = self._witness
-        return "" if witness is None or self._status is not _PENDING else witness.details(self)
-
-    @property
-    def _witness(self) -> Witness | None:
-        return None if self._account is None else self._account.witness
-
-    @property
-    def awaited(self) -> bool:
-        """Whether somebody waits for it now, and may: not what was detached."""
-        return bool(self._waiters or self._event) and not self._detached
-
-    @property
-    def detached(self) -> bool:
-        """Whether nobody need wait for it."""
-        return self._detached
-
-    @property
-    def consumed(self) -> bool:
-        """Somebody has awaited it or asked for its outcome, or has said that nobody need."""
-        return self._consumed
-
-    def was_looked_at(self) -> bool:
-        """Return whether somebody has asked if it was done, and it was not, since the last such question."""
-        looked_at, self._looked_at = self._looked_at, False
-        return looked_at
-
-    def seconds_left(self) -> float | None:
-        """Return in how many seconds its own deadline passes, None where it has none, or was told of it."""
-        return None if self._expires is None else self._expires - monotonic()
-
     # --- being dropped ---------------------------------------------------------------------------------------
-
-    @property
-    def raw_origin(self) -> tuple[CodeType, int]:
-        """The code and the instruction that issued it."""
-        assert self._origin is not None
-        return self._origin
 
     @property
     def origin(self) -> Origin | None:
@@ -646,30 +526,50 @@ class Handle(_core.Handle, Generic[T]):
         in_place = self._writes and not isinstance(self._value, (int, float))
         if error is None and self._given_up and (self._value is None or in_place):
             return  # nothing is lost with it
-        account.dropped(self.called, self.seq, self._origin, error, given_up=self._given_up)
+        account.dropped(self._name or self.op, self.seq, self._origin, error, given_up=self._given_up)
 
     def __repr__(self) -> str:
         return f"<Handle {self} {self._status.value}>"
 
+    # --- until all code uses `Operation` and `internals` -------------------------------------------------------
+
+    def outcome_error(self) -> BaseException | None:
+        """See `internals.error_of`."""
+        return self._error()
+
+    def resolve(self, value: T) -> None:
+        """See `Operation`."""
+        self._settle(Status.RETURNED, value)
+
+    def reject(self, error: BaseException) -> None:
+        """See `Operation`."""
+        if self._status is _PENDING:
+            self._traceback = error.__traceback__
+        self._settle(Status.RAISED, error)
+
+    def add_waiter(self, waiter: Waiter) -> None:
+        """See `internals`."""
+        self._add_waiter(waiter)
+
+    def remove_waiter(self, waiter: Waiter) -> None:
+        """See `internals`."""
+        self._remove_waiter(waiter)
+
     @property
-    def called(self) -> str:
-        """What messages call it, without its number."""
-        return self.op
+    def raw_origin(self) -> tuple[CodeType, int]:
+        """See `internals.issued_at`."""
+        assert self._origin is not None
+        return self._origin
 
     def __str__(self) -> str:
-        return described(self.called, self.seq, self.origin)
-
-
-def _trace(began: float, track: str, rank: int | None, handle: Handle[Any]) -> None:
-    if (trace := tracing.to) is not None:
-        trace.span(handle.op, began, track=track, of_rank=rank, bytes=handle.nbytes)
+        return described(self._name or self.op, self.seq, self.origin)
 
 
 @contextmanager
 def _awaiting(handle: Handle[Any]) -> Iterator[None]:
     """Let asyncio know that the running task waits for the tasks that carry `handle` out: its tools follow that."""
     carriers, waits = handle._progress.carriers, cast("asyncio.Task[Any]", asyncio.current_task())
-    tasks = [carriers[part] for part in handle.unfinished() if part in carriers]
+    tasks = [carriers[part] for part in unfinished(handle) if part in carriers]
     if sys.version_info >= (3, 14):
         for task in tasks:
             asyncio.future_add_to_awaited_by(task, waits)
@@ -679,18 +579,6 @@ def _awaiting(handle: Handle[Any]) -> Iterator[None]:
         if sys.version_info >= (3, 14):
             for task in tasks:
                 asyncio.future_discard_from_awaited_by(task, waits)
-
-
-def plight(handles: Sequence[Handle[Any]]) -> tuple[str, dict[int, str]]:
-    """Return what is known of why they are not over, to put behind their names, and the ranks that are late."""
-    parts = [part for handle in handles for part in handle.unfinished()][:_SHOWN_OPERATIONS]
-    late = {rank: where for part in parts for rank, where in part.late().items()}
-    words = list(dict.fromkeys(filter(None, (part.details() for part in parts))))
-    if late:
-        told = [f"rank {rank} ({where})" for rank, where in sorted(late.items())]
-        more = f" and {len(told) - _SHOWN_RANKS} more" if len(told) > _SHOWN_RANKS else ""
-        words.append(f"late: {', '.join(told[:_SHOWN_RANKS])}{more}")
-    return "".join(f"; {word}" for word in words), late
 
 
 os.register_at_fork(after_in_child=_blocked.clear)
@@ -708,6 +596,6 @@ def stays_blocked(thread_id: int) -> bool | None:
 def blocks_at_pending(thread_id: int) -> bool:
     """Return whether that thread waits for a handle that is not over, and of which nothing is left for it to do."""
     handle, _ = _blocked.get(thread_id, (None, None))
-    if handle is None or not handle.is_pending:
+    if handle is None or not handle._is_pending:
         return False
     return handle._event is None or not handle._event.is_set()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextvars import Context
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
-from aiodist.handles.handle import Handle, Status, Waiter
+from aiodist.handles.handle import Handle, Waiter
+from aiodist.handles.operation import Operation
+from aiodist.handles.state import Status
 
 if TYPE_CHECKING:
     from aiodist.errors import OperationTimeout
@@ -15,7 +17,7 @@ T = TypeVar("T")
 
 
 class Stoppable(Protocol):
-    """The operation of a `Posted` handle."""
+    """The owner of a `Posted` handle, which can stop its operation."""
 
     paused: bool
     """True while it is stopped."""
@@ -34,7 +36,7 @@ class Stoppable(Protocol):
 
 
 class Onlooker:
-    """A waiter on behalf of the runtime: it is no sign that code of the program waits."""
+    """A waiter of the runtime: it is no sign that code of the program waits."""
 
     __slots__ = ("waiter",)
 
@@ -42,9 +44,9 @@ class Onlooker:
         self.waiter = waiter
 
     def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
-        """See `Waiter`; a deadline that passes is none of its business."""
-        if handle.is_pending:
-            handle.add_observer(self.waiter)
+        """See `Waiter`; it ignores deadlines."""
+        if handle._is_pending:
+            handle._add_observer(self.waiter)
         else:
             self.waiter.wake(handle, None)
 
@@ -56,35 +58,14 @@ class Posted(Handle[T]):
     without the outcome the operation is paused; the next wait, or `done()`, resumes it.
     """
 
-    __slots__ = ("_operation", "_threads")
-
-    def belong(self, operation: Stoppable) -> None:
-        """Make it the handle of `operation`."""
-        self._operation = operation
-        self._threads = 0
-        self._posted = True
+    __slots__ = ("_owner", "_threads")
+    _owner: Stoppable
+    _threads: int
 
     @property
-    def attended(self) -> bool:
-        """Whether code waits for it."""
+    def _attended(self) -> bool:
         waiters = any(not isinstance(waiter, Onlooker) for waiter in tuple(self._waiters or ()))
         return waiters or bool(self._callbacks or self._detached or self._threads)
-
-    @property
-    def is_good(self) -> bool:
-        """Whether it returned a result."""
-        return self._status is Status.RETURNED
-
-    @property
-    def retrieved(self) -> bool:
-        """Whether code of the program may know its outcome."""
-        return self._consumed or self.attended
-
-    def revoke(self) -> None:
-        """Return from RETURNED to PENDING; no code has seen the result."""
-        self._status, self._value = Status.PENDING, None
-        self.source = self.tag = None
-        self._consumed = False
 
     # --- waiting: as of `Handle` ------------------------------------------------------------------------------
 
@@ -93,53 +74,27 @@ class Posted(Handle[T]):
         yield from super()._suspend()
 
     def _attend(self) -> None:
-        if self._operation.paused:
-            self._operation.resume(self)
-        self._operation.hold(self if self.is_pending else None)
+        if self._owner.paused:
+            self._owner.resume(self)
+        self._owner.hold(self if self._is_pending else None)
 
     def _leave(self) -> None:
         """Release the handle after the last wait; pause the operation if that wait ended early."""
-        if self.attended:
+        if self._attended:
             return
-        self._operation.hold(None)
-        if self._given_up and (self.is_pending or not self._consumed):
-            self._operation.pause(self)
+        self._owner.hold(None)
+        if self._given_up and (self._is_pending or not self._consumed):
+            self._owner.pause(self)
 
-    def leave_early(self, waiter: Waiter) -> None:
-        """Forget `waiter`, which ended without the outcome."""
-        self._given_up = True
-        if self.is_pending:
-            self._consumed = False
-        self.remove_waiter(waiter)
-
-    def join(self, waiter: Waiter) -> None:
-        """Add a waiter that retrieves the outcome only together with others, see `peek`."""
+    def _add_waiter(self, waiter: Waiter) -> None:
         self._attend()
-        self._add_waiter(waiter)
+        super()._add_waiter(waiter)
 
-    def consume(self, retrieved: bool = True) -> None:
-        """Know whether its outcome is retrieved, or need not be."""
-        self._consumed = retrieved
+    def _add_observer(self, waiter: Waiter) -> None:
+        self._append_waiter(Onlooker(waiter))
 
-    def peek(self) -> BaseException | None:
-        """Return what `outcome_error` does, and retrieve nothing."""
-        consumed = self._consumed
-        error = self.outcome_error()
-        self._consumed = consumed
-        return error
-
-    def add_waiter(self, waiter: Waiter) -> None:
-        """See `Handle`."""
-        self._attend()
-        super().add_waiter(waiter)
-
-    def add_observer(self, waiter: Waiter) -> None:
-        """See `Handle`."""
-        self._add_waiter(Onlooker(waiter))
-
-    def remove_waiter(self, waiter: Waiter) -> None:
-        """See `Handle`."""
-        super().remove_waiter(waiter)
+    def _remove_waiter(self, waiter: Waiter) -> None:
+        super()._remove_waiter(waiter)
         self._leave()
 
     def wait(self, timeout: float | None = None) -> T:
@@ -154,8 +109,8 @@ class Posted(Handle[T]):
 
     def done(self) -> bool:
         """See `Handle`."""
-        if self._operation.paused:
-            self._operation.resume(self)
+        if self._owner.paused:
+            self._owner.resume(self)
         if not super().done():
             return False
         self._given_up = False  # the program has seen the outcome
@@ -169,8 +124,8 @@ class Posted(Handle[T]):
     def remove_done_callback(self, fn: Callable[[Handle[T]], object]) -> int:
         """See `Handle`."""
         removed = super().remove_done_callback(fn)
-        if not self.attended:
-            self._operation.hold(None)
+        if not self._attended:
+            self._owner.hold(None)
         return removed
 
     def wait_stream(self, stream: Any = None) -> None:  # noqa: ANN401
@@ -187,8 +142,74 @@ class Posted(Handle[T]):
 
     def _settle(self, status: Any, value: Any) -> None:  # noqa: ANN401
         super()._settle(status, value)
-        self._operation.settled()
+        self._owner.settled()
 
     def _dropped(self) -> None:
-        if not (self.is_pending and self._given_up):  # it was withdrawn
+        if not (self._is_pending and self._given_up):  # else it was withdrawn
             super()._dropped()
+
+
+class PostedOperation(Operation[T]):
+    """The producer's side of a `Posted` handle."""
+
+    __slots__ = ()
+    handle: Posted[T]
+    handle_type: ClassVar[type[Handle[Any]]] = Posted
+
+    def set_owner(self, owner: Stoppable) -> None:
+        """Let `owner` stop and continue the operation; once, before the handle is returned."""
+        self.handle._owner = owner
+        self.handle._threads = 0
+        self.handle._posted = True
+
+    @property
+    def attended(self) -> bool:
+        """True while code waits for the handle."""
+        return self.handle._attended
+
+    @property
+    def consumed(self) -> bool:
+        """True if code has retrieved the outcome, or need not."""
+        return self.handle._consumed
+
+    @property
+    def succeeded(self) -> bool:
+        """True if it has ended with a result."""
+        return self.handle._status is Status.RETURNED
+
+    @property
+    def retrieved(self) -> bool:
+        """True if code of the program may know the outcome."""
+        return self.handle._consumed or self.handle._attended
+
+    def revoke(self) -> None:
+        """Change it from ended with a result to pending; no code has seen the result."""
+        handle = self.handle
+        handle._status, handle._value = Status.PENDING, None
+        handle._source = handle._tag = None
+        handle._consumed = False
+
+    # --- waiters that retrieve the outcome only together with others -------------------------------------------
+
+    def join(self, waiter: Waiter) -> None:
+        """Add `waiter`, which retrieves the outcome only together with others, see `peek`."""
+        self.handle._attend()
+        self.handle._append_waiter(waiter)
+
+    def leave_early(self, waiter: Waiter) -> None:
+        """Remove `waiter`, which ended without the outcome."""
+        self.handle._given_up = True
+        if self.handle._is_pending:
+            self.handle._consumed = False
+        self.handle._remove_waiter(waiter)
+
+    def set_consumed(self, consumed: bool = True) -> None:
+        """Note if the outcome is retrieved, or need not be."""
+        self.handle._consumed = consumed
+
+    def peek(self) -> BaseException | None:
+        """Return the error of the finished operation, None for a result; this does not count as retrieved."""
+        consumed = self.handle._consumed
+        error = self.handle._error()
+        self.handle._consumed = consumed
+        return error

@@ -521,7 +521,7 @@ class Progress(_core.Pacer, Quiet):
 
     def spin(self, handle: _core.Handle) -> None:
         """Poll until `handle` is done, for `spin_seconds` at most; on the loop's thread."""
-        if not handle.polled or self.large:
+        if not handle._polled or self.large:
             return
         for driven in self._driven:
             if driven.heavy:
@@ -531,7 +531,7 @@ class Progress(_core.Pacer, Quiet):
             return
         self._inside = True
         try:
-            if handle.fence is not None and handle.fence.look() and handle.done():
+            if handle._fence is not None and handle._fence.look() and handle.done():
                 return
             until = self.look_until(perf_counter())
             while True:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from aiodist.handles.handle import Handle
+from aiodist.handles.operation import Operation
 from aiodist.handles.origin import Origin
 from aiodist.handles.progress import Progress
 
@@ -14,13 +15,13 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 Done = Callable[[BaseException | None], None]
-"""Called once, when the transfer is over: with None, or with its error."""
+"""Called once, at the end of the transfer, with None or its error."""
 
 
 def join(count: int, done: Done) -> Done:
-    """Return a callback that calls `done` when it was called `count` times, with the first error.
+    """Return a callback that calls `done` with the first error after `count` calls.
 
-    The calls must not overlap: they are made on one thread, or with the transport lock held.
+    The calls must not overlap: one thread makes them, or the transport lock is held.
     """
     left = count
     first: BaseException | None = None
@@ -36,73 +37,71 @@ def join(count: int, done: Done) -> Done:
 
 
 class Source(Protocol[T_co]):
-    """One pending thing that has to be asked whether it is done; the owner of its library implements it."""
+    """A pending object of a library that has to be polled; the backend of the library implements it."""
 
     def poll(self) -> bool:
-        """Return True when it is over; never blocks."""
+        """Return True if it has finished; never blocks."""
 
     def result(self) -> T_co:
         """Return its result or raise its error; called once, after `poll` returned True."""
 
 
 class SourcePoller(Generic[T]):
-    """Asks one source; what a library can ask in bulk has a poller of its own."""
+    """Polls one source; a library that can poll many requests in one call has a poller of its own."""
 
     rings = False
 
-    def __init__(self, progress: Progress, source: Source[T], handle: Handle[T]) -> None:
+    def __init__(self, progress: Progress, source: Source[T], operation: Operation[T]) -> None:
         self._progress = progress
         self._source = source
-        self._handle = handle
+        self._operation = operation
 
     def __len__(self) -> int:
-        return 0 if self._handle.done() else 1
+        return 0 if self._operation.handle.done() else 1
 
     def poll(self, until: float = 0.0) -> bool:
-        """Settle the handle when the source is over."""
+        """End the operation if the source has finished."""
         try:
             if not self._source.poll():
                 return False
             value = self._source.result()
         except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
-            self._settle(self._handle.reject, error)
+            self._settle(self._operation.reject, error)
         else:
-            self._settle(self._handle.resolve, value)
+            self._settle(self._operation.resolve, value)
         return True
 
     def _settle(self, settle: Callable[[Any], None], outcome: object) -> None:
         self._progress.remove_poller(self)
-        if not self._handle.done():
+        if not self._operation.handle.done():
             settle(outcome)
 
 
 def from_source(source: Source[T], op: str, *, origin: Origin | None = None) -> Handle[T]:
-    """Return a handle that is done when `source.poll()` says so."""
+    """Return a handle that is done when `source.poll()` returns True."""
     progress = Progress.current()
-    handle: Handle[T] = Handle(progress, op, origin=origin)
-    handle.keep = source
-    progress.start(lambda: progress.add_poller(SourcePoller(progress, source, handle)))
-    return handle
+    operation: Operation[T] = Operation(progress, op, origin=origin)
+    operation.keep(source)
+    progress.start(lambda: progress.add_poller(SourcePoller(progress, source, operation)))
+    return operation.handle
 
 
 def from_future(future: concurrent.futures.Future[T], op: str = "future") -> Handle[T]:
     """Return a handle with the outcome of `future`; `cancel()` withdraws it if it has not begun.
 
-    Call it on the loop's thread. The future's own thread settles the handle, so `wait()` in a third
-    thread needs no loop.
+    Call it on the loop's thread. The future's own thread ends the operation, so `wait()` in a third thread needs no
+    loop.
     """
-    progress = Progress.current()
-    handle: Handle[T] = Handle(progress, op, origin=Origin.here())
-    handle.polled = False
+    operation: Operation[T] = Operation(Progress.current(), op, origin=Origin.here(), polled=False)
 
     def settle(done: concurrent.futures.Future[T]) -> None:
         if done.cancelled():
-            handle.set_cancelled()
+            operation.cancel()
         elif (error := done.exception()) is not None:
-            handle.reject(error)
+            operation.reject(error)
         else:
-            handle.resolve(done.result())
+            operation.resolve(done.result())
 
-    handle.set_canceller(future.cancel)
+    operation.set_canceller(future.cancel)
     future.add_done_callback(settle)
-    return handle
+    return operation.handle

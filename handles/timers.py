@@ -16,19 +16,18 @@ _SLACK_SECONDS = 5e-4  # uvloop rounds to milliseconds and may be early
 
 
 class Expiring(Protocol):
-    """A handle, as far as its deadline is concerned."""
-
-    op: str
+    """The part of a handle that its deadline concerns."""
 
     @property
-    def is_pending(self) -> bool:
-        """It is not over; nothing is polled to find out."""
+    def op(self) -> str:
+        """Name of its call."""
 
-    def expire(self) -> None:
-        """Let its deadline have passed now."""
+    @property
+    def _is_pending(self) -> bool:
+        """True until it is done."""
 
-    def tell_late(self) -> None:
-        """Its deadline has passed."""
+    def _tell_late(self) -> None:
+        """Wake its waiters, since the deadline passed."""
 
 
 class Quiet:
@@ -47,14 +46,14 @@ def is_quiet(callback: object, *, closing: bool = False) -> bool:
 
 def may_pass(handle: Expiring | None, *, closing: bool) -> bool:
     """Return whether the deadline of `handle` may yet wake the program."""
-    return handle is not None and handle.is_pending and not (closing and handle.op in _FINAL)
+    return handle is not None and handle._is_pending and not (closing and handle.op in _FINAL)
 
 
 class Timers(Quiet):
-    """Tells handles that their deadline passed.
+    """Reports deadlines to handles.
 
-    Most are over long before. A timer of the loop for each, with a deadline of half an hour, would still be
-    there; so they lie in a heap that is cleared of what is over whenever it has doubled.
+    Most operations finish long before their deadline. A timer of the loop for each would stay until then, half an hour
+    perhaps. So the deadlines lie in a heap, and the finished operations are removed whenever the heap has doubled.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -66,7 +65,7 @@ class Timers(Quiet):
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, expires: float, handle: Expiring) -> None:
-        """Call `handle.tell_late` at `expires`, in seconds of `monotonic`; on the loop's thread."""
+        """Call `handle._tell_late` at `expires`, in seconds of `monotonic`; on the loop's thread."""
         if len(self._heap) >= self._limit:
             self._clear()
         heappush(self._heap, (expires, next(self._count), ref(handle)))
@@ -81,7 +80,7 @@ class Timers(Quiet):
         return not any(may_pass(handle(), closing=closing) for *_, handle in self._heap)
 
     def _clear(self) -> None:
-        self._heap = [entry for entry in self._heap if (handle := entry[2]()) is not None and handle.is_pending]
+        self._heap = [entry for entry in self._heap if (handle := entry[2]()) is not None and handle._is_pending]
         heapify(self._heap)
         self._limit = max(64, 2 * len(self._heap))
 
@@ -97,6 +96,6 @@ class Timers(Quiet):
         while self._heap and self._heap[0][0] <= now:
             handle = heappop(self._heap)[2]()
             if handle is not None:
-                handle.tell_late()
+                handle._tell_late()
         if self._heap:
             self._set(self._heap[0][0])

@@ -23,7 +23,7 @@ from aiodist.codecs.base import FLOATS, STRETCH, wide
 from aiodist.codecs.gradients import Exchange, Gathered
 from aiodist.communicator import Communicator
 from aiodist.errors import OperationTimeout
-from aiodist.handles import Done, Handle, Progress, join
+from aiodist.handles import Done, Handle, Operation, Progress, internals, join
 from aiodist.nn.buckets import Bucket, CommHook
 from aiodist.nn.layout import memory_shape
 from aiodist.streams import HostStream
@@ -171,11 +171,10 @@ class Compressor(CommHook):
     # --- buckets --------------------------------------------------------------------------------------------------
 
     def reduce(self, bucket: Bucket) -> Handle[Any]:
-        over = _Reduced(self.progress, "compressed reduction")
-        over.polled = False
+        over: Operation[None] = Operation(self.progress, "compressed reduction", polled=False)
         data = bucket.data
         parts = self._parts(data.numel())
-        ended = join(len(parts), over.end)
+        ended = join(len(parts), partial(_end, over))
         if bucket not in self._names:
             self._names[bucket] = self._named
             self._named += len(parts)
@@ -186,7 +185,7 @@ class Compressor(CommHook):
             self._number += 1
         for job in jobs:
             job.advance(None)
-        return over
+        return over.handle
 
     def _parts(self, numel: int) -> list[slice]:
         """Return what of a bucket travels together: while one part is on its way, the next is encoded."""
@@ -294,28 +293,19 @@ class Compressor(CommHook):
             comm.abort(f"rank {self._data.rank} cannot compress its gradients: {error}")
 
 
-class _Reduced(Handle[None]):
-    """The reduction of a bucket: the newest collective of it that is under way lies in `keep`."""
-
-    __slots__ = ()
-
-    def end(self, error: BaseException | None) -> None:
-        if error is None:
-            self.resolve(None)
-        else:
-            self.reject(error)
-
-    def unfinished(self) -> list[Handle[Any]]:
-        return [self] if self.done() or self.keep is None else self.keep.unfinished()
-
-    def late(self) -> dict[int, str]:
-        return {} if self.done() or self.keep is None else self.keep.late()
+def _end(over: Operation[None], error: BaseException | None) -> None:
+    if error is None:
+        over.resolve(None)
+    else:
+        over.reject(error)
 
 
 class _Job:
     """A part of a bucket on its way: computes on the thread of codecs, communicates from the loop."""
 
-    def __init__(self, compressor: Compressor, program: _Program, name: str, over: _Reduced, ended: Done) -> None:
+    def __init__(
+        self, compressor: Compressor, program: _Program, name: str, over: Operation[None], ended: Done
+    ) -> None:
         self._compressor = compressor
         self._program = program
         self._name = name
@@ -327,17 +317,18 @@ class _Job:
     def advance(self, answer: Any) -> None:
         """Let the codec go on with `answer`."""
         try:
-            self._compressor.compute(self._program, answer).add_waiter(self)
+            internals.add_waiter(self._compressor.compute(self._program, answer), self)
         except RuntimeError as error:  # the stream was given up
             self._fail(error)
 
     def _issue(self, request: _Request) -> None:
         try:
-            self._over.keep = self._collective = self._compressor.issue(request, self._name)
+            self._collective = self._compressor.issue(request, self._name)
         except Exception as error:  # noqa: BLE001  - told to the pass
             self._fail(error)
         else:
-            self._collective.add_waiter(self)
+            self._over.set_parts((self._collective,))
+            internals.add_waiter(self._collective, self)
 
     def _fail(self, error: BaseException) -> None:
         self._compressor.abort_links(error)
@@ -346,13 +337,11 @@ class _Job:
     def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
         if late is not None and not handle.done():  # it goes on
             self._over.expire()
-            handle.add_waiter(self)
-        elif (error := handle.outcome_error()) is not None:
+            internals.add_waiter(handle, self)
+        elif (error := internals.error_of(handle)) is not None:
             self._fail(error)
         elif handle is self._collective:
             self._collective = None
-            if self._over.keep is handle:
-                self._over.keep = None
             self.advance(handle.result())
         elif (request := handle.result()) is None:
             self._ended(None)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from aiodist.errors import AiodistError, MismatchError, RemoteError
-from aiodist.handles import Handle
+from aiodist.handles import Handle, internals
 from aiodist.handles.tracing import span
 from aiodist.nn.buckets import Bucket
 from aiodist.nn.pass_status import PassStatus, StatusKind
@@ -81,8 +81,8 @@ class Compute:
         if handle.done():
             return
         progress = self.reducer.progress
-        with span("wait", what=handle.called), progress.waiting():
-            if not handle.block_unless(progress.loop.is_closed):
+        with span("wait", what=internals.name_of(handle)), progress.waiting():
+            if not internals.block_unless(handle, progress.loop.is_closed):
                 raise RuntimeError(f"the event loop was closed while {handle} was under way")
 
     def drain(self) -> None:
@@ -234,7 +234,7 @@ class Compute:
 
     def _name_caller(self) -> None:
         if (running := self.stream.running) is not None:
-            self.reducer.name_caller(running.raw_origin, running.op if running.op in _CALLS else "")
+            self.reducer.name_caller(internals.issued_at(running), running.op if running.op in _CALLS else "")
 
     def _ask(self, kind: StatusKind, *, opinion: bool) -> PassStatus:
         if self.reducer.last is not None:

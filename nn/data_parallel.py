@@ -19,7 +19,7 @@ from aiodist.codecs import Codec
 from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.duplicate import duplicate
 from aiodist.errors import CommunicatorError, DeadlockError, MismatchError, PeerError
-from aiodist.handles import Handle
+from aiodist.handles import Handle, Operation, internals
 from aiodist.handles.calls import located
 from aiodist.handles.handle import FutureWaiter
 from aiodist.nn.buckets import Allreduce, Bucket, CommHook, Slot, row_parameters
@@ -761,7 +761,7 @@ class DataParallel(MadeTogether, ModuleLike):
 
     def _leave_join(self, error: BaseException, entered: int, _: object = None) -> None:
         self._reducer.joining += entered
-        self._compute.submit(self._compute.see_out, error).outcome_error()  # nobody waits for it
+        Operation.of(self._compute.submit(self._compute.see_out, error)).mark_retrieved()  # no code waits for it
 
     def synchronize_buffers(self, how: str = "root", root: int = 0) -> Awaitable[None]:
         """Give all ranks the buffers of `root`, such as the statistics of BatchNorm, or the mean of all ranks.
@@ -834,12 +834,12 @@ class DataParallel(MadeTogether, ModuleLike):
     async def _over(self, work: Handle[T]) -> T:
         over = FutureWaiter(self._reducer.progress.loop.create_future())
         self._reducer.waiting.append(over.future)
-        work.add_waiter(over)
+        internals.add_waiter(work, over)
         try:
             await over.future
             return work.result()
         finally:
-            work.remove_waiter(over)
+            internals.remove_waiter(work, over)
             self._reducer.waiting.remove(over.future)
 
     @property

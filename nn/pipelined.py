@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from aiodist.checkpoints.saving import load_exactly
 from aiodist.communicator import parts_of
 from aiodist.errors import AiodistError
-from aiodist.handles import Handle
+from aiodist.handles import Handle, internals
 from aiodist.handles.calls import located
 from aiodist.handles.tracing import span
 from aiodist.nn.buckets import Slot
@@ -225,7 +225,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
                     self._step(ready)
 
     def _step(self, part: _BucketOptimizer) -> None:
-        error = self._left[part].outcome_error()
+        error = internals.error_of(self._left[part])
         try:
             if error is None:
                 self._order(part)
@@ -282,7 +282,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
             return
         for handle in self._left.values():
             self._compute.block(handle)
-        errors = [error for handle in self._left.values() if (error := handle.outcome_error()) is not None]
+        errors = [error for handle in self._left.values() if (error := internals.error_of(handle)) is not None]
         if errors:  # what has come cannot be clipped, nor unscaled
             self._failed = self._failed or errors[0]
             self._complete = False
@@ -315,7 +315,7 @@ class PipelinedOptimizer(UpdatedAhead["_BucketOptimizer"]):
 
     def _catch_up(self, finished: Handle[None]) -> None:
         """On the loop: all has come, and if nothing else is to be done the updates can be made now."""
-        if finished.outcome_error() is None and not self._net.closed:
+        if internals.error_of(finished) is None and not self._net.closed:
             work = self._net.submit(self._finish_newest, finished)
             work.add_done_callback(lambda _: None)  # the next wait reports errors
 

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from aiodist.communicator import Communicator, parts_of
 from aiodist.errors import AiodistError, OperationTimeout
-from aiodist.handles import Handle, Progress, Scheduler
+from aiodist.handles import Handle, Operation, Progress, Scheduler, internals
 from aiodist.nn.blocks import block_numbers
 from aiodist.nn.buckets import Allreduce, Bucket, CommHook, Slot, row_parameters
 from aiodist.nn.deals import Deal, Dealer, MakeBucket, Newcomers, Sentries, Sizes
@@ -240,10 +240,9 @@ class Reducer:
 
     def issue(self, what: str, call: Callable[[], Handle[Any]], then: Callable[[], T]) -> Handle[T]:
         """Return the handle of `then`, called on the loop once what `call` issues there is done; from any thread."""
-        told: Handle[T] = Handle(self.progress, what)
-        told.polled = False
+        told: Operation[T] = Operation(self.progress, what, polled=False)
         self.progress.post(partial(ask, self, call, self.late, lambda _: told.resolve(then()), told.reject))
-        return told
+        return told.handle
 
     def name_caller(self, caller: tuple[CodeType, int], call: str) -> None:
         """Reports of operations that the loop issues from now on name that line, and the user's `call` there."""
@@ -364,9 +363,8 @@ class Reducer:
     def average(self, tensors: Sequence[Tensor]) -> Handle[PassStatus]:
         """Return the handle of what the ranks say; if all average, flat `tensors` are the means then, in place."""
         status = self.packed_status(StatusKind.AVERAGE, opinion=True)
-        told: Handle[PassStatus] = Handle(self.progress, "average of the parameters")
-        told.polled = False
-        told.outcome_error()  # where it is never asked for, the net was given up
+        told: Operation[PassStatus] = Operation(self.progress, "average of the parameters", polled=False)
+        told.mark_retrieved()  # it is not awaited if the net was aborted
 
         def voted(_: object) -> None:
             verdict = PassStatus.unpack(status, self.data.size)
@@ -381,10 +379,10 @@ class Reducer:
             means = partial(self.data.allreduce, list(tensors), "mean")
             ask(self, means, self.late, lambda _: told.resolve(verdict), told.reject)
 
-        self.averaging = told
+        self.averaging = told.handle
         call = partial(self.status.allreduce, status)
         self.progress.post(partial(ask, self, call, self.late, voted, told.reject))
-        return told
+        return told.handle
 
     def _accept(self, verdict: PassStatus) -> bool:
         """Train what all ranks train, if they do the same, and all were asked."""
@@ -634,7 +632,7 @@ class Reducer:
             told.add_done_callback(partial(self._told, dealt, over))
 
     def _told(self, dealt: Deal, over: Callable[[], None], told: Handle[list[int]]) -> None:
-        if told.outcome_error() is None and told.result():
+        if internals.error_of(told) is None and told.result():
             came = [index for index in told.result() if index in dealt.members]
             known = set(came)
             # Those that had no gradient come last, in the order of backward.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from aiodist.communicator import Communicator, parts_of
 from aiodist.errors import OperationTimeout
-from aiodist.handles import Handle, Lane, Permit, Progress, join
+from aiodist.handles import Handle, Lane, Operation, Permit, Progress, internals, join
 from aiodist.handles.combinators import EndWaiter
 from aiodist.handles.tracing import tracing
 from aiodist.nn.buckets import Bucket, CommHook, RowBucket
@@ -73,7 +73,7 @@ def arrival(
     """Return what waits for a handle on behalf of a pass."""
 
     def over(handle: Handle[Any]) -> None:
-        error = handle.outcome_error()
+        error = internals.error_of(handle)
         if asyncio.current_task() is None and not host.devices:
             then(error)
         else:
@@ -100,7 +100,7 @@ def ask(
             host.data.abort(f"rank {host.data.rank} cannot go on: {error}")
     else:
         come = lambda error: then(handle.result()) if error is None else failed(error)  # noqa: E731
-        handle.add_waiter(arrival(host, late, come))
+        internals.add_waiter(handle, arrival(host, late, come))
 
 
 class Reduction(PassMachine[Bucket]):
@@ -141,7 +141,7 @@ class Reduction(PassMachine[Bucket]):
         self.over: Handle[None] = self._handle("end of the reduction")
         self.settled: list[Handle[None]] = [self._handle("reduction of a bucket") for _ in self.buckets]
         usable = self.usable  # and not this object, which would know itself
-        self._note_settled = join(len(self.buckets), lambda _: usable.resolve(None))
+        self._note_settled = join(len(self.buckets), lambda _: Operation.of(usable).resolve(None))
         self._header = header
         self._settings = host.steps.settings_hash if terms.active else 0
         self._steps = host.steps.mark if terms.active else None  # a state may be loaded before the status is sent
@@ -165,10 +165,9 @@ class Reduction(PassMachine[Bucket]):
             host.progress.post(self.begin)
 
     def _handle(self, name: str) -> Handle[None]:
-        handle: Handle[None] = Handle(self._host.progress, name)
-        handle.polled = False
-        handle.outcome_error()  # those that nobody waits for are no loss: the step's own handle tells
-        return handle
+        operation: Operation[None] = Operation(self._host.progress, name, polled=False)
+        operation.mark_retrieved()  # the step's own handle reports the errors
+        return operation.handle
 
     def is_full(self, index: int) -> bool:
         return index in self._filled
@@ -276,7 +275,7 @@ class Reduction(PassMachine[Bucket]):
             stream = torch.cuda.current_stream(bucket.device)
             if fence is not None:  # the handle has none any more when it is over
                 fence.order(stream, handle)
-                self.broken = self.broken or (handle.done() and handle.outcome_error() is not None)
+                self.broken = self.broken or (handle.done() and internals.error_of(handle) is not None)
             bucket.data.record_stream(stream)  # code that forgets a gradient need not know where it came from
             bucket.scale()
         self._ordered.add(index)
@@ -322,7 +321,7 @@ class Reduction(PassMachine[Bucket]):
             self.spans.issued(index)
             if self.buckets[index].on_device:
                 self.queued(index)
-            handle.add_waiter(arrival(self._host, self._tell_late, partial(self._came, index)))
+            internals.add_waiter(handle, arrival(self._host, self._tell_late, partial(self._came, index)))
 
     def _reduce(self, index: int) -> Handle[Any]:
         bucket = self.buckets[index]
@@ -334,7 +333,7 @@ class Reduction(PassMachine[Bucket]):
             return reduce()
         with self._host.devices.behind(bucket.device, self._full.pop(index)) as stream:
             handle = reduce()
-        self._fences[index] = handle, handle.fence if isinstance(handle.fence, Fence) else None
+        self._fences[index] = handle, fence if isinstance(fence := internals.fence_of(handle), Fence) else None
         self._host.devices.time(stream, partial(self.spans.begin, index))
         return handle
 
@@ -366,7 +365,7 @@ class Reduction(PassMachine[Bucket]):
         bucket.place(status.columns.__getitem__, empty=not status.active)
         if not isinstance(bucket, RowBucket):
             self._hook.settle(bucket)
-        self.settled[index].resolve(None)
+        Operation.of(self.settled[index]).resolve(None)
         if self.usable is not self.finished:
             self._note_settled(None)
 
@@ -424,13 +423,13 @@ class Reduction(PassMachine[Bucket]):
     def _tell_failed(self, error: BaseException) -> None:
         for handle in (self.finished, self.usable, *self.settled):
             if not handle.done():
-                handle.reject(error)
+                Operation.of(handle).reject(error)
 
     def _end(self) -> None:
         for handle in (self.finished, self.usable):  # nothing has settled where there is no bucket
             if not handle.done():
-                handle.resolve(None)
-        self._host.ended(self, partial(self.over.resolve, None))
+                Operation.of(handle).resolve(None)
+        self._host.ended(self, partial(Operation.of(self.over).resolve, None))
 
     def abort(self) -> None:
         """Nobody drives it any more: let the compute thread go on."""

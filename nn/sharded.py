@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from aiodist.handles import internals
 from aiodist.handles.calls import located
 from aiodist.handles.tracing import span
 from aiodist.nn.buckets import Bucket, Slot
@@ -344,7 +345,7 @@ class ShardedOptimizer(UpdatedAhead[BucketShard]):
             handle = self._left.get(shard)
             if handle is not None:
                 self._compute.block(handle)
-                self._failed = self._failed or handle.outcome_error()
+                self._failed = self._failed or internals.error_of(handle)
                 del self._left[shard]
                 increment_version([slot.parameter for slot in shard.slots])
 

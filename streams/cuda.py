@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from aiodist.handles import Account, Handle, Origin, Progress, in_flight
+from aiodist.handles import Account, Handle, Operation, Origin, Progress, in_flight, internals
 from aiodist.streams.current import OnStream, check_not_capturing
 from aiodist.streams.events import Events, Fence, device_error
 from aiodist.streams.memory import dtype_name
@@ -106,17 +106,18 @@ class CudaStream:
                 "expected the same"
             )
         check_writable(into, "copy", "into")
-        handle: Handle[Tensor] = self._handle("copy", t.nbytes)
+        operation: Operation[Tensor] = self._operation("copy", t.nbytes)
         claims = [(into.data_ptr(), into.nbytes, True, into), (t.data_ptr(), t.nbytes, False, t)]
-        in_flight.acquire_all(claims, handle)
+        in_flight.acquire_all(claims, operation.handle)
         increment_version([into])
-        fence = handle.fence = Fence(self._progress, self.device)
-        handle.keep = (into, t)
+        fence = Fence(self._progress, self.device)
+        operation.set_fence(fence)
+        operation.keep(into, t)
 
         def finish(error: BaseException | None) -> None:
             increment_version([into])
             in_flight.release_all(claims)
-            _end(handle, fence, into, error)
+            _end(operation, fence, into, error)
 
         staging = Staging.of(self._progress)
         try:
@@ -125,7 +126,7 @@ class CudaStream:
             finish(device_error(error))
         else:
             staging.copy(into, t, self.stream, fence.reached, finish)
-        return handle
+        return operation.handle
 
     def wait(self, stream: torch.cuda.Stream | CudaStream | None = None) -> None:
         """Let what is queued from now on begin after what `stream` (None: the current one) has queued so far.
@@ -145,24 +146,22 @@ class CudaStream:
         over, else `RuntimeError` is raised, as it is while a CUDA graph is being captured.
         """
         check_not_capturing(self.stream.device_index)
-        if (fence := handle.fence) is not None:
+        if (fence := internals.fence_of(handle)) is not None:
             fence.order(self, handle)
         elif not handle.done():
             if self._progress.owns_thread():
                 raise RuntimeError(f"{handle} ends on the host: await it before {self} goes on")
-            handle.block()
+            internals.block(handle)
 
     def _check(self) -> None:
         if Progress.current() is not self._progress:
             raise RuntimeError(f"{self} belongs to another event loop: call CudaStream.of on this one")
         check_not_capturing(self.stream.device_index)
 
-    def _handle(self, op: str, nbytes: int = 0) -> Handle[Any]:
-        handle: Handle[Any] = Handle(
-            self._progress, op, self._seq, nbytes, origin=Origin.here(3), account=self._account
-        )
+    def _operation(self, op: str, nbytes: int = 0) -> Operation[Any]:
+        operation: Operation[Any] = Operation(self._progress, op, self._seq, nbytes, Origin.here(3), self._account)
         self._seq += 1
-        return handle
+        return operation
 
     def _until_over(
         self,
@@ -172,9 +171,10 @@ class CudaStream:
         caller: torch.cuda.Stream | None = None,
     ) -> Handle[T]:
         """`caller` is the other stream that `value` is lent to."""
-        handle: Handle[T] = self._handle(op)
-        handle.keep = keep
-        fence = handle.fence = Fence(self._progress, self.device)
+        operation: Operation[T] = self._operation(op)
+        operation.keep(keep)
+        fence = Fence(self._progress, self.device)
+        operation.set_fence(fence)
 
         def over(error: BaseException | None) -> None:
             if error is None and caller is not None:
@@ -183,7 +183,7 @@ class CudaStream:
                     lend(value, caller)
                 except Exception as raised:  # noqa: BLE001  - of a tensor that is not torch's own
                     error = raised
-            _end(handle, fence, value, error)
+            _end(operation, fence, value, error)
 
         try:
             event = self._events.record(self.stream)
@@ -192,7 +192,7 @@ class CudaStream:
         else:
             fence.reached(event)
             self._progress.start(partial(self._events.add, self.stream, event, over))
-        return handle
+        return operation.handle
 
     def __repr__(self) -> str:
         return f"<CudaStream {self.role!r} on {self.device}>"
@@ -247,18 +247,19 @@ def event_handle(event: torch.cuda.Event) -> Handle[None]:
     progress = Progress.current()
     device = event.device or torch.device("cuda", torch.cuda.current_device())
     check_not_capturing(device.index)
-    handle: Handle[None] = Handle(progress, "event", origin=Origin.here())
-    handle.keep = event
-    handle.fence = fence = Fence(progress, device)
+    operation: Operation[None] = Operation(progress, "event", origin=Origin.here())
+    operation.keep(event)
+    fence = Fence(progress, device)
+    operation.set_fence(fence)
     fence.reached(event)
-    progress.start(partial(Events.of(progress).add_other, event, partial(_end, handle, fence, None)))
-    return handle
+    progress.start(partial(Events.of(progress).add_other, event, partial(_end, operation, fence, None)))
+    return operation.handle
 
 
-def _end(handle: Handle[T], fence: Fence, value: T, error: BaseException | None) -> None:
-    """Settle the handle of work that the device has done, or failed in."""
+def _end(operation: Operation[T], fence: Fence, value: T, error: BaseException | None) -> None:
+    """End an operation whose work the device has finished, or failed in."""
     fence.reached(None)
     if error is None:
-        handle.resolve(value)
+        operation.resolve(value)
     else:
-        handle.reject(error)
+        operation.reject(error)

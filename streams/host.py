@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 from weakref import WeakSet, finalize
 
-from aiodist.handles import Account, Handle, Origin, Progress
+from aiodist.handles import Account, Handle, Operation, Origin, Progress, internals
 from aiodist.handles.calls import located
 from aiodist.handles.combinators import EndWaiter
 from aiodist.handles.tracing import span, tracing
@@ -56,7 +56,7 @@ class HostStream:
         self._worker = worker = _Worker(self.name, self._progress)
         self._put = worker.queue.put
         # Then, and not in `aclose`, which may be cancelled.
-        worker.ended.add_waiter(EndWaiter(lambda _: worker.see_out(account), lambda *_: None))
+        internals.add_waiter(worker.ended.handle, EndWaiter(lambda _: worker.see_out(account), lambda *_: None))
         # It runs too when the program ends, and then waits for what runs.
         self._finalizer = finalize(self, worker.abort)
         worker.thread.start()
@@ -82,9 +82,9 @@ class HostStream:
             self._check()
             self._refuses = "is closed"
             self._put(None)
-        elif not worker.thread.is_alive() and not worker.ended.done():
+        elif not worker.thread.is_alive() and not worker.ended.handle.done():
             self._check()
-        await worker.ended
+        await worker.ended.handle
         worker.thread.join()
         _open.discard(self)
         self._finalizer.detach()
@@ -113,7 +113,7 @@ class HostStream:
         """
         handle = self._enqueue("sync", _nothing, (), {}, cancellable=False)
         cover = self._account.cover
-        handle.add_waiter(EndWaiter(lambda over: cover(over.seq), lambda *_: None))
+        internals.add_waiter(handle, EndWaiter(lambda over: cover(over.seq), lambda *_: None))
         return handle
 
     def wait_handle(self, handle: Handle[Any], /) -> None:
@@ -135,14 +135,15 @@ class HostStream:
         self, op: str, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], *, cancellable: bool
     ) -> Handle[T]:
         self._check()
-        handle: Handle[T] = Handle(self._progress, op, self._seq, origin=Origin.here(3), account=self._account)
+        origin = Origin.here(3)
+        operation: Operation[T] = Operation(self._progress, op, self._seq, 0, origin, self._account, polled=False)
         self._seq += 1
-        handle.polled = False
-        work = handle.keep = _QueuedCall(handle, fn, args, kwargs)
+        work = _QueuedCall(operation, fn, args, kwargs)
+        operation.keep(work)
         if cancellable:
-            handle.set_canceller(work.cancel)
+            operation.set_canceller(work.cancel)
         self._put(work)
-        return handle
+        return operation.handle
 
     def _check(self) -> None:
         try:
@@ -173,9 +174,8 @@ class _Worker:
         self.loop = progress.loop
         self.aborted = False
         self.running: Handle[Any] | None = None
-        self.ended: Handle[None] = Handle(progress, "aclose")
-        self.ended.polled = False
-        self.ended.detach()
+        self.ended: Operation[None] = Operation(progress, "aclose", polled=False)
+        self.ended.handle.detach()
         # A daemon, so that a program that forgot to close the stream can end.
         self.thread = threading.Thread(target=self.run, name=f"aiodist-{name}", daemon=True)
         self.base: Modes
@@ -218,12 +218,12 @@ class _Worker:
 
 
 class _QueuedCall:
-    __slots__ = ("args", "claim", "context", "fn", "handle", "kwargs", "modes")
+    __slots__ = ("args", "claim", "context", "fn", "kwargs", "modes", "operation")
 
     def __init__(
-        self, handle: Handle[Any], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, operation: Operation[Any], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.handle = handle
+        self.operation = operation
         self.fn = fn
         self.args = args
         self.kwargs = kwargs
@@ -235,13 +235,14 @@ class _QueuedCall:
         if not self._claimed():
             return False
         self._release()
-        self.handle.set_cancelled()
+        self.operation.cancel()
         return True
 
     def run(self, worker: _Worker) -> None:
         if not self._claimed():
             return
-        handle = worker.running = self.handle
+        operation = self.operation
+        worker.running = operation.handle
         switch = ModeSwitch(self.modes)
         try:
             switch.outside = worker.base
@@ -256,19 +257,19 @@ class _QueuedCall:
                 switch.leave(last=True)
         except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
             with contextlib.suppress(Exception):
-                error.add_note(f"raised by {handle}, on {worker.thread.name}")
+                error.add_note(f"raised by {operation}, on {worker.thread.name}")
             self._release()
-            handle.reject(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+            operation.reject(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
         else:
             self._release()
-            handle.resolve(value)
+            operation.resolve(value)
         finally:
             worker.running = None
-            # The error holds the frames that it came through, this one too: it must not hold the handle in turn.
-            del self, handle
+            # The error holds the frames that it came through, this one too: they must not hold the handle.
+            del self, operation
 
     def _call(self) -> Any:  # noqa: ANN401
-        with span(self.handle.op):
+        with span(self.operation.handle.op):
             return self.fn(*self.args, **self.kwargs)
 
     def _claimed(self) -> bool:
@@ -291,7 +292,7 @@ class _Gate:
         self.handle = handle
 
     def run(self, worker: _Worker) -> None:
-        self.handle.block_unless(worker.is_abandoned)
+        internals.block_unless(self.handle, worker.is_abandoned)
 
     def cancel(self) -> bool:
         return True

@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from aiodist.backends.base import PeerGone
 from aiodist.errors import AiodistError, OperationTimeout, PeerLost
-from aiodist.handles import Handle, Posted
+from aiodist.handles import Handle, Posted, PostedOperation, internals
 from aiodist.handles.waiting import JobQueue
 
 _EXIT_SECONDS = 30.0
@@ -137,7 +137,7 @@ class HandleWork(dist.Work):
         until = None if seconds is None or len(self._handles) == 1 else monotonic() + seconds
         try:
             for handle in self._handles:
-                if handle.fence is not None:
+                if internals.fence_of(handle) is not None:
                     handle.wait_stream()
                 else:
                     handle.wait(seconds if until is None else max(0.0, until - monotonic()))
@@ -172,11 +172,11 @@ class HandleWork(dist.Work):
 
     def exception(self) -> BaseException | None:
         """Return the error of aiodist that it ended with; None where there is none, or not yet."""
-        return next((e for h in self._handles if h.done() and (e := h.outcome_error()) is not None), None)
+        return next((e for h in self._handles if h.done() and (e := internals.error_of(h)) is not None), None)
 
     def source_rank(self) -> int:
         """Return the rank, in the group, that a receive was sent by."""
-        self._handles[0].block()  # `wait` returns before, where a stream is to be behind it
+        internals.block(self._handles[0])  # `wait` returns before, where a stream is to be behind it
         source = self._handles[0].source
         return -1 if source is None else source
 
@@ -214,7 +214,7 @@ class HandleWork(dist.Work):
 
     def _complete(self, over: Future[None]) -> None:
         for handle in self._handles:
-            handle.block(looks=False)  # what computes meanwhile needs the core
+            internals.block(handle, looks=False)  # what computes meanwhile needs the core
         over.set_result(None)
 
     def _outcome(self, _: Future[None]) -> list[Tensor]:
@@ -236,7 +236,7 @@ class HandleWork(dist.Work):
         receives = False
         for handle in self._handles:  # torch's programs may drop what they do not wait for; errors are told
             if isinstance(handle, Posted):  # a receive that nothing has matched is withdrawn, as by gloo
-                handle.consume()
+                PostedOperation.of(handle).mark_retrieved()
                 receives = True
             else:
                 handle.detach()
@@ -246,7 +246,7 @@ class HandleWork(dist.Work):
 
 def _finish_dropped(handles: Sequence[Handle[object]], finish: Callable[[], object]) -> None:
     for handle in handles:
-        handle.block(looks=False)
-    if all(handle.outcome_error() is None for handle in handles):
+        internals.block(handle, looks=False)
+    if all(internals.error_of(handle) is None for handle in handles):
         with torch.no_grad():
             finish()

@@ -18,7 +18,7 @@ from aiodist.backends.base import again
 from aiodist.checkpoints.values import Json
 from aiodist.communicator import Communicator, parts_of
 from aiodist.errors import CommunicatorAborted, DeadlockError, MismatchError, PeerLost, RemoteError
-from aiodist.handles import Handle, Origin, Progress
+from aiodist.handles import Handle, Operation, Origin, Progress, internals
 from aiodist.handles.waiting import JobQueue
 from aiodist.streams import HostStream
 from aiodist.world.tracebacks import cause_in, folded
@@ -112,7 +112,7 @@ class Writer:
         self.stream: HostStream
         registry, name = parts_of(coll).registry, parts_of(coll).registry.next_name(coll, "dup")
         agreed = coll.barrier()
-        parts_of(coll).dispatcher.oplog.calls[agreed.raw_origin] = op
+        parts_of(coll).dispatcher.oplog.calls[internals.issued_at(agreed)] = op
         self._made: Handle[None] = registry.later(coll, "dup", agreed, lambda _: self._open(name))
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
@@ -130,32 +130,33 @@ class Writer:
     def later(self, op: str, job: Callable[[], Awaitable[T]]) -> Handle[T]:
         """Return the handle of `job`, which begins when all that was asked before is over."""
         account = parts_of(self.parent).dispatcher.account
-        handle: Handle[T] = Handle(self.progress, op, self._seq, origin=Origin.here(3), account=account)
-        handle.polled = False
+        origin = Origin.here(3)
+        operation: Operation[T] = Operation(self.progress, op, self._seq, origin=origin, account=account, polled=False)
         self._seq += 1
-        task = asyncio.get_running_loop().create_task(self._do(job, handle), name=f"{self.parent.name}: {op}")
+        task = asyncio.get_running_loop().create_task(self._do(job, operation), name=f"{self.parent.name}: {op}")
         self._tasks.add(task)
-        self.progress.carry_out(handle, task)
+        self.progress.carry_out(operation.handle, task)
         task.add_done_callback(self._tasks.discard)
-        return handle
+        return operation.handle
 
-    async def _do(self, job: Callable[[], Awaitable[T]], handle: Handle[T]) -> None:
+    async def _do(self, job: Callable[[], Awaitable[T]], operation: Operation[T]) -> None:
+        handle = operation.handle
         try:
             async with self._turn:  # they come in the order in which they were asked for
                 await self._made
-                parts_of(self.coll).dispatcher.oplog.name_caller(handle.raw_origin, handle.op)
+                parts_of(self.coll).dispatcher.oplog.name_caller(internals.issued_at(handle), handle.op)
                 result = await job()
         except asyncio.CancelledError:
             why = f"communicator {self.parent.name!r} was given up while a checkpoint was under way"
             refusal = parts_of(self.parent).dispatcher.refusal
             if isinstance(refusal, DeadlockError):
-                handle.reject(again(refusal))
+                operation.reject(again(refusal))
             else:
-                handle.reject(CommunicatorAborted(why, comm=self.parent.name, rank=self.parent.rank, op=handle.op))
+                operation.reject(CommunicatorAborted(why, comm=self.parent.name, rank=self.parent.rank, op=handle.op))
         except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
-            handle.reject(error)
+            operation.reject(error)
         else:
-            handle.resolve(result)
+            operation.resolve(result)
 
     async def _open(self, name: str) -> None:
         """Make the duplicate; from then on its communicator does not close before this is closed."""

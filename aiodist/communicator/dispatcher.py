@@ -30,7 +30,7 @@ from aiodist.communicator.disputes import Disputes
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.gate import Entry, Gate, When
 from aiodist.communicator.issuing import Issuing
-from aiodist.communicator.names import Named, NamedHandle, Names
+from aiodist.communicator.names import Named, Names
 from aiodist.communicator.oplog import OpLog
 from aiodist.communicator.pending import Pending
 from aiodist.communicator.receiving import Receiving, Reception
@@ -47,12 +47,12 @@ from aiodist.errors import (
     OperationTimeout,
     PeerError,
 )
-from aiodist.handles import LARGE_BYTES, Account, Handle, Posted, Progress, in_flight, listed
+from aiodist.handles import LARGE_BYTES, Account, Handle, Operation, Posted, Progress, in_flight, internals, listed
 from aiodist.handles.combinators import all_over
-from aiodist.handles.handle import plight
 from aiodist.handles.kernel import Program, prepare
 from aiodist.handles.origin import known_files, whence
 from aiodist.handles.progress import transport_lock
+from aiodist.handles.state import plight
 from aiodist.handles.tracing import Ended
 from aiodist.streams.events import device_error
 from aiodist.streams.writes import increment_version
@@ -329,7 +329,7 @@ class Dispatcher:
         if self.issuing is None:
             self.progress.post(call)
         else:
-            handle.finish_with(call)
+            Operation.of(handle).finish_with(call)
 
     def later(self, call: Callable[[], object]) -> None:
         """See `Owner`."""
@@ -355,7 +355,7 @@ class Dispatcher:
                 release(asked.claims)
                 raise
         except BaseException:
-            handle.consume()  # it was never issued
+            Operation.of(handle).mark_retrieved()  # it was never issued
             raise
         self._watch_over(handle, asked.peer)
         self._took_note(handle, asked.peer)
@@ -369,7 +369,7 @@ class Dispatcher:
 
     def stand_in(self, handle: Handle[Any]) -> Handle[Any]:
         """Return a new, detached handle for a part of the operation of `handle`."""
-        return Handle(self.progress, handle.op, handle.seq, 0, handle.raw_origin, self.account).detach()
+        return Handle(self.progress, handle.op, handle.seq, 0, internals.issued_at(handle), self.account).detach()
 
     def cancel_receiving(self, receives: Sequence[Receiving], together: Handle[Any] | None = None) -> bool:
         """Withdraw them all, and first their handle `together`; return False and withdraw none if one has matched."""
@@ -380,7 +380,7 @@ class Dispatcher:
             self.progress.called()  # the receives themselves may still be to be made
             withdrawn = all(receiving.waits() for receiving in receives)
             if withdrawn and together is not None:
-                together.set_cancelled()
+                Operation.of(together).cancel()
             for receiving in receives if withdrawn else ():
                 receiving.cancel_posted()
 
@@ -408,10 +408,11 @@ class Dispatcher:
             entry = Entry(handle.seq, plan.what.word ^ handle.seq, When.NOW)
             then = partial(through_gate, self, entry, partial(_told, then), None)
         try:
-            handle.fence = queued = plan.queue(t, stream, then)
+            queued = plan.queue(t, stream, then)
         except RuntimeError as raised:
             self.progress.start(partial(then, device_error(raised)))
         else:
+            Operation.of(handle).set_fence(queued)
             self.progress.start(queued.start)
         if gate is not None:
             self.progress.start(partial(gate.enter, entry))
@@ -516,19 +517,17 @@ class Dispatcher:
         what: Fingerprint | None = None,
     ) -> Handle[Any]:
         """`what` it is, where it is the next in the order of all ranks."""
-        handle: Handle[Any]
+        number = meets.count if isinstance(meets, Named) else None
+        handle: Handle[Any] = self._new_handle(Handle, op, nbytes, timeout, number)
+        operation = Operation.of(handle)
         if isinstance(meets, Named):
-            named: NamedHandle[Any] = self._new_handle(NamedHandle, op, nbytes, timeout, meets.count)
-            named.name = meets.name
-            handle = named
-        else:
-            handle = self._new_handle(Handle, op, nbytes, timeout)
+            operation.set_name(f"{op} {meets.name!r}")
         acquire(claims, handle)
-        handle._writes = any(claim.writes for claim in claims)
+        operation.set_in_place(any(claim.writes for claim in claims))
         self.operations.issued[handle] = meets or True
         self._watch_over(handle, meets)
         if what is not None:
-            self.oplog.record(what, handle.raw_origin)
+            self.oplog.record(what, internals.issued_at(handle))
         return handle
 
     def _new_handle(self, kind: type[H], op: str, nbytes: int, timeout: float | None, number: int | None = None) -> H:
@@ -542,19 +541,19 @@ class Dispatcher:
 
     def _watch_over(self, handle: Handle[Any], meets: Peer | Named | None) -> None:
         if self._observer is not None:
-            handle.observe(self._observer.issued(handle, meets))
+            Operation.of(handle).observe(self._observer.issued(handle, meets))
         if not self._watch.watching:
             self._watch.keep_watch()
 
     def set_deadline(self, handle: Handle[Any], timeout: float | None) -> None:
         """Have it be over within `timeout` seconds, or those of the communicator, if either has a number."""
-        if (timeout is not None or self.timeout is not None) and handle.is_pending:
+        if (timeout is not None or self.timeout is not None) and internals.is_pending(handle):
             self._set_deadline(handle, timeout)
 
     def _set_deadline(self, handle: Handle[Any], timeout: float | None) -> None:
         seconds = self.timeout if timeout is None else timeout
         assert seconds is not None
-        handle.set_deadline(seconds)
+        Operation.of(handle).set_deadline(seconds)
         self._watchdog.expect(seconds)
 
     # --- completion: with the transport lock held --------------------------------------------------------------
@@ -569,10 +568,11 @@ class Dispatcher:
             self._freed.discard(number)
             self._failed(handle, error)
         elif not handle.done():
+            operation = Operation.of(handle)
             if isinstance(result, Arrived):
-                handle.source, handle.tag, handle.nbytes = result.source, result.tag, result.nbytes
+                operation.set_message(result.source, result.tag, result.nbytes)
                 result = result.data
-            handle.resolve(result)
+            operation.resolve(result)
 
     def _number(self, handle: Handle[Any]) -> int:
         """Return the number that the ranks give a pending collective; -1 of what is none, or over."""
@@ -583,7 +583,7 @@ class Dispatcher:
         if handle.done():
             return
         if isinstance(error, asyncio.CancelledError):
-            handle.set_cancelled()
+            Operation.of(handle).cancel()
             return
         if isinstance(error, AiodistError):
             error.located(rank=self.transport.rank, comm=self.name, op=str(handle))
@@ -591,7 +591,7 @@ class Dispatcher:
             with suppress(Exception):  # it may be of the user's class
                 error.add_note(f"raised in {handle}, communicator {self.name}, rank {self.transport.rank}")
         with suppress(asyncio.InvalidStateError):  # a thread that waits has just found it done
-            handle.reject(error)
+            Operation.of(handle).reject(error)
 
     # --- what goes wrong in a collective ---------------------------------------------------------------------
 
@@ -735,16 +735,17 @@ class Dispatcher:
 
     def pending(self) -> list[Handle[Any]]:
         """Return what is not over, in order of issue."""
-        return [handle for handle in self.operations if handle.is_pending]
+        return [handle for handle in self.operations if internals.is_pending(handle)]
 
     def pending_collectives(self) -> list[Handle[Any]]:
         """Return those of them that all ranks take part in."""
-        return [handle for handle, what in self.operations.issued.copy().items() if what is True and handle.is_pending]
+        collectives = [handle for handle, what in self.operations.issued.copy().items() if what is True]
+        return [handle for handle in collectives if internals.is_pending(handle)]
 
     def cancel_receives(self) -> None:
         """Withdraw every receive that nothing matched, and warn of each: of one that nobody awaited for all to see."""
         for handle in self.pending():
-            forgotten = not (handle.consumed or handle.awaited)
+            forgotten = not (internals.is_retrieved(handle) or internals.is_awaited(handle))
             if handle.op.startswith("recv") and handle.cancel() and (where := handle.origin) is not None:
                 message = f"{handle} was never matched{' nor awaited' * forgotten}, and withdrawn at close"
                 kind = RuntimeWarning if forgotten else ResourceWarning
@@ -778,7 +779,7 @@ class Dispatcher:
 
     async def settled(self) -> None:
         """Wait until all collectives that were issued are over."""
-        if pending := [handle for handle in self.pending_collectives() if not handle.detached]:
+        if pending := [handle for handle in self.pending_collectives() if not internals.is_detached(handle)]:
             await all_over(pending, self.progress.loop)
 
     def supersede(self, error: CommunicatorAborted) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from aiodist.communicator import Communicator
+from aiodist.handles import internals
 
 
 async def duplicate(coll: Communicator) -> Communicator:
@@ -14,5 +15,5 @@ async def duplicate(coll: Communicator) -> Communicator:
         return await made
     except asyncio.CancelledError as error:
         why = f"rank {coll.rank} was cancelled while it was made: {error!r}"
-        made.add_done_callback(lambda made: None if made.outcome_error() else made.result().abort(why))
+        made.add_done_callback(lambda made: None if internals.error_of(made) else made.result().abort(why))
         raise

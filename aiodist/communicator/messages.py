@@ -18,7 +18,7 @@ from aiodist.communicator.completion import Completion
 from aiodist.communicator.pickling import unpack
 from aiodist.communicator.receiving import Receiving, Reception
 from aiodist.communicator.watchdog import Peer
-from aiodist.handles import Handle, gather, in_flight
+from aiodist.handles import Handle, Operation, gather, in_flight, internals
 from aiodist.handles.kernel import prepare, transfers
 from aiodist.streams.writes import check_writable
 from aiodist.types import ANY, check_timeout
@@ -149,7 +149,7 @@ class PointToPoint(Base):
         issued = [self._receive(t, src, tag, timeout) for t in ts]
         together = gather(*[handle for handle, _ in issued])
         receives = [receiving for _, receiving in issued]
-        together.set_canceller(lambda: self._dispatcher.cancel_receiving(receives, together))
+        Operation.of(together).set_canceller(lambda: self._dispatcher.cancel_receiving(receives, together))
         return together
 
     def _message(self, works: Sequence[DeviceWork], *given: Any) -> tuple[Handle[Any], Completion]:  # noqa: ANN401
@@ -212,7 +212,7 @@ class PointToPoint(Base):
         assert sending is not None
         acquire(claims[:1], sending)
         finish = Completion(dispatcher, sending, claims[:1])
-        line = ("sendrecv", handle.seq, *handle.raw_origin)
+        line = ("sendrecv", handle.seq, *internals.issued_at(handle))
 
         def sent(_: object, error: BaseException | None) -> None:
             finish(None, error)
@@ -263,7 +263,7 @@ class PointToPoint(Base):
         kept = single and not synchronous and self._dispatcher.mailbox.keeps(ts[0], dst)
         peer = Peer(None, dst, tag, answered=synchronous and single, kept=kept)
         handle, finish = self._message(work, op, nbytes, reading(*ts), timeout, peer)
-        mailbox, line = self._dispatcher.mailbox, (op, handle.seq, *handle.raw_origin)
+        mailbox, line = self._dispatcher.mailbox, (op, handle.seq, *internals.issued_at(handle))
 
         async def program() -> None:
             await transfers([partial(mailbox.send, t, dst, tag, kind, line=line, synchronous=synchronous) for t in ts])

@@ -32,21 +32,9 @@ from aiodist.communicator.oplog import Record
 from aiodist.communicator.watchdog import Use
 from aiodist.control import Channel
 from aiodist.errors import CommunicatorError
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Handle, Progress, internals
 
 T = TypeVar("T")
-
-
-class NamedHandle(Handle[T]):
-    """The handle of a named operation: messages call it by its name, and `seq` counts the uses of that."""
-
-    __slots__ = ("name",)
-    name: str
-
-    @property
-    def called(self) -> str:
-        """What it is called, without its number."""
-        return f"{self.op} {self.name!r}"
 
 
 _OVER = Entry(-1, 0, When.ALL)  # of what waits for nobody: names keep their last uses, and need no more of them
@@ -144,7 +132,7 @@ class Names:
                 raise ValueError(f"name={name!r}: {self._too_many()}: expected one of them, to be used again")
             known = self._names[name] = _Name()
         last = known.last()
-        if last is not None and last.is_pending:
+        if last is not None and internals.is_pending(last):
             raise ValueError(f"name={name!r} is in flight: expected another name, or {last} to be over before")
         if known.next is None:
             known.next = Named(name, known.issued)
@@ -152,7 +140,7 @@ class Names:
 
     def record(self, use: Named, handle: Handle[Any], what: Fingerprint) -> None:
         """Take note that `use` was issued."""
-        use.record = Record(use.count, what, handle.raw_origin)
+        use.record = Record(use.count, what, internals.issued_at(handle))
         known = self._names[use.name]
         known.next, known.last = None, ref(handle)
         known.recent = (*known.recent[-1:], use)

@@ -35,7 +35,7 @@ from aiodist.communicator.claims import acquire, release
 from aiodist.communicator.completion import Completion, Owner
 from aiodist.communicator.pending import Pending
 from aiodist.errors import AiodistError
-from aiodist.handles import Handle, Posted
+from aiodist.handles import Handle, Operation, Posted, PostedOperation, internals
 from aiodist.handles.origin import described
 from aiodist.types import ANY
 
@@ -106,7 +106,7 @@ class Receiving:
         hash(self.ref)  # cached by Python: a dead reference cannot compute its hash
         self._asked = asked
         self._dispatcher = dispatcher
-        self._called = (handle.called, handle.seq, handle.origin)
+        self._called = (internals.name_of(handle), handle.seq, handle.origin)
         self._held: Handle[Any] | None = None
         self._wanted: Wanted | None = None
         self._completion: Completion | None = None
@@ -116,7 +116,7 @@ class Receiving:
         """The message, if it came before the other half was finished."""
         self._unsent: BaseException | None = None
         """The error of the other half."""
-        handle.belong(self)
+        PostedOperation.of(handle).set_owner(self)
 
     def __str__(self) -> str:
         return described(*self._called)
@@ -175,7 +175,7 @@ class Receiving:
         assert asked.peer.src is not None
         wanted = Wanted(asked.kind, asked.peer.src, asked.peer.tag, asked.into, finish, work, later, take=self.take)
         self._completion, self._wanted = completion, wanted
-        handle.set_canceller(self.cancel)
+        PostedOperation.of(handle).set_canceller(self.cancel)
         dispatcher.operations.posted[self.ref] = self
         attach(handle, works, asked.into)
         return partial(dispatcher.mailbox.receive, wanted)
@@ -249,7 +249,7 @@ class Receiving:
 
     def _resume(self, handle: Posted[Any]) -> None:
         why = self._dispatcher.refusal
-        if self.paused and handle.is_pending and why is None:
+        if self.paused and internals.is_pending(handle) and why is None:
             try:
                 self.post(handle)()
             except BaseException:
@@ -262,19 +262,20 @@ class Receiving:
 
     def _pause(self, handle: Posted[Any]) -> None:
         self._dispatcher.progress.called()
-        if self.paused or handle.attended or not (handle.is_pending or not handle.consumed):
+        operation = PostedOperation.of(handle)
+        if self.paused or operation.attended or not (operation.is_pending or not operation.consumed):
             return
         mailbox, wanted, completion = self._dispatcher.mailbox, self._wanted, self._completion
         assert wanted is not None
         assert completion is not None
-        if handle.is_pending and mailbox.waits(wanted):
+        if operation.is_pending and mailbox.waits(wanted):
             mailbox.cancel(wanted)
             completion.release()
-        elif handle.is_pending and wanted.given is not None and self._asked.into is None:
+        elif operation.is_pending and wanted.given is not None and self._asked.into is None:
             self._hand_over(handle, completion, wanted)
-        elif handle.is_good:
+        elif operation.succeeded:
             mailbox.take_back(wanted, self._value_of(handle))
-            handle.revoke()
+            operation.revoke()
         else:
             return
         self.paused = True
@@ -292,7 +293,7 @@ class Receiving:
         came, self._arrived = self._arrived, None
         if came is not None:
             self._finish(came[0], came[1], None)
-        handle._finish()
+        Operation.of(handle).finish()
 
     def _value_of(self, handle: Handle[Any]) -> Any:  # noqa: ANN401
         """Return the received data in the form that the mailbox takes back."""

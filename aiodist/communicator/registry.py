@@ -35,10 +35,10 @@ from aiodist.errors import (
     MismatchError,
     OperationTimeout,
 )
-from aiodist.handles import Handle, Origin, Progress
+from aiodist.handles import Handle, Operation, Origin, Progress, internals
 from aiodist.handles.combinators import all_over
-from aiodist.handles.handle import plight
 from aiodist.handles.progress import transport_lock
+from aiodist.handles.state import plight
 
 if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
@@ -86,15 +86,6 @@ class ElasticJob(Protocol):
     @property
     def current(self) -> Any:  # noqa: ANN401
         """The newest world."""
-
-
-class _Making(Handle[T]):
-    """Of what is being made; it keeps the operation in which all ranks say what they want, and knows who is late."""
-
-    __slots__ = ()
-
-    def late(self) -> dict[int, str]:
-        return {} if self.done() else self.keep.late()
 
 
 C = TypeVar("C", bound=Movement)
@@ -381,18 +372,19 @@ class Registry(Generic[C]):
     ) -> Handle[T]:
         """Return a handle that a task of the loop settles: the native calls that make communicators block."""
         dispatcher = parts_of(parent).dispatcher
-        handle: Handle[T] = _Making(
-            dispatcher.progress, kind, agreed.seq, origin=Origin.here(3), account=dispatcher.account
+        operation: Operation[T] = Operation(
+            dispatcher.progress, kind, agreed.seq, origin=Origin.here(3), account=dispatcher.account, polled=False
         )
-        handle.polled, handle.keep = False, agreed
+        handle = operation.handle
+        operation.set_late(partial(internals.late_ranks, agreed))
         dispatcher.set_deadline(handle, None)
         origin = made_by_program(handle.origin)
         # No messages: who is to send or receive one may do so only when it has made this.
-        earlier = [pending for pending in dispatcher.pending_collectives() if not pending.detached]
+        earlier = [pending for pending in dispatcher.pending_collectives() if not internals.is_detached(pending)]
 
         async def make() -> None:
             try:
-                while agreed.is_pending:
+                while internals.is_pending(agreed):
                     with suppress(OperationTimeout):  # its deadline is also that of `handle`, which tells of it
                         await agreed
                 table = agreed.result()
@@ -404,14 +396,14 @@ class Registry(Generic[C]):
                     await asyncio.sleep(_ANSWER_SECONDS)
                     raise
                 self._note(made, origin)
-                handle.resolve(made)
+                operation.resolve(made)
             except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
                 agreed.detach()
                 fail(error)
 
         def fail(error: BaseException) -> None:
             why = dispatcher.refusal if isinstance(error, asyncio.CancelledError) else None
-            handle.reject(again(why) if isinstance(why, AiodistError) else error)
+            operation.reject(again(why) if isinstance(why, AiodistError) else error)
 
         task = asyncio.get_running_loop().create_task(make(), name=f"{parent.name}: {kind}")
         self._tasks.add(task)

@@ -26,7 +26,7 @@ from aiodist.communicator.pending import Pending
 from aiodist.communicator.report import StallReporter
 from aiodist.control import Channel
 from aiodist.errors import AiodistError
-from aiodist.handles import Handle, Origin, Progress
+from aiodist.handles import Handle, Origin, Progress, internals
 from aiodist.handles.deadline import SHORT_SECONDS, Scopes
 from aiodist.handles.stacks import line_of_thread, lines_of_tasks
 from aiodist.handles.timers import Quiet
@@ -274,8 +274,8 @@ class Watchdog:
         self._old = {(id(handle), handle.seq) for handle in pending}
         asked: dict[int, None] = {}
         for handle in old:
-            if handle not in self._stalled and handle.is_pending:
-                left = handle.seconds_left()
+            if handle not in self._stalled and internals.is_pending(handle):
+                left = internals.seconds_left(handle)
                 self._stalled[handle] = _Stalled(now - _LOOK_SECONDS * (not hurry), inf if left is None else now + left)
         watched = self._watched(old)
         self._publish(watched)
@@ -313,17 +313,18 @@ class Watchdog:
             h
             for h in handles
             if isinstance(meets := self.pending.get(h), Use)
-            or (isinstance(meets, Peer) and not (h.detached and h.seconds_left() is None))
+            or (isinstance(meets, Peer) and not (internals.is_detached(h) and internals.seconds_left(h) is None))
         ]
         return [*([] if collective is None else [collective]), *apart]
 
     def _see_who_waits(self, handle: Handle[Any], stalled: _Stalled, now: float) -> None:
         """Note since when somebody waits: not in a message that was posted ahead."""
-        if handle.was_looked_at():
+        if internals.was_looked_at(handle):
             stalled.polled = now
+        waits = internals.is_awaited(handle) or now - stalled.polled < _POLLED_SECONDS
         if not isinstance(self.pending.get(handle), Peer):
             stalled.waited = stalled.since
-        elif handle.detached or not (handle.awaited or now - stalled.polled < _POLLED_SECONDS):
+        elif internals.is_detached(handle) or not waits:
             stalled.waited = inf
         elif stalled.waited == inf:
             stalled.waited = max(stalled.since, now - _LOOK_SECONDS)
@@ -393,7 +394,8 @@ class Watchdog:
         """Return the ranks, and the last few operations of this one, as JSON knows them; from any thread."""
         seq = self._oplog.seq
         records = (self._oplog.find(number) for number in range(max(0, seq - _RECENT), seq))
-        pending = {handle.seq for handle, meets in self.pending.items() if meets is True and handle.is_pending}
+        collectives = [handle for handle, meets in self.pending.items() if meets is True]
+        pending = {handle.seq for handle in collectives if internals.is_pending(handle)}
         told = [record.told(pending=record.seq in pending) for record in records if record is not None]
         return {"ranks": list(self._ranks), "last": self.last(), "operations": told}
 
@@ -407,11 +409,11 @@ class Watchdog:
         """Return what this rank waits in, what began soon after the time `told` first; from any thread."""
         now = self._inquiry.now()
         found = []
-        for handle in self._watched([handle for handle in list(self.pending) if handle.is_pending]):
+        for handle in self._watched([handle for handle in list(self.pending) if internals.is_pending(handle)]):
             stalled = self._stalled.get(handle)
             if stalled is not None and stalled.waited < inf:
                 found.append((handle, stalled.waited))
-            elif not isinstance(self.pending.get(handle), Peer) or handle.awaited:
+            elif not isinstance(self.pending.get(handle), Peer) or internals.is_awaited(handle):
                 found.append((handle, now))
         collectives = [each for each in found if self.pending.get(each[0]) is True]
         apart = [each for each in found if each not in collectives]
@@ -437,11 +439,11 @@ class Watchdog:
         return f"{handle}{f' {meets}' if isinstance(meets, Peer) else ''} on {self._name!r}"
 
     def _call(self, handle: Handle[Any]) -> str:
-        return self._oplog.calls.get(handle.raw_origin, "") if self._oplog.calls else ""
+        return self._oplog.calls.get(internals.issued_at(handle), "") if self._oplog.calls else ""
 
     def facts(self) -> tuple[CommFacts, list[PendingOp]] | None:
         """Return what those who look for deadlocks need; None where something may end without another rank's doing."""
-        pending = [(handle, meets) for handle, meets in self.pending.items() if handle.is_pending]
+        pending = [(handle, meets) for handle, meets in self.pending.items() if internals.is_pending(handle)]
         receives = sum(isinstance(meets, Peer) and meets.src is not None for _, meets in pending)
         sends = [meets for _, meets in pending if isinstance(meets, Peer) and meets.src is None]
         uses, mailbox = self.uses(), self.mailbox

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aiodist.data.nesting import rebuilt
-from aiodist.handles import Done, Handle, Permit, Progress, join
+from aiodist.handles import Done, Handle, Operation, Permit, Progress, join
 from aiodist.handles.calls import located
 from aiodist.streams import CudaStream, OnStream, Staging
 
@@ -43,10 +43,10 @@ class Made:
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """The place of an item in the order: asked for, read, transformed, and then `handle` is done."""
+    """The place of an item in the order: asked for, read, transformed, and then `operation` ends."""
 
     seq: int
-    handle: Handle[Made]
+    operation: Operation[Made]
     settle: Callable[[Item, Made], None]
     permit: Permit = field(init=False)
     settled: bool = False
@@ -114,13 +114,12 @@ class ToDevice:
         self._stream = CudaStream.of("to-device", self._device).stream
         self._lock = threading.Lock()
         self._under_way = 1  # until it is closed
-        self._over: Handle[None] = Handle(self._progress, "copies to the device")
-        self._over.polled = False
+        self._over: Operation[None] = Operation(self._progress, "copies to the device", polled=False)
 
     def put(self, item: Item, made: Made) -> None:
         """Have `item` copied, and its handle resolved then; from any thread."""
         if made.error is not None:
-            item.handle.resolve(made)
+            item.operation.resolve(made)
             return
         began = perf_counter()
         room = _Room(self._device)
@@ -129,12 +128,12 @@ class ToDevice:
                 made.value = rebuilt(made.value, room.copy_of)
             parts = [part for part in room.parts() if part]
         except Exception as error:  # noqa: BLE001  - no memory, or a container that cannot be built
-            item.handle.resolve(made.failed(error))
+            item.operation.resolve(made.failed(error))
             return
         made.late = room.late
         made.copies = [into for into, _ in room.copies if into.numel()]
         if not parts:
-            item.handle.resolve(made)
+            item.operation.resolve(made)
             return
         with self._lock:
             self._under_way += 1
@@ -150,7 +149,7 @@ class ToDevice:
         if error is not None:
             made = made.failed(error)
         made.copying = perf_counter() - began
-        item.handle.resolve(made)
+        item.operation.resolve(made)
         self.over()
 
     def take(self, made: Made) -> Made:
@@ -180,7 +179,7 @@ class ToDevice:
     async def aclose(self) -> None:
         """Wait for the copies that are under way; nothing is put any more."""
         self.over()
-        await self._over
+        await self._over.handle
 
 
 class _Room:

@@ -20,7 +20,7 @@ from aiodist.data.nesting import nbytes_of
 from aiodist.data.reading import Workers, reader_of
 from aiodist.data.shard_queue import ShardQueue
 from aiodist.data.shards import checked_int
-from aiodist.handles import Handle, Progress, Scheduler
+from aiodist.handles import Operation, Progress, Scheduler, internals
 from aiodist.world.pinning import warn_of_one_core
 
 T = TypeVar("T")
@@ -249,7 +249,7 @@ class Prefetched(Generic[T]):
         began = perf_counter()
         self._taking = True
         try:
-            made = await self._items[0].handle
+            made = await self._items[0].operation.handle
         finally:
             self._taking = False
         waited = perf_counter() - began
@@ -290,13 +290,12 @@ class Prefetched(Generic[T]):
 
     def _fill(self) -> None:
         while self._last is None and len(self._items) < self._plan.depth:
-            handle: Handle[Made] = Handle(self._progress, self._plan.name, self._ordered)
-            handle.polled = False
-            item = Item(self._ordered, handle, self._settle)
+            operation: Operation[Made] = Operation(self._progress, self._plan.name, self._ordered, polled=False)
+            item = Item(self._ordered, operation, self._settle)
             self._ordered += 1
             self._items.append(item)
             item.permit = self._lane.request(self._estimate, partial(self._reader.order, item))
-            handle.add_waiter(item)
+            internals.add_waiter(item.operation.handle, item)
 
     def _measure(self, item: Item, made: Made) -> None:
         made.nbytes = nbytes_of(made.value)
@@ -305,7 +304,7 @@ class Prefetched(Generic[T]):
     def _deliver(self, item: Item, made: Made) -> None:
         """`item` is ready on the host; on the reader's thread, a worker's or the loop's."""
         if self._device is None:
-            item.handle.resolve(made)
+            item.operation.resolve(made)
         else:
             self._device.put(item, made)
 
@@ -370,8 +369,8 @@ class Prefetched(Generic[T]):
             while self._items:
                 item = self._items.popleft()
                 item.release()
-                if not item.handle.done():  # a task that is not the one that left may wait for it
-                    item.handle.resolve(Made(error=StopAsyncIteration()))
+                if not item.operation.handle.done():  # a task that is not the one that left may wait for it
+                    item.operation.resolve(Made(error=StopAsyncIteration()))
 
     def __repr__(self) -> str:
         return f"<Prefetched {self._plan.name!r}>"

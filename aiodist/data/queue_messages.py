@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from aiodist.control import Channel
 from aiodist.data.queue_machine import Hand, Instruction, QueueMachine, Range, Share
 from aiodist.errors import AiodistError, MismatchError
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Handle, Operation, Progress
 
 Ranges = list[Range]
 
@@ -173,7 +173,7 @@ class QueueClient:
         """Where this rank is."""
         self._before: Sequence[Range] = ()
         self._asks = 0
-        self._asked: Handle[Ranges] | None = None
+        self._asked: Operation[Ranges] | None = None
         """The last ask, which was not answered yet."""
         self._waits_for: dict[int, str] = {}
         self._reporter: asyncio.TimerHandle | None = None
@@ -198,17 +198,16 @@ class QueueClient:
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
         self._asks += 1
-        handle: Handle[Ranges] = Handle(self._progress, "records from the queue", self._asks)
-        self._asked = handle
-        handle.polled = False
-        handle.detach()  # a pass asks ahead, and may be left then
+        operation: Operation[Ranges] = Operation(self._progress, "records from the queue", self._asks, polled=False)
+        self._asked = operation
+        operation.handle.detach()  # a pass asks ahead, and may be left then
         self._waits_for = {}
         if self._timeout is not None:
-            handle.set_deadline(self._timeout, lambda: self._waits_for)
+            operation.set_deadline(self._timeout, lambda: self._waits_for)
         self._report_after_seconds(self._report_after)
         self._wires.ask("take", self.lap, self._asks, waits, self._terms, self._before)
         self._before = ()  # the server knows it now
-        return handle
+        return operation.handle
 
     def _report_after_seconds(self, seconds: float | None) -> None:
         if seconds is not None:
@@ -259,9 +258,9 @@ class QueueClient:
         self._wires.channel.unsubscribe(self._wires.answers)
         if (asked := self._answered()) is not None:
             asked.reject(error)
-            asked.exception()  # who waits is told, and if nobody does it is no news
+            asked.mark_retrieved()  # only code that waits needs the error
 
-    def _answered(self) -> Handle[Ranges] | None:
+    def _answered(self) -> Operation[Ranges] | None:
         """Return the ask that waits for an answer, which it gets now."""
         if self._reporter is not None:
             self._reporter.cancel()
@@ -273,7 +272,7 @@ class QueueClient:
         self._progress.on_loop(partial(self._hear, *message))
 
     def _hear(self, what: str, number: int, said: Any) -> None:  # noqa: ANN401
-        if self._asked is None or number != self._asked.seq:
+        if self._asked is None or number != self._asked.handle.seq:
             return  # this rank gave back what was on its way
         if what == "hold":
             self._waits_for = {self._wires.ranks[rank]: f"holds {count} records" for rank, count in said}

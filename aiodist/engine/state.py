@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from aiodist.checkpoints.own import set_torch_state, torch_state
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Operation, Progress, internals
 
 Event = Literal["start", "sample", "forward", "criterion", "backward", "update", "epoch", "end"]
 """When hooks are called."""
@@ -162,10 +162,9 @@ class Hooks:
 
 def _run_on_loop(coroutine: Coroutine[Any, Any, object], progress: Progress) -> None:
     future = asyncio.run_coroutine_threadsafe(coroutine, progress.loop)
-    over: Handle[None] = Handle(progress, "hook")
-    over.polled = False
+    over: Operation[None] = Operation(progress, "hook", polled=False)
     future.add_done_callback(lambda _: over.resolve(None))
-    if not over.block_unless(progress.loop.is_closed):
+    if not internals.block_unless(over.handle, progress.loop.is_closed):
         raise RuntimeError(f"the event loop was closed while {coroutine!r} was running")
-    over.detach()
+    over.handle.detach()
     future.result()

@@ -12,7 +12,7 @@ from typing import Any
 
 from aiodist.backends.base import DTYPES, Done
 from aiodist.errors import AiodistError, CheckpointDamaged, MismatchError, PeerLost, RemoteError
-from aiodist.handles import Handle
+from aiodist.handles import Handle, Operation
 from aiodist.handles.kernel import Transfer, transfers
 from aiodist.ps import wire
 from aiodist.ps.answers import Freed
@@ -147,7 +147,7 @@ class Client:
             done(error)
         for handle in list(self.programs):  # those too that have not begun
             if not handle.done():
-                handle.reject(error)
+                Operation.of(handle).reject(error)
 
 
 def _error_of(said: _Said, src: int) -> BaseException | None:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from aiodist.handles import Handle, Progress, gather
+from aiodist.handles import Handle, Progress, gather, internals
 from aiodist.ps.rows import GroupedIds
 from aiodist.ps.table import Table
 
@@ -87,7 +87,7 @@ class _Fetch:
         if not self.issued.done() or self.issued.exception() is not None:
             return False
         handle = self.issued.result()
-        return handle.done() and handle.outcome_error() is None
+        return handle.done() and internals.error_of(handle) is None
 
 
 class Embedding(nn.Module):
@@ -227,7 +227,7 @@ class Embedding(nn.Module):
                 if fetch.issued.done() or progress.loop.is_closed():
                     raise
         with progress.waiting():
-            if not handle.block_unless(partial(_is_pointless, handle, progress.loop)):
+            if not internals.block_unless(handle, partial(_is_pointless, handle, progress.loop)):
                 if progress.loop.is_closed():
                     raise RuntimeError(f"the event loop was closed while {handle} was under way")
                 handle.wait()  # tells who is late
@@ -302,5 +302,5 @@ class Embedding(nn.Module):
 
 def _is_pointless(handle: Handle[Any], loop: asyncio.AbstractEventLoop) -> bool:
     """Return whether a thread should not wait for `handle` any longer: its loop is gone, or it is late."""
-    left = handle.seconds_left()
+    left = internals.seconds_left(handle)
     return loop.is_closed() or (left is not None and left <= 0)

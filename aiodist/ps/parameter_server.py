@@ -17,14 +17,14 @@ from aiodist.checkpoints.saving import check_keep
 from aiodist.codecs import Codec
 from aiodist.communicator import Communicator
 from aiodist.communicator.claims import Claim, acquire, reading, writing
-from aiodist.handles import Handle, join
+from aiodist.handles import Handle, Operation, join
 from aiodist.handles.calls import located
 from aiodist.ps.context import ParameterServerStatistics
 from aiodist.ps.embedding import BackwardPushes
 from aiodist.ps.names import NameEntry, Pushed, check_apart, check_version, named, outs_of, pushed_of
 from aiodist.ps.naming import Naming
 from aiodist.ps.rebinding import join as joined
-from aiodist.ps.requests import Operation, PullPart
+from aiodist.ps.requests import PullPart, UserCall
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import (
     READS,
@@ -241,7 +241,7 @@ class ParameterServer(Naming):
         if len(pushed) == 1 and pushed[0].value.nbytes <= self._session.context.coalescer.inline_bytes:
             # What `_call` does, for what is pushed fifty thousand times a second.
             handle = self._session.handle("push", pushed[0].value.nbytes, timeout)
-            self._session.client.pushes.push(Operation(handle, 1, ()), *pushed[0], alpha)
+            self._session.client.pushes.push(UserCall(handle, 1, ()), *pushed[0], alpha)
         else:
             handle = self._call("push", timeout, (pushed, alpha))
         if self._session.context.coalescer.congested:
@@ -343,7 +343,7 @@ class ParameterServer(Naming):
         outs = [None if entry.tensor is None else torch.empty_like(entry.tensor) for entry in entries]
         names = [entry.name for entry in entries]
         handle = self.pull(names[0] if single else names, outs[0] if single else outs, timeout=timeout)
-        handle.op = "prefetch"
+        Operation.of(handle).set_op("prefetch")
         for entry, out in zip(entries, outs, strict=True):
             if out is not None:
                 self._prefetched[entry.name] = (handle, out)
@@ -369,7 +369,7 @@ class ParameterServer(Naming):
         if missing:
             self.prefetch([entry.name for entry in missing], timeout=timeout)
         fetched = [self._prefetched.pop(entry.name) for entry in entries]
-        handle = self._session.handle("integrate", 0, timeout)
+        operation = Operation.of(self._session.handle("integrate", 0, timeout))
         tensors = [entry.tensor for entry in entries if entry.tensor is not None]
 
         def finish(_: object) -> None:
@@ -379,10 +379,11 @@ class ParameterServer(Naming):
                         pull.result()  # raises what made it fail
                         fn(mine, theirs)
             except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
-                handle.reject(error)
+                operation.reject(error)
                 return
-            handle.version = min((pull.version for pull, _ in fetched if pull.version is not None), default=None)
-            handle.resolve(tensors[0] if single else tensors)
+            versions = (pull.version for pull, _ in fetched if pull.version is not None)
+            operation.set_version(min(versions, default=None))
+            operation.resolve(tensors[0] if single else tensors)
 
         pulls = {id(pull): pull for pull, _ in fetched}.values()
         one_over = join(len(pulls), finish)
@@ -390,7 +391,7 @@ class ParameterServer(Naming):
             pull.add_done_callback(lambda _: one_over(None))
         if not pulls:
             finish(None)
-        return handle
+        return operation.handle
 
     # --- waiting -----------------------------------------------------------------------------------------------
 
@@ -561,7 +562,7 @@ class ParameterServer(Naming):
             for host, t in zip(hosts, into, strict=True)
             if t is not None and host is not None and host is not t
         ]
-        operation = Operation(handle, len(pushed) + len(entries), claims, result, landings)
+        operation = UserCall(handle, len(pushed) + len(entries), claims, result, landings)
         parts = [_part(operation, entry, t) for entry, t in zip(entries, hosts, strict=True)]
         with client.queue.together():
             for entry, value, number in pushed:
@@ -569,11 +570,11 @@ class ParameterServer(Naming):
             for part in parts:
                 client.pulls.pull(part, *how)
         if not pushed and not parts:
-            handle.resolve(result())
+            Operation.of(handle).resolve(result())
         return handle
 
 
-def _part(operation: Operation, entry: NameEntry, into: Tensor | None) -> PullPart:
+def _part(operation: UserCall, entry: NameEntry, into: Tensor | None) -> PullPart:
     """Return the pull of one tensor into flat `into`; without it, of an object."""
     if into is None:
         return PullPart(operation, entry, 0)

@@ -19,7 +19,7 @@ from aiodist.backends.inplace import copy
 from aiodist.codecs import ErrorFeedback, Incoming
 from aiodist.communicator.claims import Claim, release
 from aiodist.errors import AiodistError
-from aiodist.handles import Handle
+from aiodist.handles import Handle, Operation
 from aiodist.ps.coalescer import keep
 from aiodist.ps.context import Context
 from aiodist.ps.names import NameEntry
@@ -27,8 +27,8 @@ from aiodist.ps.rules import RULES, Rule
 from aiodist.ps.wire import Way, as_bytes
 
 
-class Operation:
-    """One call of the user's: its handle is settled when all of its parts are over, so that its buffers are free."""
+class UserCall:
+    """A call of the user: its handle is done after all of its parts have ended, when its buffers are free."""
 
     __slots__ = ("_began", "_claims", "_error", "_landings", "_left", "_result", "handle", "seconds", "version")
 
@@ -51,7 +51,7 @@ class Operation:
         self._result = result
         self._error: BaseException | None = None
         self._began = perf_counter()
-        handle.follow("parameter server")
+        Operation.of(handle).follow("parameter server")
         self.seconds = 0.0
         self.version: int | None = None
         """The lowest that a part of it read."""
@@ -77,20 +77,20 @@ class Operation:
         self.seconds = perf_counter() - self._began
         release(self._claims)
         self._claims = ()
-        handle = self.handle
-        handle.version = self.version
-        if handle.done():
+        operation = Operation.of(self.handle)
+        operation.set_version(self.version)
+        if self.handle.done():
             return True
         if self._error is not None:
-            handle.reject(self._error)
+            operation.reject(self._error)
             return True
         try:
             result = None if self._result is None else self._result()
             self._result = None  # it knows the parts, which know this
         except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the operation
-            handle.reject(error)
+            operation.reject(error)
         else:
-            handle.resolve(result)
+            operation.resolve(result)
         return True
 
 
@@ -108,7 +108,7 @@ class PushPart:
 class PullPart:
     """A pull of one tensor, of rows of a table, or of an object."""
 
-    operation: Operation
+    operation: UserCall
     entry: NameEntry
     nbytes: int
     place: Callable[[int], Tensor] | None = None

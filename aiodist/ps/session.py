@@ -27,7 +27,7 @@ from aiodist.errors import (
     OperationTimeout,
     PeerLost,
 )
-from aiodist.handles import Account, Handle, Progress
+from aiodist.handles import Account, Handle, Operation, Progress
 from aiodist.handles.kernel import Program, run
 from aiodist.handles.origin import whence
 from aiodist.handles.progress import transport_lock
@@ -384,24 +384,25 @@ class ParameterServerSession:
         self._seq += 1
         seconds = self.timeout if timeout is None else timeout
         if seconds is not None and seconds < inf:
-            handle.set_deadline(seconds, self.client.late)
+            Operation.of(handle).set_deadline(seconds, self.client.late)
         return handle
 
     def run(self, op: str, make: Callable[[], Program[Any]], timeout: float | None) -> Handle[Any]:
         """Return the handle of the program that `make` returns; it begins after pushes that are being encoded."""
         handle = self.handle(op, 0, timeout)
         self.client.programs.add(handle)
+        operation = Operation.of(handle)
 
         def finish(result: Any, error: BaseException | None) -> None:  # noqa: ANN401
             self.client.programs.discard(handle)
             if handle.done():
                 return
             if error is None:
-                handle.resolve(result)
+                operation.resolve(result)
             elif isinstance(error.__cause__, Freed):  # what runs programs expects none
-                handle.reject(error.__cause__)
+                operation.reject(error.__cause__)
             else:
-                handle.reject(self.client.queue.located(error))
+                operation.reject(self.client.queue.located(error))
 
         self.client.queue.issue((lambda: run(make(), finish),))
         return handle

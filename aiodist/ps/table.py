@@ -12,7 +12,7 @@ from aiodist.backends.inplace import flat, writable
 from aiodist.communicator.claims import Claim, acquire, reading, writing
 from aiodist.handles import Handle, Progress
 from aiodist.ps.names import NameEntry, Names, check_version, checked_as
-from aiodist.ps.requests import Operation, PullPart
+from aiodist.ps.requests import PullPart, UserCall
 from aiodist.ps.rows import ID_BYTES, GroupedIds, TableSpec, grouped, packed_rows
 from aiodist.ps.session import ParameterServerSession
 from aiodist.ps.settings import READS, ReadMode, Synchronous, one_of
@@ -151,7 +151,7 @@ class Table:
             pool.release(came)
             return result
 
-        operation = Operation(handle, 1, claims, over)
+        operation = UserCall(handle, 1, claims, over)
         part = PullPart(operation, self._entry, nbytes, lambda rank: rows[blocks[rank]].view(-1), ids)
         self._session.client.pulls.pull(part, mode, version)
         return handle
@@ -210,7 +210,7 @@ class Table:
             for each in rooms:
                 session.context.pool.release(each)
 
-        operation = Operation(handle, 1, claims, over)
+        operation = UserCall(handle, 1, claims, over)
         own = rule is None and self._spec.optimizer is not None
         number = TABLE if own else session.settings.rule(rule or "add")[0]
         session.client.pushes.push_rows(operation, self._entry, rows.nbytes, pack, number)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from aiodist.backends.base import Done
 from aiodist.errors import AiodistError, CommunicatorError, PeerLost
-from aiodist.handles import Account, Handle
+from aiodist.handles import Account, Handle, Operation
 from aiodist.ps import wire
 from aiodist.ps.context import LIGHT_BYTES, Context, Logged, error_of
 from aiodist.ps.names import NameEntry
-from aiodist.ps.requests import Codes, Operation, PullPart, PushPart, RequestQueue, Sender
+from aiodist.ps.requests import Codes, PullPart, PushPart, RequestQueue, Sender, UserCall
 from aiodist.ps.settings import Span
 from aiodist.ps.wire import FILL, Kind, Reads, Stage, Way
 
@@ -44,7 +44,7 @@ class Pushes:
 
     # --- going up --------------------------------------------------------------------------------------------
 
-    def push(self, operation: Operation, entry: NameEntry, value: Tensor, rule: int, alpha: float) -> None:
+    def push(self, operation: UserCall, entry: NameEntry, value: Tensor, rule: int, alpha: float) -> None:
         """Push flat `value`; copied now where it is small and on the host, else the operation's until it is over."""
         number = self._begin(operation, entry, value.nbytes)
         value, fetch = self._context.staged(value)
@@ -67,7 +67,7 @@ class Pushes:
                 self._encode(number, entry, value.nbytes, lambda: (plain, alpha), rule, fetch)
 
     def push_rows(
-        self, operation: Operation, entry: NameEntry, nbytes: int, pack: Callable[[], Sequence[Tensor]], rule: int
+        self, operation: UserCall, entry: NameEntry, nbytes: int, pack: Callable[[], Sequence[Tensor]], rule: int
     ) -> None:
         """Push `nbytes` of rows of a table; `pack` returns each server's block, in order, in any thread."""
         number = self._begin(operation, entry, nbytes)
@@ -141,7 +141,7 @@ class Pushes:
             ]
         )
 
-    def _begin(self, operation: Operation, entry: NameEntry, nbytes: int) -> int:
+    def _begin(self, operation: UserCall, entry: NameEntry, nbytes: int) -> int:
         """Number a push, and have it wait for the servers of `entry`."""
         number = self._queue.number()
         self._wait(number, entry, partial(self._over, operation))
@@ -225,7 +225,7 @@ class Pushes:
             self._line.popleft()
         self._look()
 
-    def _over(self, operation: Operation, error: BaseException | None) -> None:
+    def _over(self, operation: UserCall, error: BaseException | None) -> None:
         if operation.part_over(error):
             self._context.counts["push_seconds"] += operation.seconds
 
@@ -261,9 +261,9 @@ class Pushes:
             error = self.late_error()
             self._context.progress.post(partial(account.cover, handle.seq))
             if error is None:
-                handle.resolve(None)
+                Operation.of(handle).resolve(None)
             else:
-                handle.reject(error)
+                Operation.of(handle).reject(error)
 
     # --- the end ---------------------------------------------------------------------------------------------
 

@@ -17,14 +17,18 @@ from functools import partial
 from math import inf
 from random import Random
 from time import monotonic, perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
 from aiodist import _core
 from aiodist.communicator.dispatcher import Dispatcher
+from aiodist.handles.operation import Operation
 from aiodist.handles.progress import Progress, transport_lock
 from aiodist.handles.timers import Expiring, Quiet, Timers, is_quiet, may_pass
 from aiodist.watch.stillness import foreign_threads, is_to_be_woken, stands_still
+
+if TYPE_CHECKING:
+    from aiodist.handles import Handle
 
 GRACE_SECONDS = 0.05  # real time for sockets and threads to come with something, before the clock jumps
 _LAST_GRACE_SECONDS = 2.0  # and before it is a deadlock
@@ -307,8 +311,8 @@ class _Deadline(Quiet):
 
     def __call__(self) -> None:
         handle = self._late()
-        if handle is not None and handle.is_pending:
-            handle.expire()
+        if handle is not None and (operation := Operation.of(cast("Handle[Any]", handle))).is_pending:
+            operation.expire()
 
     def is_quiet(self, *, closing: bool) -> bool:
         """See `Quiet`."""

@@ -27,7 +27,7 @@ from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.oplog import OpLog, Record
 from aiodist.communicator.watchdog import Watch
 from aiodist.control.thread import settle_soon
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Handle, Progress, internals
 from aiodist.handles.combinators import EndWaiter
 from aiodist.watch.clock import Clock, Offset
 
@@ -102,7 +102,7 @@ class _Followed:
 
     def time(self, handle: Handle[Any], src: int) -> None:
         """Note how long this receive, which begins, waits for rank `src`."""
-        handle.add_observer(EndWaiter(partial(self._received, src, perf_counter()), lambda *_: None))
+        internals.add_observer(handle, EndWaiter(partial(self._received, src, perf_counter()), lambda *_: None))
 
     def _received(self, src: int, began: float, handle: Handle[Any]) -> None:
         waited = perf_counter() - began

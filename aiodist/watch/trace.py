@@ -27,7 +27,7 @@ from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.names import Named
 from aiodist.communicator.watchdog import Peer
 from aiodist.errors import ConfigError
-from aiodist.handles import Handle, Origin
+from aiodist.handles import Handle, Origin, internals
 from aiodist.handles.tracing import Ended, rank_of_task, tracing
 from aiodist.watch.clock import Clock
 from aiodist.watch.merging import merge, prepare
@@ -216,7 +216,7 @@ class _Operations:
 
     def _over(self, began: float, meets: Peer | Named | None, handle: Handle[Any], way: str = "") -> None:
         comm = self._dispatcher.name
-        details: dict[str, Any] = {"comm": comm, "bytes": handle.nbytes, "at": _line(*handle.raw_origin)}
+        details: dict[str, Any] = {"comm": comm, "bytes": handle.nbytes, "at": _line(*internals.issued_at(handle))}
         if isinstance(meets, Peer):
             details["peer"] = str(meets)
         elif isinstance(meets, Named):

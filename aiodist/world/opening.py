@@ -26,7 +26,7 @@ from aiodist.control import Channel, Exit, connect, exchange, find_hosts, host, 
 from aiodist.control.thread import settle_soon
 from aiodist.env import Environment
 from aiodist.errors import BackendUnavailable, ConfigError, OperationTimeout
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Operation, Progress
 from aiodist.handles.kernel import Program
 from aiodist.handles.kernel import run as run_program
 from aiodist.machine import network
@@ -261,16 +261,16 @@ async def _meet_over(meeting: Introduction, limits: Limits) -> Channel:
 async def _run(program: Program[T]) -> T:
     """Return what a program returns that no communicator issues."""
     progress = Progress.current()
-    handle: Handle[T] = Handle(progress, "rendezvous")
+    operation: Operation[T] = Operation(progress, "rendezvous")
 
     def finish(result: T | None, error: BaseException | None) -> None:
         if result is not None:
-            handle.resolve(result)
+            operation.resolve(result)
         elif error is not None:
-            handle.reject(error)
+            operation.reject(error)
 
     progress.start(partial(run_program, program, finish))
-    return await handle
+    return await operation.handle
 
 
 async def find_topology(place: RankPlace, environment: Environment, limits: Limits) -> Topology:

@@ -35,7 +35,7 @@ from aiodist.errors import (
     PeerError,
     PeerLost,
 )
-from aiodist.handles import Handle, Origin
+from aiodist.handles import Handle, Operation, Origin
 from aiodist.world.generation import RankWorld, WorldOptions
 from aiodist.world.opening import RankPlace, RankSeat, place_on, start_mpi
 
@@ -48,16 +48,6 @@ _LOOK_SECONDS: Final = 0.01
 _MOST_OLD: Final = 4
 _AGAIN_SECONDS: Final = 60.0  # between two reports
 _log = logging.getLogger("aiodist")
-
-
-class _Regrouping(Handle[Communicator]):
-    """Of a `shrink` or `grow`; it keeps what tells who is late."""
-
-    __slots__ = ()
-
-    def late(self) -> dict[int, str]:
-        known: dict[int, str] = {} if self.done() else self.keep
-        return known
 
 
 class Recovery:
@@ -140,32 +130,34 @@ class Recovery:
             if comm.size + joiners > self._most:
                 most = f"the job may have {self._most}"
                 raise ValueError(f"grow({joiners}) of {comm.size} ranks: {most} (aiodist run --elastic MIN:MAX)")
-        handle: Handle[Communicator] = _Regrouping(
-            dispatcher.progress, what, self._world.registry.generation.number, origin=Origin.here(3)
+        number = self._world.registry.generation.number
+        operation: Operation[Communicator] = Operation(
+            dispatcher.progress, what, number, origin=Origin.here(3), polled=False
         )
-        handle.polled, handle.keep = False, {}
         seconds = comm.timeout if timeout is None else timeout
         if seconds is not None:
-            handle.set_deadline(seconds)
-        self._under_way = handle
-        self._task = asyncio.get_running_loop().create_task(self._run(handle, joiners, seconds), name=f"world: {what}")
+            operation.set_deadline(seconds)
+        handle = self._under_way = operation.handle
+        self._task = asyncio.get_running_loop().create_task(
+            self._run(operation, joiners, seconds), name=f"world: {what}"
+        )
         dispatcher.progress.carry_out(handle, self._task)
         return handle
 
-    async def _run(self, handle: Handle[Communicator], joiners: int, seconds: float | None) -> None:
-        asking = asyncio.get_running_loop().create_task(self._ask_who_is_late(handle, seconds))
+    async def _run(self, operation: Operation[Communicator], joiners: int, seconds: float | None) -> None:
+        asking = asyncio.get_running_loop().create_task(self._ask_who_is_late(operation, seconds))
         try:
             made = await (self._grow(joiners) if joiners else self._shrink())
         except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
             self._under_way = None
-            handle.reject(error)
+            operation.reject(error)
         else:
             self._under_way = None
-            handle.resolve(made)
+            operation.resolve(made)
         finally:
             asking.cancel()
 
-    async def _ask_who_is_late(self, handle: Handle[Communicator], seconds: float | None) -> None:
+    async def _ask_who_is_late(self, operation: Operation[Communicator], seconds: float | None) -> None:
         """Know it before a deadline, and report it where the ranks wait for long."""
         loop, report = asyncio.get_running_loop(), self._options.report_after if self._options.alone else None
         told_at = loop.time() if report is None else loop.time() + report
@@ -175,10 +167,13 @@ class Recovery:
                     return
                 await asyncio.sleep(seconds - _LATEST_SECONDS)
             while True:
-                handle.keep = late = dict(await self.channel.request("late"))
+                late = dict(await self.channel.request("late"))
+                operation.set_late(late.copy)
                 if report is not None and loop.time() >= told_at:
                     names = "; ".join(f"rank {rank}: {where}" for rank, where in sorted(late.items()))
-                    _log.warning("rank %d waits in %s: %s", self.channel.rank, handle, names or "all are on their way")
+                    _log.warning(
+                        "rank %d waits in %s: %s", self.channel.rank, operation, names or "all are on their way"
+                    )
                     told_at += _AGAIN_SECONDS
                 if not self._options.alone:
                     return

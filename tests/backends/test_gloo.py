@@ -31,7 +31,7 @@ from aiodist.backends import gloo
 from aiodist.backends.gloo import library, wire
 from aiodist.collectives.arithmetic import combine
 from aiodist.errors import BackendError, OperationTimeout
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Handle, Operation, Progress
 from aiodist.testing.seams.channel import in_process
 from aiodist.testing.seams.progress import progress_thread, transport_lock
 from aiodist.testing.seams.transport import Wanted
@@ -72,16 +72,16 @@ async def worlds(size: int) -> AsyncIterator[list[gloo.GlooTransport]]:
 def start(call: Callable[[Done], None]) -> Handle[None]:
     """Issue `call` as the layers above do."""
     progress = Progress.current()
-    handle: Handle[None] = Handle(progress, "test")
+    operation: Operation[None] = Operation(progress, "test")
 
     def done(error: BaseException | None) -> None:
         if error is None:
-            handle.resolve(None)
+            operation.resolve(None)
         else:
-            handle.reject(error)
+            operation.reject(error)
 
     progress.start(lambda: call(done))
-    return handle
+    return operation.handle
 
 
 def send(transport: Transport, t: Tensor, dst: int, tag: int = 5) -> Handle[None]:
@@ -429,7 +429,7 @@ def run_ranks(size: int, body: str, place: Path, expect: Sequence[int] | None = 
         from aiodist.backends import gloo
         from aiodist.control import connect
         from aiodist.errors import BackendError, OperationTimeout
-        from aiodist.handles import Handle, Progress
+        from aiodist.handles import Operation, Progress
         from aiodist.backends.base import Primitive
         from aiodist.types import ANY
         torch.set_num_threads(1)
@@ -437,9 +437,9 @@ def run_ranks(size: int, body: str, place: Path, expect: Sequence[int] | None = 
 
         def start(call):
             progress = Progress.current()
-            handle = Handle(progress, "test")
-            progress.start(lambda: call(lambda e: handle.resolve(None) if e is None else handle.reject(e)))
-            return handle
+            made = Operation(progress, "test")
+            progress.start(lambda: call(lambda e: made.resolve(None) if e is None else made.reject(e)))
+            return made.handle
 
         async def main():
             channel = await connect(address, rank=rank, size=size, timeout=30)

@@ -22,7 +22,7 @@ from aiodist import (
     init,
 )
 from aiodist.communicator import parts_of
-from aiodist.handles import from_source
+from aiodist.handles import from_source, internals
 from aiodist.testing import kill_rank, run_ranks
 from aiodist.testing.seams.world import Limits, opened
 
@@ -67,7 +67,7 @@ class Quitter:
 async def given_up() -> None:
     async with init() as coll:
         ready = from_source(Ready(), "ready")
-        ready.add_waiter(Quitter(coll))
+        internals.add_waiter(ready, Quitter(coll))
         assert await asyncio.wait_for(ready, 10) >= 2
         await coll.allreduce(1)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from aiodist.handles import Handle, Origin, Progress, from_future
+from aiodist.handles import Handle, Operation, Origin, Progress, from_future
 from aiodist.streams import HostStream
 
 Until = Callable[[Callable[[], object]], Awaitable[None]]
@@ -53,9 +53,9 @@ class Transport:
         for request in over:
             self.requests.remove(request)
             if isinstance(request.outcome, BaseException):
-                request.handle.reject(request.outcome)
+                Operation.of(request.handle).reject(request.outcome)
             else:
-                request.handle.resolve(request.outcome)
+                Operation.of(request.handle).resolve(request.outcome)
         return bool(over)
 
     def issue(
@@ -77,7 +77,7 @@ class Transport:
 
 
 @dataclass
-class Operation:
+class Issued:
     """An operation in flight, with the means to end it."""
 
     handle: Handle[Any]
@@ -101,9 +101,9 @@ class Bench:
         self.transport = Transport()
         self._futures: list[concurrent.futures.Future[Any]] = []
 
-    async def issue(self) -> Operation:
+    async def issue(self) -> Issued:
         """Return an operation that runs until the test ends it."""
-        operation: Operation = await getattr(self, f"_{self.kind}")()
+        operation: Issued = await getattr(self, f"_{self.kind}")()
         return operation
 
     async def ended(self, value: object = None) -> Handle[Any]:
@@ -113,16 +113,16 @@ class Bench:
         await self._until(operation.handle.done)
         return operation.handle
 
-    async def _polled(self) -> Operation:
+    async def _polled(self) -> Issued:
         request = self.transport.issue(go=False)
 
         def end(outcome: object) -> None:
             request.outcome = outcome
             request.go = True
 
-        return Operation(request.handle, end)
+        return Issued(request.handle, end)
 
-    async def _future(self) -> Operation:
+    async def _future(self) -> Issued:
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
 
@@ -130,9 +130,9 @@ class Bench:
             settle = future.set_exception if isinstance(outcome, BaseException) else future.set_result
             threading.Thread(target=settle, args=(outcome,)).start()
 
-        return Operation(from_future(future), end)
+        return Issued(from_future(future), end)
 
-    async def _stream(self) -> Operation:
+    async def _stream(self) -> Issued:
         stream = await self._stack.enter_async_context(HostStream("bench"))
         begun, go = threading.Event(), threading.Event()
         outcomes: list[object] = []
@@ -151,7 +151,7 @@ class Bench:
         self._stack.callback(end, None)  # should the test not come to it
         handle = stream.submit(work)
         await asyncio.to_thread(begun.wait, 10)
-        return Operation(handle, end)
+        return Issued(handle, end)
 
 
 @pytest.fixture

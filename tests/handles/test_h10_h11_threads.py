@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aiodist.errors import OperationTimeout
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Operation, Progress
 from aiodist.streams import HostStream
 from tests.support.blocking import blocked_until, rounds
 
@@ -70,8 +70,8 @@ async def test_h10_two_threads_that_begin_to_wait_at_once(monkeypatch: pytest.Mo
     """Were each to make an event of its own, one of them would never be told."""
     both = threading.Barrier(2)
     seen: list[int] = []
-    handle: Handle[int] = Handle(Progress.current(), "raced")
-    handle.polled = False
+    operation: Operation[int] = Operation(Progress.current(), "raced", polled=False)
+    handle = operation.handle
 
     def waits(thread: threading.Thread) -> bool:
         return sys._current_frames()[thread.ident or 0].f_code is threading.Condition.wait.__code__
@@ -89,7 +89,7 @@ async def test_h10_two_threads_that_begin_to_wait_at_once(monkeypatch: pytest.Mo
         thread.start()
     await until(lambda: all(map(waits, threads)))
     monkeypatch.undo()
-    handle.resolve(1)
+    operation.resolve(1)
     for thread in threads:
         thread.join(10)
     assert seen == [1, 1]
@@ -159,7 +159,7 @@ async def test_h11_an_error_orders_as_well_and_poisons_nothing(bench: Any) -> No
 
 async def test_h11_a_passed_deadline_neither_lets_the_stream_go_nor_is_lost(bench: Any) -> None:
     operation = await bench.issue()
-    operation.handle.set_deadline(0.0)
+    Operation.of(operation.handle).set_deadline(0.0)
     async with HostStream() as stream:
         operation.handle.wait_stream(stream)
         after = stream.submit(int)

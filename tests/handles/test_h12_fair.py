@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from aiodist.handles import Handle, Progress, from_future
+from aiodist.handles import Handle, Operation, Progress, from_future
 from aiodist.streams import HostStream
 from aiodist.testing.seams.progress import ProgressThread, own_thread, progress_thread
 from tests.support.blocking import blocked_until, noted_pauses
@@ -40,7 +40,7 @@ async def _ticks_during(storm: Callable[[], Awaitable[None]], seconds: float = 0
 
 async def test_h12_a_storm_of_finished_awaits_lets_a_ticker_tick(transport: Any) -> None:
     handle: Handle[int] = Handle(transport.progress, "done")
-    handle.resolve(1)
+    Operation.of(handle).resolve(1)
 
     async def storm() -> None:
         await handle
@@ -120,7 +120,7 @@ async def test_h12_completions_reach_the_loop_in_batches(transport: Any, monkeyp
 
     def settle() -> None:
         for handle in handles:
-            handle.resolve(1)
+            Operation.of(handle).resolve(1)
 
     await asyncio.to_thread(settle)
     assert await asyncio.gather(*waiting) == [1] * 500

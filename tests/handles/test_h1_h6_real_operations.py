@@ -12,6 +12,7 @@ from torch import Tensor
 
 import aiodist
 from aiodist import Communicator, Handle
+from aiodist.handles import Operation, internals
 from tests.support.blocking import blocked_until
 from tests.support.giving_up import cancelled_task, gathered, task_group, wait_for
 
@@ -173,7 +174,13 @@ async def test_h2_h3_done_means_data_and_it_completes_once(coll: Communicator, k
         await asking.finish()
         await asking.over(handle)
         assert asking.right[0](handle.result())
-        for settle in (lambda: handle.resolve(2), lambda: handle.reject(ValueError()), handle.set_cancelled):
+        operation: Operation[Any] = Operation.of(handle)
+        settles: list[Callable[[], None]] = [
+            lambda: operation.resolve(2),
+            lambda: operation.reject(ValueError()),
+            operation.cancel,
+        ]
+        for settle in settles:
             with pytest.raises(asyncio.InvalidStateError, match="done already"):
                 settle()
         assert not handle.cancel()
@@ -264,11 +271,11 @@ async def test_h6_a_cancelled_wait_leaves_the_transfer(coll: Communicator, kind:
     async def ask(asking: Asking) -> None:
         handle = asking.issue()
         for give_up in (cancelled_task, wait_for, _timeout, gathered, task_group):
-            kept = handle.keep
+            pending = internals.unfinished(handle)
             await give_up(handle)
             assert not handle.done()
             assert not handle.cancelled()
-            assert handle.keep is kept
+            assert internals.unfinished(handle) == pending != []
         await asking.finish()
         assert asking.right[0](await asyncio.wait_for(handle, 20))
 

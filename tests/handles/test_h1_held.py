@@ -11,7 +11,7 @@ from weakref import ref
 
 import pytest
 
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Handle, Operation, Progress
 from tests.support.blocking import blocked_until
 
 
@@ -22,7 +22,7 @@ class Device:
 
     def __init__(self, progress: Progress) -> None:
         self.over = threading.Event()
-        self._pending: list[Handle[None]] = []
+        self._pending: list[Operation[None]] = []
         progress.add_poller(self)
 
     def __len__(self) -> int:
@@ -31,16 +31,16 @@ class Device:
     def poll(self, until: float = 0.0) -> bool:
         if not self._pending or not self.over.is_set():
             return False
-        for handle in self._pending:
-            handle.resolve(None)
+        for operation in self._pending:
+            operation.resolve(None)
         self._pending.clear()
         return True
 
     def submit(self, progress: Progress, keep: object) -> Handle[None]:
-        handle: Handle[None] = Handle(progress, "work")
-        handle.keep = keep
-        progress.start(lambda: self._pending.append(handle))
-        return handle
+        operation: Operation[None] = Operation(progress, "work")
+        operation.keep(keep)
+        progress.start(lambda: self._pending.append(operation))
+        return operation.handle
 
 
 class Buffer:

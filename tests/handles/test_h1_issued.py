@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Handle, Operation, Progress, internals
 from aiodist.testing.seams.progress import progress_thread, transport_lock
 from tests.support.blocking import blocked_until
 
@@ -75,7 +75,7 @@ async def test_h1_large_transfers_are_started_by_the_progress_thread(transport: 
 
     def call() -> None:
         seen.append(threading.current_thread().name)
-        handle.resolve(None)
+        Operation.of(handle).resolve(None)
 
     progress.start_in_thread(call)
     assert _block_until(handle.done)
@@ -150,7 +150,7 @@ async def test_h1_what_a_thread_of_a_transport_begins_is_driven(until: Any) -> N
         def poll(self, until: float = 0.0) -> bool:
             if self.pending:
                 self.pending = 0
-                handle.resolve(None)
+                Operation.of(handle).resolve(None)
             return True
 
     events = Events()
@@ -176,11 +176,11 @@ async def test_h1_a_callback_that_fails_keeps_no_other_from_being_told(
     progress = Progress.current()
     first: Handle[int] = Handle(progress, "first")
     second: Handle[int] = Handle(progress, "second")
-    first.add_waiter(Bad())
+    internals.add_waiter(first, Bad())
     waiting = asyncio.ensure_future(asyncio.wait_for(second, 10))
     await asyncio.sleep(0)
     for handle in (first, second):
-        thread = threading.Thread(target=handle.resolve, args=(1,))
+        thread = threading.Thread(target=Operation.of(handle).resolve, args=(1,))
         thread.start()
         thread.join()  # both lie in one batch, since the loop has not run
     assert await waiting == 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aiodist import _core
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Handle, Operation, Progress
 from aiodist.testing.seams.progress import ProgressThread, own_thread, transport_lock
 from tests.support.blocking import blocked_until
 
@@ -44,7 +44,7 @@ class TwoSteps:
         elif self._requests == [2] and not on_loop:
             self._requests.clear()
             self.progress.add_large(-1)
-            self.handle.resolve("both")
+            Operation.of(self.handle).resolve("both")
         return True
 
 

@@ -6,13 +6,14 @@ import asyncio
 import contextvars
 import random
 import threading
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
 
-from aiodist.handles import Handle, Progress, from_source
+from aiodist.handles import Handle, Operation, Progress, from_source
 from aiodist.streams import HostStream
 
 pytestmark = pytest.mark.timeout(30)
@@ -60,7 +61,7 @@ async def test_h2_buffers_are_owned_until_it_is_over_and_no_longer(bench: Any) -
     handle = operation.handle
     owned = Owned()
     gone = ref(owned)
-    handle.keep = (handle.keep, owned)
+    Operation.of(handle).keep(owned)
     del owned
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(handle, 0.01)
@@ -91,7 +92,8 @@ async def test_h2_a_stream_lets_go_of_arguments_and_results() -> None:
 
 async def test_h3_completes_once(bench: Any) -> None:
     handle = await bench.ended(1)
-    for settle in (lambda: handle.resolve(2), lambda: handle.reject(ValueError()), handle.set_cancelled):
+    operation: Operation[int] = Operation.of(handle)
+    for settle in (partial(operation.resolve, 2), partial(operation.reject, ValueError()), operation.cancel):
         with pytest.raises(asyncio.InvalidStateError, match="done already"):
             settle()
     assert not handle.cancel()
@@ -198,9 +200,9 @@ async def test_h4_settled_from_a_thread_while_awaiters_come(transport: Any) -> N
     """No wake-up is lost between the thread that settles and the loop that begins to wait."""
     progress = Progress.current()
     for _ in range(300):
-        handle: Handle[int] = Handle(progress, "raced")
-        handle.polled = False
-        thread = threading.Thread(target=handle.resolve, args=(1,))
+        operation: Operation[int] = Operation(progress, "raced", polled=False)
+        handle = operation.handle
+        thread = threading.Thread(target=operation.resolve, args=(1,))
         thread.start()
         assert await asyncio.wait_for(asyncio.gather(*[_value(handle) for _ in range(2)]), 10) == [1, 1]
         thread.join()

@@ -10,7 +10,7 @@ import anyio.lowlevel
 import pytest
 
 import aiodist.handles
-from aiodist.handles import Progress
+from aiodist.handles import Progress, internals
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -238,7 +238,7 @@ async def test_h5_what_was_over_before_our_as_completed_counts_as_awaited(bench:
     await until(lambda: all(o.handle.done() for o in operations))  # an await would not show it
     seen = [handle async for handle in aiodist.handles.as_completed([o.handle for o in operations])]
     assert len(seen) == 3
-    assert all(handle.consumed for handle in seen)
+    assert all(internals.is_retrieved(handle) for handle in seen)
 
 
 async def test_h5_leaving_our_as_completed_early_forgets_its_waiters(bench: Any) -> None:
@@ -248,7 +248,7 @@ async def test_h5_leaving_our_as_completed_early_forgets_its_waiters(bench: Any)
     async for _ in iterator:
         break
     await iterator.aclose()
-    assert not operations[1].handle.awaited
+    assert not internals.is_awaited(operations[1].handle)
     _finish(operations[1:])
     await aiodist.handles.gather(*[o.handle for o in operations[1:]])
 

@@ -7,16 +7,21 @@ import concurrent.futures
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
+from weakref import ref
 
 import anyio
 import pytest
 
 import aiodist.handles
-from aiodist.handles import Handle, from_future
+from aiodist.handles import Handle, Operation, from_future, internals
 from aiodist.streams import HostStream
 from tests.support.giving_up import cancelled_task, gathered, task_group, wait_for
 
 pytestmark = pytest.mark.timeout(30)
+
+
+class Owned:
+    """Stands for a buffer."""
 
 
 async def _timeout(handle: Handle[Any]) -> None:
@@ -40,11 +45,14 @@ async def test_h6_cancelled_wait_leaves_the_transfer(
 ) -> None:
     operation = await bench.issue()
     handle = operation.handle
-    kept = handle.keep
+    owned = Owned()
+    gone = ref(owned)
+    Operation.of(handle).keep(owned)
+    del owned
     await give_up(handle)
     assert not handle.done()
     assert not handle.cancelled()
-    assert handle.keep is kept
+    assert gone() is not None
     operation.finish("arrived")
     assert await asyncio.wait_for(handle, 10) == "arrived"
 
@@ -118,6 +126,6 @@ async def test_h6_a_thousand_cancelled_waits_leave_nothing_behind(bench: Any) ->
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
-    assert not operation.handle.awaited
+    assert not internals.is_awaited(operation.handle)
     operation.finish()
     await operation.handle

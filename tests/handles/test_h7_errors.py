@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import aiodist.handles
-from aiodist.handles import Account, Handle, Origin, Progress, from_future
+from aiodist.handles import Account, Handle, Operation, Origin, Progress, from_future
 from aiodist.streams import HostStream
 from tests.support.hearing import heard
 
@@ -194,7 +194,7 @@ async def test_h7_nothing_is_raised_by_the_garbage_collector(reports: list[dict[
     """Warnings are errors in this run, and an error in `__del__` would fail it."""
     progress = Progress.current()
     handle: Handle[int] = Handle(progress, "allreduce", origin=Origin.here(1))
-    handle.resolve(1)
+    Operation.of(handle).resolve(1)
     del handle
     gc.collect()
     await asyncio.sleep(0)
@@ -211,9 +211,9 @@ def test_h7_dropped_after_the_loop_closed() -> None:
         for outcome in (ValueError("no"), None):
             handle: Handle[Any] = Handle(Progress.current(), "allreduce", account=Account(loop, prompt=True))
             if outcome:
-                handle.reject(outcome)
+                Operation.of(handle).reject(outcome)
             else:
-                handle.resolve(1)
+                Operation.of(handle).resolve(1)
             held.append(handle)
 
     seen: list[Any] = []
@@ -243,12 +243,12 @@ async def test_h7_memory_is_flat_after_ten_thousand_handles(bench: Any) -> None:
     async def some(count: int) -> None:
         for i in range(count):
             handle: Handle[int] = Handle(progress, "allreduce", origin=Origin.here(1))
-            handle.set_deadline(1000.0)
+            Operation.of(handle).set_deadline(1000.0)
             waiting = asyncio.ensure_future(handle) if i % 10 == 0 else handle
             if i % 3:
-                handle.resolve(i)
+                Operation.of(handle).resolve(i)
             else:
-                handle.reject(ValueError(i))
+                Operation.of(handle).reject(ValueError(i))
             await asyncio.gather(waiting, return_exceptions=True)
 
     await some(500)

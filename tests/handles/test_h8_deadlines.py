@@ -13,7 +13,7 @@ import pytest
 
 import aiodist.handles
 from aiodist.errors import OperationTimeout
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Handle, Operation, Progress
 
 pytestmark = pytest.mark.timeout(30)
 LATE = {1: "at train.py:7", 3: "at train.py:9"}
@@ -21,7 +21,7 @@ LATE = {1: "at train.py:7", 3: "at train.py:9"}
 
 async def test_h8_a_deadline_is_raised_by_the_await_and_the_operation_goes_on(bench: Any) -> None:
     operation = await bench.issue()
-    operation.handle.set_deadline(0.01, lambda: LATE)
+    Operation.of(operation.handle).set_deadline(0.01, lambda: LATE)
     with pytest.raises(OperationTimeout, match=r"continues; late: rank 1 \(at train.py:7\), rank 3") as caught:
         await operation.handle
     assert caught.value.late == LATE
@@ -32,7 +32,7 @@ async def test_h8_a_deadline_is_raised_by_the_await_and_the_operation_goes_on(be
 
 async def test_h8_every_awaiter_is_told(bench: Any) -> None:
     operation = await bench.issue()
-    operation.handle.set_deadline(0.01)
+    Operation.of(operation.handle).set_deadline(0.01)
     tasks = [asyncio.ensure_future(operation.handle) for _ in range(3)]
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(o) for o in outcomes] == [OperationTimeout] * 3
@@ -43,7 +43,7 @@ async def test_h8_every_awaiter_is_told(bench: Any) -> None:
 async def test_h8_a_deadline_that_passed_unseen_is_told_to_the_next(bench: Any, until: Any) -> None:
     for wait in (lambda h: h, aiodist.handles.gather, _first):
         operation = await bench.issue()
-        operation.handle.set_deadline(0.0)
+        Operation.of(operation.handle).set_deadline(0.0)
         await until(lambda: not Progress.current().timers)
         with pytest.raises(OperationTimeout):
             await asyncio.wait_for(wait(operation.handle), 10)
@@ -58,7 +58,7 @@ async def _first(handle: Handle[Any]) -> None:
 
 async def test_h8_deadlines_of_members_reach_the_gather(bench: Any) -> None:
     fast, slow = await bench.issue(), await bench.issue()
-    slow.handle.set_deadline(0.02)
+    Operation.of(slow.handle).set_deadline(0.02)
     first = aiodist.handles.gather(fast.handle, slow.handle)
     every = aiodist.handles.gather(fast.handle, slow.handle, return_exceptions=True)
     fast.finish("x")
@@ -73,7 +73,7 @@ async def test_h8_deadlines_of_members_reach_the_gather(bench: Any) -> None:
 
 async def test_h8_done_in_time_raises_nothing(bench: Any) -> None:
     operation = await bench.issue()
-    operation.handle.set_deadline(10.0)
+    Operation.of(operation.handle).set_deadline(10.0)
     operation.finish("x")
     assert await operation.handle == "x"
 
@@ -82,10 +82,10 @@ async def test_h8_what_is_no_time_is_a_mistake(transport: Any) -> None:
     handle: Handle[None] = Handle(transport.progress, "allreduce")
     for given in (-1, math.nan):
         with pytest.raises(ValueError, match=f"timeout={given}: expected seconds"):
-            handle.set_deadline(given)
+            Operation.of(handle).set_deadline(given)
     for wrong in ("3", True, [1]):
         with pytest.raises(TypeError, match=rf"timeout is {type(wrong).__name__}: expected seconds"):
-            handle.set_deadline(wrong)  # type: ignore[arg-type]
+            Operation.of(handle).set_deadline(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout=nan: expected seconds"):
         aiodist.handles.timeout(math.nan)
     with pytest.raises(TypeError, match="timeout is str"):
@@ -93,7 +93,7 @@ async def test_h8_what_is_no_time_is_a_mistake(transport: Any) -> None:
     with pytest.raises(ValueError, match="timeout=nan: expected seconds"):
         await asyncio.to_thread(handle.wait, math.nan)
     later: Handle[None] = Handle(transport.progress, "allreduce")
-    later.set_deadline(0.01)
+    Operation.of(later).set_deadline(0.01)
     with pytest.raises(OperationTimeout):
         await asyncio.wait_for(later, 10)
 
@@ -101,7 +101,7 @@ async def test_h8_what_is_no_time_is_a_mistake(transport: Any) -> None:
 async def test_h8_deadlines_are_told_in_order_and_of_all(transport: Any) -> None:
     requests = [transport.issue(go=False) for _ in range(100)]
     for i, request in enumerate(requests):
-        request.handle.set_deadline(0.001 * ((i * 37) % 50))
+        Operation.of(request.handle).set_deadline(0.001 * ((i * 37) % 50))
     waits = [asyncio.wait_for(r.handle, 10) for r in requests]
     outcomes = await asyncio.gather(*waits, return_exceptions=True)
     assert {type(o) for o in outcomes} == {OperationTimeout}
@@ -114,13 +114,13 @@ async def test_h8_long_deadlines_of_what_is_over_cost_no_memory(transport: Any) 
     progress = Progress.current()
     for _ in range(5000):
         handle: Handle[None] = Handle(progress, "allreduce")
-        handle.set_deadline(3600.0)
-        handle.resolve(None)
+        Operation.of(handle).set_deadline(3600.0)
+        Operation.of(handle).resolve(None)
         handle.result()
     assert len(progress.timers) <= 64
     held = [transport.issue(go=False) for _ in range(200)]
     for request in held:
-        request.handle.set_deadline(3600.0)
+        Operation.of(request.handle).set_deadline(3600.0)
     assert len(progress.timers) <= 2 * 264
     for request in held:
         request.go = True
@@ -130,7 +130,7 @@ async def test_h8_long_deadlines_of_what_is_over_cost_no_memory(transport: Any) 
 
 async def test_h8_timeout_names_what_is_pending_and_who_is_late(bench: Any) -> None:
     first, second = await bench.issue(), await bench.issue()
-    second.handle.set_deadline(100, lambda: LATE)
+    Operation.of(second.handle).set_deadline(100, lambda: LATE)
     with pytest.raises(OperationTimeout) as caught:
         async with aiodist.handles.timeout(0.5):
             await asyncio.gather(first.handle, second.handle)
@@ -146,8 +146,9 @@ async def test_h8_timeout_names_what_is_pending_and_who_is_late(bench: Any) -> N
 
 async def test_h8_timeout_names_the_members_of_a_gather(bench: Any) -> None:
     first, second = await bench.issue(), await bench.issue()
-    second.handle.set_deadline(100, lambda: LATE)
-    first.handle.seq, second.handle.seq = 1, 2
+    Operation.of(second.handle).set_deadline(100, lambda: LATE)
+    Operation.of(first.handle).set_name("first")
+    Operation.of(second.handle).set_name("second")
     first.finish()
     await first.handle
     with pytest.raises(OperationTimeout) as caught:
@@ -228,7 +229,7 @@ async def test_h8_asyncio_timeout_finds_a_note_on_its_cause(bench: Any) -> None:
 
 async def test_h8_a_deadline_in_a_waiting_thread(bench: Any) -> None:
     operation = await bench.issue()
-    operation.handle.set_deadline(0.02)
+    Operation.of(operation.handle).set_deadline(0.02)
     with pytest.raises(OperationTimeout, match="continues"):
         await asyncio.to_thread(operation.handle.wait)
     operation.finish("x")
@@ -239,7 +240,7 @@ async def test_h8_a_number_of_numpy_is_as_long_as_it_says(bench: Any) -> None:
     """In its own precision it would end before the clock's next number that it knows, or long behind."""
     operation = await bench.issue()
     began = time.monotonic()
-    operation.handle.set_deadline(np.float16(0.0625))
+    Operation.of(operation.handle).set_deadline(np.float16(0.0625))  # type: ignore[arg-type]
     with pytest.raises(OperationTimeout):
         await operation.handle
     with pytest.raises(OperationTimeout):

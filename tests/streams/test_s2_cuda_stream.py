@@ -16,7 +16,7 @@ import torch
 
 from aiodist import gather
 from aiodist.errors import AiodistError
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Handle, Operation, Progress
 from aiodist.streams import CudaStream, Events, HostStream, event_handle
 from aiodist.testing.seams.progress import transport_lock
 from tests.support.simulated_cuda.device import SimulatedCuda
@@ -127,7 +127,7 @@ async def test_h11_what_ends_on_the_host_is_waited_for_elsewhere() -> None:
     with pytest.raises(RuntimeError, match="ends on the host: await it before <CudaStream 'compute'"):
         handle.wait_stream(stream)
     waited = asyncio.create_task(asyncio.to_thread(handle.wait_stream, stream))
-    handle.resolve(None)
+    Operation.of(handle).resolve(None)
     await waited
 
 

@@ -16,6 +16,7 @@ import torch
 import aiodist
 from aiodist import Communicator
 from aiodist.communicator import parts_of
+from aiodist.handles import internals
 from aiodist.ps import ParameterServer
 from aiodist.testing import run_ranks
 from aiodist.testing.seams.carriers import LocalTransport
@@ -347,7 +348,7 @@ async def test_w10_a_message_that_is_held_is_asked_about(coll: Communicator, det
         if detached:
             held.detach()
         await asyncio.sleep(5)
-        late = held.late()
+        late = internals.late_ranks(held)
         assert list(late) == ([] if detached else [1])
         assert detached or "it is at" in late[1]
         await aiodist.gather(held)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import aiodist
 from aiodist import Communicator, DeadlockError
 from aiodist.engine import Engine
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Handle, Operation, Progress
 from aiodist.nn import DataParallel, LocalSGD, PipelinedOptimizer, ShardedOptimizer, SyncBatchNorm
 from aiodist.streams import HostStream
 from aiodist.testing import run_ranks
@@ -239,10 +239,9 @@ def _slow(net: DataParallel, delays: Delays, looks: Looks) -> Callable[[Tensor],
     loop, progress, be_slow = asyncio.get_running_loop(), Progress.current(), partial(looks.block, slow=True)
 
     def by_timer() -> Handle[None]:
-        told: Handle[None] = Handle(progress, "timer")
-        told.polled = False
+        told: Operation[None] = Operation(progress, "timer", polled=False)
         loop.call_soon_threadsafe(loop.call_later, SLOW, told.resolve, None)
-        return told
+        return told.handle
 
     def forward(x: Tensor) -> Tensor:
         if delays.forward:

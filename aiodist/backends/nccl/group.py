@@ -19,7 +19,7 @@ from aiodist.backends.base import Done, again, started
 from aiodist.backends.nccl.launch_order import LaunchOrder, LaunchSlot
 from aiodist.backends.nccl.library import ID_BYTES, IN_PROGRESS, SUCCESS, Library
 from aiodist.errors import BackendError
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Operation, Progress
 from aiodist.streams import OnStream, Staging
 from aiodist.streams.current import device_index
 
@@ -404,9 +404,9 @@ class NcclGroups:
     async def release(self, group: NcclGroup, *, drained: bool) -> None:
         """Release `group`, see there, and wait until that is over; `of` makes a new one from now on."""
         self._groups = {key: known for key, known in self._groups.items() if known is not group}
-        ended: Handle[None] = Handle(self._progress, "release")
+        ended: Operation[None] = Operation(self._progress, "release")
         self._progress.start(partial(group.release, lambda _: ended.resolve(None), drained=drained))
-        await ended
+        await ended.handle
         self._polled = tuple([known for known in self._polled if known is not group])
 
     async def aclose(self, *, drained: bool) -> None:

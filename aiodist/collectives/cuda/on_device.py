@@ -11,7 +11,7 @@ import torch
 
 from aiodist.backends.base import Done
 from aiodist.collectives.lockstep import meet
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Handle, Operation, Progress
 from aiodist.handles.kernel import Nested, Program, Transfer, transfers
 from aiodist.streams import Events, Fence, OnStream, lend
 from aiodist.streams.events import device_error, idle
@@ -192,7 +192,7 @@ def attach(handle: Handle[Any], works: Sequence[DeviceWork], tensors: object) ->
     for work in works:
         work.keep = tensors
     if works and not handle.done():
-        handle.fence = works[0].fence if len(works) == 1 else _Fences([work.fence for work in works])
+        Operation.of(handle).set_fence(works[0].fence if len(works) == 1 else _Fences([work.fence for work in works]))
 
 
 class _Fences:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 import aiodist
+from aiodist.handles import internals
 from aiodist.testing.seams.world import Limits, opened
 from tests.support.blocking import blocked_until
 from tests.support.programs import say
@@ -231,7 +232,7 @@ async def in_flight(then: Callable[[], object], *, goes_on: bool = False) -> Non
     handles = [coll.allreduce(t) for t in ts]
     if coll.rank == 0 and not goes_on and then is not nothing:  # one that the other rank does not
         handles.append(coll.allreduce(torch.ones(1)))
-    say("in flight:", any(handle.is_pending for handle in handles))
+    say("in flight:", any(internals.is_pending(handle) for handle in handles))
     meet(coll, "issued")
     then()
     if then is nothing:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from aiodist import Communicator
-from aiodist.handles import Handle, Progress
+from aiodist.handles import Handle, Operation, Progress
 from aiodist.nn import DataParallel, PipelinedOptimizer
 from aiodist.testing.seams.progress import reducer_of
 from aiodist.types import Op
@@ -31,7 +31,7 @@ class Held:
         self.issued: list[int] = []
         """How many elements each reduction had that was issued."""
         self._made = reducer_of(net).data.allreduce
-        self._held: list[tuple[Handle[Any], Handle[None]]] = []
+        self._held: list[tuple[Handle[Any], Operation[None]]] = []
         vars(reducer_of(net).data)["allreduce"] = self._allreduce
 
     def __len__(self) -> int:
@@ -44,10 +44,9 @@ class Held:
         made: Handle[Any] = self._made(t, op)
         if not self.holding(t):
             return made
-        told: Handle[None] = Handle(Progress.current(), "held")
-        told.polled = False
+        told: Operation[None] = Operation(Progress.current(), "held", polled=False)
         self._held.append((made, told))
-        return told
+        return told.handle
 
     def release(self) -> None:
         held, self._held = self._held, []
@@ -60,8 +59,8 @@ class Held:
         self.release()
 
 
-def _pass_on(told: Handle[None], made: Handle[Any]) -> None:
-    error = made.outcome_error()
+def _pass_on(told: Operation[None], made: Handle[Any]) -> None:
+    error = made.exception()
     if error is None:
         told.resolve(None)
     else:

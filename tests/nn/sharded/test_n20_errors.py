@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 import aiodist
 from aiodist import Communicator
 from aiodist.codecs import BFloat16
+from aiodist.handles import Operation
 from aiodist.nn import DataParallel, PipelinedOptimizer, ShardedOptimizer, assert_synchronized
 from aiodist.testing.seams.progress import reducer_of
 from tests.nn.conftest import Trial
@@ -169,7 +170,7 @@ async def test_n20_forward_waits_in_each_layer_for_its_own_parameters(coll: Comm
     def gather(own: Tensor, out: Tensor) -> Any:
         if out.numel() not in (22, 4):  # those of the last layer, in two shards
             return usual(own, out=out)
-        late: aiodist.Handle[Any] = aiodist.Handle(reducer_of(net).progress, "late")
+        late: Operation[Any] = Operation(reducer_of(net).progress, "late")
 
         async def go_on() -> None:
             await held.wait()
@@ -177,7 +178,7 @@ async def test_n20_forward_waits_in_each_layer_for_its_own_parameters(coll: Comm
             late.resolve(None)
 
         tasks.append(asyncio.ensure_future(go_on()))
-        return late
+        return late.handle
 
     tasks: list[Any] = []
     vars(reducer_of(net).data)["allgather"] = gather

@@ -1,0 +1,131 @@
+"""Functions of the runtime on a handle, which users do not have: what it waits for, and other ways to wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from aiodist.handles.handle import Fence, Handle, Waiter
+from aiodist.handles.state import details, late_ranks, plight, unfinished
+
+if TYPE_CHECKING:
+    from types import CodeType
+
+    from aiodist.handles.progress import Progress
+
+__all__ = [
+    "add_observer",
+    "add_waiter",
+    "block",
+    "block_unless",
+    "check_loop",
+    "details",
+    "error_of",
+    "fence_of",
+    "is_awaited",
+    "is_detached",
+    "is_pending",
+    "is_retrieved",
+    "issued_at",
+    "late_ranks",
+    "name_of",
+    "plight",
+    "remove_waiter",
+    "seconds_left",
+    "unfinished",
+    "was_looked_at",
+]
+
+
+def is_pending(handle: Handle[Any]) -> bool:
+    """Return True until it is done; unlike `Handle.done` it is no sign that the program waits."""
+    return handle._is_pending
+
+
+def error_of(handle: Handle[Any]) -> BaseException | None:
+    """Return the error that awaiting this finished handle raises, a `CancelledError` too; None for a result."""
+    return handle._error()
+
+
+def fence_of(handle: Handle[Any]) -> Fence | None:
+    """Return its place on a device; None if it has none, or is done."""
+    fence: Fence | None = handle._fence
+    return fence
+
+
+def issued_at(handle: Handle[Any]) -> tuple[CodeType, int]:
+    """Return the code and the instruction that issued it."""
+    assert handle._origin is not None
+    return handle._origin
+
+
+def name_of(handle: Handle[Any]) -> str:
+    """Return its name in messages, without its number."""
+    return handle._name or handle.op
+
+
+def check_loop(handle: Handle[Any], progress: Progress) -> None:
+    """Raise `RuntimeError` unless it belongs to the loop of `progress`."""
+    if handle._progress is not progress:
+        raise RuntimeError(f"{handle} belongs to another event loop: await it there, or use wait() in a thread")
+
+
+# --- waiting -------------------------------------------------------------------------------------------------
+
+
+def add_waiter(handle: Handle[Any], waiter: Waiter) -> None:
+    """Call `waiter.wake` on the loop when it is done or late; on the loop's thread only."""
+    handle._add_waiter(waiter)
+
+
+def add_observer(handle: Handle[Any], waiter: Waiter) -> None:
+    """As `add_waiter`, but it does not count as a retrieval of the outcome."""
+    handle._add_observer(waiter)
+
+
+def remove_waiter(handle: Handle[Any], waiter: Waiter) -> None:
+    """Remove `waiter`, if it is still there."""
+    handle._remove_waiter(waiter)
+
+
+def block(handle: Handle[Any], timeout: float | None = None, *, looks: bool = True) -> bool:
+    """Block this thread until it is done, for `timeout` seconds at most; return True if it is.
+
+    Unlike `Handle.wait` it raises nothing and retrieves nothing, with any outcome. The thread polls first if `looks`.
+    """
+    return handle.block(timeout, looks=looks)
+
+
+def block_unless(handle: Handle[Any], gone: Callable[[], bool]) -> bool:
+    """As `block` without a timeout; return False soon after `gone()` has become True, such as `loop.is_closed`."""
+    return handle.block_unless(gone)
+
+
+# --- facts for reports ---------------------------------------------------------------------------------------
+
+
+def is_awaited(handle: Handle[Any]) -> bool:
+    """Return True if code waits for it now; False for a detached one."""
+    return bool(handle._waiters or handle._event) and not handle._detached
+
+
+def is_detached(handle: Handle[Any]) -> bool:
+    """Return True if it was detached."""
+    return handle._detached
+
+
+def is_retrieved(handle: Handle[Any]) -> bool:
+    """Return True if code has awaited it, asked for its outcome, or detached it."""
+    return handle._consumed
+
+
+def was_looked_at(handle: Handle[Any]) -> bool:
+    """Return True if `Handle.done` has returned False since the last such question."""
+    looked_at, handle._looked_at = handle._looked_at, False
+    return looked_at
+
+
+def seconds_left(handle: Handle[Any]) -> float | None:
+    """Return the seconds until its own deadline; None without one, or after it was reported."""
+    return None if handle._expires is None else handle._expires - monotonic()

@@ -1,0 +1,173 @@
+"""`Operation`: the producer's side of a handle, and the only way to settle it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+
+from aiodist.handles.handle import Fence, Handle
+from aiodist.handles.state import Status
+from aiodist.handles.tracing import Ended, rank_of_task, tracing
+from aiodist.types import check_timeout
+
+if TYPE_CHECKING:
+    from types import CodeType
+
+    from aiodist.handles.account import Account
+    from aiodist.handles.progress import Progress
+
+T = TypeVar("T")
+
+
+class Operation(Generic[T]):
+    """The producer's side of a `Handle`: the owner of an operation keeps it, and returns its `handle` to the user.
+
+    `resolve`, `reject` or `cancel` ends the operation, once; any thread may call it, but only one at a time.
+
+    Attributes:
+        handle: the user's side.
+    """
+
+    __slots__ = ("handle",)
+
+    handle_type: ClassVar[type[Handle[Any]]] = Handle
+    """Class of the handles that it makes."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        op: str,
+        seq: int = 0,
+        nbytes: int = 0,
+        origin: tuple[CodeType, int] | None = None,
+        account: Account | None = None,
+        *,
+        polled: bool = True,
+    ) -> None:
+        """`polled` is False if a task or a thread ends the operation: an await then polls no transport."""
+        self.handle: Handle[T] = self.handle_type(progress, op, seq, nbytes, origin, account)
+        self.handle._polled = polled
+
+    @classmethod
+    def of(cls, handle: Handle[T]) -> Self:
+        """Return the producer's side of `handle`, such as one that the compiled core made."""
+        operation = cls.__new__(cls)
+        operation.handle = handle
+        return operation
+
+    def __str__(self) -> str:
+        return str(self.handle)
+
+    @property
+    def is_pending(self) -> bool:
+        """True until it has ended; unlike `Handle.done` it is no sign that the program waits."""
+        return self.handle._is_pending
+
+    # --- the end ---------------------------------------------------------------------------------------------
+
+    def resolve(self, value: T) -> None:
+        """End it with the result `value`; raise `InvalidStateError` if it has ended."""
+        self.handle._settle(Status.RETURNED, value)
+
+    def reject(self, error: BaseException) -> None:
+        """End it with `error`; raise `InvalidStateError` if it has ended."""
+        if self.handle._status is Status.PENDING:
+            self.handle._traceback = error.__traceback__
+        self.handle._settle(Status.RAISED, error)
+
+    def cancel(self) -> None:
+        """End it as cancelled before it began; raise `InvalidStateError` if it has ended."""
+        self.handle._settle(Status.CANCELLED, None)
+
+    def finish_with(self, call: Callable[[], object]) -> None:
+        """Let `call` end it, in the loop's thread or in one that waits, whichever is first; from any thread."""
+        handle = self.handle
+        handle._finisher = call
+        handle._progress.post(handle._finish)
+        if handle._event is not None:
+            handle._event.set()
+
+    def finish(self) -> None:
+        """Make the call of `finish_with` now, if no thread has made it."""
+        self.handle._finish()
+
+    def set_canceller(self, canceller: Callable[[], bool]) -> None:
+        """Let `Handle.cancel` call `canceller`, which withdraws it and returns True, or returns False."""
+        self.handle._canceller = canceller
+
+    # --- deadlines -------------------------------------------------------------------------------------------
+
+    def set_deadline(self, seconds: float, late: Callable[[], dict[int, str]] | None = None) -> None:
+        """Raise `OperationTimeout` in each wait `seconds` from now; `late` returns the late ranks with their lines."""
+        check_timeout(seconds)
+        handle = self.handle
+        handle._expires = monotonic() + float(seconds)  # one of numpy's may have fewer digits than that needs
+        if late is not None:
+            handle._late = late
+        handle._progress.on_loop(partial(handle._progress.timers.add, handle._expires, handle))
+
+    def set_late(self, late: Callable[[], dict[int, str]]) -> None:
+        """Let `late` return the ranks that it waits for, each with its line."""
+        self.handle._late = late
+
+    def expire(self) -> None:
+        """Let its deadline pass now; a task that waits only later raises `OperationTimeout` then."""
+        self.handle._expires = 0.0
+        self.handle._tell_late()
+
+    # --- facts for the user and for reports ------------------------------------------------------------------
+
+    def keep(self, *objects: object) -> None:
+        """Hold `objects` until it has ended, in place of those before."""
+        self.handle._keep = objects
+
+    def set_fence(self, fence: Fence) -> None:
+        """Let `fence` order streams after it: its place on a device."""
+        self.handle._fence = fence
+
+    def set_parts(self, parts: Iterable[Handle[Any]]) -> None:
+        """Wait for these handles: reports name them in its place. An empty tuple removes them."""
+        self.handle._parts = tuple(parts) or None
+
+    def set_name(self, name: str) -> None:
+        """Call it `name` in messages; default: its `op`."""
+        self.handle._name = name
+
+    def set_op(self, op: str) -> None:
+        """Change the name of its call."""
+        self.handle._op = op
+
+    def set_message(self, source: int, tag: int, nbytes: int) -> None:
+        """Note source, tag and size of the message that it received."""
+        handle = self.handle
+        handle._source, handle._tag, handle._nbytes = source, tag, nbytes
+
+    def set_version(self, version: int | None) -> None:
+        """Note the version that it read from a parameter server."""
+        self.handle._version = version
+
+    def set_in_place(self, in_place: bool) -> None:
+        """Note if its result is in the caller's memory: nothing is lost when the handle is dropped."""
+        self.handle._writes = in_place
+
+    def mark_retrieved(self) -> None:
+        """Report nothing when the handle is dropped, as if its outcome had been retrieved."""
+        self.handle._consumed = True
+
+    # --- traces ----------------------------------------------------------------------------------------------
+
+    def observe(self, observer: Ended) -> None:
+        """Call `observer(handle)` at its end, in the thread that ends it, if a trace is recorded then."""
+        self.handle._observer = observer
+
+    def follow(self, track: str) -> None:
+        """Show in a trace, on `track`, the time from now to its end."""
+        if tracing.to is not None:
+            self.observe(partial(_trace, perf_counter(), track, rank_of_task.get()))
+
+
+def _trace(began: float, track: str, rank: int | None, handle: Handle[Any]) -> None:
+    if (trace := tracing.to) is not None:
+        trace.span(handle.op, began, track=track, of_rank=rank, bytes=handle.nbytes)

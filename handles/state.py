@@ -1,0 +1,65 @@
+"""The states of a handle, and the operations and ranks that a pending one waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from aiodist import _core
+from aiodist.handles.account import Account, Witness
+
+_SHOWN_OPERATIONS, _SHOWN_RANKS = 8, 16
+
+
+class Status(Enum):
+    """PENDING is followed by exactly one of the others, which is final."""
+
+    PENDING = "pending"
+    RETURNED = "returned"
+    RAISED = "raised"
+    CANCELLED = "cancelled"
+
+
+_core.set_statuses(Status.PENDING, Status.RETURNED)
+
+
+def unfinished(handle: _core.Handle) -> list[_core.Handle]:
+    """Return the pending operations that it waits for: those of its parts, or itself."""
+    if handle._status is not Status.PENDING:
+        return []
+    return [one for part in handle._parts or () for one in unfinished(part)] or [handle]
+
+
+def late_ranks(handle: _core.Handle) -> dict[int, str]:
+    """Return the ranks that this pending operation is known to wait for, each with its line."""
+    if handle._status is not Status.PENDING:
+        return {}
+    if handle._parts is not None:
+        return {rank: line for part in handle._parts for rank, line in late_ranks(part).items()}
+    if handle._late is not None:
+        return handle._late()
+    witness = _witness_of(handle)
+    return {} if witness is None else witness.late(handle)
+
+
+def details(handle: _core.Handle) -> str:
+    """Return other reasons why this pending operation has not finished; "" without any."""
+    witness = _witness_of(handle)
+    return "" if witness is None or handle._status is not Status.PENDING else witness.details(handle)
+
+
+def _witness_of(handle: _core.Handle) -> Witness | None:
+    account: Account | None = handle._account
+    return None if account is None else account.witness
+
+
+def plight(handles: Sequence[_core.Handle]) -> tuple[str, dict[int, str]]:
+    """Return why they have not finished, as text to follow their names, and the late ranks."""
+    parts = [part for handle in handles for part in unfinished(handle)][:_SHOWN_OPERATIONS]
+    late = {rank: line for part in parts for rank, line in late_ranks(part).items()}
+    words = list(dict.fromkeys(filter(None, (details(part) for part in parts))))
+    if late:
+        shown = [f"rank {rank} ({line})" for rank, line in sorted(late.items())]
+        more = f" and {len(shown) - _SHOWN_RANKS} more" if len(shown) > _SHOWN_RANKS else ""
+        words.append(f"late: {', '.join(shown[:_SHOWN_RANKS])}{more}")
+    return "".join(f"; {word}" for word in words), late
