@@ -146,7 +146,7 @@ async def _seconds(coll: Communicator, make: Callable[[Endpoint], Program[None]]
 def _perform(coll: Communicator, make: Callable[[Endpoint], Program[Any]], nbytes: int = 0) -> Handle[Any]:
     """Issue a program of ours as the next operation of all ranks: what the communicator itself does with its own."""
     program = make(Endpoint(parts_of(coll).transport, _TAG))
-    return parts_of(coll).dispatcher.collective(Fingerprint("scheduled"), program, nbytes=nbytes)
+    return parts_of(coll).dispatcher.issue(Fingerprint("scheduled"), program, nbytes=nbytes)
 
 
 async def _nothing() -> None:

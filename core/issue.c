@@ -402,7 +402,10 @@ static Handle *issued(Issuer *self, const call *what, core_place place) {
         DECREF(h);
         return NULL;
     }
-    if (PyDict_SetItem(self->pending, (PyObject *)h, Py_True) < 0) {
+    PyObject *number = PyLong_FromLongLong(h->seq);
+    int kept = number == NULL ? -1 : PyDict_SetItem(self->pending, number, (PyObject *)h);
+    Py_XDECREF(number);
+    if (kept < 0) {
         claim claims[2];
         release(self, claims, claims_of(h, claims));
         DECREF(h);
@@ -545,7 +548,9 @@ void issuer_settle(Handle *h) {
         Py_XDECREF(error);
     } else if (h->status == status_pending) {
         count_bytes(self->lane, h->native.in_at, (uint64_t)h->nbytes);
-        if (PyDict_DelItem(self->pending, (PyObject *)h) < 0) PyErr_Clear();
+        PyObject *number = PyLong_FromLongLong(h->seq);
+        if (number == NULL || PyDict_DelItem(self->pending, number) < 0) PyErr_Clear();
+        Py_XDECREF(number);
         h->value = h->result != NULL ? h->result : h->tensor;
         Py_INCREF(h->value), Py_INCREF(status_returned), Py_DECREF(status_pending);
         h->status = status_returned;

@@ -58,6 +58,12 @@ async def _prepared(function: Callable[P, Program[T]], *args: P.args, **kwargs: 
     return await function(*args, **kwargs)
 
 
+@coroutine
+def resume(program: Program[T]) -> Generator[Any, Any, T]:
+    """Continue a prepared program, and return its result: Python does not await a coroutine that has begun."""
+    return (yield from program.__await__())
+
+
 async def together(*programs: Program[T]) -> list[T]:
     """Run several programs at the same time and return their results; their messages need tags of their own."""
     if len(programs) == 1:

@@ -10,31 +10,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Transport, key_of, tag_of
+from aiodist.backends.base import Transport, Wanted, key_of, tag_of
 from aiodist.backends.shm import Neighbourhood
+from aiodist.collectives.arithmetic import wire_op
 from aiodist.collectives.choice.availability import ONE_FORM, Availability
 from aiodist.collectives.choice.selector import Selector, compared
 from aiodist.collectives.choice.table import COMPARED_BYTES, Edit, LimitEdit
 from aiodist.collectives.cuda.accelerator import Accelerator
 from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
+from aiodist.collectives.cuda.queued import Queue
 from aiodist.collectives.endpoint import Endpoint
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.wrappers import alike_lists, each, nothing
 from aiodist.communicator.arguments import Terms, check_across, check_list, check_name, check_tensor, is_number
 from aiodist.communicator.claims import Claim
-from aiodist.communicator.direct import Direct, Never
-from aiodist.communicator.dispatcher import Dispatcher, QueuePlan, ReductionPlan
+from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.fingerprint import Fingerprint, described
-from aiodist.communicator.gate import When
 from aiodist.communicator.levels import Levels
+from aiodist.communicator.messenger import Messenger
 from aiodist.communicator.names import Named
+from aiodist.communicator.operation import When
+from aiodist.communicator.plans import NoPlans, Plans, Signature
 from aiodist.control.generations import Generation
 from aiodist.handles import Handle
 from aiodist.handles.kernel import Program, prepare
 from aiodist.streams import check_not_capturing
 from aiodist.topology import Topology
-from aiodist.types import OPERATIONS
+from aiodist.types import OPERATIONS, ReduceOp
 
 _CPU = torch.device("cpu")
 _ANYWHERE = ONE_FORM.keys() - {"alltoall_single"}
@@ -91,6 +94,7 @@ class Parts(NamedTuple):
     """The layers below the calls of a communicator, for other packages of aiodist; get them from `parts_of`."""
 
     dispatcher: Dispatcher
+    messenger: Messenger
     transport: Transport
     registry: Any
     """The `Registry` that made it."""
@@ -139,14 +143,12 @@ class Base:
         self._levels: Levels | None = None
         self._made_of: tuple[Base, Sequence[int]] | None = None
         self._registry = registry
-        self._plans: dict[tuple[torch.dtype, torch.Size, str, str], ReductionPlan] = {}
-        self._queue_plans: dict[tuple[torch.dtype, torch.Size, str, str, int], QueuePlan] = {}
         self._repertoire = dispatcher.repertoire
         self._selector = Selector(
             self._repertoire, lambda edit: registry.edit(self, edit), lambda: dispatcher.large_bytes
         )
-        self._can_be_quick = self._transport.size > 1
-        self._direct: Direct = Direct(dispatcher, self._device)
+        self._messenger = Messenger(dispatcher)
+        self._plans: Plans = Plans(dispatcher, self._device, self._queue_of)
         self._compared: Fingerprint | None = None
 
     # --- who and where --------------------------------------------------------------------------------------
@@ -292,9 +294,7 @@ class Base:
     def _apply_edits(self, edits: Sequence[Edit]) -> None:
         with self._dispatcher.undisturbed():
             self._repertoire = self._selector.repertoire = self._repertoire.edited(edits)
-            self._direct.follow(self._repertoire)
-            self._plans.clear()
-            self._queue_plans.clear()
+            self._plans.follow(self._repertoire)
             for edit in edits:
                 if isinstance(edit, LimitEdit) and edit.name == "large_bytes":
                     self._dispatcher.large_bytes = edit.value
@@ -310,7 +310,7 @@ class Base:
                 edit,
                 lambda error: dispatcher.progress.post(lambda: dispatcher.abort(error)),
             )
-            handle = dispatcher.collective(Fingerprint("selector"), program)
+            handle = dispatcher.issue(Fingerprint("selector"), program)
         return handle.detach()  # nobody has to look: what went wrong, every later operation says too
 
     def _set_levels(self, levels: Levels | None, made_of: tuple[Base, Sequence[int]] | None) -> None:
@@ -318,9 +318,22 @@ class Base:
 
     # --- issuing --------------------------------------------------------------------------------------------
 
+    def _queue_of(self, call: Signature, repertoire: Repertoire) -> Queue | None:
+        """Return how a device queues such an allreduce in one call; None if it cannot."""
+        accelerator = self._registry.accelerator
+        if accelerator is None or not repertoire.on_cuda or call.impl not in ("auto", "nccl") or call.op is None:
+            return None
+        if self.size == 1 and call.impl == "auto":
+            return accelerator.queue_alone()
+        op = ReduceOp(call.op)
+        wanted = Wanted("allreduce", call.dtype, wire_op(op), call.shape.numel(), "cuda")
+        if repertoire.pick(wanted, call.impl).name != "nccl":
+            return None
+        return accelerator.queue_by_nccl(self.name, torch.device("cuda", call.device), call.dtype, op)
+
     def _comparing(self, what: Fingerprint) -> Base:
         other = object.__new__(type(self))
-        vars(other).update(vars(self), _compared=what, _direct=Never())
+        vars(other).update(vars(self), _compared=what, _plans=NoPlans())
         return other
 
     def _issue(
@@ -343,7 +356,7 @@ class Base:
             if where:
                 why = "expected the CPU, since a device takes operations in one order"
                 raise ValueError(f"name= with a tensor on {next(iter(where))}: {why}")
-            return self._dispatcher.collective(
+            return self._dispatcher.issue(
                 what, program, claims, nbytes=nbytes, timeout=terms.timeout, convert=convert, when=self._named(terms)
             )
         tag = tag_of(self.seq)
@@ -357,7 +370,7 @@ class Base:
         when = When.NOW if where and "nccl" in self._repertoire.on_cuda else self._when(what.kind, nbytes)
         what = self._compared or what
         try:
-            handle: Handle[Any] = self._dispatcher.collective(
+            handle: Handle[Any] = self._dispatcher.issue(
                 what,
                 program,
                 claims,
@@ -473,7 +486,7 @@ class Base:
 
 def parts_of(comm: Base) -> Parts:
     """Return the layers below the calls of a communicator."""
-    return Parts(comm._dispatcher, comm._transport, comm._registry, comm._repertoire, comm._comparing)
+    return Parts(comm._dispatcher, comm._messenger, comm._transport, comm._registry, comm._repertoire, comm._comparing)
 
 
 def upkeep_of(comm: Base) -> Upkeep:

@@ -8,33 +8,30 @@ import threading
 import warnings
 from asyncio import _get_running_loop
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
-from weakref import WeakSet, ref
+from typing import Any, ClassVar, Protocol, TypeVar
+from weakref import WeakSet
 
-import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from aiodist import _core
-from aiodist.backends.base import NAMED, Begin, Done, Refused, Transport, again, key_of, once, ours
-from aiodist.collectives.cuda.queued import Queue
+from aiodist.backends.base import NAMED, Begin, Done, Refused, Transport, again, key_of, ours
 from aiodist.collectives.implementations import Repertoire
-from aiodist.collectives.mailbox import Arrived, Mailbox
+from aiodist.collectives.mailbox import Mailbox
 from aiodist.collectives.traffic import Differ, Traffic
 from aiodist.collectives.wrappers import nothing
-from aiodist.communicator.claims import Claim, acquire, release
-from aiodist.communicator.completion import Completion, through_gate
+from aiodist.communicator.claims import Claim, acquire
 from aiodist.communicator.disputes import Disputes
 from aiodist.communicator.fingerprint import Fingerprint
-from aiodist.communicator.gate import Entry, Gate, When
+from aiodist.communicator.gate import Gate
 from aiodist.communicator.issuing import Issuing
 from aiodist.communicator.names import Named, Names
+from aiodist.communicator.operation import CommunicatorOperation, State, When
 from aiodist.communicator.oplog import OpLog
 from aiodist.communicator.pending import Pending
-from aiodist.communicator.receiving import Receiving, Reception
-from aiodist.communicator.watchdog import Peer, Use, Watch, Watchdog
+from aiodist.communicator.settlement import Settlement
+from aiodist.communicator.watchdog import Peer, Watch, Watchdog
 from aiodist.control import Channel, Exit
 from aiodist.errors import (
     AiodistError,
@@ -47,16 +44,13 @@ from aiodist.errors import (
     OperationTimeout,
     PeerError,
 )
-from aiodist.handles import LARGE_BYTES, Account, Handle, Operation, Posted, Progress, in_flight, internals, listed
+from aiodist.handles import LARGE_BYTES, Account, Handle, Operation, Progress, internals, listed
 from aiodist.handles.combinators import all_over
 from aiodist.handles.kernel import Program, prepare
-from aiodist.handles.origin import known_files, whence
+from aiodist.handles.origin import whence
 from aiodist.handles.progress import transport_lock
 from aiodist.handles.state import plight
 from aiodist.handles.tracing import Ended
-from aiodist.streams.events import device_error
-from aiodist.streams.writes import increment_version
-from aiodist.types import ANY
 
 T = TypeVar("T")
 H = TypeVar("H", bound=Handle[Any])
@@ -70,26 +64,6 @@ _ELSEWHERE = (
 )
 _KNOWN = (MismatchError, CommunicatorError, PeerError, asyncio.CancelledError)
 """Errors of a collective that the other ranks find, or are told of, by themselves."""
-
-
-class ReductionPlan(NamedTuple):
-    """How to reduce tensors of one kind with a single native call, worked out at the first of them."""
-
-    what: Fingerprint
-    nbytes: int
-    way: str
-    start: Begin
-
-
-class QueuePlan(NamedTuple):
-    """The same for tensors on a device, where a call only queues."""
-
-    what: Fingerprint
-    nbytes: int
-    way: str
-    queue: Queue
-    stream: Callable[[], torch.cuda.Stream]
-    """Returns the caller's current one of the device; raises RuntimeError while it captures a graph."""
 
 
 class OperationObserver(Protocol):
@@ -115,7 +89,7 @@ class Dispatcher:
         ranks: Sequence[int],
         *,
         repertoire: Repertoire | None = None,
-        gate: Callable[[Callable[[Entry], None], Callable[[BaseException], None]], Gate] | None = None,
+        gate: Callable[[Callable[[CommunicatorOperation], None], Callable[[BaseException], None]], Gate] | None = None,
         thread: bool = False,
     ) -> None:
         """`ranks` are the world ranks of the communicator's, in order; `gate` makes its gate, None where one is alone.
@@ -143,16 +117,15 @@ class Dispatcher:
         """From here on the progress thread makes the native calls."""
         self.failing: dict[int, BaseException] = {}
         """Collectives that cannot go on here, while others are heard on why."""
-        self._freed: set[int] = set()
-        """Those that failed, or will, and whose memory nothing uses any more."""
-        self._rejected: dict[int, BaseException] = {}
-        """Those that are rejected as soon as that is so."""
         self.recent: dict[int, Traffic] = {}
         """Of the last operations that leave this host."""
         self._rooms: list[Tensor] | None = [] if transport.capabilities().overruns else None
         self.operations = Pending()
         """Pending operations."""
         self._refusal: AiodistError | RuntimeError | None = None
+        self.settlement = Settlement(
+            (name, transport.rank), self.progress, self.operations, self._ends_alone, threads=thread
+        )
         self._watch = Watch.of(self.progress, channel)
         self._watchdog = Watchdog(name, self.operations, self.oplog, self.ranks, self.mailbox, self._watch)
         self._watchdog.uses = self.names.uses
@@ -165,37 +138,9 @@ class Dispatcher:
         """Told, on the loop, of each rank of this communicator that is gone; -1 when nothing can be known any more."""
         self.on_abort: list[Callable[[AiodistError], None]] = []
         """Told, on the loop, when it is given up, for any reason; after a loss again when a rank has given it up."""
-        self.issuer = self._make_issuer()
+        self.issuer: _core.Issuer | None = None
         """What issues allreduces that a lane does; None where no lane does."""
         self._alive.add(self)
-
-    def _make_issuer(self) -> _core.Issuer | None:
-        within = self.repertoire.within
-        if within is None or self.gate is None or self.gate.several:
-            return None
-        near = within.ordered.near
-        issuer = _core.Issuer(
-            within.ordered.core,
-            in_flight,
-            self.oplog,
-            self.progress,
-            near.arena.addresses,
-            self.account,
-            self.operations.issued,
-            self.progress.inbox,
-            self.disputes.to_fail,
-            known_files,
-            self._watch,
-            near.publish,
-            self._failed_in_lane,
-            Handle,
-            Tensor,
-            Parameter,
-            increment_version,
-            torch.is_grad_enabled,
-        )
-        issuer.threads = self.issuing is not None
-        return issuer
 
     @property
     def watch(self) -> Watch:
@@ -273,10 +218,10 @@ class Dispatcher:
                 del self.recent[oldest]
         return traffic
 
-    def collective(
+    def issue(
         self,
         what: Fingerprint,
-        program: Program[T],
+        program: Program[Any],
         claims: Sequence[Claim] = (),
         *,
         nbytes: int = 0,
@@ -285,220 +230,84 @@ class Dispatcher:
         when: When | Named = When.HOST,
         queues: bool = False,
     ) -> Handle[Any]:
-        """Issue `program` as an operation that all ranks take part in.
+        """Issue `program` as a collective: check, claim, number, log, and start.
 
-        It is the next one in their order, and begins `when` they are known to agree on it; or it is that use of a name:
-        it has no number in the order, and begins when every rank has issued the same as that. With `queues` it only
-        queues its work on a device, which takes no time. `convert` makes the result of what the program returns, on
-        the loop's thread: it may run the user's code.
+        Its number is the next one in the order of all ranks, and it begins `when` they agree on it. If `when` is a use
+        of a name, it has no number in that order, and begins when every rank has issued the same use. `queues` is True
+        if it only queues work on a device. `convert` makes the result, and may run code of the user. Raises, with
+        nothing changed, if the communicator refuses calls or bytes are in flight.
         """
+        operation = self.prepare(what, claims, nbytes, timeout, when, convert=convert)
+        return self.launch(operation, program, 0 if queues else nbytes)
+
+    def prepare(
+        self,
+        what: Fingerprint,
+        claims: Sequence[Claim],
+        nbytes: int,
+        timeout: float | None,
+        when: When | Named = When.HOST,
+        *,
+        convert: Callable[[Any], Any] | None = None,
+    ) -> CommunicatorOperation:
+        """Return a collective that is checked, claimed, numbered and logged; it must be launched next."""
         if isinstance(when, Named):
-            handle = self._handle(what.kind, nbytes, claims, timeout, when)
-            self.names.record(when, handle, what)
+            named = self.new_handle(Handle, what.kind, nbytes, timeout, when.count)
+            operation = CommunicatorOperation(
+                named, claims, convert, meets=when, signature=what.word, when=When.ALL, traffic=when.traffic
+            )
+            operation.set_name(f"{what.kind} {when.name!r}")
+            self.enter(operation)
+            self.names.record(when, named, what)
             self._watchdog.came(when)
         else:
-            traffic = self.traffic()
-            handle = self._handle(what.kind, nbytes, claims, timeout, what=what)
-        completion = Completion(self, handle, claims, convert)
-        work_bytes = 0 if queues else nbytes
-        large = work_bytes >= self.large_bytes
+            handle = self.new_handle(Handle, what.kind, nbytes, timeout)
+            number = handle.seq
+            operation = CommunicatorOperation(
+                handle,
+                claims,
+                convert,
+                number=number,
+                signature=what.word ^ number,
+                when=when,
+                traffic=self.traffic(number),
+            )
+            self.enter(operation)
+            self.oplog.record(what, internals.issued_at(handle))
+        return operation
+
+    def launch(self, operation: CommunicatorOperation, program: Program[Any], work_bytes: int = 0) -> Handle[Any]:
+        """Start a collective that was prepared; `work_bytes` are the bytes that this rank copies or reduces."""
+        assert operation.handle is not None
+        operation.large = work_bytes >= self.large_bytes
+        self.start(partial(self._begin, operation, program), work_bytes)
+        return operation.handle
+
+    def _begin(self, operation: CommunicatorOperation, program: Program[Any]) -> None:
+        """Run it, and let the ranks compare it: the program waits until it may begin. The transport lock is held."""
         if self.gate is None:
-            self.start(partial(completion.run, program), work_bytes)
-            return handle
-        refuse = partial(completion.refuse, program)
-        if isinstance(when, Named):
-            begin = partial(self._begin_named, partial(completion.run, program), large)
-            self.names.meet(when, what.word, (begin, refuse))
-            return handle
-        entry = Entry(handle.seq, what.word ^ handle.seq, when, traffic, large=large)
-        failure = self.disputes.refuse(handle.seq)
-        start = partial(completion.run, program, entry)
-        entry.calls = (start if failure is None else partial(refuse, failure)), refuse
-        self.start(partial(self.gate.enter, entry), work_bytes)
-        return handle
-
-    def _begin_named(self, run: Callable[[], None], large: bool) -> None:
-        """All ranks have come; what is large leaves the loop's thread alone."""
-        if large and self.progress.owns_thread():
-            self.progress.start_in_thread(run)
-        else:
-            run()
-
-    def finish(self, handle: Handle[Any], call: Callable[[], object]) -> None:
-        """See `Owner`."""
-        if self.issuing is None:
-            self.progress.post(call)
-        else:
-            Operation.of(handle).finish_with(call)
+            operation.decide(None)
+        elif operation.meets is True and (failure := self.disputes.refuse(operation.number)) is not None:
+            operation.admitted.set(failure)
+        self.settlement.run(operation, program)
+        if isinstance(operation.meets, Named):
+            if self.gate is not None:
+                self.names.enter(operation.meets, operation)
+        elif self.gate is not None:
+            self.gate.enter(operation)
 
     def later(self, call: Callable[[], object]) -> None:
-        """See `Owner`."""
+        """Make `call` on the loop after other ranks had time to report what they know; from any thread."""
         self.progress.post(lambda: self.progress.loop.call_later(_ANSWER_SECONDS, call))
-
-    def locked(self, call: Callable[[], object]) -> None:
-        """See `Owner`; on the loop's thread, which may hold the lock already, too."""
-        if self.progress.owns_thread():
-            self.progress.exclusively(call)
-        else:
-            with transport_lock:
-                call()
-
-    def receive(self, op: str, asked: Reception, timeout: float | None) -> tuple[Posted[Any], Receiving]:
-        """Issue a receive; return its handle, held only by the program until a message matches, and its operation."""
-        handle: Posted[Any] = self._new_handle(Posted, op, asked.nbytes, timeout)
-        receiving = Receiving(self, handle, asked)
-        try:
-            acquire(asked.claims, receiving)
-            try:
-                post = receiving.post(handle)
-            except BaseException:
-                release(asked.claims)
-                raise
-        except BaseException:
-            Operation.of(handle).mark_retrieved()  # it was never issued
-            raise
-        self._watch_over(handle, asked.peer)
-        self._took_note(handle, asked.peer)
-        self.start(post, 0)
-        return handle, receiving
-
-    def dropped(self, gone: ref[Handle[Any]]) -> None:
-        """Withdraw, soon, the receive whose handle the program has dropped; the garbage collector may call this."""
-        if (receiving := self.operations.posted.get(gone)) is not None:
-            self.progress.post(receiving.lapse)
-
-    def stand_in(self, handle: Handle[Any]) -> Handle[Any]:
-        """Return a new, detached handle for a part of the operation of `handle`."""
-        return Handle(self.progress, handle.op, handle.seq, 0, internals.issued_at(handle), self.account).detach()
-
-    def cancel_receiving(self, receives: Sequence[Receiving], together: Handle[Any] | None = None) -> bool:
-        """Withdraw them all, and first their handle `together`; return False and withdraw none if one has matched."""
-        withdrawn = False
-
-        def now() -> None:
-            nonlocal withdrawn
-            self.progress.called()  # the receives themselves may still be to be made
-            withdrawn = all(receiving.waits() for receiving in receives)
-            if withdrawn and together is not None:
-                Operation.of(together).cancel()
-            for receiving in receives if withdrawn else ():
-                receiving.cancel_posted()
-
-        self.progress.exclusively(now)
-        return withdrawn
-
-    def quick(self, plan: ReductionPlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
-        """Issue one native call that works on `t` in place: `collective` without what it does not need."""
-        handle, over = self._quick_handle(plan, t, timeout)
-        done, t = once(over), t.detach()  # as it is now: it may be given other memory before the call
-        if plan.nbytes >= self.large_bytes:
-            then = self.progress.counted(done) if plan.nbytes < LARGE_BYTES else done
-            self.progress.start_in_thread(self._quickly(plan, t, handle.seq, then, large=True))
-        else:
-            self._start(self._quickly(plan, t, handle.seq, done, large=False))
-        return handle
-
-    def queue(self, plan: QueuePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
-        """Have a device's queue take one that works on `t`; how it ends counts when the ranks are known to agree."""
-        if self.issuing is not None:
-            self.check_on_loop("an operation on CUDA tensors")
-        stream, gate = plan.stream(), self.gate
-        handle, then = self._quick_handle(plan, t, timeout)
-        if gate is not None:
-            entry = Entry(handle.seq, plan.what.word ^ handle.seq, When.NOW)
-            then = partial(through_gate, self, entry, partial(_told, then), None)
-        try:
-            queued = plan.queue(t, stream, then)
-        except RuntimeError as raised:
-            self.progress.start(partial(then, device_error(raised)))
-        else:
-            Operation.of(handle).set_fence(queued)
-            self.progress.start(queued.start)
-        if gate is not None:
-            self.progress.start(partial(gate.enter, entry))
-        return handle
-
-    def _quick_handle(
-        self, plan: ReductionPlan | QueuePlan, t: Tensor, timeout: float | None
-    ) -> tuple[Handle[Tensor], Done]:
-        """Return the handle of an allreduce of `t`, and what to call once when it is over."""
-        claim = Claim(t.data_ptr(), plan.nbytes, True, t.untyped_storage(), t)
-        handle: Handle[Tensor] = self._handle("allreduce", plan.nbytes, (claim,), timeout, what=plan.what)
-        if self._observer is not None and (traffic := self.traffic(handle.seq)) is not None:
-            traffic.way = plan.way
-        return handle, partial(self._quick_done, handle, claim, t)
-
-    def _quick_done(self, handle: Handle[Tensor], claim: Claim, t: Tensor, error: BaseException | None) -> None:
-        release((claim,))
-        if error is None:
-            self.over(handle, t, None)
-        else:
-            self.freed(handle)
-            self.fell_out(handle, error)
-
-    def _failed_in_lane(self, handle: Handle[Any], error: AiodistError) -> None:
-        """The lane that did it has ended it with `error`; its memory is free."""
-        self.progress.post(partial(self.progress.exclusively, partial(self._conclude_in_lane, handle, error)))
-
-    def _conclude_in_lane(self, handle: Handle[Any], error: AiodistError) -> None:
-        if handle not in self.operations:
-            return
-        self.freed(handle)
-        if isinstance(error, MismatchError):
-            # Each rank finds that by itself, since each is unlike one of two that differ.
-            entry = Entry(handle.seq, 0, When.ALL)
-            entry.refused = True
-            entry.settle(differs=True)
-            self.disputes.begin(entry)
-        else:
-            self.fell_out(handle, error)
-
-    def go_on(self, handle: Handle[Any], make: Callable[[], Program[Any]], claims: Sequence[Claim]) -> None:
-        """The ranks agree on a collective that no lane has done: the program of `make` does it; from any thread."""
-        self.traffic(handle.seq)  # from now on it can be refused
-        self.progress.start_from_thread(partial(self._go_on, handle, make, claims))
-
-    def _go_on(self, handle: Handle[Any], make: Callable[[], Program[Any]], claims: Sequence[Claim]) -> None:
-        if handle not in self.operations:
-            release(claims)
-            return
-        completion = Completion(self, handle, claims)
-        entry = Entry(handle.seq, 0, traffic=self.traffic(handle.seq))
-        program = prepare(make)
-        entry.calls = partial(completion.run, program, entry), partial(completion.refuse, program)
-        entry.settle(differs=False)
-
-    def _quickly(self, plan: ReductionPlan, t: Tensor, seq: int, done: Done, *, large: bool) -> Callable[[], None]:
-        """Return the call that takes the operation to the gate."""
-        assert self.gate is not None
-        start: Callable[[], None] = partial(_begin, plan.start, t, seq, done)
-        if self.disputes.to_fail and (failure := self.disputes.refuse(seq)) is not None:
-            start = partial(done, failure)
-        return partial(self.gate.enter, Entry(seq, plan.what.word ^ seq, When.ALL, calls=(start, done), large=large))
 
     def barrier(self, timeout: float | None, kind: str = "barrier") -> Handle[None]:
         """Issue a barrier: an operation that moves nothing, and so is over when the ranks are known to agree on it."""
         with self.undisturbed():
-            return self.collective(Fingerprint(kind), prepare(nothing, None), timeout=timeout, when=When.ALL)
+            return self.issue(Fingerprint(kind), prepare(nothing, None), timeout=timeout, when=When.ALL)
 
-    def message(
-        self,
-        op: str,
-        nbytes: int,
-        claims: Sequence[Claim],
-        timeout: float | None,
-        peer: Peer,
-        convert: Callable[[Any], Any] | None = None,
-    ) -> tuple[Handle[Any], Completion]:
-        """Return the handle of a point-to-point operation with `peer`, and what to call when it is over."""
-        handle: Handle[Any] = self._handle(op, nbytes, claims, timeout, peer)
-        self._took_note(handle, peer)
-        return handle, Completion(self, handle, claims, convert)
-
-    def _took_note(self, handle: Handle[Any], peer: Peer) -> None:
+    def count_message(self) -> None:
+        """Count an operation of messages, for the watchdog."""
         self._watchdog.messages += 1
-        if self.on_receive is not None and peer.src is not None and peer.src != ANY and handle.op != "aclose":
-            self.on_receive(handle, peer.src)
 
     def start(self, call: Callable[[], None], nbytes: int) -> None:
         """Make a call with the transport lock held; what copies or reduces a lot leaves the loop alone."""
@@ -507,30 +316,19 @@ class Dispatcher:
         else:
             self._start(call)
 
-    def _handle(
-        self,
-        op: str,
-        nbytes: int,
-        claims: Sequence[Claim],
-        timeout: float | None,
-        meets: Peer | Named | None = None,
-        what: Fingerprint | None = None,
-    ) -> Handle[Any]:
-        """`what` it is, where it is the next in the order of all ranks."""
-        number = meets.count if isinstance(meets, Named) else None
-        handle: Handle[Any] = self._new_handle(Handle, op, nbytes, timeout, number)
-        operation = Operation.of(handle)
-        if isinstance(meets, Named):
-            operation.set_name(f"{op} {meets.name!r}")
-        acquire(claims, handle)
-        operation.set_in_place(any(claim.writes for claim in claims))
-        self.operations.issued[handle] = meets or True
-        self._watch_over(handle, meets)
-        if what is not None:
-            self.oplog.record(what, internals.issued_at(handle))
-        return handle
+    def enter(self, operation: CommunicatorOperation) -> None:
+        """Claim its bytes and enter it in the table."""
+        handle = operation.handle
+        assert handle is not None
+        acquire(operation.claims, handle)
+        operation.set_in_place(any(claim.writes for claim in operation.claims))
+        if operation.traffic is not None:
+            operation.traffic.agreed = operation.agreed.wait
+        self.operations.add(operation)
+        self.watch_over(handle, None if operation.meets is True else operation.meets)
 
-    def _new_handle(self, kind: type[H], op: str, nbytes: int, timeout: float | None, number: int | None = None) -> H:
+    def new_handle(self, kind: type[H], op: str, nbytes: int, timeout: float | None, number: int | None = None) -> H:
+        """Return the handle of an operation; raise if the communicator refuses calls."""
         if self._refusal is not None or _get_running_loop() is not self.progress.loop:
             self.check_usable()
         origin = self.oplog.caller or whence(4)
@@ -539,7 +337,8 @@ class Dispatcher:
             self._set_deadline(handle, timeout)
         return handle
 
-    def _watch_over(self, handle: Handle[Any], meets: Peer | Named | None) -> None:
+    def watch_over(self, handle: Handle[Any], meets: Peer | Named | None) -> None:
+        """Notify the observer of an operation, and have the watchdog check it."""
         if self._observer is not None:
             Operation.of(handle).observe(self._observer.issued(handle, meets))
         if not self._watch.watching:
@@ -558,76 +357,39 @@ class Dispatcher:
 
     # --- completion: with the transport lock held --------------------------------------------------------------
 
-    def over(self, handle: Handle[Any], result: object, error: BaseException | None) -> None:
-        """See `Owner`."""
-        number = self._number(handle) if self._rejected or error is not None else -1
-        self.operations.pop(handle)
-        if self._rejected:
-            error = self._rejected.pop(number, error)  # it ended with zeros, which others sent in place of theirs
-        if error is not None:
-            self._freed.discard(number)
-            self._failed(handle, error)
-        elif not handle.done():
-            operation = Operation.of(handle)
-            if isinstance(result, Arrived):
-                operation.set_message(result.source, result.tag, result.nbytes)
-                result = result.data
-            operation.resolve(result)
-
-    def _number(self, handle: Handle[Any]) -> int:
-        """Return the number that the ranks give a pending collective; -1 of what is none, or over."""
-        meets = self.operations.issued.get(handle)
-        return handle.seq if meets is True else meets.number if isinstance(meets, Use) else -1
-
-    def _failed(self, handle: Handle[Any], error: BaseException) -> None:
-        if handle.done():
-            return
-        if isinstance(error, asyncio.CancelledError):
-            Operation.of(handle).cancel()
-            return
-        if isinstance(error, AiodistError):
-            error.located(rank=self.transport.rank, comm=self.name, op=str(handle))
-        else:
-            with suppress(Exception):  # it may be of the user's class
-                error.add_note(f"raised in {handle}, communicator {self.name}, rank {self.transport.rank}")
-        with suppress(asyncio.InvalidStateError):  # a thread that waits has just found it done
-            Operation.of(handle).reject(error)
-
     # --- what goes wrong in a collective ---------------------------------------------------------------------
 
-    def fell_out(self, handle: Handle[Any], error: BaseException) -> None:
-        """See `Owner`. The other ranks, which may wait for this one, are told why.
+    def _ends_alone(self, operation: CommunicatorOperation, error: BaseException) -> bool:
+        """Return True if `error` ends it here now; else the ranks find out together why it failed.
 
-        Where ranks differ on it, or another one refuses it, `Disputes` concludes. What a library says may follow from
-        what is heard of only then: that ranks differ, or that one of them is gone.
+        An error of a library may follow from one that is known only later: that ranks differ, or that one is lost.
         """
-        number = self._number(handle)
+        number, handle = operation.number, operation.handle
+        collective = number >= 0
         if isinstance(error, _KNOWN):
-            self.over(handle, None, error)
-            if number >= 0 and isinstance(error, MismatchError) and self._refusal is None:  # a program found it
+            if collective and isinstance(error, MismatchError) and self._refusal is None:  # a program found it
                 self.later(partial(self.disputes.tell_failed, number, error))
-            return
+            return True
         if isinstance(error, (Differ, Refused)):
-            return
-        if number < 0:
-            over = partial(self.over, handle, None, error)
+            return False
+        if not collective:
             if isinstance(error, BackendError):
-                self.later(partial(self.progress.exclusively, over))
-            else:
-                over()
-            return
-
-        def conclude() -> None:
-            self.failing.pop(number, None)
-            if handle in self.operations and not handle.done():
-                self.reject(number, error)
-                self.disputes.tell_failed(number, error)
-
+                self.later(partial(self.progress.exclusively, partial(self.settlement.end, operation, None, error)))
+            return not isinstance(error, BackendError)
+        assert handle is not None
         self.failing[number] = error
+        conclude = partial(self._conclude, operation, handle, error)
         if isinstance(error, BackendError):
             self.later(conclude)
         else:
             self.progress.post(conclude)
+        return False
+
+    def _conclude(self, operation: CommunicatorOperation, handle: Handle[Any], error: BaseException) -> None:
+        self.failing.pop(operation.number, None)
+        if operation.state is not State.DONE and not handle.done():
+            self.reject(operation.number, error)
+            self.disputes.tell_failed(operation.number, error)
 
     def called(self, number: int) -> str:
         """See `Judge`."""
@@ -651,33 +413,23 @@ class Dispatcher:
         """See `Judge`."""
         self.progress.exclusively(partial(self._reject, seq, error))
 
-    def _reject(self, seq: int, error: BaseException) -> None:
+    def _reject(self, number: int, error: BaseException) -> None:
         """As soon as its memory is free, for who is told may use it again, or when it is not free soon."""
-        if (handle := self._collective_of(seq)) is None:
+        if (operation := self._operation(number)) is None:
             return
-        self._rejected.setdefault(seq, error)
-        if seq in self._freed:
-            self._reject_now(handle)
+        operation.verdict = operation.verdict or error
+        if operation.state is State.DRAINED:
+            self.settlement.end(operation, None, None)
         else:
-            self.later(partial(self.progress.exclusively, partial(self._reject_now, handle)))
+            self.later(partial(self.progress.exclusively, partial(self.settlement.end, operation, None, None)))
 
-    def _reject_now(self, handle: Handle[Any]) -> None:
-        number = self._number(handle)
-        error = self._rejected.pop(number, None)
-        self._freed.discard(number)
-        if error is not None and self.operations.issued.pop(handle, None) is not None:
-            self._failed(handle, error)
-
-    def freed(self, handle: Handle[Any]) -> None:
-        """See `Owner`."""
-        if (number := self._number(handle)) >= 0:
-            self._freed.add(number)
-            if number in self._rejected:
-                self._reject_now(handle)
-
-    def _collective_of(self, seq: int) -> Handle[Any] | None:
-        """Return the handle of collective `seq` while it is pending."""
-        return next((handle for handle in list(self.operations.issued) if self._number(handle) == seq), None)
+    def _operation(self, number: int) -> CommunicatorOperation | None:
+        """Return the collective with that number while it is in flight."""
+        if number >= NAMED:
+            use = self.names.find(number)
+            return None if use is None else use.operation
+        one = self.operations.collective(number)
+        return self.operations.take_over(one) if isinstance(one, Handle) else one
 
     def doubt(self, seq: int) -> None:
         """See `Judge`."""
@@ -687,8 +439,8 @@ class Dispatcher:
     def refuse(self, seq: int, error: AiodistError | None) -> Traffic | None:
         """See `Judge`."""
         use = self.names.find(seq)
-        if (handle := self._collective_of(seq)) is not None:
-            handle.done()  # a lane may have left it to a program, which can be refused
+        if isinstance(one := self.operations.collective(seq), Handle):
+            one.done()  # a lane may have left it to a program, which can be refused
         traffic = self.recent.get(seq) if use is None else use.traffic
         self.progress.exclusively(partial(self.names.hold, seq))
         if traffic is not None:
@@ -721,7 +473,7 @@ class Dispatcher:
         self.later(conclude)
 
     def _abort_unless_over(self, seq: int, error: AiodistError) -> None:
-        if self._collective_of(seq) is not None:
+        if self._operation(seq) is not None:
             self.reject(seq, error)
             self.abort(CommunicatorAborted(f"communicator {self.name!r} was aborted: {error}", comm=self.name))
             self.disputes.tell_abort(f"communicator {self.name!r} was aborted: {error}")
@@ -739,8 +491,7 @@ class Dispatcher:
 
     def pending_collectives(self) -> list[Handle[Any]]:
         """Return those of them that all ranks take part in."""
-        collectives = [handle for handle, what in self.operations.issued.copy().items() if what is True]
-        return [handle for handle in collectives if internals.is_pending(handle)]
+        return [handle for handle, meets in self.operations.items() if meets is True and internals.is_pending(handle)]
 
     def cancel_receives(self) -> None:
         """Withdraw every receive that nothing matched, and warn of each: of one that nobody awaited for all to see."""
@@ -761,14 +512,6 @@ class Dispatcher:
                 known, late = plight(left)
                 text = f"still pending after {round(seconds, 1):g} s: {listed(left)}{known}"
                 raise OperationTimeout(text, late=late, comm=self.name)
-
-    async def part(self, seconds: float) -> None:
-        """Hear what was sent to this rank and never received; once all ranks have issued what they will."""
-        rank, size = self.transport.rank, self.transport.size
-        if size > 1 and self._refusal is None:
-            handle, finish = self.message("aclose", 0, (), seconds, Peer((rank - 1) % size, None, 0))
-            self.start(partial(self.mailbox.part, partial(finish, None)), 0)
-            await handle
 
     def peer_lost(self, exit: Exit) -> None:
         """A rank of this communicator is gone: what is pending and every later call raise that."""
@@ -823,10 +566,10 @@ class Dispatcher:
 
     def _fail_all(self, error: AiodistError) -> None:
         for handle in self.pending():
-            self._failed(handle, self._rejected.get(self._number(handle)) or again(error))
+            one = self.operations.find(handle)
+            verdict = one.verdict if isinstance(one, CommunicatorOperation) else None
+            self.settlement.fail(handle, verdict or again(error))
         self.operations.clear()
-        self._freed.clear()
-        self._rejected.clear()
         self.mailbox.abort(error)
         self.names.close(error)
         if self.gate is not None:

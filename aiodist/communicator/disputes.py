@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from aiodist.backends.base import NAMED, Transport
 from aiodist.collectives.traffic import Traffic
-from aiodist.communicator.gate import Entry, When
+from aiodist.communicator.operation import CommunicatorOperation, When
 from aiodist.communicator.oplog import LEFT, Latest
 from aiodist.control import Channel, ChannelClosed, name_ranks
 from aiodist.errors import AiodistError, CommunicatorAborted, MismatchError, RemoteError
@@ -63,7 +63,7 @@ class Judge(Protocol):
 class _Dispute:
     """An operation that ranks differ on, as this rank knows it."""
 
-    entry: Entry
+    operation: CommunicatorOperation
     sides: dict[int, str]
     """What each rank issued."""
     over: bool = False
@@ -116,16 +116,16 @@ class Disputes:
 
     # --- what this rank finds -----------------------------------------------------------------------------------
 
-    def begin(self, entry: Entry) -> None:
-        """The gate found that ranks differ on `entry`: show the others this rank's side, though its loop be busy."""
-        seq, mine = entry.seq, self._judge.text(entry.seq)
+    def begin(self, operation: CommunicatorOperation) -> None:
+        """Ranks differ on `operation`: send the others this rank's side, even if its loop is busy."""
+        seq, mine = operation.number, self._judge.text(operation.number)
         for rank in self._others():
-            self.send(rank, "side", seq, [mine, *_lists(entry.traffic, rank)])
-        self._progress.post(partial(self._opened, entry, mine))
+            self.send(rank, "side", seq, [mine, *_lists(operation.traffic, rank)])
+        self._progress.post(partial(self._opened, operation, mine))
 
-    def _opened(self, entry: Entry, mine: str) -> None:
-        seq = entry.seq
-        self._open[seq] = _Dispute(entry, {self._rank: mine})
+    def _opened(self, operation: CommunicatorOperation, mine: str) -> None:
+        seq = operation.number
+        self._open[seq] = _Dispute(operation, {self._rank: mine})
         self._progress.loop.call_later(_SIDES_SECONDS, self._conclude, seq)
         for src, payload in self._early.pop(seq, []):
             self._take_side(src, seq, payload)
@@ -186,7 +186,7 @@ class Disputes:
         text, sent, asked = payload
         if not dispute.over:
             dispute.sides[src] = text
-        self._clear(dispute.entry.traffic, src, sent, asked)
+        self._clear(dispute.operation.traffic, src, sent, asked)
         if len(dispute.sides) == len(self._ranks):
             self._conclude(seq)
 
@@ -226,13 +226,13 @@ class Disputes:
         if seq < NAMED:
             first = self._first_of(seq)
             since = "" if first == seq else f" (out of step since #{first})"
-        unspecified = dispute.entry.traffic is not None and not dispute.entry.refused
+        unspecified = dispute.operation.traffic is not None and dispute.operation.admitted.error is None
         data = "; what the operation was to fill is unspecified" if unspecified else ""
         what = f"{self._judge.called(seq)}{since}"
         error = MismatchError(f"ranks disagree on {what}: {_sides(dispute.sides)}{data}")
         if self._is_third(seq):  # as each rank finds by itself
             self._judge.abort(error)
-        elif dispute.entry.when is When.NOW:
+        elif dispute.operation.when is When.NOW:
             self._judge.abort(error)
             self.tell_abort(str(error), differ=True)
         else:

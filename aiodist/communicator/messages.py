@@ -14,12 +14,12 @@ from aiodist.collectives.metadata import overlaps
 from aiodist.communicator.arguments import check_list, check_out, check_rank, check_tag, check_tensor
 from aiodist.communicator.base import Base, tensors_of
 from aiodist.communicator.claims import acquire, reading, writing
-from aiodist.communicator.completion import Completion
+from aiodist.communicator.messenger import Receiving, Reception, one_step
+from aiodist.communicator.operation import CommunicatorOperation
 from aiodist.communicator.pickling import unpack
-from aiodist.communicator.receiving import Receiving, Reception
 from aiodist.communicator.watchdog import Peer
 from aiodist.handles import Handle, Operation, gather, in_flight, internals
-from aiodist.handles.kernel import prepare, transfers
+from aiodist.handles.kernel import Program, prepare, resume
 from aiodist.streams.writes import check_writable
 from aiodist.types import ANY, check_timeout
 
@@ -127,7 +127,7 @@ class PointToPoint(Base):
         nbytes, claims = (0, []) if into is None else (into.nbytes, writing(into))
         work = partial(self._receives_with, into)
         asked = Reception(Peer(src, None, tag), Mailbox.TENSOR, into, claims, work, nbytes=nbytes)
-        return self._dispatcher.receive("recv", asked, timeout)
+        return self._messenger.receive("recv", asked, timeout)
 
     def _receives_with(self, into: Tensor | None) -> tuple[list[DeviceWork], Callable[[], DeviceWork] | None]:
         """Return the work of a receive on devices, and a factory of it for a message that may come from one."""
@@ -149,13 +149,13 @@ class PointToPoint(Base):
         issued = [self._receive(t, src, tag, timeout) for t in ts]
         together = gather(*[handle for handle, _ in issued])
         receives = [receiving for _, receiving in issued]
-        Operation.of(together).set_canceller(lambda: self._dispatcher.cancel_receiving(receives, together))
+        Operation.of(together).set_canceller(lambda: self._messenger.cancel_all(receives, together))
         return together
 
-    def _message(self, works: Sequence[DeviceWork], *given: Any) -> tuple[Handle[Any], Completion]:  # noqa: ANN401
-        """Return what `Dispatcher.message` does; where it refuses nothing of `works` is done."""
+    def _message(self, works: Sequence[DeviceWork], *given: Any) -> CommunicatorOperation:  # noqa: ANN401
+        """Return what `Messenger.issue` does; where it refuses nothing of `works` is done."""
         try:
-            return self._dispatcher.message(*given)
+            return self._messenger.issue(*given)
         except BaseException:
             for work in works:
                 work.cancel()
@@ -196,32 +196,27 @@ class PointToPoint(Base):
         if into is not None and overlaps(into, t):
             raise ValueError("out overlaps the input: expected other memory, since both are in flight at once")
         claims = [*reading(t), *(writing(into) if into is not None else [])]
-        dispatcher, mailbox, peer = self._dispatcher, self._dispatcher.mailbox, Peer(src, dst, tag)
+        mailbox, peer = self._messenger.mailbox, Peer(src, dst, tag)
         in_flight.acquire_all(claims, "sendrecv")
         in_flight.release_all(claims)
         works = self._work_of([t])
         work = partial(self._exchanges_with, t, into)
         asked = Reception(peer, Mailbox.TENSOR, into, claims[1:], work, nbytes=t.nbytes, sends=True)
         try:
-            handle, receiving = dispatcher.receive("sendrecv", asked, timeout)
+            handle, receiving = self._messenger.receive("sendrecv", asked, timeout)
         except BaseException:
             for one in works:
                 one.cancel()
             raise
         sending = receiving.sending
         assert sending is not None
-        acquire(claims[:1], sending)
-        finish = Completion(dispatcher, sending, claims[:1])
+        acquire(claims[:1], sending.handle)
+        sending.claims = claims[:1]
         line = ("sendrecv", handle.seq, *internals.issued_at(handle))
-
-        def sent(_: object, error: BaseException | None) -> None:
-            finish(None, error)
-            receiving.sent(error)
-
-        async def program() -> None:
-            await transfers([partial(mailbox.send, t, dst, tag, Mailbox.TENSOR, line=line)])
-
-        dispatcher.start(partial(finish.run, on_devices(prepare(program), works), then=sent), t.nbytes)
+        send = partial(mailbox.send, t, dst, tag, Mailbox.TENSOR, line=line)
+        self._messenger.launch(
+            sending, prepare(_sent_half, receiving, on_devices(prepare(one_step, [send]), works)), t.nbytes
+        )
         attach(handle, [*works, *receiving.works], (t, into))
         return handle
 
@@ -250,7 +245,7 @@ class PointToPoint(Base):
         while True:
             peer = Peer(src, None, tag)
             asked = Reception(peer, ANY, None, [], lambda: ([], self._work_later()))
-            arrived: Arrived = await self._dispatcher.receive("messages", asked, timeout)[0]
+            arrived: Arrived = await self._messenger.receive("messages", asked, timeout)[0]
             of_object = arrived.kind == Mailbox.OBJECT
             yield Message(arrived.source, arrived.tag, unpack(arrived.data) if of_object else arrived.data)
 
@@ -262,12 +257,21 @@ class PointToPoint(Base):
         single = len(ts) == 1
         kept = single and not synchronous and self._dispatcher.mailbox.keeps(ts[0], dst)
         peer = Peer(None, dst, tag, answered=synchronous and single, kept=kept)
-        handle, finish = self._message(work, op, nbytes, reading(*ts), timeout, peer)
-        mailbox, line = self._dispatcher.mailbox, (op, handle.seq, *internals.issued_at(handle))
-
-        async def program() -> None:
-            await transfers([partial(mailbox.send, t, dst, tag, kind, line=line, synchronous=synchronous) for t in ts])
-
-        self._dispatcher.start(partial(finish.run, on_devices(prepare(program), work)), nbytes)
+        operation = self._message(work, op, nbytes, reading(*ts), timeout, peer)
+        handle, mailbox = operation.handle, self._dispatcher.mailbox
+        assert handle is not None
+        line = (op, handle.seq, *internals.issued_at(handle))
+        sends = [partial(mailbox.send, t, dst, tag, kind, line=line, synchronous=synchronous) for t in ts]
+        self._messenger.launch(operation, on_devices(prepare(one_step, sends), work), nbytes)
         attach(handle, work, ts)
         return handle
+
+
+async def _sent_half(receiving: Receiving, program: Program[None]) -> None:
+    """Send, and notify the receive of the same `sendrecv`."""
+    try:
+        await resume(program)
+    except BaseException as error:
+        receiving.sent(error)
+        raise
+    receiving.sent(None)

@@ -87,9 +87,9 @@ class Movement(Base):
             check_written(t, "broadcast")
         if across:
             return self._broadcast_across(t, root, terms)
-        direct: Handle[Any] | None = self._direct.issue("broadcast", t, None, terms, root=root)
-        if direct is not None:
-            return direct
+        planned: Handle[Any] | None = self._plans.issue("broadcast", t, None, terms, root=root)
+        if planned is not None:
+            return planned
         lifted, convert = lift(t, None)
         ts = tensors_of(lifted)
         to_result = (lambda _: t) if isinstance(t, (list, Tensor)) else convert
@@ -156,8 +156,8 @@ class Movement(Base):
         terms = Terms(timeout, impl, name)
         if across:
             return self._allgather_across(t, out, terms)
-        if (direct := self._direct.issue("allgather", t, out, terms)) is not None:
-            return direct
+        if (planned := self._plans.issue("allgather", t, out, terms)) is not None:
+            return planned
         lifted, convert = lift(t, None)
         ts = tensors_of(lifted)
         if out is not None:
@@ -367,8 +367,8 @@ class Movement(Base):
         half of `t`, for short tensors without `sizes`.
         """
         terms = Terms(timeout, impl, name)
-        if sizes is None and (direct := self._direct.issue("alltoall_single", t, out, terms)) is not None:
-            return direct
+        if sizes is None and (planned := self._plans.issue("alltoall_single", t, out, terms)) is not None:
+            return planned
         check_tensor(t)
         if t.dim() == 0:
             raise ValueError("t has no dimension to cut: expected at least one")
@@ -426,5 +426,5 @@ class Movement(Base):
         """
         if name is not None:
             return self._issue(Fingerprint("barrier"), prepare(nothing, None), [], [], Terms(timeout, name=name))
-        direct = self._direct.barrier(timeout)
-        return self._dispatcher.barrier(timeout) if direct is None else direct
+        planned = self._plans.barrier(timeout)
+        return self._dispatcher.barrier(timeout) if planned is None else planned

@@ -25,9 +25,9 @@ from weakref import ref
 from aiodist.backends.base import MOST_NAMES, NAMED, Transport, again, key_of, name_in, number_of_use, tag_of
 from aiodist.collectives.between import Between
 from aiodist.collectives.endpoint import Endpoint
-from aiodist.collectives.traffic import Traffic
+from aiodist.collectives.traffic import Differ, Traffic
 from aiodist.communicator.fingerprint import Fingerprint
-from aiodist.communicator.gate import Calls, Entry, When
+from aiodist.communicator.operation import CommunicatorOperation
 from aiodist.communicator.oplog import Record
 from aiodist.communicator.watchdog import Use
 from aiodist.control import Channel
@@ -35,9 +35,6 @@ from aiodist.errors import CommunicatorError
 from aiodist.handles import Handle, Progress, internals
 
 T = TypeVar("T")
-
-
-_OVER = Entry(-1, 0, When.ALL)  # of what waits for nobody: names keep their last uses, and need no more of them
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +46,8 @@ class Named(Use):
     """What its program sends and receives with: they get their tag and key before it begins."""
     edition: int = 0
     """What stands for the table that chooses how it is run: an edit has a place in the order, and a name has none."""
-    entry: Entry = _OVER
+    operation: CommunicatorOperation | None = None
+    """Its operation, until that is done."""
 
     def text(self) -> str:
         """Return what was issued and where; with the table, where that is not the usual one."""
@@ -85,7 +83,7 @@ class Names:
         transport: Transport,
         progress: Progress,
         *,
-        on_differ: Callable[[Entry], None],
+        on_differ: Callable[[CommunicatorOperation], None],
         broken: Callable[[BaseException], None],
     ) -> None:
         """`ranks` are the world ranks of the communicator's, in order.
@@ -149,17 +147,15 @@ class Names:
         if self.arrivals is not None:
             self.arrivals.append((use, perf_counter_ns()))
 
-    def meet(self, use: Named, word: int, calls: Calls) -> None:
-        """Have `use` begin or refused, by one of `calls`, when all ranks have issued it: `word` is its fingerprint."""
-        use.entry = Entry(-1, word ^ use.edition, When.ALL, calls=calls)
-        self._progress.start(partial(self._begin, use))
-
     # --- meeting: with the transport lock held ---------------------------------------------------------------
 
-    def _begin(self, use: Named) -> None:
+    def enter(self, use: Named, operation: CommunicatorOperation) -> None:
+        """Have `operation` begin, or not, when all ranks have issued that use of the name."""
         if self._closed is not None:
-            use.entry.abort(again(self._closed))
+            operation.decide(again(self._closed))
             return
+        operation.signature ^= use.edition
+        use.operation = operation
         self._undecided.add(use)
         known = self._names[use.name]
         known.waiting = use
@@ -182,27 +178,29 @@ class Names:
             self._compare(use, known, known.number)
 
     def _compare(self, use: Named, known: _Name, number: int) -> None:
+        operation = use.operation
+        assert operation is not None
         if number < 0:
             known.number = None
             self._undecided.discard(use)
-            use.entry.abort(CommunicatorError(f"name={use.name!r}: {self._too_many()}", comm=self._comm))
+            operation.decide(CommunicatorError(f"name={use.name!r}: {self._too_many()}", comm=self._comm))
             return
         self._by_number[number] = known
-        use.number = use.entry.seq = number_of_use(number, use.count)
+        use.number = operation.number = number_of_use(number, use.count)
         for endpoint in use.endpoints:
             endpoint.tag, endpoint.key = tag_of(use.number), key_of(use.number)
         use.endpoints.clear()
-        use.entry.word ^= use.number - NAMED
-        self._between.compare(tag_of(use.number), use.entry.word, over=partial(self._compared, use))
+        operation.signature ^= use.number - NAMED
+        self._between.compare(tag_of(use.number), operation.signature, over=partial(self._compared, use))
 
     def _compared(self, use: Named, differs: bool) -> None:
         """All ranks have come."""
         self._undecided.discard(use)
-        entry, use.entry = use.entry, _OVER
-        if not entry.decided:
-            entry.settle(differs)
+        operation = use.operation
+        if operation is not None and not operation.agreed.is_set:
+            operation.decide(Differ(operation.number) if differs else None)
             if differs:
-                self._on_differ(entry)
+                self._on_differ(operation)
 
     def hold(self, number: int) -> None:
         """Let no use of the name meet others: the operation `number` failed, and its tag comes back.
@@ -224,7 +222,8 @@ class Names:
             self._closed = error
             undecided, self._undecided = self._undecided, set()
             for use in undecided:
-                use.entry.abort(again(error))
+                if use.operation is not None:
+                    use.operation.decide(again(error))
 
     # --- what is known, from any thread ----------------------------------------------------------------------
 

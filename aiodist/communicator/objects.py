@@ -16,7 +16,7 @@ from aiodist.communicator import pickling as objects
 from aiodist.communicator.arguments import Terms, check_rank, check_tag
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.messages import PointToPoint
-from aiodist.communicator.receiving import Reception
+from aiodist.communicator.messenger import Reception
 from aiodist.communicator.watchdog import Peer
 from aiodist.handles import Handle
 from aiodist.handles.kernel import prepare
@@ -149,7 +149,7 @@ class Objects(PointToPoint):
         """Return the next object from `src` with `tag`; matching, `cancel`, errors and cost are those of `recv`."""
         src, tag = check_rank(src, self.size, "src", any_rank=True), check_tag(tag, any_tag=True)
         asked = Reception(Peer(src, None, tag), Mailbox.OBJECT, None, [], _on_the_host, _unpacked)
-        return self._dispatcher.receive("recv_object", asked, timeout)[0]
+        return self._messenger.receive("recv_object", asked, timeout)[0]
 
     def _pack_each(self, objs: Sequence[Any] | None) -> list[Tensor]:
         if objs is None or len(objs) != self.size:

@@ -9,28 +9,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Wanted, dtype_name
 from aiodist.collectives import operations
-from aiodist.collectives.arithmetic import SUPPORTED, check_op, wire_op
-from aiodist.collectives.cuda.queued import Queue
+from aiodist.collectives.arithmetic import check_op
 from aiodist.collectives.metadata import overlaps
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.wrappers import copy_to_all, local_first
 from aiodist.communicator.arguments import Terms, blocks_of, check_list, check_out, check_rank
 from aiodist.communicator.base import Base, check_single, lift, product, tensors_of
 from aiodist.communicator.claims import claims_of, reading, writing
-from aiodist.communicator.dispatcher import QueuePlan, ReductionPlan
-from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of, how
+from aiodist.communicator.fingerprint import fingerprint_of
 from aiodist.handles import Handle
 from aiodist.handles.kernel import Program, prepare
-from aiodist.streams import Events
 from aiodist.streams.writes import check_written
-from aiodist.types import OP_ALIASES, Impl, Op, ReduceOp, check_timeout
+from aiodist.types import Impl, Op, ReduceOp, check_timeout
 
 Data = TypeVar("Data", Tensor, int, float, list[Tensor])
-
-_MOST_PLANS = 10_000
-_OPS = frozenset({*ReduceOp, *OP_ALIASES})
 
 
 class Reductions(Base):
@@ -90,20 +83,11 @@ class Reductions(Base):
                 if timeout is not None or self._dispatcher.timeout is not None:
                     self._dispatcher.set_deadline(handle, timeout)  # type: ignore[arg-type]
                 return handle  # type: ignore[return-value]
-        direct: Handle[Any] | None = None
-        quick = isinstance(t, Tensor) and name is None and out is None and not across
-        if isinstance(t, Tensor) and quick and t.is_cuda and (queued := self._queue_plan(t, op, impl)) is not None:
-            direct = self._dispatcher.queue(queued, t, timeout)
-            return direct
         terms = Terms(timeout, impl, name)
         if across:
             return self._reduction_across("allreduce", t, op, terms)
-        direct = self._direct.issue("allreduce", t, out, terms, op=op)
-        if direct is None and isinstance(t, Tensor) and quick:
-            direct = self._quickly(t, op, timeout, impl)
-        if direct is not None:
-            return direct
-        return self._reduction("allreduce", operations.allreduce, t, op, out, terms)
+        planned: Handle[Any] | None = self._plans.issue("allreduce", t, out, terms, op=op)
+        return self._reduction("allreduce", operations.allreduce, t, op, out, terms) if planned is None else planned
 
     def scan(
         self,
@@ -122,8 +106,8 @@ class Reductions(Base):
         Steele 1986, DOI 10.1145/7902.7903.
         """
         terms = Terms(timeout, impl, name)
-        direct: Handle[Any] | None = self._direct.issue("scan", t, out, terms, op=op)
-        return self._reduction("scan", operations.scan, t, op, out, terms) if direct is None else direct
+        planned: Handle[Any] | None = self._plans.issue("scan", t, out, terms, op=op)
+        return self._reduction("scan", operations.scan, t, op, out, terms) if planned is None else planned
 
     def exscan(
         self,
@@ -191,8 +175,8 @@ class Reductions(Base):
             check_written(t[:1] if across and isinstance(t, list) else out, "reduce", "t" if across else "out")
         if across:
             return self._reduction_across("reduce", t, op, terms, root)
-        if (direct := self._direct.issue("reduce", t, out, terms, op=op, root=root)) is not None:
-            return direct
+        if (planned := self._plans.issue("reduce", t, out, terms, op=op, root=root)) is not None:
+            return planned
         make = partial(operations.reduce, root=root)
         return self._reduction("reduce", make, t, op, out, terms, root)
 
@@ -240,8 +224,8 @@ class Reductions(Base):
         al. 2007, DOI 10.1002/cpe.1206.
         """
         terms = Terms(timeout, impl, name)
-        if sizes is None and (direct := self._direct.issue("reduce_scatter", t, out, terms, op=op)) is not None:
-            return direct
+        if sizes is None and (planned := self._plans.issue("reduce_scatter", t, out, terms, op=op)) is not None:
+            return planned
         ts = tensors_of(t)
         known = _op_for(ts, op)
         blocks = [blocks_of(x, sizes, self.size) for x in ts]
@@ -279,65 +263,6 @@ class Reductions(Base):
         return self._issue(fingerprint_of("stopping", [said], None), program, writing(said), [said], terms)
 
     # --- building them --------------------------------------------------------------------------------------
-
-    def _quickly(self, t: Tensor, op: str, timeout: float | None, impl: str) -> Handle[Any] | None:
-        """Issue an allreduce of one tensor in place that is a single call of a library, where it is one."""
-        if not self._can_be_quick or not t.is_cpu or t.layout is not torch.strided:
-            return None
-        key = (t.dtype, t.shape, op, impl)
-        try:
-            plan = self._plans.get(key) or self._plan(key)
-        except TypeError:  # what has no hash is no operator and names no implementation
-            return None
-        if plan is None or not t.is_contiguous() or not t.data_ptr():
-            return None
-        return self._dispatcher.quick(plan, t, timeout)
-
-    def _plan(self, key: tuple[torch.dtype, torch.Size, str, str]) -> ReductionPlan | None:
-        """Remember how to reduce tensors like this one with a single native call, where that is possible."""
-        kind, shape, op, impl = key
-        numel = shape.numel()
-        self._repertoire.check(impl)
-        if op not in _OPS or not numel or kind not in SUPPORTED:
-            return None
-        if len(self._plans) > _MOST_PLANS:
-            self._plans.clear()
-        known = check_op(op, kind)
-        chosen = self._repertoire.pick(Wanted("allreduce", kind, known, numel), impl)
-        begin = chosen.plan_allreduce(kind, numel, known)
-        if begin is None:
-            return None
-        what = Fingerprint("allreduce", dtype_name(kind), str(list(shape)), how(known.value, impl))
-        plan = self._plans[key] = ReductionPlan(what, numel * kind.itemsize, chosen.name, begin)
-        return plan
-
-    def _queue_plan(self, t: Tensor, op: str, impl: str) -> QueuePlan | None:
-        """Remember how a device is given the reduction of tensors like `t` in a single call, where that is possible."""
-        key = (t.dtype, t.shape, op, impl, t.get_device())
-        plan = self._queue_plans.get(key)
-        if plan is None:
-            if impl not in ("auto", "nccl"):
-                return None
-            kind, numel = t.dtype, t.numel()
-            self._repertoire.check(impl)
-            if op not in _OPS or not numel or len(self._queue_plans) > _MOST_PLANS:
-                return None
-            queue = self._queue_of(kind, numel, check_op(op, kind), t.device, impl) if kind in SUPPORTED else None
-            if queue is None:
-                return None
-            stream = partial(Events.of(self._dispatcher.progress).issuing_stream, t.get_device())
-            plan = QueuePlan(fingerprint_of("allreduce", [t], op, impl=impl), t.nbytes, "nccl", queue, stream)
-            self._queue_plans[key] = plan
-        return plan if t.layout is torch.strided and t.is_contiguous() and t.data_ptr() else None
-
-    def _queue_of(self, kind: torch.dtype, numel: int, op: ReduceOp, device: torch.device, impl: str) -> Queue | None:
-        accelerator = self._registry.accelerator
-        if accelerator is None or not self._repertoire.on_cuda:
-            return None
-        if self.size == 1 and impl == "auto":
-            return accelerator.queue_alone()
-        chosen = self._repertoire.pick(Wanted("allreduce", kind, wire_op(op), numel, "cuda"), impl)
-        return accelerator.queue_by_nccl(self.name, device, kind, op) if chosen.name == "nccl" else None
 
     def _reduction(
         self,

@@ -20,9 +20,10 @@ from aiodist.collectives.cuda.accelerator import Accelerator
 from aiodist.collectives.implementations import Repertoire
 from aiodist.communicator.base import WaitingCall, parts_of, upkeep_of
 from aiodist.communicator.dispatcher import Dispatcher
-from aiodist.communicator.gate import Entry, Gate
+from aiodist.communicator.gate import Gate
 from aiodist.communicator.leftovers import made_by_program, unreceived, warn_of_open
 from aiodist.communicator.movement import Movement
+from aiodist.communicator.operation import CommunicatorOperation
 from aiodist.control.generations import Generation
 from aiodist.errors import (
     AiodistError,
@@ -230,7 +231,7 @@ class Registry(Generic[C]):
         transport: Transport,
         ranks: Sequence[int],
         within: ShmNative | None,
-        on_differ: Callable[[Entry], None],
+        on_differ: Callable[[CommunicatorOperation], None],
         broken: Callable[[BaseException], None],
     ) -> Gate:
         """Return the gate of a communicator of these world ranks, of which those `within` share memory."""
@@ -523,7 +524,7 @@ class Registry(Generic[C]):
             if dispatcher.refusal is None:
                 await dispatcher.drain(self._left(until))
                 mismatch = await self._meet(communicator, until)
-                await dispatcher.part(self._left(until))
+                await parts_of(communicator).messenger.part(self._left(until))
                 self.unreceived += await unreceived(communicator, self._left(until))
                 drained = True
                 if mismatch is not None:

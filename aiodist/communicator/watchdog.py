@@ -509,7 +509,7 @@ class Watchdog:
         if not name:
             self._reached[src] = max(self._reached[src], issued)
             return
-        for meets in list(self.pending.issued.values()):
+        for meets in [one.meets for one in self.pending.others.copy().values()]:
             if isinstance(meets, Use) and meets.name == name and meets.count < issued:
                 meets.came.add(src)
 

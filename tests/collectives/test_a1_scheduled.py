@@ -32,7 +32,7 @@ CHUNKS = {"ring": (1, 3), "tree": (2,), "chain": (1, 3, 100)}
 async def perform(coll: Communicator, make: Callable[[Endpoint], Program[object]], tag: int = 1 << 21) -> None:
     """Run the program that `make` makes of an endpoint as the next operation of all ranks."""
     ep = Endpoint(parts_of(coll).transport, tag)
-    await parts_of(coll).dispatcher.collective(Fingerprint("scheduled"), make(ep))
+    await parts_of(coll).dispatcher.issue(Fingerprint("scheduled"), make(ep))
 
 
 def all_of(operation: str) -> Iterator[Scheduled]:

@@ -38,7 +38,7 @@ def forms(coll: Communicator, limits: dict[str, int] = SMALL_PIECES) -> list[tup
 
 async def perform(coll: Communicator, make: Callable[[Endpoint], Program[object]]) -> None:
     ep = Endpoint(parts_of(coll).transport, (1 << 21) + coll.seq)
-    await parts_of(coll).dispatcher.collective(Fingerprint("hierarchical"), make(ep))
+    await parts_of(coll).dispatcher.issue(Fingerprint("hierarchical"), make(ep))
 
 
 def brought(size: int, n: int) -> list[Tensor]:
@@ -81,7 +81,7 @@ async def test_a4_lists_of_small_and_large_tensors(coll: Communicator, kind: str
         ts = [each[coll.rank].clone() for each in parts]
         ep = Endpoint(parts_of(coll).transport, (1 << 21) + coll.seq, traffic=Traffic(), shared=True)
         program = lockstep([form.run(ep, Primitive(kind, t, root=root)) for t in ts])
-        await parts_of(coll).dispatcher.collective(Fingerprint("hierarchical"), program)
+        await parts_of(coll).dispatcher.issue(Fingerprint("hierarchical"), program)
         for t, each in zip(ts, parts, strict=True):
             total = torch.stack(each).sum(0)
             expected = {"allreduce": total, "broadcast": each[root]}.get(kind, total if coll.rank == root else None)
@@ -93,7 +93,7 @@ async def test_a4_many_in_flight_do_not_mix(coll: Communicator) -> None:
     _, form = forms(coll)[0]
     ts = [torch.full((40,), float(coll.rank + i)) for i in range(20)]
     handles = [
-        parts_of(coll).dispatcher.collective(
+        parts_of(coll).dispatcher.issue(
             Fingerprint("hierarchical"),
             form.run(Endpoint(parts_of(coll).transport, (1 << 21) + coll.seq), Primitive("allreduce", t)),
         )

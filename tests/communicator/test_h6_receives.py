@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -295,12 +296,12 @@ async def test_h7_a_receive_that_had_its_message_and_is_dropped_is_told(coll: Co
 async def test_h7_the_garbage_collector_may_end_operations_while_they_are_listed(coll: Communicator) -> None:
     pending = parts_of(coll).dispatcher.operations
     handles = [coll.send(torch.zeros(1), 0) for _ in range(2)]
-    listed: dict[Any, bool] = {object(): True for _ in range(5000)}
-    pending.issued.update(listed)
+    listed: dict[Any, Any] = {object(): SimpleNamespace(meets=None) for _ in range(5000)}
+    pending.others.update(listed)
 
     def collected(_: str, __: dict[str, int]) -> None:
         if listed:
-            del pending.issued[listed.popitem()[0]]
+            del pending.others[listed.popitem()[0]]
 
     thresholds = gc.get_threshold()
     gc.callbacks.append(collected)
@@ -311,7 +312,7 @@ async def test_h7_the_garbage_collector_may_end_operations_while_they_are_listed
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(collected)
         for one in listed:
-            del pending.issued[one]
+            del pending.others[one]
     await aiodist.gather(*handles)
     for _ in handles:
         await coll.recv()

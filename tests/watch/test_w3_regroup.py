@@ -173,7 +173,7 @@ def test_w3_closing_raises_what_follows_from_no_loss(monkeypatch: pytest.MonkeyP
     async def main() -> None:
         async with aiodist.init(elastic=True) as coll:
             await coll.barrier()
-            monkeypatch.setattr(parts_of(coll).dispatcher, "part", part)
+            monkeypatch.setattr(parts_of(coll).messenger, "part", part)
 
     with pytest.raises(aiodist.BackendError, match="it broke"):
         run_ranks(2, main, elastic=(1, 2))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from aiodist.backends import nccl
-from aiodist.backends.base import Done
 from aiodist.backends.cuda_ipc import Mappings, ReleaseNotices
 from aiodist.collectives.cuda.device_messages import DirectMessages, StagedMessages
 from aiodist.collectives.cuda.ipc import CudaIpc
@@ -198,16 +197,16 @@ class Accelerator:
             return None
         reductions = NcclReductions(self._progress, group, kind, op)
 
-        def queue(t: Tensor, stream: torch.cuda.Stream, done: Done) -> Queued:
+        def queue(t: Tensor, stream: torch.cuda.Stream) -> Queued:
             if not self._looking:
                 self._keep_looking()
-            return ByNccl(reductions, t, stream, done)
+            return ByNccl(reductions, t, stream)
 
         return queue
 
     def queue_alone(self) -> Queue:
         """Return how the only rank of a communicator does it."""
-        return lambda _, stream, done: Alone(self._progress, stream, done)
+        return lambda _, stream: Alone(self._progress, stream)
 
     # --- failures and the end -------------------------------------------------------------------------------
 

@@ -24,8 +24,8 @@ class Queued(Fence):
     __slots__ = ("_done",)
     _done: Done
 
-    def start(self) -> None:
-        """Queue it; with the transport lock held."""
+    def start(self, done: Done) -> None:
+        """Queue it, with the transport lock held; `done` is called when the device is done, or with the error."""
         raise NotImplementedError
 
     def _over(self, error: BaseException | None) -> None:
@@ -33,11 +33,8 @@ class Queued(Fence):
         self._done(error)
 
 
-Queue = Callable[[Tensor, torch.cuda.Stream, Done], Queued]
-"""(t, stream, done): a reduction of `t` behind what the caller's `stream` has queued; it may raise RuntimeError.
-
-`done` is called when the device is done, or with what it failed with.
-"""
+Queue = Callable[[Tensor, torch.cuda.Stream], Queued]
+"""(t, stream): a reduction of `t` after the work queued on the caller's `stream`; it may raise RuntimeError."""
 
 
 class Alone(Queued):
@@ -45,16 +42,17 @@ class Alone(Queued):
 
     __slots__ = ("_end", "_events", "_stream")
 
-    def __init__(self, progress: Progress, stream: torch.cuda.Stream, done: Done) -> None:
+    def __init__(self, progress: Progress, stream: torch.cuda.Stream) -> None:
         super().__init__(progress, stream.device)
-        self._stream, self._done, self._events = stream, done, Events.of(progress)
+        self._stream, self._events = stream, Events.of(progress)
         self._end = None if idle(stream) else self._events.record(stream)
         self.reached(self._end)
 
-    def start(self) -> None:
+    def start(self, done: Done) -> None:
         """See `Queued`."""
+        self._done = done
         if self._end is None:
-            self._done(None)
+            done(None)
         else:
             self._events.add(self._stream, self._end, self._over)
 
@@ -75,15 +73,16 @@ class ByNccl(Queued):
 
     __slots__ = ("_behind", "_failed", "_kind", "_numbers", "_slot", "_t")
 
-    def __init__(self, kind: NcclReductions, t: Tensor, stream: torch.cuda.Stream, done: Done) -> None:
+    def __init__(self, kind: NcclReductions, t: Tensor, stream: torch.cuda.Stream) -> None:
         super().__init__(kind.progress, kind.group.device)
-        self._kind, self._t, self._done = kind, t, done
+        self._kind, self._t = kind, t
         self._failed: BaseException | None = None
         self._behind = None if idle(stream) else kind.events.record(stream)
         self._slot = kind.group.launch_order.take()
 
-    def start(self) -> None:
+    def start(self, done: Done) -> None:
         """See `Queued`."""
+        self._done = done
         group, t = self._kind.group, self._t
         try:
             self._numbers = as_numbers(t)

@@ -1,8 +1,9 @@
-"""Collectives that a lane runs from the call on, if all ranks share memory.
+"""Plans: how calls with one signature start, made at the first of them and kept.
 
-What a call needs is worked out at the first one of its kind and kept, as a plan of the compiled core. A rank may issue
-the same operation in the general way: its tensor is of a class of its own, another thread is at work. And ranks may
-bring tensors of different shapes to an allgather. The lane finds that out, and all go on in the general way.
+A plan starts in a lane of the compiled core, if all ranks share memory; by one native call of a library; or by one call
+that queues on a device. A program runs all other calls. One rank may use a plan while another one uses a program, for a
+tensor of a subclass or in another thread, and the shapes of an allgather may differ: the lane finds that, and all ranks
+continue with the program.
 """
 
 from __future__ import annotations
@@ -17,21 +18,26 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from aiodist import _core
-from aiodist.backends.base import Wanted, dtype_code, key_of, tag_of
+from aiodist.backends.base import Begin, Wanted, dtype_code, key_of, tag_of
 from aiodist.backends.shm.lanes import KINDS, Kind, op_code
 from aiodist.backends.words import word_of
 from aiodist.collectives import operations
 from aiodist.collectives.arithmetic import SUPPORTED, check_op
+from aiodist.collectives.cuda.queued import Queue, Queued
 from aiodist.collectives.endpoint import Endpoint
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.metadata import overlaps
 from aiodist.collectives.primitives import Primitives
 from aiodist.communicator.arguments import Terms, block_of, blocks_of
-from aiodist.communicator.claims import Claim
+from aiodist.communicator.claims import Claim, writing
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of
-from aiodist.handles import Handle
-from aiodist.handles.kernel import Program
+from aiodist.communicator.lane_issuer import LaneIssuer
+from aiodist.communicator.operation import CommunicatorOperation, When
+from aiodist.handles import LARGE_BYTES, Handle
+from aiodist.handles.kernel import Program, transfers
+from aiodist.streams import Events
+from aiodist.streams.events import device_error
 from aiodist.types import OP_ALIASES, REDUCTIONS, ReduceOp, check_timeout
 
 _MOST_PLANS = 10_000
@@ -40,8 +46,8 @@ _OPS = frozenset({*ReduceOp, *OP_ALIASES})
 _IN_PLACE = frozenset({"allreduce", "broadcast", "reduce", "scan"})
 
 
-class _Call(NamedTuple):
-    """What calls have in common that go by one plan."""
+class Signature(NamedTuple):
+    """What calls with one plan have in common."""
 
     kind: str
     dtype: torch.dtype
@@ -49,6 +55,8 @@ class _Call(NamedTuple):
     op: str | None
     root: int | None
     impl: str
+    device: int = -1
+    """Number of the CUDA device; -1 is the host."""
 
 
 class _Form(NamedTuple):
@@ -68,7 +76,7 @@ class _Form(NamedTuple):
 
 
 def _reduced(
-    make: Callable[..., Program[Any]], p: Primitives, t: Tensor, out: Tensor | None, call: _Call
+    make: Callable[..., Program[Any]], p: Primitives, t: Tensor, out: Tensor | None, call: Signature
 ) -> Program[Any]:
     assert call.op is not None
     into = t if out is None else out
@@ -77,12 +85,12 @@ def _reduced(
     return make(p, t, into if p.ep.rank == call.root else None, ReduceOp(call.op), call.root)
 
 
-def _scattered(p: Primitives, t: Tensor, out: Tensor | None, call: _Call) -> Program[Any]:
+def _scattered(p: Primitives, t: Tensor, out: Tensor | None, call: Signature) -> Program[Any]:
     assert call.op is not None
     return operations.reduce_scatter(p, t, out, ReduceOp(call.op), blocks_of(t, None, p.ep.size))
 
 
-_PROGRAMS: Mapping[str, Callable[[Primitives, Tensor, Tensor | None, _Call], Program[Any]]] = MappingProxyType(
+_PROGRAMS: Mapping[str, Callable[[Primitives, Tensor, Tensor | None, Signature], Program[Any]]] = MappingProxyType(
     {
         "allreduce": partial(_reduced, operations.allreduce),
         "reduce": partial(_reduced, operations.reduce),
@@ -96,27 +104,55 @@ _PROGRAMS: Mapping[str, Callable[[Primitives, Tensor, Tensor | None, _Call], Pro
 """The general way of each: what goes on where a lane cannot do it."""
 
 
-class Direct:
-    """Issues them for one communicator. A call that cannot go this way returns None, and is to go the general one."""
+class NativePlan(NamedTuple):
+    """Plan of an allreduce in place that is one call of a library."""
 
-    def __init__(self, dispatcher: Dispatcher, device: torch.device) -> None:
+    what: Fingerprint
+    nbytes: int
+    implementation: str
+    start: Begin
+
+
+class QueuePlan(NamedTuple):
+    """Plan of an allreduce in place that one call queues on a device."""
+
+    what: Fingerprint
+    nbytes: int
+    implementation: str
+    queue: Queue
+    stream: Callable[[], torch.cuda.Stream]
+    """Returns the caller's current stream of the device; raises RuntimeError while it captures a graph."""
+
+
+Plan = _core.Plan | NativePlan | QueuePlan
+
+
+class Plans:
+    """The plans of one communicator, by signature. `issue` returns None for a call that a program runs."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, device: torch.device, queue_of: Callable[[Signature, Repertoire], Queue | None]
+    ) -> None:
+        """`queue_of` returns how a device queues such an allreduce in one call; None if it cannot."""
         self._dispatcher = dispatcher
         self._device = device
+        self._queue_of = queue_of
+        self._lanes = LaneIssuer(dispatcher)
         self._rank, self._size = dispatcher.transport.rank, dispatcher.transport.size
         self._repertoire = dispatcher.repertoire
-        self._plans: dict[_Call, _core.Plan | None] = {}
-        """None where such calls do not go this way."""
+        self._plans: dict[Signature, Plan | None] = {}
+        """Plans; None for a signature that a program runs."""
         barrier = Fingerprint("barrier")
         self._barrier = _core.Plan(
             barrier, barrier.kind, None, barrier.word, *_Form(Kind.BARRIER, dtype_code(torch.uint8))
         )
 
     def follow(self, repertoire: Repertoire) -> None:
-        """Choose as `repertoire` says, from the next call on."""
+        """Choose by `repertoire` from the next call on."""
         self._repertoire = repertoire
         self._plans.clear()
-        if self._dispatcher.issuer is not None:
-            self._dispatcher.issuer.forget()
+        if self._lanes.core is not None:
+            self._lanes.core.forget()
 
     def issue(
         self,
@@ -128,20 +164,46 @@ class Direct:
         op: str | None = None,
         root: int | None = None,
     ) -> Handle[Any] | None:
-        """Issue a collective of `t`, with the result in `out`, in `t` or in new memory."""
-        issuer, timeout = self._dispatcher.issuer, terms.timeout
-        if issuer is None or type(t) not in _PLAIN or terms.name is not None:
+        """Issue a collective of `t` by its plan, with the result in `out`, in `t` or in new memory."""
+        if not isinstance(t, Tensor) or terms.name is not None or not (t.is_cuda or type(t) in _PLAIN):
             return None
-        assert isinstance(t, Tensor)
-        check_timeout(timeout)
-        call = _Call(kind, t.dtype, t.shape, op, root, terms.impl)
+        check_timeout(terms.timeout)
+        call = Signature(kind, t.dtype, t.shape, op, root, terms.impl, t.get_device())
         try:
             plan = self._plans[call]
         except KeyError:
             plan = self._plan(call, t)
-        except TypeError:  # what has no hash is no operator and names no implementation
+        except TypeError:  # an operator or an implementation without a hash: the general checks report it
             return None
         if plan is None or not _dense(t):
+            return None
+        if isinstance(plan, _core.Plan):
+            return self._issue_in_lane(plan, call, t, out, terms.timeout)
+        if out is not None or not t.data_ptr():
+            return None
+        if isinstance(plan, NativePlan):
+            return self._issue_native(plan, t, terms.timeout)
+        return self._issue_queued(plan, t, terms.timeout)
+
+    def barrier(self, timeout: float | None) -> Handle[None] | None:
+        """Issue a barrier in a lane."""
+        issuer = self._lanes.core
+        if issuer is None:
+            return None
+        check_timeout(timeout)
+        handle: Handle[None] | None = issuer.issue(self._barrier, None, None, None, None)  # type: ignore[assignment]
+        if handle is not None:
+            self._dispatcher.set_deadline(handle, timeout)
+        return handle
+
+    # --- the starters ---------------------------------------------------------------------------------------
+
+    def _issue_in_lane(
+        self, plan: _core.Plan, call: Signature, t: Tensor, out: Tensor | None, timeout: float | None
+    ) -> Handle[Any] | None:
+        """Have the compiled core issue it; None if it cannot now."""
+        issuer, kind, root = self._lanes.core, call.kind, call.root
+        if issuer is None:
             return None
         if kind == "broadcast":
             target, result = t, t
@@ -158,16 +220,56 @@ class Direct:
             self._dispatcher.set_deadline(handle, timeout)
         return handle
 
-    def barrier(self, timeout: float | None) -> Handle[None] | None:
-        """Issue a barrier."""
-        issuer = self._dispatcher.issuer
-        if issuer is None:
-            return None
-        check_timeout(timeout)
-        handle: Handle[None] | None = issuer.issue(self._barrier, None, None, None, None)  # type: ignore[assignment]
-        if handle is not None:
-            self._dispatcher.set_deadline(handle, timeout)
-        return handle
+    def _issue_native(self, plan: NativePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
+        """Issue one call of a library."""
+        operation = self._dispatcher.prepare(plan.what, writing(t), plan.nbytes, timeout, When.ALL)
+        # A detached view: the program may give `t` other memory before the call.
+        program = self._native(plan, t, t.detach(), operation)
+        return self._dispatcher.launch(operation, program, plan.nbytes)
+
+    async def _native(self, plan: NativePlan, t: Tensor, view: Tensor, operation: CommunicatorOperation) -> Tensor:
+        traffic = operation.traffic
+        assert traffic is not None
+        traffic.way, traffic.native = plan.implementation, 1
+        in_background = self._dispatcher.large_bytes <= plan.nbytes < LARGE_BYTES
+        if in_background:  # only the progress thread polls
+            self._dispatcher.progress.add_large(1)
+        try:
+            await transfers([partial(plan.start, view, operation.number)])
+        finally:
+            traffic.native = 0
+            if in_background:
+                self._dispatcher.progress.add_large(-1)
+        return t
+
+    def _issue_queued(self, plan: QueuePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
+        """Queue one call on a device; the ranks compare meanwhile."""
+        if self._dispatcher.issuing is not None:
+            self._dispatcher.check_on_loop("an operation on CUDA tensors")
+        stream = plan.stream()
+        operation = self._dispatcher.prepare(plan.what, writing(t), plan.nbytes, timeout, When.NOW)
+        queued: Queued | BaseException
+        try:
+            queued = plan.queue(t, stream)
+        except RuntimeError as raised:
+            queued = device_error(raised)
+        else:
+            operation.set_fence(queued)
+        operation.admit()  # its launch cannot be recalled
+        return self._dispatcher.launch(operation, self._queued(plan, t, queued, operation))
+
+    @staticmethod
+    async def _queued(
+        plan: QueuePlan, t: Tensor, queued: Queued | BaseException, operation: CommunicatorOperation
+    ) -> Tensor:
+        if isinstance(queued, BaseException):
+            raise queued
+        if operation.traffic is not None:
+            operation.traffic.way, operation.traffic.native = plan.implementation, 1
+        await transfers([queued.start])
+        if operation.traffic is not None:
+            operation.traffic.native = 0
+        return t
 
     # --- where results go -----------------------------------------------------------------------------------
 
@@ -190,7 +292,7 @@ class Direct:
 
     def _takes(self, kind: str, t: Tensor, out: Tensor) -> bool:
         """Return whether the result goes into `out` as it is; what else there is to say of it the general way says."""
-        if type(out) not in _PLAIN or out.dtype is not t.dtype or not _dense(out):
+        if type(out) not in _PLAIN or out.dtype is not t.dtype or not out.is_cpu or not _dense(out):
             return False
         if out.shape != self._shape(kind, t.shape):
             return False
@@ -199,8 +301,8 @@ class Direct:
 
     # --- plans ----------------------------------------------------------------------------------------------
 
-    def _plan(self, call: _Call, t: Tensor) -> _core.Plan | None:
-        """Work out how such calls go, and keep it; None where they do not go this way."""
+    def _plan(self, call: Signature, t: Tensor) -> Plan | None:
+        """Make the plan of such calls, and keep it; None if a program runs them."""
         self._repertoire.check(call.impl)
         numel, ranks = call.shape.numel(), self._size
         if not numel or call.dtype not in SUPPORTED or (call.kind in REDUCTIONS and call.op not in _OPS):
@@ -212,9 +314,11 @@ class Direct:
             return None
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
-        if not self._chosen(call, known):
-            self._plans[call] = None
-            return None
+        if call.device >= 0 or self._lanes.core is None or not self._chosen(call, known):
+            plan = self._plan_allreduce(call, known, t) if call.kind == "allreduce" else None
+            if plan is not None or call.device < 0:  # NCCL may open later
+                self._plans[call] = plan
+            return plan
         sent: Sequence[int] = ()
         if kind is Kind.REDUCE_SCATTER:
             sent = [block.numel() for block in blocks_of(t, None, ranks)]
@@ -237,13 +341,30 @@ class Direct:
             received=tuple(sent) if kind is Kind.ALLTOALL else (),
         )
         otherwise = partial(self._go_on, call, self._repertoire)
-        plan = self._plans[call] = _core.Plan(what, call.kind, otherwise, what.word, *form)
+        in_lane = self._plans[call] = _core.Plan(what, call.kind, otherwise, what.word, *form)
         # Whether memory of complex numbers is to be conjugated the compiled way does not see.
-        if call.kind == "allreduce" and self._dispatcher.issuer is not None and not call.dtype.is_complex:
-            self._dispatcher.issuer.add(t, call.op, call.impl, plan)
-        return plan
+        if call.kind == "allreduce" and self._lanes.core is not None and not call.dtype.is_complex:
+            self._lanes.core.add(t, call.op, call.impl, in_lane)
+        return in_lane
 
-    def _chosen(self, call: _Call, op: ReduceOp | None) -> bool:
+    def _plan_allreduce(self, call: Signature, op: ReduceOp | None, t: Tensor) -> NativePlan | QueuePlan | None:
+        """Return the plan of an allreduce by one call of a library or a device; None if there is no such call."""
+        assert op is not None
+        kind, numel = call.dtype, call.shape.numel()
+        what = fingerprint_of("allreduce", [t], call.op, impl=call.impl)
+        if call.device >= 0:
+            queue = self._queue_of(call, self._repertoire)
+            if queue is None:
+                return None
+            stream = partial(Events.of(self._dispatcher.progress).issuing_stream, call.device)
+            return QueuePlan(what, t.nbytes, "nccl", queue, stream)
+        if self._size == 1:
+            return None
+        chosen = self._repertoire.pick(Wanted("allreduce", kind, op, numel), call.impl)
+        start = chosen.plan_allreduce(kind, numel, op)
+        return None if start is None else NativePlan(what, t.nbytes, chosen.name, start)
+
+    def _chosen(self, call: Signature, op: ReduceOp | None) -> bool:
         """Return whether the table, or the call, has shared memory do it."""
         kind, repertoire = call.kind, self._repertoire
         if kind == "allgather" and call.impl == "auto":  # ranks do not know the sizes of one another
@@ -256,7 +377,7 @@ class Direct:
 
     def _go_on(
         self,
-        call: _Call,
+        call: Signature,
         repertoire: Repertoire,
         handle: Handle[Any],
         t: Tensor,
@@ -271,11 +392,11 @@ class Direct:
             p = Primitives(ep, repertoire, call.impl, device=self._device)
             return _PROGRAMS[call.kind](p, _as_claimed(t, call, claims), out, call)
 
-        dispatcher.go_on(handle, make, claims)
+        self._lanes.go_on(handle, make, claims)
 
 
-class Never(Direct):
-    """The general path for all calls."""
+class NoPlans(Plans):
+    """Plans of a communicator whose calls all run as programs."""
 
     def __init__(self) -> None: ...
 
@@ -283,7 +404,7 @@ class Never(Direct):
         """Return None."""
 
 
-def _as_claimed(t: Tensor, call: _Call, owned: Sequence[Claim]) -> Tensor:
+def _as_claimed(t: Tensor, call: Signature, owned: Sequence[Claim]) -> Tensor:
     """Return `t` as it was at the call: the program may have given it other memory since."""
     claim = next((claim for claim in owned if not claim.writes), next(iter(owned), None))
     inside = any(one.start <= t.data_ptr() < one.start + one.nbytes for one in owned)
@@ -298,6 +419,6 @@ def _as_claimed(t: Tensor, call: _Call, owned: Sequence[Claim]) -> Tensor:
 
 
 def _dense(t: Tensor) -> bool:
-    """Return whether its memory is as it reads, on the CPU."""
+    """Return True if its memory holds its elements in order, as they read."""
     odd = t.is_neg() or (t.dtype.is_complex and t.is_conj())
-    return t.is_cpu and t.layout is torch.strided and t.is_contiguous() and not odd
+    return t.layout is torch.strided and t.is_contiguous() and not odd

@@ -1,0 +1,88 @@
+"""The fast path: the compiled core issues operations that a lane does, and leaves here those that it cannot end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from aiodist import _core
+from aiodist.collectives.traffic import Differ
+from aiodist.communicator.claims import Claim, release
+from aiodist.communicator.dispatcher import Dispatcher
+from aiodist.errors import AiodistError, MismatchError
+from aiodist.handles import Handle, in_flight
+from aiodist.handles.kernel import Program
+from aiodist.handles.origin import known_files
+from aiodist.streams.writes import increment_version
+
+
+class LaneIssuer:
+    """The fast path of one communicator; `core` is None if its ranks do not share memory."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self.core = dispatcher.issuer = self._make_core()
+
+    def _make_core(self) -> _core.Issuer | None:
+        dispatcher = self._dispatcher
+        within, gate = dispatcher.repertoire.within, dispatcher.gate
+        if within is None or gate is None or gate.several:
+            return None
+        near = within.ordered.near
+        core = _core.Issuer(
+            within.ordered.core,
+            in_flight,
+            dispatcher.oplog,
+            dispatcher.progress,
+            near.arena.addresses,
+            dispatcher.account,
+            dispatcher.operations.collectives,
+            dispatcher.progress.inbox,
+            dispatcher.disputes.to_fail,
+            known_files,
+            dispatcher.watch,
+            near.publish,
+            self._failed,
+            Handle,
+            Tensor,
+            Parameter,
+            increment_version,
+            torch.is_grad_enabled,
+        )
+        core.threads = dispatcher.issuing is not None
+        return core
+
+    def go_on(self, handle: Handle[Any], make: Callable[[], Program[Any]], claims: Sequence[Claim]) -> None:
+        """Continue a collective, on which the ranks agree and which no lane has done, by a program; from any thread."""
+        self._dispatcher.traffic(handle.seq)  # from now on it can be refused
+        self._dispatcher.progress.start_from_thread(partial(self._go_on, handle, make, claims))
+
+    def _go_on(self, handle: Handle[Any], make: Callable[[], Program[Any]], claims: Sequence[Claim]) -> None:
+        operation = self._dispatcher.operations.take_over(handle, claims)
+        if operation is None:
+            release(claims)
+            return
+        operation.traffic = self._dispatcher.traffic(handle.seq)
+        operation.decide(None)
+        self._dispatcher.settlement.run(operation, make())
+
+    def _failed(self, handle: Handle[Any], error: AiodistError) -> None:
+        """A lane has ended the operation of `handle` with `error`; its bytes are free."""
+        progress = self._dispatcher.progress
+        progress.post(partial(progress.exclusively, partial(self._end, handle, error)))
+
+    def _end(self, handle: Handle[Any], error: AiodistError) -> None:
+        operation = self._dispatcher.operations.take_over(handle)
+        if operation is None:
+            return
+        self._dispatcher.settlement.drained(operation)
+        if isinstance(error, MismatchError):  # each rank finds that, since each differs from one of two
+            operation.decide(Differ(operation.number))
+            self._dispatcher.disputes.begin(operation)
+        else:
+            self._dispatcher.settlement.settle(operation, None, error)

@@ -1,0 +1,408 @@
+"""Messages between two ranks: sends, and receives from their issue to their end.
+
+[Note: states of a receive] Each change is made with the transport lock held.
+
+- *posted*: the mailbox has it, or the inbox does until the lock is free. Only the program holds the handle: the receive
+  has a weak reference, and a strong one (`_held`) only while code waits. A handle that is dropped ends the receive.
+- *matched*: the receive owns a message, which may be in flight. `Pending` holds the handle until the end.
+- *finished*: the handle is settled.
+- *paused*: the last wait ended without the outcome, by cancellation or a deadline. A posted receive leaves the mailbox.
+  The message of a matched one returns to its old place there, for the next receive that matches, even while it is in
+  flight, or after it came if no code has seen it. The handle is pending, and the caller's memory is free. The next
+  wait posts the receive again, after those posted by then.
+
+A message in flight into the caller's memory cannot return before it has come: its receive is not paused.
+
+[Note: threads of a receive] `take`, `_pause` and `_finish` run with the lock held. The loop's thread writes `_held` and
+the waiters of the handle, and a waiting thread writes `Posted._threads`. So `_pause` looks again, with the lock held,
+whether code waits. The mailbox calls `take` at the match, which makes the weak reference a strong one or finds that the
+handle is gone, in one step: a message never goes to a handle that nothing holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from aiodist.backends.base import again
+from aiodist.collectives.cuda.on_device import DeviceWork, attach
+from aiodist.collectives.mailbox import Arrived, Mailbox, Unpacked, Wanted
+from aiodist.communicator.claims import acquire, release
+from aiodist.communicator.dispatcher import Dispatcher
+from aiodist.communicator.operation import CommunicatorOperation
+from aiodist.communicator.watchdog import Peer
+from aiodist.handles import Handle, Operation, Posted, PostedOperation, internals
+from aiodist.handles.kernel import Program, Transfer, prepare, transfers
+from aiodist.handles.origin import described
+from aiodist.handles.progress import transport_lock
+from aiodist.types import ANY
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aiodist.communicator.claims import Claim
+
+
+@dataclass(frozen=True)
+class Reception:
+    """Arguments of a receive."""
+
+    peer: Peer
+    kind: int
+    """Kind of message to receive; ANY receives both, and then the result is the `Arrived` itself."""
+    into: Tensor | None
+    claims: Sequence[Claim]
+    work: Callable[[], tuple[list[DeviceWork], Callable[[], DeviceWork] | None]]
+    """Returns its work on devices, and a factory of it for a message that may come from one."""
+    convert: Callable[[Any], Any] | None = None
+    nbytes: int = 0
+    sends: bool = False
+    """True for a `sendrecv`, which is finished only after its own message is sent: see `Receiving.sending`."""
+
+
+class Messenger:
+    """Issues the messages of one communicator."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+        self.mailbox = dispatcher.mailbox
+        self.pending = dispatcher.operations
+        self.settlement = dispatcher.settlement
+        self.progress = dispatcher.progress
+
+    def issue(
+        self,
+        op: str,
+        nbytes: int,
+        claims: Sequence[Claim],
+        timeout: float | None,
+        peer: Peer,
+        convert: Callable[[Any], Any] | None = None,
+    ) -> CommunicatorOperation:
+        """Return an operation of messages with `peer`: checked, claimed and in the table; `launch` starts it."""
+        handle: Handle[Any] = self.dispatcher.new_handle(Handle, op, nbytes, timeout)
+        operation = CommunicatorOperation(handle, claims, convert, meets=peer)
+        self.dispatcher.enter(operation)
+        self._note(handle, peer)
+        return operation
+
+    def launch(self, operation: CommunicatorOperation, program: Program[None], nbytes: int) -> None:
+        """Start an operation that was issued; `nbytes` are the bytes that this rank copies."""
+        self.dispatcher.start(partial(self.settlement.run_message, operation, program), nbytes)
+
+    def receive(self, op: str, asked: Reception, timeout: float | None) -> tuple[Posted[Any], Receiving]:
+        """Issue a receive; return its handle, held only by the program until a message matches, and its operation."""
+        handle: Posted[Any] = self.dispatcher.new_handle(Posted, op, asked.nbytes, timeout)
+        receiving = Receiving(self, handle, asked)
+        try:
+            acquire(asked.claims, receiving)
+            try:
+                post = receiving.post(handle)
+            except BaseException:
+                release(asked.claims)
+                raise
+        except BaseException:
+            Operation.of(handle).mark_retrieved()  # it was never issued
+            raise
+        self.dispatcher.watch_over(handle, asked.peer)
+        self._note(handle, asked.peer)
+        self.dispatcher.start(post, 0)
+        return handle, receiving
+
+    def stand_in(self, handle: Handle[Any]) -> Handle[Any]:
+        """Return a new, detached handle for a part of the operation of `handle`."""
+        return Handle(
+            self.progress, handle.op, handle.seq, 0, internals.issued_at(handle), self.dispatcher.account
+        ).detach()
+
+    def dropped(self, gone: ref[Handle[Any]]) -> None:
+        """Withdraw, soon, the receive whose handle the program has dropped; the garbage collector may call this."""
+        if (receiving := self.pending.posted.get(gone)) is not None:
+            self.progress.post(receiving.lapse)
+
+    def cancel_all(self, receives: Sequence[Receiving], together: Handle[Any] | None = None) -> bool:
+        """Withdraw all, and first their handle `together`; return False, with none withdrawn, if one has a message."""
+        withdrawn = False
+
+        def now() -> None:
+            nonlocal withdrawn
+            self.progress.called()  # the inbox may still have the receives
+            withdrawn = all(receiving.waits() for receiving in receives)
+            if withdrawn and together is not None:
+                Operation.of(together).cancel()
+            for receiving in receives if withdrawn else ():
+                receiving.cancel_posted()
+
+        self.progress.exclusively(now)
+        return withdrawn
+
+    def locked(self, call: Callable[[], object]) -> None:
+        """Make `call` with the transport lock held; on the loop's thread, which may hold it already, or another one."""
+        if self.progress.owns_thread():
+            self.progress.exclusively(call)
+        else:
+            with transport_lock:
+                call()
+
+    async def part(self, seconds: float) -> None:
+        """Receive the messages that no receive took, after all ranks have issued their last operation."""
+        transport = self.dispatcher.transport
+        if transport.size > 1 and self.dispatcher.refusal is None:
+            before = Peer((transport.rank - 1) % transport.size, None, 0)
+            operation = self.issue("aclose", 0, (), seconds, before)
+            self.launch(operation, prepare(one_step, [self.mailbox.part]), 0)
+            assert operation.handle is not None
+            await operation.handle
+
+    def _note(self, handle: Handle[Any], peer: Peer) -> None:
+        self.dispatcher.count_message()
+        if self.dispatcher.on_receive is not None and peer.src not in (None, ANY) and handle.op != "aclose":
+            self.dispatcher.on_receive(handle, peer.src)
+
+
+async def one_step(step: Sequence[Transfer]) -> None:
+    """Make the transfers of a message."""
+    await transfers(step)
+
+
+class Receiving:
+    """The operation of a `Posted` handle, see the module."""
+
+    __slots__ = (
+        "_arrived",
+        "_asked",
+        "_called",
+        "_held",
+        "_messenger",
+        "_operation",
+        "_unsent",
+        "_wanted",
+        "paused",
+        "ref",
+        "sending",
+    )
+
+    def __init__(self, messenger: Messenger, handle: Posted[Any], asked: Reception) -> None:
+        self.paused = True
+        self.ref: ref[Handle[Any]] = ref(handle, messenger.dropped)
+        hash(self.ref)  # cached by Python: a dead reference cannot compute its hash
+        self._asked = asked
+        self._messenger = messenger
+        self._called = (internals.name_of(handle), handle.seq, handle.origin)
+        self._held: Handle[Any] | None = None
+        self._wanted: Wanted | None = None
+        self._operation: CommunicatorOperation | None = None
+        self.sending: CommunicatorOperation | None = None
+        if asked.sends:
+            self.sending = CommunicatorOperation(messenger.stand_in(handle), meets=asked.peer)
+        """The other half of a `sendrecv`, until it is finished."""
+        self._arrived: tuple[CommunicatorOperation, Arrived] | None = None
+        """The message, if it came before the other half was finished."""
+        self._unsent: BaseException | None = None
+        """The error of the other half."""
+        PostedOperation.of(handle).set_owner(self)
+
+    def __str__(self) -> str:
+        return described(*self._called)
+
+    @property
+    def peer(self) -> Peer:
+        """Source and tag of the message."""
+        return self._asked.peer
+
+    @property
+    def works(self) -> list[DeviceWork]:
+        """Its work on devices."""
+        return [] if self._wanted is None or self._wanted.work is None else [self._wanted.work]
+
+    @property
+    def handle(self) -> Handle[Any] | None:
+        """Its handle; None once the program has dropped that."""
+        return self.ref()
+
+    # --- as `Stoppable` ---------------------------------------------------------------------------------------
+
+    def hold(self, handle: Posted[Any] | None, /) -> None:
+        """See `Stoppable`."""
+        self._held = handle
+
+    def settled(self) -> None:
+        """See `Stoppable`."""
+        self._held = None
+        if self._operation is not None:
+            assert self._wanted is not None
+            self._operation.handle = self._wanted.handle = None
+
+    def resume(self, handle: Posted[Any], /) -> None:
+        """See `Stoppable`; raises BufferInFlight where another operation has the memory now."""
+        acquire(self._asked.claims, self)
+        self._messenger.locked(partial(self._resume, handle))
+        self._messenger.progress.liven()
+
+    def pause(self, handle: Posted[Any], /) -> None:
+        """See `Stoppable`."""
+        self._messenger.locked(partial(self._pause, handle))
+
+    # --- with the transport lock held -------------------------------------------------------------------------
+
+    def post(self, handle: Posted[Any]) -> Callable[[], None]:
+        """Return the call that posts it in the mailbox, for which the lock is held; its memory is claimed.
+
+        The lock need not be held here.
+        """
+        works, later = self._asked.work()
+        asked, messenger = self._asked, self._messenger
+        self.paused = False
+        operation = CommunicatorOperation(None, asked.claims, asked.convert, meets=asked.peer)
+        work = next(iter(works), None)
+        finish = partial(self._finish, operation)
+        assert asked.peer.src is not None
+        wanted = Wanted(asked.kind, asked.peer.src, asked.peer.tag, asked.into, finish, work, later, take=self.take)
+        self._operation, self._wanted = operation, wanted
+        PostedOperation.of(handle).set_canceller(self.cancel)
+        messenger.pending.posted[self.ref] = self
+        attach(handle, works, asked.into)
+        return partial(messenger.mailbox.receive, wanted)
+
+    def take(self) -> bool:
+        """Hold the handle from now on, since a message matches; return False if the program has dropped it."""
+        operation, wanted, handle = self._operation, self._wanted, self.ref()
+        assert operation is not None
+        assert wanted is not None
+        if handle is None:
+            return False
+        operation.handle = wanted.handle = handle
+        self._messenger.pending.others[handle] = operation
+        self._messenger.pending.posted.pop(self.ref, None)
+        return True
+
+    def cancel(self) -> bool:
+        """Withdraw it if no message has matched it; return whether it did."""
+        return self._messenger.cancel_all([self])
+
+    def waits(self) -> bool:
+        """Return whether no message has matched it."""
+        assert self._wanted is not None
+        return self.paused or self._messenger.mailbox.waits(self._wanted)
+
+    def cancel_posted(self) -> None:
+        """Withdraw it; no message has matched it."""
+        self._end(asyncio.CancelledError())
+
+    def _end(self, error: BaseException) -> None:
+        """End it with `error`; no message has matched it."""
+        assert self._wanted is not None
+        if not self.paused:
+            self._messenger.mailbox.cancel(self._wanted)
+            self._wanted.finish(None, error)
+            return
+        self.paused = False
+        self._messenger.pending.posted.pop(self.ref, None)
+        if (handle := self.handle) is not None:
+            self._messenger.settlement.settle(CommunicatorOperation(handle, meets=self.peer), None, error)
+
+    def lapse(self) -> bool:
+        """Withdraw it if the program has dropped its handle; return whether it did. From any thread."""
+        done = False
+
+        def now() -> None:
+            nonlocal done
+            self._messenger.progress.called()  # the receive itself may still be in the inbox
+            if self.handle is None and self.ref in self._messenger.pending.posted and self.waits():
+                self.cancel_posted()
+                done = True
+
+        if self.handle is None:
+            self._messenger.locked(now)
+        return done
+
+    def _finish(self, operation: CommunicatorOperation, arrived: Arrived | None, error: BaseException | None) -> None:
+        if operation.given_back is not None:
+            operation.given_back(arrived, error)
+            self._messenger.settlement.complete(operation, None, asyncio.CancelledError())
+        elif arrived is not None and self.sending is not None:
+            self._arrived = (operation, arrived)
+        else:
+            if self._unsent is not None:
+                arrived, error = None, self._unsent
+            if operation.handle is None and not self.take():
+                self._messenger.pending.posted.pop(self.ref, None)
+            self._leave_sending()
+            if arrived is not None and self._asked.kind == ANY:
+                arrived = replace(arrived, data=arrived)
+            self._messenger.settlement.complete(operation, arrived, error)
+
+    def _resume(self, handle: Posted[Any]) -> None:
+        why = self._messenger.dispatcher.refusal
+        if self.paused and internals.is_pending(handle) and why is None:
+            try:
+                self.post(handle)()
+            except BaseException:
+                release(self._asked.claims)
+                raise
+            return
+        release(self._asked.claims)
+        if self.paused and why is not None:
+            self._end(again(why))
+
+    def _pause(self, handle: Posted[Any]) -> None:
+        self._messenger.progress.called()
+        posted = PostedOperation.of(handle)
+        if self.paused or posted.attended or not (posted.is_pending or not posted.consumed):
+            return
+        mailbox, wanted, operation = self._messenger.mailbox, self._wanted, self._operation
+        assert wanted is not None
+        assert operation is not None
+        if posted.is_pending and mailbox.waits(wanted):
+            mailbox.cancel(wanted)
+            self._messenger.settlement.drained(operation)
+        elif posted.is_pending and wanted.given is not None and self._asked.into is None:
+            self._hand_over(handle, operation, wanted)
+        elif posted.succeeded:
+            mailbox.take_back(wanted, self._value_of(handle))
+            posted.revoke()
+        else:
+            return
+        self.paused = True
+        self._leave_sending()
+        self._messenger.pending.posted[self.ref] = self
+        mailbox.match_again()
+
+    def _hand_over(self, handle: Handle[Any], operation: CommunicatorOperation, wanted: Wanted) -> None:
+        """The message goes to another receive; a new handle stands for the rest of its transfer."""
+        operation.given_back = self._messenger.mailbox.put_back(wanted)
+        operation.handle = wanted.handle = stand_in = self._messenger.stand_in(handle)
+        self._operation = None
+        self._messenger.pending.others[stand_in] = operation
+        self._messenger.pending.others.pop(handle, None)
+        came, self._arrived = self._arrived, None
+        if came is not None:
+            self._finish(came[0], came[1], None)
+        Operation.of(handle).finish()
+
+    def _value_of(self, handle: Handle[Any]) -> Any:  # noqa: ANN401
+        """Return the received data in the form that the mailbox takes back."""
+        value = handle.result()
+        if self._asked.kind == ANY:
+            return value.data
+        return Unpacked(value) if self._asked.kind == Mailbox.OBJECT else value
+
+    # --- the other half of a sendrecv -------------------------------------------------------------------------
+
+    def sent(self, error: BaseException | None) -> None:
+        """The other half is finished; with the transport lock held."""
+        self.sending, self._unsent = None, error
+        came, self._arrived = self._arrived, None
+        if came is not None:
+            self._finish(came[0], came[1], None)
+        elif error is not None and self.waits():
+            self._end(error)
+
+    def _leave_sending(self) -> None:
+        """Have the other half, if it is in flight, be waited for by itself."""
+        if self.sending is not None:
+            self._messenger.pending.add(self.sending)

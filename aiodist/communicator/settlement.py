@@ -1,0 +1,145 @@
+"""The end of an operation: its bytes are given back, and its handle is settled. Nothing else ends an operation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from aiodist.collectives.mailbox import Arrived
+from aiodist.communicator.claims import release
+from aiodist.communicator.names import Named
+from aiodist.communicator.operation import CommunicatorOperation, State, carry_out
+from aiodist.communicator.pending import Pending
+from aiodist.errors import AiodistError
+from aiodist.handles import Handle, Operation, Progress
+from aiodist.handles.kernel import Program, run
+
+
+class Settlement:
+    """Runs and ends the operations of one communicator; the transport lock is held, unless a method says otherwise."""
+
+    def __init__(
+        self,
+        place: tuple[str, int],
+        progress: Progress,
+        pending: Pending,
+        ends_alone: Callable[[CommunicatorOperation, BaseException], bool],
+        *,
+        threads: bool,
+    ) -> None:
+        """`place` is the name of the communicator and this rank's number there.
+
+        `ends_alone` returns True if an error ends the operation now, else it ends it later. `threads` is True if other
+        threads than the loop's may issue.
+        """
+        self._place = place
+        self._progress = progress
+        self._pending = pending
+        self._ends_alone = ends_alone
+        self._threads = threads
+
+    def run(self, operation: CommunicatorOperation, program: Program[Any]) -> None:
+        """Run the program of a collective, when the ranks agree, to its end."""
+        run(carry_out(operation, program), partial(self.finished, operation), partial(self.drained, operation))
+
+    def run_message(self, operation: CommunicatorOperation, program: Program[None]) -> None:
+        """Run the program of a message to its end; the ranks compare nothing."""
+        run(program, partial(self.finished, operation), partial(self.drained, operation))
+
+    def finished(self, operation: CommunicatorOperation, result: object, error: BaseException | None) -> None:
+        """Take the result or the error; an error may come before the bytes are drained."""
+        if error is None and operation.convert is not None and operation.handle is not None:
+            call = partial(self._convert, operation, operation.convert, result)
+            if self._threads:
+                operation.finish_with(call)
+            else:
+                self._progress.post(call)
+            return
+        operation.error = error
+        if operation.handle is not None:
+            self.settle(operation, result, error)
+
+    def drained(self, operation: CommunicatorOperation) -> None:
+        """Give the bytes back: no transfer uses them."""
+        release(operation.claims)
+        operation.claims = ()
+        if operation.state is not State.DONE:
+            operation.state = State.DRAINED
+        if operation.verdict is not None:
+            self.end(operation, None, operation.verdict)
+
+    def complete(self, operation: CommunicatorOperation, result: object, error: BaseException | None) -> None:
+        """Do both, for an operation that is one transfer."""
+        self.drained(operation)
+        self.finished(operation, result, error)
+
+    def settle(self, operation: CommunicatorOperation, result: object, error: BaseException | None) -> None:
+        """End an operation; if a collective failed here, its end waits until the ranks know why."""
+        if error is None or self._ends_alone(operation, error):
+            self.end(operation, result, error)
+
+    def reject(self, operation: CommunicatorOperation, error: BaseException) -> None:
+        """End an operation with the verdict of the ranks, as soon as its bytes are drained."""
+        operation.verdict = operation.verdict or error
+        if operation.state is State.DRAINED:
+            self.end(operation, None, error)
+
+    def end(self, operation: CommunicatorOperation, result: object, error: BaseException | None) -> None:
+        """Remove an operation from the table, and settle its handle."""
+        if operation.state is State.DONE:
+            return
+        handle, error = operation.handle, operation.verdict or error  # zeros of others may have completed it
+        assert handle is not None
+        self._pending.remove(operation)
+        operation.state = State.DONE
+        if isinstance(operation.meets, Named):
+            operation.meets.operation = None
+        if error is not None:
+            self.fail(handle, error)
+        elif not handle.done():
+            if isinstance(result, Arrived):
+                operation.set_message(result.source, result.tag, result.nbytes)
+                result = result.data
+            operation.resolve(result)
+
+    def fail(self, handle: Handle[Any], error: BaseException) -> None:
+        """Reject a handle, unless it is done, with an error that names rank, communicator and operation."""
+        if handle.done():
+            return
+        if isinstance(error, asyncio.CancelledError):
+            Operation.of(handle).cancel()
+            return
+        comm, rank = self._place
+        if isinstance(error, AiodistError):
+            error.located(rank=rank, comm=comm, op=str(handle))
+        else:
+            with suppress(Exception):  # it may be of the user's class
+                error.add_note(f"raised in {handle}, communicator {comm}, rank {rank}")
+        with suppress(asyncio.InvalidStateError):  # a thread that waits has just found it done
+            Operation.of(handle).reject(error)
+
+    # --- conversion: without the lock ---------------------------------------------------------------------------
+
+    def _convert(self, operation: CommunicatorOperation, convert: Callable[[Any], Any], result: object) -> None:
+        """Convert the result, on the thread of the loop or on one that waits for the handle."""
+        value: Any = None
+        error: BaseException | None = None
+        if operation.given_back is None:
+            try:
+                value = convert(result)
+            except BaseException as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
+                error = raised
+        self._progress.start_from_thread(partial(self._converted, operation, result, value, error))
+
+    def _converted(
+        self, operation: CommunicatorOperation, result: object, value: object, error: BaseException | None
+    ) -> None:
+        """Settle the handle, unless a thread has given the message back during the conversion."""
+        if operation.given_back is not None:
+            operation.given_back(result, None)
+            value, error = None, asyncio.CancelledError()
+        if operation.handle is not None:
+            self.end(operation, value, error)
