@@ -21,10 +21,10 @@ from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.mailbox import Mailbox
 from aiodist.collectives.traffic import Differ, Traffic
 from aiodist.collectives.wrappers import nothing
+from aiodist.communicator.agreement import Agreement
 from aiodist.communicator.claims import Claim, acquire
 from aiodist.communicator.disputes import Disputes
 from aiodist.communicator.fingerprint import Fingerprint
-from aiodist.communicator.gate import Gate
 from aiodist.communicator.issuing import Issuing
 from aiodist.communicator.names import Named, Names
 from aiodist.communicator.operation import CommunicatorOperation, State, When
@@ -52,6 +52,7 @@ from aiodist.handles.progress import transport_lock
 from aiodist.handles.state import plight
 from aiodist.handles.tracing import Ended
 
+OnDiffer = Callable[[CommunicatorOperation], None]
 T = TypeVar("T")
 H = TypeVar("H", bound=Handle[Any])
 
@@ -89,12 +90,12 @@ class Dispatcher:
         ranks: Sequence[int],
         *,
         repertoire: Repertoire | None = None,
-        gate: Callable[[Callable[[CommunicatorOperation], None], Callable[[BaseException], None]], Gate] | None = None,
+        agree: Callable[[OnDiffer, Callable[[BaseException], None]], Agreement] | None = None,
         thread: bool = False,
     ) -> None:
-        """`ranks` are the world ranks of the communicator's, in order; `gate` makes its gate, None where one is alone.
+        """`ranks` are world ranks, in order; `agree` makes the agreement, None for a single rank.
 
-        A gate is given what it calls with each operation that ranks differ on, and with what keeps it from comparing.
+        It takes the callbacks for an operation on which ranks differ, and for an error that ends comparing.
         `thread`: other threads may issue beside the loop's.
         """
         self.name = name
@@ -111,7 +112,7 @@ class Dispatcher:
         self.names = Names(
             name, channel, self.ranks, transport, self.progress, on_differ=self.disputes.begin, broken=self._broken
         )
-        self.gate = None if gate is None else gate(self.disputes.begin, self._broken)
+        self.agreement = None if agree is None else agree(self.disputes.begin, self._broken)
         self.timeout: float | None = None
         self.large_bytes = LARGE_BYTES
         """From here on the progress thread makes the native calls."""
@@ -208,12 +209,12 @@ class Dispatcher:
 
         None where there is nobody to send any to.
         """
-        if self.gate is None:
+        if self.agreement is None:
             return None
         number = self.oplog.seq if seq is None else seq
         traffic = self.recent.get(number)
         if traffic is None:
-            traffic = self.recent[number] = Traffic(self._rooms if self.gate.several else None)
+            traffic = self.recent[number] = Traffic(self._rooms if self.agreement.several else None)
             while (oldest := next(iter(self.recent))) <= self.oplog.seq - _MOST_RECENT:
                 del self.recent[oldest]
         return traffic
@@ -285,16 +286,16 @@ class Dispatcher:
 
     def _begin(self, operation: CommunicatorOperation, program: Program[Any]) -> None:
         """Run it, and let the ranks compare it: the program waits until it may begin. The transport lock is held."""
-        if self.gate is None:
+        if self.agreement is None:
             operation.decide(None)
         elif operation.meets is True and (failure := self.disputes.refuse(operation.number)) is not None:
             operation.admitted.set(failure)
         self.settlement.run(operation, program)
         if isinstance(operation.meets, Named):
-            if self.gate is not None:
+            if self.agreement is not None:
                 self.names.enter(operation.meets, operation)
-        elif self.gate is not None:
-            self.gate.enter(operation)
+        elif self.agreement is not None:
+            self.agreement.enter(operation)
 
     def later(self, call: Callable[[], object]) -> None:
         """Make `call` on the loop after other ranks had time to report what they know; from any thread."""
@@ -433,8 +434,8 @@ class Dispatcher:
 
     def doubt(self, seq: int) -> None:
         """See `Judge`."""
-        if self.gate is not None:
-            self.progress.exclusively(partial(self.gate.doubt, seq))
+        if self.agreement is not None:
+            self.progress.exclusively(partial(self.agreement.doubt, seq))
 
     def refuse(self, seq: int, error: AiodistError | None) -> Traffic | None:
         """See `Judge`."""
@@ -572,8 +573,8 @@ class Dispatcher:
         self.operations.clear()
         self.mailbox.abort(error)
         self.names.close(error)
-        if self.gate is not None:
-            self.gate.close(error)
+        if self.agreement is not None:
+            self.agreement.close(error)
         if self.repertoire.within is not None:
             self.repertoire.within.give_up(error)
 

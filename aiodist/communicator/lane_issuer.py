@@ -30,8 +30,8 @@ class LaneIssuer:
 
     def _make_core(self) -> _core.Issuer | None:
         dispatcher = self._dispatcher
-        within, gate = dispatcher.repertoire.within, dispatcher.gate
-        if within is None or gate is None or gate.several:
+        within, agreement = dispatcher.repertoire.within, dispatcher.agreement
+        if within is None or agreement is None or agreement.several:
             return None
         near = within.ordered.near
         core = _core.Issuer(

@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 from weakref import ref
 
 from aiodist.backends.base import MOST_NAMES, NAMED, Transport, again, key_of, name_in, number_of_use, tag_of
-from aiodist.collectives.between import Between
 from aiodist.collectives.endpoint import Endpoint
 from aiodist.collectives.traffic import Differ, Traffic
+from aiodist.communicator.agreement import Comparison, Dissemination
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.operation import CommunicatorOperation
 from aiodist.communicator.oplog import Record
@@ -101,7 +101,7 @@ class Names:
         self._ranks = ranks
         self._leads = ranks[0] == channel.rank
         self._progress = progress
-        self._between = Between(transport, range(transport.size), broken)
+        self._between = Dissemination(transport, range(transport.size), broken)
         self._on_differ = on_differ
         self._names: dict[str, _Name] = {}
         self._by_number: dict[int, _Name] = {}
@@ -191,15 +191,16 @@ class Names:
             endpoint.tag, endpoint.key = tag_of(use.number), key_of(use.number)
         use.endpoints.clear()
         operation.signature ^= use.number - NAMED
-        self._between.compare(tag_of(use.number), operation.signature, over=partial(self._compared, use))
+        comparison = self._between.compare(tag_of(use.number), operation.signature)
+        comparison.ended.wait(partial(self._compared, use, comparison))
 
-    def _compared(self, use: Named, differs: bool) -> None:
+    def _compared(self, use: Named, comparison: Comparison, _: BaseException | None) -> None:
         """All ranks have come."""
         self._undecided.discard(use)
         operation = use.operation
         if operation is not None and not operation.agreed.is_set:
-            operation.decide(Differ(operation.number) if differs else None)
-            if differs:
+            operation.decide(Differ(operation.number) if comparison.differs else None)
+            if comparison.differs:
                 self._on_differ(operation)
 
     def hold(self, number: int) -> None:

@@ -100,8 +100,6 @@ class CommunicatorOperation(Operation[Any]):
     """Set when all ranks agree on it, or with the reason why it does not count."""
     compared: LaneOperation | None = field(default=None, init=False)
     """Its comparison within the host."""
-    differs: bool | None = field(default=None, init=False)
-    """Verdict of its host's first rank: True if the hosts differ."""
     given_back: Callable[[Any, BaseException | None], None] | None = field(default=None, init=False)
     """Callback in place of `handle` after another receive was given the message."""
     error: BaseException | None = field(default=None, init=False)

@@ -14,13 +14,12 @@ import torch
 from aiodist.backends.base import Transport, again, ours
 from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.backends.shm import Lanes, Neighbourhood, ShmNative
-from aiodist.collectives.between import Between
 from aiodist.collectives.choice.table import Edit, Table
 from aiodist.collectives.cuda.accelerator import Accelerator
 from aiodist.collectives.implementations import Repertoire
+from aiodist.communicator.agreement import Agreement, Dissemination
 from aiodist.communicator.base import WaitingCall, parts_of, upkeep_of
 from aiodist.communicator.dispatcher import Dispatcher
-from aiodist.communicator.gate import Gate
 from aiodist.communicator.leftovers import made_by_program, unreceived, warn_of_open
 from aiodist.communicator.movement import Movement
 from aiodist.communicator.operation import CommunicatorOperation
@@ -193,9 +192,11 @@ class Registry(Generic[C]):
         thread: bool = False,
     ) -> C:
         repertoire = self._repertoire(name, transport, ranks, topology, table)
-        gate = partial(self._gate, transport, ranks, repertoire.within) if transport.size > 1 else None
+        agree = partial(self._agreement, transport, ranks, repertoire.within) if transport.size > 1 else None
         thread = thread or self.portal is not None
-        dispatcher = Dispatcher(name, transport, self._channel, ranks, repertoire=repertoire, gate=gate, thread=thread)
+        dispatcher = Dispatcher(
+            name, transport, self._channel, ranks, repertoire=repertoire, agree=agree, thread=thread
+        )
         dispatcher.timeout = self._timeout
         if self.accelerator is not None:
             dispatcher.on_abort.append(partial(self.accelerator.abort, name))
@@ -226,25 +227,25 @@ class Registry(Generic[C]):
         with transport_lock:  # else the progress thread, which looks after other lanes, may tell a neighbour too
             return ShmNative(self.lanes, name, here, here.index(self.near.rank))
 
-    def _gate(
+    def _agreement(
         self,
         transport: Transport,
         ranks: Sequence[int],
         within: ShmNative | None,
         on_differ: Callable[[CommunicatorOperation], None],
         broken: Callable[[BaseException], None],
-    ) -> Gate:
-        """Return the gate of a communicator of these world ranks, of which those `within` share memory."""
+    ) -> Agreement:
+        """Return the agreement of a communicator of these world ranks, of which those `within` share memory."""
         leaders = self._leaders(ranks)
         several = len(leaders) > 1
-        between = Between(transport, leaders, broken) if several and transport.rank in leaders else None
+        between = Dissemination(transport, leaders, broken) if several and transport.rank in leaders else None
         lane = verdicts = None
         if within is not None:
             lane = within.ordered
             if several:
                 with transport_lock:
                     verdicts = within.open("verdicts")
-        return Gate(Progress.current(), lane, verdicts, between, several=several, on_differ=on_differ)
+        return Agreement(Progress.current(), lane, verdicts, between, several=several, on_differ=on_differ)
 
     def _leaders(self, ranks: Sequence[int]) -> list[int]:
         """Return the first rank of each group of `ranks` that share memory, in the numbers of their communicator."""
@@ -260,8 +261,8 @@ class Registry(Generic[C]):
         why = dispatcher.refusal or CommunicatorClosed(f"communicator {dispatcher.name!r} is closed")
         with transport_lock:
             dispatcher.names.close(why)
-            if dispatcher.gate is not None:
-                dispatcher.gate.close(why)
+            if dispatcher.agreement is not None:
+                dispatcher.agreement.close(why)
             if (within := dispatcher.repertoire.within) is not None:
                 within.give_up(why)
 

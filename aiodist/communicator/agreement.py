@@ -1,0 +1,238 @@
+"""Agreement: the ranks of a communicator compare each collective, so that all of them run the same one.
+
+A collective has a *signature*: the hash of all that the ranks must have in common, mixed with its number. Ranks that
+share memory compare it in a lane. Then the first rank of each host, its *leader*, compares it with the other leaders in
+messages, and sends its host the verdict in another lane.
+
+    entered - the host compares - [the hosts compare] - all agree: its result counts
+                                                      - some differ: it fails on every rank
+
+`When` says what must agree before a collective begins. Collectives are compared in the order of their numbers, by the
+thread that holds the transport lock: the loop's or the progress thread, so also while user code computes. An operation
+that a lane runs does not enter: its signature travels with its data.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from aiodist.backends.base import Done, Primitive, Transport, again, tag_of
+from aiodist.backends.shm import Lane
+from aiodist.backends.words import merged
+from aiodist.collectives.endpoint import Endpoint
+from aiodist.collectives.scheduled import LANE_TAGS, SubEndpoint
+from aiodist.collectives.traffic import Differ
+from aiodist.communicator.operation import CommunicatorOperation, Event, When
+from aiodist.errors import MismatchError
+from aiodist.handles import Progress
+from aiodist.handles.kernel import run, transfers
+from aiodist.schedules.plan import MAX_LANES
+
+_FRAME = struct.Struct("<Q?")  # signature, True if ranks differ
+_LANE = MAX_LANES * LANE_TAGS  # above the lanes of schedules
+
+
+@dataclass(eq=False, slots=True)
+class Comparison:
+    """Comparison of one operation by messages."""
+
+    known: Event = field(default_factory=Event)
+    """Set when `differs` is known, perhaps before all ranks have come."""
+    ended: Event = field(default_factory=Event)
+    """Set when all ranks have come, and nothing of it is in flight here."""
+    differs: bool = False
+    """True if ranks differ."""
+
+
+@dataclass(eq=False)
+class Dissemination:
+    """Comparison by messages: between the leaders of the hosts, or between all ranks."""
+
+    _transport: Transport
+    _ranks: Sequence[int]
+    """Ranks of the transport that compare; this one is among them."""
+    _broken: Callable[[BaseException], None]
+    """Callback for an error of its messages."""
+
+    def compare(self, tag: int, signature: int, *, differs: bool = False) -> Comparison:
+        """Start to compare the operation with this `tag`; the transport lock is held.
+
+        `differs` is True if the ranks that this one stands for differ.
+        """
+        comparison = Comparison(differs=differs)
+        ep = SubEndpoint(Endpoint(self._transport, tag + _LANE), self._ranks)
+        run(_disseminate(ep, signature, comparison), partial(self._ended, comparison))
+        return comparison
+
+    def _ended(self, comparison: Comparison, _: object, error: BaseException | None) -> None:
+        if error is None:
+            comparison.ended.set()
+        else:
+            self._broken(error)
+
+
+async def _disseminate(ep: Endpoint, signature: int, comparison: Comparison) -> None:
+    """Run a dissemination barrier whose messages carry the signature.
+
+    In step k rank i sends to rank i + 2^k and receives from rank i - 2^k, modulo their number. A rank that has received
+    another signature than its own reports that in all its later messages. Source: Hensgen, Finkel, Manber 1988, Two
+    algorithms for barrier synchronization.
+    """
+    distance = 1
+    while distance < ep.size:
+        if comparison.differs:
+            comparison.known.set()
+        sent = torch.frombuffer(bytearray(_FRAME.pack(signature, comparison.differs)), dtype=torch.uint8)
+        frame = bytearray(_FRAME.size)
+        received = torch.frombuffer(frame, dtype=torch.uint8)  # on the host, also if the default device is another
+        before, after = (ep.rank - distance) % ep.size, (ep.rank + distance) % ep.size
+        await transfers([ep.recv(received, before), ep.send(sent, after)])
+        other, flag = _FRAME.unpack(frame)
+        both = merged(signature, other)
+        signature = signature if both is None else both
+        comparison.differs = comparison.differs or flag or both is None
+        distance *= 2
+    comparison.known.set()
+
+
+class Agreement:
+    """Compares the collectives of one communicator; the transport lock is held in all its methods."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        lane: Lane | None,
+        verdicts: Lane | None,
+        between: Dissemination | None,
+        several: bool,
+        on_differ: Callable[[CommunicatorOperation], None],
+    ) -> None:
+        """`lane` is the lane of this host, if its ranks share memory, and `verdicts` the lane of its leader's verdicts.
+
+        `between` is the comparison of a leader with the others. `several` is True if there are several hosts.
+        `on_differ` is called with each operation on which ranks differ, once.
+        """
+        self.several = several
+        self._progress = progress
+        self._lane = lane
+        self._verdicts = verdicts
+        self._between = between
+        self._on_differ = on_differ
+        self._undecided: dict[int, CommunicatorOperation] = {}
+        """Operations that are being compared, by number, in order."""
+        self._in_thread: deque[Done] = deque()
+        """Operations that continue in the progress thread, in order."""
+        self._last = Event()
+        """Verdict of the hosts on the operation before."""
+        self._last.set()
+        self._closed: BaseException | None = None
+
+    def enter(self, operation: CommunicatorOperation) -> None:
+        """Compare the next operation, and let it begin when it may."""
+        if self._closed is not None:
+            operation.decide(again(self._closed))
+            return
+        if operation.when is When.NOW:
+            operation.admit()
+        self._undecided[operation.number] = operation
+        run(self._compare(operation), partial(self._ended, operation))
+
+    async def _compare(self, operation: CommunicatorOperation) -> None:
+        """Compare it within the host and between hosts, and decide it."""
+        differs, signature = False, operation.signature
+        if self._lane is not None:
+            differs = await self._compare_in_host(operation)
+            assert operation.compared is not None
+            signature = operation.compared.met
+        if not self.several:
+            self._decide(operation, differs=differs)
+            return
+        if operation.when is When.HOST and not differs:
+            operation.admit()
+        if self._between is None:
+            self._decide(operation, differs=await self._verdict_of_leader())
+            return
+        comparison = self._between.compare(tag_of(operation.number), signature, differs=differs)
+        before, self._last = self._last, Event()
+        verdict = self._last
+        await transfers([comparison.known.wait, before.wait])
+        if self._verdicts is not None:
+            sent = Primitive("broadcast", torch.tensor([comparison.differs], device="cpu"))
+            self._verdicts.submit(sent, 0, 0, partial(_keep, sent))
+        self._decide(operation, differs=comparison.differs)
+        verdict.set()  # the next one
+
+    async def _compare_in_host(self, operation: CommunicatorOperation) -> bool:
+        """Return True if ranks of this host differ."""
+        differs = False
+        try:
+            await transfers([partial(self._submit, operation)])
+        except MismatchError:
+            differs = True
+        on_loop = self._progress.owns_thread()
+        if self._in_thread or (operation.large and on_loop):  # later operations keep their order
+            await transfers([self._continue_in_thread])
+        return differs
+
+    def _submit(self, operation: CommunicatorOperation, done: Done) -> None:
+        assert self._lane is not None
+        operation.compared = self._lane.compare(operation.signature, done)
+
+    def _continue_in_thread(self, done: Done) -> None:
+        self._in_thread.append(done)
+        if self._progress.owns_thread():
+            self._progress.start_in_thread(self._continue)
+
+    def _continue(self) -> None:
+        while self._in_thread:
+            self._in_thread.popleft()(None)
+
+    async def _verdict_of_leader(self) -> bool:
+        """Return True if hosts differ on the next operation, as the leader of this one has found."""
+        verdict = torch.zeros(1, dtype=torch.bool, device="cpu")
+        await transfers([partial(self._receive_verdict, Primitive("broadcast", verdict))])
+        return bool(verdict)
+
+    def _receive_verdict(self, verdict: Primitive, done: Done) -> None:
+        assert self._verdicts is not None
+        self._verdicts.submit(verdict, 0, 0, done)
+
+    def _ended(self, operation: CommunicatorOperation, _: None, error: BaseException | None) -> None:
+        self._undecided.pop(operation.number, None)
+        if error is not None and not operation.agreed.is_set:
+            operation.decide(error)
+
+    def _decide(self, operation: CommunicatorOperation, *, differs: bool) -> None:
+        if not operation.agreed.is_set:
+            operation.decide(Differ(operation.number) if differs else None)
+            if differs:
+                self._on_differ(operation)
+
+    def doubt(self, number: int) -> None:
+        """End an operation on which another rank has found a difference, before all ranks have come.
+
+        It keeps its place in the order. An operation that begins when its host agrees is compared there first: other
+        ranks of the host may have begun, and meet this one there.
+        """
+        operation = self._undecided.get(number)
+        if operation is not None and (operation.when is When.ALL or operation.admitted.is_set):
+            self._decide(operation, differs=True)
+
+    def close(self, error: BaseException) -> None:
+        """Compare nothing more: operations that are being compared end with `error`, and so do later ones."""
+        if self._closed is None:
+            self._closed = error
+            undecided, self._undecided = self._undecided, {}
+            for operation in undecided.values():
+                if not operation.agreed.is_set:
+                    operation.decide(again(error))
+
+
+def _keep(_: object, __: BaseException | None) -> None:
+    """Keep the first argument until a transfer has ended."""
