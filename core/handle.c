@@ -5,7 +5,7 @@ PyTypeObject *pacer_type;
 static PyTypeObject *handle_type;
 PyObject *status_pending, *status_returned;
 
-static PyObject *s_spin, *s_suspended, *s_yielding, *s_failed, *s_dropped;
+static PyObject *s_spin, *s_suspended, *s_yielding, *s_outcome, *s_dropped;
 
 enum { LOOK = 20000 };            // nanoseconds that a thread looks before it gives the GIL back
 static const double FAIR = 1e-3;  // seconds after which an await yields to the loop once
@@ -191,7 +191,7 @@ static PyObject *handle_await(Handle *self) {
         return PyObject_CallMethodObjArgs((PyObject *)self, s_yielding, NULL);
     self->consumed = 1;
     if (self->status == status_returned) return ready(self->value == NULL ? Py_None : self->value);
-    return PyObject_CallMethodObjArgs((PyObject *)self, s_failed, NULL);
+    return PyObject_CallMethodObjArgs((PyObject *)self, s_outcome, NULL);  // raises
 }
 
 // Whether it goes on: a lane may have done it, and nobody have looked yet.
@@ -309,8 +309,6 @@ static PyMemberDef handle_members[] = {
     OFFERS("_given_up", T_BOOL, Handle, given_up, 0, NULL), OFFERS("_posted", T_BOOL, Handle, posted, 0, NULL),
     OFFERS("_writes", T_BOOL, Handle, writes, 0, NULL),
     OFFERS("_looked_at", T_BOOL, Handle, looked_at, 0, NULL), OFFERS("_polled", T_BOOL, Handle, polled, 0, NULL),
-    // Until all producers use `Operation`:
-    OBJECT("keep", keep), OBJECT("fence", fence), OFFERS("polled", T_BOOL, Handle, polled, 0, NULL),
     {0},
 };
 static PyMethodDef handle_methods[] = {
@@ -325,8 +323,6 @@ static PyMethodDef handle_methods[] = {
 static PyGetSetDef handle_getset[] = {
     {"_is_pending", (getter)handle_is_pending, NULL, "True until the handle is done; unlike `done()` it is no sign that the program waits.", NULL},
     {"_in_lane", (getter)handle_in_lane, NULL, "True while a lane runs the operation.", NULL},
-    {"is_pending", (getter)handle_is_pending, NULL, "See `_is_pending`.", NULL},
-    {"in_lane", (getter)handle_in_lane, NULL, "See `_in_lane`.", NULL},
     {"_origin", (getter)handle_origin, NULL, "Line that issued the operation, as (code, instruction); None if it is unknown.", NULL},
     {0},
 };
@@ -401,7 +397,7 @@ int handle_add(PyObject *module) {
     s_spin = PyUnicode_InternFromString("spin");
     s_suspended = PyUnicode_InternFromString("_suspended");
     s_yielding = PyUnicode_InternFromString("_yielding");
-    s_failed = PyUnicode_InternFromString("_failed");
+    s_outcome = PyUnicode_InternFromString("_outcome");
     s_dropped = PyUnicode_InternFromString("_dropped");
     return !(ready_type = add_type(module, &ready_spec)) || !(handle_type = add_type(module, &handle_spec)) ||
                    !(pacer_type = add_type(module, &pacer_spec)) || PyModule_AddFunctions(module, functions) < 0

@@ -15,6 +15,7 @@ from aiodist.handles.origin import Origin
 from aiodist.handles.posted import Posted, PostedOperation
 from aiodist.handles.progress import Progress
 from aiodist.handles.sources import join
+from aiodist.handles.state import error_of
 
 if TYPE_CHECKING:
     from aiodist.errors import OperationTimeout
@@ -94,7 +95,7 @@ class _Gathering:
         outer = Operation.of(held)
         if late is not None:
             self.late[handle] = late
-        error = self._posted[handle].peek() if handle in self._posted else handle._error()
+        error = self._posted[handle].peek() if handle in self._posted else error_of(handle)
         if not self.keep_errors and (failure := late or error) is not None:
             self._outer = None
             outer.reject(failure)
@@ -256,5 +257,5 @@ def all_over(handles: Sequence[Handle[Any]], loop: asyncio.AbstractEventLoop) ->
 
 
 def _value(handle: Handle[Any]) -> Any:  # noqa: ANN401
-    error = handle._error()
+    error = error_of(handle)
     return handle.result() if error is None else error

@@ -10,10 +10,11 @@ from typing import Any, Protocol, Self
 from weakref import WeakSet
 
 from aiodist.errors import OperationTimeout
-from aiodist.handles.handle import Handle, Note, current_deadline
+from aiodist.handles.handle import Handle
 from aiodist.handles.origin import listed
 from aiodist.handles.progress import Progress
 from aiodist.handles.state import plight, unfinished
+from aiodist.handles.waiters import Note, current_deadline
 from aiodist.types import check_timeout
 
 SHORT_SECONDS = 0.6

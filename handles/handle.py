@@ -4,76 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import threading
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext
-from contextvars import Context, ContextVar, copy_context
+from collections.abc import Callable, Generator
+from contextlib import nullcontext
+from contextvars import Context, copy_context
 from functools import partial
 from math import inf
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 from aiodist import _core
-from aiodist.errors import OperationTimeout
 from aiodist.handles.account import Account
 from aiodist.handles.origin import Origin, described
-from aiodist.handles.state import Status, plight, unfinished
+from aiodist.handles.state import Status, error_of, expired, lateness, plight
 from aiodist.handles.tracing import tracing
+from aiodist.handles.waiters import FutureWaiter, Waiter, current_deadline, shown_to_asyncio
 from aiodist.types import check_timeout
-
-if TYPE_CHECKING:
-    from types import CodeType
 
 T = TypeVar("T")
 _SLEEP_SECONDS = 1.0  # of a thread that waits for a lane, at a time: the operation may be given up
-_LOOK_SECONDS = 0.5  # how soon a thread that waits notices that the wait is pointless, see `block_unless`
-_NOTHING_TO_SHOW = nullcontext()
+_LOOK_SECONDS = 0.5  # how soon a thread that waits notices that the wait is pointless, see `_block_unless`
+_NOT_SHOWN = nullcontext()
 _event_lock = threading.Lock()
 _blocked: Final[dict[int, tuple[Handle[Any], float | None]]] = {}
 """By thread: the handle at which it is blocked, and until when at most; None: until that is over."""
 
 
-class Fence(Protocol):
-    """Where on a device an operation ends."""
-
-    def order(self, stream: Any, handle: Handle[Any], /) -> None:  # noqa: ANN401
-        """Let what is queued on `stream` from now on begin after `handle` is done; None is the current stream."""
-
-    def look(self) -> bool:
-        """Where the device is done with it, tell that and return True; with the transport lock held."""
-
-
-class Waiter(Protocol):
-    """What waits for a handle on the loop: a future, a gather, a scope."""
-
-    def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
-        """`handle` is done, or `late`: its deadline passed while it goes on. Runs on the loop."""
-
-
 _PENDING = Status.PENDING
-
-Note = Callable[["Handle[Any]"], None]
-# Of the innermost `aiodist.timeout` around the running code: called with each handle of which it cancels an await.
-current_deadline: ContextVar[Note | None] = ContextVar("aiodist_deadline", default=None)
-
-
-class FutureWaiter:
-    """One suspended `await`: a future of its own, so that cancelling the await leaves the handle alone."""
-
-    __slots__ = ("future",)
-
-    def __init__(self, future: asyncio.Future[None]) -> None:
-        self.future = future
-
-    def wake(self, handle: Handle[Any], late: OperationTimeout | None, /) -> None:
-        """See `Waiter`."""
-        if self.future.done():
-            return
-        if late is None:
-            self.future.set_result(None)
-        else:
-            self.future.set_exception(late)
 
 
 class _Blocked:
@@ -139,18 +96,14 @@ class Handle(_core.Handle, Generic[T]):
         if hurries:  # it ends outside Python: a thread that has the GIL then hands it over sooner
             self._progress.hurry(1)
         try:
-            with _awaiting(self) if self._progress.carriers else _NOTHING_TO_SHOW:
+            with shown_to_asyncio(self) if self._progress.carriers else _NOT_SHOWN:
                 yield from self._suspend()
         finally:
             if hurries:
                 self._progress.hurry(-1)
             if began:
-                self._trace_wait(began, "waits")
+                _trace_wait(self, began, "waits")
         return self._outcome()
-
-    def _trace_wait(self, began: float, track: str = "") -> None:
-        if (trace := tracing.to) is not None:
-            trace.span(f"wait for {self._name or self.op}", began, track=track, seq=self.seq)
 
     def _yielding(self) -> Generator[Any, None, T]:
         """Let the loop run once: awaits that never suspend would starve it."""
@@ -171,15 +124,11 @@ class Handle(_core.Handle, Generic[T]):
     def _leave(self) -> None:
         """Called after each wait."""
 
-    def _failed(self) -> Generator[Any, None, T]:
-        yield from ()
-        return self._outcome()
-
     def _suspend(self) -> Generator[Any, None, None]:
         loop = self._progress.loop
         if asyncio.get_running_loop() is not loop:
             raise RuntimeError(f"{self} belongs to another event loop: await it there, or use wait() in a thread")
-        if (late := self._expired()) is not None:
+        if (late := expired(self)) is not None:
             self._given_up = True
             self._leave()
             raise late
@@ -263,13 +212,7 @@ class Handle(_core.Handle, Generic[T]):
         self._consumed = True
         if self._status is Status.CANCELLED:
             raise asyncio.CancelledError(f"{self} was withdrawn")
-        return self._error()
-
-    def _error(self) -> BaseException | None:
-        self._consumed = True
-        if self._status is Status.CANCELLED:
-            return asyncio.CancelledError(f"{self} was withdrawn")
-        return self._value if self._status is Status.RAISED else None
+        return error_of(self)
 
     def _outcome(self) -> T:
         if self._status is Status.RETURNED:
@@ -308,30 +251,14 @@ class Handle(_core.Handle, Generic[T]):
         if not self._look():
             self._progress.check_not_forked(self)
             try:
-                self._block(timeout)
-            except BaseException:  # as of an await
+                _block(self, timeout)
+            except BaseException:  # the wait ended without the outcome, like a cancelled await
                 self._given_up = True
                 raise
         self._consumed = True
         return self._outcome()
 
-    def _block(self, timeout: float | None) -> None:
-        left = None if self._expires is None else max(0.0, self._expires - monotonic())
-        if (given := check_timeout(timeout, least=-inf)) is not None:
-            left = given if left is None else min(left, given)
-        polled = not self._in_lane
-        began = 0.0 if tracing.to is None else perf_counter()
-        self._progress.thread_waits(1, polled=polled)
-        try:
-            over = self.block(left)
-        finally:
-            self._progress.thread_waits(-1, polled=polled)
-            if began:
-                self._trace_wait(began)
-        if not over:
-            raise self._expired() or self._lateness(timeout)
-
-    def block(self, timeout: float | None = None, *, looks: bool = True) -> bool:
+    def _block_for(self, timeout: float | None = None, *, looks: bool = True) -> bool:
         """Block this thread until it is over, for `timeout` seconds at most; return whether it is.
 
         For streams: unlike `wait` it raises nothing and consumes nothing, with any outcome. Unless it `looks` it leaves
@@ -341,8 +268,8 @@ class Handle(_core.Handle, Generic[T]):
         with _Blocked(self, until):
             return self._block_until(until, looks)
 
-    def block_unless(self, gone: Callable[[], bool]) -> bool:
-        """As `block` without a time-out; return False soon after `gone()`, such as `loop.is_closed`, has become True.
+    def _block_unless(self, gone: Callable[[], bool]) -> bool:
+        """As `_block_for` without a timeout; return False soon after `gone()` has become True.
 
         A thread in this call counts as one that waits without limit, or until the deadline of the operation.
         """
@@ -369,7 +296,7 @@ class Handle(_core.Handle, Generic[T]):
         while self._status is _PENDING:
             if self._finisher is not None:
                 event.set()  # this thread is at work, see `stays_blocked`
-            self._finish()
+            finish(self)
             if self._status is _PENDING and not event.wait(None if until is None else max(0.0, until - monotonic())):
                 return self._status is not _PENDING
             event.clear()
@@ -397,7 +324,7 @@ class Handle(_core.Handle, Generic[T]):
 
     def add_done_callback(self, fn: Callable[[Handle[T]], object], *, context: Context | None = None) -> None:
         """Call `fn(handle)` on the loop when it is done, soon if it is already; on the loop's thread."""
-        self._check_thread("add_done_callback()")
+        _check_thread(self, "add_done_callback()")
         self._consumed = True
         if self._callbacks is None:
             self._callbacks = []
@@ -433,7 +360,7 @@ class Handle(_core.Handle, Generic[T]):
                 assert receiving.cancel()
             ```
         """
-        self._check_thread("cancel()")
+        _check_thread(self, "cancel()")
         if self._status is not _PENDING or self._canceller is None or not self._canceller():
             return False
         self._consumed = True
@@ -450,18 +377,7 @@ class Handle(_core.Handle, Generic[T]):
         self._detached = True
         return self
 
-    def _check_thread(self, call: str) -> None:
-        if not self._progress.owns_thread():
-            seen = threading.current_thread().name
-            raise RuntimeError(f"{call} of {self} in thread {seen!r}: call it on the thread of its event loop")
-
     # --- settling: for `Operation` ----------------------------------------------------------------------------
-
-    def _finish(self) -> None:
-        with _event_lock:  # one thread makes the call
-            call, self._finisher = self._finisher, None
-        if call is not None:
-            call()
 
     def _settle(self, status: Status, value: Any) -> None:  # noqa: ANN401
         if self._status is not _PENDING:
@@ -492,25 +408,13 @@ class Handle(_core.Handle, Generic[T]):
     # --- deadlines -----------------------------------------------------------------------------------------
 
     def _tell_late(self) -> None:
-        """Wake the waiters, since the deadline passed; without any, the next wait raises: see `_expired`."""
+        """Wake the waiters, since the deadline passed; without any, the next wait raises: see `expired`."""
         if self._status is not _PENDING or not self._waiters:
             return
         self._expires = None
         waiters, self._waiters = self._waiters, None
         for waiter in waiters:
-            waiter.wake(self, self._lateness())
-
-    def _expired(self) -> OperationTimeout | None:
-        """Return the error of a deadline that has passed; it is told once, then the handle waits on."""
-        if self._expires is None or monotonic() < self._expires:
-            return None
-        self._expires = None
-        return self._lateness()
-
-    def _lateness(self, seconds: float | None = None) -> OperationTimeout:
-        known, late = plight([self])
-        within = "in time" if seconds is None else f"within {seconds:g} s"
-        return OperationTimeout(f"{self} was not done {within} and continues{known}", late=late, op=self.op)
+            waiter.wake(self, lateness(self))
 
     # --- being dropped ---------------------------------------------------------------------------------------
 
@@ -531,54 +435,45 @@ class Handle(_core.Handle, Generic[T]):
     def __repr__(self) -> str:
         return f"<Handle {self} {self._status.value}>"
 
-    # --- until all code uses `Operation` and `internals` -------------------------------------------------------
-
-    def outcome_error(self) -> BaseException | None:
-        """See `internals.error_of`."""
-        return self._error()
-
-    def resolve(self, value: T) -> None:
-        """See `Operation`."""
-        self._settle(Status.RETURNED, value)
-
-    def reject(self, error: BaseException) -> None:
-        """See `Operation`."""
-        if self._status is _PENDING:
-            self._traceback = error.__traceback__
-        self._settle(Status.RAISED, error)
-
-    def add_waiter(self, waiter: Waiter) -> None:
-        """See `internals`."""
-        self._add_waiter(waiter)
-
-    def remove_waiter(self, waiter: Waiter) -> None:
-        """See `internals`."""
-        self._remove_waiter(waiter)
-
-    @property
-    def raw_origin(self) -> tuple[CodeType, int]:
-        """See `internals.issued_at`."""
-        assert self._origin is not None
-        return self._origin
-
     def __str__(self) -> str:
         return described(self._name or self.op, self.seq, self.origin)
 
 
-@contextmanager
-def _awaiting(handle: Handle[Any]) -> Iterator[None]:
-    """Let asyncio know that the running task waits for the tasks that carry `handle` out: its tools follow that."""
-    carriers, waits = handle._progress.carriers, cast("asyncio.Task[Any]", asyncio.current_task())
-    tasks = [carriers[part] for part in unfinished(handle) if part in carriers]
-    if sys.version_info >= (3, 14):
-        for task in tasks:
-            asyncio.future_add_to_awaited_by(task, waits)
+def _block(handle: Handle[Any], timeout: float | None) -> None:
+    """Block this thread for `timeout` seconds at most, or until the deadline; raise `OperationTimeout` then."""
+    left = None if handle._expires is None else max(0.0, handle._expires - monotonic())
+    if (given := check_timeout(timeout, least=-inf)) is not None:
+        left = given if left is None else min(left, given)
+    polled = not handle._in_lane
+    began = 0.0 if tracing.to is None else perf_counter()
+    handle._progress.thread_waits(1, polled=polled)
     try:
-        yield
+        done = handle._block_for(left)
     finally:
-        if sys.version_info >= (3, 14):
-            for task in tasks:
-                asyncio.future_discard_from_awaited_by(task, waits)
+        handle._progress.thread_waits(-1, polled=polled)
+        if began:
+            _trace_wait(handle, began)
+    if not done:
+        raise expired(handle) or lateness(handle, timeout)
+
+
+def finish(handle: Handle[Any]) -> None:
+    """Make the call of `Operation.finish_with`, if no thread has made it."""
+    with _event_lock:  # one thread makes the call
+        call, handle._finisher = handle._finisher, None
+    if call is not None:
+        call()
+
+
+def _trace_wait(handle: Handle[Any], began: float, track: str = "") -> None:
+    if (trace := tracing.to) is not None:
+        trace.span(f"wait for {handle._name or handle.op}", began, track=track, seq=handle.seq)
+
+
+def _check_thread(handle: Handle[Any], call: str) -> None:
+    if not handle._progress.owns_thread():
+        seen = threading.current_thread().name
+        raise RuntimeError(f"{call} of {handle} in thread {seen!r}: call it on the thread of its event loop")
 
 
 os.register_at_fork(after_in_child=_blocked.clear)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from aiodist.handles.handle import Fence, Handle, Waiter
-from aiodist.handles.state import details, late_ranks, plight, unfinished
+from aiodist.handles.handle import Handle
+from aiodist.handles.state import details, error_of, late_ranks, plight, unfinished
+from aiodist.handles.waiters import Fence, Waiter
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -41,11 +42,6 @@ __all__ = [
 def is_pending(handle: Handle[Any]) -> bool:
     """Return True until it is done; unlike `Handle.done` it is no sign that the program waits."""
     return handle._is_pending
-
-
-def error_of(handle: Handle[Any]) -> BaseException | None:
-    """Return the error that awaiting this finished handle raises, a `CancelledError` too; None for a result."""
-    return handle._error()
 
 
 def fence_of(handle: Handle[Any]) -> Fence | None:
@@ -94,12 +90,12 @@ def block(handle: Handle[Any], timeout: float | None = None, *, looks: bool = Tr
 
     Unlike `Handle.wait` it raises nothing and retrieves nothing, with any outcome. The thread polls first if `looks`.
     """
-    return handle.block(timeout, looks=looks)
+    return handle._block_for(timeout, looks=looks)
 
 
 def block_unless(handle: Handle[Any], gone: Callable[[], bool]) -> bool:
     """As `block` without a timeout; return False soon after `gone()` has become True, such as `loop.is_closed`."""
-    return handle.block_unless(gone)
+    return handle._block_unless(gone)
 
 
 # --- facts for reports ---------------------------------------------------------------------------------------

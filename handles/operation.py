@@ -7,9 +7,10 @@ from functools import partial
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
-from aiodist.handles.handle import Fence, Handle
+from aiodist.handles.handle import Handle, finish
 from aiodist.handles.state import Status
 from aiodist.handles.tracing import Ended, rank_of_task, tracing
+from aiodist.handles.waiters import Fence
 from aiodist.types import check_timeout
 
 if TYPE_CHECKING:
@@ -85,13 +86,13 @@ class Operation(Generic[T]):
         """Let `call` end it, in the loop's thread or in one that waits, whichever is first; from any thread."""
         handle = self.handle
         handle._finisher = call
-        handle._progress.post(handle._finish)
+        handle._progress.post(partial(finish, handle))
         if handle._event is not None:
             handle._event.set()
 
     def finish(self) -> None:
         """Make the call of `finish_with` now, if no thread has made it."""
-        self.handle._finish()
+        finish(self.handle)
 
     def set_canceller(self, canceller: Callable[[], bool]) -> None:
         """Let `Handle.cancel` call `canceller`, which withdraws it and returns True, or returns False."""

@@ -6,9 +6,10 @@ from collections.abc import Callable, Generator
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
-from aiodist.handles.handle import Handle, Waiter
+from aiodist.handles.handle import Handle
 from aiodist.handles.operation import Operation
-from aiodist.handles.state import Status
+from aiodist.handles.state import Status, error_of
+from aiodist.handles.waiters import Waiter
 
 if TYPE_CHECKING:
     from aiodist.errors import OperationTimeout
@@ -210,6 +211,6 @@ class PostedOperation(Operation[T]):
     def peek(self) -> BaseException | None:
         """Return the error of the finished operation, None for a result; this does not count as retrieved."""
         consumed = self.handle._consumed
-        error = self.handle._error()
+        error = error_of(self.handle)
         self.handle._consumed = consumed
         return error

@@ -1,11 +1,14 @@
-"""The states of a handle, and the operations and ranks that a pending one waits for."""
+"""The states of a handle, its error, and the operations and ranks that a pending one waits for."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from enum import Enum
+from time import monotonic
 
 from aiodist import _core
+from aiodist.errors import OperationTimeout
 from aiodist.handles.account import Account, Witness
 
 _SHOWN_OPERATIONS, _SHOWN_RANKS = 8, 16
@@ -63,3 +66,27 @@ def plight(handles: Sequence[_core.Handle]) -> tuple[str, dict[int, str]]:
         more = f" and {len(shown) - _SHOWN_RANKS} more" if len(shown) > _SHOWN_RANKS else ""
         words.append(f"late: {', '.join(shown[:_SHOWN_RANKS])}{more}")
     return "".join(f"; {word}" for word in words), late
+
+
+def lateness(handle: _core.Handle, seconds: float | None = None) -> OperationTimeout:
+    """Return the error of a wait of `seconds` for `handle`, None for its own deadline."""
+    known, late = plight([handle])
+    within = "in time" if seconds is None else f"within {seconds:g} s"
+    return OperationTimeout(f"{handle} was not done {within} and continues{known}", late=late, op=handle.op)
+
+
+def error_of(handle: _core.Handle) -> BaseException | None:
+    """Return the error that awaiting this finished handle raises, a `CancelledError` too; None for a result."""
+    handle._consumed = True
+    if handle._status is Status.CANCELLED:
+        return asyncio.CancelledError(f"{handle} was withdrawn")
+    error: BaseException | None = handle._value if handle._status is Status.RAISED else None
+    return error
+
+
+def expired(handle: _core.Handle) -> OperationTimeout | None:
+    """Return the error of a deadline that has passed, only once: the next wait continues without a deadline."""
+    if handle._expires is None or monotonic() < handle._expires:
+        return None
+    handle._expires = None
+    return lateness(handle)

@@ -383,8 +383,7 @@ class Base:
         except BaseException:
             program.close()  # now, even if the caller keeps the error: the launch order of the device waits for it
             raise
-        if work:
-            attach(handle, work, (ts, outs, claims))
+        attach(handle, work, (ts, outs, claims))
         if work and self._dispatcher.pending_more:
             self._dispatcher.progress.glance()  # the device has work while this thread issues many in a row
         return handle

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import aiodist
+from aiodist.handles import internals
 from aiodist.streams import HostStream
 from aiodist.testing import Deadlock, clock, gather_ranks, run_ranks
 from aiodist.testing.seams.carriers import LocalTransport
@@ -370,7 +371,7 @@ def test_t2_threads_that_are_to_be_woken_do_not_hold_the_clock_up(monkeypatch: p
             await idle.submit(int)
             t = torch.zeros(3)
             received = coll.recv(t, src=1 - coll.rank)
-            waits = threading.Thread(target=received.block)
+            waits = threading.Thread(target=internals.block, args=(received,))
             waits.start()
             await asyncio.sleep(3600)
             await coll.send(torch.ones(3), 1 - coll.rank)
