@@ -22,7 +22,7 @@ from functools import partial
 
 import torch
 
-from aiodist.backends.base import Done, Primitive, Transport, again, tag_of
+from aiodist.backends.base import Primitive, Transport, again, tag_of
 from aiodist.backends.shm import Lane
 from aiodist.backends.words import merged
 from aiodist.collectives.endpoint import Endpoint
@@ -126,11 +126,10 @@ class Agreement:
         self._on_differ = on_differ
         self._undecided: dict[int, CommunicatorOperation] = {}
         """Operations that are being compared, by number, in order."""
-        self._in_thread: deque[Done] = deque()
-        """Operations that continue in the progress thread, in order."""
-        self._last = Event()
-        """Verdict of the hosts on the operation before."""
-        self._last.set()
+        self._in_thread: deque[tuple[CommunicatorOperation, bool]] = deque()
+        """Operations that continue in the progress thread, in order, each with True if ranks of this host differ."""
+        self._between_hosts: deque[tuple[CommunicatorOperation, Comparison]] = deque()
+        """As a leader: operations that the hosts compare, in order."""
         self._closed: BaseException | None = None
 
     def enter(self, operation: CommunicatorOperation) -> None:
@@ -141,74 +140,70 @@ class Agreement:
         if operation.when is When.NOW:
             operation.admit()
         self._undecided[operation.number] = operation
-        run(self._compare(operation), partial(self._ended, operation))
+        if self._lane is None:
+            self._continue(operation, differs=False)
+        else:
+            operation.compared = self._lane.compare(operation.signature, partial(self._host_compared, operation))
 
-    async def _compare(self, operation: CommunicatorOperation) -> None:
-        """Compare it within the host and between hosts, and decide it."""
-        differs, signature = False, operation.signature
-        if self._lane is not None:
-            differs = await self._compare_in_host(operation)
-            assert operation.compared is not None
-            signature = operation.compared.met
+    def _host_compared(self, operation: CommunicatorOperation, error: BaseException | None) -> None:
+        """The ranks of this host have been compared; a large operation continues in the progress thread."""
+        if error is not None and not isinstance(error, MismatchError):
+            self._failed(operation, error)
+            return
+        on_loop = self._progress.owns_thread()
+        if self._in_thread or (operation.large and on_loop):  # later operations keep their order
+            self._in_thread.append((operation, error is not None))
+            if on_loop:
+                self._progress.start_in_thread(self._continue_in_thread)
+        else:
+            self._continue(operation, differs=error is not None)
+
+    def _continue_in_thread(self) -> None:
+        while self._in_thread:
+            operation, differs = self._in_thread.popleft()
+            self._continue(operation, differs=differs)
+
+    def _continue(self, operation: CommunicatorOperation, *, differs: bool) -> None:
+        """Decide it, or compare it between hosts."""
         if not self.several:
             self._decide(operation, differs=differs)
             return
         if operation.when is When.HOST and not differs:
             operation.admit()
-        if self._between is None:
-            self._decide(operation, differs=await self._verdict_of_leader())
-            return
-        comparison = self._between.compare(tag_of(operation.number), signature, differs=differs)
-        before, self._last = self._last, Event()
-        verdict = self._last
-        await transfers([comparison.known.wait, before.wait])
-        if self._verdicts is not None:
-            sent = Primitive("broadcast", torch.tensor([comparison.differs], device="cpu"))
-            self._verdicts.submit(sent, 0, 0, partial(_keep, sent))
-        self._decide(operation, differs=comparison.differs)
-        verdict.set()  # the next one
+        if self._between is not None:
+            signature = operation.signature if operation.compared is None else operation.compared.met
+            comparison = self._between.compare(tag_of(operation.number), signature, differs=differs)
+            self._between_hosts.append((operation, comparison))
+            comparison.known.wait(self._hosts_compared)
+        elif self._verdicts is not None:
+            verdict = Primitive("broadcast", torch.zeros(1, dtype=torch.bool, device="cpu"))
+            self._verdicts.submit(verdict, 0, 0, partial(self._verdict_received, operation, verdict))
 
-    async def _compare_in_host(self, operation: CommunicatorOperation) -> bool:
-        """Return True if ranks of this host differ."""
-        differs = False
-        try:
-            await transfers([partial(self._submit, operation)])
-        except MismatchError:
-            differs = True
-        on_loop = self._progress.owns_thread()
-        if self._in_thread or (operation.large and on_loop):  # later operations keep their order
-            await transfers([self._continue_in_thread])
-        return differs
+    def _hosts_compared(self, _: BaseException | None) -> None:
+        """As a leader, decide in order the operations on which the hosts have been compared, and notify the host."""
+        while self._between_hosts and self._between_hosts[0][1].known.is_set:
+            operation, comparison = self._between_hosts.popleft()
+            if self._verdicts is not None:
+                verdict = Primitive("broadcast", torch.tensor([comparison.differs], device="cpu"))
+                self._verdicts.submit(verdict, 0, 0, partial(_keep, verdict))
+            self._decide(operation, differs=comparison.differs)
 
-    def _submit(self, operation: CommunicatorOperation, done: Done) -> None:
-        assert self._lane is not None
-        operation.compared = self._lane.compare(operation.signature, done)
+    def _verdict_received(
+        self, operation: CommunicatorOperation, verdict: Primitive, error: BaseException | None
+    ) -> None:
+        if error is None:
+            self._decide(operation, differs=bool(verdict.t))
+        else:
+            self._failed(operation, error)
 
-    def _continue_in_thread(self, done: Done) -> None:
-        self._in_thread.append(done)
-        if self._progress.owns_thread():
-            self._progress.start_in_thread(self._continue)
-
-    def _continue(self) -> None:
-        while self._in_thread:
-            self._in_thread.popleft()(None)
-
-    async def _verdict_of_leader(self) -> bool:
-        """Return True if hosts differ on the next operation, as the leader of this one has found."""
-        verdict = torch.zeros(1, dtype=torch.bool, device="cpu")
-        await transfers([partial(self._receive_verdict, Primitive("broadcast", verdict))])
-        return bool(verdict)
-
-    def _receive_verdict(self, verdict: Primitive, done: Done) -> None:
-        assert self._verdicts is not None
-        self._verdicts.submit(verdict, 0, 0, done)
-
-    def _ended(self, operation: CommunicatorOperation, _: None, error: BaseException | None) -> None:
+    def _failed(self, operation: CommunicatorOperation, error: BaseException) -> None:
+        """It cannot be compared."""
         self._undecided.pop(operation.number, None)
-        if error is not None and not operation.agreed.is_set:
+        if not operation.agreed.is_set:
             operation.decide(error)
 
     def _decide(self, operation: CommunicatorOperation, *, differs: bool) -> None:
+        self._undecided.pop(operation.number, None)
         if not operation.agreed.is_set:
             operation.decide(Differ(operation.number) if differs else None)
             if differs:

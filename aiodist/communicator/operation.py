@@ -128,11 +128,13 @@ class CommunicatorOperation(Operation[Any]):
 async def carry_out(operation: CommunicatorOperation, program: Program[T]) -> T:
     """Run `program` when the ranks that must agree before it begins have agreed; its result counts when all have."""
     try:
-        await transfers([operation.admitted.wait])
+        if not operation.admitted.is_set or operation.admitted.error is not None:
+            await transfers([operation.admitted.wait])
     except BaseException:
         program.close()
         raise
     operation.state = State.STARTED
     result = await resume(program)
-    await transfers([operation.agreed.wait])
+    if not operation.agreed.is_set or operation.agreed.error is not None:
+        await transfers([operation.agreed.wait])
     return result
