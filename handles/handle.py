@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
@@ -11,7 +10,7 @@ from contextvars import Context, copy_context
 from functools import partial
 from math import inf
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from aiodist import _core
 from aiodist.handles.account import Account
@@ -19,6 +18,7 @@ from aiodist.handles.origin import Origin, described
 from aiodist.handles.state import Status, error_of, expired, lateness, plight
 from aiodist.handles.tracing import tracing
 from aiodist.handles.waiters import FutureWaiter, Waiter, current_deadline, shown_to_asyncio
+from aiodist.handles.waiting import Waiting
 from aiodist.types import check_timeout
 
 T = TypeVar("T")
@@ -26,31 +26,7 @@ _SLEEP_SECONDS = 1.0  # of a thread that waits for a lane, at a time: the operat
 _LOOK_SECONDS = 0.5  # how soon a thread that waits notices that the wait is pointless, see `_block_unless`
 _NOT_SHOWN = nullcontext()
 _event_lock = threading.Lock()
-_blocked: Final[dict[int, tuple[Handle[Any], float | None]]] = {}
-"""By thread: the handle at which it is blocked, and until when at most; None: until that is over."""
-
-
 _PENDING = Status.PENDING
-
-
-class _Blocked:
-    """A block in which the calling thread waits for `handle`, until that time at most."""
-
-    __slots__ = ("_before", "_me", "_now")
-
-    def __init__(self, handle: Handle[Any], until: float | None) -> None:
-        self._now = handle, until
-        self._me = threading.get_ident()
-
-    def __enter__(self) -> None:
-        self._before = _blocked.get(self._me)
-        _blocked[self._me] = self._now
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is None:
-            del _blocked[self._me]
-        else:  # what was left of that one waits for this one
-            _blocked[self._me] = self._before
 
 
 class Handle(_core.Handle, Generic[T]):
@@ -265,7 +241,7 @@ class Handle(_core.Handle, Generic[T]):
         its core to others at once.
         """
         until = None if timeout is None else monotonic() + timeout
-        with _Blocked(self, until):
+        with Waiting(self._offers_work, limited=until is not None):
             return self._block_until(until, looks)
 
     def _block_unless(self, gone: Callable[[], bool]) -> bool:
@@ -273,11 +249,19 @@ class Handle(_core.Handle, Generic[T]):
 
         A thread in this call counts as one that waits without limit, or until the deadline of the operation.
         """
-        with _Blocked(self, self._expires):
+        with Waiting(self._offers_work, limited=self._expires is not None):
             while not self._block_until(monotonic() + _LOOK_SECONDS, looks=True):
                 if gone():
                     return False
         return True
+
+    def _offers_work(self) -> bool:
+        """Return True if a thread that blocks here has something to do: it is done, or its finisher is to be called."""
+        return (
+            self._status is not _PENDING
+            or self._finisher is not None
+            or (self._event is not None and self._event.is_set())
+        )
 
     def _block_until(self, until: float | None, looks: bool) -> bool:
         while self._in_lane:  # this thread may be the only one that runs
@@ -295,7 +279,7 @@ class Handle(_core.Handle, Generic[T]):
         """Wait for `event`, which is set when it is over, and when what is left of it is offered to this thread."""
         while self._status is _PENDING:
             if self._finisher is not None:
-                event.set()  # this thread is at work, see `stays_blocked`
+                event.set()  # this thread is at work, see `_offers_work`
             finish(self)
             if self._status is _PENDING and not event.wait(None if until is None else max(0.0, until - monotonic())):
                 return self._status is not _PENDING
@@ -474,23 +458,3 @@ def _check_thread(handle: Handle[Any], call: str) -> None:
     if not handle._progress.owns_thread():
         seen = threading.current_thread().name
         raise RuntimeError(f"{call} of {handle} in thread {seen!r}: call it on the thread of its event loop")
-
-
-os.register_at_fork(after_in_child=_blocked.clear)
-AT_EVENT: Final = Handle._block_at.__code__
-"""What a thread has called that waits for the event of a handle."""
-
-
-def stays_blocked(thread_id: int) -> bool | None:
-    """Return whether that thread waits for a handle, however long it takes; None where it waits for no handle."""
-    if (blocked := _blocked.get(thread_id)) is None:
-        return None
-    return blocked[1] is None and blocks_at_pending(thread_id)
-
-
-def blocks_at_pending(thread_id: int) -> bool:
-    """Return whether that thread waits for a handle that is not over, and of which nothing is left for it to do."""
-    handle, _ = _blocked.get(thread_id, (None, None))
-    if handle is None or not handle._is_pending:
-        return False
-    return handle._event is None or not handle._event.is_set()

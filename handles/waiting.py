@@ -1,22 +1,65 @@
-"""Threads record the queue at which they wait, so that other threads need not read their frames.
-
-The locals of a frame are for its own thread. Until Python 3.13 to ask for those of another one copies all of them:
-where that ends an object whose destructor lets other threads run, the frame may be gone meanwhile, and the process
-crashes.
-"""
+"""The registry of waiting threads: each wait of aiodist enters its thread, so no thread reads the frames of another."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import get_ident
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-_queues: Final[dict[int, JobQueue[Any]]] = {}
-"""Queue at which each thread waits, by the thread's number."""
+
+class _Wait(NamedTuple):
+    """One thread's wait."""
+
+    ready: Callable[[], object]
+    """Returns something true when the thread can continue."""
+    limited: bool
+    """True if the thread also continues after some time."""
+
+
+_waits: Final[dict[int, _Wait]] = {}
+"""Innermost wait of each waiting thread, by the thread's number."""
+library_checks: Final[list[Callable[[int], bool]]] = []
+"""Further checks that a thread, given by its number, is idle; `aiodist.testing` adds one."""
+
+
+class Waiting:
+    """A block in which the calling thread waits until `ready()` is true, or for a limited time if `limited`."""
+
+    __slots__ = ("_before", "_me", "_now")
+
+    def __init__(self, ready: Callable[[], object], *, limited: bool = False) -> None:
+        self._now = _Wait(ready, limited)
+        self._me = get_ident()
+
+    def __enter__(self) -> None:
+        self._before = _waits.get(self._me)
+        _waits[self._me] = self._now
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is None:
+            del _waits[self._me]
+        else:  # the outer wait continues after the inner one
+            _waits[self._me] = self._before
+
+
+def result_of(future: Future[T]) -> T:
+    """Return the result of `future`, and block this thread until there is one."""
+    with Waiting(future.done):
+        return future.result()
+
+
+def is_waiting(thread_id: int, *, limited: bool = False) -> bool:
+    """Return True if that thread waits until another thread wakes it; with `limited`, also if its wait has a limit."""
+    wait = _waits.get(thread_id)
+    if wait is None:
+        return any(check(thread_id) for check in library_checks)
+    return not wait.ready() and (limited or not wait.limited)
 
 
 class JobQueue(Generic[T]):
@@ -43,12 +86,8 @@ class JobQueue(Generic[T]):
 
         A `timeout` is for callers that then only look whether a job may come: the thread counts as idle.
         """
-        me = get_ident()
-        _queues[me] = self
-        try:
+        with Waiting(self._jobs.__len__):
             self._tokens.get(timeout=timeout)
-        finally:
-            del _queues[me]
         return self._jobs.popleft()
 
     def get_nowait(self) -> T:
@@ -61,10 +100,4 @@ class JobQueue(Generic[T]):
         return not self._jobs
 
 
-def waits_for_work(thread_id: int) -> bool:
-    """Return True if that thread waits at a queue, and the queue is empty."""
-    queue = _queues.get(thread_id)
-    return queue is not None and queue.empty()
-
-
-os.register_at_fork(after_in_child=_queues.clear)
+os.register_at_fork(after_in_child=_waits.clear)

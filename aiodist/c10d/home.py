@@ -22,6 +22,7 @@ from aiodist.control import connect, name_ranks
 from aiodist.control.places import TcpPlace, is_loopback, outward_host, parse
 from aiodist.env import Environment
 from aiodist.errors import AiodistError, CommunicatorAborted, OperationTimeout
+from aiodist.handles.waiting import result_of
 from aiodist.world.background import LoopThread
 from aiodist.world.opening import Introduction, Limits
 from aiodist.world.runtime import opened
@@ -59,7 +60,7 @@ class Home:
         """Return what a coroutine on the loop returns; for any thread but the loop's."""
         if parts_of(self.world).dispatcher.progress.owns_thread():
             raise RuntimeError("torch.distributed would block the event loop here: call it in a thread (to_thread)")
-        return asyncio.run_coroutine_threadsafe(make(), self.loop).result()
+        return result_of(asyncio.run_coroutine_threadsafe(make(), self.loop))
 
     def group(self, name: str, ranks: Sequence[int], parent: Communicator | None = None) -> Communicator:
         """Return a communicator of `ranks` of `parent`, which alone call it, with a new `name`; None: of the world."""

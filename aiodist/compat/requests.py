@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from aiodist.compat.data import DATATYPES, Datatype
 from aiodist.compat.errors import CLASSES, MPIError, Outcome
 from aiodist.handles import Handle
+from aiodist.handles.waiting import result_of
 from aiodist.types import ANY
 
 T = TypeVar("T")
@@ -248,4 +249,4 @@ def block_on(loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, 
     """Return what a coroutine returns on `loop`, blocking this thread; raise RuntimeError where `loop` runs in it."""
     if _get_running_loop() is loop:
         raise RuntimeError("this would block the event loop: await the request, or `coll.aclose()` in place of Free()")
-    return asyncio.run_coroutine_threadsafe(work(), loop).result()
+    return result_of(asyncio.run_coroutine_threadsafe(work(), loop))

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import thread as executors
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -25,7 +27,7 @@ from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.handles.operation import Operation
 from aiodist.handles.progress import Progress, transport_lock
 from aiodist.handles.timers import Expiring, Quiet, Timers, is_quiet, may_pass
-from aiodist.watch.stillness import foreign_threads, is_to_be_woken, stands_still
+from aiodist.handles.waiting import is_waiting, library_checks
 
 if TYPE_CHECKING:
     from aiodist.handles import Handle
@@ -38,6 +40,20 @@ _QUIET_SECONDS = 3.0  # of its time, in which those who watch for stalled operat
 _LOOK_SECONDS = 0.5  # before what the program waits for: they ask once more then, ahead of a deadline
 _WORKERS = ("asyncio_", "aiodist-future")  # of executors, and of torch's futures
 _LIBRARY_THREADS = ("aiodist-progress", "aiodist-ps-", "aiodist-leave", "pytest_timeout", *_WORKERS)
+
+
+def _waits_in_library(thread_id: int) -> bool:
+    """Return True if that thread is an executor's worker without work, or carries pytest-xdist's messages."""
+    frame = sys._current_frames().get(thread_id)
+    if frame is None:
+        return False
+    if (frame.f_code.co_filename, frame.f_code.co_name) == (executors.__file__, "_worker"):
+        queues = [queue for t, queue in executors._threads_queues.items() if t.ident == thread_id]
+        return all(queue.empty() for queue in queues)
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == "execnet"
+
+
+library_checks.append(_waits_in_library)
 
 
 class TimeLimit(Quiet, partial[None]):
@@ -101,12 +117,15 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
     @property
     def outside(self) -> bool:
         """Whether something may come from a socket or from a thread of the program's that needs nothing first."""
-        apart = (threading.current_thread(), threading.main_thread())
-        known = any(
-            thread not in apart and not thread.name.startswith(_LIBRARY_THREADS) and not is_to_be_woken(thread)
-            for thread in threading.enumerate()
+        threads = {t.ident: t.name for t in threading.enumerate()}
+        apart = (threading.get_ident(), threading.main_thread().ident)
+        at_work = any(
+            ident not in apart
+            and not threads.get(ident, "").startswith(_LIBRARY_THREADS)
+            and not is_waiting(ident, limited=True)
+            for ident in sys._current_frames()
         )
-        return len(self.selector.get_map()) > self._own_files or known or bool(foreign_threads())
+        return len(self.selector.get_map()) > self._own_files or at_work
 
     @property
     def executing(self) -> bool:
@@ -116,7 +135,7 @@ class FakeClockLoop(asyncio.SelectorEventLoop):
     @property
     def returning(self) -> bool:
         """Whether a worker has told the loop that it is done, and is not back at its queue."""
-        return any(t.name.startswith(_WORKERS) and not stands_still(t) for t in threading.enumerate())
+        return any(t.name.startswith(_WORKERS) and not is_waiting(t.ident or 0) for t in threading.enumerate())
 
     def shuffle(self) -> None:
         """Draw the order of what is ready."""

@@ -1,16 +1,14 @@
 """Whether a rank stands still: only the end of an operation can make its process run the program's code.
 
-Everything that could do so is looked at: what the loop has ready, its timers, files and signal handlers, the work of
-devices and streams, what was asked on the control channel, every other thread, and the process's signal handlers. What
-is of a kind that is not known here counts as something that can. [Note: standing still] in docs/design/watch.md says
-why that is enough.
+The check covers the loop, devices and streams, the control channel, the process's signal handlers and all threads. A
+thread counts as waiting if it has entered one of aiodist's waits (`handles/waiting`); every other thread of the program
+may wake this rank. [Note: standing still] in docs/design/watch.md has the argument.
 """
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # `signal` makes constants of handlers, which takes long
 import asyncio
-import dis
 import functools
 import gc
 import signal
@@ -18,18 +16,15 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence, Sized
-from concurrent.futures import thread as executors
-from types import CodeType, FrameType
+from collections.abc import Sized
 from typing import Any
 from weakref import WeakValueDictionary
 
 from aiodist.control import Channel
 from aiodist.handles import Progress
-from aiodist.handles.handle import AT_EVENT, blocks_at_pending, stays_blocked
-from aiodist.handles.stacks import frames_of_thread, line_of_thread
+from aiodist.handles.stacks import line_of_thread
 from aiodist.handles.timers import is_quiet
-from aiodist.handles.waiting import waits_for_work
+from aiodist.handles.waiting import is_waiting
 
 _OWN_THREADS = (
     "aiodist-progress",
@@ -40,36 +35,12 @@ _OWN_THREADS = (
     "aiodist-inspect",
     "aiodist-trace",
 )
-"""They run nothing of the program's; what they receive is told by the counts of messages."""
-_OF_DISPLAYS = ("rich.live", "tqdm._monitor")
-"""Modules whose threads only draw progress bars."""
-_OF_WRITERS = ("tensorboard.summary.writer.event_file_writer",)
-"""Modules whose threads only write files: one that waits, if with a time-out, waits for something to write."""
-_OF_RUNNERS = ("execnet",)
-"""Packages whose threads only carry messages between the processes of pytest-xdist."""
+"""Names of aiodist's threads that run no code of the program; the counts of messages cover what they receive."""
+_OF_DISPLAYS = ("rich.live", "tqdm._monitor", "tensorboard.summary.writer.event_file_writer")
+"""Modules of libraries' threads that only draw progress bars or write files."""
 _NUMBERS = tuple(map(int, signal.valid_signals()))
 _HANDLERS_OF = ("_signal", "asyncio", "uvloop", "aiodist", "torch", "lightning", "pytorch_lightning", "pytest_timeout")
 """Packages whose signal handlers end the program or note the signal; those of a loop are looked at with the loop."""
-_TSTATE_WAIT = getattr(threading.Thread, "_wait_for_tstate_lock", threading.Thread.join).__code__
-"""Where `Thread.join` waits; since Python 3.13 in itself."""
-
-
-def _line_of_bare(call: Any, name: str) -> int:  # noqa: ANN401
-    """Return the last line of a function at which it calls a method of that name without arguments, 0 for none."""
-    found, asked = 0, False
-    for instruction in dis.get_instructions(call):
-        if instruction.argval == name:
-            asked = True
-        elif asked and instruction.opname == "CALL":
-            asked = False
-            if instruction.arg == 0 and instruction.positions is not None:
-                found = instruction.positions.lineno or 0
-    return found
-
-
-_CONDITION_LINE = _line_of_bare(threading.Condition.wait, "acquire")
-_JOIN_LINE = _line_of_bare(threading.Thread.join, "_wait_for_tstate_lock")
-"""A thread that stands at one of these was given no time-out: it goes on only when another thread wakes it."""
 
 
 def what_goes_on(progress: Progress, channel: Channel) -> str:
@@ -96,20 +67,26 @@ def what_goes_on(progress: Progress, channel: Channel) -> str:
 
 
 def _thread_at_work(progress: Progress) -> str:
-    """Return which thread does not stand still and where it is, "" where all do; the loop's is not looked at."""
-    for thread in [*threading.enumerate(), *threading.enumerate()]:  # one may wake another after the look at that
-        if thread.ident != progress.thread_id and (thread.ident is None or not stands_still(thread)):
-            return f"thread {thread.name!r} is at {line_of_thread(thread.ident or 0) or 'work'}"
-    if foreign := foreign_threads():
-        return f"a thread that `threading` did not start is at {line_of_thread(min(foreign)) or 'work'}"
+    """Return the name and line of a thread that may wake this rank, or "" if all threads wait in aiodist.
+
+    Threads are checked twice: one may have woken another after the first check of that.
+    """
+    for _ in range(2):
+        known = threading.enumerate()
+        for thread in known:
+            ident = thread.ident or 0
+            if ident != progress.thread_id and not _is_harmless(thread) and not is_waiting(ident):
+                return f"thread {thread.name!r} is at {line_of_thread(ident) or 'work'}"
+        # Threads of libraries that run Python code; only their numbers are read.
+        for ident in sys._current_frames().keys() - {thread.ident for thread in known}:
+            if not is_waiting(ident):
+                return f"a thread that `threading` did not start is at {line_of_thread(ident) or 'work'}"
     return ""
 
 
-def foreign_threads() -> set[int]:
-    """Return the threads that run Python code and that `threading` does not know: those of libraries."""
-    known = {thread.ident for thread in threading.enumerate()}
-    others = {ident: frame.f_globals for ident, frame in sys._current_frames().items() if ident not in known}
-    return {i for i, names in others.items() if str(names.get("__name__")).partition(".")[0] not in _OF_RUNNERS}
+def _is_harmless(thread: threading.Thread) -> bool:
+    """Return True if the thread never runs the program's code, or only displays or writes."""
+    return thread.name.startswith(_OWN_THREADS) or type(thread).__module__ in _OF_DISPLAYS
 
 
 def _state_of(progress: Progress) -> tuple[list[Any], list[Any], list[Sized]] | None:
@@ -146,50 +123,4 @@ def _may_wake(handler: Any) -> bool:  # noqa: ANN401
     if not callable(handler):
         return False
     call = handler.func if isinstance(handler, functools.partial) else handler
-    if str(getattr(call, "__module__", "")).partition(".")[0] in _HANDLERS_OF:
-        return False
-    code = getattr(call, "__code__", None)
-    return code is None or any("CALL" in instruction.opname for instruction in dis.get_instructions(code))
-
-
-def stands_still(thread: threading.Thread) -> bool:
-    """Return whether another thread goes on only where somebody wakes it, or runs nothing of the program's."""
-    if thread.name.startswith(_OWN_THREADS) or type(thread).__module__ in _OF_DISPLAYS:
-        return True
-    frames = frames_of_thread(thread.ident or 0)
-    if not frames:
-        return not thread.is_alive()
-    if _waits_for_work(thread, frames[-1][0].f_code):
-        return True
-    if type(thread).__module__ in _OF_WRITERS and frames[-1][0].f_code is threading.Condition.wait.__code__:
-        return True
-    blocked = stays_blocked(thread.ident or 0)
-    return _waits_for_ever(frames) if blocked is None else blocked
-
-
-def is_to_be_woken(thread: threading.Thread) -> bool:
-    """Return whether it is a worker without work, or waits for a handle that is not over."""
-    codes = [frame.f_code for frame, _ in frames_of_thread(thread.ident or 0)]
-    if not codes or _waits_for_work(thread, codes[-1]):
-        return bool(codes)
-    # Which waits for an event, and that for a condition.
-    at_event = codes[-1] is threading.Condition.wait.__code__ and codes[-3:][0] is AT_EVENT
-    return at_event and blocks_at_pending(thread.ident or 0)
-
-
-def _waits_for_work(thread: threading.Thread, code: CodeType) -> bool:
-    """Return whether the worker of an executor, or a thread of ours, waits at its queue, which is empty."""
-    if (code.co_filename, code.co_name) != (executors.__file__, "_worker"):
-        return waits_for_work(thread.ident or 0)
-    queue = executors._threads_queues.get(thread)
-    return queue is not None and queue.empty()
-
-
-def _waits_for_ever(frames: Sequence[tuple[FrameType, int]]) -> bool:
-    """Return whether it is a wait of `threading`, without a time-out."""
-    (frame, line), (caller, called_at) = frames[-1], frames[-2:][0]
-    if sys.version_info >= (3, 13) and frame.f_code is _TSTATE_WAIT:
-        return frame.f_locals.get("timeout") is None  # looks up this one, and copies nothing
-    if frame.f_code is _TSTATE_WAIT:
-        return caller.f_code is threading.Thread.join.__code__ and called_at == _JOIN_LINE
-    return frame.f_code is threading.Condition.wait.__code__ and line == _CONDITION_LINE
+    return str(getattr(call, "__module__", "")).partition(".")[0] not in _HANDLERS_OF

@@ -9,13 +9,16 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, suppress
+from types import MethodType
+from typing import Any
 
-from anyio.from_thread import start_blocking_portal
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from aiodist.communicator import Communicator, Hierarchy, parts_of
 from aiodist.communicator.report import REPORT_SECONDS
 from aiodist.communicator.threaded import ThreadedCommunicator
 from aiodist.handles.origin import whence
+from aiodist.handles.waiting import result_of
 from aiodist.types import renamed
 from aiodist.world.isolation import isolate
 from aiodist.world.leaving import stopping_by_signals
@@ -113,6 +116,7 @@ class LoopThread:
         with ExitStack() as stack:
             options = {"loop_factory": _isolated_loop}
             self._portal = portal = stack.enter_context(start_blocking_portal("asyncio", options, name="aiodist-loop"))
+            portal.call = MethodType(_call, portal)  # type: ignore[assignment, method-assign]
             coll = portal.call(self._block.__aenter__)
             assert isinstance(coll, ThreadedCommunicator)
             parts_of(coll).registry.portal = portal
@@ -154,6 +158,11 @@ class LoopThread:
             self._portal.call(_leave_late, self._block, self._coll)
         self._portal.call(self._portal.stop, True)
         self._thread.join()
+
+
+def _call(portal: BlockingPortal, fn: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401
+    """`BlockingPortal.call`, as a wait that deadlock detection knows."""
+    return result_of(portal.start_task_soon(fn, *args))
 
 
 def _isolated_loop() -> asyncio.AbstractEventLoop:

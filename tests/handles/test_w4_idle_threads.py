@@ -8,7 +8,7 @@ from queue import Empty
 
 import pytest
 
-from aiodist.handles.waiting import JobQueue, waits_for_work
+from aiodist.handles.waiting import JobQueue, is_waiting
 
 
 def test_w4_a_thread_that_has_taken_a_job_is_not_idle() -> None:
@@ -27,7 +27,7 @@ def test_w4_a_thread_that_has_taken_a_job_is_not_idle() -> None:
         thread.start()
         for job in range(3000):
             queue.put(job)
-            while not waits_for_work(thread.ident or 0):
+            while not is_waiting(thread.ident or 0):
                 pass
             assert len(ended) == job + 1
     finally:
@@ -47,4 +47,4 @@ def test_w4_a_queue_has_its_jobs_in_order() -> None:
         queue.put(job)
     assert not queue.empty()
     assert [queue.get(), queue.get_nowait(), queue.get(timeout=1)] == [0, 1, 2]
-    assert not waits_for_work(threading.get_ident())
+    assert not is_waiting(threading.get_ident())

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import inspect
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -29,13 +29,11 @@ from aiodist import Communicator, DeadlockError
 from aiodist.c10d.work import HandleWork
 from aiodist.communicator import parts_of
 from aiodist.communicator.facts import CommFacts, Facts, PendingOp
+from aiodist.compat.requests import block_on
 from aiodist.handles import LARGE_BYTES
-from aiodist.handles.stacks import frames_of_thread
 from aiodist.streams import HostStream
 from aiodist.testing import run_ranks
 from aiodist.watch.graph import locked
-from aiodist.watch.stillness import stands_still
-from tests.support.blocking import blocked_until
 from tests.support.looks import MANY, Looks
 
 pytestmark = pytest.mark.timeout(100)
@@ -188,108 +186,110 @@ def test_w4_a_worker_that_is_late_to_return_hides_no_deadlock(tmp_path: Path) ->
     run_ranks(2, main)
 
 
-LOOKED_AT = """
-import gc, sys, threading, time
-from aiodist.watch.stillness import is_to_be_woken, stands_still
+def _begin(coll: Communicator) -> aiodist.Handle[Any]:
+    """Receive from the other rank, which receives too; on the loop."""
+    return coll.recv(src=1 - coll.rank)
 
-class Slow:
-    def __del__(self):
-        time.sleep(2e-4)  # other threads run meanwhile
 
-lines = [f"v{i} = " + ("Slow()" if i < 2 else "[]") for i in range(60)]
-lines += ["time.sleep(1e-4)", "v0 = v1 = None", "time.sleep(1e-4)"]
-exec("def local():" + "; ".join(lines))
+async def _by_handle(coll: Communicator) -> None:
+    side = await coll.dup(thread=True)
+    await asyncio.to_thread(lambda: _begin(side).wait())
 
-def deep(n):
-    if n:
-        deep(n - 1)
+
+async def _by_compat(coll: Communicator) -> None:
+    async def receive() -> None:
+        await _begin(coll)
+
+    await asyncio.to_thread(block_on, asyncio.get_running_loop(), receive)
+
+
+async def _by_work(coll: Communicator) -> None:
+    side = await coll.dup(thread=True)
+    try:
+        await asyncio.to_thread(lambda: HandleWork([_begin(side)], [], None).wait())
+    except dist.DistBackendError as error:
+        raise error.__cause__ or error from None
+
+
+async def _in_idle_company(coll: Communicator) -> None:
+    """Beside a worker of a stream without work."""
+    async with HostStream() as stream:
+        await stream.submit(int)
+        await _begin(coll)
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("wait", [_by_handle, _by_compat, _by_work, _in_idle_company])
+@pytest.mark.ranks(2, backend=("shm", "gloo"))
+async def test_w4_own_waits_of_threads_hide_no_deadlock(coll: Communicator, wait: Any) -> None:
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(aiodist.AiodistError, match="deadlock: rank 0 waits for rank 1"):
+        await wait(coll)
+    assert asyncio.get_running_loop().time() < began + 5  # about a second on an idle machine
+
+
+STARTED = """
+import sys, threading, time
+import torch, aiodist
+
+with aiodist.start(report_after=1) as coll:
+    if sys.argv[1] == "handle":
+        wait = lambda: coll.recv(src=1 - coll.rank).wait()
     else:
-        time.sleep(5e-4)
-
-def work():
-    while True:
-        local()
-        deep(9)
-
-thread = threading.Thread(target=work, daemon=True)
-thread.start()
-gc.set_threshold(3)
-for _ in range(1000):
-    for _ in range(6):
-        garbage = Slow()
-        garbage.itself, garbage = garbage, None
-        assert not stands_still(thread) and not is_to_be_woken(thread)
-        time.sleep(1e-5)
+        wait = lambda: coll.portal.call(coll.recv_object, 1 - coll.rank)
+    if sys.argv[2] == "foreign":
+        threading.Thread(target=threading.Event().wait, args=(4,), daemon=True).start()
+    began = time.monotonic()
+    try:
+        wait()
+    except aiodist.AiodistError as error:
+        assert "deadlock: rank 0 waits for rank 1" in str(error), error
+        print(f"rank {coll.rank} raised after", "3 s" if time.monotonic() > began + 3 else "less", flush=True)
 """
 
 
-def test_w4_threads_that_run_are_looked_at() -> None:
-    """Where one was asked for its locals, or garbage was collected amid the look, the process crashed."""
-    subprocess.run([sys.executable, "-c", LOOKED_AT], check=True, timeout=60)
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("company", ["alone", "foreign"])
+@pytest.mark.parametrize("wait", ["handle", "portal"])
+def test_w4_the_main_thread_of_start_waits_in_a_deadlock(wait: str, company: str, tmp_path: Path) -> None:
+    """With a blocked thread of the program, there is the report with the cycle, and no error until the thread ends."""
+    program = tmp_path / "program.py"
+    program.write_text(STARTED)
+    command = [sys.executable, "-m", "aiodist", "run", "-n", "2", "--mpi", "none", str(program), wait, company]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=80, check=True)
+    after = "3 s" if company == "foreign" else "less"
+    for rank in (0, 1):
+        assert f"rank {rank} raised after {after}" in ended.stdout
+    assert ("waits for rank 0: a deadlock, unless" in ended.stderr) == (company == "foreign")
 
 
-@pytest.mark.parametrize("seconds", [None, 60.0])
-def test_w4_how_long_a_thread_waits_is_seen(seconds: float | None) -> None:
-    condition, event, over = threading.Condition(), threading.Event(), threading.Event()
-    other = threading.Thread(target=over.wait, daemon=True)
-    other.start()
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("foreign", ["at work", "blocked"])
+@pytest.mark.ranks(2, backend="shm")
+async def test_w4_a_thread_of_the_program_keeps_a_deadlock_from_being_raised(
+    coll: Communicator, foreign: str, tmp_path: Path
+) -> None:
+    """It may wake the program, and does here: the operations end without an error."""
+    folder = Path(await coll.broadcast_object(str(tmp_path)))
+    one, two = await coll.dup(), await coll.dup()
+    first, second = (one, two) if coll.rank == 0 else (two, one)
+    loop, ended = asyncio.get_running_loop(), threading.Event()
+    later: asyncio.Future[aiodist.Handle[Any]] = loop.create_future()
+    with Looks(coll, folder) as looks:
 
-    def at_condition(seconds: float | None) -> None:
-        with condition:
-            condition.wait(seconds)
+        def work() -> None:
+            if foreign == "at work":
+                looks.block()
+            else:
+                ended.wait()
+            loop.call_soon_threadsafe(lambda: later.set_result(second.allreduce(1)))
 
-    threads = [
-        threading.Thread(target=wait, args=(seconds,), daemon=True) for wait in (event.wait, at_condition, other.join)
-    ]
-    for thread in threads:
+        thread = threading.Thread(target=work, name="of the program", daemon=True)
         thread.start()
-    try:
-        assert blocked_until(lambda: all(map(_waits, threads)))
-        if seconds is None:
-            assert blocked_until(lambda: all(map(stands_still, threads)))
-        else:
-            assert not any(stands_still(thread) for thread in threads for _ in range(100))
-    finally:
-        event.set()
-        over.set()
-        with condition:
-            condition.notify_all()
-        for thread in threads:
-            thread.join()
-
-
-def test_w4_a_thread_that_waits_for_what_tensorboard_writes_hides_nothing() -> None:
-    """It looks at its queue with a time-out. While it writes, a thread of the program may wait for it."""
-    events: queue.Queue[Callable[[], object] | None] = queue.Queue()
-    writing, over = threading.Event(), threading.Event()
-
-    class Writer(threading.Thread):
-        __module__ = "tensorboard.summary.writer.event_file_writer"
-
-        def run(self) -> None:
-            while (event := events.get(True, 60)) is not None:
-                event()
-
-    def write() -> None:
-        writing.set()
-        while not over.is_set():
-            pass
-
-    thread = Writer(daemon=True)
-    thread.start()
-    assert blocked_until(lambda: stands_still(thread))
-    events.put(write)
-    assert writing.wait(20)
-    assert not stands_still(thread)
-    over.set()
-    events.put(None)
+        looks.at(MANY, ended.set)
+        assert await first.allreduce(1) == 2
+        assert await (await later) == 2
     thread.join()
-
-
-def _waits(thread: threading.Thread) -> bool:
-    """Return whether it is in a call of `threading`."""
-    frames = frames_of_thread(thread.ident or 0)
-    return bool(frames) and frames[-1][0].f_code.co_filename == threading.__file__
 
 
 # --- slow is no deadlock ---------------------------------------------------------------------------------------
@@ -402,20 +402,6 @@ async def test_w4_what_a_signal_handler_may_wake_is_no_deadlock(coll: Communicat
         await (told.wait() if waits is asyncio.Event else asyncio.to_thread(told.wait))
     await coll.send(torch.ones(2), dst=1)
     await reply
-
-
-def test_w4_signal_handlers_that_wake_nothing_hide_nothing() -> None:
-    asked = 0
-
-    def note(number: int, _: object) -> None:
-        nonlocal asked
-        asked = number
-
-    async def main(coll: Communicator) -> None:
-        await coll.recv(src=1 - coll.rank)
-
-    with _handled(note):
-        assert _told(2, main).keys() == {0, 1}
 
 
 def test_w4_a_deadline_may_end_the_wait() -> None:
