@@ -62,7 +62,7 @@ PARTS = {
     "launch.hosts launch.output launch.processes launch.ranks launch.supervisor launch.wire launch.worker "
     "doctor.calls doctor.here doctor.hosts world.pinning",
     "the control channel, with sockets of the test": "control.link control.places",
-    "what watches": "watch.arrivals watch.clock watch.jobs watch.shown watch.stillness watch.trace handles.stacks",
+    "what watches": "watch.arrivals watch.clock watch.jobs watch.shown watch.trace handles.stacks",
     "parts of one class, which no call shows apart": "communicator.threaded handles.buffers "
     "handles.calls handles.waiting nn.buckets ps.pool world.isolation",
     "the plugin of pytest itself": "testing.plugin testing.ranks testing.jobs",
