@@ -20,11 +20,16 @@ class Issuing:
         self._issuer: dict[None, threading.Thread] = {}
         """Has one entry while a thread issues: `setdefault` looks and enters in one step."""
         self._depth = 0
+        self._closed: BaseException | None = None
+        """Error of calls of threads other than the one that closes the communicator."""
+        self._closer: threading.Thread | None = None
         self._lock = threading.RLock()
 
     def begin(self) -> None:
         """This thread issues from now on; raise `RuntimeError`, naming both, where another one does."""
         this = threading.current_thread()
+        if self._closed is not None and this is not self._closer:
+            raise self._closed.with_traceback(None)
         issuer = self._issuer.setdefault(None, this)
         if issuer is not this:
             raise RuntimeError(
@@ -40,6 +45,11 @@ class Issuing:
         self._depth -= 1
         if self._depth == 0:
             self._issuer.clear()
+
+    def close(self, error: BaseException) -> None:
+        """Let only this thread issue from now on: calls of other threads raise `error`."""
+        with self._lock:
+            self._closed, self._closer = error, threading.current_thread()
 
     def __enter__(self) -> None:
         self._lock.acquire()

@@ -523,6 +523,9 @@ class Registry(Generic[C]):
                 guests.pop()
             dispatcher.cancel_receives()
             if dispatcher.refusal is None:
+                if dispatcher.issuing is not None:  # else its last calls meet those of other threads
+                    name = dispatcher.name
+                    dispatcher.issuing.close(CommunicatorClosed(f"communicator {name!r} is being closed", comm=name))
                 await dispatcher.drain(self._left(until))
                 mismatch = await self._meet(communicator, until)
                 await parts_of(communicator).messenger.part(self._left(until))
