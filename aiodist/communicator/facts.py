@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class PendingOp(NamedTuple):
-    """An operation that is pending, and what it needs of other ranks."""
+    """A pending operation, and its needs from other ranks."""
 
     comm: str
     text: str
@@ -14,11 +14,11 @@ class PendingOp(NamedTuple):
     number: int
     """Its place in the order of its communicator; of a named one, how often the name was used before."""
     name: str
-    """"" where it has none."""
+    """Name of a named operation, else ""."""
     peers: list[int]
-    """The world ranks of which any could end it, by a message; empty where it needs all ranks."""
+    """World ranks, each of which could end it by a message; empty if it needs all ranks."""
     call: str = ""
-    """The user's call that it is a part of, such as "net.step"; "" where the user issued it."""
+    """The user's call that it is a part of, such as "net.step"; "" if the user issued it."""
     kept: bool = False
     """True for a send that ends only after a receive has matched it, as all large ones."""
 
@@ -30,28 +30,28 @@ class CommFacts(NamedTuple):
     ranks: list[int]
     """Its world ranks."""
     issued: int
-    """How many collectives this rank has issued."""
+    """Number of collectives that this rank has issued."""
     names: list[list[Any]]
-    """How often it has used each name."""
+    """Number of uses of each name."""
     sent: list[list[int]]
-    """How many messages it has sent to each other rank, and heard of each."""
+    """Numbers of messages sent to each other rank, and received from each."""
     heard: list[list[int]]
     messages: int
-    """How many messages this rank has issued, both ways."""
+    """Number of messages that this rank has issued, both ways."""
     kept: list[list[int]]
-    """How many messages to each other rank have ended that end only after a receive has matched them."""
+    """Numbers of synchronous messages to each other rank that have ended: each was matched by a receive."""
     matched: list[list[int]]
-    """How many such messages of each rank a receive of this one has matched."""
+    """Numbers of such messages from each rank that this rank's receives have matched."""
 
 
 class Facts(NamedTuple):
-    """What a rank tells when nothing but the end of a pending operation can have it go on."""
+    """Report of a rank that only the end of a pending operation can continue."""
 
     ops: list[PendingOp]
     comms: list[CommFacts]
 
     @classmethod
     def read(cls, told: list[Any]) -> Facts:
-        """Return what another rank has sent."""
+        """Return the report that another rank sent."""
         ops, comms = told
         return cls([PendingOp(*op) for op in ops], [CommFacts(*comm) for comm in comms])

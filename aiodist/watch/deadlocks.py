@@ -1,11 +1,11 @@
 """Stalled ranks report their pending operations to one rank, which finds deadlocks and notifies all ranks.
 
-    looked at - stands still at two looks in a row: tells the judge - is asked again: tells it once more - is told
+    a rank stands still at two checks in a row -> it reports -> it is asked again -> it reports the same -> the verdict
 
-The judge is the first rank that has not left. It judges on the thread that listens, so that its program may compute.
-What it has been told may be of different moments. So it asks all ranks of a deadlock once more: where all of them tell
-the same again, there was a moment at which all stood still like that, between the first answers and the second
-questions; see [Note: no false alarm] in docs/design/watch.md.
+The judge is the first rank that has not left. It judges on its listener thread, so that its program may compute.
+Reports may be of different moments, so the judge asks all ranks of a deadlock once more. If all report the same again,
+there was a moment between the first answers and the second questions at which all stood still like that; see
+[Note: no false alarm] in docs/design/watch.md.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from aiodist.watch.graph import Lock, drawn, locked
 from aiodist.watch.stillness import what_goes_on
 
 _TOPIC = "deadlocks"
-_PAUSE_SECONDS = 1e-3  # before a rank looks at itself, or speaks: another rank of its loop may have to do the same
-_ROUND_SECONDS = 1.0  # who has not answered after this is asked again
+_PAUSE_SECONDS = 1e-3  # before a rank checks itself or sends: other ranks of its loop may have to do the same
+_ROUND_SECONDS = 1.0  # after this time, a rank without an answer is asked again
 _STACKS = 4
 
 
@@ -37,7 +37,7 @@ class _Round(NamedTuple):
     asked: float
     lock: Lock
     told: Mapping[int, Facts]
-    answers: dict[int, list[list[str]]]  # the stacks of those that have told the same again
+    answers: dict[int, list[list[str]]]  # stacks of the ranks that reported the same again
 
 
 class Deadlocks(Quiet):
@@ -49,9 +49,9 @@ class Deadlocks(Quiet):
         self._progress = watch.progress
         # On the loop's thread.
         self._issued = -1
-        self._seen: Facts | None = None  # what this rank waited in at the last look, where it stood still
-        self._told: tuple[int, Facts] | None = None  # what it has told, and whom
-        self._asked = (0, 0)  # by whom, in which round
+        self._seen: Facts | None = None  # pending operations at the last check, if it stood still
+        self._told: tuple[int, Facts] | None = None  # the last report and its judge
+        self._asked = (0, 0)  # the asking judge, and its round
         self._outbox: list[tuple[int, list[Any]]] = []
         # On the thread that listens.
         self._known: dict[int, Facts] = {}
@@ -63,9 +63,9 @@ class Deadlocks(Quiet):
     # --- a rank that waits: on the loop's thread -------------------------------------------------------------
 
     def look(self) -> None:
-        """Tell the judge, where nothing goes on here; called while operations are pending."""
+        """Report to the judge if this rank stands still; called while operations are pending."""
         before, self._issued = self._issued, sum(member.issued for member in self._watch.members.values())
-        facts = self._facts() if self._issued == before else None  # a cheap no for a program that goes on
+        facts = self._facts() if self._issued == before else None  # skips the costly check for a running program
         judge = next(rank for rank in range(self._channel.size) if rank not in self._channel.exits())
         if facts is None or facts != self._seen:
             self._seen = facts
@@ -74,7 +74,7 @@ class Deadlocks(Quiet):
             self._say(judge, ["waits", 0, facts, []])
 
     def _facts(self) -> Facts | None:
-        """Return what this rank waits in; None where something goes on."""
+        """Return the pending operations; None if this rank may continue."""
         found = [member.facts() for member in self._watch.members.values()]
         if None in found or what_goes_on(self._progress, self._channel):
             return None
@@ -82,7 +82,7 @@ class Deadlocks(Quiet):
         return Facts([op for _, ops in told for op in ops], [comm for comm, _ in told])
 
     def _again(self, judge: int, number: int) -> None:
-        # The last question counts: `run_ranks` draws the order of what is ready, that of messages too.
+        # The last question counts: `run_ranks` shuffles callbacks and messages.
         self._asked = judge, number if judge != self._asked[0] else max(number, self._asked[1])
         self._progress.loop.call_later(_PAUSE_SECONDS, self._answer)
 
@@ -90,7 +90,7 @@ class Deadlocks(Quiet):
         judge, number = self._asked
         facts = self._facts()
         if facts is None:
-            self._told = None  # it tells again when it stands still again
+            self._told = None  # it reports again after it stands still again
         stacks = [stack_of_task(task) for task in self._watch.tasks()]
         self._say(judge, ["answer", number, facts, [stack for stack in stacks if stack][:_STACKS]])
 
@@ -105,7 +105,7 @@ class Deadlocks(Quiet):
                 self._channel.send(rank, _TOPIC, message)
 
     def _raise(self, text: str, cycle: list[int], comms: list[str]) -> None:
-        """Give up what this rank waits in, and the `comms` in which ranks of the deadlock wait: all raise the same."""
+        """Abort the communicators in which this rank waits, and `comms`: all raise the same error."""
         for name, member in list(self._watch.members.items()):
             if member.pending or name in comms:
                 member.give_up(DeadlockError(text, cycle=tuple(cycle)))

@@ -1,7 +1,7 @@
 """The wait-for graph: finds ranks that can never continue, from each rank's own report. Pure; no I/O.
 
-Each rank tells its facts when it stands still (`stillness`), so that only the end of one of its pending operations can
-have it do anything. A set of such ranks is locked when each operation of each of them needs something that a rank of
+Each rank reports its facts when it stands still (`stillness`), so only the end of one of its pending operations
+can continue it. A set of such ranks is locked if each operation of each of them needs something that a rank of
 the set has not done: the first of them to do anything would need another one to have done something before. `locked`
 returns the largest such set. [Note: no false alarm] in docs/design/watch.md has the argument.
 """
@@ -16,7 +16,7 @@ from aiodist.control import name_ranks
 
 _SHOWN, _SHOWN_OF_A_RANK = 8, 3
 _TRAINING = ("net.", "opt.", "local.")
-"""How the calls begin that train a net."""
+"""Prefixes of the calls that train a net."""
 
 
 class Blocked(NamedTuple):
@@ -27,14 +27,14 @@ class Blocked(NamedTuple):
 
 
 class Lock(NamedTuple):
-    """Ranks of which none can go on."""
+    """Ranks that can never continue."""
 
-    waits: dict[int, list[Blocked]]  # what each of them waits in
-    cycle: list[int]  # ranks of it of which each waits for the next, and the last for the first
+    waits: dict[int, list[Blocked]]  # pending operations of each rank
+    cycle: list[int]  # each rank waits for the next one, and the last for the first
 
 
 def locked(told: Mapping[int, Facts]) -> Lock | None:
-    """Return the ranks that can never go on, of those that stand still and have told what they wait in."""
+    """Return the ranks that can never continue, of those that reported that they stand still."""
     waits = {rank: [Blocked(op, []) for op in facts.ops] for rank, facts in told.items() if facts.ops}
     comms = {rank: {comm.name: comm for comm in told[rank].comms} for rank in waits}
     changed = True
@@ -42,23 +42,23 @@ def locked(told: Mapping[int, Facts]) -> Lock | None:
         changed = False
         for rank in list(waits):
             waits[rank] = [Blocked(op, _blocking(rank, op, comms)) for op, _ in waits[rank]]
-            if not all(wait.ranks for wait in waits[rank]):  # this one may end, and then the rank may do anything
+            if not all(wait.ranks for wait in waits[rank]):  # this operation may end; then the rank may do anything
                 del waits[rank], comms[rank]
                 changed = True
     return Lock(waits, _cycle(waits)) if waits else None
 
 
 def _blocking(rank: int, op: PendingOp, comms: Mapping[int, Mapping[str, CommFacts]]) -> list[int]:
-    """Return the ranks, of those that stand still, without which `op` of `rank` cannot end; none where it may."""
+    """Return the stalled ranks without which `op` of `rank` cannot end; empty if it may end."""
     mine = comms[rank][op.comm]
     there = {other: comm for other in mine.ranks if (comm := comms.get(other, {}).get(op.comm)) is not None}
     if not op.peers:
         return [other for other, comm in there.items() if _issued(comm, op.name) <= op.number]
-    if op.kept:  # it ends only after a receive has matched it, and those that were have ended
+    if op.kept:  # it ends only after a receive has matched it, and the matched ones have ended
         (peer,) = op.peers
         unmatched = peer in there and _found(mine.kept, peer) == _found(there[peer].matched, rank)
         return op.peers if unmatched else []
-    # Any of them could end it, and so may a message that is on its way.
+    # Any of them could end it, and so could a message in flight.
     for other in op.peers:
         if other not in there or (other != rank and _found(there[other].sent, rank) != _found(mine.heard, other)):
             return []
@@ -87,7 +87,7 @@ def _cycle(waits: Mapping[int, list[Blocked]]) -> list[int]:
 
 
 def drawn(lock: Lock, stacks: Mapping[int, list[list[str]]]) -> Iterator[str]:
-    """Yield it as lines: the cycle, then what each rank waits in and where its tasks are suspended."""
+    """Yield lines: the cycle, then the pending operations of each rank and the stacks of its tasks."""
     first, *others = lock.cycle
     if others:
         chain = "".join(f" waits for rank {rank}, which" for rank in others)

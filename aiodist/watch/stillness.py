@@ -44,7 +44,7 @@ _HANDLERS_OF = ("_signal", "asyncio", "uvloop", "aiodist", "torch", "lightning",
 
 
 def what_goes_on(progress: Progress, channel: Channel) -> str:
-    """Return why this rank may go on though none of its operations ends, "" where it cannot; on the loop's thread."""
+    """Return why this rank may continue before its operations end, or ""; call it on the loop's thread."""
     if progress.busy():
         return "a transfer or a device is at work"
     if channel.asks:
@@ -110,7 +110,7 @@ def _state_of(progress: Progress) -> tuple[list[Any], list[Any], list[Sized]] | 
 
 
 def _is_loud(handle: Any) -> bool:  # noqa: ANN401
-    """Return whether what the loop will call may run code of the program's."""
+    """Return True if this callback of the loop may run code of the program."""
     if handle.cancelled():
         return False
     if (call := getattr(handle, "_callback", None)) is None:

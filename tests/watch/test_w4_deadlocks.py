@@ -40,7 +40,7 @@ pytestmark = pytest.mark.timeout(100)
 
 
 def _told(n: int, main: Callable[[Communicator], Awaitable[object]]) -> dict[int, tuple[float, DeadlockError]]:
-    """Run `main` and return the ranks that were told of a deadlock, with the time of their clock."""
+    """Run `main` and return the ranks that raised a DeadlockError, with the time of their clock."""
     told: dict[int, tuple[float, DeadlockError]] = {}
 
     async def rank(number: int) -> None:
@@ -87,7 +87,7 @@ def test_w4_a_ring_of_three_and_one_that_waits_for_it() -> None:
 
     told = _told(4, main)
     assert {error.cycle for _, error in told.values()} == {(0, 1, 2)}
-    assert told.keys() == {0, 1, 2, 3}  # the last one cannot go on either
+    assert told.keys() == {0, 1, 2, 3}  # the last one cannot continue either
     assert "rank 3 waits for rank 0 in recv #0" in str(told[3][1])
 
 
@@ -177,7 +177,7 @@ def test_w4_a_worker_that_is_late_to_return_hides_no_deadlock(tmp_path: Path) ->
                     asyncio.get_running_loop().set_default_executor(_Dawdling(looks))
                     told = threading.Event()
                     working = asyncio.create_task(asyncio.to_thread(told.wait, 10))
-                    await asyncio.sleep(0)  # the loop is told first
+                    await asyncio.sleep(0)  # the loop is notified first
                     told.set()
                     await working
                 with pytest.raises(aiodist.AiodistError, match="deadlock"):
@@ -212,7 +212,7 @@ async def _by_work(coll: Communicator) -> None:
 
 
 async def _in_idle_company(coll: Communicator) -> None:
-    """Beside a worker of a stream without work."""
+    """With an idle worker of a stream."""
     async with HostStream() as stream:
         await stream.submit(int)
         await _begin(coll)
@@ -439,8 +439,8 @@ async def test_w4_crossed_order_is_told_within_a_second(coll: Communicator, tmp_
         await _one_after_another(first, second)
     assert caught.value.cycle == (0, 1)
     assert f"rank {1 - coll.rank} waits for rank {coll.rank} in allreduce #0" in str(caught.value)
-    assert min(await coll.allgather_object(looks.count())) < 10  # ten a second; and the world goes on
-    # Each rank gives up the one that it waited in, and tells the other.
+    assert min(await coll.allgather_object(looks.count())) < 10  # ten a second; and the world continues
+    # Each rank aborts its own one and notifies the other.
     await until(lambda: None not in (parts_of(one).dispatcher.refusal, parts_of(two).dispatcher.refusal))
 
 
