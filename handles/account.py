@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Witness(Protocol):
-    """What knows why operations are not over; it is asked with their `Handle`."""
+    """Knowledge of the reasons why operations are pending; its methods take their `Handle`."""
 
     def late(self, handle: Any, /) -> dict[int, str]:  # noqa: ANN401
         """Return the ranks that the pending operation is known to wait for, each with where it is."""
 
     def details(self, handle: Any, /) -> str:  # noqa: ANN401
-        """Return what it waits for besides, as words; "" where there is nothing to add."""
+        """Return other reasons, as text; "" without any."""
 
 
 class _Dropped(NamedTuple):
@@ -35,16 +35,16 @@ class _Dropped(NamedTuple):
 
     @property
     def origin(self) -> Origin | None:
-        """The line that issued it, worked out only when somebody is told: most are covered."""
+        """The line that issued it, computed only for a report."""
         return None if self.whence is None else Origin(*self.whence)
 
 
 class Account:
     """The handles of one communicator or stream that were dropped unconsumed.
 
-    A `prompt` account, that of a communicator, tells of each as soon as it is both dropped and over: errors go to the
-    loop's exception handler, what went well is a `RuntimeWarning` at the line that issued it, which Python shows once
-    for each line. Another waits for a `sync`, which covers what went well before it; it becomes prompt at close.
+    A `prompt` account, that of a communicator, reports each as soon as it is both dropped and finished: errors go to
+    the loop's exception handler, and a result is a `RuntimeWarning` at the line that issued it, which Python shows once
+    for each line. Other accounts wait for a `sync`, which covers the results before it; they become prompt at close.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Account:
     ) -> None:
         """`results` is True if a result is reported that is dropped after its await has ended early."""
         self.witness = witness
-        """Who is asked about the operations while they are pending."""
+        """The witness of the operations while they are pending."""
         self.forgiven: tuple[type[BaseException], ...] = ()
-        """Errors that nobody need retrieve: this rank has failed, and says so itself."""
+        """Errors that need no retrieval: this rank has failed, and reports that itself."""
         self._loop = loop
         self._prompt = prompt
         self._results = results
@@ -67,7 +67,7 @@ class Account:
         self._dropped: deque[_Dropped] = deque()
         self._covered = -1
         self._shown: dict[Any, Any] = {}
-        """What `warnings` keeps of the lines that it has shown."""
+        """Registry of `warnings`, for the lines that it has shown."""
 
     def dropped(
         self,
@@ -98,7 +98,7 @@ class Account:
                 self._warn(entry)
 
     def judge(self) -> None:
-        """Tell of what nothing has covered, now and, from now on, as soon as it is dropped."""
+        """Report the handles that no `sync` covered, now and, from now on, when they are dropped."""
         self._prompt = True
         self._judging = False
         try:

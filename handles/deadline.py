@@ -13,27 +13,26 @@ from aiodist.errors import OperationTimeout
 from aiodist.handles.handle import Handle
 from aiodist.handles.origin import listed
 from aiodist.handles.progress import Progress
-from aiodist.handles.state import plight, unfinished
-from aiodist.handles.waiters import Note, current_deadline
+from aiodist.handles.state import Note, current_deadline, plight, unfinished
 from aiodist.types import check_timeout
 
 SHORT_SECONDS = 0.6
-"""A wait that ends sooner cannot be left to those who look ten times a second."""
+"""Shortest wait that a watchdog sees in time, which looks ten times a second."""
 
 
 class Watcher(Protocol):
-    """Who asks where the other ranks are when operations take long."""
+    """A watchdog, which asks for the lines of the other ranks when operations take long."""
 
     def hurry(self) -> None:
-        """Ask now: something that is pending will not be waited for much longer."""
+        """Ask now: the wait for a pending operation ends soon."""
 
 
 class Scopes:
-    """The blocks of `aiodist.timeout` that are open on one loop, for those who ask in good time who is late."""
+    """The open blocks of `aiodist.timeout` on one loop, so that watchdogs ask for late ranks in time."""
 
     def __init__(self) -> None:
         self.ends: dict[Deadline, tuple[float, float]] = {}
-        """When each began, and when it ends, by the loop's clock."""
+        """Begin and end of each block, by the loop's clock."""
         self.watchers: WeakSet[Watcher] = WeakSet()
 
     @classmethod
@@ -42,7 +41,7 @@ class Scopes:
         return progress.own(cls, cls)
 
     def hurry(self) -> None:
-        """Have everybody ask now."""
+        """Let all watchdogs ask now."""
         for watcher in list(self.watchers):
             watcher.hurry()
 

@@ -15,9 +15,18 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from aiodist import _core
 from aiodist.handles.account import Account
 from aiodist.handles.origin import Origin, described
-from aiodist.handles.state import Status, error_of, expired, lateness, plight
+from aiodist.handles.state import (
+    FutureWaiter,
+    Status,
+    Waiter,
+    current_deadline,
+    error_of,
+    expired,
+    lateness,
+    plight,
+    shown_to_asyncio,
+)
 from aiodist.handles.tracing import tracing
-from aiodist.handles.waiters import FutureWaiter, Waiter, current_deadline, shown_to_asyncio
 from aiodist.handles.waiting import Waiting
 from aiodist.types import check_timeout
 

@@ -7,8 +7,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from aiodist.handles.handle import Handle
-from aiodist.handles.state import details, error_of, late_ranks, plight, unfinished
-from aiodist.handles.waiters import Fence, Waiter
+from aiodist.handles.state import Fence, Waiter, details, error_of, late_ranks, plight, unfinished
 
 if TYPE_CHECKING:
     from types import CodeType

@@ -8,9 +8,8 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from aiodist.handles.handle import Handle, finish
-from aiodist.handles.state import Status
+from aiodist.handles.state import Fence, Status
 from aiodist.handles.tracing import Ended, rank_of_task, tracing
-from aiodist.handles.waiters import Fence
 from aiodist.types import check_timeout
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ _SHOWN = 3
 
 
 def _folders() -> tuple[str, ...]:
-    """Return the folders whose code nobody asks about: the package, its folders at the root, asyncio, anyio, threads'.
+    """Return the folders whose lines no report names: the package, its folders at the root, asyncio, anyio, threads'.
 
     An editable install may import the folders at the root from there, or through the links in the package.
     """
@@ -40,7 +40,7 @@ def _folder_of(package: str) -> Path:
 _ROOT_FOLDERS = ("handles", "streams", "nn")
 _OURS = _folders()
 _CALLS_OURS = f"{_folder_of('torch')}/"
-"""Its modules, autograd and `torch.distributed` call what issues: a program wants to know its own line."""
+"""Torch: its modules, autograd and `torch.distributed` call aiodist, and reports name the line of the program."""
 
 
 class _Files(dict[str, bool | None]):
@@ -55,16 +55,16 @@ class _Files(dict[str, bool | None]):
 
 
 known_files = _Files()
-"""Of each file: whether an operation that it issues comes from further out."""
+"""Files known so far, each with True if reports name the line of its caller instead."""
 
 
 def is_ours(filename: str) -> bool:
-    """Return True for a file of aiodist's, asyncio's, anyio's or of Python's threads, which nobody asks about."""
+    """Return True for a file of aiodist, asyncio, anyio or Python's threads: no report names its lines."""
     return filename.startswith(_OURS)
 
 
 def whence(depth: int) -> tuple[CodeType, int]:
-    """Return what an `Origin` is made of; the hot path makes one only when somebody asks."""
+    """Return the fields of an `Origin`; the hot path makes the object only for a report."""
     frame = _getframe(depth)
     while True:
         code = frame.f_code
@@ -75,7 +75,7 @@ def whence(depth: int) -> tuple[CodeType, int]:
 
 
 class Origin(NamedTuple):
-    """A place in a program; the line number is worked out only when somebody asks."""
+    """A place in a program; the line number is computed only for a report."""
 
     code: CodeType
     lasti: int

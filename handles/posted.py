@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 from aiodist.handles.handle import Handle
 from aiodist.handles.operation import Operation
-from aiodist.handles.state import Status, error_of
-from aiodist.handles.waiters import Waiter
+from aiodist.handles.state import Status, Waiter, error_of
 
 if TYPE_CHECKING:
     from aiodist.errors import OperationTimeout

@@ -53,7 +53,7 @@ class Timers(Quiet):
     """Reports deadlines to handles.
 
     Most operations finish long before their deadline. A timer of the loop for each would stay until then, half an hour
-    perhaps. So the deadlines lie in a heap, and the finished operations are removed whenever the heap has doubled.
+    perhaps. So a heap has the deadlines, and the finished operations are removed whenever the heap has doubled.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -21,7 +21,7 @@ from aiodist.communicator.duplicate import duplicate
 from aiodist.errors import CommunicatorError, DeadlockError, MismatchError, PeerError
 from aiodist.handles import Handle, Operation, internals
 from aiodist.handles.calls import located
-from aiodist.handles.waiters import FutureWaiter
+from aiodist.handles.state import FutureWaiter
 from aiodist.nn.buckets import Allreduce, Bucket, CommHook, Slot, row_parameters
 from aiodist.nn.compression import Compression, Compressor, checked_compression
 from aiodist.nn.compute import Compute, Forward, plain_step

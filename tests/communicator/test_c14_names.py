@@ -109,7 +109,7 @@ Asked = tuple[str, Callable[..., tuple[Handle[Any], object]], int, torch.dtype]
 
 
 def drawn(count: int, seed: int) -> list[Asked]:
-    """Return so many operations, the same on every rank."""
+    """Return that number of operations, the same on every rank."""
     dice = random.Random(seed)
     return [(f"op {i}", dice.choice(CALLS), dice.choice(SIZES), dice.choice(KINDS)) for i in range(count)]
 
@@ -137,7 +137,7 @@ async def in_any_order(coll: Communicator, count: int, rounds: int) -> None:
 
 
 async def by_tasks(coll: Communicator, tasks: int, each: int) -> None:
-    """Every task awaits one operation after the other; the tasks begin, and go on, in another order on each rank."""
+    """Every task awaits one operation after the other; the tasks begin and continue in another order on each rank."""
     dice = random.Random(coll.rank)
 
     async def task(number: int) -> None:
@@ -320,7 +320,7 @@ async def test_c14_what_a_library_does_is_refused(coll: Communicator) -> None:
     assert "shm" in str(caught.value)
     for impl in ("shm", "ring", "doubling"):
         assert (await coll.allreduce(torch.ones(3), impl=impl, name="native"))[0] == 2
-    # Where the table names the library it is passed over.
+    # The library is skipped if the table names it.
     coll.selector.set("allreduce", library)
     await coll.barrier()
     assert (await coll.allreduce(torch.ones(100), name="by table"))[0] == 2
