@@ -250,8 +250,12 @@ class Dispatcher:
         when: When | Named = When.HOST,
         *,
         convert: Callable[[Any], Any] | None = None,
+        messages: bool = True,
     ) -> CommunicatorOperation:
-        """Return a collective that is checked, claimed, numbered and logged; it must be launched next."""
+        """Return a collective that is checked, claimed, numbered and logged; it must be launched next.
+
+        `messages` is False if it sends none of its own, as one call of a library.
+        """
         if isinstance(when, Named):
             named = self.new_handle(Handle, what.kind, nbytes, timeout, when.count)
             operation = CommunicatorOperation(
@@ -271,7 +275,7 @@ class Dispatcher:
                 number=number,
                 signature=what.word ^ number,
                 when=when,
-                traffic=self.traffic(number),
+                traffic=self.traffic(number) if messages or self._observer is not None else None,
             )
             self.enter(operation)
             self.oplog.record(what, internals.issued_at(handle))

@@ -222,22 +222,22 @@ class Plans:
 
     def _issue_native(self, plan: NativePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
         """Issue one call of a library."""
-        operation = self._dispatcher.prepare(plan.what, writing(t), plan.nbytes, timeout, When.ALL)
+        operation = self._dispatcher.prepare(plan.what, writing(t), plan.nbytes, timeout, When.ALL, messages=False)
         # A detached view: the program may give `t` other memory before the call.
         program = self._native(plan, t, t.detach(), operation)
         return self._dispatcher.launch(operation, program, plan.nbytes)
 
     async def _native(self, plan: NativePlan, t: Tensor, view: Tensor, operation: CommunicatorOperation) -> Tensor:
-        traffic = operation.traffic
-        assert traffic is not None
-        traffic.way, traffic.native = plan.implementation, 1
+        if (traffic := operation.traffic) is not None:
+            traffic.way, traffic.native = plan.implementation, 1
         in_background = self._dispatcher.large_bytes <= plan.nbytes < LARGE_BYTES
         if in_background:  # only the progress thread polls
             self._dispatcher.progress.add_large(1)
         try:
             await transfers([partial(plan.start, view, operation.number)])
         finally:
-            traffic.native = 0
+            if traffic is not None:
+                traffic.native = 0
             if in_background:
                 self._dispatcher.progress.add_large(-1)
         return t
