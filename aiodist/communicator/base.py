@@ -383,7 +383,8 @@ class Base:
         except BaseException:
             program.close()  # now, even if the caller keeps the error: the launch order of the device waits for it
             raise
-        attach(handle, work, (ts, outs, claims))
+        if work:
+            attach(handle, work, (ts, outs, claims))
         if work and self._dispatcher.pending_more:
             self._dispatcher.progress.glance()  # the device has work while this thread issues many in a row
         return handle

@@ -24,7 +24,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from aiodist.backends.base import NAMED
-from aiodist.backends.words import merged
+from aiodist.communicator.fingerprint import merged
 from aiodist.communicator.oplog import LEFT, Latest
 from aiodist.control import name_ranks
 

@@ -27,9 +27,8 @@ from aiodist.communicator.disputes import Disputes
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.issuing import Issuing
 from aiodist.communicator.names import Named, Names
-from aiodist.communicator.operation import CommunicatorOperation, State, When
+from aiodist.communicator.operation import CommunicatorOperation, Pending, State, When
 from aiodist.communicator.oplog import OpLog
-from aiodist.communicator.pending import Pending
 from aiodist.communicator.settlement import Settlement
 from aiodist.communicator.watchdog import Peer, Watch, Watchdog
 from aiodist.control import Channel, Exit

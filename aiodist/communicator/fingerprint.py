@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from torch import Tensor
 
 from aiodist.backends.base import dtype_name
-from aiodist.backends.words import word_of
 from aiodist.communicator.arguments import is_number
 from aiodist.types import ReduceOp
 
+_BITS = 52
+_LOW = (1 << _BITS) - 1
 _GATHERS = ("allgather", "gather")
 
 
@@ -29,7 +31,7 @@ class Fingerprint:
     loose: bool = False
     """Not all ranks know the dtype: those that do must agree on it."""
     word: int = field(init=False, repr=False, compare=False)
-    """What stands for all of it where ranks compare, see `aiodist.backends.words`."""
+    """What stands for all of it where ranks compare, see `word_of`."""
 
     def __post_init__(self) -> None:
         known = (self.kind, None if self.loose else self.dtype, self.size, self.how, self.root)
@@ -86,3 +88,19 @@ def how(op: str | None, impl: str, *, given: object = None, across: bool = False
     form = f"list of {len(given)}" if isinstance(given, (list, tuple)) else "number" if is_number(given) else ""
     words = [op or "", extra, form, "across" if across else "", "" if impl == "auto" else f"by {impl}"]
     return " ".join(filter(None, words)) or None
+
+
+def word_of(known: tuple[object, ...], loose: str | None = None) -> int:
+    """Return the word of what `known` says, the same in every process; `loose` is what others may not know."""
+    return _hash(known, _BITS) | (0 if loose is None else (_hash((loose,), 64 - _BITS) or 1) << _BITS)
+
+
+def merged(word: int, other: int) -> int | None:
+    """Return what two words of one number say together, None where they differ."""
+    if word == other:
+        return word
+    return None if (word ^ other) & _LOW or (word > _LOW and other > _LOW) else word | other
+
+
+def _hash(what: tuple[object, ...], bits: int) -> int:
+    return int.from_bytes(blake2b(repr(what).encode(), digest_size=8).digest()) >> (64 - bits)

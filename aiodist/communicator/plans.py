@@ -20,7 +20,6 @@ from torch.nn import Parameter
 from aiodist import _core
 from aiodist.backends.base import Begin, Wanted, dtype_code, key_of, tag_of
 from aiodist.backends.shm.lanes import KINDS, Kind, op_code
-from aiodist.backends.words import word_of
 from aiodist.collectives import operations
 from aiodist.collectives.arithmetic import SUPPORTED, check_op
 from aiodist.collectives.cuda.queued import Queue, Queued
@@ -31,7 +30,7 @@ from aiodist.collectives.primitives import Primitives
 from aiodist.communicator.arguments import Terms, block_of, blocks_of
 from aiodist.communicator.claims import Claim, writing
 from aiodist.communicator.dispatcher import Dispatcher
-from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of
+from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of, word_of
 from aiodist.communicator.lane_issuer import LaneIssuer
 from aiodist.communicator.operation import CommunicatorOperation, When
 from aiodist.handles import LARGE_BYTES, Handle

@@ -11,8 +11,7 @@ from typing import Any
 from aiodist.collectives.mailbox import Arrived
 from aiodist.communicator.claims import release
 from aiodist.communicator.names import Named
-from aiodist.communicator.operation import CommunicatorOperation, State, carry_out
-from aiodist.communicator.pending import Pending
+from aiodist.communicator.operation import CommunicatorOperation, Pending, State, carry_out
 from aiodist.errors import AiodistError
 from aiodist.handles import Handle, Operation, Progress
 from aiodist.handles.kernel import Program, run

@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary, ref
 from aiodist.collectives.mailbox import Mailbox
 from aiodist.communicator.facts import CommFacts, PendingOp
 from aiodist.communicator.inquiry import Inquiry, Wait, Whereabouts
+from aiodist.communicator.operation import Pending
 from aiodist.communicator.oplog import OpLog, Record
-from aiodist.communicator.pending import Pending
 from aiodist.communicator.report import StallReporter
 from aiodist.control import Channel
 from aiodist.errors import AiodistError

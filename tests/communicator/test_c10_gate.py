@@ -13,8 +13,8 @@ import torch
 
 import aiodist
 from aiodist import Communicator
-from aiodist.backends.words import merged, word_of
 from aiodist.communicator import parts_of
+from aiodist.communicator.fingerprint import merged, word_of
 from aiodist.handles import in_flight
 from tests.support.blocking import blocked_until, rounds
 

@@ -20,7 +20,7 @@ MACHINERY = {"asyncio", "concurrent", "mmap", "multiprocessing", "queue", "selec
 """What no module of rules imports."""
 RULES = {
     "_core": "",
-    "backends": "inplace matching shm.peers words",
+    "backends": "inplace matching shm.peers",
     "bench": "plan records timing tuning_worker",
     "checkpoints": "format pace parts values",
     "codecs": "gradients",
@@ -78,7 +78,6 @@ ACROSS = {
     "collectives/test_s4_cuda_ipc.py": "backends.cuda_ipc.mappings backends.inplace",
     "collectives/test_s4_cuda_ipc_failures.py": "backends.nccl",
     "collectives/test_s5_direct.py": "backends.inplace backends.local",
-    "communicator/test_c10_gate.py": "backends.words",
     "communicator/test_c14_names.py": "backends.base backends.inplace",
     "communicator/test_h6_receives.py": "c10d.work",
     "communicator/test_s3_nccl.py": "backends.nccl",
