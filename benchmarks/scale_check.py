@@ -27,8 +27,8 @@ from aiodist.bench.records import seconds_text, size_text
 from aiodist.bench.session import facts
 from aiodist.bench.timing import Contender, Pace, interleaved, pace
 from aiodist.collectives.arithmetic import combine
-from aiodist.collectives.endpoint import Endpoint
-from aiodist.collectives.scheduled import Scheduled, SubEndpoint
+from aiodist.collectives.endpoint import Endpoint, SubEndpoint
+from aiodist.collectives.scheduled import Scheduled
 from aiodist.communicator import parts_of
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.handles import Handle
@@ -164,7 +164,7 @@ async def _to_and_fro(
 async def _in_steps(ep: Endpoint, count: int) -> None:
     """Rank 0 sends to rank 1, one after another."""
     if ep.rank < 2:
-        await Scheduled("chain", count).run(SubEndpoint(ep, (0, 1)), Primitive("broadcast", torch.zeros(count)))
+        await Scheduled("chain", count).run(SubEndpoint(ep, (0, 1)), [Primitive("broadcast", torch.zeros(count))])
 
 
 async def _at_once(ep: Endpoint, count: int) -> None:
@@ -227,20 +227,20 @@ def _runner(coll: Communicator, case: Case, name: str) -> Callable[[], Handle[An
     t = torch.zeros(case.nbytes // case.itemsize)
     match case.op:
         case "allreduce":
-            return lambda: _perform(coll, lambda ep: how.run(ep, Primitive("allreduce", t)), t.nbytes)
+            return lambda: _perform(coll, lambda ep: how.run(ep, [Primitive("allreduce", t)]), t.nbytes)
         case "broadcast":
-            return lambda: _perform(coll, lambda ep: how.run(ep, Primitive("broadcast", t)), t.nbytes)
+            return lambda: _perform(coll, lambda ep: how.run(ep, [Primitive("broadcast", t)]), t.nbytes)
         case "reduce_scatter":
             counts = Blocks.even(t.numel(), coll.size).counts()
             out = torch.zeros(counts[coll.rank])
             return lambda: _perform(
-                coll, lambda ep: how.run(ep, Primitive("reduce_scatter", t, out, counts=counts)), t.nbytes
+                coll, lambda ep: how.run(ep, [Primitive("reduce_scatter", t, out, counts=counts)]), t.nbytes
             )
         case _:
             counts = [t.numel()] * coll.size
             out = torch.zeros(sum(counts))
             return lambda: _perform(
-                coll, lambda ep: how.run(ep, Primitive("allgather", t, out, counts=counts)), out.nbytes
+                coll, lambda ep: how.run(ep, [Primitive("allgather", t, out, counts=counts)]), out.nbytes
             )
 
 

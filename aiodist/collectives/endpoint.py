@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy as copying
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,6 +14,9 @@ from aiodist.backends.base import Begin, Done, Exchange, Primitive, Transport, W
 from aiodist.collectives.traffic import Traffic
 from aiodist.handles.kernel import Program, Transfer, transfers
 from aiodist.types import ReduceOp
+
+LANE_TAGS = 1 << 22
+"""Distance of the tags of two lanes: above the tags of all operations. 32 lanes stay below MPICH's limit."""
 
 
 class DeviceMessages(Protocol):
@@ -37,7 +41,7 @@ class DeviceMessages(Protocol):
 class Endpoint:
     """A transport with one operation's tag: messages of different operations never meet."""
 
-    __slots__ = ("device_messages", "key", "rank", "shared", "size", "tag", "traffic", "transport")
+    __slots__ = ("device_messages", "key", "rank", "size", "tag", "traffic", "transport", "whole")
 
     def __init__(
         self,
@@ -46,13 +50,10 @@ class Endpoint:
         device_messages: DeviceMessages | None = None,
         traffic: Traffic | None = None,
         key: int | None = None,
-        *,
-        shared: bool = False,
     ) -> None:
         """`device_messages` is for tensors on a device, `traffic` takes note of what goes between hosts.
 
         `key` is what collectives of a library have in place of the tag, which comes back after some operations.
-        `shared`: several programs in lockstep use it, so the programs of each schedule go apart, on a lane of its own.
         """
         self.transport = transport
         self.device_messages = device_messages
@@ -61,7 +62,8 @@ class Endpoint:
         self.size = transport.size
         self.tag = tag
         self.key = key_of(tag) if key is None else key
-        self.shared = shared
+        self.whole = False
+        """True if lanes of it are in use: each tensor goes in one piece."""
 
     def send(self, t: Tensor, dst: int) -> Transfer:
         """Return the call that sends `t` to rank `dst`."""
@@ -87,6 +89,39 @@ class Endpoint:
             await transfers([self.traffic.agreed])
 
 
+class SubEndpoint(Endpoint):
+    """Some of an endpoint's ranks, numbered in the order given, over the same transport and tag.
+
+    Ranks that are in several groups use them one after another. Raises ValueError if this rank is not among them.
+    """
+
+    __slots__ = ("ranks",)
+
+    def __init__(self, ep: Endpoint, ranks: Sequence[int]) -> None:
+        super().__init__(ep.transport, ep.tag, ep.device_messages, ep.traffic, ep.key)
+        if ep.rank not in ranks:
+            raise ValueError(f"rank {ep.rank} is not among {list(ranks)}")
+        self.whole = ep.whole
+        self.rank = ranks.index(ep.rank)
+        self.size = len(ranks)
+        self.ranks: Sequence[int] = [ep.ranks[rank] for rank in ranks] if isinstance(ep, SubEndpoint) else ranks
+
+    def send(self, t: Tensor, dst: int) -> Transfer:
+        return super().send(t, self.ranks[dst])
+
+    def recv(self, t: Tensor, src: int) -> Transfer:
+        return super().recv(t, self.ranks[src])
+
+
+def on_lane(ep: Endpoint, lane: int) -> Endpoint:
+    """Return `ep` with the tag and the key of a lane, 0 to `MAX_LANES` - 1; what runs on it has no lanes of its own."""
+    other = copying.copy(ep)
+    other.whole = True
+    other.tag = ep.tag + lane * LANE_TAGS
+    other.key = ep.key + lane
+    return other
+
+
 class Implementation(ABC):
     """A way in which a communicator can run collectives, known by a name."""
 
@@ -109,8 +144,8 @@ class Implementation(ABC):
         return None
 
     @abstractmethod
-    def run(self, ep: Endpoint, operation: Primitive) -> Program[None]:
-        """Run an operation that it does not lack."""
+    def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> Program[None]:
+        """Run collectives of one kind, which it does not lack, on one or several tensors, in step."""
 
 
 class Exchanger(Implementation):

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from operator import itemgetter
 
 from torch import Tensor
 
 from aiodist.backends.base import Primitive, Wanted
 from aiodist.collectives.choice.table import COMPARED_BYTES
-from aiodist.collectives.endpoint import Endpoint, Implementation
-from aiodist.collectives.lockstep import meet
-from aiodist.collectives.scheduled import Scheduled, SubEndpoint, on_lane
+from aiodist.collectives.endpoint import Endpoint, Implementation, SubEndpoint, on_lane
+from aiodist.collectives.scheduled import Scheduled
 from aiodist.collectives.traffic import Differ, Traffic
 from aiodist.handles.kernel import together, transfers
 from aiodist.types import ReduceOp
@@ -28,9 +28,8 @@ _OPERATIONS = ("allreduce", "broadcast", "reduce")
 class Hierarchical(Implementation):
     """See the module, and `Implementation`.
 
-    Hosts that differ on an operation stop what goes between them. The ranks within a host, which agree, all go on to
-    the end: none may wait for one that has stopped. With several tensors they meet before they go on: those that take
-    no part between the hosts are there first, and others have the small tensors before the large ones.
+    Hosts that differ on an operation stop the part between them. The ranks within a host, which agree, all continue to
+    the end: none may wait for one that has stopped.
     """
 
     compares = True
@@ -66,94 +65,107 @@ class Hierarchical(Implementation):
     def lacks(self, wanted: Wanted) -> str | None:
         return None if wanted.operation in _OPERATIONS else f"{wanted.operation} in levels is not implemented"
 
-    async def run(self, ep: Endpoint, operation: Primitive) -> None:
-        """Run an operation; an allreduce in pieces that are on their way at once."""
-        if operation.kind == "broadcast":
-            await self._broadcast(ep, operation)
-            return
-        if operation.kind == "reduce":
-            await self._reduce(ep, operation)
-            return
-        t = operation.t
-        one = self._allreduce_by_shares if self.name == "hierarchical" else self._allreduce_by_leaders
-        pieces = max(1, min(t.nbytes // self._limits["hierarchical.piece_bytes"], self._limits["hierarchical.pieces"]))
-        cut = [t.numel() * i // pieces for i in range(pieces + 1)]
-        await together(*[one(on_lane(ep, i), t[cut[i] : cut[i + 1]], operation.op) for i in range(pieces)])
+    async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
+        """Run collectives of one kind; one allreduce in pieces that are in flight at the same time."""
+        first = primitives[0]
+        ts = [o.t for o in primitives]
+        if first.kind == "broadcast":
+            await self._broadcast(ep, ts, first.root)
+        elif first.kind == "reduce":
+            await self._reduce(ep, primitives)
+        elif len(ts) > 1 or ep.whole:
+            await self._allreduce(ep, ts, first.op)
+        else:
+            most, t = self._limits["hierarchical.pieces"], ts[0]
+            pieces = max(1, min(t.nbytes // self._limits["hierarchical.piece_bytes"], most))
+            cut = [t.numel() * i // pieces for i in range(pieces + 1)]
+            await together(
+                *[self._allreduce(on_lane(ep, i), [t[cut[i] : cut[i + 1]]], first.op) for i in range(pieces)]
+            )
 
-    async def _allreduce_by_shares(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> None:
+    async def _allreduce(self, ep: Endpoint, ts: Sequence[Tensor], op: ReduceOp) -> None:
+        if self.name == "hierarchical":
+            await self._allreduce_by_shares(ep, ts, op)
+        else:
+            await self._allreduce_by_leaders(ep, ts, op)
+
+    async def _allreduce_by_shares(self, ep: Endpoint, ts: Sequence[Tensor], op: ReduceOp) -> None:
         here = SubEndpoint(ep, self._here)
-        cut = [t.numel() * i // here.size for i in range(here.size + 1)]
-        counts = [stop - start for start, stop in pairwise(cut)]
-        mine = t[cut[self._local] : cut[self._local + 1]]
+        counts, shares = [], []
+        for t in ts:
+            cut = [t.numel() * i // here.size for i in range(here.size + 1)]
+            counts.append([stop - start for start, stop in pairwise(cut)])
+            shares.append(t[cut[self._local] : cut[self._local + 1]])
+        parts = list(zip(ts, shares, counts, strict=True))
         if here.size > 1:
-            await self._within.run(here, Primitive("reduce_scatter", t, mine, op=op, counts=counts))
+            await self._within.run(
+                here, [Primitive("reduce_scatter", t, share, op=op, counts=cut) for t, share, cut in parts]
+            )
         across = SubEndpoint(ep, [ranks[self._local] for ranks in self._hosts])
-        await self._between(across, t, Primitive("allreduce", mine, op=op))
+        await self._between(across, ts, [Primitive("allreduce", share, op=op) for share in shares])
         if here.size > 1:
-            await transfers([meet])
-            await self._within.run(here, Primitive("allgather", mine, t, counts=counts))
+            await self._within.run(here, [Primitive("allgather", share, t, counts=cut) for t, share, cut in parts])
 
-    async def _allreduce_by_leaders(self, ep: Endpoint, t: Tensor, op: ReduceOp) -> None:
+    async def _allreduce_by_leaders(self, ep: Endpoint, ts: Sequence[Tensor], op: ReduceOp) -> None:
         here = SubEndpoint(ep, self._here)
         if here.size > 1:
-            await self._within.run(here, Primitive("reduce", t, op=op))
+            await self._within.run(here, [Primitive("reduce", t, op=op) for t in ts])
         if self._local == 0:
             leaders = SubEndpoint(ep, [ranks[0] for ranks in self._hosts])
-            await self._between(leaders, t, Primitive("allreduce", t, op=op))
+            await self._between(leaders, ts, [Primitive("allreduce", t, op=op) for t in ts])
         if here.size > 1:
-            await transfers([meet])
-            await self._within.run(here, Primitive("broadcast", t))
+            await self._within.run(here, [Primitive("broadcast", t) for t in ts])
 
-    async def _reduce(self, ep: Endpoint, o: Primitive) -> None:
-        """Reduce within each host to the one that stands for it, and from there to root."""
-        representatives, home = self._representatives(o.root)
+    async def _reduce(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
+        """Reduce within each host to its representative, and from there to root."""
+        root, op = primitives[0].root, primitives[0].op
+        representatives, home = self._representatives(root)
         here = SubEndpoint(ep, self._here)
         mine = here.ranks.index(representatives[self._host])
-        total = o.t if ep.rank == o.root or self._local != mine else o.t.clone()
+        only_read = self._local == mine and ep.rank != root
+        totals = [o.t.clone() if only_read else o.t for o in primitives]
         if here.size > 1:
-            await self._within.run(here, Primitive("reduce", total, op=o.op, root=mine))
+            await self._within.run(here, [Primitive("reduce", total, op=op, root=mine) for total in totals])
         if self._local == mine:
             across = SubEndpoint(ep, representatives)
-            await self._between(across, o.t, Primitive("reduce", total, op=o.op, root=home))
+            await self._between(across, totals, [Primitive("reduce", total, op=op, root=home) for total in totals])
 
-    async def _broadcast(self, ep: Endpoint, o: Primitive) -> None:
-        """From root to one rank of each host, and from there to the others."""
-        representatives, home = self._representatives(o.root)
+    async def _broadcast(self, ep: Endpoint, ts: Sequence[Tensor], root: int) -> None:
+        """Broadcast from root to the representative of each host, and from there to the others."""
+        representatives, home = self._representatives(root)
         here = SubEndpoint(ep, self._here)
         mine = here.ranks.index(representatives[self._host])
         if self._local == mine:
             across = SubEndpoint(ep, representatives)
-            await self._between(across, o.t, Primitive("broadcast", o.t, root=home))
+            await self._between(across, ts, [Primitive("broadcast", t, root=home) for t in ts])
         if here.size > 1:
-            await transfers([meet])
-            await self._within.run(here, Primitive("broadcast", o.t, root=mine))
+            await self._within.run(here, [Primitive("broadcast", t, root=mine) for t in ts])
 
     def _representatives(self, root: int) -> tuple[list[int], int]:
         """Return a rank of each host, of which root stands for its own, and the number of that host."""
         home = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
         return [root if i == home else ranks[0] for i, ranks in enumerate(self._hosts)], home
 
-    async def _between(self, ep: Endpoint, whole: Tensor, operation: Primitive) -> None:
-        """Run what goes between hosts, and stop where they differ; of a large `whole` it waits until that is known.
+    async def _between(self, ep: Endpoint, wholes: Sequence[Tensor], primitives: Sequence[Primitive]) -> None:
+        """Run the part between hosts, and stop if they differ; parts of large `wholes` wait until that is known.
 
-        How the operation ends is not decided here: its gate knows.
+        The outcome of the operation is not decided here.
         """
         traffic = ep.traffic
+        groups: dict[tuple[bool, bool], list[Primitive]] = {}
+        for whole, o in zip(wholes, primitives, strict=True):
+            short = o.t.nbytes < self._limits["hierarchical.ring_bytes"]
+            groups.setdefault((whole.nbytes >= COMPARED_BYTES, short), []).append(o)
         try:
-            if traffic is not None and whole.nbytes >= COMPARED_BYTES:
-                await transfers([traffic.agreed])
-            await self._schedule_of(operation).run(ep, operation)
+            for (large, short), group in sorted(groups.items(), key=itemgetter(0)):
+                if large and traffic is not None:
+                    await transfers([traffic.agreed])
+                schedule = self._tree if group[0].kind != "allreduce" else self._short if short else self._long
+                await schedule.run(ep, group)
         except Exception:
-            if traffic is None:
-                raise
             # A message of another size than was asked for fails before it is known why.
-            if await _agreed(traffic):
+            if traffic is None or await _agreed(traffic):
                 raise
-
-    def _schedule_of(self, operation: Primitive) -> Scheduled:
-        if operation.kind != "allreduce":
-            return self._tree
-        return self._short if operation.t.nbytes < self._limits["hierarchical.ring_bytes"] else self._long
 
 
 async def _agreed(traffic: Traffic) -> bool:

@@ -62,16 +62,14 @@ class NativeCollectives(Implementation):
             return None
         return self._native.plan_allreduce(kind, numel, op)
 
-    async def run(self, ep: Endpoint, operation: Primitive) -> None:
-        await transfers([partial(self._native.start, operation, ep.key)])
+    async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
+        await transfers([partial(self._native.start, o, ep.key) for o in primitives])
 
 
 class Kit(NamedTuple):
     """What there is for tensors on CUDA devices alone."""
 
-    alone: Sequence[Implementation] = ()
-    together: Sequence[Implementation] = ()
-    """The same for several tensors in one operation."""
+    implementations: Sequence[Implementation] = ()
     missing: Mapping[str, str] = MappingProxyType({})
     """Of what is for CUDA devices and not there: why."""
     exchanger: Exchanger | None = None
@@ -120,23 +118,18 @@ class Repertoire:
         self._missing_on_cuda = kit.missing
         self.exchanger = kit.exchanger
         """What exchanges tensors on CUDA devices without messages, where something does."""
-        self._known: dict[tuple[str, bool], dict[str, Implementation]] = {}
-        """By device, and whether an operation has several tensors: their messages share a tag, each is in one piece."""
-        for together, kits in ((False, kit.alone), (True, kit.together)):
-            of = {**limits, "hierarchical.pieces": 1} if together else limits
-            found = [one for one in (library, near if self._shares else None) if one is not None]
-            levels = Hierarchical.forms(hosts, transport.rank, whole, of) if several else []
-            schedules = [Scheduled(name, 1 if together else None, limits) for name in _SCHEDULES]
-            self._known["cpu", together] = {one.name: one for one in [*found, *levels, *schedules]}
-            on_cuda = [] if isinstance(cuda, str) else [*kits, *schedules]
-            self._known["cuda", together] = {one.name: one for one in on_cuda}
-        self.all = self._known["cpu", False]
+        found = [one for one in (library, near if self._shares else None) if one is not None]
+        levels = Hierarchical.forms(hosts, transport.rank, whole, limits) if several else []
+        schedules = [Scheduled(name, None, limits) for name in _SCHEDULES]
+        self.all = {one.name: one for one in [*found, *levels, *schedules]}
         """By name."""
-        self.on_cuda = self._known["cuda", False]
+        on_cuda = [] if isinstance(cuda, str) else [*kit.implementations, *schedules]
+        self.on_cuda = {one.name: one for one in on_cuda}
         """By name, for tensors on CUDA devices; empty where there are none."""
+        self._known: dict[str, dict[str, Implementation]] = {"cpu": self.all, "cuda": self.on_cuda}
         self.hosts = "several" if several else "one"
         """Which rows of the table are its own."""
-        self._picked: dict[tuple[Wanted, str, bool, bool], Implementation] = {}
+        self._picked: dict[tuple[Wanted, str, bool], Implementation] = {}
 
     @property
     def carrier(self) -> str:
@@ -169,7 +162,7 @@ class Repertoire:
         if device == "cuda" and self._transport.size == 1:
             return "direct"  # nothing has to leave the device
         name = self.table.choice(device, self.hosts, operation, nbytes)
-        there = self._known[device, False].keys() & NAMES[operation]
+        there = self._known[device].keys() & NAMES[operation]
         resorts = last_resorts(operation, nbytes, device, shares=self._shares)
         return next(one for one in (name, *resorts) if one in there)
 
@@ -177,23 +170,21 @@ class Repertoire:
         """Return the names of what the table says for `operation` on the CPU, for all sizes."""
         return {name for _, name in self.table.rows["cpu", self.hosts, operation]}
 
-    def pick(
-        self, wanted: Wanted, impl: str = "auto", *, later: bool = False, together: bool = False
-    ) -> Implementation:
+    def pick(self, wanted: Wanted, impl: str = "auto", *, later: bool = False) -> Implementation:
         """Return what runs an operation: what `impl` names or the table says, unless it cannot.
 
-        `later` leaves out what tells operations apart by the order of its calls, `together` goes with several tensors.
+        `later` leaves out what tells operations apart by the order of its calls.
         """
-        key = (wanted, impl, later, together)
+        key = (wanted, impl, later)
         found = self._picked.get(key)
         if found is None:
             if len(self._picked) >= _MOST_PICKED:
                 self._picked.clear()
-            found = self._picked[key] = self._pick(wanted, impl, later, together)
+            found = self._picked[key] = self._pick(wanted, impl, later)
         return found
 
-    def _pick(self, wanted: Wanted, impl: str, later: bool, together: bool) -> Implementation:
-        known = self._known[wanted.device, together]
+    def _pick(self, wanted: Wanted, impl: str, later: bool) -> Implementation:
+        known = self._known[wanted.device]
         operation, nbytes, device = wanted.operation, wanted.nbytes, wanted.device
         if operation in ONE_FORM:
             exchanges = impl == "auto" and self._transport.size > 1
@@ -239,7 +230,7 @@ class Repertoire:
         )
 
     def _state(self, operation: str, impl: str, device: str) -> tuple[State, str]:
-        found = self._known[device, False].get(impl)
+        found = self._known[device].get(impl)
         if found is None:
             return self._missing(impl, device)
         if (only := ONE_FORM.get(operation)) is not None:

@@ -16,7 +16,6 @@ from aiodist.backends.base import Exchange, Primitive, dtype_name
 from aiodist.backends.inplace import copy, flat, numbers_of
 from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
 from aiodist.collectives.endpoint import Endpoint
-from aiodist.collectives.lockstep import lockstep
 from aiodist.collectives.metadata import (
     META_BYTES,
     Meta,
@@ -29,7 +28,7 @@ from aiodist.collectives.metadata import (
 )
 from aiodist.collectives.primitives import Primitives
 from aiodist.errors import MismatchError
-from aiodist.handles.kernel import Program, Transfer, transfers
+from aiodist.handles.kernel import Transfer, transfers
 from aiodist.types import REDUCTIONS, ReduceOp
 
 _COUNT = struct.Struct("<q")
@@ -37,129 +36,158 @@ _FRAME_BYTES = 512
 _CPU = torch.device("cpu")
 
 
-async def computed(p: Primitives, o: Primitive) -> None:
-    """Run an operation on flat tensors of any dtype: reduced in wire dtype, and rounded once."""
-    if o.kind not in REDUCTIONS or p.finishes(o):
-        await p.run(o)
-        return
+async def computed(p: Primitives, primitives: Sequence[Primitive]) -> None:
+    """Run collectives of one kind on flat tensors of any dtype: reduced in wire dtype, and rounded once."""
+    wires = [o if o.kind not in REDUCTIONS or p.finishes(o) else _in_wire_dtype(o) for o in primitives]
+    await p.run(wires)
+    for o, wire in zip(primitives, wires, strict=True):
+        if wire is not o and (o.kind != "reduce" or p.ep.rank == o.root):
+            from_wire(wire.out, o.out, o.op, p.ep.rank + 1 if o.kind == "scan" else p.ep.size)
+
+
+def _in_wire_dtype(o: Primitive) -> Primitive:
     wire = to_wire(o.t)
     out = wire
     if o.out is not o.t:
         # Where results are kept as they are computed, they are computed where they are kept.
         out = to_wire(o.out) if wire.dtype.itemsize == o.t.dtype.itemsize else wire.new_empty(o.out.numel())
-    await p.run(Primitive(o.kind, wire, out, op=wire_op(o.op), root=o.root, counts=o.counts))
-    if o.kind != "reduce" or p.ep.rank == o.root:
-        from_wire(out, o.out, o.op, p.ep.rank + 1 if o.kind == "scan" else p.ep.size)
+    return Primitive(o.kind, wire, out, op=wire_op(o.op), root=o.root, counts=o.counts)
 
 
-def allreduce(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Tensor]:
-    """Reduce `t` into `out`, which may be `t`."""
-    return _elementwise(p, "allreduce", t, out, op)
+async def allreduce(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+    """Reduce each of `ts` into its place in `outs`, which may be the same tensor."""
+    return await _elementwise(p, "allreduce", ts, outs, op)
 
 
-def scan(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Program[Tensor]:
-    """Reduce `t` over ranks 0 to mine into `out`; a mean divides by how many those are."""
-    return _elementwise(p, "scan", t, out, op)
+async def scan(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+    """Reduce each of `ts` over ranks 0 to mine into its place in `outs`; a mean divides by their number."""
+    return await _elementwise(p, "scan", ts, outs, op)
 
 
-async def _elementwise(p: Primitives, kind: str, t: Tensor, out: Tensor, op: ReduceOp, root: int = 0) -> Tensor:
-    target = into(t, out)
+async def _elementwise(
+    p: Primitives, kind: str, ts: Sequence[Tensor], outs: Sequence[Tensor], op: ReduceOp, root: int = 0
+) -> list[Tensor]:
+    targets = [into(t, out) for t, out in zip(ts, outs, strict=True)]
     if not _alone(p):
-        await computed(p, Primitive(kind, flat(target), op=op, root=root))
-    return target
+        await computed(p, [Primitive(kind, flat(target), op=op, root=root) for target in targets])
+    return targets
 
 
-async def exscan(p: Primitives, t: Tensor, out: Tensor, op: ReduceOp) -> Tensor:
-    """Reduce `t` over the ranks before mine into `out`; rank 0's is left as it is, as in MPI."""
+async def exscan(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+    """Reduce each of `ts` over the ranks before mine; rank 0's is left as it is, as in MPI."""
     ep = p.ep
-    target = into(t, out)
+    targets = [into(t, out) for t, out in zip(ts, outs, strict=True)]
     if _alone(p):
-        return target
-    wire = to_wire(t)
-    if ep.rank:
-        before = torch.empty_like(wire)
-        await transfers([ep.recv(before, ep.rank - 1)])
-        if ep.rank + 1 < ep.size:
-            upto = before.clone()
-            combine(upto, wire, wire_op(op))
-            await transfers([ep.send(upto, ep.rank + 1)])
-        from_wire(before, target, op, ep.rank)
-    elif ep.size > 1:
-        await transfers([ep.send(wire, 1)])
-    return target
+        return targets
+    for on_cpu in (True, False):
+        chosen = [target for target in targets if target.is_cpu is on_cpu]
+        sums = wires = [to_wire(target) for target in chosen]
+        if ep.rank and chosen:
+            before = [torch.empty_like(wire) for wire in wires]
+            await transfers([ep.recv(t, ep.rank - 1) for t in before])
+            sums = [t.clone() for t in before]
+            for t, wire, target, total in zip(before, wires, chosen, sums, strict=True):
+                combine(total, wire, wire_op(op))
+                from_wire(t, target, op, ep.rank)
+        if ep.rank + 1 < ep.size and chosen:
+            await transfers([ep.send(total, ep.rank + 1) for total in sums])
+    return targets
 
 
-async def reduce(p: Primitives, t: Tensor, out: Tensor | None, op: ReduceOp, root: int) -> Tensor | None:
-    """Reduce into root's `out`, which may be its `t`; the others' `t` is only read."""
-    if p.ep.rank == root and out is not None:
-        return await _elementwise(p, "reduce", t, out, op, root)
-    await computed(p, Primitive("reduce", flat(t), op=op, root=root))
-    return None
+async def reduce(
+    p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor], op: ReduceOp, root: int
+) -> Sequence[Tensor | None]:
+    """Reduce into root's `outs`, which may be its `ts`; the tensors of the others are only read."""
+    if p.ep.rank == root:
+        return await _elementwise(p, "reduce", ts, outs, op, root)
+    await computed(p, [Primitive("reduce", flat(t), op=op, root=root) for t in ts])
+    return [None] * len(ts)
 
 
-async def broadcast(p: Primitives, t: Tensor, root: int) -> Tensor:
-    """Overwrite `t`, of any shape, with root's elements."""
-    if t.numel():
-        await p.run(Primitive("broadcast", numbers_of(t), root=root))
-    return t
+async def broadcast(p: Primitives, ts: Sequence[Tensor], root: int) -> Sequence[Tensor]:
+    """Overwrite `ts`, of any shapes, with root's elements."""
+    await p.run([Primitive("broadcast", numbers_of(t), root=root) for t in ts if t.numel()])
+    return ts
 
 
-async def allgather(p: Primitives, t: Tensor, out: Tensor | None) -> list[Tensor] | Tensor:
-    """Return every rank's tensor as a list, or concatenated along dim 0 in `out`; sizes may differ."""
-    record = as_tensor(pack_meta(t))
-    records = torch.empty(META_BYTES * p.ep.size, dtype=torch.uint8, device="cpu")
-    await p.run(Primitive("allgather", record, records, counts=[META_BYTES] * p.ep.size))
+async def allgather(p: Primitives, ts: Sequence[Tensor], out: Tensor | None = None) -> list[list[Tensor] | Tensor]:
+    """Return for each of `ts` the tensors of all ranks as a list, or for one concatenated along dim 0 in `out`.
+
+    Sizes may differ.
+    """
+    records = await _of_all(p, ts)
+    metas = [unpack_meta(records, META_BYTES * i) for i in range(len(ts) * p.ep.size)]
+    data: list[Primitive] = []
+    results: list[list[Tensor] | Tensor] = []
+    for i, t in enumerate(ts):
+        told = metas[i :: len(ts)]
+        _agree_on_dtype(told)
+        counts = [meta.numel for meta in told]
+        if out is None:
+            whole = torch.empty(sum(counts), dtype=t.dtype, device=t.device)
+            results.append([block.view(meta.shape) for block, meta in zip(whole.split(counts), told, strict=True)])
+        else:
+            out = fit(out, _joined_shape(told), t.dtype, enumerate(counts))
+            whole = numbers_of(out)
+            results.append(out)
+        if whole.numel():
+            own = whole.split(counts)[p.ep.rank]
+            if out is not None and overlaps(whole, t) and own.data_ptr() != t.data_ptr():
+                t = t.clone()
+            data.append(Primitive("allgather", numbers_of(t), whole, counts=counts))
+    await p.afterwards().run(data)
+    return results
+
+
+async def _of_all(p: Primitives, ts: Sequence[Tensor]) -> bytes:
+    """Return the metadata of the tensors of all ranks: those of rank 0 first."""
+    record = as_tensor(b"".join(map(pack_meta, ts)))
+    records = torch.empty(record.numel() * p.ep.size, dtype=torch.uint8, device="cpu")
+    await p.run([Primitive("allgather", record, records, counts=[record.numel()] * p.ep.size)])
     await p.ep.known()
-    metas = [unpack_meta(as_bytes(records), META_BYTES * rank) for rank in range(p.ep.size)]
-    _agree_on_dtype(metas)
-    counts = [meta.numel for meta in metas]
-    if out is None:
-        whole = torch.empty(sum(counts), dtype=t.dtype, device=t.device)
-    else:
-        shape = _joined_shape(metas)
-        out = fit(out, shape, t.dtype, enumerate(counts))
-        whole = numbers_of(out)
-    if whole.numel():
-        own = whole.split(counts)[p.ep.rank]
-        if out is not None and overlaps(whole, t) and own.data_ptr() != t.data_ptr():
-            t = t.clone()  # a part of out, but not the block where it belongs
-        await p.afterwards().run(Primitive("allgather", numbers_of(t), whole, counts=counts))
-    if out is not None:
-        return out
-    return [block.view(meta.shape) for block, meta in zip(whole.split(counts), metas, strict=True)]
+    return as_bytes(records)
 
 
-async def _introduced(ep: Endpoint, to: Mapping[int, Tensor], by: Sequence[int]) -> dict[int, Meta]:
-    """Tell each rank the dtype and shape of the tensor that it will get; return what the ranks `by` tell."""
-    records = {rank: torch.empty(META_BYTES, dtype=torch.uint8, device="cpu") for rank in by}
+async def _introduced(ep: Endpoint, to: Mapping[int, Sequence[Tensor]], by: Mapping[int, int]) -> dict[int, list[Meta]]:
+    """Send each rank the metadata of the tensors that it will get; return those from the ranks `by`."""
+    records = {rank: torch.empty(count * META_BYTES, dtype=torch.uint8, device="cpu") for rank, count in by.items()}
     receives = [ep.recv(record, rank) for rank, record in records.items()]
-    await transfers([*receives, *(ep.send(as_tensor(pack_meta(t)), rank) for rank, t in to.items())])
+    sends = [ep.send(as_tensor(b"".join(map(pack_meta, ts))), rank) for rank, ts in to.items()]
+    await transfers(receives + sends)
     if by:
         await ep.known()
-    return {rank: unpack_meta(as_bytes(record)) for rank, record in records.items()}
+    read = {rank: as_bytes(record) for rank, record in records.items()}
+    return {rank: [unpack_meta(data, i * META_BYTES) for i in range(by[rank])] for rank, data in read.items()}
 
 
-async def gather(p: Primitives, t: Tensor, out: Tensor | None, root: int) -> list[Tensor] | Tensor | None:
-    """Return every rank's tensor on root, None elsewhere; sizes may differ."""
+async def gather(
+    p: Primitives, ts: Sequence[Tensor], out: Tensor | None = None, *, root: int
+) -> Sequence[list[Tensor] | Tensor | None]:
+    """Return for each of `ts` the tensors of all ranks on root, None elsewhere; sizes may differ."""
     ep = p.ep
     if ep.rank != root:
-        # Two steps: side by side in a list, operations share a tag, so one message to a rank in each step.
-        await _introduced(ep, {root: t}, ())
-        await p.exchange(Exchange(t, [(root, t)], []))
-        return None
+        await _introduced(ep, {root: ts}, {})
+        await p.exchange([Exchange(t, [(root, t)], []) for t in ts])
+        return [None] * len(ts)
     others = [rank for rank in range(ep.size) if rank != root]
-    told = await _introduced(ep, {}, others)
-    told[root] = unpack_meta(pack_meta(t))
-    metas = [told[rank] for rank in range(ep.size)]
-    _agree_on_dtype(metas)
-    if out is None:
-        parts = [torch.empty(meta.shape, dtype=meta.dtype, device=t.device) for meta in metas]
-    else:
-        out = fit(out, _joined_shape(metas), t.dtype, enumerate(meta.numel for meta in metas))
-        parts = list(numbers_of(out).split([meta.numel for meta in metas]))
-    await p.exchange(Exchange(t, [], [(rank, parts[rank]) for rank in others]))
-    copy(numbers_of(parts[root]), numbers_of(t))
-    return parts if out is None else out
+    told = await _introduced(ep, {}, dict.fromkeys(others, len(ts)))
+    told[root] = [unpack_meta(pack_meta(t)) for t in ts]
+    exchanges: list[Exchange] = []
+    parts_of: list[list[Tensor]] = []
+    for i, t in enumerate(ts):
+        metas = [told[rank][i] for rank in range(ep.size)]
+        _agree_on_dtype(metas)
+        if out is None:
+            parts = [torch.empty(meta.shape, dtype=meta.dtype, device=t.device) for meta in metas]
+        else:
+            out = fit(out, _joined_shape(metas), t.dtype, enumerate(meta.numel for meta in metas))
+            parts = list(numbers_of(out).split([meta.numel for meta in metas]))
+        parts_of.append(parts)
+        exchanges.append(Exchange(t, [], [(rank, parts[rank]) for rank in others]))
+    await p.exchange(exchanges)
+    for t, parts in zip(ts, parts_of, strict=True):
+        copy(numbers_of(parts[root]), numbers_of(t))
+    return parts_of if out is None else [out]
 
 
 async def scatter(
@@ -177,7 +205,7 @@ async def scatter(
         heads = [call for rank in others for call in _scatter_heads(p, [one[rank] for one in lists], count, rank)]
         if lists:
             sends = [(rank, one[rank]) for rank in others for one in lists]
-            await p.exchange(Exchange(lists[0][root], sends, []), heads)
+            await p.exchange([Exchange(lists[0][root], sends, [])], heads)
         else:
             await transfers(heads)
         kept = [into(one[root], out) for one in lists]
@@ -199,7 +227,7 @@ async def scatter(
     if not any(meta.on_device for meta in metas):
         p.release()
     if targets:
-        await p.exchange(Exchange(targets[0], [], [(root, target) for target in targets]))
+        await p.exchange([Exchange(targets[0], [], [(root, target) for target in targets])])
     return targets[0] if count == -1 else targets
 
 
@@ -211,38 +239,50 @@ def _scatter_heads(p: Primitives, ts: Sequence[Tensor], count: int, rank: int) -
     return calls
 
 
-async def alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
-    """Return what each rank holds for me, by rank."""
+async def alltoall(
+    p: Primitives, lists: Sequence[Sequence[Tensor]], out: Sequence[Tensor] | None = None
+) -> list[list[Tensor]]:
+    """Return for each of `lists` the tensors from all ranks for this one, by rank; `out` goes with one list."""
     ep = p.ep
     if p.impl == "bruck":
-        return await _equal_alltoall(p, ts, out)
+        return await _equal_alltoall(p, lists, out)
     others = [rank for rank in range(ep.size) if rank != ep.rank]
     if out is not None:  # in place: what goes out to a rank must not be overwritten by what comes from it
-        ts = [t.clone() if rank in others and overlaps(t, out[rank]) else t for rank, t in enumerate(ts)]
-    metas = await _introduced(ep, {rank: ts[rank] for rank in others}, others)
-    result = [torch.empty(0, device="cpu")] * ep.size
-    for rank, meta in metas.items():
-        _agree_on_place({ep.rank: not ts[ep.rank].is_cpu, rank: meta.on_device})
-        result[rank] = _room(meta, out[rank] if out is not None else None, ts[ep.rank].device, rank)
-    sends, receives = ([(rank, each[rank]) for rank in others] for each in (ts, result))
-    await p.exchange(Exchange(ts[ep.rank], sends, receives))
-    result[ep.rank] = into(ts[ep.rank], out[ep.rank] if out is not None else None)
-    return result
+        lists = [
+            [t.clone() if rank in others and overlaps(t, out[rank]) else t for rank, t in enumerate(ts)] for ts in lists
+        ]
+    to = {rank: [ts[rank] for ts in lists] for rank in others}
+    metas = await _introduced(ep, to, dict.fromkeys(others, len(lists)))
+    results = [[torch.empty(0, device="cpu")] * ep.size for _ in lists]
+    exchanges: list[Exchange] = []
+    for i, (ts, result) in enumerate(zip(lists, results, strict=True)):
+        for rank in others:
+            meta = metas[rank][i]
+            _agree_on_place({ep.rank: not ts[ep.rank].is_cpu, rank: meta.on_device})
+            result[rank] = _room(meta, None if out is None else out[rank], ts[ep.rank].device, rank)
+        sends, receives = ([(rank, each[rank]) for rank in others] for each in (ts, result))
+        exchanges.append(Exchange(ts[ep.rank], sends, receives))
+    await p.exchange(exchanges)
+    for ts, result in zip(lists, results, strict=True):
+        result[ep.rank] = into(ts[ep.rank], None if out is None else out[ep.rank])
+    return results
 
 
-async def alltoalls(p: Primitives, lists: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """Do the same for several lists."""
-    return await lockstep([alltoall(p, ts, None) for ts in lists])
-
-
-async def _equal_alltoall(p: Primitives, ts: Sequence[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
-    """Do the same where all tensors of all ranks are alike, which the schedule counts on."""
-    sent = torch.stack([numbers_of(t) for t in ts]).view(-1)
-    received = torch.empty_like(sent)
-    counts = [ts[0].numel()] * p.ep.size
-    await p.run(Primitive("alltoall", sent, received, counts=counts, received=counts))
-    blocks = [block.view(ts[0].dtype).view(ts[0].shape) for block in received.chunk(p.ep.size)]
-    return [into(block, None if out is None else out[rank]) for rank, block in enumerate(blocks)]
+async def _equal_alltoall(
+    p: Primitives, lists: Sequence[Sequence[Tensor]], out: Sequence[Tensor] | None
+) -> list[list[Tensor]]:
+    """Do the same for tensors that are alike on all ranks, as the schedule expects."""
+    primitives: list[Primitive] = []
+    for ts in lists:
+        sent = torch.stack([numbers_of(t) for t in ts]).view(-1)
+        counts = [ts[0].numel()] * p.ep.size
+        primitives.append(Primitive("alltoall", sent, torch.empty_like(sent), counts=counts, received=counts))
+    await p.run(primitives)
+    results: list[list[Tensor]] = []
+    for ts, o in zip(lists, primitives, strict=True):
+        blocks = [block.view(ts[0].dtype).view(ts[0].shape) for block in o.out.chunk(p.ep.size)]
+        results.append([into(block, None if out is None else out[rank]) for rank, block in enumerate(blocks)])
+    return results
 
 
 async def alltoall_single(p: Primitives, t: Tensor, out: Tensor | None, sizes: Sequence[int] | None) -> Tensor:
@@ -254,7 +294,7 @@ async def alltoall_single(p: Primitives, t: Tensor, out: Tensor | None, sizes: S
     else:
         told = torch.empty(ranks, dtype=torch.int64, device="cpu")
         one = [1] * ranks
-        await p.run(Primitive("alltoall", torch.tensor(sizes, device="cpu"), told, counts=one, received=one))
+        await p.run([Primitive("alltoall", torch.tensor(sizes, device="cpu"), told, counts=one, received=one)])
         await p.ep.known()
         coming, data = told.tolist(), p.afterwards()
     shape = (sum(coming), *t.shape[1:])
@@ -263,25 +303,30 @@ async def alltoall_single(p: Primitives, t: Tensor, out: Tensor | None, sizes: S
     if out is not None and overlaps(result, t):
         t = t.clone()
     sent, received = [size * row for size in sizes], [size * row for size in coming]
-    await data.run(
-        Primitive("alltoall", numbers_of(t), numbers_of(result), counts=sent, received=received),
-    )
+    await data.run([Primitive("alltoall", numbers_of(t), numbers_of(result), counts=sent, received=received)])
     return result
 
 
 async def reduce_scatter(
-    p: Primitives, t: Tensor, out: Tensor | None, op: ReduceOp, blocks: Sequence[torch.Size]
-) -> Tensor:
-    """Return my block of the reduced `t`; `blocks` are the shapes of all ranks' blocks."""
-    counts = [block.numel() for block in blocks]
-    target = fit(out, tuple(blocks[p.ep.rank]), t.dtype) if out is not None else t.new_empty(blocks[p.ep.rank])
+    p: Primitives, ts: Sequence[Tensor], out: Tensor | None, op: ReduceOp, blocks: Sequence[Sequence[torch.Size]]
+) -> list[Tensor]:
+    """Return my block of each of `ts`, reduced; `blocks` are the shapes of all ranks' blocks, for each of `ts`."""
+    targets: list[Tensor] = []
+    primitives: list[Primitive] = []
+    for t, shapes in zip(ts, blocks, strict=True):
+        mine = shapes[p.ep.rank]
+        target = fit(out, tuple(mine), t.dtype) if out is not None else t.new_empty(mine)
+        targets.append(target)
+        # All of `t` is read until the end.
+        result = torch.empty_like(target) if overlaps(target, t) else target
+        counts = [shape.numel() for shape in shapes]
+        primitives.append(Primitive("reduce_scatter", flat(t), flat(result), op=op, counts=counts))
     if _alone(p):
-        copy(flat(target), flat(t))
-        return target
-    # All of `t` is read until the end.
-    result = torch.empty_like(target) if overlaps(target, t) else target
-    await computed(p, Primitive("reduce_scatter", flat(t), flat(result), op=op, counts=counts))
-    return into(result, target)
+        for t, target in zip(ts, targets, strict=True):
+            copy(flat(target), flat(t))
+        return targets
+    await computed(p, primitives)
+    return [into(o.out.view(target.shape), target) for o, target in zip(primitives, targets, strict=True)]
 
 
 async def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Tensor:
@@ -291,7 +336,7 @@ async def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Te
     if packed is not None:
         frame[: _COUNT.size] = as_tensor(_COUNT.pack(packed.numel()))
         frame[_COUNT.size : _COUNT.size + packed.numel()] = packed[:room]
-    await p.run(Primitive("broadcast", frame, root=root))
+    await p.run([Primitive("broadcast", frame, root=root)])
     await p.ep.known()
     (length,) = _COUNT.unpack(as_bytes(frame[: _COUNT.size]))
     if packed is None:
@@ -299,7 +344,7 @@ async def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Te
             frame[_COUNT.size :][:length] if length <= room else torch.empty(length, dtype=torch.uint8, device="cpu")
         )
     if length > room:
-        await p.afterwards().run(Primitive("broadcast", packed, root=root))
+        await p.afterwards().run([Primitive("broadcast", packed, root=root)])
     return packed
 
 

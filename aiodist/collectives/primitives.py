@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from operator import itemgetter
 
 import torch
 
@@ -12,7 +13,7 @@ from aiodist.collectives.choice.table import COMPARED_BYTES
 from aiodist.collectives.endpoint import Endpoint, Implementation
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.traffic import Traffic
-from aiodist.handles.kernel import Nested, Program, Transfer, transfers
+from aiodist.handles.kernel import Transfer, transfers
 
 _CPU = torch.device("cpu")
 _FINISHED = ("allreduce", "reduce_scatter")
@@ -26,8 +27,6 @@ class Primitives:
     _repertoire: Repertoire
     impl: str = "auto"
     _: KW_ONLY
-    together: bool = False
-    """Other tensors of the same operation share the endpoint."""
     later: bool = False
     """See `afterwards`."""
     device: torch.device = _CPU
@@ -45,66 +44,77 @@ class Primitives:
         """Return True where 16-bit floats and means need no preparation: what is picked rounds and divides itself."""
         return operation.kind in _FINISHED and self._pick(operation.wanted).finishes
 
-    async def run(self, operation: Primitive) -> None:
-        """Run an operation on tensors in wire dtype.
+    async def run(self, primitives: Sequence[Primitive]) -> None:
+        """Run collectives of one kind on tensors in wire dtype; those of one implementation run in step.
 
-        A library's collective cannot be recalled, and a large one should not be sent in vain: so both begin when all
-        hosts are known to have issued the same.
+        The implementations follow one another in the same order on all ranks, so they may share tags. A library's
+        comes first: all ranks learn of operations in their order, and so make the library's calls in that order.
         """
-        wanted, traffic = operation.wanted, self.ep.traffic
-        chosen = self._pick(wanted)
+        if len(primitives) == 1:
+            await self._run(self._pick(primitives[0].wanted), primitives)
+            return
+        groups: dict[tuple[bool, bool], dict[Implementation, list[Primitive]]] = {}
+        for o in primitives:
+            chosen = self._pick(o.wanted)
+            groups.setdefault((not o.t.is_cpu, not chosen.in_order), {}).setdefault(chosen, []).append(o)
+        for _, group in sorted(groups.items(), key=itemgetter(0)):
+            for chosen, members in group.items():
+                await self._run(chosen, members)
+
+    async def _run(self, chosen: Implementation, primitives: Sequence[Primitive]) -> None:
+        """Begin when all ranks are known to agree if a call cannot be recalled, or sends much between hosts."""
+        traffic = self.ep.traffic
         if traffic is None:
-            await chosen.run(self.ep, operation)
+            await chosen.run(self.ep, primitives)
             return
         traffic.way = chosen.name
         traffic.native += not chosen.recallable
-        if chosen.in_order:
-            # Its own part of the step: all ranks learn of operations in their order, and so call a library in it,
-            # unless a call waits for other tensors of the operation.
-            await transfers([Nested(_agreed(traffic, chosen.run, self.ep, operation))])
-        elif wanted.nbytes >= COMPARED_BYTES and not chosen.compares:
-            await _agreed(traffic, chosen.run, self.ep, operation)
-        else:
-            await chosen.run(self.ep, operation)
+        large = any(o.wanted.nbytes >= COMPARED_BYTES for o in primitives)
+        if chosen.in_order or (large and not chosen.compares):
+            await transfers([traffic.agreed])
+        await chosen.run(self.ep, primitives)
         traffic.native -= not chosen.recallable
 
-    async def exchange(self, exchange: Exchange, ahead: Sequence[Transfer] = ()) -> None:
-        """Send and receive tensors: in messages, or without any where all ranks can; `ahead` are made before.
+    async def exchange(self, exchanges: Sequence[Exchange], ahead: Sequence[Transfer] = ()) -> None:
+        """Send and receive tensors, after the transfers `ahead`: in messages, or natively if all ranks can.
 
-        All ranks must know whether the tensors lie on the CPU or on CUDA devices.
+        All ranks must know which of the tensors are on the CPU, and which on CUDA devices.
         """
-        o = exchange
-        exchanger = None if o.t.is_cpu or self.impl not in ("auto", "nccl") else self._repertoire.exchanger
-        if exchanger is not None and self.ep.size > 1:
-            await transfers(ahead)
-            ahead = ()
-            if await self._all_say(exchanger.takes(self.ep, o)):
+        on_cpu = [o for o in exchanges if o.t.is_cpu]
+        on_cuda = [o for o in exchanges if not o.t.is_cpu]
+        if on_cpu or ahead:
+            await transfers([*ahead, *self._messages(on_cpu)])
+        exchanger = self._repertoire.exchanger
+        if on_cuda and exchanger is not None and self.impl in ("auto", "nccl") and self.ep.size > 1:
+            able = await self._all_say([exchanger.takes(self.ep, o) for o in on_cuda])
+            native = [o for o, taken in zip(on_cuda, able, strict=True) if taken]
+            on_cuda = [o for o, taken in zip(on_cuda, able, strict=True) if not taken]
+            if native:
                 traffic = self.ep.traffic or Traffic()
                 traffic.native += 1
-                await exchanger.run(self.ep, o)
+                await exchanger.run(self.ep, native)
                 traffic.native -= 1
-                return
-        receives = [self.ep.recv(t, rank) for rank, t in o.receives]
-        await transfers([*ahead, *receives, *(self.ep.send(t, rank) for rank, t in o.sends)])
+        if on_cuda:
+            await transfers(self._messages(on_cuda))
+
+    def _messages(self, exchanges: Sequence[Exchange]) -> list[Transfer]:
+        receives = [self.ep.recv(t, rank) for o in exchanges for rank, t in o.receives]
+        return receives + [self.ep.send(t, rank) for o in exchanges for rank, t in o.sends]
 
     def release(self) -> None:
-        """Know that the operation exchanges nothing on devices, where it might have: others need not wait for it."""
+        """Return the operation's launch slots: it exchanges nothing on devices."""
         if self._repertoire.exchanger is not None:
             self._repertoire.exchanger.release(self.ep)
 
-    async def _all_say(self, mine: bool) -> bool:
-        """Return True on all ranks where each of them says so."""
-        said = torch.empty(self.ep.size, dtype=torch.bool, device="cpu")
-        host = Primitives(self.ep, self._repertoire, "doubling", together=True, later=True)
-        await host.run(Primitive("allgather", torch.tensor([mine], device="cpu"), said, counts=[1] * self.ep.size))
+    async def _all_say(self, local: Sequence[bool]) -> list[bool]:
+        """Return for each of several flags if it is True on all ranks."""
+        ranks, count = self.ep.size, len(local)
+        said = torch.empty(ranks * count, dtype=torch.bool, device="cpu")
+        host = Primitives(self.ep, self._repertoire, "doubling", later=True)
+        given = torch.tensor(local, device="cpu")
+        await host.run([Primitive("allgather", given, said, counts=[count] * ranks)])
         await self.ep.known()
-        return bool(said.all())
+        return said.view(ranks, count).all(0).tolist()
 
     def _pick(self, wanted: Wanted) -> Implementation:
-        return self._repertoire.pick(wanted, self.impl, later=self.later, together=self.together)
-
-
-async def _agreed(traffic: Traffic, way: Callable[..., Program[None]], ep: Endpoint, operation: Primitive) -> None:
-    """Run the operation after all ranks agree."""
-    await transfers([traffic.agreed])
-    await way(ep, operation)
+        return self._repertoire.pick(wanted, self.impl, later=self.later)

@@ -6,9 +6,9 @@ combined goes to scratch first, as much as the receives of one step take.
 
 from __future__ import annotations
 
-import copy as copying
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -18,66 +18,22 @@ from aiodist.backends.base import Primitive, Wanted
 from aiodist.backends.inplace import copy
 from aiodist.collectives.arithmetic import combine
 from aiodist.collectives.choice.table import USUAL_LIMITS
-from aiodist.collectives.endpoint import Endpoint, Implementation
-from aiodist.collectives.lockstep import Apart
-from aiodist.handles.kernel import Program, Transfer, together, transfers
+from aiodist.collectives.endpoint import Endpoint, Implementation, on_lane
+from aiodist.handles.kernel import Transfer, together, transfers
 from aiodist.schedules import SCHEDULES, Blocks, Copy, Recv, Schedule, Send, Step
 from aiodist.types import ReduceOp
-
-LANE_TAGS = 1 << 22
-"""Between the tags of one lane and the next: above those of all operations. 32 lanes stay below MPICH's limit."""
-
-_APART = {name: lane for lane, name in enumerate(sorted({name for names in SCHEDULES.values() for name in names}), 2)}
-"""The lane of each schedule where an endpoint is shared: neither 0 nor 1, which others use beside them."""
 
 _SHORT_BYTES = 64 << 10  # below, making the steps takes as long as running them
 _FEW_RANKS = 64
 _MOST_KEPT = 256
 
 
-class SubEndpoint(Endpoint):
-    """Some of an endpoint's ranks, numbered anew in the order given, over the same transport and tag.
-
-    Ranks that are in several groups use them one after another. Raises ValueError when this rank is not among them.
-    """
-
-    __slots__ = ("ranks",)
-
-    def __init__(self, ep: Endpoint, ranks: Sequence[int]) -> None:
-        super().__init__(ep.transport, ep.tag, ep.device_messages, ep.traffic, ep.key, shared=ep.shared)
-        if ep.rank not in ranks:
-            raise ValueError(f"rank {ep.rank} is not among {list(ranks)}")
-        self.rank = ranks.index(ep.rank)
-        self.size = len(ranks)
-        self.ranks: Sequence[int] = [ep.ranks[rank] for rank in ranks] if isinstance(ep, SubEndpoint) else ranks
-
-    def send(self, t: Tensor, dst: int) -> Transfer:
-        return super().send(t, self.ranks[dst])
-
-    def recv(self, t: Tensor, src: int) -> Transfer:
-        return super().recv(t, self.ranks[src])
-
-
-def on_lane(ep: Endpoint, lane: int) -> Endpoint:
-    """Return `ep` with the tag and the key of a lane, 0 to `MAX_LANES` - 1.
-
-    A schedule that runs on a lane may have no lanes of its own: give it one chunk. No other schedule is on it.
-    """
-    if lane == 0:
-        return ep
-    other = copying.copy(ep)
-    other.shared = False
-    other.tag = ep.tag + lane * LANE_TAGS
-    other.key = ep.key + lane
-    return other
-
-
 class Scheduled(Implementation):
     """The collectives by the schedule called `name`, over the messages of the endpoint; an `Implementation`.
 
-    `chunks` is the number of parts on their way at once, or one behind the other; None leaves it to the size and to
-    `limits` (see `LIMITS`). Chunks of a ring or a tree have tags of their own, the same in each program that shares the
-    endpoint: programs in lockstep take one chunk. Those of another schedule they do not meet (`Apart`).
+    `chunks` is the number of parts in flight at the same time, or one after the other; None leaves it to the size and
+    to `limits` (see `LIMITS`). Each of the parts in flight at the same time has a tag of its own, a lane. Several
+    tensors share the lanes: their steps are joined, and each goes in one chunk.
     """
 
     recallable = True
@@ -95,87 +51,81 @@ class Scheduled(Implementation):
             return None
         return f"there is no schedule {self.name!r} of {wanted.operation}, only {', '.join(names) or 'none'}"
 
-    def run(self, ep: Endpoint, operation: Primitive) -> Program[None]:
-        """Run an operation; what an allreduce leaves is equal to the bit on all ranks."""
-        return self._apart(ep, operation) if ep.shared else self._program(ep, operation)
+    async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
+        """Run collectives of one kind; an allreduce gives all ranks the same bits."""
+        whole = len(primitives) > 1 or ep.whole
+        works = [self._work(ep, o, whole) for o in primitives]
+        lanes = max(len(work.schedule.lanes) for work in works)
+        await together(*[_in_step(on_lane(ep, i) if lanes > 1 else ep, works, i) for i in range(lanes)])
+        for o, work in zip(primitives, works, strict=True):
+            if work.block is not None:
+                copy(o.out, work.block)
 
-    async def _apart(self, ep: Endpoint, operation: Primitive) -> None:
-        await transfers([Apart(self._program(on_lane(ep, _APART[self.name]), operation), key=self.name)])
+    def _work(self, ep: Endpoint, o: Primitive, whole: bool) -> _Work:
+        """Return the schedule of `o` and its working buffer; `whole`: in one chunk."""
+        rank, size = ep.rank, ep.size
+        if o.kind == "allgather":
+            blocks = Blocks(o.counts)
+            own = o.out[blocks.start(rank) : blocks.stop(rank)]
+            if own.data_ptr() != o.t.data_ptr():
+                copy(own, o.t)
+            return _Work(self._plan("allgather", o.out.nbytes, whole, rank, size, blocks), (o.out,))
+        if o.kind == "reduce_scatter":
+            blocks = Blocks(o.counts)
+            inside = o.out.data_ptr() == o.t[blocks.start(rank) :].data_ptr()
+            block = torch.empty_like(o.out) if inside else o.out
+            plan = self._plan("reduce_scatter", o.t.nbytes, whole, rank, size, blocks)
+            return _Work(plan, (o.t, block), o.op, block if inside else None)
+        if o.kind == "alltoall":
+            cuts = Blocks(o.counts), Blocks(o.received)
+            return _Work(self._plan("alltoall", o.t.nbytes, whole, rank, size, *cuts), (o.t, o.out))
+        rooted = (o.root,) if o.kind in ("broadcast", "reduce") else ()
+        return _Work(self._elementwise(o.kind, ep, o.t, whole, *rooted), (o.t,), o.op)
 
-    def _program(self, ep: Endpoint, operation: Primitive) -> Program[None]:
-        if operation.kind == "allgather":
-            return self._allgather(ep, operation)
-        if operation.kind == "reduce_scatter":
-            return self._reduce_scatter(ep, operation)
-        if operation.kind == "alltoall":
-            return self._alltoall(ep, operation)
-        t = operation.t
-        rooted = (operation.root,) if operation.kind in ("broadcast", "reduce") else ()
-        return _run(ep, self._elementwise(operation.kind, ep, t, *rooted), (t,), operation.op)
-
-    async def _allgather(self, ep: Endpoint, o: Primitive) -> None:
-        blocks = Blocks(o.counts)
-        own = o.out[blocks.start(ep.rank) : blocks.stop(ep.rank)]
-        if own.data_ptr() != o.t.data_ptr():
-            copy(own, o.t)
-        await _run(ep, self._plan("allgather", o.out.nbytes, ep.rank, ep.size, blocks), (o.out,))
-
-    async def _reduce_scatter(self, ep: Endpoint, o: Primitive) -> None:
-        blocks = Blocks(o.counts)
-        apart = o.out.data_ptr() != o.t[blocks.start(ep.rank) :].data_ptr()
-        block = o.out if apart else torch.empty_like(o.out)
-        await _run(ep, self._plan("reduce_scatter", o.t.nbytes, ep.rank, ep.size, blocks), (o.t, block), o.op)
-        if not apart:
-            copy(o.out, block)
-
-    async def _alltoall(self, ep: Endpoint, o: Primitive) -> None:
-        cuts = Blocks(o.counts), Blocks(o.received)
-        await _run(ep, self._plan("alltoall", o.t.nbytes, ep.rank, ep.size, *cuts), (o.t, o.out))
-
-    def _elementwise(self, operation: str, ep: Endpoint, t: Tensor, *root: int) -> Schedule:
+    def _elementwise(self, operation: str, ep: Endpoint, t: Tensor, whole: bool, *root: int) -> Schedule:
         """Return the schedule of an operation on `t`; those of few ranks and short tensors are kept."""
         args = (ep.rank, ep.size, t.numel(), *root)
         if t.nbytes > _SHORT_BYTES or ep.size > _FEW_RANKS:
-            return self._plan(operation, t.nbytes, *args)
-        key = (operation, *args)
+            return self._plan(operation, t.nbytes, whole, *args)
+        key = (operation, whole, *args)
         schedule = self._kept.get(key)
         if schedule is None:
-            lazy = self._plan(operation, t.nbytes, *args)
+            lazy = self._plan(operation, t.nbytes, whole, *args)
             schedule = Schedule(lazy.room, tuple(partial(iter, tuple(lane())) for lane in lazy.lanes))
             if len(self._kept) == _MOST_KEPT:
                 self._kept.clear()
             self._kept[key] = schedule
         return schedule
 
-    def _plan(self, operation: str, nbytes: int, *args: Any) -> Schedule:  # noqa: ANN401
+    def _plan(self, operation: str, nbytes: int, whole: bool, *args: Any) -> Schedule:  # noqa: ANN401
         algorithm = SCHEDULES[operation][self.name]
         if not algorithm.chunked:
             return algorithm.plan(*args)
-        most = self._limits[f"{self.name}.chunks"]
+        most = 1 if whole else self._limits[f"{self.name}.chunks"]
         chunks = self.chunks or min(max(nbytes // self._limits["chunk_bytes"], 1), most)
         return algorithm.plan(*args, chunks=chunks)
 
 
-async def _run(ep: Endpoint, schedule: Schedule, tensors: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM) -> None:
-    """Run a schedule whose working buffer begins with `tensors`."""
-    working = _Working(schedule.room, tensors)
-    await together(*[_lane(on_lane(ep, i), working, lane(), op) for i, lane in enumerate(schedule.lanes)])
+class _Work:
+    """A schedule and its working buffer: some tensors, one after the other, then scratch."""
 
+    __slots__ = ("_parts", "block", "like", "op", "schedule")
 
-class _Working:
-    """A working buffer: the tensors that it is made of, one behind the other, then scratch."""
-
-    __slots__ = ("_parts", "like")
-
-    def __init__(self, room: int, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, schedule: Schedule, tensors: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM, block: Tensor | None = None
+    ) -> None:
+        self.schedule = schedule
+        self.op = op
         self.like = tensors[0]
+        self.block = block
+        """The result, to be copied to its place at the end."""
         self._parts: list[tuple[int, int, Tensor]] = []
         end = 0
         for t in tensors:
             self._parts.append((end, end + t.numel(), t))
             end += t.numel()
-        if room > end:
-            self._parts.append((end, room, self.like.new_empty(room - end)))
+        if schedule.room > end:
+            self._parts.append((end, schedule.room, self.like.new_empty(schedule.room - end)))
 
     def view(self, start: int, stop: int) -> Tensor:
         """Return elements [start, stop), which lie within one tensor."""
@@ -209,30 +159,44 @@ class _Scratch:
         self._taken = 0
 
 
-async def _lane(ep: Endpoint, working: _Working, steps: Iterator[Step], op: ReduceOp) -> None:
-    scratch = _Scratch(working.like)
+async def _in_step(ep: Endpoint, works: Sequence[_Work], lane: int) -> None:
+    """Run one lane of several schedules of one name, their steps joined.
+
+    All ranks take the same steps, so messages of one tag match by their order.
+    """
+    steps = [_steps(ep, work, work.schedule.lanes[lane]()) for work in works if lane < len(work.schedule.lanes)]
+    if len(steps) == 1:
+        for step in steps[0]:
+            await transfers(step)
+    else:
+        for joined in zip_longest(*steps, fillvalue=()):
+            await transfers(list(chain.from_iterable(joined)))
+
+
+def _steps(ep: Endpoint, work: _Work, steps: Iterator[Step]) -> Iterator[Sequence[Transfer]]:
+    """Yield the transfers of each step; combine what arrived when the next is taken."""
+    scratch = _Scratch(work.like)
     for step in steps:
         receives: list[Transfer] = []
         sends: list[Transfer] = []
         after: list[tuple[Tensor, Tensor, bool]] = []
         for move in step:
-            t = working.view(move.start, move.stop)
+            t = work.view(move.start, move.stop)
             if isinstance(move, Send):
                 sends.append(ep.send(t, move.peer))
             elif isinstance(move, Copy):
-                after.append((working.view(move.to, move.to + t.numel()), t, move.combine))
+                after.append((work.view(move.to, move.to + t.numel()), t, move.combine))
             elif move.combine:
                 arrived = scratch.take(t.numel(), step)
                 receives.append(ep.recv(arrived, move.peer))
                 after.append((t, arrived, True))
             else:
                 receives.append(ep.recv(t, move.peer))
-        # Receives first, so that what comes finds its place. And also when there are none: programs in lockstep
-        # count their steps.
-        await transfers(receives + sends)
+        # Receives first, so that messages find their place. Also if there are none: joined schedules count their steps.
+        yield receives + sends
         for into, t, combining in after:
             if combining:
-                combine(into, t, op)
+                combine(into, t, work.op)
             else:
                 copy(into, t)
         scratch.release()

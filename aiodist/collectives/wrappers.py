@@ -11,7 +11,6 @@ from torch import Tensor
 from aiodist.backends.base import Primitive
 from aiodist.backends.inplace import copy, flat
 from aiodist.collectives.arithmetic import combine, from_wire, to_wire, wire_op
-from aiodist.collectives.lockstep import lockstep
 from aiodist.collectives.primitives import Primitives
 from aiodist.errors import MismatchError
 from aiodist.handles.kernel import Program
@@ -28,33 +27,16 @@ async def nothing(result: T) -> T:
 
 async def each(
     p: Primitives,
-    make: Callable[[Primitives, Tensor], Program[Any]],
-    ts: Sequence[Tensor],
+    work: Callable[[Primitives, Sequence[T]], Program[Sequence[Any]]],
+    ts: Sequence[T],
     convert: Callable[[Any], Any] | None,
     *,
     listed: bool,
 ) -> Any:  # noqa: ANN401
-    """Run `make(p, t)` for one tensor, or for all of a list together; return the result, converted."""
-    result = await (side_by_side([make(p, t) for t in ts], ts) if listed else make(p, ts[0]))
+    """Run `work` on `ts`; return its results, or the result of the only tensor unless `listed`, converted."""
+    results = await work(p, ts)
+    result = results if listed else results[0]
     return result if convert is None else convert(result)
-
-
-def interleaved(by_tensor: list[list[Tensor]]) -> list[Tensor]:
-    """Return a list by tensor of lists by rank as one list in the order rank * len + i."""
-    return [t for by_rank in zip(*by_tensor, strict=True) for t in by_rank]
-
-
-async def side_by_side(programs: Sequence[Program[T]], ts: Sequence[Tensor]) -> list[T]:
-    """Run the programs of `ts` in lockstep, those of tensors on the CPU before those of tensors on devices.
-
-    They share a tag: messages of the host would overtake those that have to come from a device first.
-    """
-    results: dict[int, T] = {}
-    for on_cpu in (True, False):
-        chosen = [i for i, t in enumerate(ts) if t.is_cpu is on_cpu]
-        found = await lockstep([programs[i] for i in chosen])
-        results.update(zip(chosen, found, strict=True))
-    return [results[i] for i in range(len(ts))]
 
 
 def copy_to_all(ts: Sequence[Tensor]) -> None:
@@ -75,7 +57,7 @@ async def local_first(p: Primitives, ts: Sequence[Tensor], op: ReduceOp, root: i
     for t in ts[1:]:
         combine(total, to_wire(t.detach().to(total.device)), wire_op(op))
     kind = "allreduce" if root is None else "reduce"
-    await p.run(Primitive(kind, total, op=wire_op(op), root=root or 0))
+    await p.run([Primitive(kind, total, op=wire_op(op), root=root or 0)])
     if mine:
         from_wire(total, ts[0], op, p.ep.size * len(ts))
     return ts[0]
@@ -90,7 +72,7 @@ async def alike_lists(p: Primitives, ts: Sequence[Tensor], then: Callable[[Primi
         return await then(p)
     given = torch.tensor([len(ts), not ts[0].is_cpu], device="cpu")
     of_all = torch.empty(2 * p.ep.size, dtype=given.dtype, device="cpu")
-    await p.run(Primitive("allgather", given, of_all, counts=[2] * p.ep.size))
+    await p.run([Primitive("allgather", given, of_all, counts=[2] * p.ep.size)])
     await p.ep.known()
     lists = [f"{count} on {'cuda' if on_cuda else 'cpu'}" for count, on_cuda in of_all.view(-1, 2).tolist()]
     if other := next((rank for rank, seen in enumerate(lists) if seen != lists[0]), 0):

@@ -24,8 +24,7 @@ import torch
 
 from aiodist.backends.base import Primitive, Transport, again, tag_of
 from aiodist.backends.shm import Lane
-from aiodist.collectives.endpoint import Endpoint
-from aiodist.collectives.scheduled import LANE_TAGS, SubEndpoint
+from aiodist.collectives.endpoint import LANE_TAGS, Endpoint, SubEndpoint
 from aiodist.collectives.traffic import Differ
 from aiodist.communicator.fingerprint import merged
 from aiodist.communicator.operation import CommunicatorOperation, Event, When

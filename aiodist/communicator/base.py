@@ -406,7 +406,6 @@ class Base:
         terms: Terms,
         *,
         empty: object,
-        together: bool = False,
     ) -> Handle[Any]:
         """Issue what `make` returns, an operation over the list and the ranks; of an empty list the result is `empty`.
 
@@ -415,7 +414,7 @@ class Base:
         if not ts:
             return self._issue(what, prepare(nothing, empty), [], ts, terms)
         check_across(ts)
-        program = prepare(alike_lists, self._primitives(terms, together=together), ts, make)
+        program = prepare(alike_lists, self._primitives(terms), ts, make)
         return self._issue(what, program, claims, ts, terms)
 
     @staticmethod
@@ -455,34 +454,34 @@ class Base:
 
     def _each(
         self,
-        make: Callable[[Primitives, Tensor], Program[Any]],
+        work: Callable[[Primitives, Sequence[Tensor]], Program[Sequence[Any]]],
         ts: Sequence[Tensor],
         given: object,
         terms: Terms,
         convert: Callable[[Any], Any] | None = None,
     ) -> Program[Any]:
-        """Return the program of a call that was given one tensor, or a list; `convert` makes its result.
+        """Return the program of a call that was given one tensor, or a list: `work` on it; `convert` makes its result.
 
         It works on what the tensors are now, though user code gives them other memory meanwhile, by `t.data = ...` or
         `module.half()`.
         """
-        p = self._primitives(terms, together=len(ts) > 1)
-        return prepare(each, p, make, [t.detach() for t in ts], convert, listed=not isinstance(given, Tensor))
+        p = self._primitives(terms)
+        return prepare(each, p, work, [t.detach() for t in ts], convert, listed=not isinstance(given, Tensor))
 
-    def _primitives(self, terms: Terms, *, together: bool = False) -> Primitives:
-        """Return what the next operation is made of; `together`: it is one of several tensors."""
+    def _primitives(self, terms: Terms) -> Primitives:
+        """Return the primitives of the next operation."""
         if terms.name is not None:
             use = self._named(terms)
-            ep = Endpoint(self._transport, 0, traffic=use.traffic, shared=together)
+            ep = Endpoint(self._transport, 0, traffic=use.traffic)
             use.endpoints.append(ep)
-            return Primitives(ep, self._repertoire, terms.impl, together=together, later=True, device=self._device)
+            return Primitives(ep, self._repertoire, terms.impl, later=True, device=self._device)
         self._repertoire.check(terms.impl)
         # From the number that all ranks give the operation, even if some of them raised errors before it.
         accelerator = self._registry.accelerator
         device_messages = None if accelerator is None else accelerator.device_messages
         seq, traffic = self.seq, self._dispatcher.traffic()
-        ep = Endpoint(self._transport, tag_of(seq), device_messages, traffic, key_of(seq), shared=together)
-        return Primitives(ep, self._repertoire, terms.impl, together=together, device=self._device)
+        ep = Endpoint(self._transport, tag_of(seq), device_messages, traffic, key_of(seq))
+        return Primitives(ep, self._repertoire, terms.impl, device=self._device)
 
 
 def parts_of(comm: Base) -> Parts:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from aiodist.backends.base import dtype_name
 from aiodist.collectives import operations
-from aiodist.collectives.lockstep import lockstep
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.wrappers import copy_to_all, interleaved, nothing
+from aiodist.collectives.wrappers import copy_to_all, each, nothing
 from aiodist.communicator.arguments import (
     Terms,
     check_apart,
@@ -33,7 +32,7 @@ from aiodist.communicator.base import (
 from aiodist.communicator.claims import claims_of, reading, writing
 from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of, how, kind_of
 from aiodist.handles import Handle
-from aiodist.handles.kernel import Program, prepare
+from aiodist.handles.kernel import prepare
 from aiodist.streams.writes import check_written
 from aiodist.types import Impl
 
@@ -93,7 +92,7 @@ class Movement(Base):
         lifted, convert = lift(t, None)
         ts = tensors_of(lifted)
         to_result = (lambda _: t) if isinstance(t, (list, Tensor)) else convert
-        program = self._each(lambda p, x: operations.broadcast(p, x, root), ts, lifted, terms, to_result)
+        program = self._each(partial(operations.broadcast, root=root), ts, lifted, terms, to_result)
         claims = reading(*ts) if self.rank == root else writing(*ts)
         what = fingerprint_of("broadcast", ts, None, root, impl, given=t)
         return self._issue(what, program, claims, ts, terms)
@@ -103,7 +102,7 @@ class Movement(Base):
         what = fingerprint_of("broadcast", ts, None, root, terms.impl, given=t, across=True)
 
         async def broadcast(p: Primitives) -> Any:  # noqa: ANN401
-            await operations.broadcast(p, ts[0], root)
+            await operations.broadcast(p, ts[:1], root)
             copy_to_all(ts)
             return t
 
@@ -163,7 +162,7 @@ class Movement(Base):
         if out is not None:
             check_single(t, "out")
             check_out(out, ts[0], numel=None, own_block=True)
-        program = self._each(lambda p, x: operations.allgather(p, x, out), ts, lifted, terms, convert)
+        program = self._each(partial(operations.allgather, out=out), ts, lifted, terms, convert)
         what = fingerprint_of("allgather", ts, None, impl=impl, given=t)
         return self._issue(what, program, claims_of(ts, out), ts, terms, outs=(out,))
 
@@ -174,11 +173,9 @@ class Movement(Base):
         what = fingerprint_of("allgather", ts, None, impl=terms.impl, given=t, across=True)
 
         async def allgather(p: Primitives) -> list[Any]:
-            by_tensor: list[Program[Any]] = [operations.allgather(p, x, None) for x in ts]
-            return interleaved(await lockstep(by_tensor))
+            return [t for of_rank in zip(*await operations.allgather(p, ts), strict=True) for t in of_rank]
 
-        many = len(ts) > 1
-        return self._issue_across(what, ts, allgather, reading(*ts), terms, empty=[], together=many)
+        return self._issue_across(what, ts, allgather, reading(*ts), terms, empty=[])
 
     def gather(
         self,
@@ -226,7 +223,7 @@ class Movement(Base):
         if out is not None:
             check_single(t, "out")
             check_out(out, ts[0], numel=None)
-        program = self._each(lambda p, x: operations.gather(p, x, out, root), ts, lifted, terms, convert)
+        program = self._each(partial(operations.gather, out=out, root=root), ts, lifted, terms, convert)
         what = fingerprint_of("gather", ts, None, root, impl, given=t)
         return self._issue(what, program, claims_of(ts, out), ts, terms, outs=(out,))
 
@@ -337,12 +334,10 @@ class Movement(Base):
             check_out(into, t, numel=0)
             check_apart(into, lists[0], t)
         terms = Terms(timeout, impl, name)
-        p = self._primitives(terms, together=len(lists) > 1)
         # Detached: an `out`, which may grow, may be one of them.
         detached = [[t.detach() for t in one] for one in lists]
-        program: Program[Any] = (
-            prepare(operations.alltoalls, p, detached) if nested else prepare(operations.alltoall, p, detached[0], outs)
-        )
+        work = partial(operations.alltoall, out=outs)
+        program = prepare(each, self._primitives(terms), work, detached, None, listed=nested)
         sent = [t for one in lists for t in one]
         claims = claims_of(sent, *(outs or ()))
         return self._issue(what, program, claims, sent, terms, outs=outs or ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from aiodist.collectives import operations
 from aiodist.collectives.cuda.on_device import DeviceWork
 from aiodist.collectives.mailbox import Arrived, Mailbox
 from aiodist.collectives.primitives import Primitives
+from aiodist.collectives.wrappers import each
 from aiodist.communicator import pickling as objects
 from aiodist.communicator.arguments import Terms, check_rank, check_tag
 from aiodist.communicator.fingerprint import Fingerprint
@@ -98,7 +100,7 @@ class Objects(PointToPoint):
         Cost: that of `allgather`.
         """
         packed, terms = objects.pack(obj), Terms(timeout, name=name)
-        program = prepare(operations.allgather, self._primitives(terms), packed, None)
+        program = self._each(operations.allgather, [packed], packed, terms)
         return self._issue(Fingerprint("allgather_object"), program, [], [packed], terms, objects.unpack_each)
 
     def gather_object(
@@ -107,7 +109,7 @@ class Objects(PointToPoint):
         """Return every rank's object on `root`, as a list by rank, and None elsewhere. Cost: that of `gather`."""
         root, terms = check_rank(root, self.size), Terms(timeout, name=name)
         packed = objects.pack(obj)
-        program = prepare(operations.gather, self._primitives(terms), packed, None, root)
+        program = self._each(partial(operations.gather, root=root), [packed], packed, terms)
         convert = objects.unpack_each if self.rank == root else None
         return self._issue(Fingerprint("gather_object", root=root), program, [], [packed], terms, convert)
 
@@ -132,7 +134,7 @@ class Objects(PointToPoint):
         Raises ValueError unless there are p objects. Cost: that of `alltoall`.
         """
         packed, terms = self._pack_each(objs), Terms(timeout, name=name)
-        program = prepare(operations.alltoall, self._primitives(terms), packed, None)
+        program = prepare(each, self._primitives(terms), operations.alltoall, [packed], None, listed=False)
         return self._issue(Fingerprint("alltoall_object"), program, [], packed, terms, objects.unpack_each)
 
     def send_object(

@@ -8,9 +8,8 @@ continue with the program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -74,33 +73,24 @@ class _Form(NamedTuple):
     received: tuple[int, ...] = ()
 
 
-def _reduced(
-    make: Callable[..., Program[Any]], p: Primitives, t: Tensor, out: Tensor | None, call: Signature
-) -> Program[Any]:
+async def _general(p: Primitives, t: Tensor, out: Tensor | None, call: Signature) -> Any:  # noqa: ANN401
+    """Run the program of a call that no lane can run."""
+    root = call.root or 0
+    if call.kind == "broadcast":
+        return (await operations.broadcast(p, [t], root))[0]
+    if call.kind == "allgather":
+        return (await operations.allgather(p, [t], out))[0]
+    if call.kind == "alltoall_single":
+        return await operations.alltoall_single(p, t, out, None)
     assert call.op is not None
-    into = t if out is None else out
-    if call.root is None:
-        return make(p, t, into, ReduceOp(call.op))
-    return make(p, t, into if p.ep.rank == call.root else None, ReduceOp(call.op), call.root)
-
-
-def _scattered(p: Primitives, t: Tensor, out: Tensor | None, call: Signature) -> Program[Any]:
-    assert call.op is not None
-    return operations.reduce_scatter(p, t, out, ReduceOp(call.op), blocks_of(t, None, p.ep.size))
-
-
-_PROGRAMS: Mapping[str, Callable[[Primitives, Tensor, Tensor | None, Signature], Program[Any]]] = MappingProxyType(
-    {
-        "allreduce": partial(_reduced, operations.allreduce),
-        "reduce": partial(_reduced, operations.reduce),
-        "scan": partial(_reduced, operations.scan),
-        "broadcast": lambda p, t, _, call: operations.broadcast(p, t, call.root or 0),
-        "reduce_scatter": _scattered,
-        "allgather": lambda p, t, out, _: operations.allgather(p, t, out),
-        "alltoall_single": lambda p, t, out, _: operations.alltoall_single(p, t, out, None),
-    }
-)
-"""The general way of each: what goes on where a lane cannot do it."""
+    op = ReduceOp(call.op)
+    if call.kind == "reduce_scatter":
+        return (await operations.reduce_scatter(p, [t], out, op, [blocks_of(t, None, p.ep.size)]))[0]
+    outs = [t if out is None else out]
+    if call.kind == "reduce":
+        return (await operations.reduce(p, [t], outs, op, root))[0]
+    elementwise = operations.scan if call.kind == "scan" else operations.allreduce
+    return (await elementwise(p, [t], outs, op))[0]
 
 
 class NativePlan(NamedTuple):
@@ -389,7 +379,7 @@ class Plans:
         def make() -> Program[Any]:
             ep = Endpoint(dispatcher.transport, tag_of(seq), traffic=dispatcher.traffic(seq), key=key_of(seq))
             p = Primitives(ep, repertoire, call.impl, device=self._device)
-            return _PROGRAMS[call.kind](p, _as_claimed(t, call, claims), out, call)
+            return _general(p, _as_claimed(t, call, claims), out, call)
 
         self._lanes.go_on(handle, make, claims)
 

@@ -234,10 +234,7 @@ class Reductions(Base):
             counts = [block.numel() for block in blocks[0]]
             check_out(out, ts[0], numel=counts[self.rank], part=True)
 
-        def reduce_scatter(p: Primitives, x: Tensor) -> Program[Any]:
-            return operations.reduce_scatter(p, x, out, known, blocks_of(x, sizes, self.size))
-
-        program = self._each(reduce_scatter, ts, t, terms)
+        program = self._each(partial(operations.reduce_scatter, out=out, op=known, blocks=blocks), ts, t, terms)
         cut_as = "" if sizes is None else f"sizes {list(sizes)}"
         what = fingerprint_of("reduce_scatter", ts, op, impl=impl, given=t, extra=cut_as)
         written = out if out is None or not overlaps(out, ts[0]) else ts[0]
@@ -274,7 +271,7 @@ class Reductions(Base):
         terms: Terms,
         root: int | None = None,
     ) -> Handle[Any]:
-        """`make(p, t, into, op)` is the program of one tensor; `root`: it alone gets the result."""
+        """`make(p, ts, outs, op)` is the program; `root`: it alone gets the result."""
         mine = root in (None, self.rank)
         lifted, convert = lift(t, op)
         ts = tensors_of(lifted)
@@ -283,14 +280,14 @@ class Reductions(Base):
             check_single(t, "out")
             check_out(out, ts[0], numel=ts[0].numel())
 
-        def one(p: Primitives, x: Tensor) -> Program[Any]:
-            return make(p, x, (x if out is None else out) if mine else None, known)
+        def work(p: Primitives, xs: Sequence[Tensor]) -> Program[Any]:
+            return make(p, xs, xs if out is None else [out], known)
 
         if isinstance(t, list) or (isinstance(t, Tensor) and out is None):
             result = t if mine else None
-            program = self._each(one, ts, lifted, terms, lambda _: result)
+            program = self._each(work, ts, lifted, terms, lambda _: result)
         else:  # `product` may raise
-            program = self._each(one, ts, lifted, terms, None if convert is product else convert)
+            program = self._each(work, ts, lifted, terms, None if convert is product else convert)
         claims = (writing(*ts) if out is None else claims_of(ts, out)) if mine else reading(*ts)
         what = fingerprint_of(kind, ts, op, root, terms.impl, given=t)
         if convert is product:  # which may raise
@@ -327,4 +324,5 @@ def _op_for(ts: Sequence[Tensor], op: str) -> ReduceOp:
 
 async def _stopping(p: Primitives, said: Tensor) -> bool:
     """Return True if any rank says so."""
-    return bool(await operations.allreduce(p, said, said, ReduceOp.MAX))
+    (any_said,) = await operations.allreduce(p, [said], [said], ReduceOp.MAX)
+    return bool(any_said)

@@ -178,7 +178,7 @@ class SharedMemory(Base):
 
 async def _of_all(p: Primitives, mine: object) -> list[Any]:
     """Return each rank's object."""
-    parts = await operations.allgather(p, pickling.pack(mine), None)
+    (parts,) = await operations.allgather(p, [pickling.pack(mine)])
     return pickling.unpack_each(list(parts))
 
 

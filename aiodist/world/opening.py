@@ -164,7 +164,8 @@ async def _meet(environment: Environment, mpi: MpiTransport | None, limits: Limi
         primitives = Primitives(Endpoint(mpi, 0), Repertoire(mpi))
 
         async def exchange(said: bytes) -> list[bytes]:
-            return [as_bytes(one) for one in await _run(allgather(primitives, as_tensor(said), None))]
+            (of_all,) = await _run(allgather(primitives, [as_tensor(said)]))
+            return [as_bytes(one) for one in of_all]
 
         return await _meet_over(Introduction(mpi.rank, mpi.size, exchange), limits)
     if environment.rendezvous is None:

@@ -161,7 +161,7 @@ class Ranks:
 
     @staticmethod
     def summing(ts: Sequence[Tensor]) -> list[Make]:
-        return [partial(lambda t, impl, ep: impl.run(ep, Primitive("allreduce", t)), t) for t in ts]
+        return [partial(lambda t, impl, ep: impl.run(ep, [Primitive("allreduce", t)]), t) for t in ts]
 
 
 @pytest.fixture

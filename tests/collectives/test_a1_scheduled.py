@@ -13,13 +13,13 @@ from torch import Tensor
 
 from aiodist import Communicator, ReduceOp
 from aiodist.collectives.arithmetic import combine
-from aiodist.collectives.scheduled import LANE_TAGS, SubEndpoint
+from aiodist.collectives.endpoint import LANE_TAGS, SubEndpoint
 from aiodist.communicator import parts_of
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.schedules import MAX_LANES, SCHEDULES
-from aiodist.testing.seams.algorithms import Endpoint, Program, Scheduled, lockstep
+from aiodist.testing.seams.algorithms import Endpoint, Program, Scheduled
 from aiodist.testing.seams.carriers import LocalHub, LocalTransport
-from aiodist.testing.seams.progress import run, transfers
+from aiodist.testing.seams.progress import run
 from aiodist.testing.seams.transport import Done, Primitive, Wanted
 
 every = pytest.mark.ranks(1, 2, 3, 5, backend="local")
@@ -68,7 +68,7 @@ async def test_a1_allreduce(coll: Communicator) -> None:
     for how, n, (kind, op) in product(all_of("allreduce"), lengths(coll.size), KINDS_AND_OPS):
         parts = inputs(coll.size, n, kind)
         t = parts[coll.rank].clone()
-        await perform(coll, lambda ep: how.run(ep, Primitive("allreduce", t, op=op)))  # noqa: B023
+        await perform(coll, lambda ep: how.run(ep, [Primitive("allreduce", t, op=op)]))  # noqa: B023
         assert torch.equal(t, reduced(parts, op)[-1]), (how.name, how.chunks, n, kind, op)
 
 
@@ -79,7 +79,7 @@ async def test_a1_allreduce_is_the_same_to_the_bit_on_all_ranks(coll: Communicat
         for op in OPS:
             t = torch.rand(40, generator=torch.Generator().manual_seed(coll.rank)).log()
             t[:5] = 0.0 if coll.rank % 2 else -0.0
-            await perform(coll, lambda ep: how.run(ep, Primitive("allreduce", t, op=op)))  # noqa: B023
+            await perform(coll, lambda ep: how.run(ep, [Primitive("allreduce", t, op=op)]))  # noqa: B023
             everywhere = await coll.allgather(t.view(torch.int32))
             assert all(torch.equal(one, everywhere[0]) for one in everywhere), (how.name, how.chunks, op)
 
@@ -90,7 +90,7 @@ async def test_a1_direct_reduces_in_rank_order(coll: Communicator) -> None:
     expected = reduced(parts, ReduceOp.SUM)[-1]
     for root in range(coll.size):
         t = parts[coll.rank].clone()
-        await perform(coll, lambda ep: Scheduled("direct").run(ep, Primitive("reduce", t, root=root)))  # noqa: B023
+        await perform(coll, lambda ep: Scheduled("direct").run(ep, [Primitive("reduce", t, root=root)]))  # noqa: B023
         assert torch.equal(t, expected if coll.rank == root else parts[coll.rank])
 
 
@@ -100,7 +100,7 @@ async def test_a3_broadcast(coll: Communicator) -> None:
         kind = KINDS[root % 3]
         parts = inputs(coll.size, n, kind)
         t = parts[coll.rank].clone()
-        await perform(coll, lambda ep: how.run(ep, Primitive("broadcast", t, root=root)))  # noqa: B023
+        await perform(coll, lambda ep: how.run(ep, [Primitive("broadcast", t, root=root)]))  # noqa: B023
         assert torch.equal(t, parts[root]), (how.name, how.chunks, n, kind, root)
 
 
@@ -110,7 +110,7 @@ async def test_a1_reduce_leaves_the_tensors_of_others_alone(coll: Communicator) 
         kind = KINDS[root % 3]
         parts = inputs(coll.size, n, kind)
         t = parts[coll.rank].clone()
-        await perform(coll, lambda ep: how.run(ep, Primitive("reduce", t, root=root)))  # noqa: B023
+        await perform(coll, lambda ep: how.run(ep, [Primitive("reduce", t, root=root)]))  # noqa: B023
         expected = reduced(parts, ReduceOp.SUM)[-1] if coll.rank == root else parts[coll.rank]
         assert torch.equal(t, expected), (how.name, how.chunks, n, kind, root)
 
@@ -129,7 +129,7 @@ async def test_a1_allgather(coll: Communicator) -> None:
         parts = [part[:count] for part, count in zip(inputs(coll.size, 11, kind), counts, strict=True)]
         out = torch.full((sum(counts),), 77, dtype=kind)
         t = out.split(counts)[coll.rank].copy_(parts[coll.rank]) if in_place else parts[coll.rank].clone()
-        await perform(coll, lambda ep: how.run(ep, Primitive("allgather", t, out, counts=counts)))  # noqa: B023
+        await perform(coll, lambda ep: how.run(ep, [Primitive("allgather", t, out, counts=counts)]))  # noqa: B023
         assert torch.equal(out, torch.cat(parts)), (how.name, how.chunks, counts, kind)
         assert torch.equal(t, parts[coll.rank])
 
@@ -139,7 +139,7 @@ async def test_a1_reduce_scatter_only_reads_its_input(coll: Communicator) -> Non
     for how, counts, (kind, op) in product(all_of("reduce_scatter"), shares(coll.size), KINDS_AND_OPS):
         parts = inputs(coll.size, sum(counts), kind)
         t, out = parts[coll.rank].clone(), torch.empty(counts[coll.rank], dtype=kind)
-        await perform(coll, lambda ep: how.run(ep, Primitive("reduce_scatter", t, out, counts=counts, op=op)))  # noqa: B023
+        await perform(coll, lambda ep: how.run(ep, [Primitive("reduce_scatter", t, out, counts=counts, op=op)]))  # noqa: B023
         assert torch.equal(out, reduced(parts, op)[-1].split(counts)[coll.rank]), (how.name, how.chunks, counts, kind)
         assert torch.equal(t, parts[coll.rank])
 
@@ -150,7 +150,7 @@ async def test_a1_reduce_scatter_into_my_block_of_the_input(coll: Communicator) 
         parts = inputs(coll.size, sum(counts), torch.float32)
         t = parts[coll.rank].clone()
         block = t.split(counts)[coll.rank]
-        await perform(coll, lambda ep: how.run(ep, Primitive("reduce_scatter", t, block, counts=counts)))  # noqa: B023
+        await perform(coll, lambda ep: how.run(ep, [Primitive("reduce_scatter", t, block, counts=counts)]))  # noqa: B023
         assert torch.equal(block, reduced(parts, ReduceOp.SUM)[-1].split(counts)[coll.rank]), (how.name, counts)
 
 
@@ -159,7 +159,7 @@ async def test_a1_scan(coll: Communicator) -> None:
     for how, n, (kind, op) in product(all_of("scan"), lengths(coll.size), KINDS_AND_OPS):
         parts = inputs(coll.size, n, kind)
         t = parts[coll.rank].clone()
-        await perform(coll, lambda ep: how.run(ep, Primitive("scan", t, op=op)))  # noqa: B023
+        await perform(coll, lambda ep: how.run(ep, [Primitive("scan", t, op=op)]))  # noqa: B023
         assert torch.equal(t, reduced(parts, op)[coll.rank]), (how.name, how.chunks, n, kind, op)
 
 
@@ -169,7 +169,7 @@ async def test_a1_alltoall(coll: Communicator) -> None:
     for how, count, kind in product(all_of("alltoall"), (0, 1, 4), KINDS):
         parts = inputs(size, count * size, kind)
         t, out, even = parts[rank].clone(), torch.empty(count * size, dtype=kind), [count] * size
-        await perform(coll, lambda ep: how.run(ep, Primitive("alltoall", t, out, counts=even, received=even)))  # noqa: B023
+        await perform(coll, lambda ep: how.run(ep, [Primitive("alltoall", t, out, counts=even, received=even)]))  # noqa: B023
         expected = torch.cat([part[rank * count : (rank + 1) * count] for part in parts])
         assert torch.equal(out, expected), (how.name, count, kind)
     counts = [[(src + 2 * dst) % 4 for dst in range(size)] for src in range(size)]
@@ -179,7 +179,7 @@ async def test_a1_alltoall(coll: Communicator) -> None:
     await perform(
         coll,
         lambda ep: Scheduled("direct").run(
-            ep, Primitive("alltoall", wholes[rank], out, counts=counts[rank], received=receives)
+            ep, [Primitive("alltoall", wholes[rank], out, counts=counts[rank], received=receives)]
         ),
     )
     assert torch.equal(out, torch.cat([t.split(row)[rank] for t, row in zip(wholes, counts, strict=True)]))
@@ -202,12 +202,12 @@ async def test_a1_groups_of_ranks_run_schedules_of_their_own(coll: Communicator)
         async def program(ep: Endpoint) -> None:
             group = SubEndpoint(ep, mine)
             assert (group.rank, group.size) == (mine.index(rank), len(mine))
-            await how.run(group, Primitive("allreduce", t, op=op))  # noqa: B023
+            await how.run(group, [Primitive("allreduce", t, op=op)])  # noqa: B023
             lead = [half[0] for half in halves]
             if rank in lead:
-                await how.run(SubEndpoint(ep, lead), Primitive("allreduce", t, op=op))  # noqa: B023
+                await how.run(SubEndpoint(ep, lead), [Primitive("allreduce", t, op=op)])  # noqa: B023
             within = SubEndpoint(SubEndpoint(ep, mine), range(len(mine)))
-            await Scheduled("tree").run(within, Primitive("broadcast", t))  # noqa: B023
+            await Scheduled("tree").run(within, [Primitive("broadcast", t)])  # noqa: B023
 
         await perform(coll, program)
         assert torch.equal(t, reduced(parts, op)[-1]), (name, op)
@@ -220,31 +220,27 @@ async def test_a1_lists_in_lockstep_share_a_tag(coll: Communicator) -> None:
         wholes = [inputs(coll.size, n, torch.int64) for n in (7, 0, 1, coll.size - 1, 30)]
         ts = [parts[coll.rank].clone() for parts in wholes]
         how = Scheduled(name, 1)
-        await perform(coll, lambda ep: lockstep([how.run(ep, Primitive("allreduce", t)) for t in ts]))  # noqa: B023
+        await perform(coll, lambda ep: how.run(ep, [Primitive("allreduce", t) for t in ts]))  # noqa: B023
         assert all(torch.equal(t, reduced(parts, ReduceOp.SUM)[-1]) for t, parts in zip(ts, wholes, strict=True)), name
     for root in range(coll.size):
         ts = [torch.arange(n) * (1 + coll.rank) for n in (30, 1, 9)]
         how = Scheduled("chain", 4)
-        await perform(coll, lambda ep: lockstep([how.run(ep, Primitive("broadcast", t, root=root)) for t in ts]))  # noqa: B023
+        await perform(coll, lambda ep: how.run(ep, [Primitive("broadcast", t, root=root) for t in ts]))  # noqa: B023
         assert [t.tolist() for t in ts] == [[i * (1 + root) for i in range(n)] for n in (30, 1, 9)]
 
 
 @pytest.mark.ranks(3, 5, 6, backend="local")
 @pytest.mark.parametrize("kind", ["allreduce", "broadcast", "reduce", "scan"])
 async def test_a1_lists_by_two_schedules_do_not_mix(coll: Communicator, kind: str) -> None:
-    """The ranks of two schedules take different steps, and some tensors begin one step behind the others."""
+    """The ranks of two schedules take different steps, one schedule after the other with the same tag."""
     root, me = coll.size - 1, coll.rank
     for short, long in permutations(SCHEDULES[kind], 2):
         wholes = [inputs(coll.size, n, torch.int64) for n in (7, 40, 1, 23)]
         ts = [parts[me].clone() for parts in wholes]
 
-        def program(ep: Endpoint) -> Program[object]:
-            shared = Endpoint(ep.transport, ep.tag, shared=True)
-            programs = [
-                Scheduled(name, 1).run(shared, Primitive(kind, t, root=root))
-                for name, t in zip((short, long, short, long), ts, strict=True)  # noqa: B023
-            ]
-            return lockstep([*programs[:3], behind(programs[3])])
+        async def program(ep: Endpoint) -> None:
+            for name, some in ((short, ts[::2]), (long, ts[1::2])):  # noqa: B023
+                await Scheduled(name, 1).run(ep, [Primitive(kind, t, root=root) for t in some])
 
         await perform(coll, program)
         for t, parts in zip(ts, wholes, strict=True):
@@ -252,12 +248,6 @@ async def test_a1_lists_by_two_schedules_do_not_mix(coll: Communicator, kind: st
             total = sums[-1] if kind == "allreduce" or me == root else parts[me]
             expected = {"scan": sums[me], "broadcast": parts[root]}.get(kind, total)
             assert torch.equal(t, expected), (short, long, t.numel())
-
-
-async def behind(program: Program[None]) -> None:
-    """Begin with a step of nothing."""
-    await transfers([])
-    await program
 
 
 @pytest.mark.ranks(3, backend="local")
@@ -277,7 +267,7 @@ async def test_a2_as_many_lanes_as_there_may_be(coll: Communicator, monkeypatch:
         t = parts[coll.rank].clone()
         how = Scheduled(name, MAX_LANES)
         tags.clear()
-        await perform(coll, lambda ep: how.run(ep, Primitive("allreduce", t)), last)  # noqa: B023
+        await perform(coll, lambda ep: how.run(ep, [Primitive("allreduce", t)]), last)  # noqa: B023
         assert torch.equal(t, reduced(parts, ReduceOp.SUM)[-1])
         assert {last + lane * LANE_TAGS for lane in range(MAX_LANES)} <= tags
         assert max(tags) < 1 << 28
@@ -311,9 +301,9 @@ def test_a1_scratch_is_of_the_kind_of_the_tensors(
         t = torch.ones(6)
     with mode():
         for how, ts in wholes.items():
-            at_once(3, lambda ep: how.run(ep, Primitive("allreduce", ts[ep.rank])))  # noqa: B023
+            at_once(3, lambda ep: how.run(ep, [Primitive("allreduce", ts[ep.rank])]))  # noqa: B023
         for how, outs in blocks.items():
-            at_once(3, lambda ep: how.run(ep, Primitive("reduce_scatter", t, outs[ep.rank], counts=[2, 2, 2])))  # noqa: B023
+            at_once(3, lambda ep: how.run(ep, [Primitive("reduce_scatter", t, outs[ep.rank], counts=[2, 2, 2])]))  # noqa: B023
     assert all(t.tolist() == [6.0] * 6 for ts in wholes.values() for t in ts)
     assert all(out.tolist() == [3.0] * 2 for outs in blocks.values() for out in outs)
 

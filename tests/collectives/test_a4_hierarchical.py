@@ -15,7 +15,7 @@ from aiodist.collectives.hierarchical import Hierarchical
 from aiodist.collectives.traffic import Traffic
 from aiodist.communicator import parts_of
 from aiodist.communicator.fingerprint import Fingerprint
-from aiodist.testing.seams.algorithms import Endpoint, Implementation, Program, lockstep
+from aiodist.testing.seams.algorithms import Endpoint, Implementation, Program
 from aiodist.testing.seams.transport import Primitive, Wanted
 
 HOSTS = {
@@ -52,7 +52,7 @@ async def test_a4_allreduce_in_pieces_on_their_way_at_once(coll: Communicator) -
     for (_, form), n, op in product(forms(coll), (0, 1, 3, 23, 101), (ReduceOp.SUM, ReduceOp.MAX)):
         parts = brought(coll.size, n)
         t = parts[coll.rank].clone()
-        await perform(coll, lambda ep: form.run(ep, Primitive("allreduce", t, op=op)))  # noqa: B023
+        await perform(coll, lambda ep: form.run(ep, [Primitive("allreduce", t, op=op)]))  # noqa: B023
         stacked = torch.stack(parts)
         assert torch.equal(t, stacked.sum(0) if op is ReduceOp.SUM else stacked.amax(0)), (form.name, n, op)
 
@@ -62,11 +62,11 @@ async def test_a4_broadcast_and_reduce_from_and_to_every_root(coll: Communicator
     for (_, form), root, n in product(forms(coll), range(coll.size), (1, 17)):
         parts = brought(coll.size, n)
         t = parts[coll.rank].clone()
-        await perform(coll, lambda ep: form.run(ep, Primitive("reduce", t, root=root)))  # noqa: B023
+        await perform(coll, lambda ep: form.run(ep, [Primitive("reduce", t, root=root)]))  # noqa: B023
         expected = torch.stack(parts).sum(0) if coll.rank == root else parts[coll.rank]
         assert torch.equal(t, expected), (form.name, root)
         t = parts[coll.rank].clone()
-        await perform(coll, lambda ep: form.run(ep, Primitive("broadcast", t, root=root)))  # noqa: B023
+        await perform(coll, lambda ep: form.run(ep, [Primitive("broadcast", t, root=root)]))  # noqa: B023
         assert torch.equal(t, parts[root]), (form.name, root)
 
 
@@ -79,8 +79,8 @@ async def test_a4_lists_of_small_and_large_tensors(coll: Communicator, kind: str
     for (_, form), root in product(forms(coll, TOGETHER), range(coll.size)):
         parts = [brought(coll.size, n) for n in sizes]
         ts = [each[coll.rank].clone() for each in parts]
-        ep = Endpoint(parts_of(coll).transport, (1 << 21) + coll.seq, traffic=Traffic(), shared=True)
-        program = lockstep([form.run(ep, Primitive(kind, t, root=root)) for t in ts])
+        ep = Endpoint(parts_of(coll).transport, (1 << 21) + coll.seq, traffic=Traffic())
+        program = form.run(ep, [Primitive(kind, t, root=root) for t in ts])
         await parts_of(coll).dispatcher.issue(Fingerprint("hierarchical"), program)
         for t, each in zip(ts, parts, strict=True):
             total = torch.stack(each).sum(0)
@@ -95,7 +95,7 @@ async def test_a4_many_in_flight_do_not_mix(coll: Communicator) -> None:
     handles = [
         parts_of(coll).dispatcher.issue(
             Fingerprint("hierarchical"),
-            form.run(Endpoint(parts_of(coll).transport, (1 << 21) + coll.seq), Primitive("allreduce", t)),
+            form.run(Endpoint(parts_of(coll).transport, (1 << 21) + coll.seq), [Primitive("allreduce", t)]),
         )
         for t in ts
     ]

@@ -30,10 +30,9 @@ def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     run = Scheduled.run
 
-    def noted(self, ep, operation):  # type: ignore[no-untyped-def]
-        if operation.kind == "allreduce":
-            names.append(self.name)
-        return run(self, ep, operation)
+    def noted(self, ep, primitives):  # type: ignore[no-untyped-def]
+        names.extend(self.name for o in primitives if o.kind == "allreduce")
+        return run(self, ep, primitives)
 
     monkeypatch.setattr(Scheduled, "run", noted)
     return names

@@ -21,10 +21,10 @@ from aiodist.backends.cuda_ipc import mappings as mappings_module
 from aiodist.backends.inplace import divide
 from aiodist.collectives.choice.table import USUAL_LIMITS
 from aiodist.collectives.cuda import ipc as cuda_ipc
-from aiodist.collectives.scheduled import SubEndpoint
+from aiodist.collectives.endpoint import SubEndpoint
 from aiodist.communicator import parts_of
 from aiodist.testing import run_ranks
-from aiodist.testing.seams.algorithms import Endpoint, Program, lockstep
+from aiodist.testing.seams.algorithms import Endpoint, Program
 from aiodist.testing.seams.cuda import CudaIpc, Mapped
 from aiodist.testing.seams.transport import Done, Primitive
 from aiodist.types import ReduceOp
@@ -51,7 +51,7 @@ async def test_s4_allreduce_of_every_size(ranks_of: type[Ranks], size: int, shar
         parts = ranks_of.brought(size, n)
         ts = ranks_of.on_device(parts)
         await ranks.perform(
-            [partial(lambda t, op, impl, ep: impl.run(ep, Primitive("allreduce", t, op=op)), t, op) for t in ts]
+            [partial(lambda t, op, impl, ep: impl.run(ep, [Primitive("allreduce", t, op=op)]), t, op) for t in ts]
         )
         stacked = torch.stack(parts)
         expected = {
@@ -71,7 +71,9 @@ async def test_s4_memory_is_described_only_to_the_ranks_that_work_in_it(ranks_of
         ranks = ranks_of(4, shared=shared)
         ts = ranks_of.on_device(ranks_of.brought(4, 100))
         for _ in range(3):
-            await ranks.perform([partial(lambda t, impl, ep: impl.run(ep, Primitive(kind, t, root=2)), t) for t in ts])
+            await ranks.perform(
+                [partial(lambda x, impl, ep: impl.run(ep, [Primitive(kind, x, root=2)]), t) for t in ts]
+            )
         assert [mapper.exported for mapper in ranks.mappers] == described
         await ranks.close()
 
@@ -127,7 +129,7 @@ async def test_s4_allreduce_of_all_dtypes_with_all_operators(ranks_of: type[Rank
             parts = ranks_of.brought(size, 700, kind)
             ts = ranks_of.on_device(parts)
             await ranks.perform(
-                [partial(lambda t, op, impl, ep: impl.run(ep, Primitive("allreduce", t, op=op)), t, op) for t in ts]
+                [partial(lambda t, op, impl, ep: impl.run(ep, [Primitive("allreduce", t, op=op)]), t, op) for t in ts]
             )
             for t in ts:
                 assert t.dtype is kind
@@ -145,7 +147,7 @@ async def test_s4_sums_of_16_bit_floats_are_rounded_once(ranks_of: type[Ranks], 
         for op in (ReduceOp.SUM, ReduceOp.MEAN):
             ts = ranks_of.on_device(parts)
             await ranks.perform(
-                [partial(lambda t, op, impl, ep: impl.run(ep, Primitive("allreduce", t, op=op)), t, op) for t in ts]
+                [partial(lambda t, op, impl, ep: impl.run(ep, [Primitive("allreduce", t, op=op)]), t, op) for t in ts]
             )
             exact = torch.stack(parts).double().sum(0) / (size if op is ReduceOp.MEAN else 1)
             steps = torch.tensor(torch.finfo(kind).eps, dtype=torch.float64) * exact.abs()
@@ -155,7 +157,7 @@ async def test_s4_sums_of_16_bit_floats_are_rounded_once(ranks_of: type[Ranks], 
         big = [torch.full((3,), 60000.0, dtype=kind) for _ in range(size)]
         ts = ranks_of.on_device(big)
         await ranks.perform(
-            [partial(lambda t, impl, ep: impl.run(ep, Primitive("allreduce", t, op=ReduceOp.MEAN)), t) for t in ts]
+            [partial(lambda t, impl, ep: impl.run(ep, [Primitive("allreduce", t, op=ReduceOp.MEAN)]), t) for t in ts]
         )
         assert torch.equal(ts[0].cpu(), big[0]), "a mean whose sum is too large for float16"
         await ranks.close()
@@ -167,7 +169,7 @@ async def test_s4_all_ranks_have_the_same_bits(ranks_of: type[Ranks]) -> None:
     made = torch.Generator().manual_seed(1)
     parts = [torch.randn(3001, generator=made) for _ in range(5)]
     ts = ranks_of.on_device(parts)
-    await ranks.perform([partial(lambda t, impl, ep: impl.run(ep, Primitive("allreduce", t)), t) for t in ts])
+    await ranks.perform([partial(lambda t, impl, ep: impl.run(ep, [Primitive("allreduce", t)]), t) for t in ts])
     assert all(torch.equal(t.cpu(), ts[0].cpu()) for t in ts)
     assert torch.allclose(ts[0].cpu().double(), torch.stack(parts).double().sum(0), rtol=1e-5, atol=1e-5)
     await ranks.close()
@@ -182,14 +184,17 @@ async def test_s4_reduce_and_broadcast_with_every_root(ranks_of: type[Ranks], si
         parts = ranks_of.brought(size, n, kind, root)
         ts = ranks_of.on_device(parts)
         await ranks.perform(
-            [partial(lambda t, root, impl, ep: impl.run(ep, Primitive("reduce", t, root=root)), t, root) for t in ts]
+            [partial(lambda t, root, impl, ep: impl.run(ep, [Primitive("reduce", t, root=root)]), t, root) for t in ts]
         )
         for rank, t in enumerate(ts):
             expected = reduced(parts, ReduceOp.SUM) if rank == root else parts[rank]
             assert torch.equal(t.cpu(), expected), (root, n, rank)
         ts = ranks_of.on_device(parts)
         await ranks.perform(
-            [partial(lambda t, root, impl, ep: impl.run(ep, Primitive("broadcast", t, root=root)), t, root) for t in ts]
+            [
+                partial(lambda t, root, impl, ep: impl.run(ep, [Primitive("broadcast", t, root=root)]), t, root)
+                for t in ts
+            ]
         )
         for t in ts:
             assert torch.equal(t.cpu(), parts[root])
@@ -221,7 +226,7 @@ async def test_s4_allgather_of_unequal_blocks(ranks_of: type[Ranks], size: int, 
         await ranks.perform(
             [
                 partial(
-                    lambda t, out, counts, impl, ep: impl.run(ep, Primitive("allgather", t, out, counts=counts)),
+                    lambda t, out, counts, impl, ep: impl.run(ep, [Primitive("allgather", t, out, counts=counts)]),
                     t,
                     out,
                     counts,
@@ -250,7 +255,9 @@ async def test_s4_reduce_scatter_of_unequal_blocks(ranks_of: type[Ranks], size: 
         await ranks.perform(
             [
                 partial(
-                    lambda t, out, c, op, impl, ep: impl.run(ep, Primitive("reduce_scatter", t, out, counts=c, op=op)),
+                    lambda t, out, c, op, impl, ep: impl.run(
+                        ep, [Primitive("reduce_scatter", t, out, counts=c, op=op)]
+                    ),
                     t,
                     out,
                     counts,
@@ -274,7 +281,7 @@ async def test_s4_scan(ranks_of: type[Ranks], size: int, shared: bool) -> None:
         parts = ranks_of.brought(size, n, kind)
         ts = ranks_of.on_device(parts)
         await ranks.perform(
-            [partial(lambda t, op, impl, ep: impl.run(ep, Primitive("scan", t, op=op)), t, op) for t in ts]
+            [partial(lambda t, op, impl, ep: impl.run(ep, [Primitive("scan", t, op=op)]), t, op) for t in ts]
         )
         for rank, t in enumerate(ts):
             assert torch.equal(t.cpu(), reduced(parts[: rank + 1], op)), (n, kind, op, rank)
@@ -359,7 +366,7 @@ async def test_s4_several_operations_in_flight_begun_in_any_order(
         rows = [t[i] for t in whole]
         if i % 2:
             makes.append(
-                [partial(lambda t, impl, ep: impl.run(ep, Primitive("broadcast", t, root=1)), t) for t in rows]
+                [partial(lambda t, impl, ep: impl.run(ep, [Primitive("broadcast", t, root=1)]), t) for t in rows]
             )
         else:
             makes.append(ranks_of.summing(rows))
@@ -378,25 +385,18 @@ async def test_s4_several_operations_in_flight_begun_in_any_order(
 
 @one_loop
 async def test_s4_side_by_side_with_one_tag(ranks_of: type[Ranks]) -> None:
-    """Lists of tensors: operations of different kinds share their messages' tag, step by step."""
+    """Lists of tensors share their messages' tag, step by step."""
     ranks = ranks_of(3)
     parts = [ranks_of.brought(3, n, seed=n) for n in (5, 0, 300)]
     lists = [ranks_of.on_device(part) for part in parts]
 
     def make(rank: int, impl: CudaIpc, ep: Endpoint) -> Program[Any]:
-        first, nothing, last = (ts[rank] for ts in lists)
-        return lockstep(
-            [
-                impl.run(ep, Primitive("allreduce", first)),
-                impl.run(ep, Primitive("allreduce", nothing)),
-                impl.run(ep, Primitive("broadcast", last, root=2)),
-            ]
-        )
+        return impl.run(ep, [Primitive("allreduce", ts[rank]) for ts in lists])
 
     await ranks.perform([partial(make, rank) for rank in range(3)])
     for rank in range(3):
-        assert torch.equal(lists[0][rank].cpu(), torch.stack(parts[0]).sum(0))
-        assert torch.equal(lists[2][rank].cpu(), parts[2][2])
+        for ts, part in zip(lists, parts, strict=True):
+            assert torch.equal(ts[rank].cpu(), torch.stack(part).sum(0))
     await ranks.close()
 
 
@@ -409,7 +409,7 @@ async def test_s4_some_of_the_ranks_in_another_order(ranks_of: type[Ranks]) -> N
 
     def make(rank: int, impl: CudaIpc, ep: Endpoint) -> Program[Any]:
         group = next(group for group in groups if rank in group)
-        return impl.run(SubEndpoint(ep, group), Primitive("reduce", ts[rank], root=1))
+        return impl.run(SubEndpoint(ep, group), [Primitive("reduce", ts[rank], root=1)])
 
     await ranks.perform([partial(make, rank) for rank in range(5)])
     for group in groups:
@@ -469,7 +469,7 @@ async def test_s4_nothing_is_asked_of_a_device_with_nothing_queued(
         monkeypatch.setattr(impl, "events", Watched())
         with torch.cuda.stream(stream):
             futures.append(
-                ranks.begin(rank, 1, partial(lambda t, impl, ep: impl.run(ep, Primitive("broadcast", t)), t))
+                ranks.begin(rank, 1, partial(lambda t, impl, ep: impl.run(ep, [Primitive("broadcast", t)]), t))
             )
     await asyncio.wait_for(asyncio.gather(*futures), SECONDS)
     assert all(torch.equal(t.cpu(), parts[0]) for t in ts)

@@ -224,14 +224,14 @@ async def test_s4_one_launch_for_all_ranks_of_a_device(
     await ranks.perform(ranks_of.summing(ts))
     assert all(torch.equal(t.cpu(), torch.stack(parts).sum(0)) for t in ts)
     ts = ranks_of.on_device(parts)
-    makes = [partial(lambda t, impl, ep: impl.run(ep, Primitive("reduce", t, root=2)), t) for t in ts]
+    makes = [partial(lambda t, impl, ep: impl.run(ep, [Primitive("reduce", t, root=2)]), t) for t in ts]
     await ranks.perform(makes)
     assert torch.equal(ts[2].cpu(), torch.stack(parts).sum(0))
     assert all(torch.equal(ts[rank].cpu(), parts[rank]) for rank in (0, 1, 3))
     outs = [torch.empty(250, dtype=ts[0].dtype, device="cuda") for _ in range(4)]
     ts = ranks_of.on_device(parts)
     makes = [
-        partial(lambda t, out, impl, ep: impl.run(ep, Primitive("reduce_scatter", t, out, counts=[250] * 4)), t, out)
+        partial(lambda t, out, impl, ep: impl.run(ep, [Primitive("reduce_scatter", t, out, counts=[250] * 4)]), t, out)
         for t, out in zip(ts, outs, strict=True)
     ]
     await ranks.perform(makes)

@@ -19,7 +19,7 @@ from aiodist.collectives.primitives import Primitives
 from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES, Progress
 from aiodist.streams import Staging
-from aiodist.testing.seams.algorithms import Endpoint, Implementation, Program, Repertoire, Scheduled, lockstep
+from aiodist.testing.seams.algorithms import Endpoint, Implementation, Program, Repertoire, Scheduled
 from aiodist.testing.seams.carriers import LocalHub, LocalTransport
 from aiodist.testing.seams.cuda import DeviceWork, Staged, on_devices
 from aiodist.testing.seams.progress import run, transfers
@@ -69,12 +69,11 @@ class Rank:
         self.running = self.most_running = self.ran = 0
         repertoire = Repertoire(self.wire)
 
-        def host(ep: Endpoint, together: bool) -> Primitives:
-            return Counting(self, Primitives(ep, repertoire, together=together, later=True))  # type: ignore[return-value]
+        def host(ep: Endpoint) -> Primitives:
+            return Counting(self, Primitives(ep, repertoire, later=True))  # type: ignore[return-value]
 
         self.host = host
         self.staged = Staged(staging, host, LIMITS)
-        self.together = Staged(staging, host, LIMITS, together=True)
         self._seq = 0
 
     def endpoint(self) -> Endpoint:
@@ -105,11 +104,11 @@ class Counting:
         self.ep = primitives.ep
         self.finishes = primitives.finishes
 
-    async def run(self, operation: Primitive) -> None:
+    async def run(self, primitives: Sequence[Primitive]) -> None:
         rank = self._rank
         rank.running += 1
         rank.most_running = max(rank.running, rank.most_running)
-        await self._primitives.run(operation)
+        await self._primitives.run(primitives)
         rank.running -= 1
         rank.ran += 1
 
@@ -138,7 +137,7 @@ def allreduce(
     streams: Sequence[torch.cuda.Stream | None] = (None, None, None),
 ) -> list[asyncio.Future[Any]]:
     """Have every rank reduce its tensor, staged."""
-    return begin(group, lambda r, ep: r.staged.run(ep, Primitive("allreduce", on[r.rank], op=op)), streams)
+    return begin(group, lambda r, ep: r.staged.run(ep, [Primitive("allreduce", on[r.rank], op=op)]), streams)
 
 
 async def all_of(handles: Sequence[asyncio.Future[Any]]) -> list[Any]:
@@ -421,8 +420,8 @@ async def test_s5_a_rank_alone_stages_nothing_wrong(simulated_cuda: SimulatedCud
     on, out = t.to("cuda"), torch.empty(LONG, device="cuda")
     torch.cuda.synchronize()
     await all_of(allreduce([a], [on], ReduceOp.MEAN))
-    await all_of(begin([a], lambda r, ep: r.staged.run(ep, Primitive("allgather", on, out, counts=[LONG]))))
-    await all_of(begin([a], lambda r, ep: r.staged.run(ep, Primitive("broadcast", on))))
+    await all_of(begin([a], lambda r, ep: r.staged.run(ep, [Primitive("allgather", on, out, counts=[LONG])])))
+    await all_of(begin([a], lambda r, ep: r.staged.run(ep, [Primitive("broadcast", on)])))
     assert torch.equal(on.cpu(), t)
     assert torch.equal(out.cpu(), t)
 
@@ -435,7 +434,7 @@ async def test_s5_schedules_run_on_staged_messages(simulated_cuda: SimulatedCuda
         ts = brought(3, LONG)
         on = on_device(ts)
         impl = Scheduled(name, chunks)
-        await all_of(begin(group, lambda r, ep: impl.run(ep, Primitive("allreduce", on[r.rank]))))  # noqa: B023
+        await all_of(begin(group, lambda r, ep: impl.run(ep, [Primitive("allreduce", on[r.rank])])))  # noqa: B023
         assert all(torch.equal(t.cpu(), expected(ts, ReduceOp.SUM)) for t in on), name
 
 
@@ -489,15 +488,15 @@ async def test_s5_broadcast_reduce_and_scan(simulated_cuda: SimulatedCuda, size:
         for numel in (1, SHORT, LONG):
             ts = brought(size, numel)
             on = on_device(ts)
-            await all_of(begin(group, lambda r, ep: r.staged.run(ep, Primitive("reduce", on[r.rank], root=root))))  # noqa: B023
+            await all_of(begin(group, lambda r, ep: r.staged.run(ep, [Primitive("reduce", on[r.rank], root=root)])))  # noqa: B023
             for rank, t in enumerate(on):
                 assert torch.equal(t.cpu(), expected(ts, ReduceOp.SUM) if rank == root else ts[rank])
             on = on_device(ts)
-            await all_of(begin(group, lambda r, ep: r.staged.run(ep, Primitive("broadcast", on[r.rank], root=root))))  # noqa: B023
+            await all_of(begin(group, lambda r, ep: r.staged.run(ep, [Primitive("broadcast", on[r.rank], root=root)])))  # noqa: B023
             assert all(torch.equal(t.cpu(), ts[root]) for t in on)
     ts = brought(size, LONG)
     on = on_device(ts)
-    await all_of(begin(group, lambda r, ep: r.staged.run(ep, Primitive("scan", on[r.rank]))))
+    await all_of(begin(group, lambda r, ep: r.staged.run(ep, [Primitive("scan", on[r.rank])])))
     for rank, t in enumerate(on):
         assert torch.equal(t.cpu(), expected(ts[: rank + 1], ReduceOp.SUM))
 
@@ -520,7 +519,7 @@ async def test_s5_allgather_and_reduce_scatter_of_any_counts(
             block.copy_(part)
 
         def gathered(r: Rank, ep: Endpoint, mine: Any = mine, outs: Any = outs) -> Program[None]:
-            return r.staged.run(ep, Primitive("allgather", mine[r.rank], outs[r.rank], counts=counts))
+            return r.staged.run(ep, [Primitive("allgather", mine[r.rank], outs[r.rank], counts=counts)])
 
         await all_of(begin(group, gathered))
         assert all(torch.equal(out.cpu(), wanted) for out in outs)
@@ -531,7 +530,7 @@ async def test_s5_allgather_and_reduce_scatter_of_any_counts(
         op = ReduceOp.MEAN
 
         def scattered(r: Rank, ep: Endpoint, on: Any = on, into: Any = into, op: Any = op) -> Program[None]:
-            return r.staged.run(ep, Primitive("reduce_scatter", on[r.rank], into[r.rank], counts=counts, op=op))
+            return r.staged.run(ep, [Primitive("reduce_scatter", on[r.rank], into[r.rank], counts=counts, op=op)])
 
         await all_of(begin(group, scattered))
         total = expected(ts, ReduceOp.MEAN).split(list(counts))
@@ -550,12 +549,9 @@ async def test_s5_several_tensors_in_one_operation(simulated_cuda: SimulatedCuda
     on = [on_device(ts) for ts in brings]
     moved = [on_device(ts) for ts in brings]
 
-    async def both(ep: Endpoint, rank: Rank) -> list[None]:
-        programs = [rank.together.run(ep, Primitive("allreduce", ts[rank.rank])) for ts in on]
-        await lockstep(
-            programs + [rank.together.run(ep, Primitive("broadcast", ts[rank.rank], root=1)) for ts in moved]
-        )
-        return []
+    async def both(ep: Endpoint, rank: Rank) -> None:
+        await rank.staged.run(ep, [Primitive("allreduce", ts[rank.rank]) for ts in on])
+        await rank.staged.run(ep, [Primitive("broadcast", ts[rank.rank], root=1) for ts in moved])
 
     await all_of(begin(group, lambda r, ep: both(ep, r)))
     for ts, got, copies in zip(brings, on, moved, strict=True):
@@ -647,9 +643,9 @@ async def test_s5_a_receiver_overwrites_nothing_that_is_still_read(simulated_cud
     torch.cuda.synchronize()
     with simulated_cuda.paused(reader), torch.cuda.stream(reader):
         kept = on[0].clone()  # is to read what was there when the broadcast was issued
-        over = [group[0].perform(lambda ep: group[0].staged.run(ep, Primitive("broadcast", on[0], root=1)))]
+        over = [group[0].perform(lambda ep: group[0].staged.run(ep, [Primitive("broadcast", on[0], root=1)]))]
         with torch.cuda.stream(torch.cuda.Stream()):
-            over.append(group[1].perform(lambda ep: group[1].staged.run(ep, Primitive("broadcast", on[1], root=1))))
+            over.append(group[1].perform(lambda ep: group[1].staged.run(ep, [Primitive("broadcast", on[1], root=1)])))
         async with asyncio.timeout(20):
             while any(r.ran < LIMITS["staged.pieces"] for r in group):  # noqa: ASYNC110
                 await asyncio.sleep(0)
@@ -702,7 +698,7 @@ async def test_s5_a_long_operation_is_left_to_the_progress_thread(simulated_cuda
     on = on_device(ts)
     over = begin(
         group,
-        lambda r, ep: Staged(r.staging, r.host, USUAL_LIMITS).run(ep, Primitive("allreduce", on[r.rank])),
+        lambda r, ep: Staged(r.staging, r.host, USUAL_LIMITS).run(ep, [Primitive("allreduce", on[r.rank])]),
     )
     progress = group[0].staging.progress
     async with asyncio.timeout(20):

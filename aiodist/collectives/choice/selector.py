@@ -133,7 +133,7 @@ async def compared(p: Primitives, edit: Edit, differ: Callable[[MismatchError], 
     packed = as_tensor(str(edit).encode())
     frame[: packed.numel()] = packed
     everything = torch.empty(_FRAME_BYTES * p.ep.size, dtype=torch.uint8, device="cpu")
-    await p.run(Primitive("allgather", frame, everything, counts=[_FRAME_BYTES] * p.ep.size))
+    await p.run([Primitive("allgather", frame, everything, counts=[_FRAME_BYTES] * p.ep.size)])
     texts = [as_bytes(part).rstrip(b"\0").decode() for part in everything.split(_FRAME_BYTES)]
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), 0)
     if other:

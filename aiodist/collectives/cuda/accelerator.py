@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -165,18 +165,17 @@ class Accelerator:
         limits = repertoire.table.limits
         exchanger = NcclCollectives(slots, repertoire) if isinstance(slots, Slots) else None
 
-        def host(ep: Endpoint, together: bool) -> Primitives:  # chosen as for tensors on the CPU
-            return Primitives(ep, repertoire, together=together, later=True)
+        def host(ep: Endpoint) -> Primitives:  # chosen as for tensors on the CPU
+            return Primitives(ep, repertoire, later=True)
 
-        def implementations(of: Mapping[str, int], together: bool) -> list[Implementation]:
-            within = None if no_ipc else CudaIpc(self.mappings, ranks, places, Events.of(self._progress), of)
-            made: list[Implementation] = [] if self._direct else [Staged(self._staging, host, of, together)]
-            if len(hosts) > 1:
-                made += Hierarchical.forms(hosts, topology.rank, within, of)
-            elif within is not None:
-                made.append(within)
-            return made if exchanger is None else [*made, exchanger]
-
+        within = None if no_ipc else CudaIpc(self.mappings, ranks, places, Events.of(self._progress), limits)
+        made: list[Implementation] = [] if self._direct else [Staged(self._staging, host, limits)]
+        if len(hosts) > 1:
+            made += Hierarchical.forms(hosts, topology.rank, within, limits)
+        elif within is not None:
+            made.append(within)
+        if exchanger is not None:
+            made.append(exchanger)
         missing: dict[str, str] = {}
         if self._direct:
             missing["staged"] = "the transport takes memory of devices: what is made of messages sends it directly"
@@ -184,8 +183,7 @@ class Accelerator:
             missing["cuda_ipc"] = f"the ranks are on {len(hosts)} hosts" if len(hosts) > 1 else no_ipc
         if isinstance(slots, str):
             missing["nccl"] = slots
-        in_one = implementations({**limits, "hierarchical.pieces": 1}, True)
-        return Kit(implementations(limits, False), in_one, missing, exchanger)
+        return Kit(made, missing, exchanger)
 
     # --- reductions that only queue -----------------------------------------------------------------------------
 

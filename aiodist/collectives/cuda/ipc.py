@@ -30,6 +30,7 @@ before its last mapping is gone (see [Note: kept memory] in `backends/cuda_ipc/m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -43,10 +44,9 @@ from aiodist.backends.inplace import FUNCTIONS, combine, copy, divide, writable
 from aiodist.collectives.arithmetic import wire_op
 from aiodist.collectives.cuda import fused
 from aiodist.collectives.cuda.on_device import OnHost, StaysOnHost
-from aiodist.collectives.endpoint import Endpoint, Implementation
-from aiodist.collectives.scheduled import SubEndpoint
+from aiodist.collectives.endpoint import Endpoint, Implementation, SubEndpoint
 from aiodist.errors import BackendError, MismatchError
-from aiodist.handles.kernel import Program, transfers
+from aiodist.handles.kernel import transfers
 from aiodist.streams import Events, OnStream
 from aiodist.streams.events import device_error, idle
 from aiodist.types import OPERATIONS, ReduceOp
@@ -103,21 +103,50 @@ class CudaIpc(Implementation):
             return f"CUDA IPC has no {wanted}"
         return None if wanted.device == "cuda" else "CUDA IPC is for CUDA devices"
 
-    def run(self, ep: Endpoint, operation: Primitive) -> Program[None]:
-        """Run an operation; an allreduce is equal to the bit on all ranks."""
-        o = operation
+    async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
+        """Run collectives of one kind, their steps joined; an allreduce is equal to the bit on all ranks."""
+        loans = [loan for o in primitives if (loan := self._loan(ep, o)) is not None]
+        if not loans:
+            return
+        numbers = self._group(ep).numbers
+        await self._settle(loans)
+        receives = [ep.recv(_tensor(frame), rank) for loan in loans for rank, frame in loan.frames.items()]
+        announced = [(loan.lent.announce(numbers[rank], loan.failure), rank) for loan in loans for rank in loan.hearers]
+        await transfers(StaysOnHost([*receives, *[ep.send(_tensor(frame), rank) for frame, rank in announced]]))
+        for loan in loans:
+            self._work(ep, loan)
+        await self._settle(loans)
+        for loan in loans:
+            loan.lent.release()
+        await self._agree(ep, loans)
+        for loan in loans:
+            loan.lent.end()
+        if failure := next((loan.failure for loan in loans if loan.failure is not None), None):
+            raise failure
+
+    def _loan(self, ep: Endpoint, o: Primitive) -> _Loan | None:
+        """Return one collective of this rank; None if the rank neither lends its tensor nor works in another."""
         if o.kind == "broadcast":
-            return self._broadcast(ep, o.t, o.root)
+            return self._lend(ep, o.t, {o.root: o.t.numel()}, partial(_copied, ep.rank, o.root))
         if o.kind == "allgather":
-            return self._allgather(ep, o.t, o.out, o.counts)
+            ends = list(accumulate(o.counts))
+            blocks = [_plain(o.out)[end - count : end] for end, count in zip(ends, o.counts, strict=True)]
+            if blocks[ep.rank].data_ptr() != o.t.data_ptr():
+                copy(blocks[ep.rank], _plain(o.t))
+            return self._lend(ep, o.t, dict(enumerate(o.counts)), partial(_gathered, ep.rank, blocks))
+        of_all = dict.fromkeys(range(ep.size), o.t.numel())
         if o.kind == "reduce_scatter":
-            return self._reduce_scatter(ep, o)
+            start = sum(o.counts[: ep.rank])
+            block = slice(start, start + o.counts[ep.rank])
+            if ep.size == 1:
+                copy(o.out, o.t)
+            return self._lend(ep, o.t, of_all, partial(self._block_reduced, ep.rank, o.op, _plain(o.out), block))
         work: Callable[..., None] = {
             "allreduce": self._allreduced,
             "reduce": self._reduced,
             "scan": self._scanned,
         }[o.kind]
-        return self._with_all(ep, o.t, partial(work, ep, o), shared=True)
+        return self._lend(ep, o.t, of_all, partial(work, ep, o), shared=True)
 
     def _allreduced(self, ep: Endpoint, o: Primitive, parts: Parts) -> None:
         mine = self._share(ep, parts)
@@ -142,34 +171,8 @@ class CudaIpc(Implementation):
                     combine(piece, total, o.op)
                     total = piece
 
-    async def _reduce_scatter(self, ep: Endpoint, o: Primitive) -> None:
-        start = sum(o.counts[: ep.rank])
-        block = slice(start, start + o.counts[ep.rank])
-        if ep.size == 1:
-            copy(o.out, o.t)
-        await self._with_all(ep, o.t, partial(self._block_reduced, ep.rank, o.op, _plain(o.out), block))
-
     def _block_reduced(self, me: int, op: ReduceOp, out: Tensor, block: slice, parts: Parts) -> None:
         self._write([out], [parts[rank][block] for rank in _around(me, len(parts))], op)
-
-    async def _broadcast(self, ep: Endpoint, t: Tensor, root: int) -> None:
-        def work(parts: Parts) -> None:
-            if ep.rank != root:
-                copy(parts[ep.rank], parts[root])
-
-        await self._with_lenders(ep, t, {root: t.numel()}, work)
-
-    async def _allgather(self, ep: Endpoint, t: Tensor, out: Tensor, counts: Sequence[int]) -> None:
-        ends = list(accumulate(counts))
-        blocks = [_plain(out)[end - count : end] for end, count in zip(ends, counts, strict=True)]
-        if blocks[ep.rank].data_ptr() != t.data_ptr():
-            copy(blocks[ep.rank], _plain(t))
-
-        def work(parts: Parts) -> None:
-            for rank in _around(ep.rank, ep.size)[1:]:
-                copy(blocks[rank], parts[rank])
-
-        await self._with_lenders(ep, t, dict(enumerate(counts)), work)
 
     # --- what a rank reduces ------------------------------------------------------------------------------------------
 
@@ -214,17 +217,14 @@ class CudaIpc(Implementation):
             group = self._groups[ranks] = _Group([self._ranks[rank] for rank in ranks], workers)
         return group
 
-    def _with_all(self, ep: Endpoint, t: Tensor, work: Work, *, shared: bool = False) -> Program[None]:
-        return self._with_lenders(ep, t, dict.fromkeys(range(ep.size), t.numel()), work, shared=shared)
-
-    async def _with_lenders(
+    def _lend(
         self, ep: Endpoint, t: Tensor, lent: Mapping[int, int], work: Work, *, shared: bool = False
-    ) -> None:
-        """Have `work` queue what this rank does in the tensors of those who lend theirs, and wait for all.
+    ) -> _Loan | None:
+        """`lent`: numbers of elements, by rank that lends; `work` queues this rank's kernels in their tensors.
 
-        `lent` are their numbers of elements. `shared`: all do, and the first rank of each device works for all on it.
+        `shared`: all lend, and the first rank of each device works for all on it.
         """
-        numbers, workers = self._group(ep)
+        workers = self._group(ep).workers
         others = _around(ep.rank, ep.size)[1:]
         lenders = [rank for rank in others if lent.get(rank)]
         hearers = others if lent.get(ep.rank) else []
@@ -232,51 +232,38 @@ class CudaIpc(Implementation):
             hearers = [rank for rank in workers if rank != ep.rank]
             lenders = lenders if ep.rank in workers else []
         if not lenders and not hearers:
-            return
+            return None
         t = _plain(t)
-        loan = Loan(self._mappings, t)
-        stream = torch.cuda.current_stream(t.device)
-        failure = await self._settle(ep, stream)
         frames = {rank: bytearray(FRAME_BYTES) for rank in lenders}
-        await transfers(
-            StaysOnHost(
-                [
-                    *[ep.recv(_tensor(frame), rank) for rank, frame in frames.items()],
-                    *[ep.send(_tensor(loan.announce(numbers[rank], failure)), rank) for rank in hearers],
-                ]
-            )
-        )
-        for rank, frame in frames.items():
-            failure = _failure(failure, loan.hear, numbers[rank], frame, lent[rank])
-        if frames and failure is None:
-            with OnStream(stream):
-                failure = _failure(None, self._queue, ep, loan, t, {rank: numbers[rank] for rank in lenders}, work)
-        failure = (await self._settle(ep, stream)) or failure
-        loan.release()
-        failure = await self._agree(ep, lenders, hearers, failure)
-        loan.end()
-        if failure is not None:
-            raise failure
+        return _Loan(t, Loan(self._mappings, t), torch.cuda.current_stream(t.device), lent, work, frames, hearers)
 
-    def _queue(self, ep: Endpoint, loan: Loan, t: Tensor, numbers: Mapping[int, int], work: Work) -> None:
-        """Have `work` queue kernels in what was lent by the ranks that have `numbers`."""
-        parts = [t[:0]] * ep.size
-        parts[ep.rank] = t
-        for rank, number in numbers.items():
-            parts[rank] = loan.tensor(number)
-        work(parts)
+    def _work(self, ep: Endpoint, loan: _Loan) -> None:
+        """Queue this rank's kernels in the tensors that the frames announce."""
+        numbers = self._group(ep).numbers
+        for rank, frame in loan.frames.items():
+            loan.attempt(loan.lent.hear, numbers[rank], frame, loan.counts[rank])
+        if loan.frames and loan.failure is None:
+            with OnStream(loan.stream):
+                loan.attempt(self._queue, ep, loan)
 
-    async def _settle(self, ep: Endpoint, stream: torch.cuda.Stream) -> Exception | None:
-        """Wait until all that is queued is done; return what the device failed with.
+    def _queue(self, ep: Endpoint, loan: _Loan) -> None:
+        numbers = self._group(ep).numbers
+        parts = [loan.t[:0]] * ep.size
+        parts[ep.rank] = loan.t
+        for rank in loan.frames:
+            parts[rank] = loan.lent.tensor(numbers[rank])
+        loan.work(parts)
 
-        Programs that share an endpoint take the same number of steps on all ranks, or their messages would be mixed up.
-        """
-        if ep.shared or not idle(stream):
-            try:
-                await transfers(StaysOnHost([partial(self._settled, stream)]))
-            except BackendError as error:
-                return error
-        return None
+    async def _settle(self, loans: Sequence[_Loan]) -> None:
+        """Wait until the devices have done all that is queued; note with what they failed."""
+        busy = [stream for stream in dict.fromkeys(loan.stream for loan in loans) if not idle(stream)]
+        if not busy:
+            return
+        try:
+            await transfers(StaysOnHost([partial(self._settled, stream) for stream in busy]))
+        except BackendError as error:
+            for loan in loans:
+                loan.failure = error
 
     def _settled(self, stream: torch.cuda.Stream, done: Done) -> None:
         if idle(stream):
@@ -287,42 +274,60 @@ class CudaIpc(Implementation):
         except RuntimeError as error:
             done(device_error(error))
 
-    async def _agree(
-        self, ep: Endpoint, lenders: Sequence[int], hearers: Sequence[int], failure: Exception | None
-    ) -> Exception | None:
-        """Tell those in whose memory I worked that I am through, and hear it of those who worked in mine.
-
-        Returns what went wrong, here or there.
-        """
-        verdict = self._well
-        if failure is not None:
-            kind = _DISAGREES if isinstance(failure, MismatchError) else _FAILED
-            verdict = _frame(bytes([kind]) + (str(failure) or repr(failure)).encode())
-        heard = [bytearray(FRAME_BYTES) for _ in hearers]
-        await transfers(
-            OnHost(
-                [
-                    *[ep.recv(_tensor(frame), rank) for rank, frame in zip(hearers, heard, strict=True)],
-                    *[ep.send(verdict, rank) for rank in lenders],
-                ]
-            )
-        )
-        for rank, frame in zip(hearers, heard, strict=True):
-            if frame[0] and failure is None:
-                told = frame[1:].rstrip(b"\0").decode(errors="replace")
-                failure = (MismatchError if frame[0] == _DISAGREES else BackendError)(
-                    f"rank {self._group(ep).numbers[rank]} failed in an operation by CUDA IPC: {told}"
+    async def _agree(self, ep: Endpoint, loans: Sequence[_Loan]) -> None:
+        """Report the end to the ranks in whose memory this one worked, and hear those that worked in its memory."""
+        heard = [(loan, rank, bytearray(FRAME_BYTES)) for loan in loans for rank in loan.hearers]
+        receives = [ep.recv(_tensor(frame), rank) for _, rank, frame in heard]
+        sends = [ep.send(self._verdict(loan), rank) for loan in loans for rank in loan.frames]
+        await transfers(OnHost([*receives, *sends]))
+        for loan, rank, frame in heard:
+            if frame[0] and loan.failure is None:
+                reason = frame[1:].rstrip(b"\0").decode(errors="replace")
+                loan.failure = (MismatchError if frame[0] == _DISAGREES else BackendError)(
+                    f"rank {self._group(ep).numbers[rank]} failed in an operation by CUDA IPC: {reason}"
                 )
-        return failure
+
+    def _verdict(self, loan: _Loan) -> Tensor:
+        """Return the message about the end of this rank's work."""
+        failure = loan.failure
+        if failure is None:
+            return self._well
+        kind = _DISAGREES if isinstance(failure, MismatchError) else _FAILED
+        return _frame(bytes([kind]) + (str(failure) or repr(failure)).encode())
 
 
-def _failure(before: Exception | None, call: Callable[..., None], *args: object) -> Exception | None:
-    """Make `call` and return what went wrong, `before` it if anything had: the other ranks wait for this one."""
-    try:
-        call(*args)
-    except Exception as error:  # noqa: BLE001  - raised once the others have been told
-        return before or error
-    return before
+@dataclass(eq=False, slots=True)
+class _Loan:
+    """One collective of this rank: its own tensor, and its work in the tensors of others."""
+
+    t: Tensor
+    lent: Loan
+    stream: torch.cuda.Stream
+    counts: Mapping[int, int]
+    """Numbers of elements, by rank that lends."""
+    work: Work
+    frames: dict[int, bytearray]
+    """Announcements, by rank in whose memory this one works."""
+    hearers: Sequence[int]
+    """Ranks that work in this rank's memory."""
+    failure: Exception | None = None
+
+    def attempt(self, call: Callable[..., None], *args: object) -> None:
+        """Make `call` and keep its error until the end: the other ranks wait for this one."""
+        try:
+            call(*args)
+        except Exception as error:  # noqa: BLE001  - raised after the others know
+            self.failure = self.failure or error
+
+
+def _copied(rank: int, root: int, parts: Parts) -> None:
+    if rank != root:
+        copy(parts[rank], parts[root])
+
+
+def _gathered(rank: int, blocks: Sequence[Tensor], parts: Parts) -> None:
+    for other in _around(rank, len(parts))[1:]:
+        copy(blocks[other], parts[other])
 
 
 def _frame(words: bytes) -> Tensor:

@@ -8,15 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from aiodist.backends.base import Done, Exchange, Primitive, Wanted
+from aiodist.backends.base import Exchange, Primitive, Wanted
 from aiodist.backends.nccl import LaunchSlot, NcclGroup, NcclNative, supports
-from aiodist.collectives.endpoint import Endpoint, Exchanger
+from aiodist.collectives.endpoint import LANE_TAGS, Endpoint, Exchanger, on_lane
 from aiodist.collectives.implementations import Repertoire
-from aiodist.collectives.lockstep import Joint
 from aiodist.collectives.metadata import as_bytes, as_tensor
 from aiodist.collectives.operations import broadcast_bytes
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.scheduled import LANE_TAGS, on_lane
 from aiodist.handles import Progress
 from aiodist.handles.kernel import run, transfers
 
@@ -104,13 +102,15 @@ class Nccl(Exchanger):
             return None
         return f"NCCL has no {wanted}"
 
-    async def run(self, ep: Endpoint, operation: Primitive) -> None:
-        """Queue it at its place in the launch order, in one group of calls with others of its step."""
-
-        def start(operations: Sequence[Primitive], done: Done) -> None:
-            self._native(ep, operation.t).start_all(operations, done)
-
-        await transfers([Joint((self.name, operation.t.device), [operation], start)])
+    async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
+        """Queue them at their place in the launch order, in one group of calls for each device."""
+        devices = dict.fromkeys(o.t.device for o in primitives)
+        await transfers(
+            [
+                partial(self._native(ep, device).start_all, [o for o in primitives if o.t.device == device])
+                for device in devices
+            ]
+        )
 
     def takes(self, ep: Endpoint, exchange: Exchange) -> bool:
         """See `Exchanger`: all of it has to lie on the device that this communicator used first, as on other ranks."""
@@ -120,8 +120,8 @@ class Nccl(Exchanger):
     def release(self, ep: Endpoint) -> None:
         self._slots.release(ep.tag)
 
-    def _native(self, ep: Endpoint, t: Tensor) -> NcclNative:
-        group, slot = self._slots.of(ep.tag, t.device)
+    def _native(self, ep: Endpoint, device: torch.device) -> NcclNative:
+        group, slot = self._slots.of(ep.tag, device)
         if not group.opened:  # in launch order: all ranks have the id carried by the messages of the same operation
             slot.run(partial(group.open, partial(self._exchange, ep)))
         return NcclNative(group, slot)
@@ -130,7 +130,7 @@ class Nccl(Exchanger):
         self, ep: Endpoint, mine: bytes | None, then: Callable[[bytes | None, BaseException | None], None]
     ) -> None:
         """Carry rank 0's message to the others, by way of the host."""
-        p = Primitives(on_lane(ep, _ID_LANE), self._repertoire, "tree", together=True)
+        p = Primitives(on_lane(ep, _ID_LANE), self._repertoire, "tree")
         told = None if mine is None else as_tensor(mine)
 
         def finish(result: Tensor | None, error: BaseException | None) -> None:

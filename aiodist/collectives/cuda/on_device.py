@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 
 from aiodist.backends.base import Done
-from aiodist.collectives.lockstep import meet
 from aiodist.handles import Handle, Operation, Progress
 from aiodist.handles.kernel import Nested, Program, Transfer, transfers
 from aiodist.streams import Events, Fence, OnStream, lend
@@ -172,8 +171,6 @@ async def _with_stream(program: Program[T], work: DeviceWork) -> T:
 
 
 def _call_with_stream(call: Transfer, work: DeviceWork) -> Transfer:
-    if call is meet:
-        return call
     if isinstance(call, Nested):
         return Nested(_with_stream(call.program, work))
     return partial(_call, work, call)

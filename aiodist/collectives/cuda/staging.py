@@ -17,12 +17,11 @@ from torch import Tensor, dtype
 
 from aiodist.backends.base import Done, Primitive, Wanted, ignore, once
 from aiodist.backends.inplace import copy
-from aiodist.collectives.endpoint import Endpoint, Implementation
+from aiodist.collectives.endpoint import Endpoint, Implementation, on_lane
 from aiodist.collectives.operations import computed
 from aiodist.collectives.primitives import Primitives
-from aiodist.collectives.scheduled import on_lane
 from aiodist.handles import LARGE_BYTES
-from aiodist.handles.kernel import Program, together, transfers
+from aiodist.handles.kernel import Transfer, together, transfers
 from aiodist.streams import Staging
 from aiodist.streams.staging import Copies
 from aiodist.types import OPERATIONS
@@ -47,20 +46,22 @@ def cut(count: int, chunks: int, i: int) -> tuple[int, int]:
 
 
 class _Chunk(NamedTuple):
-    """What goes through one buffer of the host."""
+    """A part of a tensor, which goes through one buffer of the host."""
 
+    work: _Work
+    kind: dtype
     numel: int
     reads: Sequence[tuple[int, Tensor]]
-    """(where in the buffer, tensor of the device) that are copied to the host before it begins."""
+    """(where in the buffer, tensor of the device) that are copied to the host before the collective."""
     writes: Sequence[tuple[int, Tensor]]
-    """The same, copied back when it is over."""
-    operation: Callable[[Tensor], Primitive]
+    """The same, copied back after the collective."""
+    primitive: Callable[[Tensor], Primitive]
     """The collective on the buffer."""
 
 
 @dataclass(eq=False)
 class Staged(Implementation):
-    """See the module, and `Implementation`. A few chunks are on their way at once, each on a lane of its own.
+    """See the module, and `Implementation`. A few chunks are in flight at the same time, each on a lane of its own.
 
     16-bit floats cross the bus as they are. Of an allgather my elements stay on the device.
     """
@@ -70,100 +71,96 @@ class Staged(Implementation):
     compares = True  # the device is not held up
 
     _staging: Staging
-    _host: Callable[[Endpoint, bool], Primitives]
-    """(ep, together): the host's primitives for any step but an operation's first, since ranks reach it at any time."""
+    _host: Callable[[Endpoint], Primitives]
+    """The host's primitives for any step but an operation's first, since ranks reach it at any time."""
     _limits: Mapping[str, int]
-    together: bool = False
-    """Other tensors of the same operation share the endpoint: then there is one chunk."""
 
     def lacks(self, wanted: Wanted) -> str | None:
         if wanted.operation not in OPERATIONS:
             return f"staging has no {wanted}"
         return None if wanted.device == "cuda" else "staging is for tensors on CUDA devices"
 
-    def run(self, ep: Endpoint, operation: Primitive) -> Program[None]:
-        o = operation
-        if o.kind in ("allgather", "reduce_scatter"):
-            return self._by_blocks(ep, o)
-        reads = o.kind != "broadcast" or ep.rank == o.root
-        writes = {"broadcast": ep.rank != o.root, "reduce": ep.rank == o.root}.get(o.kind, True)
-        chunks = self._chunks(o.t.nbytes)
-
-        def chunk(i: int) -> _Chunk:
-            first, last = cut(o.t.numel(), chunks, i)
-            part = [(0, o.t[first:last])]
-            on_host = partial(Primitive, o.kind, op=o.op, root=o.root)
-            return _Chunk(last - first, part if reads else [], part if writes else [], on_host)
-
-        return self._run(ep, o.t, chunks, chunk)
-
-    async def _by_blocks(self, ep: Endpoint, o: Primitive) -> None:
-        """Run an allgather or a reduce_scatter: of each rank's block a part goes through each chunk."""
-        gathers = o.kind == "allgather"
-        whole = o.out if gathers else o.t
-        blocks = whole.split(list(o.counts))
-        if gathers and blocks[ep.rank].data_ptr() != o.t.data_ptr():
-            copy(blocks[ep.rank], o.t)
-        chunks = self._chunks(whole.nbytes)
-
-        def chunk(i: int) -> _Chunk:
-            cuts = [cut(count, chunks, i) for count in o.counts]
-            parts = [last - first for first, last in cuts]
-            starts = [0, *accumulate(parts)]
-            mine = slice(starts[ep.rank], starts[ep.rank + 1])
-            of_all = [(start, block[slice(*ends)]) for start, block, ends in zip(starts, blocks, cuts, strict=False)]
-            own = [(mine.start, (o.t if gathers else o.out)[slice(*cuts[ep.rank])])]
-            if gathers:
-                del of_all[ep.rank]
-                return _Chunk(starts[-1], own, of_all, lambda host: Primitive(o.kind, host[mine], host, counts=parts))
-            operation = partial(Primitive, o.kind, op=o.op, counts=parts)
-            return _Chunk(starts[-1], of_all, own, lambda host: operation(host, host[mine]))
-
-        await self._run(ep, whole, chunks, chunk)
-
-    # --- the pipeline -----------------------------------------------------------------------------------------
-
-    def _chunks(self, nbytes: int) -> int:
-        return 1 if self.together else chunks_of(nbytes, self._limits)
-
-    async def _run(self, ep: Endpoint, like: Tensor, chunks: int, chunk: Callable[[int], _Chunk]) -> None:
-        """Run all chunks, those of each lane one after another."""
-        if not like.numel():
+    async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
+        """Run one collective in chunks, those of each lane one after another, or several in one chunk each."""
+        primitives = [o for o in primitives if o.t.numel() or o.out.numel()]
+        if not primitives:
             return
+        works = {device: _Work(self._staging, device) for device in dict.fromkeys(o.t.device for o in primitives)}
+        sizes = [max(o.t.nbytes, o.out.nbytes) for o in primitives]
+        chunks = chunks_of(sizes[0], self._limits) if len(primitives) == 1 and not ep.whole else 1
+        rounds = [[_chunk(works[o.t.device], ep.rank, o, chunks, i) for o in primitives] for i in range(chunks)]
         lanes = min(chunks, self._limits["staged.pieces"])
-        work = _Work(self._staging, like.device)
-        shared = self.together or lanes > 1
-        programs = [
-            self._lane(self._host(on_lane(ep, lane), shared), like.dtype, work, map(chunk, range(lane, chunks, lanes)))
-            for lane in range(lanes)
-        ]
-        if large := like.nbytes >= LARGE_BYTES:  # the thread alone does the host's part
+        endpoints = [on_lane(ep, lane) for lane in range(lanes)] if lanes > 1 else [ep]
+        if large := max(sizes) >= LARGE_BYTES:  # the thread alone does the host's part
             self._staging.progress.add_large(1)
         try:
-            await together(*programs)
+            await together(*[self._lane(self._host(one), rounds[i::lanes]) for i, one in enumerate(endpoints)])
         except Exception:
-            work.end()  # what is queued still writes
+            for work in works.values():
+                work.end()  # copies that are queued still write
             raise
         finally:
             if large:
                 self._staging.progress.add_large(-1)
-        work.end()
+        for work in works.values():
+            work.end()
 
-    async def _lane(self, p: Primitives, kind: dtype, work: _Work, chunks: Iterable[_Chunk]) -> None:
-        behind = True  # other work of the device, which may not be over
-        for chunk in chunks:
-            host = self._staging.buffer(chunk.numel * kind.itemsize).view(kind)
-            reads = [(host[at : at + t.numel()], t) for at, t in chunk.reads if t.numel()]
-            # Also where nothing is read: programs in lockstep count their steps.
-            await transfers([partial(work.read, reads, behind)] if reads else [])
-            behind = behind and not reads
-            await computed(p, chunk.operation(host))
-            writes = [(t, host[at : at + t.numel()]) for at, t in chunk.writes if t.numel()]
-            if writes and behind:
-                await transfers([work.begun])
-                behind = False
+    async def _lane(self, p: Primitives, rounds: Iterable[Sequence[_Chunk]]) -> None:
+        """Take rounds of chunks through the host, one after another."""
+        begun: set[_Work] = set()
+        for chunks in rounds:
+            hosts = [self._staging.buffer(chunk.numel * chunk.kind.itemsize).view(chunk.kind) for chunk in chunks]
+            reads: list[Transfer] = []
+            writes: dict[_Work, list[tuple[Tensor, Tensor]]] = {}
+            for chunk, host in zip(chunks, hosts, strict=True):
+                copies = [(host[at : at + t.numel()], t) for at, t in chunk.reads if t.numel()]
+                if copies:
+                    reads.append(partial(chunk.work.read, copies, chunk.work not in begun))
+                back = [(t, host[at : at + t.numel()]) for at, t in chunk.writes if t.numel()]
+                if back:
+                    writes.setdefault(chunk.work, []).extend(back)
+            if reads:
+                await transfers(reads)
+            begun.update(chunk.work for chunk in chunks if any(t.numel() for _, t in chunk.reads))
+            await computed(p, [chunk.primitive(host) for chunk, host in zip(chunks, hosts, strict=True)])
+            if waiting := [work for work in writes if work not in begun]:
+                await transfers([work.begun for work in waiting])
+                begun.update(waiting)
             if writes:
-                await transfers([partial(work.write, writes)])
+                await transfers([partial(work.write, copies) for work, copies in writes.items()])
+
+
+def _chunk(work: _Work, rank: int, o: Primitive, chunks: int, i: int) -> _Chunk:
+    """Return chunk number `i` of a collective: of an allgather or a reduce_scatter, a part of each rank's block."""
+    if o.kind not in ("allgather", "reduce_scatter"):
+        reads = o.kind != "broadcast" or rank == o.root
+        writes = {"broadcast": rank != o.root, "reduce": rank == o.root}.get(o.kind, True)
+        first, last = cut(o.t.numel(), chunks, i)
+        part = [(0, o.t[first:last])]
+        on_host = partial(Primitive, o.kind, op=o.op, root=o.root)
+        return _Chunk(work, o.t.dtype, last - first, part if reads else [], part if writes else [], on_host)
+    gathers = o.kind == "allgather"
+    blocks = (o.out if gathers else o.t).split(list(o.counts))
+    if gathers and i == 0 and blocks[rank].data_ptr() != o.t.data_ptr():
+        copy(blocks[rank], o.t)
+    cuts = [cut(count, chunks, i) for count in o.counts]
+    parts = [last - first for first, last in cuts]
+    starts = [0, *accumulate(parts)]
+    mine = slice(starts[rank], starts[rank + 1])
+    of_all = [(start, block[slice(*ends)]) for start, block, ends in zip(starts, blocks, cuts, strict=False)]
+    own = [(mine.start, (o.t if gathers else o.out)[slice(*cuts[rank])])]
+    on_host = partial(_block, o, mine, parts)
+    if gathers:
+        del of_all[rank]
+        return _Chunk(work, o.t.dtype, starts[-1], own, of_all, on_host)
+    return _Chunk(work, o.t.dtype, starts[-1], of_all, own, on_host)
+
+
+def _block(o: Primitive, mine: slice, parts: Sequence[int], host: Tensor) -> Primitive:
+    """Return the collective on a buffer of parts of all ranks, in rank order."""
+    if o.kind == "allgather":
+        return Primitive(o.kind, host[mine], host, counts=parts)
+    return Primitive(o.kind, host, host[mine], op=o.op, counts=parts)
 
 
 class _Work:

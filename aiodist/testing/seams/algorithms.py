@@ -2,7 +2,6 @@
 
 from aiodist.collectives.endpoint import Endpoint, Implementation
 from aiodist.collectives.implementations import NativeCollectives, Repertoire
-from aiodist.collectives.lockstep import lockstep
 from aiodist.collectives.scheduled import Scheduled
 from aiodist.handles.kernel import Program
 
@@ -13,5 +12,4 @@ __all__ = [
     "Program",
     "Repertoire",
     "Scheduled",
-    "lockstep",
 ]

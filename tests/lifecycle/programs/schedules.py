@@ -114,9 +114,9 @@ def noting(ran: set[tuple[str, str]]) -> Iterator[None]:
 
     run = Scheduled.run
 
-    def noted(self: Scheduled, ep: Endpoint, operation: Primitive) -> Program[None]:
-        ran.add((operation.kind, self.name))
-        return run(self, ep, operation)
+    def noted(self: Scheduled, ep: Endpoint, primitives: Sequence[Primitive]) -> Program[None]:
+        ran.update((o.kind, self.name) for o in primitives)
+        return run(self, ep, primitives)
 
     with patch.object(Scheduled, "run", noted):
         yield
