@@ -25,7 +25,7 @@ RULES = {
     "checkpoints": "format pace parts values",
     "codecs": "gradients",
     "collectives": "arithmetic choice.availability choice.selector choice.table cuda.staging hierarchical primitives "
-    "lockstep endpoint scheduled traffic",
+    "endpoint scheduled traffic",
     "communicator": "claims conversation facts fingerprint levels messages oplog",
     "control": "generations roster wire",
     "data": "nesting queue_machine shards",

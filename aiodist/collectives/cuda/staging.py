@@ -48,7 +48,7 @@ def cut(count: int, chunks: int, i: int) -> tuple[int, int]:
 class _Chunk(NamedTuple):
     """A part of a tensor, which goes through one buffer of the host."""
 
-    work: _Work
+    work: _Copies
     kind: dtype
     numel: int
     reads: Sequence[tuple[int, Tensor]]
@@ -85,7 +85,7 @@ class Staged(Implementation):
         primitives = [o for o in primitives if o.t.numel() or o.out.numel()]
         if not primitives:
             return
-        works = {device: _Work(self._staging, device) for device in dict.fromkeys(o.t.device for o in primitives)}
+        works = {device: _Copies(self._staging, device) for device in dict.fromkeys(o.t.device for o in primitives)}
         sizes = [max(o.t.nbytes, o.out.nbytes) for o in primitives]
         chunks = chunks_of(sizes[0], self._limits) if len(primitives) == 1 and not ep.whole else 1
         rounds = [[_chunk(works[o.t.device], ep.rank, o, chunks, i) for o in primitives] for i in range(chunks)]
@@ -107,11 +107,11 @@ class Staged(Implementation):
 
     async def _lane(self, p: Primitives, rounds: Iterable[Sequence[_Chunk]]) -> None:
         """Take rounds of chunks through the host, one after another."""
-        begun: set[_Work] = set()
+        begun: set[_Copies] = set()
         for chunks in rounds:
             hosts = [self._staging.buffer(chunk.numel * chunk.kind.itemsize).view(chunk.kind) for chunk in chunks]
             reads: list[Transfer] = []
-            writes: dict[_Work, list[tuple[Tensor, Tensor]]] = {}
+            writes: dict[_Copies, list[tuple[Tensor, Tensor]]] = {}
             for chunk, host in zip(chunks, hosts, strict=True):
                 copies = [(host[at : at + t.numel()], t) for at, t in chunk.reads if t.numel()]
                 if copies:
@@ -130,7 +130,7 @@ class Staged(Implementation):
                 await transfers([partial(work.write, copies) for work, copies in writes.items()])
 
 
-def _chunk(work: _Work, rank: int, o: Primitive, chunks: int, i: int) -> _Chunk:
+def _chunk(work: _Copies, rank: int, o: Primitive, chunks: int, i: int) -> _Chunk:
     """Return chunk number `i` of a collective: of an allgather or a reduce_scatter, a part of each rank's block."""
     if o.kind not in ("allgather", "reduce_scatter"):
         reads = o.kind != "broadcast" or rank == o.root
@@ -163,7 +163,7 @@ def _block(o: Primitive, mine: slice, parts: Sequence[int], host: Tensor) -> Pri
     return Primitive(o.kind, host, host[mine], op=o.op, counts=parts)
 
 
-class _Work:
+class _Copies:
     """The copies of one operation."""
 
     def __init__(self, staging: Staging, device: torch.device) -> None:
