@@ -235,9 +235,18 @@ class Primitive:
         self.out = self.t if self.out is None else self.out
 
     @property
+    def _whole(self) -> Tensor:
+        """The tensor that counts as its size: of an allgather, that of all ranks."""
+        return self.out if self.kind == "allgather" else self.t
+
+    @property
+    def nbytes(self) -> int:
+        return self._whole.nbytes
+
+    @property
     def wanted(self) -> Wanted:
-        """Return what decides how it is run; an allgather is as large as what all bring."""
-        t = self.out if self.kind == "allgather" else self.t
+        """Return the facts that decide which implementation runs it."""
+        t = self._whole
         op = self.op if self.kind in REDUCTIONS else None
         return Wanted(self.kind, t.dtype, op, t.numel(), "cpu" if t.is_cpu else "cuda")
 

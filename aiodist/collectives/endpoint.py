@@ -1,4 +1,4 @@
-"""What a program of a collective works with: an endpoint for its messages, and the implementations."""
+"""Endpoints, which carry the messages of a program, and the interface of implementations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LANE_TAGS = 1 << 22
 
 
 class DeviceMessages(Protocol):
-    """Takes tensors that lie on a device to and from a transport, which moves memory of the host."""
+    """Sends and receives tensors on a device over a transport, which moves memory of the host."""
 
     def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """As `Transport.isend`, behind what is queued on the current stream."""
@@ -51,9 +51,9 @@ class Endpoint:
         traffic: Traffic | None = None,
         key: int | None = None,
     ) -> None:
-        """`device_messages` is for tensors on a device, `traffic` takes note of what goes between hosts.
+        """`device_messages` is for tensors on a device, `traffic` records the messages between hosts.
 
-        `key` is what collectives of a library have in place of the tag, which comes back after some operations.
+        `key` identifies collectives of a library in place of the tag, since tags repeat after some operations.
         """
         self.transport = transport
         self.device_messages = device_messages
@@ -84,7 +84,7 @@ class Endpoint:
         return partial(self.transport.irecv, t, src, self.tag)
 
     async def known(self) -> None:
-        """Go on when the ranks are known to agree: what has been received may be of another operation until then."""
+        """Wait until the ranks are known to agree: until then received data may be of another operation."""
         if self.traffic is not None:
             await transfers([self.traffic.agreed])
 
@@ -127,20 +127,20 @@ class Implementation(ABC):
 
     name: str
     finishes: bool = False
-    """Its allreduce and reduce_scatter take 16-bit floats and means as they are, and round once."""
+    """True if its allreduce and reduce_scatter take 16-bit floats and means, and round once."""
     in_order: bool = False
-    """It tells operations apart by the order of its calls alone, so it is for the first step of an operation only."""
+    """True if it matches operations by the order of its calls alone, so only the first step of an operation uses it."""
     recallable: bool = False
-    """It can be stopped on all ranks when one fails; else those that have begun it wait there for that one."""
+    """True if it can be stopped on all ranks when one fails; else ranks that have begun it wait for that one."""
     compares: bool = False
-    """It has hosts compare large operations by itself, between what it does within a host and what it does beyond."""
+    """True if it waits for the agreement of the hosts itself, after its part within a host."""
 
     @abstractmethod
     def lacks(self, wanted: Wanted) -> str | None:
-        """Return why it cannot do that, None where it can; the same on all ranks."""
+        """Return why it cannot run that, or None; the same on all ranks."""
 
     def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
-        """Return what reduces such tensors, as they are, in place and with a single call; None where there is none."""
+        """Return a function that reduces such tensors in place by a single call, or None."""
         return None
 
     @abstractmethod
@@ -149,12 +149,12 @@ class Implementation(ABC):
 
 
 class Exchanger(Implementation):
-    """It runs an `Exchange` too, without messages of the endpoint, where all ranks can."""
+    """Runs an `Exchange` too, without messages of the endpoint, if all ranks can."""
 
     @abstractmethod
     def takes(self, ep: Endpoint, exchange: Exchange) -> bool:
-        """Return True where this rank can."""
+        """Return True if this rank can."""
 
     @abstractmethod
     def release(self, ep: Endpoint) -> None:
-        """Know that the operation will do none."""
+        """Return the launch slots of an operation without exchanges."""

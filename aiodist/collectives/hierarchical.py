@@ -142,7 +142,7 @@ class Hierarchical(Implementation):
             await self._within.run(here, [Primitive("broadcast", t, root=mine) for t in ts])
 
     def _representatives(self, root: int) -> tuple[list[int], int]:
-        """Return a rank of each host, of which root stands for its own, and the number of that host."""
+        """Return a rank of each host, root for its own, and the number of root's host."""
         home = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
         return [root if i == home else ranks[0] for i, ranks in enumerate(self._hosts)], home
 

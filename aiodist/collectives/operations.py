@@ -1,7 +1,7 @@
 """Collectives on the user's tensors: widen dtypes, exchange sizes, build results.
 
-Every function returns a program. Arguments have been checked: tensors are dense and contiguous, roots valid.
-`out` is None or what the result goes into.
+Every function is a program on a list of tensors, if not on one. Arguments have been checked: tensors are dense and
+contiguous, roots valid. `out` is None or the place of the result of the only tensor.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _in_wire_dtype(o: Primitive) -> Primitive:
     wire = to_wire(o.t)
     out = wire
     if o.out is not o.t:
-        # Where results are kept as they are computed, they are computed where they are kept.
+        # A result in wire dtype is computed in its place.
         out = to_wire(o.out) if wire.dtype.itemsize == o.t.dtype.itemsize else wire.new_empty(o.out.numel())
     return Primitive(o.kind, wire, out, op=wire_op(o.op), root=o.root, counts=o.counts)
 
@@ -247,7 +247,7 @@ async def alltoall(
     if p.impl == "bruck":
         return await _equal_alltoall(p, lists, out)
     others = [rank for rank in range(ep.size) if rank != ep.rank]
-    if out is not None:  # in place: what goes out to a rank must not be overwritten by what comes from it
+    if out is not None:  # in place: a tensor to a rank must not be overwritten by the one from it
         lists = [
             [t.clone() if rank in others and overlaps(t, out[rank]) else t for rank, t in enumerate(ts)] for ts in lists
         ]
@@ -330,7 +330,7 @@ async def reduce_scatter(
 
 
 async def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Tensor:
-    """Return root's bytes everywhere: one broadcast of a frame that says how many, a second for what is longer."""
+    """Return root's bytes everywhere: one broadcast of a frame with their number, and a second for longer data."""
     frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
     room = _FRAME_BYTES - _COUNT.size
     if packed is not None:
@@ -390,7 +390,7 @@ def _room(meta: Meta, out: Tensor | None, device: torch.device, src: int | None 
 
 
 def _alone(p: Primitives) -> bool:
-    """Whether one rank's tensor is the result as it is: where nobody asked for a way to compute it."""
+    """Return True if the only rank's tensor is the result; a call that names an implementation runs it."""
     return p.ep.size == 1 and p.impl == "auto"
 
 

@@ -28,15 +28,15 @@ class Primitives:
     impl: str = "auto"
     _: KW_ONLY
     later: bool = False
-    """See `afterwards`."""
+    """True for any step but the first; see `afterwards`."""
     device: torch.device = _CPU
-    """Where this rank computes."""
+    """This rank's device."""
 
     def afterwards(self) -> Primitives:
         """Return those for any step but an operation's first.
 
         Libraries match collectives by the order of their calls. All ranks begin operations in the same order; when
-        a second step is due differs from rank to rank. So it is left to what tells operations apart by their tags.
+        a second step is due differs from rank to rank. So implementations that match by tags run it.
         """
         return replace(self, later=True)
 
@@ -69,8 +69,7 @@ class Primitives:
             return
         traffic.way = chosen.name
         traffic.native += not chosen.recallable
-        large = any(o.wanted.nbytes >= COMPARED_BYTES for o in primitives)
-        if chosen.in_order or (large and not chosen.compares):
+        if chosen.in_order or (not chosen.compares and any(o.nbytes >= COMPARED_BYTES for o in primitives)):
             await transfers([traffic.agreed])
         await chosen.run(self.ep, primitives)
         traffic.native -= not chosen.recallable

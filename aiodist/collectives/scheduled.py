@@ -1,7 +1,7 @@
 """Runs a schedule (`aiodist.schedules`) on tensors, over an endpoint's messages.
 
-Each lane is a program with a tag of its own, so that lanes go on independently of one another. What arrives to be
-combined goes to scratch first, as much as the receives of one step take.
+Each lane is a program with a tag of its own, so that lanes continue independently of one another. Data to be combined
+arrive in scratch first, which has room for the receives of one step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Scheduled(Implementation):
         self._kept: dict[tuple[object, ...], Schedule] = {}
 
     def lacks(self, wanted: Wanted) -> str | None:
-        """Return why it cannot do that, None where it can; so it is for any number of ranks."""
+        """Return why it cannot run that, or None; the same for any number of ranks."""
         names = SCHEDULES.get(wanted.operation, {})
         if self.name in names:
             return None
@@ -56,7 +56,10 @@ class Scheduled(Implementation):
         whole = len(primitives) > 1 or ep.whole
         works = [self._work(ep, o, whole) for o in primitives]
         lanes = max(len(work.schedule.lanes) for work in works)
-        await together(*[_in_step(on_lane(ep, i) if lanes > 1 else ep, works, i) for i in range(lanes)])
+        if lanes == 1:
+            await _in_step(ep, works, 0)
+        else:
+            await together(*[_in_step(on_lane(ep, i), works, i) for i in range(lanes)])
         for o, work in zip(primitives, works, strict=True):
             if work.block is not None:
                 copy(o.out, work.block)
@@ -136,7 +139,7 @@ class _Work:
 
 
 class _Scratch:
-    """Where a lane keeps what arrives until it is combined: the same memory in each step."""
+    """Memory for data of a lane that are to be combined: the same in each step."""
 
     __slots__ = ("_like", "_room", "_taken")
 

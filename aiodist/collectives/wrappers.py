@@ -48,7 +48,7 @@ def copy_to_all(ts: Sequence[Tensor]) -> None:
 async def local_first(p: Primitives, ts: Sequence[Tensor], op: ReduceOp, root: int | None = None) -> Tensor:
     """Combine the list on this rank, then the ranks; the first tensor holds the total, on `root` alone or on all.
 
-    Elsewhere the tensors are only read. What lies on other devices is copied to the first one's, tensor after tensor.
+    Elsewhere the tensors are only read. Tensors on other devices are copied to the first one's, one after the other.
     """
     mine = root in (None, p.ep.rank)
     total = to_wire(ts[0])

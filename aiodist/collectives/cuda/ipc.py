@@ -88,7 +88,7 @@ class CudaIpc(Implementation):
     ) -> None:
         """`ranks` are the numbers in the world of the communicator's ranks, `places` names of their devices.
 
-        Those say who works for whom, also where a tensor lies on another device than its rank's. See `LIMITS`.
+        The first rank of each place works for all of it, also if a tensor is on another device. See `LIMITS`.
         """
         self._mappings = mappings
         self._ranks = ranks
@@ -255,7 +255,7 @@ class CudaIpc(Implementation):
         loan.work(parts)
 
     async def _settle(self, loans: Sequence[_Loan]) -> None:
-        """Wait until the devices have done all that is queued; note with what they failed."""
+        """Wait until the devices have done all that is queued; keep their error."""
         busy = [stream for stream in dict.fromkeys(loan.stream for loan in loans) if not idle(stream)]
         if not busy:
             return

@@ -1,7 +1,7 @@
 """Collectives of CUDA tensors, staged through the host in pinned chunks.
 
-A chunk is copied to the host, reduced there and copied back, while those before and behind it are at other stages: what
-takes longest is all that is waited for. For the streams of the copies see `device_messages`.
+A chunk is copied to the host, reduced there and copied back, while other chunks are at other stages: only the slowest
+stage takes time. For the streams of the copies see `device_messages`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Chunk(NamedTuple):
 class Staged(Implementation):
     """See the module, and `Implementation`. A few chunks are in flight at the same time, each on a lane of its own.
 
-    16-bit floats cross the bus as they are. Of an allgather my elements stay on the device.
+    16-bit floats cross the bus as they are. The rank's own elements of an allgather stay on the device.
     """
 
     name = "staged"
@@ -174,11 +174,11 @@ class _Copies:
         self._to_device = staging.to_device(device)
 
     def begun(self, done: Done) -> None:
-        """Call `done` when all that the operation comes behind is over."""
+        """Call `done` when the device has done all work before the operation."""
         self._staging.events.watch(self._current, done)
 
     def read(self, pairs: Copies, behind: bool, done: Done) -> None:
-        """Copy to the host, `behind` what the operation comes behind, unless that is known to be over."""
+        """Copy to the host; `behind`: other work before the operation may not have ended."""
         self._staging.copies(pairs, self._current if behind else self._to_host, ignore, done)
 
     def write(self, pairs: Copies, done: Done) -> None:
@@ -187,5 +187,5 @@ class _Copies:
         self._staging.copies(pairs, self._to_device, lambda _: told(None), told)
 
     def end(self) -> None:
-        """Let the operation's stream go on behind all copies."""
+        """Let the operation's stream continue after all copies."""
         self._staging.order(self._current, self._to_device)
