@@ -169,6 +169,7 @@ class _Dawdling(ThreadPoolExecutor):
         return future
 
 
+@pytest.mark.thorough
 def test_w4_a_worker_that_is_late_to_return_hides_no_deadlock(tmp_path: Path) -> None:
     async def main() -> None:
         async with aiodist.init() as coll:
