@@ -25,6 +25,8 @@ class StallReporter:
         """`ages` returns for how long this rank waits in each operation, `waits` some of these, the new ones first."""
         self.after: float | None = REPORT_SECONDS
         """In seconds; None: never."""
+        self.may_continue = ""
+        """Reason why this rank may continue before its operations end, by the last check; empty if there is none."""
         self._inquiry = inquiry
         self._ages = ages
         self._waits = waits
@@ -85,6 +87,8 @@ class StallReporter:
         if circle := _circle(waiting):
             chain = "".join(f" waits for rank {rank}, which" for rank in circle[1:])
             end = "a deadlock, unless a timer, a thread or a socket ends it"
+            if self.may_continue:
+                end += f" (on rank {channel.rank}, {self.may_continue})"
             more.append(f"rank {circle[0]}{chain} waits for rank {circle[0]}: {end}")
         return "\n  ".join([f"an operation has waited for {seconds:.0f} s:", *lines[:_SHOWN], *more])
 

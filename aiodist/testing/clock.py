@@ -48,7 +48,8 @@ def _waits_in_library(thread_id: int) -> bool:
     if frame is None:
         return False
     if (frame.f_code.co_filename, frame.f_code.co_name) == (executors.__file__, "_worker"):
-        queues = [queue for t, queue in executors._threads_queues.items() if t.ident == thread_id]
+        # A thread that has ended may have had the same number.
+        queues = [queue for t, queue in executors._threads_queues.items() if t.ident == thread_id and t.is_alive()]
         return all(queue.empty() for queue in queues)
     return str(frame.f_globals.get("__name__")).partition(".")[0] == "execnet"
 

@@ -75,8 +75,9 @@ class Deadlocks(Quiet):
 
     def _facts(self) -> Facts | None:
         """Return the pending operations; None if this rank may continue."""
+        self._watch.report.may_continue = reason = what_goes_on(self._progress, self._channel)
         found = [member.facts() for member in self._watch.members.values()]
-        if None in found or what_goes_on(self._progress, self._channel):
+        if None in found or reason:
             return None
         told = [one for one in found if one is not None]
         return Facts([op for _, ops in told for op in ops], [comm for comm, _ in told])
