@@ -88,7 +88,7 @@ class StallReporter:
             chain = "".join(f" waits for rank {rank}, which" for rank in circle[1:])
             end = "a deadlock, unless a timer, a thread or a socket ends it"
             if self.may_continue:
-                end += f" (on rank {channel.rank}, {self.may_continue})"
+                end += f"\n  (on rank {channel.rank}, {self.may_continue})"
             more.append(f"rank {circle[0]}{chain} waits for rank {circle[0]}: {end}")
         return "\n  ".join([f"an operation has waited for {seconds:.0f} s:", *lines[:_SHOWN], *more])
 

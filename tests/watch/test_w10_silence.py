@@ -87,9 +87,11 @@ def test_w10_a_deadlock_beside_a_heartbeat_is_reported_as_one(caplog: pytest.Log
         heart.cancel()
 
     (report,) = _reports(main, caplog)
-    *_, last = report.splitlines()
-    assert "rank 0 waits for rank 1, which waits for rank 0: a deadlock, unless a timer, a thread or a socket" in last
-    assert " ends it (on rank 0, its loop has " in last  # "set a timer", or "something to run"
+    *_, end, reason = report.splitlines()
+    assert end == (
+        "  rank 0 waits for rank 1, which waits for rank 0: a deadlock, unless a timer, a thread or a socket ends it"
+    )
+    assert reason.startswith("  (on rank 0, its loop has ")  # "set a timer", or "something to run"
 
 
 def test_w10_ranks_that_one_outside_can_free_are_in_no_deadlock(caplog: pytest.LogCaptureFixture) -> None:
