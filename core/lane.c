@@ -1,10 +1,24 @@
 // A lane on one rank: its operations in order, what it lends to the other ranks, and what it waits for.
 //
-//     submitted -> posted -> met -> [steps ->] over
+//     submitted -> waiting -> posted -> met -> [steps ->] done, different, unlike, refused, abandoned, broken
 //
-// An operation is posted as soon as there is room for what this rank lends, ahead of those before it that still wait.
-// It is met when all other ranks have posted the same. Operations are met, and end, in order. block.h has what the
-// ranks say to one another, ways.c what they do once they have met.
+//     submitted  in the inbox of this rank's lane, where any thread may put it, until a thread drives the lane
+//     waiting    this rank has no room for its data, or the first rank has not posted it yet
+//     posted     other ranks can read this rank's data: in the entry, or in the stage
+//     met        all ranks have posted the same; ways.c has how the data move
+//
+// An operation is posted as soon as there is room, also if earlier ones still wait. Operations are met, and end, in
+// order. block.h has the words that ranks share. Within a process these threads write:
+//
+//     word                         writer                              protection
+//     held                         any thread                          an atomic exchange: a try-lock
+//     inbox                        one submitting thread at a time     compare and swap; the lane need not be held
+//     operation up to met          the holder of the lane              the lane; words for others with release
+//     operation to its end         the holder of the lane              an exchange of its state, then one report
+//     operation pending, watched   a thread that sleeps until its end  compare and swap; the end wakes the futex
+//     driven_at                    a driver other than the engine      none: a hint for 20 us
+//
+// A thread that leaves a lane looks for new submissions after it has released it: a sequential store, then a load.
 #include "lane.h"
 
 #include <stdlib.h>
