@@ -25,7 +25,7 @@ Lists = dict[int, list[int]]  # tag -> the sizes of messages, in bytes
 
 
 class Differ(Exception):
-    """Ranks issued different operations as number `seq`: what they were, `Disputes` finds out."""
+    """Ranks issued different operations as number `seq`: the ranks find out together what they were."""
 
     def __init__(self, seq: int) -> None:
         super().__init__(f"ranks differ on operation #{seq}")
@@ -96,6 +96,11 @@ class Traffic:
     def refuse(self, error: BaseException) -> None:
         """Have the operation send and ask for nothing any more: each try raises `error`."""
         self._refusal = error
+
+    @property
+    def begun(self) -> bool:
+        """True if a transfer has started, so that the output of the operation is unspecified if it fails."""
+        return bool(self._sent or self._asked or self.native)
 
     def with_rank(self, rank: int) -> tuple[Lists, Lists]:
         """Return the sizes of what was sent to `rank` and of what was asked of it, in order, by tag."""

@@ -238,8 +238,8 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
         Pending operations and every later call raise CommunicatorAborted with `reason`.
         """
         error = CommunicatorAborted(f"communicator {self.name!r} was aborted: {reason}", comm=self.name, rank=self.rank)
+        self._dispatcher.failures.tell_abort(str(error))
         self._dispatcher.abort(error)
-        self._dispatcher.disputes.tell_abort(str(error))
 
     @located
     async def aclose(self) -> None:

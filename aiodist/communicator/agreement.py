@@ -208,16 +208,6 @@ class Agreement:
             if differs:
                 self._on_differ(operation)
 
-    def doubt(self, number: int) -> None:
-        """End an operation on which another rank has found a difference, before all ranks have come.
-
-        It keeps its place in the order. An operation that begins when its host agrees is compared there first: other
-        ranks of the host may have begun, and meet this one there.
-        """
-        operation = self._undecided.get(number)
-        if operation is not None and (operation.when is When.ALL or operation.admitted.is_set):
-            self._decide(operation, differs=True)
-
     def close(self, error: BaseException) -> None:
         """Compare nothing more: operations that are being compared end with `error`, and so do later ones."""
         if self._closed is None:

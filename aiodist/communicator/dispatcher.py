@@ -16,18 +16,19 @@ from weakref import WeakSet
 from torch import Tensor
 
 from aiodist import _core
-from aiodist.backends.base import NAMED, Begin, Done, Refused, Transport, again, key_of, ours
+from aiodist.backends.base import Begin, Done, Transport, again, ours
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.mailbox import Mailbox
-from aiodist.collectives.traffic import Differ, Traffic
+from aiodist.collectives.traffic import Traffic
 from aiodist.collectives.wrappers import nothing
 from aiodist.communicator.agreement import Agreement
 from aiodist.communicator.claims import Claim, acquire
-from aiodist.communicator.disputes import Disputes
+from aiodist.communicator.conversation import LIVENESS_SECONDS
+from aiodist.communicator.failures import Failures
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.issuing import Issuing
 from aiodist.communicator.names import Named, Names
-from aiodist.communicator.operation import CommunicatorOperation, Pending, State, When
+from aiodist.communicator.operation import CommunicatorOperation, Pending, When
 from aiodist.communicator.oplog import OpLog
 from aiodist.communicator.settlement import Settlement
 from aiodist.communicator.watchdog import Peer, Watch, Watchdog
@@ -56,14 +57,11 @@ T = TypeVar("T")
 H = TypeVar("H", bound=Handle[Any])
 
 _FORK_SECONDS = 1.0
-_ANSWER_SECONDS = 0.5  # for what made an operation fail to be told by others: that ranks differ, or that one is gone
 _MOST_RECENT = 1024
 _ELSEWHERE = (
     ". Other threads, with or without a loop, call what `await coll.dup(thread=True)` returns, and wait() for its "
     "handles"
 )
-_KNOWN = (MismatchError, CommunicatorError, PeerError, asyncio.CancelledError)
-"""Errors of a collective that the other ranks find, or are told of, by themselves."""
 
 
 class OperationObserver(Protocol):
@@ -107,25 +105,25 @@ class Dispatcher:
         self.issuing = Issuing(name) if thread else None
         """Who issues just now, where several threads may; None where only the loop's thread does."""
         self._start = self.progress.start_from_thread if thread else self.progress.start
-        self.disputes = Disputes(name, channel, ranks, transport, self, self.progress)
+        self.operations = Pending()
+        """Pending operations."""
+        self.recent: dict[int, Traffic] = {}
+        """Messages of the last operations that leave this host."""
+        self.failures = Failures(name, channel, ranks, transport, self.oplog, self.operations, self.recent)
         self.names = Names(
-            name, channel, self.ranks, transport, self.progress, on_differ=self.disputes.begin, broken=self._broken
+            name, channel, self.ranks, transport, self.progress, on_differ=self.failures.differ, broken=self._broken
         )
-        self.agreement = None if agree is None else agree(self.disputes.begin, self._broken)
+        self.agreement = None if agree is None else agree(self.failures.differ, self._broken)
         self.timeout: float | None = None
         self.large_bytes = LARGE_BYTES
         """From here on the progress thread makes the native calls."""
-        self.failing: dict[int, BaseException] = {}
-        """Collectives that cannot go on here, while others are heard on why."""
-        self.recent: dict[int, Traffic] = {}
-        """Of the last operations that leave this host."""
         self._rooms: list[Tensor] | None = [] if transport.capabilities().overruns else None
-        self.operations = Pending()
-        """Pending operations."""
         self._refusal: AiodistError | RuntimeError | None = None
         self.settlement = Settlement(
-            (name, transport.rank), self.progress, self.operations, self._ends_alone, threads=thread
+            (name, transport.rank), self.progress, self.operations, self.failures.ends_alone, threads=thread
         )
+        self.failures.names, self.failures.settlement = self.names, self.settlement
+        self.failures.within, self.failures.abort_here = self.repertoire.within, self.abort
         self._watch = Watch.of(self.progress, channel)
         self._watchdog = Watchdog(name, self.operations, self.oplog, self.ranks, self.mailbox, self._watch)
         self._watchdog.uses = self.names.uses
@@ -291,18 +289,14 @@ class Dispatcher:
         """Run it, and let the ranks compare it: the program waits until it may begin. The transport lock is held."""
         if self.agreement is None:
             operation.decide(None)
-        elif operation.meets is True and (failure := self.disputes.refuse(operation.number)) is not None:
-            operation.admitted.set(failure)
+        elif operation.meets is True:
+            self.failures.join(operation)
         self.settlement.run(operation, program)
         if isinstance(operation.meets, Named):
             if self.agreement is not None:
                 self.names.enter(operation.meets, operation)
         elif self.agreement is not None:
             self.agreement.enter(operation)
-
-    def later(self, call: Callable[[], object]) -> None:
-        """Make `call` on the loop after other ranks had time to report what they know; from any thread."""
-        self.progress.post(lambda: self.progress.loop.call_later(_ANSWER_SECONDS, call))
 
     def barrier(self, timeout: float | None, kind: str = "barrier") -> Handle[None]:
         """Issue a barrier: an operation that moves nothing, and so is over when the ranks are known to agree on it."""
@@ -359,128 +353,12 @@ class Dispatcher:
         Operation.of(handle).set_deadline(seconds)
         self._watchdog.expect(seconds)
 
-    # --- completion: with the transport lock held --------------------------------------------------------------
-
-    # --- what goes wrong in a collective ---------------------------------------------------------------------
-
-    def _ends_alone(self, operation: CommunicatorOperation, error: BaseException) -> bool:
-        """Return True if `error` ends it here now; else the ranks find out together why it failed.
-
-        An error of a library may follow from one that is known only later: that ranks differ, or that one is lost.
-        """
-        number, handle = operation.number, operation.handle
-        collective = number >= 0
-        if isinstance(error, _KNOWN):
-            if collective and isinstance(error, MismatchError) and self._refusal is None:  # a program found it
-                self.later(partial(self.disputes.tell_failed, number, error))
-            return True
-        if isinstance(error, (Differ, Refused)):
-            return False
-        if not collective:
-            if isinstance(error, BackendError):
-                self.later(partial(self.progress.exclusively, partial(self.settlement.end, operation, None, error)))
-            return not isinstance(error, BackendError)
-        assert handle is not None
-        self.failing[number] = error
-        conclude = partial(self._conclude, operation, handle, error)
-        if isinstance(error, BackendError):
-            self.later(conclude)
-        else:
-            self.progress.post(conclude)
-        return False
-
-    def _conclude(self, operation: CommunicatorOperation, handle: Handle[Any], error: BaseException) -> None:
-        self.failing.pop(operation.number, None)
-        if operation.state is not State.DONE and not handle.done():
-            self.reject(operation.number, error)
-            self.disputes.tell_failed(operation.number, error)
-
-    def called(self, number: int) -> str:
-        """See `Judge`."""
-        if number < NAMED:
-            return f"operation #{number}"
-        use = self.names.find(number)
-        return "a named operation" if use is None else f"operation {use.name!r} #{use.count}"
-
-    def text(self, number: int) -> str:
-        """See `Judge`."""
-        if number < NAMED:
-            return self.oplog.text(number)
-        use = self.names.find(number)
-        return "an operation that is no longer kept" if use is None else use.text()
-
-    def has_issued(self, number: int) -> bool:
-        """See `Judge`."""
-        return number < self.oplog.seq if number < NAMED else self.names.has_issued(number)
-
-    def reject(self, seq: int, error: BaseException) -> None:
-        """See `Judge`."""
-        self.progress.exclusively(partial(self._reject, seq, error))
-
-    def _reject(self, number: int, error: BaseException) -> None:
-        """As soon as its memory is free, for who is told may use it again, or when it is not free soon."""
-        if (operation := self._operation(number)) is None:
-            return
-        operation.verdict = operation.verdict or error
-        if operation.state is State.DRAINED:
-            self.settlement.end(operation, None, None)
-        else:
-            self.later(partial(self.progress.exclusively, partial(self.settlement.end, operation, None, None)))
-
-    def _operation(self, number: int) -> CommunicatorOperation | None:
-        """Return the collective with that number while it is in flight."""
-        if number >= NAMED:
-            use = self.names.find(number)
-            return None if use is None else use.operation
-        one = self.operations.collective(number)
-        return self.operations.take_over(one) if isinstance(one, Handle) else one
-
-    def doubt(self, seq: int) -> None:
-        """See `Judge`."""
-        if self.agreement is not None:
-            self.progress.exclusively(partial(self.agreement.doubt, seq))
-
-    def refuse(self, seq: int, error: AiodistError | None) -> Traffic | None:
-        """See `Judge`."""
-        use = self.names.find(seq)
-        if isinstance(one := self.operations.collective(seq), Handle):
-            one.done()  # a lane may have left it to a program, which can be refused
-        traffic = self.recent.get(seq) if use is None else use.traffic
-        self.progress.exclusively(partial(self.names.hold, seq))
-        if traffic is not None:
-            self.progress.exclusively(partial(self._refuse_steps, seq, traffic, error or Differ(seq)))
-        if error is not None:
-            if traffic is None or traffic.native:
-                # What has begun in a library cannot be stopped; it may be about to end, or to fail here too.
-                self.later(partial(self._abort_unless_over, seq, error))
-            else:
-                self.reject(seq, self.failing.get(seq, error))
-        return traffic
-
-    def cleared(self, number: int) -> None:
-        """See `Judge`."""
-        self.progress.exclusively(partial(self.names.release, number))
-
-    def _refuse_steps(self, seq: int, traffic: Traffic, error: BaseException) -> None:
-        traffic.refuse(error)
-        if self.repertoire.within is not None:
-            self.repertoire.within.refuse(key_of(seq))
-
     def _broken(self, error: BaseException) -> None:
-        """Hosts cannot be compared any more. That a rank is gone may be known only after what follows from it."""
-
-        def conclude() -> None:
-            wrapped = BackendError(f"the ranks of communicator {self.name!r} cannot be compared: {error}")
-            wrapped.__cause__ = error
-            self.abort_everywhere(wrapped)
-
-        self.later(conclude)
-
-    def _abort_unless_over(self, seq: int, error: AiodistError) -> None:
-        if self._operation(seq) is not None:
-            self.reject(seq, error)
-            self.abort(CommunicatorAborted(f"communicator {self.name!r} was aborted: {error}", comm=self.name))
-            self.disputes.tell_abort(f"communicator {self.name!r} was aborted: {error}")
+        """The ranks cannot be compared any more: abort the communicator, unless a rank is lost."""
+        wrapped = BackendError(f"the ranks of communicator {self.name!r} cannot be compared: {error}")
+        wrapped.__cause__ = error
+        abort = partial(self.abort_everywhere, wrapped)
+        self.failures.inquire(wrapped, lambda _: self.progress.post(abort))
 
     # --- the end -------------------------------------------------------------------------------------------
 
@@ -520,6 +398,7 @@ class Dispatcher:
     def peer_lost(self, exit: Exit) -> None:
         """A rank of this communicator is gone: what is pending and every later call raise that."""
         error = exit.error()
+        self.failures.leave(exit)
         self.abort(error)
         for tell in list(self.on_lost):
             tell(self.ranks.index(exit.rank) if exit.rank in self.ranks else -1, error)
@@ -537,20 +416,22 @@ class Dispatcher:
             self._refuse(error)
         if given_up:  # as after a loss, which not all heed
             self._tell_given_up(error)
-            self.disputes.tell_abort(str(error))
+            self.failures.tell_abort(str(error))
 
     def abort_everywhere(self, error: AiodistError) -> None:
         """Abort it on all ranks, unless that was done."""
         if self._refusal is None:
+            # First, so that no rank takes the loss of its messages for the cause.
+            self.failures.tell_abort(f"rank {self.transport.rank}: {error}")
             self.abort(error)
-            self.disputes.tell_abort(f"rank {self.transport.rank}: {error}")
 
     def abort_soon(self, error: AiodistError, *, tell: bool) -> None:
         """Abort it here at once, and on the other ranks soon, unless they have causes of their own by then."""
         if self._refusal is None:
             self.abort(error)
             if tell:
-                self.later(partial(self.disputes.tell_abort, f"rank {self.transport.rank}: {error}"))
+                text = f"rank {self.transport.rank}: {error}"
+                self.progress.loop.call_later(LIVENESS_SECONDS, self.failures.tell_abort, text)
 
     def abort(self, error: AiodistError) -> None:
         """Reject what is pending and refuse what comes; buffers stay owned by transfers that never end."""
@@ -569,11 +450,17 @@ class Dispatcher:
             tell(error)
 
     def _fail_all(self, error: AiodistError) -> None:
+        waiting = []
         for handle in self.pending():
-            one = self.operations.find(handle)
-            verdict = one.verdict if isinstance(one, CommunicatorOperation) else None
-            self.settlement.fail(handle, verdict or again(error))
+            operation = self.operations.find(handle)
+            if isinstance(error, PeerError) and operation is not None and self.failures.is_open(operation):
+                waiting.append(operation)  # the verdict may be that the ranks differ
+            else:
+                self.settlement.fail(handle, (operation and operation.verdict) or again(error))
         self.operations.clear()
+        for operation in waiting:
+            self.operations.add(operation)
+        self.failures.abort(error)
         self.mailbox.abort(error)
         self.names.close(error)
         if self.agreement is not None:
@@ -599,7 +486,7 @@ class Dispatcher:
 
     def unsubscribe(self) -> None:
         """Hear nothing of other ranks any more."""
-        self.disputes.close()
+        self.failures.close()
         self.names.unsubscribe()
 
     @property

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from aiodist import _core
-from aiodist.collectives.traffic import Differ
 from aiodist.communicator.claims import Claim, release
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.errors import AiodistError, MismatchError
@@ -43,7 +42,7 @@ class LaneIssuer:
             dispatcher.account,
             dispatcher.operations.collectives,
             dispatcher.progress.inbox,
-            dispatcher.disputes.to_fail,
+            dispatcher.failures.to_fail,
             known_files,
             dispatcher.watch,
             near.publish,
@@ -68,7 +67,8 @@ class LaneIssuer:
             release(claims)
             return
         operation.traffic = self._dispatcher.traffic(handle.seq)
-        operation.decide(None)
+        if not self._dispatcher.failures.join(operation):
+            operation.decide(None)
         self._dispatcher.settlement.run(operation, make())
 
     def _failed(self, handle: Handle[Any], error: AiodistError) -> None:
@@ -82,7 +82,6 @@ class LaneIssuer:
             return
         self._dispatcher.settlement.drained(operation)
         if isinstance(error, MismatchError):  # each rank finds that, since each differs from one of two
-            operation.decide(Differ(operation.number))
-            self._dispatcher.disputes.begin(operation)
+            self._dispatcher.failures.differ(operation)
         else:
             self._dispatcher.settlement.settle(operation, None, error)

@@ -103,6 +103,8 @@ class CommunicatorOperation(Operation[Any]):
     """Its comparison within the host."""
     given_back: Callable[[Any, BaseException | None], None] | None = field(default=None, init=False)
     """Callback in place of `handle` after another receive was given the message."""
+    stopped: bool = field(default=False, init=False)
+    """True if it failed on some rank: only the verdict of the ranks ends it."""
     error: BaseException | None = field(default=None, init=False)
     """Error of this rank's part."""
     verdict: BaseException | None = field(default=None, init=False)
@@ -195,6 +197,9 @@ class Pending:
 
     def take_over(self, handle: Handle[Any], claims: Sequence[Claim] = ()) -> CommunicatorOperation | None:
         """Return the operation of a handle that a lane has, to end it in another way; None if it is done."""
+        if (operation := self.find(handle)) is not None:
+            operation.claims = claims or operation.claims
+            return operation
         if self.collectives.get(handle.seq) is not handle:
             return None
         operation = self.collectives[handle.seq] = CommunicatorOperation(handle, claims, number=handle.seq)

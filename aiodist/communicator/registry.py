@@ -19,6 +19,7 @@ from aiodist.collectives.cuda.accelerator import Accelerator
 from aiodist.collectives.implementations import Repertoire
 from aiodist.communicator.agreement import Agreement, Dissemination
 from aiodist.communicator.base import WaitingCall, parts_of, upkeep_of
+from aiodist.communicator.conversation import LIVENESS_SECONDS
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.leftovers import made_by_program, unreceived, warn_of_open
 from aiodist.communicator.movement import Movement
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_ANSWER_SECONDS = 0.5
 DRAIN_SECONDS = 30.0
 """How long closing waits for what is in flight."""
 
@@ -394,9 +394,8 @@ class Registry(Generic[C]):
                     await all_over(earlier, dispatcher.progress.loop)
                 try:
                     made = await join(table)
-                except BackendError:  # which may follow from what is heard of only then, and ends this: a rank is gone
-                    await asyncio.sleep(_ANSWER_SECONDS)
-                    raise
+                except BackendError as error:  # it may follow from the loss of a rank
+                    raise await dispatcher.failures.cause(error) from error.__cause__
                 self._note(made, origin)
                 operation.resolve(made)
             except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
@@ -614,7 +613,7 @@ class Registry(Generic[C]):
         for communicator in self._closing:
             parts_of(communicator).dispatcher.abort(error)
         if self._closing:  # by other tasks, which end by that
-            await asyncio.wait(self._closing.values(), timeout=_ANSWER_SECONDS)
+            await asyncio.wait(self._closing.values(), timeout=LIVENESS_SECONDS)
         for communicator in given_up:
             parts_of(communicator).dispatcher.account.forgiven = (CommunicatorAborted,)
             parts_of(communicator).dispatcher.abort(error)

@@ -50,6 +50,8 @@ class Settlement:
 
     def finished(self, operation: CommunicatorOperation, result: object, error: BaseException | None) -> None:
         """Take the result or the error; an error may come before the bytes are drained."""
+        if operation.stopped and error is None:  # zeros of other ranks may have completed it
+            return
         if error is None and operation.convert is not None and operation.handle is not None:
             call = partial(self._convert, operation, operation.convert, result)
             if self._threads:
@@ -80,17 +82,11 @@ class Settlement:
         if error is None or self._ends_alone(operation, error):
             self.end(operation, result, error)
 
-    def reject(self, operation: CommunicatorOperation, error: BaseException) -> None:
-        """End an operation with the verdict of the ranks, as soon as its bytes are drained."""
-        operation.verdict = operation.verdict or error
-        if operation.state is State.DRAINED:
-            self.end(operation, None, error)
-
     def end(self, operation: CommunicatorOperation, result: object, error: BaseException | None) -> None:
         """Remove an operation from the table, and settle its handle."""
         if operation.state is State.DONE:
             return
-        handle, error = operation.handle, operation.verdict or error  # zeros of others may have completed it
+        handle, error = operation.handle, operation.verdict or error
         assert handle is not None
         self._pending.remove(operation)
         operation.state = State.DONE
@@ -140,5 +136,5 @@ class Settlement:
         if operation.given_back is not None:
             operation.given_back(result, None)
             value, error = None, asyncio.CancelledError()
-        if operation.handle is not None:
+        if operation.handle is not None and not operation.stopped:
             self.end(operation, value, error)

@@ -278,7 +278,9 @@ class _OneThread(Progress):
         self._inbox.append(call)
         if self._inside:
             return
-        with transport_lock:
+        if not transport_lock.acquire(False):  # this thread may hold it
+            polled = True
+        else:
             self._inside = True
             try:
                 while self._inbox:
@@ -286,6 +288,7 @@ class _OneThread(Progress):
                 polled = self.pending()
             finally:
                 self._inside = False
+                transport_lock.release()
         if polled and not self.armed:
             self._arm()
 

@@ -80,7 +80,6 @@ async def test_c10_what_is_kept_of_old_operations_is_bounded(coll: Communicator)
     for _ in range(1100):
         await coll.barrier()
     assert len(parts_of(coll).dispatcher.recent) <= 1024
-    assert not parts_of(coll).dispatcher.failing
 
 
 @pytest.mark.drawn(2)

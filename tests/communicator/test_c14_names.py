@@ -464,9 +464,11 @@ async def test_c14_what_a_failure_leaves_on_the_wire_meets_no_later_use(
     t = torch.full((50,), -1.0)
     failing = coll.rank == coll.size - 1
     if failing:
-        disputes = parts_of(coll).dispatcher.disputes
-        send, loop = disputes.send, asyncio.get_running_loop()
-        monkeypatch.setattr(disputes, "send", lambda *what: loop.call_later(0.5, send, *what))
+        failures = parts_of(coll).dispatcher.failures
+        send, loop = failures.send, asyncio.get_running_loop()
+        monkeypatch.setattr(
+            failures, "send", lambda *what: loop.call_soon_threadsafe(loop.call_later, 0.5, send, *what)
+        )
         monkeypatch.setattr("aiodist.collectives.operations.numbers_of", _no_memory)
     with pytest.raises(aiodist.AiodistError, match="no room") if failing else suppress(aiodist.RemoteError):
         await coll.broadcast(t, impl="tree", name="left")

@@ -85,7 +85,10 @@ def test_l2_those_that_differ_do_not_wait_for_a_third(run: Run, shares: bool) ->
     assert (ended.code, ended.codes(), ended.errors) == (0, [0, 0, 0], ""), ended
     for rank in range(3):
         assert ended.value(rank, "told") == "True", ended.text
-        assert ended.value(rank, "then") == "MismatchError MismatchError MismatchError MismatchAborted", ended.text
+        *first, third, last = ended.value(rank, "then").split()
+        assert first == ["MismatchError"] * 2, ended.text
+        assert third in ("MismatchError", "MismatchAborted"), ended.text  # it may come after the others have aborted
+        assert last == "MismatchAborted", ended.text
 
 
 @pytest.mark.thorough

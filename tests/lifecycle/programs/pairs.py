@@ -44,7 +44,7 @@ async def differ(coll: aiodist.Communicator, mine: Issue) -> str:
         return f"{type(error).__name__}: {error}"
     else:
         return "no error"
-    if "rank 0: " not in text and "ranks 0, " not in text:
+    if "rank 0" not in text and "ranks 0, " not in text:
         return text
     total = await asyncio.wait_for(coll.allreduce(torch.ones(10)), 20)
     return "" if total.eq(coll.size).all() else f"wrong sums: {total}"

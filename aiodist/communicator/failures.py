@@ -1,0 +1,407 @@
+"""Failed operations of a communicator: statements are sent and received, messages drained, operations ended.
+
+The rules are those of `conversation`; this is its input and output. Statements travel over the control channel, whose
+listener thread handles them, so a busy loop delays nothing. A rank that has not issued the number answers on that
+thread. A rank that has issued it needs the transport lock, since none of its messages may start after its statement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import TimerHandle
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from threading import Lock
+from typing import Any
+
+from aiodist.backends.base import NAMED, Refused, Transport, again, key_of
+from aiodist.backends.shm import ShmNative
+from aiodist.collectives.traffic import Differ, Traffic
+from aiodist.communicator.conversation import (
+    LIVENESS_SECONDS,
+    Action,
+    Ask,
+    Cause,
+    Clear,
+    Conclude,
+    Conversations,
+    Drain,
+    Send,
+    StartTimer,
+    Statement,
+    Verdict,
+)
+from aiodist.communicator.names import Names
+from aiodist.communicator.operation import CommunicatorOperation, Pending, State, When
+from aiodist.communicator.oplog import Latest, OpLog
+from aiodist.communicator.settlement import Settlement
+from aiodist.control import HUB, Channel, ChannelClosed, Exit, name_ranks
+from aiodist.control.thread import settle_soon
+from aiodist.errors import (
+    AiodistError,
+    BackendError,
+    CommunicatorAborted,
+    CommunicatorError,
+    MismatchError,
+    PeerError,
+    PeerLost,
+    RemoteError,
+)
+from aiodist.handles import Handle, Progress
+
+_FINAL = (CommunicatorError, PeerError, asyncio.CancelledError)
+"""Errors that need no conversation: the communicator was aborted, or the operation was withdrawn."""
+
+Then = Callable[[BaseException], object]
+
+
+class Failures:
+    """The failed operations of one communicator on this rank.
+
+    Its methods hold the transport lock, unless they say otherwise. The dispatcher sets the attributes of the class.
+    """
+
+    names: Names
+    settlement: Settlement
+    within: ShmNative | None
+    abort_here: Callable[[AiodistError], None]
+    """Aborts the communicator on this rank; on the loop."""
+
+    def __init__(
+        self,
+        name: str,
+        channel: Channel,
+        ranks: Sequence[int],
+        transport: Transport,
+        oplog: OpLog,
+        operations: Pending,
+        recent: dict[int, Traffic],
+    ) -> None:
+        """`ranks` are the world ranks of the communicator, in order; `recent` has the messages of its operations."""
+        self.to_fail: Latest[None] = Latest()
+        """Numbers that this rank stated not to have issued; the compiled core issues nothing while there are any."""
+        self._name = name
+        self._topic = f"failures:{name}"
+        self._channel = channel
+        self._ranks = list(ranks)
+        self._rank = self._ranks.index(channel.rank)
+        self._transport = transport
+        self._progress = Progress.current()
+        self._oplog = oplog
+        self._operations = operations
+        self._recent = recent
+        self._conversations = Conversations(self._rank, len(ranks))
+        self._lock = Lock()
+        """Held for each event of the conversations."""
+        self._stated: Latest[Traffic] = Latest()
+        """Messages of this rank, by the numbers about which it made its statement."""
+        self._not_issued: Latest[None] = Latest()
+        """Numbers that this rank had not issued when it made its statement."""
+        self._timers: dict[int, TimerHandle] = {}
+        """Liveness bounds of conversations, and of failed operations that are not drained; on the loop."""
+        self._inquiries: dict[int, tuple[BaseException, Then]] = {}
+        self._inquired = 0
+        self._aborting = False
+        """True if another rank has aborted the communicator: its reason precedes later verdicts."""
+        channel.subscribe(self._topic, self._heard)
+
+    def close(self) -> None:
+        """Receive no more statements; on the loop."""
+        self._channel.unsubscribe(self._topic)
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    # --- failures of this rank ------------------------------------------------------------------------------------
+
+    def ends_alone(self, operation: CommunicatorOperation, error: BaseException) -> bool:
+        """Return True if `error` ends the operation now; else the ranks find out together why it failed."""
+        number = operation.number
+        if operation.stopped or isinstance(error, (Differ, Refused)):
+            return False
+        if isinstance(error, _FINAL) or len(self._ranks) == 1 or (number < 0 and not isinstance(error, BackendError)):
+            return True
+        if number < 0:
+            self.inquire(error, partial(self.settlement.end, operation, None))
+        else:
+            self._state(number, Cause.MISMATCH if isinstance(error, MismatchError) else Cause.FAILED, _text(error))
+        return False
+
+    def differ(self, operation: CommunicatorOperation) -> None:
+        """The ranks differ on an operation."""
+        if not self.join(operation):
+            self._state(operation.number, Cause.MISMATCH)
+
+    def join(self, operation: CommunicatorOperation) -> bool:
+        """Stop an operation if this rank has made its statement about the number; return True if it has."""
+        number = operation.number
+        if self.to_fail:
+            self.to_fail.pop(number, None)
+        if number not in self._stated:
+            return False
+        operation.stopped = True
+        operation.decide(Differ(number))
+        if (verdict := self._conversations.verdict(number)) is not None:
+            self._end(operation, verdict)
+        return True
+
+    def inquire(self, error: BaseException, then: Then) -> None:
+        """Ask whether all ranks are alive; then call `then`, with the loss of a rank or else with `error`.
+
+        From any thread; `then` holds the transport lock.
+        """
+        with self._lock:
+            number = -1 - self._rank - self._inquired * len(self._ranks)
+            self._inquired += 1
+        self._inquiries[number] = error, then
+        self._do(self._conversations.state, number, Statement(cause=Cause.FAILED, error=_text(error)))
+
+    def cause(self, error: BaseException) -> asyncio.Future[BaseException]:
+        """Return a future of the error to raise in place of `error`: see `inquire`; on the loop."""
+        answer: asyncio.Future[BaseException] = self._progress.loop.create_future()
+        self.inquire(error, partial(settle_soon, answer))
+        return answer
+
+    # --- statements -----------------------------------------------------------------------------------------------
+
+    def _state(self, number: int, cause: Cause = Cause.NONE, error: str = "") -> None:
+        """Stop the operation on this rank, and state what is known of it."""
+        if number in self._stated:
+            return
+        if isinstance(one := self._operations.collective(number), Handle):
+            one.done()  # a lane may have left it to a program, which can be stopped
+        use, operation = self.names.find(number), self._operation(number)
+        traffic = self._stated[number] = (self._recent.get(number) if use is None else use.traffic) or Traffic()
+        self.names.hold(number)
+        bound, begun = False, traffic.begun
+        if operation is not None:
+            # A native call that failed counts too: its library is in an unknown state.
+            native = operation.state is State.STARTED if operation.traffic is None else operation.traffic.native > 0
+            bound = (native and operation.agreed.is_set) or operation.when is When.NOW
+            begun = operation.traffic is not None and operation.admitted.is_set and operation.admitted.error is None
+            operation.stopped = True
+            operation.decide(Differ(number))
+        self._refuse(number, traffic)
+        statement = Statement(*self._issued(number), True, cause, error, -1, begun, bound)
+        self._do(self._conversations.state, number, statement)
+
+    def _refuse(self, number: int, traffic: Traffic) -> None:
+        traffic.refuse(Differ(number))
+        if self.within is not None:
+            self.within.refuse(key_of(number))
+
+    def _heard(self, world_rank: int, message: list[Any]) -> None:
+        """Handle a statement of another rank; on the listener thread."""
+        number, fields, sent, asked = message
+        rank = self._ranks.index(world_rank)
+        if fields is None:
+            self._aborting = True
+            self._progress.post(partial(self._told_abort, sent))
+        elif number < 0 and self._asker(number) != self._rank:
+            self._send(number, self._last_issued())
+        else:
+            self._do(self._conversations.hear, rank, number, Statement.read(fields), dict(sent), dict(asked))
+
+    def _answer(self, number: int) -> None:
+        """State what this rank knows of an operation that failed on another one; on the listener thread."""
+        named = number >= NAMED
+        if not named:
+            self.to_fail[number] = None  # first: the program may issue it at this moment
+        if self.names.has_issued(number) if named else number < self._oplog.seq:
+            self.to_fail.pop(number, None)
+            self._progress.start_from_thread(partial(self._state, number))
+        else:
+            self._stated[number] = Traffic()
+            self._not_issued[number] = None
+            self._do(self._conversations.state, number, self._last_issued())
+
+    def _last_issued(self) -> Statement:
+        last = self._oplog.last()
+        return Statement("" if last is None else last.text(), issued=False)
+
+    def leave(self, exit: Exit) -> None:
+        """A rank is lost; from any thread."""
+        known = exit.rank in self._ranks
+        for rank in [self._ranks.index(exit.rank)] if known else range(len(self._ranks)):
+            if rank != self._rank:
+                self._do(self._conversations.leave, rank)
+
+    # --- actions: from any thread, unless they say otherwise ------------------------------------------------------
+
+    def _do(self, event: Callable[..., list[Action]], *args: Any) -> None:  # noqa: ANN401
+        """Perform the actions that an event of the conversations returns."""
+        with self._lock:
+            actions = event(*args)
+        for action in actions:
+            match action:
+                case Ask(number):
+                    self._answer(number)
+                case Send(number, statement):
+                    self._send(number, statement)
+                case StartTimer(number):
+                    self._progress.post(partial(self._start_timer, number, self._expire))
+                case Drain():
+                    self._progress.start_from_thread(partial(self._drain, action))
+                case Conclude(number, verdict):
+                    conclude = partial(self._conclude, number, verdict)
+                    if self._aborting:
+                        self._progress.post(partial(self._progress.exclusively, conclude))
+                    else:
+                        self._progress.start_from_thread(conclude)
+                case Clear(number):
+                    self._progress.start_from_thread(partial(self.names.release, number))
+
+    def _asker(self, number: int) -> int:
+        """Return the rank that asks about a failure outside the order."""
+        return (-1 - number) % len(self._ranks)
+
+    def _send(self, number: int, statement: Statement) -> None:
+        traffic = self._stated.get(number)
+        asker = self._asker(number) if number < 0 else self._rank
+        for rank in range(len(self._ranks)):
+            if asker in (rank, self._rank):
+                sent, asked = ({}, {}) if traffic is None else traffic.with_rank(rank)
+                self.send(rank, [number, list(statement), list(sent.items()), list(asked.items())])
+
+    def send(self, rank: int, message: list[Any]) -> None:
+        """Send a message to another rank."""
+        if rank != self._rank:
+            with suppress(ChannelClosed):  # the world is closed, and the other ranks know that
+                self._channel.send(self._ranks[rank], self._topic, message)
+
+    def tell_abort(self, text: str) -> None:
+        """Have every other rank abort the communicator."""
+        for rank in range(len(self._ranks)):
+            self.send(rank, [0, None, text, None])
+
+    def _told_abort(self, text: str) -> None:
+        """On the loop."""
+        self.abort_here(CommunicatorAborted(text))
+
+    def _drain(self, action: Drain) -> None:
+        """Drain messages; with the transport lock held."""
+        if (traffic := self._stated.get(action.number)) is not None:
+            # Two ranks that refuse steps in shared memory at the same time miss none if each does so again.
+            self._refuse(action.number, traffic)
+            traffic.clear(self._transport, action.rank, action.sent, action.asked)
+
+    def _start_timer(self, number: int, call: Callable[[int], None]) -> None:
+        """On the loop."""
+        self._stop_timer(number)
+        self._timers[number] = self._progress.loop.call_later(LIVENESS_SECONDS, call, number)
+
+    def _stop_timer(self, number: int) -> None:
+        """On the loop."""
+        if (timer := self._timers.pop(number, None)) is not None:
+            timer.cancel()
+
+    def _expire(self, number: int) -> None:
+        """The liveness bound has passed; on the loop."""
+        for exit in self._channel.exits().values():
+            if exit.rank in self._ranks and exit.clean:
+                self._do(partial(self._conversations.leave, self._ranks.index(exit.rank), clean=True))
+        self._do(self._conversations.expire, number)
+
+    # --- verdicts -------------------------------------------------------------------------------------------------
+
+    def _conclude(self, number: int, verdict: Verdict) -> None:
+        """Do what the verdict says, also if the operation has ended on this rank."""
+        self._progress.post(partial(self._stop_timer, number))
+        if number < 0:
+            if (inquiry := self._inquiries.pop(number, None)) is not None:
+                error, then = inquiry
+                then(self._error(number, verdict, error))
+            return
+        if verdict.abort and verdict.cause is not Cause.LOST:
+            self._progress.post(partial(self._abort, number, verdict))
+        elif (operation := self._operation(number)) is not None:
+            self._end(operation, verdict)
+
+    def _end(self, operation: CommunicatorOperation, verdict: Verdict) -> None:
+        """End a failed operation when it is drained, or now if it will not be soon."""
+        if verdict.abort and verdict.cause is not Cause.LOST:
+            return  # `_abort` ends it
+        operation.verdict = self._error(operation.number, verdict, operation.error)
+        if operation.state is State.DRAINED or verdict.silent or verdict.cause is Cause.LOST:
+            self.settlement.end(operation, None, None)
+        else:
+            self._progress.post(partial(self._start_timer, operation.number, self._end_undrained))
+
+    def _abort(self, number: int, verdict: Verdict) -> None:
+        """Abort the communicator, which cannot continue, and end the operation; on the loop."""
+        operation = self._operation(number)
+        error = self._error(number, verdict, None if operation is None else operation.error)
+        if isinstance(error, RemoteError):
+            error = CommunicatorAborted(f"rank {verdict.rank}: {verdict.error}", comm=self._name)
+        if operation is not None:
+            operation.verdict = error
+        self.abort_here(again(error) if isinstance(error, AiodistError) else CommunicatorAborted(_text(error)))
+        self._end_undrained(number)
+
+    def _end_undrained(self, number: int) -> None:
+        """End an operation whose messages another rank has not drained within the bound; on the loop."""
+        self._timers.pop(number, None)
+        if (operation := self._operation(number)) is not None:
+            self._progress.exclusively(partial(self.settlement.end, operation, None, None))
+
+    def _error(self, number: int, verdict: Verdict, own: BaseException | None) -> BaseException:
+        """Return the error that this rank raises, if its own part failed with `own`."""
+        called, rank = self._called(number), verdict.rank
+        own = None if isinstance(own, (Differ, Refused)) else own
+        silent = f"{name_ranks(verdict.silent)} did not answer within {LIVENESS_SECONDS:g} s"
+        if verdict.cause is Cause.MISMATCH and rank < 0:
+            since = f" (out of step since #{verdict.since})" if 0 <= verdict.since < number else ""
+            data = "; the output of the operation is unspecified" if verdict.begun else ""
+            later = self._issued(number)[0] if number in self._not_issued else ""
+            side = f"; rank {self._rank} has issued {later} since then" if later else ""
+            return MismatchError(f"ranks disagree on {called}{since}: {verdict.sides}{side}{data}")
+        if verdict.cause is Cause.LOST:
+            lost = self._ranks[rank]
+            exits = [exit for exit in self._channel.exits().values() if not exit.clean and exit.rank in (lost, HUB)]
+            return exits[0].error() if exits else PeerLost(f"rank {lost} is lost: {verdict.error}", lost=lost)
+        if own is not None and (verdict.cause is not Cause.MISMATCH or isinstance(own, MismatchError)):
+            if verdict.silent:
+                own.add_note(silent)
+            return own
+        if verdict.cause is Cause.SILENT:
+            return PeerError(f"{called} failed, and {silent}: {verdict.error}", comm=self._name)
+        return RemoteError(f"{called}: rank {rank}'s part failed: {verdict.error}", raised_by=rank, comm=self._name)
+
+    def is_open(self, operation: CommunicatorOperation) -> bool:
+        """Return True if the verdict on a failed operation is still to come."""
+        return operation.stopped and operation.verdict is None and self._conversations.is_open(operation.number)
+
+    def abort(self, error: AiodistError) -> None:
+        """End the inquiries: the communicator is aborted."""
+        while self._inquiries:
+            _, (_, then) = self._inquiries.popitem()
+            then(again(error))
+
+    # --- operations -----------------------------------------------------------------------------------------------
+
+    def _operation(self, number: int) -> CommunicatorOperation | None:
+        """Return the collective with that number while it is in flight."""
+        if number >= NAMED:
+            use = self.names.find(number)
+            return None if use is None else use.operation
+        one = self._operations.collective(number)
+        return self._operations.take_over(one) if isinstance(one, Handle) else one
+
+    def _issued(self, number: int) -> tuple[str, int | None]:
+        """Return text and signature of an operation that this rank has issued."""
+        use = self.names.find(number)
+        record = self._oplog.find(number) if use is None else use.record
+        if record is None:
+            return "an operation that is no longer kept", None
+        return (record.text(), record.what.word) if use is None else (use.text(), record.what.word ^ use.edition)
+
+    def _called(self, number: int) -> str:
+        if number < NAMED:
+            return f"operation #{number}"
+        use = self.names.find(number)
+        return "a named operation" if use is None else f"operation {use.name!r} #{use.count}"
+
+
+def _text(error: BaseException) -> str:
+    return str(error.args[0]) if isinstance(error, AiodistError) else f"{type(error).__name__}: {error}"
