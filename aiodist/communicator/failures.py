@@ -178,7 +178,8 @@ class Failures:
         if operation is not None:
             # A native call that failed counts too: its library is in an unknown state.
             native = operation.state is State.STARTED if operation.traffic is None else operation.traffic.native > 0
-            bound = (native and operation.agreed.is_set) or operation.when is When.NOW
+            agreed = operation.agreed.is_set and operation.agreed.error is None
+            bound = (native and agreed) or operation.when is When.NOW
             begun = operation.traffic is not None and operation.admitted.is_set and operation.admitted.error is None
             operation.stopped = True
             operation.decide(Differ(number))

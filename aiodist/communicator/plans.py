@@ -225,10 +225,10 @@ class Plans:
         try:
             await transfers([partial(plan.start, view, operation.number)])
         finally:
-            if traffic is not None:
-                traffic.native = 0
             if in_background:
                 self._dispatcher.progress.add_large(-1)
+        if traffic is not None:
+            traffic.native = 0
         return t
 
     def _issue_queued(self, plan: QueuePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
