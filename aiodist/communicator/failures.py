@@ -93,7 +93,7 @@ class Failures:
         self._recent = recent
         self._conversations = Conversations(self._rank, len(ranks))
         self._lock = Lock()
-        """Held for each event of the conversations."""
+        """Held for each event of the conversations, and until it is known if this rank has issued a number."""
         self._stated: Latest[Traffic] = Latest()
         """Messages of this rank, by the numbers about which it made its statement."""
         self._not_issued: Latest[None] = Latest()
@@ -137,7 +137,8 @@ class Failures:
         """Stop an operation if this rank has made its statement about the number; return True if it has."""
         number = operation.number
         if self.to_fail:
-            self.to_fail.pop(number, None)
+            with self._lock:  # the listener thread may find out now if it is issued
+                self.to_fail.pop(number, None)
         if number not in self._stated:
             return False
         operation.stopped = True
@@ -206,15 +207,17 @@ class Failures:
 
     def _answer(self, number: int) -> None:
         """State what this rank knows of an operation that failed on another one; on the listener thread."""
-        named = number >= NAMED
-        if not named:
-            self.to_fail[number] = None  # first: the program may issue it at this moment
-        if self.names.has_issued(number) if named else number < self._oplog.seq:
-            self.to_fail.pop(number, None)
+        with self._lock:
+            self.to_fail[number] = None  # first: the program may issue it at this moment, and then waits for the lock
+            issued = self.names.has_issued(number) if number >= NAMED else number < self._oplog.seq
+            if issued:
+                del self.to_fail[number]
+            else:
+                self._stated[number] = Traffic()
+                self._not_issued[number] = None
+        if issued:
             self._progress.start_from_thread(partial(self._state, number))
         else:
-            self._stated[number] = Traffic()
-            self._not_issued[number] = None
             self._do(self._conversations.state, number, self._last_issued())
 
     def _last_issued(self) -> Statement:

@@ -309,5 +309,5 @@ async def test_c10_who_watches_for_ranks_that_are_late_keeps_no_tensors(coll: Co
 def test_c10_what_ranks_disagreed_on_is_not_kept_for_ever() -> None:
     latest: Latest[str] = Latest()
     for number in range(5000):
-        latest[number] = "a dispute"
+        latest[number] = "a failure"
     assert list(latest) == list(range(5000 - 4096, 5000))

@@ -9,11 +9,14 @@ import torch
 
 import aiodist
 from aiodist.testing import run_ranks
+from tests.lifecycle.conftest import slowness
 
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Run
 
 pytestmark = pytest.mark.drawn(1)
+
+LIVENESS_SECONDS = 2.0
 
 KINDS = (
     "other_op",
@@ -61,7 +64,7 @@ def test_l2_mismatch_in_one_process(size: int) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("shares", [True, False], ids=["memory", "messages"])
-def test_l2_a_rank_killed_in_a_dispute_keeps_nobody_waiting(run: Run, shares: bool) -> None:
+def test_l2_a_rank_killed_in_a_dispute_keeps_no_rank_waiting(run: Run, shares: bool) -> None:
     """The others are told that ranks differ, or that one of them is gone; what comes is refused."""
     ended = run("dispute.py", n=3, options=() if shares else ("-x", "AIODIST_SHM=0"))
     assert ended.code, ended
@@ -89,6 +92,28 @@ def test_l2_those_that_differ_do_not_wait_for_a_third(run: Run, shares: bool) ->
         assert first == ["MismatchError"] * 2, ended.text
         assert third in ("MismatchError", "MismatchAborted"), ended.text  # it may come after the others have aborted
         assert last == "MismatchAborted", ended.text
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("shares", [True, False], ids=["memory", "messages"])
+@pytest.mark.parametrize(
+    ("case", "side"),
+    [("stopped", "did not answer within 2 s"), ("before", "has not issued it: the last is "), ("after", "")],
+)
+def test_l2_a_rank_that_is_stopped_or_busy_delays_no_verdict(run: Run, case: str, side: str, shares: bool) -> None:
+    """Its control thread answers while its loop is busy; a stopped process is named after the liveness bound."""
+    ended = run("verdicts.py", case, n=3, options=() if shares else ("-x", "AIODIST_SHM=0"))
+    assert (ended.code, ended.codes(), ended.errors) == (0, [0, 0, 0], ""), ended
+    for rank in range(3):
+        text = ended.value(rank, "error")
+        assert text.startswith("MismatchError: "), ended.text
+        assert "float32[9] sum at" in text, ended.text
+        assert "float32[9] max at" in text, ended.text
+        assert ended.value(rank, "then") == "3"
+    for rank in range(2):
+        assert f"rank 2 {side}" in ended.value(rank, "error") or not side, ended.text
+        longest = (LIVENESS_SECONDS if case == "stopped" else 0.0) + 1.0 * slowness()
+        assert float(ended.value(rank, "seconds")) < longest, ended.text
 
 
 @pytest.mark.thorough
