@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -21,15 +20,25 @@ BUSY_SECONDS = 3.0
 STOP = f"kill -STOP $1; sleep {BUSY_SECONDS}; kill -CONT $1"
 
 
+def stop() -> None:
+    """Have this process stopped, soon."""
+    subprocess.Popen(["sh", "-c", STOP, "sh", str(os.getpid())])
+
+
+def block() -> None:
+    """Block the loop."""
+    time.sleep(BUSY_SECONDS)
+
+
 async def main(case: str) -> None:
     async with aiodist.init() as world:
         coll = await world.dup()
         pids = await coll.allgather_object(os.getpid())
         if coll.rank == 2 and case == "stopped":
-            subprocess.Popen(["sh", "-c", STOP, "sh", str(os.getpid())])
+            stop()
             await asyncio.sleep(BUSY_SECONDS / 2)
         elif coll.rank == 2 and case == "before":
-            time.sleep(BUSY_SECONDS)
+            block()
         elif case == "stopped":
             until_stopped(pids[2])
         else:
@@ -37,7 +46,7 @@ async def main(case: str) -> None:
         began = time.monotonic()
         handle = coll.allreduce(torch.ones(9), op="max" if coll.rank == 1 else "sum")
         if coll.rank == 2 and case == "after":
-            time.sleep(BUSY_SECONDS)
+            block()
         try:
             async with asyncio.timeout(20):
                 await handle
