@@ -1,12 +1,12 @@
-"""What a backend implements, and all that the layers above know of it.
+"""Interface of a backend to the layers above.
 
 A *transport* is one communicator's share of a backend. It moves whole tensors between ranks; everything else is
-built on that. Collectives that the library has natively are a second protocol, which is optional.
+built on that. Native collectives of a library are a second protocol, which is optional.
 
-Every method that starts a transfer is called with the transport lock held (see `aiodist.handles.progress`), does
-not block, does not raise for failures of the world, and calls `done(error)` exactly once, also under the lock,
-possibly before it returns. The caller keeps the tensors alive until then. What a method raises all the same is the
-error of that transfer alone: callers use `guarded`.
+A method that starts a transfer is called with the transport lock held (see `aiodist.handles.progress`) and does not
+block. It calls `done(error)` exactly once, also under the lock, possibly before it returns; it does not raise if the
+network or another rank fails. The caller keeps the tensors alive until then. An exception of a method is the error of
+that transfer alone: callers use `guarded`.
 """
 
 from __future__ import annotations
@@ -32,115 +32,115 @@ from aiodist.types import REDUCTIONS, ReduceOp
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
 Begin = Callable[[Tensor, int, Done], None]
-"""(tensor, number of the operation, done): what begins an allreduce that was planned ahead."""
+"""Starts a planned allreduce: (tensor, number of the operation, done)."""
 
 NAMED = 1 << 58
-"""From here on numbers are those of named operations: see `number_of_use`."""
+"""Lowest number of a named operation: see `number_of_use`."""
 MOST_NAMES = (1 << 16) - 1
-"""How many names a communicator may have."""
+"""Largest number of names of a communicator."""
 
-_NAMED_TAGS = (1 << 20) + 1  # above those of the mailbox
-_COLLECTIVE_TAGS = 1 << 21  # above those of names
+_NAMED_TAGS = (1 << 20) + 1  # above the tags of the mailbox
+_COLLECTIVE_TAGS = 1 << 21  # above the tags of names
 _TAGS_OF_A_NAME = 16
 _MOST_USES = 1 << 32
 
 
 def number_of_use(name: int, count: int) -> int:
-    """Return the number of a named operation: that of its name, from 0, and how often the name was used before."""
+    """Return the number of a named operation, from the number of its name and the count of earlier uses."""
     return NAMED + name * _MOST_USES + count % _MOST_USES
 
 
 def name_in(number: int) -> int:
-    """Return the number of the name in that of a named operation; negative for one that has a place in the order."""
+    """Return the number of the name in the number of a named operation; negative if the operation has no name."""
     return (number - NAMED) // _MOST_USES
 
 
 def tag_of(number: int) -> int:
-    """Return the tag of a communicator's collective `number`: its place in the order, or that of a named one."""
+    """Return the tag of a communicator's collective `number`."""
     if number < NAMED:
         return _COLLECTIVE_TAGS + number % _COLLECTIVE_TAGS
     return _NAMED_TAGS + name_in(number) * _TAGS_OF_A_NAME + number % _TAGS_OF_A_NAME
 
 
 def key_of(number: int) -> int:
-    """Return the key of a communicator's collective `number`; those above it are for parts that go on apart."""
+    """Return the key of a communicator's collective `number`; the next keys are for its parts."""
     return number << KEY_BITS
 
 
 class Refused(Exception):
-    """A rank takes no part in an operation that it knows to have failed: why, it tells the others by itself."""
+    """A rank takes no part in an operation that has failed; that rank reports the cause to the others itself."""
 
 
 def guarded(call: Callable[[Done], object], done: Done) -> None:
-    """Make `call(done)`; what it raises goes to `done`, which is called at most once.
+    """Make `call(done)`, and pass its exception to `done`, which is called at most once.
 
-    Raises what comes when `done` was called already, by `done` itself perhaps.
+    Raises an exception that comes after `done` was called, possibly by `done` itself.
     """
-    told = False
+    called = False
 
-    def tell_once(error: BaseException | None) -> None:
-        nonlocal told
-        if not told:
-            told = True
+    def call_once(error: BaseException | None) -> None:
+        nonlocal called
+        if not called:
+            called = True
             done(error)
 
     try:
-        call(tell_once)
+        call(call_once)
     except Exception as error:
-        if told:
+        if called:
             raise
-        tell_once(ours(error))
+        call_once(ours(error))
 
 
 def once(done: Done) -> Done:
-    """Return what calls `done` the first time it is called."""
+    """Return a callback that calls `done` the first time only."""
     left = [done]
 
-    def told(error: BaseException | None) -> None:
+    def call_first(error: BaseException | None) -> None:
         if left:
             left.pop()(error)
 
-    return told
+    return call_first
 
 
 def keeping(t: Tensor, done: Done) -> Done:
-    """Return `done`, holding on to `t` until it is called."""
+    """Return a callback that calls `done` and holds a reference to `t` until then."""
 
-    def over(error: BaseException | None, _t: Tensor = t) -> None:
+    def call_done(error: BaseException | None, _t: Tensor = t) -> None:
         done(error)
 
-    return over
+    return call_done
 
 
 def ignore(_: object) -> None:
-    """Take what nobody waits for."""
+    """Ignore the outcome of a transfer."""
 
 
 class PeerGone(BackendError):
-    """A carrier has found that the other end has left."""
+    """The other end of a connection has left."""
 
 
 def again(error: E) -> E:
-    """Return `error` anew: each operation writes its own place into its error."""
-    renewed = copy(error)
-    renewed.__cause__ = error.__cause__
-    return renewed
+    """Return a copy of `error`: each operation writes its own details into its error."""
+    copied = copy(error)
+    copied.__cause__ = error.__cause__
+    return copied
 
 
 def tell(ended: Iterable[tuple[Done, BaseException | None]]) -> None:
-    """Call each `done(error)`; what the first of them raises is raised when all are told."""
+    """Call each `done(error)`, then raise the first exception of these calls."""
     raised: Exception | None = None
     for done, error in ended:
         try:
             done(error)
-        except Exception as caught:  # noqa: BLE001  - those behind it must be told
+        except Exception as caught:  # noqa: BLE001  - the others must be called too
             raised = raised or caught
     if raised is not None:
         raise raised
 
 
 def started(fn: Callable[[], T]) -> concurrent.futures.Future[T]:
-    """Run `fn` in a daemon thread of its own: it may block for long, and nobody must wait for it at exit."""
+    """Run `fn` in a daemon thread of its own: it may block for long, and the exit must not wait for it."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
     future.set_running_or_notify_cancel()
 
@@ -157,7 +157,7 @@ def started(fn: Callable[[], T]) -> concurrent.futures.Future[T]:
 
 
 async def in_thread(fn: Callable[[], T]) -> T:
-    """Return what `fn` does, once its thread is over."""
+    """Run `fn` in a thread of its own and return its result."""
     return await asyncio.wrap_future(started(fn))
 
 
@@ -178,19 +178,19 @@ DTYPES = (
     torch.uint32,
     torch.uint64,
 )
-"""In the order of their codes on the wire: append only."""
+"""The dtypes in the order of their codes on the wire: append only."""
 dtype_code = {kind: code for code, kind in enumerate(DTYPES)}.__getitem__
 
 
 class Wanted(NamedTuple):
-    """What decides how an operation is run; the same on all ranks."""
+    """The facts that choose the implementation of an operation; the same on all ranks."""
 
     operation: str
     kind: dtype
     op: ReduceOp | None
     numel: int
     device: str = "cpu"
-    """Where the tensors lie, "cpu" or "cuda"."""
+    """Device type of the tensors, "cpu" or "cuda"."""
 
     @property
     def nbytes(self) -> int:
@@ -206,15 +206,15 @@ class Wanted(NamedTuple):
 class Primitive:
     """A collective on flat tensors of one rank: the unit that an implementation runs.
 
-    They are flat, dense and of one dtype; all ranks know the counts. n is the number of elements of `t`.
+    The tensors are flat, dense and of one dtype; all ranks know the counts. n is the number of elements of `t`.
 
-    | kind           | `t`: n elements           | `out`                                   | besides           |
+    | kind           | `t`: n elements           | `out`                                   | in addition       |
     |----------------|---------------------------|-----------------------------------------|-------------------|
     | allreduce      | reduced in place          | `t`                                     | op                |
     | broadcast      | overwritten with root's   | `t`                                     | root              |
     | reduce         | root's reduced in place   | `t`                                     | op, root          |
     | scan           | reduced over ranks 0 to me| `t`                                     | op                |
-    | allgather      | my elements               | everybody's, in rank order; may hold `t`| counts of ranks   |
+    | allgather      | my elements               | of all, in rank order; may contain `t`  | counts of ranks   |
     | reduce_scatter | only read                 | my block, may be that of `t`            | op, counts        |
     | alltoall       | my blocks, in rank order  | the blocks for me, in rank order        | counts, received  |
     """
@@ -222,21 +222,21 @@ class Primitive:
     kind: str
     t: Tensor
     out: Tensor = None  # type: ignore[assignment]
-    """`t` unless it is given."""
+    """The result; defaults to `t`."""
     _: KW_ONLY
     op: ReduceOp = ReduceOp.SUM
     root: int = 0
     counts: Sequence[int] = ()
-    """The elements of each block, of alltoall those sent."""
+    """Elements of each block; of an alltoall, of each block sent."""
     received: Sequence[int] = ()
-    """Those that come."""
+    """Elements of each block received by an alltoall."""
 
     def __post_init__(self) -> None:
         self.out = self.t if self.out is None else self.out
 
     @property
     def _whole(self) -> Tensor:
-        """The tensor that counts as its size: of an allgather, that of all ranks."""
+        """The tensor that defines the size; for an allgather, the one of all ranks."""
         return self.out if self.kind == "allgather" else self.t
 
     @property
@@ -245,16 +245,16 @@ class Primitive:
 
     @property
     def wanted(self) -> Wanted:
-        """Return the facts that decide which implementation runs it."""
+        """Return the facts that choose its implementation."""
         t = self._whole
         op = self.op if self.kind in REDUCTIONS else None
         return Wanted(self.kind, t.dtype, op, t.numel(), "cpu" if t.is_cpu else "cuda")
 
 
 class Exchange(Primitive):
-    """Tensors of any sizes between pairs of ranks, which both know them.
+    """Tensors of any sizes between pairs of ranks, which both know the sizes.
 
-    What one rank sends to another, in order, is what that one receives from it. Some ranks may have nothing to do.
+    The receives of a rank from another one match the sends of that rank in order. Some ranks may have no transfer.
     """
 
     __slots__ = ("receives", "sends")
@@ -262,7 +262,7 @@ class Exchange(Primitive):
     def __init__(
         self, like: Tensor, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> None:
-        """Each is (rank, tensor); those without elements are left out. `like` lies where they should."""
+        """Each transfer is (rank, tensor); empty ones are skipped. `like` is on the device of the tensors."""
         super().__init__("exchange", like)
         self.sends = [(rank, t) for rank, t in sends if t.numel()]
         self.receives = [(rank, t) for rank, t in receives if t.numel()]
@@ -270,37 +270,37 @@ class Exchange(Primitive):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a transport can do beyond moving bytes."""
+    """Features of a transport."""
 
     short_receives: bool
-    """A receive may be given more room than the message fills."""
+    """A receive may be longer than its message."""
     devices: frozenset[str] = frozenset({"cpu"})
     overruns: bool = False
-    """A message that is longer than its receive may crash the library, instead of failing."""
+    """A message longer than its receive may crash the library."""
     kept_from: int | None = None
-    """Least size, in bytes, of a send to another rank that ends only after its receive was posted; None if unknown."""
+    """Smallest send to another rank, in bytes, that completes only after its receive was posted; None if unknown."""
     send_now: Callable[[bytearray, int, int], bool] | None = None
-    """(data, dst, tag): send a few bytes, in order with `isend`; False where they would have to wait."""
+    """(data, dst, tag): sends a few bytes, in order with `isend`; False if they would have to wait."""
 
 
 class Native(Protocol):
     """Non-blocking collectives of a library, or of memory that all ranks map."""
 
     finishes: bool
-    """Allreduce and reduce_scatter take 16-bit floats and means as they are, and round once."""
+    """True if allreduce and reduce_scatter take 16-bit floats and means directly, and round once."""
     in_order: bool
-    """It tells operations apart by the order of its calls alone, not by their keys."""
+    """True if operations match by the order of the calls alone, not by their keys."""
     recallable: bool
-    """An operation that some ranks refuse ends on all, with `Refused`; else those that have begun it wait in it."""
+    """True if an operation that a rank refuses ends on all ranks, with `Refused`; else ranks that began it hang."""
 
     def supports(self, wanted: Wanted) -> bool:
-        """Return True when it has this operation."""
+        """Return True if it has this operation."""
 
     def start(self, operation: Primitive, key: int, done: Done) -> None:
-        """Begin an operation that it supports; all ranks give it the same key, another one than those under way."""
+        """Start a supported operation; all ranks give the same key, which no operation in flight has."""
 
     def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
-        """Return what begins an allreduce of `numel` elements of `kind`: the hot path. None: no single call does."""
+        """Return a function that starts an allreduce of `numel` elements of `kind`; None if one call cannot do it."""
 
 
 class Transport(Protocol):
@@ -312,7 +312,7 @@ class Transport(Protocol):
     native: Native | None
 
     def capabilities(self) -> Capabilities:
-        """Return what it can do."""
+        """Return its features."""
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """Send all of `t`; done when `t` may be reused. Messages of equal (src, dst, tag) keep their order."""
@@ -321,10 +321,10 @@ class Transport(Protocol):
         """Receive into `t` from `src`, or from `ANY` source."""
 
     async def split(self, ranks: Sequence[int], name: str) -> Transport:
-        """Return a transport among `ranks` of this one, in that order; called by those ranks alone.
+        """Return a transport among `ranks` of this one, in that order; only these ranks call it.
 
-        `name` is the same on all of them and unique among this transport's.
+        `name` is the same on all of them and unique in this transport.
         """
 
     async def aclose(self, *, drained: bool) -> None:
-        """Release it; with `drained` every rank calls it and nothing is in flight, else it is just given up."""
+        """Release it; with `drained` every rank calls it and no transfer is in flight, else it is aborted."""

@@ -1,4 +1,4 @@
-"""Writing to the user's tensors, made in any torch mode, on any thread that resumes the operation."""
+"""Writes to the user's tensors, from any thread and for tensors of any torch mode."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FUNCTIONS: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
-"""What makes a third tensor of two, `out=` or a new one."""
+"""Functions of two tensors that return a third one, `out=` or a new one."""
 
 COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], object]] = {
     ReduceOp.SUM: lambda into, t: into.add_(t),
@@ -35,16 +35,16 @@ COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], object]] = {
     ReduceOp.BOR: lambda into, t: into.bitwise_or_(t),
     ReduceOp.BXOR: lambda into, t: into.bitwise_xor_(t),
 }
-"""What combines the second tensor into the first; a mean is a sum until it is divided."""
+"""Functions that combine the second tensor into the first; a mean is a sum that is divided later."""
 
 
 def writable(t: Tensor) -> AbstractContextManager[object]:
-    """Return a block in which `t` may be written to: what was made in inference mode demands that mode again."""
+    """Return a context manager that allows writes to `t`: an inference tensor requires inference mode."""
     return torch.inference_mode() if t.is_inference() else _as_it_is
 
 
 def copy(into: Tensor, t: Tensor) -> None:
-    """Copy `t` over `into`, without a history."""
+    """Copy `t` to `into`; autograd does not record it."""
     with writable(into):
         into.detach().copy_(t.detach())
 
@@ -56,7 +56,7 @@ def combine(into: Tensor, t: Tensor, op: ReduceOp) -> None:
 
 
 def divide(t: Tensor, ranks: int) -> None:
-    """Make the mean of a sum over `ranks`, in place."""
+    """Divide a sum by the number of ranks, in place."""
     with writable(t):
         t = t.detach()
         # Complex division multiplies by a reciprocal, which rounds twice.

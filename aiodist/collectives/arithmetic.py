@@ -1,4 +1,4 @@
-"""The arithmetic of reductions: which dtypes an operator takes, how partial results are kept and rounded."""
+"""The arithmetic of reductions: dtypes of an operator, storage and rounding of partial results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HALVES = frozenset({torch.float16, torch.bfloat16})
 _FLOATS = _HALVES | {torch.float32, torch.float64}
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
 SUPPORTED = _INTEGERS | _FLOATS | _COMPLEX | {torch.bool}
-"""What tensors of a collective may hold."""
+"""Dtypes of a collective."""
 
 TAKES = {
     ReduceOp.SUM: _INTEGERS | _FLOATS | _COMPLEX,
@@ -31,7 +31,7 @@ TAKES = {
 
 
 def check_op(op: str, kind: torch.dtype) -> ReduceOp:
-    """Return `op` as a ReduceOp; raise ValueError for an unknown one, TypeError where `kind` does not go with it."""
+    """Return `op` as a ReduceOp; raise ValueError for an unknown one, TypeError if it does not take `kind`."""
     try:
         known = ReduceOp(op)
     except ValueError:
@@ -43,14 +43,14 @@ def check_op(op: str, kind: torch.dtype) -> ReduceOp:
 
 
 def wire_op(op: ReduceOp) -> ReduceOp:
-    """Return what is computed on the way: a mean is a sum until `from_wire` divides it."""
+    """Return the operator of partial results: sum for a mean, which `from_wire` divides."""
     return ReduceOp.SUM if op is ReduceOp.MEAN else op
 
 
 def to_wire(t: Tensor) -> Tensor:
-    """Return `t` as partial results are kept: flat, bool as bytes, 16-bit floats in float32 to round once.
+    """Return `t` in the form of partial results: flat, bool as bytes, 16-bit floats in float32 to round once.
 
-    A view of `t` where that is possible, else a copy.
+    The result is a view of `t` if possible, else a copy.
     """
     numbers = numbers_of(t)
     return numbers.float() if t.dtype in _HALVES else numbers

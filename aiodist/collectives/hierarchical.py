@@ -1,9 +1,9 @@
 """Collectives in two levels: within each host, and between hosts.
 
-n bytes per rank, h hosts of l ranks. Between hosts go 2n(h-1)/h bytes for each host where all its ranks take a share
-(*hierarchical*: reduce_scatter within, allreduce among the k-th ranks of the hosts, allgather within), and the same
-through its first rank alone where hosts have different numbers of ranks (*leaders*: reduce, allreduce among the
-first, broadcast). A flat ring sends 2n(p-1)/p bytes across each link between two hosts.
+n bytes per rank, h hosts of l ranks. Each host sends 2n(h-1)/h bytes to other hosts. In the form *hierarchical* all its
+ranks send a share (reduce_scatter within, allreduce among the k-th ranks of the hosts, allgather within). In the form
+*leaders*, for hosts with different numbers of ranks, its first rank sends all (reduce, allreduce among the first ranks,
+broadcast). A flat ring sends 2n(p-1)/p bytes across each link between two hosts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _OPERATIONS = ("allreduce", "broadcast", "reduce")
 class Hierarchical(Implementation):
     """See the module, and `Implementation`.
 
-    Hosts that differ on an operation stop the part between them. The ranks within a host, which agree, all continue to
-    the end: none may wait for one that has stopped.
+    If hosts differ on an operation, the part between them stops. The ranks within a host agree, and all of them
+    continue to the end, since none may wait for a rank that has stopped.
     """
 
     compares = True
@@ -42,7 +42,7 @@ class Hierarchical(Implementation):
         within: Implementation | None,
         limits: Mapping[str, int],
     ) -> None:
-        """`hosts` are the ranks of each host, `within` is for those of this one; see `LIMITS`."""
+        """`hosts` are the ranks of each host, `within` is the implementation for this host; see `LIMITS`."""
         self.name = form
         self._limits = limits
         self._host = next(i for i, ranks in enumerate(hosts) if rank in ranks)
@@ -51,14 +51,14 @@ class Hierarchical(Implementation):
         self._local = self._here.index(rank)
         self._within = within or Scheduled("direct")
         self.recallable = self._within.recallable
-        self._short, self._long = Scheduled("doubling"), Scheduled("ring", 1)  # on a lane: in one piece
+        self._short, self._long = Scheduled("doubling"), Scheduled("ring", 1)  # in one chunk, since it is on a lane
         self._tree = Scheduled("tree")
 
     @classmethod
     def forms(
         cls, hosts: Sequence[Sequence[int]], rank: int, within: Implementation | None, limits: Mapping[str, int]
     ) -> list[Implementation]:
-        """Return the forms that these hosts allow, the better first."""
+        """Return the forms for these hosts, the best first."""
         names = ["leaders"] if len({len(ranks) for ranks in hosts}) > 1 else ["hierarchical", "leaders"]
         return [cls(name, hosts, rank, within, limits) for name in names]
 
@@ -66,7 +66,7 @@ class Hierarchical(Implementation):
         return None if wanted.operation in _OPERATIONS else f"{wanted.operation} in levels is not implemented"
 
     async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
-        """Run collectives of one kind; one allreduce in pieces that are in flight at the same time."""
+        """Run collectives of one kind; a single allreduce in chunks that are in flight at the same time."""
         first = primitives[0]
         ts = [o.t for o in primitives]
         if first.kind == "broadcast":
@@ -147,9 +147,9 @@ class Hierarchical(Implementation):
         return [root if i == home else ranks[0] for i, ranks in enumerate(self._hosts)], home
 
     async def _between(self, ep: Endpoint, wholes: Sequence[Tensor], primitives: Sequence[Primitive]) -> None:
-        """Run the part between hosts, and stop if they differ; parts of large `wholes` wait until that is known.
+        """Run the part between hosts, and stop if they differ; parts of large `wholes` wait for the comparison.
 
-        The outcome of the operation is not decided here.
+        The agreement decides the outcome of the operation later.
         """
         traffic = ep.traffic
         groups: dict[tuple[bool, bool], list[Primitive]] = {}
@@ -163,7 +163,7 @@ class Hierarchical(Implementation):
                 schedule = self._tree if group[0].kind != "allreduce" else self._short if short else self._long
                 await schedule.run(ep, group)
         except Exception:
-            # A message of another size than was asked for fails before it is known why.
+            # If the hosts differ, a message of another size may fail before the comparison ends.
             if traffic is None or await _agreed(traffic):
                 raise
 

@@ -45,7 +45,7 @@ _MOST_PICKED = 10_000
 
 
 class NativeCollectives(Implementation):
-    """The collectives of the library that carries the communicator, or of memory that all its ranks map."""
+    """Native collectives: of the library that carries the communicator, or of shared memory."""
 
     def __init__(self, name: str, native: Native) -> None:
         self.name = name
@@ -56,8 +56,8 @@ class NativeCollectives(Implementation):
         return None if self._native.supports(wanted) else f"{self.name} has no {wanted}"
 
     def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin | None:
-        """Return what a library begins with one call, where nothing has to be converted before."""
-        short = kind.is_floating_point and kind.itemsize < 4  # those are summed in float32
+        """Return a function that starts an allreduce by one native call; None if a conversion is necessary."""
+        short = kind.is_floating_point and kind.itemsize < 4  # summed in float32
         if (short and not self.finishes) or not self._native.supports(Wanted("allreduce", kind, op, numel)):
             return None
         return self._native.plan_allreduce(kind, numel, op)
@@ -67,19 +67,19 @@ class NativeCollectives(Implementation):
 
 
 class Kit(NamedTuple):
-    """What there is for tensors on CUDA devices alone."""
+    """The implementations for tensors on CUDA devices."""
 
     implementations: Sequence[Implementation] = ()
     missing: Mapping[str, str] = MappingProxyType({})
-    """Of what is for CUDA devices and not there: why."""
+    """Reasons, by name of a missing implementation."""
     exchanger: Exchanger | None = None
 
 
 class Repertoire:
-    """What a communicator can run its collectives with, and its table; the same on all its ranks.
+    """The implementations of a communicator, and its selector table; the same on all its ranks.
 
-    It never changes: an edit makes another one. So an operation that was issued before an edit is run as the table
-    was then, on every rank, whenever each of them starts it.
+    A repertoire is immutable: an edit makes another one. So an operation issued before an edit uses the old table on
+    every rank, whenever each of them starts it.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class Repertoire:
         alone: str = "",
         cuda: Callable[[Repertoire], Kit] | str = "there is no CUDA device here",
     ) -> None:
-        """`hosts` are the ranks of each host, `within` the shared memory of those of this one; `alone`: why none is.
+        """`hosts` are the ranks of each host, `within` is the shared memory of this host, or None because of `alone`.
 
-        `cuda` makes what is for CUDA devices, or says why there are none.
+        `cuda` makes the implementations for CUDA devices, or is the reason why there are none.
         """
         self._transport = transport
         self._hosts = hosts
@@ -104,11 +104,11 @@ class Repertoire:
         library = None if transport.native is None else NativeCollectives(transport.name, transport.native)
         near = None if within is None else NativeCollectives("shm", within)
         self._shares = within is not None and within.size == transport.size
-        """All ranks share memory, and are compared there."""
+        """True if all ranks share memory; they compare their operations there."""
         self.edition = 0 if table is None else table.fingerprint
-        """What stands for a table that may have been edited; 0: none was given."""
+        """Fingerprint of an edited table; 0 for the default table."""
         self.table = table or Table.usual(None if library is None else library.name, shares=self._shares)
-        if not isinstance(cuda, str):  # a table of others may come from where not all ranks have devices
+        if not isinstance(cuda, str):  # a given table may lack the rows for devices
             self.table = self.table.on_cuda()
         limits = self.table.limits
         several = len(hosts) > 1
@@ -117,18 +117,18 @@ class Repertoire:
         kit = Kit() if isinstance(cuda, str) else cuda(self)
         self._missing_on_cuda = kit.missing
         self.exchanger = kit.exchanger
-        """What exchanges tensors on CUDA devices without messages, where something does."""
+        """Implementation that exchanges tensors on CUDA devices without messages, or None."""
         found = [one for one in (library, near if self._shares else None) if one is not None]
         levels = Hierarchical.forms(hosts, transport.rank, whole, limits) if several else []
         schedules = [Scheduled(name, None, limits) for name in _SCHEDULES]
         self.all = {one.name: one for one in [*found, *levels, *schedules]}
-        """By name."""
+        """Implementations for the CPU, by name."""
         on_cuda = [] if isinstance(cuda, str) else [*kit.implementations, *schedules]
         self.on_cuda = {one.name: one for one in on_cuda}
-        """By name, for tensors on CUDA devices; empty where there are none."""
+        """Implementations for CUDA devices, by name; empty without such devices."""
         self._known: dict[str, dict[str, Implementation]] = {"cpu": self.all, "cuda": self.on_cuda}
         self.hosts = "several" if several else "one"
-        """Which rows of the table are its own."""
+        """Host entry of its rows in the table, "one" or "several"."""
         self._picked: dict[tuple[Wanted, str, bool], Implementation] = {}
 
     @property
@@ -137,43 +137,43 @@ class Repertoire:
 
     @property
     def why_no_cuda(self) -> str:
-        """Why there is nothing for tensors on CUDA devices."""
+        """Reason why there is no implementation for CUDA devices; empty if there are some."""
         return self._cuda if isinstance(self._cuda, str) else ""
 
     # --- choosing -------------------------------------------------------------------------------------------
 
     def check(self, impl: str) -> None:
-        """Raise BackendUnavailable unless `impl` names something that this communicator has."""
+        """Raise BackendUnavailable unless this communicator has an implementation `impl`."""
         if impl != "auto" and impl not in (*self.all, *self.on_cuda):
             raise BackendUnavailable(
                 f"impl={impl!r}: this communicator has auto, {', '.join(self.all)}{self._because(impl)}"
             )
 
     def check_named(self, impl: str) -> None:
-        """Raise ValueError where `impl` runs nothing that ranks may issue in another order than one another."""
+        """Raise ValueError if `impl` cannot run named operations, which ranks may issue in different orders."""
         self.check(impl)
         able = [name for name, one in self.all.items() if not one.in_order]
         if impl != "auto" and impl not in able:
-            why = "a library tells operations apart by the order of its calls" if impl in self.all else "is for devices"
+            why = "a library matches operations by the order of its calls" if impl in self.all else "it is for devices"
             raise ValueError(f"impl={impl!r} with name=: {why}: expected auto, {', '.join(able)}")
 
     def choice(self, operation: str, nbytes: int, device: str = "cpu") -> str:
-        """Return the name of what the table says for `operation` on `nbytes`, or of the best one there is instead."""
+        """Return the table's implementation of `operation` on `nbytes`, or the best available one instead."""
         if device == "cuda" and self._transport.size == 1:
-            return "direct"  # nothing has to leave the device
+            return "direct"  # no data leaves the device
         name = self.table.choice(device, self.hosts, operation, nbytes)
-        there = self._known[device].keys() & NAMES[operation]
+        available = self._known[device].keys() & NAMES[operation]
         resorts = last_resorts(operation, nbytes, device, shares=self._shares)
-        return next(one for one in (name, *resorts) if one in there)
+        return next(one for one in (name, *resorts) if one in available)
 
     def every(self, operation: str) -> set[str]:
-        """Return the names of what the table says for `operation` on the CPU, for all sizes."""
+        """Return the names of the table's implementations of `operation` on the CPU, for all sizes."""
         return {name for _, name in self.table.rows["cpu", self.hosts, operation]}
 
     def pick(self, wanted: Wanted, impl: str = "auto", *, later: bool = False) -> Implementation:
-        """Return what runs an operation: what `impl` names or the table says, unless it cannot.
+        """Return the implementation of an operation: `impl` or the table's, or another one if it cannot run it.
 
-        `later` leaves out what tells operations apart by the order of its calls.
+        `later` excludes implementations that match operations by the order of the calls.
         """
         key = (wanted, impl, later)
         found = self._picked.get(key)
@@ -198,9 +198,9 @@ class Repertoire:
     # --- editing --------------------------------------------------------------------------------------------
 
     def refusal(self, edit: Edit) -> str | None:
-        """Return why `edit` asks for what cannot be had here, None where it can.
+        """Return the reason why the implementation of `edit` is not available, or None if it is.
 
-        What is on other hosts than this communicator's is for communicators made of it, and judged there.
+        Rows for another number of hosts are for splits of this communicator, which check them.
         """
         if isinstance(edit, LimitEdit) or (edit.key in self.table.rows and edit.hosts != self.hosts):
             return None
@@ -210,16 +210,16 @@ class Repertoire:
     def edited(self, edits: Sequence[Edit]) -> Repertoire:
         table = self.table
         for edit in edits:
-            if not isinstance(edit, RangeEdit) or edit.key in table.rows:  # else it is for devices that are not here
+            if not isinstance(edit, RangeEdit) or edit.key in table.rows:  # else it is for devices, and there are none
                 table = table.edited(edit)
         return Repertoire(
             self._transport, table, hosts=self._hosts, within=self.within, alone=self._alone, cuda=self._cuda
         )
 
-    # --- what there is --------------------------------------------------------------------------------------
+    # --- availability ---------------------------------------------------------------------------------------
 
     def availability(self) -> Availability:
-        """Return what there is, and why the rest is missing."""
+        """Return the state of each implementation, with the reason if it is missing."""
         return Availability(
             [
                 Offer(operation, impl, device, *self._state(operation, impl, device))
@@ -241,7 +241,7 @@ class Repertoire:
         if (lacking := found.lacks(example)) is not None:
             return State.NOT_IMPLEMENTED, "there is no such schedule of it" if impl in _SCHEDULES else lacking
         if operation == "allgather" and found.in_order:
-            return State.AVAILABLE, "for the sizes, which travel first; the data go by the next best"
+            return State.AVAILABLE, "for the sizes, which are sent first; the next best one gathers the data"
         return State.AVAILABLE, ""
 
     def _missing(self, impl: str, device: str = "cpu") -> tuple[State, str]:
@@ -251,7 +251,7 @@ class Repertoire:
             if (why := self._missing_on_cuda.get(impl)) is not None:
                 return state_of(why), why
             if impl in ("shm", "mpi", "gloo"):
-                return State.NOT_HERE, f"tensors on a device go by way of the host: staged, which may use {impl} there"
+                return State.NOT_HERE, f"tensors on a device are staged through the host: staged, which may use {impl}"
         if impl == "shm":
             return State.NOT_HERE, self._why_no_memory()
         if impl in ("hierarchical", "leaders"):
@@ -267,7 +267,7 @@ class Repertoire:
         return self._alone or "its ranks share no memory"
 
     def _because(self, impl: str) -> str:
-        """Return why `impl` is missing, where it is something that others have."""
+        """Return the reason why `impl` is missing; empty if it is no known implementation."""
         if impl not in (*IMPLEMENTATIONS,):
             return ""
         device = "cuda" if impl in ON_CUDA and self.on_cuda else "cpu"

@@ -1,4 +1,4 @@
-"""Headers of tensors whose shape the receiver does not know: dtype, shape, and for messages a tag."""
+"""Headers of tensors of unknown shape: dtype and shape."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Meta(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     on_device: bool = False
-    """It lay on a CUDA device of its sender."""
+    """True if it was on a CUDA device of its sender."""
 
     @property
     def numel(self) -> int:
@@ -37,20 +37,20 @@ class Meta(NamedTuple):
 
 
 def pack_meta(t: Tensor) -> bytes:
-    """Return `META_BYTES` bytes; shapes of more than 16 dimensions travel flat."""
+    """Return `META_BYTES` bytes; a shape of more than 16 dimensions becomes flat."""
     shape = tuple(t.shape) if t.dim() <= _MAX_DIMS else (t.numel(),)
     dims = len(shape) if t.is_cpu else len(shape) | _ON_DEVICE
     return _FORMAT.pack(dtype_code(t.dtype), dims, *shape, *(0,) * (_MAX_DIMS - len(shape)))
 
 
 def unpack_meta(data: bytes | bytearray | memoryview, offset: int = 0) -> Meta:
-    """Return what `pack_meta` packed."""
+    """Return the header that `pack_meta` packed."""
     code, dims, *shape = _FORMAT.unpack_from(data, offset)
     return Meta(DTYPES[code], tuple(shape[: dims & ~_ON_DEVICE]), bool(dims & _ON_DEVICE))
 
 
 def as_tensor(data: bytes) -> Tensor:
-    """Return the bytes as a tensor of their own."""
+    """Return a tensor with a copy of the bytes."""
     return (
         torch.frombuffer(bytearray(data), dtype=torch.uint8)
         if data
@@ -64,12 +64,12 @@ def as_bytes(t: Tensor) -> bytes:
 
 
 def owns_memory(t: Tensor) -> bool:
-    """Return True where `t` can grow: it is no view, and nobody lent its memory."""
+    """Return True if `t` can grow: it is no view, and its memory is not borrowed."""
     return not t._is_view() and t.untyped_storage().resizable()
 
 
 def overlaps(a: Tensor, b: Tensor) -> bool:
-    """Return True when the bytes of two contiguous tensors overlap."""
+    """Return True if the bytes of two contiguous tensors overlap."""
     return bool(a.nbytes and b.nbytes) and (
         a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
     )

@@ -265,11 +265,11 @@ class Base:
     def statistics(self) -> CommunicatorStatistics:
         """Return the numbers of operations, and of bytes with and without copies; local."""
         within = self._repertoire.within
-        brought = (0, 0) if within is None else within.brought
+        submitted = (0, 0) if within is None else within.submitted_bytes
         return CommunicatorStatistics(
             self.seq,
             len(self._dispatcher.pending()),
-            *brought,
+            *submitted,
             named=self._dispatcher.names.issued,
             waited=self._registry.waited.get(self.name),
         )

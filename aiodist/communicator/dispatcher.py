@@ -466,7 +466,7 @@ class Dispatcher:
         if self.agreement is not None:
             self.agreement.close(error)
         if self.repertoire.within is not None:
-            self.repertoire.within.give_up(error)
+            self.repertoire.within.abort(error)
 
     def _aborted(self, error: AiodistError) -> AiodistError:
         if not isinstance(error, MismatchError) or isinstance(error, MismatchAborted):

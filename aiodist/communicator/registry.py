@@ -264,7 +264,7 @@ class Registry(Generic[C]):
             if dispatcher.agreement is not None:
                 dispatcher.agreement.close(why)
             if (within := dispatcher.repertoire.within) is not None:
-                within.give_up(why)
+                within.abort(why)
 
     async def close_memory(self) -> None:
         """Let go of the other ranks' memory and devices, once every communicator is closed or given up."""

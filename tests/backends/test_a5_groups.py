@@ -97,7 +97,7 @@ async def world(size: int) -> AsyncIterator[World]:
         finally:
             with transport_lock:
                 for native in here.all_natives:
-                    native.give_up(CommunicatorClosed("the test is over"))
+                    native.abort(CommunicatorClosed("the test is over"))
                 for near, lanes in zip(nears, here.lanes, strict=True):
                     lanes.close()
                     near.close()
@@ -355,7 +355,7 @@ async def test_a5_ranks_that_disagree_are_all_told_and_go_on(arena: str) -> None
                 for rank, failure in enumerate(await asyncio.gather(*ends, return_exceptions=True)):
                     assert isinstance(failure, MismatchError), words
                     others = {odd} if rank != odd else {0, 1, 2} - {odd}
-                    assert any(f"rank {other} brought another" in failure.args[0] for other in others)
+                    assert any(f"rank {other} issued another" in failure.args[0] for other in others)
                 assert all(set(t.tolist()) == {1.0} for t in ts), "nothing was touched"
                 await here.allreduce(ts)
                 assert all(set(t.tolist()) == {3.0} for t in ts)
@@ -389,7 +389,7 @@ async def test_a5_giving_up_lets_go_of_everything(arena: str, numel: int) -> Non
         await asyncio.sleep(0)
         assert not end.done()
         with transport_lock:
-            here.natives[0].give_up(CommunicatorClosed("given up"))
+            here.natives[0].abort(CommunicatorClosed("given up"))
         with pytest.raises(CommunicatorClosed):
             await end
         assert Progress.current().large == large
@@ -412,7 +412,7 @@ async def test_a5_a_group_that_is_given_up_holds_no_memory() -> None:
             await asyncio.gather(*ends)
             with transport_lock:
                 for native in natives:
-                    native.give_up(CommunicatorClosed("closed"))
+                    native.abort(CommunicatorClosed("closed"))
             here.all_natives.clear()
             del natives, ends, native
         async with asyncio.timeout(50):
@@ -447,7 +447,7 @@ async def test_a5_what_others_may_still_write_is_kept_until_they_have_left_too()
         t = here.shared(0, torch.ones(300_000))
         end = here.issue(0, begun("allreduce", t), 2, natives)
         with transport_lock:
-            natives[0].give_up(CommunicatorClosed("given up"))
+            natives[0].abort(CommunicatorClosed("given up"))
         with pytest.raises(CommunicatorClosed):
             await end
         nbytes = t.nbytes
@@ -455,7 +455,7 @@ async def test_a5_what_others_may_still_write_is_kept_until_they_have_left_too()
         gc.collect()
         assert held(here.nears[0].arena) >= before + nbytes
         with transport_lock:
-            natives[1].give_up(CommunicatorClosed("given up too"))
+            natives[1].abort(CommunicatorClosed("given up too"))
             here.nears[0].leave("nothing", [1], None)  # it looks who has left
         gc.collect()
         assert held(here.nears[0].arena) < before + nbytes

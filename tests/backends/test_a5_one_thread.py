@@ -16,7 +16,7 @@ from aiodist.testing.seams.progress import transport_lock
 
 
 @pytest.mark.drawn(1)
-@pytest.mark.parametrize("call", ["tell", "flush", "listen"])
+@pytest.mark.parametrize("call", ["send", "flush", "listen"])
 @pytest.mark.ranks(2, backend=("gloo", "openmpi", "shm"))
 async def test_a5_who_talks_to_a_neighbour_holds_the_lock(
     coll: Communicator, call: str, monkeypatch: pytest.MonkeyPatch

@@ -223,16 +223,16 @@ def _fake() -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[], Tensor], str]] = {
-    "numpy": (_numpy, "memory that is not torch's alone"),
-    "from_numpy": (lambda: torch.from_numpy(np.ones(5)), "memory that is not torch's alone"),
-    "buffer": (lambda: torch.frombuffer(bytearray(8), dtype=torch.uint8), "memory that is not torch's alone"),
-    "loaded": (_loaded, "memory that is not torch's alone"),
+    "numpy": (_numpy, "memory that torch does not own"),
+    "from_numpy": (lambda: torch.from_numpy(np.ones(5)), "memory that torch does not own"),
+    "buffer": (lambda: torch.frombuffer(bytearray(8), dtype=torch.uint8), "memory that torch does not own"),
+    "loaded": (_loaded, "memory that torch does not own"),
     "shared": (lambda: torch.ones(5).share_memory_(), "shared with other processes already"),
-    "part": (lambda: torch.ones(100)[:40], "has 160 bytes of a storage of 400, all of which would move: expected 200"),
+    "part": (lambda: torch.ones(100)[:40], "has 160 bytes of a storage of 400, which would move as a whole: expected at least 200"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "layout torch.sparse_coo: expected a dense"),
     "csr": (lambda: torch.eye(3).to_sparse_csr(), "layout torch.sparse_csr: expected a dense"),
-    "meta": (lambda: torch.ones(3, device="meta"), "lives on meta: expected the CPU"),
-    "fake": (_fake, "is a FakeTensor, which is made of other tensors: expected a plain"),
+    "meta": (lambda: torch.ones(3, device="meta"), "is on meta: expected the CPU"),
+    "fake": (_fake, "is a FakeTensor, which wraps other tensors: expected a plain"),
     "lazy": (lambda: nn.LazyLinear(3).weight, "is uninitialized: expected a module that was called"),
 }
 
@@ -293,12 +293,12 @@ def test_a9_a_module_that_does_not_fit_says_how_far_it_came(arena: Arena, monkey
     def scarce(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         nonlocal left
         if not left:
-            raise MemoryError("an arena block of 256 bytes was asked for: No space left on device")
+            raise MemoryError("no memory for an arena block of 256 bytes: No space left on device")
         left -= 1
         return empty(shape, dtype)
 
     monkeypatch.setattr(arena, "empty", scarce)
-    text = r"1.bias cannot move .*: No space left on device; 3 of 6 storages have moved, those from 1.bias on have not"
+    text = r"1.bias cannot move .*: No space left on device; 3 of 6 storages have moved, 1.bias and later ones have not"
     with pytest.raises(MemoryError, match=text):
         move(arena, parts(net))
     assert [inside(arena, p) for p in net.parameters()] == [True] * 3 + [False] * 3
@@ -326,5 +326,5 @@ def test_a9_nothing_to_move_needs_no_memory(arena: Arena) -> None:
 
 def test_a9_pinned_memory_stays(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "is_pinned", lambda t: True)
-    with pytest.raises(ValueError, match="t is pinned for a CUDA device: expected memory that is not"):
+    with pytest.raises(ValueError, match="t is pinned for a CUDA device: expected memory that is not pinned"):
         move(arena, {"t": torch.ones(5)})

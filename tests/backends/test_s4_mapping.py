@@ -37,9 +37,9 @@ class Pair:
         loan = Loan(self.lender, t)
         return loan, loan.announce(1)
 
-    def hear(self, said: Said, like: Tensor) -> tuple[Loan, Tensor]:
+    def receive(self, said: Said, like: Tensor) -> tuple[Loan, Tensor]:
         loan = Loan(self.borrower, torch.empty(0, dtype=like.dtype))
-        loan.hear(0, said, like.numel())
+        loan.receive(0, said, like.numel())
         seen = loan.tensor(0)
         loan.release()
         return loan, seen
@@ -52,7 +52,7 @@ class Pair:
     def lend(self, t: Tensor) -> Tensor:
         """Return a copy of what rank 1 sees of `t`, after a whole loan."""
         lending, said = self.say(t)
-        borrowing, seen = self.hear(said, t)
+        borrowing, seen = self.receive(said, t)
         copied = seen.clone()
         del seen
         lending.end()
@@ -104,7 +104,7 @@ def test_s4_a_storage_that_is_resized_while_a_loan_uses_it_goes_with_the_loan() 
     t.fill_(2)
     pair.lend(t)
     assert len(pair.borrower.borrowed) == 2
-    loan, _ = pair.hear(said, t)  # what it names has not been let go of
+    loan, _ = pair.receive(said, t)  # what it names has not been let go of
     loan.end()
     late.end()
     pair.lend(t)
@@ -170,7 +170,7 @@ def test_s4_what_is_dead_for_the_others_stays_while_my_loan_uses_it() -> None:
     pair = Pair()
     t, other = torch.ones(3), torch.ones(4)
     lending, said = pair.say(t)
-    loan, seen = pair.hear(said, t)
+    loan, seen = pair.receive(said, t)
     lending.end()
     del t, lending, seen
     pair.lend(other)
@@ -198,9 +198,9 @@ def test_s4_two_loans_in_flight_are_understood_in_either_order() -> None:
     t = torch.arange(5)
     one, first = pair.say(t)
     other, second = pair.say(t)
-    loan, seen = pair.hear(second, t)  # the first announcement has not come
+    loan, seen = pair.receive(second, t)  # the first announcement has not come
     assert torch.equal(seen, t)
-    late, seen = pair.hear(first, t)
+    late, seen = pair.receive(first, t)
     assert torch.equal(seen, t)
     assert pair.mapper.exported == 1
     for each in (one, other, loan, late):
@@ -219,7 +219,7 @@ def test_s4_a_failed_loan_keeps_what_it_used() -> None:
     for i in range(5):
         pair.lend(torch.full((2,), float(i)))
     with pytest.raises(BackendError, match="gone"):
-        pair.hear(said, torch.ones(3))
+        pair.receive(said, torch.ones(3))
 
 
 def test_s4_disagreement_is_told_and_leaves_the_mapping_in_order() -> None:
@@ -228,8 +228,8 @@ def test_s4_disagreement_is_told_and_leaves_the_mapping_in_order() -> None:
     loan, said = pair.say(t)
     for like in (torch.ones(4), torch.ones(3).double()):
         hearing = Loan(pair.borrower, like)
-        with pytest.raises(MismatchError, match="rank 0 brings 3 float32, expected were"):
-            hearing.hear(0, said, like.numel())
+        with pytest.raises(MismatchError, match="rank 0 has 3 float32, expected"):
+            hearing.receive(0, said, like.numel())
         hearing.end()
     loan.end()
     assert torch.equal(pair.lend(t), t)
@@ -240,7 +240,7 @@ def test_s4_what_was_announced_but_never_opened_is_discarded() -> None:
     t = torch.ones(3)
     loan, said = pair.say(t)
     hearing = Loan(pair.borrower, t)
-    hearing.hear(0, said, 3)
+    hearing.receive(0, said, 3)
     hearing.end()
     loan.end()
     lent = pair.lender.lend(t)
@@ -265,7 +265,7 @@ async def test_s4_closing_lets_go_of_everything() -> None:
     loan = Loan(pair.lender, ts[0])
     refused = loan.announce(1)
     with pytest.raises(BackendError, match="closed"):
-        Loan(Mappings(pair.mapper), ts[0]).hear(0, refused, 1)
+        Loan(Mappings(pair.mapper), ts[0]).receive(0, refused, 1)
 
 
 async def test_s4_closing_leaves_what_a_loan_still_uses() -> None:
@@ -275,7 +275,7 @@ async def test_s4_closing_leaves_what_a_loan_still_uses() -> None:
     pair.lend(kept)
     pair.lend(used)
     lending, said = pair.say(used)
-    loan, seen = pair.hear(said, used)
+    loan, seen = pair.receive(said, used)
     await pair.borrower.aclose()
     assert len(pair.mapper.opened) == 1
     assert torch.equal(seen, used)
@@ -328,7 +328,7 @@ def test_s4_any_order_of_loans_deaths_and_messages(seed: int) -> None:
             case 4:
                 if under_way:
                     lending, said, t = under_way.pop(chance.randrange(len(under_way)))
-                    borrowing, seen = pair.hear(said, t)
+                    borrowing, seen = pair.receive(said, t)
                     assert torch.equal(seen, t), (seed, step)
                     del seen
                     borrowing.end()
@@ -421,7 +421,7 @@ def test_s4_torch_maps_memory_of_another_process_on_my_device(shared: Shared, mo
     assert torch.equal(mapped.memory(), torch.arange(40, dtype=torch.uint8))
     mapped.close()
     assert entered == ["idle on cuda:1"]
-    with pytest.raises(BackendError, match="let go of"):
+    with pytest.raises(BackendError, match="its mapping was closed"):
         mapped.memory()
     assert not shared.released
 
@@ -458,10 +458,10 @@ def test_s4_torch_takes_what_the_process_has_itself_as_it_is(shared: Shared) -> 
     assert not shared.made
     del t
     gc.collect()
-    with pytest.raises(BackendError, match="gone"):
+    with pytest.raises(BackendError, match="was freed"):
         mapped.memory()
 
 
 def test_s4_memory_that_cannot_be_shared_is_refused_with_the_remedy() -> None:
-    with pytest.raises(BackendError, match=r"cannot be lent.*staged"):
+    with pytest.raises(BackendError, match=r"cannot be exported.*staged"):
         Mapper().export(torch.ones(3))

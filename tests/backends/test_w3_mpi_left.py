@@ -68,4 +68,4 @@ async def test_w3_what_is_pending_in_mpi_fails_when_it_is_left_and_later_calls_d
     assert len(ended) == 8
     for error in ended:
         assert isinstance(error, BackendError)
-        assert "MPI was left" in str(error)
+        assert "MPI is no longer used" in str(error)

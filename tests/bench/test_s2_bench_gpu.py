@@ -523,7 +523,7 @@ def test_s2_bench_gpu_starts_no_ranks_that_nccl_does_not_connect(
         library.release = release
         monkeypatch.setattr(nccl, "missing", lambda: None)
         monkeypatch.setattr(nccl, "load", lambda: nccl.Library(library))
-        why = "NCCL 2.28.9 takes one rank on a device, from 2.30 on more"
+        why = "NCCL 2.28.9 allows one rank per device, 2.30 and later allow more"
     jobs = Jobs()
     monkeypatch.setattr(gpu, "Jobs", lambda mpi, first: jobs)
     file = tmp_path / "out.json"

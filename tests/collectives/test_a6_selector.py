@@ -368,7 +368,7 @@ def test_a6_what_is_printed_is_a_file(tmp_path: Path) -> None:
         ("limit ring.chunks", r"t:1: 'limit ring.chunks': expected limit NAME VALUE"),
         ("limit ring.chunks 0", r"t:1: limit ring.chunks 0: expected 1 to 32"),
         ("limit ring.chunks 2\nlimit ring.chunks 3", r"t:2: .*line 1 has set it already"),
-        ("made-for torch 0.1", r"t:1: made for torch 0.1, and here it is 2\.[^:]*: aiodist tune makes another"),
+        ("made-for torch 0.1", r"t:1: made for torch 0.1, but here it is 2\.[^:]*: aiodist tune makes another"),
         ("made-for moon 1", r"t:1: .*: expected made-for NAME VALUE, the name one of aiodist, torch, library"),
         ("cpu one allreduce 0 - shm", r"t:1: shm is not possible here: all ranks are in one process"),
         ("\xff", "utf-8|expected"),

@@ -97,7 +97,7 @@ async def test_a9_anything_else_is_refused(coll: Communicator) -> None:
             coll.to_arena_(wrong)
     t = torch.ones(3)
     t.numpy()
-    with pytest.raises(ValueError, match="t lies in memory that is not torch's alone"):
+    with pytest.raises(ValueError, match="t has memory that torch does not own"):
         coll.to_arena_(t)
 
 

@@ -333,7 +333,7 @@ def test_c14_tensors_on_a_device_are_refused() -> None:
             for call in (coll.allreduce, coll.allgather, coll.broadcast):
                 with pytest.raises(ValueError, match="name= with a tensor on cuda:0: expected the CPU"):
                     call(t, name="there")
-            with pytest.raises(ValueError, match="impl='staged' with name=: is for devices"):
+            with pytest.raises(ValueError, match="impl='staged' with name=: it is for devices"):
                 coll.allreduce(torch.ones(3), impl="staged", name="there")
             assert await coll.allreduce(1, name="there") == coll.size
 

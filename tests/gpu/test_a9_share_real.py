@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), needs_moving]
 
 def test_a9_what_a_device_has_stays() -> None:
     arena, host = Arena(), torch.ones(5)
-    for t, why in ((host.cuda(), "t lives on cuda:0: expected the CPU"), (host.pin_memory(), "t is pinned for a CUDA")):
+    for t, why in ((host.cuda(), "t is on cuda:0: expected the CPU"), (host.pin_memory(), "t is pinned for a CUDA")):
         with pytest.raises(ValueError, match=why):
             move(arena, {"host": host, "t": t})
     assert not arena.segments

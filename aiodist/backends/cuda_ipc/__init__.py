@@ -1,4 +1,4 @@
-"""Memory of CUDA devices that the ranks of a host lend one another: mapped once, kept until it is freed."""
+"""CUDA memory shared among the ranks of a host: each storage is mapped once, until its owner frees it."""
 
 from aiodist.backends.cuda_ipc.mapping import Mapped, Mapper
 from aiodist.backends.cuda_ipc.mappings import FRAME_BYTES, Loan, Mappings, ReleaseNotices

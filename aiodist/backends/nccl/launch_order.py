@@ -1,4 +1,4 @@
-"""Launch order: native calls are made in the order in which their operations were issued."""
+"""Launch order: native calls follow the order in which their operations were issued."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ Call = Callable[[], None]
 class LaunchOrder:
     """The order of the operations of one group.
 
-    NCCL matches calls by their order alone. Some operations reach theirs only after a message has come, when others
-    were issued behind them. So each takes a slot when it is issued, and its calls wait for those of all slots before.
+    NCCL matches calls by their order alone. Some operations make their calls only after a message has arrived, when
+    other operations were issued later. So each operation takes a slot when it is issued, and its calls wait for the
+    calls of all earlier slots.
 
-    All is called with the transport lock held, but `take`, on the thread that issues. A call may take, use and give
-    back slots; what it adds is made after it, not within.
+    `take` runs on the issuing thread, all other methods with the transport lock held. A call may take, use and release
+    slots; the calls that it adds run after it.
     """
 
     def __init__(self) -> None:
@@ -28,24 +29,24 @@ class LaunchOrder:
         return len(self._line)
 
     def take(self) -> LaunchSlot:
-        """Return the slot behind all others."""
+        """Return a new slot, the last one."""
         slot = LaunchSlot(self)
         self._line.append(slot)
         return slot
 
     def run_all(self) -> None:
-        """Make every call that waits now, in order, and every later one at once: the order matters no more."""
+        """Make all waiting calls in order, and later ones without waiting: the order is no longer needed."""
         self._unordered = True
         self.move()
 
     def add(self, slot: LaunchSlot, call: Call, *, last: bool = False) -> None:
-        """See `LaunchSlot.run`; with `last` the slot is given back."""
+        """See `LaunchSlot.run`; with `last` the slot is released."""
         slot.released = slot.released or last
         (self._late if self._unordered else slot.calls).append(call)
         self.move()
 
     def move(self) -> None:
-        """Make the calls that are due."""
+        """Make the calls that need not wait."""
         if self._moving:
             return
         self._moving = True
@@ -72,19 +73,19 @@ class LaunchSlot:
     def __init__(self, order: LaunchOrder) -> None:
         self._order = order
         self.calls: list[Call] = []
-        """Those that wait."""
+        """Calls that wait."""
         self.released = False
 
     def run(self, call: Call) -> None:
-        """Make `call`, which must not raise: now if all earlier slots were given back, else as soon as they are.
+        """Make `call`, which must not raise, after all earlier slots are released.
 
-        Raises `RuntimeError` once this slot was given back.
+        Raises `RuntimeError` if this slot is released.
         """
         if self.released:
-            raise RuntimeError("this slot was given back: there is no place for the call in the order")
+            raise RuntimeError("this slot is released: the call has no place in the launch order")
         self._order.add(self, call)
 
     def release(self) -> None:
-        """Say that no more calls follow; those that wait are still made. To say it again does nothing."""
+        """Accept no more calls; waiting ones are still made. A second call does nothing."""
         self.released = True
         self._order.move()

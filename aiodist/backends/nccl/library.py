@@ -1,21 +1,21 @@
-"""What is used of nccl4py and NCCL, and their errors as ours.
+"""The calls of nccl4py and NCCL that aiodist uses, and `BackendError` for their errors.
 
-[Note: nccl] What was found in the sources of nccl4py 0.6 and NCCL 2.23 to 2.32, and what follows from it:
+[Note: nccl] Properties of nccl4py 0.6 and NCCL 2.23 to 2.32, found in their sources, and the consequences:
 
-- A communicator with `blocking=False` answers every call at once with "in progress" and goes on in a thread of
-  NCCL's own: neither connecting to peers at the first collective, nor a peer that is late, holds up the caller, and
-  what hangs can be aborted. Until its state is "success" again no other call may be made on it. So all are made so.
+- A communicator with `blocking=False` returns "in progress" from every call and continues in a thread of NCCL. So
+  neither the first connection to peers nor a late peer blocks the caller, and a hanging call can be aborted. No other
+  call may be made on it before its state is "success" again. All communicators are created in this mode.
 - nccl4py creates communicators with `ncclCommInitRankScalable`, which NCCL has since 2.23.
-- NCCL keeps a pointer to the name in a communicator's settings, and nccl4py the name itself no longer than the call: so
-  they are given none.
-- NCCL adds 16-bit floats in 16 bits, rounding at each hop of a ring or tree, except within a switch. So it is given
-  float32 instead, and offers 16-bit floats only for what rounds nothing.
-- Its average of floats multiplies each summand by 1/n before the sum: that rounds n more times, and keeps the sum
-  from being done in the switch. So a mean is a sum, divided on the stream afterwards.
-- It has no 16-bit integers, no complex numbers and no bitwise operators. What moves data is given bytes.
-- Several ranks on one device are refused before 2.30, and later unless `NCCL_MULTI_RANK_GPU_ENABLE=1` is set.
-- Communicators of one device whose calls are ordered differently on two ranks may deadlock on the device when
-  they share a stream.
+- NCCL stores a pointer to the name in a communicator's settings, and nccl4py frees the name after the call. So
+  communicators have no name.
+- NCCL adds 16-bit floats in 16 bits, and rounds at each hop of a ring or tree, except within a switch. So sums of
+  16-bit floats are done in float32, and 16-bit floats are native only if the operation does not round.
+- Its average of floats multiplies each summand by 1/n before the sum: this rounds n more times, and the switch cannot
+  do the sum. So a mean is a sum, and the stream divides it afterwards.
+- It has no 16-bit integers, no complex numbers and no bitwise operators. Operations that move data send bytes.
+- NCCL before 2.30 refuses several ranks on one device; later versions do unless `NCCL_MULTI_RANK_GPU_ENABLE=1` is set.
+- Communicators of one device that share a stream may deadlock on the device if two ranks order their calls
+  differently.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from aiodist.errors import BackendError, BackendUnavailable
 
 OLDEST_VERSION: Final = (2, 23)
 MULTI_RANK_VERSION: Final = (2, 30)
-"""From here on NCCL lets ranks share a device, where it is told so."""
+"""First version of NCCL that allows several ranks on one device, if enabled by an environment variable."""
 ID_BYTES: Final = 128
 
 SUCCESS: Final = 0
 IN_PROGRESS: Final = 7
 _INTERNAL_ERROR: Final = 3
 
-_PAUSE_SECONDS = 1e-3  # between two looks at a communicator that is being made or closed
+_PAUSE_SECONDS = 1e-3  # between two polls of a communicator that is being opened or closed
 
 
 class Library:
-    """NCCL as this backend uses it; every use of nccl4py is here.
+    """NCCL's interface for this backend; only this class uses nccl4py.
 
-    `core` is the module `nccl.core`, or what behaves like it. Communicators are nccl4py's own and known here alone.
-    None of the methods waits for other ranks, except where it says so.
+    `core` is the module `nccl.core` or a stand-in. Communicators are objects of nccl4py, and opaque to callers. Methods
+    do not wait for other ranks unless their description says so.
     """
 
     def __init__(self, core: Any, bindings: Any = None) -> None:  # noqa: ANN401
@@ -60,7 +60,7 @@ class Library:
         self.ops = {"sum": core.SUM, "prod": core.PROD, "min": core.MIN, "max": core.MAX}
 
     def version(self) -> tuple[int, ...]:
-        """Return NCCL's version, such as (2, 32, 3); raise `BackendUnavailable` where it is not found."""
+        """Return NCCL's version, such as (2, 32, 3); raise `BackendUnavailable` if NCCL is not found."""
         found = self._core.get_version().libnccl
         if found is None:
             raise BackendUnavailable(f"nccl4py found no libnccl.so.2: {_install()}")
@@ -73,47 +73,48 @@ class Library:
         except Exception as error:
             raise self.error(error, "a unique id") from error
 
-    def connect(self, size: int, rank: int, unique_id: bytes, give_up: threading.Event) -> Any:  # noqa: ANN401
-        """Return a communicator on the current device; waits until all ranks have come or `give_up` is set."""
+    def connect(self, size: int, rank: int, unique_id: bytes, aborted: threading.Event) -> Any:  # noqa: ANN401
+        """Return a communicator on the current device; waits for all ranks, or until `aborted` is set."""
         config = self._core.NCCLConfig(blocking=False)
         try:
             comm = self._core.Communicator.init(size, rank, self._core.UniqueId.from_bytes(unique_id), config)
         except Exception as error:
             raise self.error(error, f"connecting {size} ranks") from error
-        return self.settle(comm, f"connecting {size} ranks", give_up)
+        return self.wait(comm, f"connecting {size} ranks", aborted)
 
-    def settle(
+    def wait(
         self,
         comm: Any,  # noqa: ANN401
         what: str,
-        give_up: threading.Event,
-        patience: float = float("inf"),
+        aborted: threading.Event,
+        timeout: float = float("inf"),
     ) -> Any:  # noqa: ANN401
-        """Wait until what `comm` does is over and return it.
+        """Wait until the last call of `comm` has finished, and return `comm`.
 
-        Aborts it and raises `BackendError` when that fails, when `give_up` is set or after `patience` seconds.
+        Aborts `comm` and raises `BackendError` if the call fails, if `aborted` is set, or after `timeout` seconds.
         """
-        until = monotonic() + patience
+        until = monotonic() + timeout
         try:
             while (state := self.state(comm)) == IN_PROGRESS:
-                if give_up.wait(_PAUSE_SECONDS) or monotonic() > until:
-                    raise BackendError(f"NCCL: {what}: given up")
+                if aborted.wait(_PAUSE_SECONDS) or monotonic() > until:
+                    raise BackendError(f"NCCL: {what}: aborted")
             if state != SUCCESS:
                 raise self.failure(comm, state, what)
         except BaseException:
-            with suppress(Exception):  # the first error is the one to tell
+            with suppress(Exception):  # the first error is the one to report
                 comm.abort()
             raise
         return comm
 
     def group(self) -> Any:  # noqa: ANN401
-        """Return a block whose calls are launched together, at its end."""
+        """Return a context manager that launches the calls of its block together, at the end."""
         return self._core.group()
 
     def reducer(self, kind: dtype, op: str) -> Callable[[Any, Tensor, int], None]:
-        """Return what enqueues an allreduce, in place, of dense numbers of `kind`: (communicator, tensor, stream).
+        """Return a function that enqueues an in-place allreduce of dense `kind`: (communicator, tensor, stream).
 
-        nccl4py's own method looks into both tensors, for 7 to 14 us beside an H100; its bindings take 0.4 us.
+        nccl4py's own method inspects both tensors, which takes 7 to 14 us on the host of an H100; its bindings take
+        0.4 us.
         """
         native = self.ops[op]
         if self._bindings is None:
@@ -128,31 +129,31 @@ class Library:
         return call
 
     def state(self, comm: Any) -> int:  # noqa: ANN401
-        """Return SUCCESS, IN_PROGRESS or the code of an error that came up after its call."""
+        """Return SUCCESS, IN_PROGRESS or the code of an asynchronous error."""
         try:
             return int(comm.get_async_error())
-        except Exception as error:  # noqa: BLE001  - an error as well, and told as one
+        except Exception as error:  # noqa: BLE001  - its code is the state
             return int(getattr(error, "status", _INTERNAL_ERROR))
 
-    def close(self, comm: Any, patience: float) -> None:  # noqa: ANN401
-        """Flush and free `comm`; waits for the other ranks to do the same, `patience` seconds, then aborts it."""
+    def close(self, comm: Any, timeout: float) -> None:  # noqa: ANN401
+        """Flush and free `comm`; waits `timeout` seconds for the other ranks to do the same, then aborts it."""
         try:
             comm.finalize()
-            self.settle(comm, "closing", threading.Event(), patience)
+            self.wait(comm, "closing", threading.Event(), timeout)
         except BackendError:
             return  # aborted, which frees it as well
-        except Exception:  # noqa: BLE001  - it can only be given up
+        except Exception:  # noqa: BLE001  - only an abort is left
             comm.abort()
             return
         comm.destroy()
 
     def failure(self, comm: Any, state: int, what: str) -> BackendError:  # noqa: ANN401
-        """Return the error of a communicator in `state`, with NCCL's last words."""
+        """Return the error of a communicator in `state`, with NCCL's last error text."""
         text = str(self._core.get_error_string(state))
         return BackendError(f"NCCL: {what}: {text}{self._last_error(comm)}", code=state)
 
     def error(self, error: BaseException, what: str, comm: Any = None) -> BackendError:  # noqa: ANN401
-        """Return what a call raised as ours, with NCCL's last words where they are NCCL's."""
+        """Return a `BackendError` for the exception of a call, with NCCL's last error text if NCCL raised it."""
         code = getattr(error, "status", None)
         last = "" if code is None else self._last_error(comm)
         wrapped = BackendError(f"NCCL: {what}: {error}{last}", code=None if code is None else int(code))
@@ -171,7 +172,7 @@ class Library:
 
 
 def load() -> Library:
-    """Return NCCL, imported now, in some 0.3 s; raise `BackendUnavailable`, which says why, where it cannot be had."""
+    """Import NCCL, which takes some 0.3 s; raise `BackendUnavailable` with the reason if that fails."""
     reason = missing()
     if reason is not None:
         raise BackendUnavailable(reason)
@@ -188,9 +189,9 @@ def load() -> Library:
 
 
 def missing() -> str | None:
-    """Return why there is no NCCL here and what to do about it, None where it is installed.
+    """Return the reason why NCCL is missing and the remedy, or None if it is installed.
 
-    Neither opens a device nor imports anything: whether it can be loaded, `load` says.
+    This opens no device and imports no module: only `load` tests whether NCCL can be loaded.
     """
     if torch.cuda.device_count() == 0:
         return "NCCL needs a CUDA device, and torch sees none"
@@ -200,9 +201,9 @@ def missing() -> str | None:
 
 
 def version_installed() -> tuple[int, ...]:
-    """Return the version of NCCL that is installed as a wheel, such as (2, 32, 3), and () where none is.
+    """Return the version of NCCL's wheel, such as (2, 32, 3), or () if none is installed; loads nothing.
 
-    Loads nothing. Where two are installed it is that of torch's CUDA.
+    If two wheels are installed, it is the one for torch's CUDA.
     """
     ours, other = ("cu13", "cu12") if _extra() == "cuda13" else ("cu12", "cu13")
     for built_for in (ours, other):
@@ -213,15 +214,15 @@ def version_installed() -> tuple[int, ...]:
 
 
 def version() -> str:
-    """Return the version of NCCL as it is loaded, such as "2.32.3"; raise `BackendUnavailable` where there is none."""
+    """Return the version of the loaded NCCL, such as "2.32.3"; raise `BackendUnavailable` if there is none."""
     return _dotted(load().version())
 
 
 def refuses(devices: Sequence[tuple[str, str]], found: Sequence[int], *, shared: bool) -> str | None:
-    """Return why NCCL would not connect ranks on these devices, None where it would.
+    """Return the reason why NCCL would not connect ranks on these devices, or None if it would.
 
-    `devices` has (host, UUID or PCI bus id) of each rank, `found` is NCCL's version, and `shared` says whether
-    NCCL_MULTI_RANK_GPU_ENABLE=1 is set on all of them.
+    `devices` has (host, UUID or PCI bus id) of each rank, `found` is NCCL's version, and `shared` is True if
+    NCCL_MULTI_RANK_GPU_ENABLE=1 is set on all ranks.
     """
     first: dict[tuple[str, str], int] = {}
     for rank, device in enumerate(devices):
@@ -231,10 +232,11 @@ def refuses(devices: Sequence[tuple[str, str]], found: Sequence[int], *, shared:
         where = f"ranks {other} and {rank} share device {device[1]} of {device[0]}"
         if tuple(found[:2]) < MULTI_RANK_VERSION:
             return (
-                f"{where}: NCCL {_dotted(found)} takes one rank on a device, from {_dotted(MULTI_RANK_VERSION)} on more"
+                f"{where}: NCCL {_dotted(found)} allows one rank per device, "
+                f"{_dotted(MULTI_RANK_VERSION)} and later allow more"
             )
         if not shared:
-            return f"{where}: NCCL takes one rank on a device unless NCCL_MULTI_RANK_GPU_ENABLE=1 is set"
+            return f"{where}: NCCL allows one rank per device unless NCCL_MULTI_RANK_GPU_ENABLE=1 is set"
     return None
 
 

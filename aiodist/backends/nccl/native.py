@@ -1,4 +1,4 @@
-"""NCCL's collectives, enqueued behind the current stream and before what it queues next."""
+"""NCCL's collectives, enqueued in the order of the current stream."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _TAKES = {
     ReduceOp.SUM: _INTEGERS | _FLOATS | _COMPLEX,
     ReduceOp.MEAN: _FLOATS | _COMPLEX,
     ReduceOp.PROD: _INTEGERS | _FLOATS,
-    # Nothing is rounded here, so 16-bit floats may stay what they are.
+    # Minimum and maximum do not round, so 16-bit floats need no conversion.
     ReduceOp.MIN: _INTEGERS | _FLOATS | _HALVES | {torch.bool},
     ReduceOp.MAX: _INTEGERS | _FLOATS | _HALVES | {torch.bool},
-    # Of bytes that are 0 or 1: the smaller, the larger.
+    # Booleans are bytes of 0 or 1: AND is the minimum, OR the maximum.
     ReduceOp.BAND: frozenset({torch.bool}),
     ReduceOp.BOR: frozenset({torch.bool}),
 }
@@ -43,19 +43,19 @@ _NATIVE_OPS = {
     ReduceOp.BAND: "min",
     ReduceOp.BOR: "max",
 }
-"""What NCCL calls an operator, given numbers of `as_numbers`; a mean is a sum until it is divided."""
+"""NCCL's operator for numbers of `as_numbers`; a mean is a sum that is divided later."""
 
 
 def reducer(group: NcclGroup, kind: dtype, op: ReduceOp) -> Callable[[Any, Tensor, int], None]:
-    """Return what enqueues an allreduce of tensors of `kind`, in place: (communicator, their `as_numbers`, stream).
+    """Return a function that enqueues an in-place allreduce of `kind`: (communicator, `as_numbers` of it, stream).
 
-    A mean is a sum until it is divided.
+    For a mean it is the sum; the caller divides it.
     """
     return group.library.reducer(torch.uint8 if kind is torch.bool else kind.to_real(), _NATIVE_OPS[op])
 
 
 def supports(operation: str, kind: dtype, op: ReduceOp | None) -> bool:
-    """Return True for what `NcclNative` does as the contract says; see [Note: nccl] for what it leaves out."""
+    """Return True if `NcclNative` does the operation; see [Note: nccl] for the others."""
     if operation in _MOVES:
         return kind in DTYPES
     return operation in REDUCTIONS and operation != "scan" and op is not None and kind in _TAKES.get(op, ())
@@ -64,27 +64,27 @@ def supports(operation: str, kind: dtype, op: ReduceOp | None) -> bool:
 class _Part(NamedTuple):
     launch: Launch
     after: Callable[[], None] | None = None
-    """What is queued behind its calls."""
+    """Queues more work after the calls."""
 
 
 @dataclass(eq=False, slots=True)
 class NcclNative:
-    """What one operation does with NCCL, or all of them where they need no order.
+    """NCCL calls of one operation, with its slot in the launch order; without a slot, of all operations.
 
-    Tensors are dense, flat and on the group's device. `done(None)` says that calls are *enqueued*, see
-    `NcclGroup.call`: results are there when the stream that was current has come so far. All ranks make the same calls
-    in the same order (`LaunchOrder`); those that have no part in an exchange make none for it.
+    Tensors are dense, flat and on the group's device. `done(None)` means that the calls are *enqueued*, see
+    `NcclGroup.call`: the results are valid on the stream that was current. All ranks make the same calls in the same
+    order (`LaunchOrder`), except that ranks without transfers in an exchange make no call for it.
     """
 
     _group: NcclGroup
     _slot: LaunchSlot | None = None
 
     def start(self, o: Primitive, done: Done) -> None:
-        """Enqueue an operation; see `supports` for which."""
+        """Enqueue a supported operation."""
         self.start_all([o], done)
 
     def start_all(self, operations: Sequence[Primitive], done: Done) -> None:
-        """Enqueue several, launched together."""
+        """Enqueue several operations, launched together."""
         parts = [_PARTS[o.kind](self, o) for o in operations if not _is_empty(o)]
         if not parts:
             done(None)
@@ -116,7 +116,7 @@ class NcclNative:
         return _Part(launch, self._division(o) if self._group.rank == o.root else None)
 
     def _allgather(self, o: Primitive) -> _Part:
-        """NcclAllGather where the counts are equal, else one ncclBroadcast for each rank, launched together."""
+        """Call ncclAllGather for equal counts, else one ncclBroadcast for each rank, launched together."""
         mine, everything = bytes_of(o.t), bytes_of(o.out)
         if len(set(o.counts)) == 1:
             return _Part(_call("allgather", mine, everything))
@@ -125,7 +125,7 @@ class NcclNative:
         return _Part(partial(self._together, calls))
 
     def _reduce_scatter(self, o: Primitive) -> _Part:
-        """NcclReduceScatter where the counts are equal, else one ncclReduce for each rank, launched together."""
+        """Call ncclReduceScatter for equal counts, else one ncclReduce for each rank, launched together."""
         numbers, mine, native = as_numbers(o.t), as_numbers(o.out), self._op(o.op)
         if len(set(o.counts)) == 1:
             return _Part(_call("reduce_scatter", numbers, mine, native), self._division(o))
@@ -169,7 +169,7 @@ def _call(name: str, *args: object) -> Launch:
 
 
 def as_numbers(t: Tensor) -> Tensor:
-    """Return what is reduced for `t`: a flat view, bool as bytes and complex numbers as pairs."""
+    """Return a flat view of `t` to reduce: bool as bytes, complex numbers as pairs."""
     kind = t.dtype
     if kind.is_floating_point and t.dim() == 1 and t.numel() > 1 and not t.requires_grad:
         return t
@@ -178,7 +178,7 @@ def as_numbers(t: Tensor) -> Tensor:
 
 
 def _is_empty(o: Primitive) -> bool:
-    """Return True where no call is to be made: for an exchange on this rank, for all else on all ranks."""
+    """Return True if no call is needed: for an exchange on this rank, else on all ranks."""
     if isinstance(o, Exchange):
         return not (o.sends or o.receives)
     return o.t.numel() == o.out.numel() == 0

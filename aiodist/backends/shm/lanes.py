@@ -1,7 +1,7 @@
 """Collectives among the ranks of a host, in the compiled core: one lane is an ordered sequence of them.
 
-What a lane does, and how ranks meet, is described in `core/`. Here lanes are opened, and joined with those of the other
-ranks: the blocks in which ranks say what they do lie in their arenas, under names that they tell one another.
+`core/` describes the lanes themselves. This module opens them and joins them with the lanes of the other ranks. Each
+rank has a block for its state in its arena, and sends the name and place of the block to the others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOWHERE = (0xFFFFFFFF, 0)
 
 
 class Kind(IntEnum):
-    """What a lane can do, as `core_kind` in core.h has it."""
+    """Operations of a lane, equal to `core_kind` in core.h."""
 
     BARRIER = 0
     ALLREDUCE = 1
@@ -44,7 +44,7 @@ op_code = {op: code for code, op in enumerate(ReduceOp)}.__getitem__
 
 
 class Lanes:
-    """All lanes of one loop, as `Progress` polls them."""
+    """All lanes of one loop, a poller of `Progress`."""
 
     rings = True
     of_ranks = True
@@ -65,22 +65,22 @@ class Lanes:
 
     @property
     def heavy(self) -> bool:
-        """So much is under way that the engine does it."""
+        """True if the engine, a thread of the core, moves the bytes in flight."""
         return self.completions.heavy
 
     def meet(self, lane: Lane) -> None:
-        """Join `lane` with those of the other ranks, now or as soon as they have made theirs."""
+        """Join `lane` with the lanes of the other ranks, as soon as these are open."""
         if not lane.meet():
             self._unmet.append(lane)
 
     def poll(self, until: float = 0.0) -> bool:
-        """Move what is under way on, and tell what ended; True when something did."""
+        """Advance the operations and call the callbacks of finished ones; return True if one finished."""
         if self._unmet:
             self._unmet = [lane for lane in self._unmet if not lane.meet()]
         return self.completions.poll(until - perf_counter() if until else 0.0)
 
     def sleep(self) -> bool:
-        """Have the loop woken when something ends; False where something has ended."""
+        """Request a wake-up of the loop at the next end of an operation; return False if one has ended already."""
         return not self._unmet and self.completions.sleep()
 
     def _woken(self) -> None:
@@ -96,13 +96,13 @@ class Lanes:
 
 
 class Lane:
-    """Some ranks of this host and their operations, in order; with the transport lock held."""
+    """An ordered sequence of operations among some ranks of this host; used with the transport lock held."""
 
     def __init__(self, lanes: Lanes, name: str, ranks: Sequence[int], rank: int, *, led: bool = False) -> None:
-        """`ranks` are the world ranks in the lane's order, of which this one is number `rank`.
+        """`ranks` are the world ranks in the lane's order; `rank` is this rank's index in them.
 
-        All ranks submit in the same order, unless it is `led`: then the first rank chooses it, and operations that are
-        under way have different keys.
+        All ranks submit in the same order unless the lane is `led`: then the first rank chooses the order, and the
+        operations in flight have different keys.
         """
         self.near = near = lanes.near
         self.rank, self.size = rank, len(ranks)
@@ -113,7 +113,7 @@ class Lane:
         place = near.locate(self._memory)
         assert place is not None
         memory = memory_of(self._memory)
-        self._why: list[BaseException] = []  # why it was given up
+        self._cause: list[BaseException] = []  # the error that closed it, if any
         self.core = _core.Lane(
             lanes.completions,
             near.engine,
@@ -125,16 +125,16 @@ class Lane:
             place.segment,
             place.offset + _BLOCK_BYTES,
             partial(_map, self._others),
-            partial(_error_of, name, self._why),
+            partial(_error_of, name, self._cause),
         )
         self._unmet = dict(self._others)
         self._closed = False
         lanes.meet(self)
 
     def meet(self) -> bool:
-        """Join the lanes of those ranks that have made theirs; True when all have."""
+        """Join the lanes that other ranks have opened; return True if all have."""
         for rank, other in list(self._unmet.items()):
-            block = other.seen(self._name, _core.BLOCK_BYTES)
+            block = other.named_memory(self._name, _core.BLOCK_BYTES)
             if self._closed or block is not None:
                 del self._unmet[rank]
             if block is not None and not self._closed:
@@ -142,7 +142,7 @@ class Lane:
         return not self._unmet
 
     def submit(self, operation: Primitive, word: int, key: int, done: Done) -> _core.LaneOperation:
-        """Submit a collective of which `word` is the fingerprint; `done` is told its end, by `Lanes.poll`."""
+        """Submit a collective with the fingerprint `word`; `Lanes.poll` calls `done` at its end."""
         o = operation
         place = self.near.locate(o.t) or _NOWHERE
         count = sum(o.counts) if o.kind == "allgather" else o.t.numel()
@@ -164,63 +164,62 @@ class Lane:
         )
 
     @property
-    def brought(self) -> tuple[int, int]:
-        """How many bytes of tensors were submitted that lay in the arena, and how many elsewhere."""
+    def submitted_bytes(self) -> tuple[int, int]:
+        """Bytes of the submitted tensors in the arena, and outside it."""
         return self.core.arena_bytes, self.core.ordinary_bytes
 
     def compare(self, word: int, done: Done) -> _core.LaneOperation:
-        """Submit what moves nothing: it ends when all ranks have, or with `MismatchError`."""
+        """Submit a barrier, which fails with `MismatchError` unless all ranks have the same `word`."""
         return self.core.submit(Kind.BARRIER, 1, 0, 0, word, 0, 0, 0, 0, None, None, *_NOWHERE, done, None)
 
     def refuse(self, key: int) -> None:
-        """Take no part any more in operations of `key`: what has not been met ends with `Refused` on all ranks.
+        """Leave the operations of `key`: those that not all ranks have joined end with `Refused` on all ranks.
 
-        All ranks must do so: what the first rank has not submitted waits on the others. Two that do so at once miss
-        nothing if each that hears of it from another one does it again.
+        All ranks must call it: an operation that the first rank has not submitted waits on the others. If two ranks
+        call it at the same time, each rank that learns of it from another one must call it again.
         """
         self.core.refuse(key)
 
     def close(self, error: BaseException) -> None:
-        """Touch nobody's memory any more: what is under way ends with `error`."""
+        """Stop using other ranks' memory: operations in flight end with `error`."""
         if self._closed:
             return
         self._closed = True
-        self._why.append(error)
+        self._cause.append(error)
         self.core.abandon()
-        # What others still have to see of it stays until they look no more either.
-        # So does what they may still work on of operations that were given up, which the lane keeps.
+        # Other ranks may still read the block, and the tensors of aborted operations: both are kept until they leave.
         self.near.leave(self._name, [other.rank for other in self._others.values()], (self._memory, self.core))
         del self._memory
 
     def release(self) -> None:
-        """Have nobody drive it any more: all ends are told."""
+        """Detach it from the engine, after the callbacks of all its operations were called."""
         self.core.close()
 
 
 def _map(others: Mapping[int, Neighbour], rank: int, segment: int) -> None:
-    """Map a segment of the memory of `rank`, which the core asks for."""
+    """Map a segment of the memory of `rank` for the core."""
     others[rank].listen()
     others[rank].mapped(segment)
 
 
-def _error_of(name: str, why: list[BaseException], state: int, rank: int) -> BaseException:
-    """Return why an operation of lane `name` did not end well: because of `rank`."""
+def _error_of(name: str, cause: list[BaseException], state: int, rank: int) -> BaseException:
+    """Return the error of a failed operation of lane `name`, which `rank` caused."""
     if state == _core.DIFFERENT:
-        return MismatchError(f"ranks disagree on an operation in shared memory: rank {rank} brought another one")
+        return MismatchError(f"ranks disagree on an operation in shared memory: rank {rank} issued another one")
     if state == _core.REFUSED:
         return Refused(f"rank {rank} takes no part in an operation of {name!r}")
-    if why:
-        return again(why[0])
+    if cause:
+        return again(cause[0])
     if state == _core.ABANDONED:
-        return PeerGone(f"rank {rank} gave the shared memory of {name!r} up")
-    return BackendError(f"the memory that rank {rank} shares for {name!r} makes no sense: it was overwritten")
+        return PeerGone(f"rank {rank} has left the shared memory of {name!r}")
+    return BackendError(f"shared memory of rank {rank} for {name!r} is corrupted: it was overwritten")
 
 
 class ShmNative:
-    """The lanes of some ranks of this host; with the transport lock held.
+    """The lanes of some ranks of this host; used with the transport lock held.
 
-    What a communicator issues goes through `ordered`, in the order of issue. The steps of its operations, which may
-    come in another order on each rank, go through a lane whose order the first rank chooses.
+    The operations of a communicator use the lane `ordered`, in the order of issue. The steps of its operations, which
+    may have another order on each rank, use a lane in which the first rank chooses the order.
     """
 
     finishes = True
@@ -228,7 +227,7 @@ class ShmNative:
     recallable = True
 
     def __init__(self, lanes: Lanes, name: str, ranks: Sequence[int], rank: int) -> None:
-        """`ranks` are the world ranks in the communicator's order, of which this one is number `rank`."""
+        """`ranks` are the world ranks in the communicator's order; `rank` is this rank's index in them."""
         self.size = len(ranks)
         self._lanes = lanes
         self._place = ranks, rank
@@ -237,27 +236,27 @@ class ShmNative:
         self.ordered = self.open("issued")
         self._led: Lane | None = None
         self._closed: BaseException | None = None
-        self._before = 0, 0  # of lanes that are closed
+        self._before = 0, 0  # bytes submitted to closed lanes
 
     def open(self, what: str, *, led: bool = False) -> Lane:
-        """Return one more lane of these ranks, which all of them open; see `Lane`."""
+        """Open another lane, as all of these ranks do; see `Lane`."""
         lane = Lane(self._lanes, f"{self._name}: {what}", *self._place, led=led)
         self._lanes_open.append(lane)
         return lane
 
     @property
-    def brought(self) -> tuple[int, int]:
-        """How many bytes of tensors were submitted that lay in the arena, and how many elsewhere."""
-        arena, ordinary = zip(self._before, *[lane.brought for lane in self._lanes_open], strict=True)
+    def submitted_bytes(self) -> tuple[int, int]:
+        """Bytes of the submitted tensors in the arena, and outside it."""
+        arena, ordinary = zip(self._before, *[lane.submitted_bytes for lane in self._lanes_open], strict=True)
         return sum(arena), sum(ordinary)
 
     @property
     def lent_bytes(self) -> int:
-        """How many bytes this rank has copied so far for the others to read, in the lanes that are open."""
+        """Bytes that this rank has copied for the others to read, in the open lanes."""
         return sum(lane.core.lent_bytes for lane in self._lanes_open)
 
     def supports(self, wanted: Wanted) -> bool:
-        """Return True for each of its collectives: it takes every dtype and operator."""
+        """Return True for its collectives, with every dtype and operator."""
         return wanted.operation in KINDS
 
     def start(self, operation: Primitive, key: int, done: Done) -> None:
@@ -265,33 +264,33 @@ class ShmNative:
         if self._closed is not None:
             done(again(self._closed))
             return
-        # What ranks of an alltoall send, and how much they have in all, only two of them know.
+        # Only two ranks know the size of each block of an alltoall, so its counts are not compared.
         counts = () if o.kind == "alltoall" else tuple(o.counts)
         numel = 0 if o.kind in ("allgather", "alltoall") else o.t.numel()
         facts = (o.kind, dtype_code(o.t.dtype), op_code(o.op), o.root, numel, counts)
         self.steps().submit(o, crc32(repr(facts).encode()), key, done)
 
     def refuse(self, key: int) -> None:
-        """Take no part any more in steps that have `key`, or those above it that are for parts; see `Lane.refuse`."""
+        """Leave the steps with `key` and with the next keys, which are for its parts; see `Lane.refuse`."""
         if self._closed is None:
             self.steps().refuse(key)
 
     def steps(self) -> Lane:
-        """Return the lane of what is a step of a program, opened at its first use."""
+        """Return the lane for steps of programs, opened at its first use."""
         if self._led is None:
             self._led = self.open("steps", led=True)
         return self._led
 
     def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> None:
-        """Return None: what goes from the call on is issued in the compiled core."""
+        """Return None: the compiled core issues these."""
 
-    def give_up(self, error: BaseException) -> None:
-        """Touch nobody's memory any more: what is under way ends with `error`, now."""
+    def abort(self, error: BaseException) -> None:
+        """Stop using other ranks' memory: operations in flight end with `error` before this returns."""
         if self._closed is None:
             self._closed = error
             for lane in self._lanes_open:
                 lane.close(error)
             self._lanes.completions.tell()
-            self._before = self.brought
+            self._before = self.submitted_bytes
             while self._lanes_open:
                 self._lanes_open.pop().release()

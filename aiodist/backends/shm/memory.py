@@ -1,9 +1,9 @@
 """Memory that the other ranks of a host can map: blocks of segments, each segment a memfd.
 
-A segment is a wide range of addresses with nothing behind it. A block has its pages reserved when it is made, so
-that lack of memory is an exception and not a SIGBUS in the middle of a reduction, and gives them back when the last
-tensor in it dies. A segment is sealed: nobody who has its descriptor can make it shorter, so that who maps it never
-looks past its end. No name in any file system belongs to it: nothing stays behind, however the process ends.
+A segment is a large range of addresses without pages. A block reserves its pages when it is allocated, so that lack of
+memory is an exception and not a SIGBUS during a reduction, and frees them when the last tensor in it dies. A segment is
+sealed: no process with its descriptor can shrink it, so a mapping never extends past its end. It has no name in any
+file system: the kernel frees it, however the process ends.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from aiodist import _core
 
 _SEGMENT_BYTES = 1 << 30  # of addresses
 _SKEW_BYTES = 33 * mmap.PAGESIZE
-"""Unused, at the end of each segment: those that are mapped side by side then do not lie a power of two apart.
+"""Unused bytes at the end of each segment: the distance of adjacent mappings is then no power of two.
 
-Some processors guess from bits 12 to 27 of an address where in the first cache its line is (Lipp et al. 2020, "Take A
-Way", doi:10.1145/3320269.3384746). What ranks reduce lies at the same place in the segment of each: with these bits
-alike as well a reduction in place took eight times as long.
+Some processors predict the place of a line in the first cache from bits 12 to 27 of its address (Lipp et al. 2020,
+"Take A Way", doi:10.1145/3320269.3384746). The ranks reduce data at equal offsets in their segments: if these bits were
+equal too, a reduction in place took eight times as long.
 """
-_POPULATE_WRITE = 23  # madvise, from Linux 5.14 on: have the pages in the page table at once
+_POPULATE_WRITE = 23  # madvise, since Linux 5.14: fills the page table in advance
 _CGROUP = Path("/sys/fs/cgroup")
 _LIMITS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 _SMALL_BYTES = 1 << 20
@@ -50,46 +50,46 @@ def _memmove() -> Callable[[int, int, int], None]:
     return function  # type: ignore[no-any-return]
 
 
-move_bytes = _memmove()  # (to, from, count): copy many bytes; the GIL is free meanwhile
+move_bytes = _memmove()  # (to, from, count): copies many bytes with the GIL released
 
 
 class Place(NamedTuple):
-    """Where in an arena some bytes lie, as its rank tells the others."""
+    """An address in an arena, as sent to other ranks."""
 
     segment: int
     offset: int
 
 
 class Arena:
-    """One rank's memory. `empty` and `locate` may be called from any thread, tensors may die in any."""
+    """One rank's shared memory. Any thread may call `empty` and `locate`, and tensors may die in any thread."""
 
     def __init__(self) -> None:
         self.segments: list[_Segment] = []
-        """In order of their numbers; none ever goes, since others have mapped it."""
-        self.addresses = _core.Segments()  # where they lie, and how many of them the others know
+        """Segments by number; never removed, since other ranks have them mapped."""
+        self.addresses = _core.Segments()  # their addresses, and how many of them were published
         self._lock = threading.Lock()
         self._freed: deque[tuple[_Segment, int, int]] = deque()
         self._process = os.getpid()
         self._closed = False
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor; raise MemoryError where its pages cannot be had."""
+        """Return an uninitialised tensor; raise MemoryError if its pages cannot be reserved."""
         numel = prod(shape)
-        if numel <= 0:  # which says what is wrong with sizes below zero
+        if numel <= 0:  # torch reports negative sizes
             return torch.empty(shape, dtype=dtype, device="cpu")
         nbytes = numel * dtype.itemsize
         segment, start, stop = self._allocate(_in_pages(nbytes))
         memory = memoryview(segment.map)[start:stop]
-        # The storage holds on to `memory`, which dies with the last tensor that looks at it.
+        # The storage holds a reference to `memory`, which dies with the last tensor of this storage.
         finalize(memory, self._free, segment, start, stop).atexit = False
         return torch.frombuffer(memory, dtype=dtype, count=numel).view(shape)
 
     def reserve(self, nbytes: int) -> None:
-        """Have room for `nbytes` more whose pages are there already, and stay."""
+        """Add a segment of `nbytes` with pages that are reserved now and never freed."""
         nbytes = _in_pages(nbytes)
         check_room(nbytes)
         with self._lock:
-            segment = self._add(nbytes, kept=True)
+            segment = self._add(nbytes, reserved=True)
             try:
                 segment.fill(0, nbytes)
             except OSError as error:
@@ -98,34 +98,34 @@ class Arena:
         self._reclaim()
 
     def close(self) -> None:
-        """Give no more pages back one by one: others may still look, and all go with the last tensor and mapping."""
+        """Stop freeing pages of single blocks: other ranks may still read them. The last mapping frees all."""
         with self._lock:
             self._closed = True
 
     def locate(self, address: int, nbytes: int) -> Place | None:
-        """Return where `nbytes` from `address` on lie, None when not in this arena."""
+        """Return the place of `nbytes` at `address`, or None if they are not in this arena."""
         place = self.addresses.locate(address, nbytes)
         return None if place is None else Place(*place)
 
     def memory(self, place: Place, nbytes: int) -> Tensor:
-        """Return the bytes at `place`, which may belong to any tensor."""
+        """Return the bytes at `place` of any tensor."""
         return self.segments[place.segment].bytes[place.offset : place.offset + nbytes]
 
     def _allocate(self, nbytes: int) -> tuple[_Segment, int, int]:
         if os.getpid() != self._process:
-            raise RuntimeError("this arena is the parent's of a forked child: expected a call in its own process")
+            raise RuntimeError("this arena belongs to the parent of a forked child: expected a call in the parent")
         with self._lock:
-            for segment in sorted(self.segments, key=lambda s: not s.kept):
+            for segment in sorted(self.segments, key=lambda s: not s.reserved):
                 start = segment.take(nbytes)
                 if start is not None:
                     break
             else:
-                check_room(nbytes)  # addresses that were never used would stay
-                segment = self._add(max(nbytes, _SEGMENT_BYTES), kept=False)
+                check_room(nbytes)  # before a segment is added: segments are never removed
+                segment = self._add(max(nbytes, _SEGMENT_BYTES), reserved=False)
                 start = segment.take(nbytes)
                 assert start is not None
         stop = start + nbytes
-        if not segment.kept:
+        if not segment.reserved:
             try:
                 if nbytes > _SMALL_BYTES:
                     check_room(nbytes)
@@ -139,9 +139,9 @@ class Arena:
         self._reclaim()
         return segment, start, stop
 
-    def _add(self, nbytes: int, *, kept: bool) -> _Segment:
+    def _add(self, nbytes: int, *, reserved: bool) -> _Segment:
         try:
-            segment = _Segment(len(self.segments), nbytes, kept=kept)
+            segment = _Segment(len(self.segments), nbytes, reserved=reserved)
         except OSError as error:
             raise _lack(nbytes, error) from error
         self.segments.append(segment)
@@ -149,19 +149,19 @@ class Arena:
         return segment
 
     def _free(self, segment: _Segment, start: int, stop: int) -> None:
-        """Give a block back; called by the garbage collector, in any thread, in the middle of anything."""
-        if os.getpid() != self._process:  # in a forked child: the memory is the parent's
+        """Free a block; called by the garbage collector, in any thread, between any two instructions."""
+        if os.getpid() != self._process:  # a forked child: the memory belongs to the parent
             return
         self._freed.append((segment, start, stop))
         self._reclaim()
 
     def _reclaim(self) -> None:
-        # The thread that holds the lock now comes by here afterwards.
+        # If another thread holds the lock, it calls this afterwards.
         while self._freed and self._lock.acquire(False):
             try:
                 while self._freed:
                     segment, start, stop = self._freed.popleft()
-                    if not (segment.kept or self._closed):
+                    if not (segment.reserved or self._closed):
                         segment.empty(start, stop)
                     segment.free(start, stop)
             finally:
@@ -169,13 +169,13 @@ class Arena:
 
 
 class _Segment:
-    """A memfd, mapped whole, and the holes in it."""
+    """A memfd, mapped as a whole, and its free ranges."""
 
-    def __init__(self, number: int, nbytes: int, *, kept: bool) -> None:
+    def __init__(self, number: int, nbytes: int, *, reserved: bool) -> None:
         self.number = number
         self.nbytes = nbytes
         self.mapped_bytes = nbytes + _SKEW_BYTES
-        self.kept = kept  # its pages are there from the beginning, and stay, whether blocks are in them or not
+        self.reserved = reserved  # True if its pages exist as long as it does, also without blocks
         self.fd = segment_fd(f"aiodist-{number}", self.mapped_bytes)
         try:
             self.map = mmap.mmap(self.fd, self.mapped_bytes)
@@ -183,13 +183,13 @@ class _Segment:
             os.close(self.fd)
             raise
         self.holes = [(0, nbytes)]
-        with torch.inference_mode(False):  # the first to need it may be in that mode
+        with torch.inference_mode(False):  # the caller may be in that mode
             self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
         self.address = self.bytes.data_ptr()
         finalize(self, os.close, self.fd)
 
     def take(self, nbytes: int) -> int | None:
-        """Return where `nbytes` are free, which they are no longer."""
+        """Allocate `nbytes` and return their offset, or None if no free range is large enough."""
         for i, (start, stop) in enumerate(self.holes):
             if stop - start >= nbytes:
                 self.holes[i : i + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
@@ -197,13 +197,13 @@ class _Segment:
         return None
 
     def fill(self, start: int, stop: int) -> None:
-        """Have pages behind these bytes; raise OSError where there are none."""
+        """Reserve the pages of these bytes; raise OSError if there are none."""
         os.posix_fallocate(self.fd, start, stop - start)
-        with suppress(OSError):  # an older kernel: each page costs a fault at its first use
+        with suppress(OSError):  # an older kernel: the first use of each page faults
             self.map.madvise(_POPULATE_WRITE, start, stop - start)
 
     def empty(self, start: int, stop: int) -> None:
-        """Give the pages behind these bytes back to the system."""
+        """Free the pages of these bytes."""
         self.map.madvise(mmap.MADV_REMOVE, start, stop - start)
 
     def free(self, start: int, stop: int) -> None:
@@ -217,7 +217,7 @@ class _Segment:
 
 
 def segment_fd(name: str, nbytes: int) -> int:
-    """Return the descriptor of a new memfd of `nbytes` that stays as long as it is; raise OSError where none can be."""
+    """Return the descriptor of a new memfd with the fixed size `nbytes`; raise OSError if that fails."""
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -232,7 +232,7 @@ def segment_fd(name: str, nbytes: int) -> int:
 
 
 def reserved_fd(name: str, nbytes: int) -> tuple[int, int]:
-    """Return the descriptor of a new memfd whose pages are there, and its bytes, in whole pages; raise MemoryError."""
+    """Return the descriptor and size, in whole pages, of a new memfd with reserved pages; raise MemoryError."""
     room = _in_pages(nbytes)
     check_room(room)
     try:
@@ -248,15 +248,15 @@ def reserved_fd(name: str, nbytes: int) -> tuple[int, int]:
 
 
 def check_segment(fd: int, nbytes: int) -> None:
-    """Raise ValueError, saying what was seen, unless `fd` is of `nbytes` and can never be shorter."""
+    """Raise ValueError unless `fd` is a memfd of `nbytes` that cannot shrink."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
         raise ValueError("it is no memfd") from error
     if not seals & fcntl.F_SEAL_SHRINK:
-        raise ValueError("it may shrink while it is mapped, for it is not sealed")
+        raise ValueError("it is not sealed, so that it may shrink while it is mapped")
     if (size := os.fstat(fd).st_size) != nbytes:
-        raise ValueError(f"{size} bytes are there")
+        raise ValueError(f"its size is {size} bytes")
 
 
 def _in_pages(nbytes: int) -> int:
@@ -264,7 +264,7 @@ def _in_pages(nbytes: int) -> int:
 
 
 def check_room(nbytes: int, cgroup: Path = _CGROUP) -> None:
-    """Raise MemoryError where reserving would have the kernel kill somebody; `cgroup` has this process's limits."""
+    """Raise MemoryError if the kernel would kill a process to reserve `nbytes`; `cgroup` has the limits."""
     available = psutil.virtual_memory().available
     for limit, used in _LIMITS:
         try:
@@ -272,8 +272,8 @@ def check_room(nbytes: int, cgroup: Path = _CGROUP) -> None:
         except (OSError, ValueError):  # no such limit
             continue
     if nbytes > available:
-        raise MemoryError(f"an arena block of {nbytes} bytes was asked for: {available} bytes of memory are available")
+        raise MemoryError(f"no memory for an arena block of {nbytes} bytes: {available} bytes are available")
 
 
 def _lack(nbytes: int, error: OSError) -> MemoryError:
-    return MemoryError(f"an arena block of {nbytes} bytes was asked for: {error.strerror}")
+    return MemoryError(f"no memory for an arena block of {nbytes} bytes: {error.strerror}")

@@ -1,7 +1,8 @@
-"""Moves tensors that exist into an arena, with all their views: their storages take memory of the arena for their own.
+"""Moves existing tensors into an arena, with all their views: their storages get memory of the arena.
 
-torch lets two storages swap memory (`UntypedStorage._swap_data_ptr_`, from 2.13 on). Tensors, what autograd has saved
-and what is tied hold on to the storage, not to its memory, so all of them see the new one; no version counter moves.
+torch can swap the memory of two storages (`UntypedStorage._swap_data_ptr_`, since 2.13). Tensors, tensors saved by
+autograd and tied parameters refer to the storage, not to its memory, so all of them use the new memory. No version
+counter changes.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from aiodist.backends.shm.memory import Arena
 from aiodist.errors import BackendUnavailable
 from aiodist.handles import in_flight
 
-_MOST_SPARE = 2  # a storage of more times the tensors in it is somebody else's
+_MOST_SPARE = 2  # largest ratio of a storage to the tensors in it: a larger one has other users
 
 
 class _Moved(NamedTuple):
-    """A storage that is to move, claimed as an operation claims what it writes."""
+    """A storage to move, claimed as an operation claims its output."""
 
     start: int
     nbytes: int
@@ -31,10 +32,10 @@ class _Moved(NamedTuple):
 
 
 def move(arena: Arena, named: Mapping[str, Tensor]) -> None:
-    """Move the storages of `named` tensors into `arena`; what is there already stays.
+    """Move the storages of `named` tensors into `arena`, unless they are there already.
 
-    Nothing has moved where this raises ValueError, naming the tensor that cannot move and why, BufferInFlight or
-    BackendUnavailable. A MemoryError says how many have: each is moved whole or not at all.
+    Raises BufferInFlight, BackendUnavailable, or ValueError with the name of a tensor that cannot move and the reason:
+    no storage has moved then. A MemoryError says how many have moved.
     """
     waiting = _found(arena, named)
     if not waiting:
@@ -49,20 +50,20 @@ def move(arena: Arena, named: Mapping[str, Tensor]) -> None:
     try:
         for one in waiting:
             old = _exchanged(arena, one.storage)
-            in_flight.release_all(claims[moved : moved + 1])  # before others are given that memory
+            in_flight.release_all(claims[moved : moved + 1])  # before the allocator reuses that memory
             moved += 1
             del old
     except MemoryError as error:
         said = f"{one.name} cannot move into the arena: {error}"
         if len(waiting) > 1:
-            said += f"; {moved} of {len(waiting)} storages have moved, those from {one.name} on have not"
+            said += f"; {moved} of {len(waiting)} storages have moved, {one.name} and later ones have not"
         raise MemoryError(said) from error
     finally:
         in_flight.release_all(claims[moved:])
 
 
 def _exchanged(arena: Arena, storage: UntypedStorage) -> Tensor:
-    """Give `storage` memory of the arena with the same bytes; return what holds the old."""
+    """Give `storage` memory of the arena with the same bytes; return a tensor of its old memory."""
     block = arena.empty((storage.nbytes(),), torch.uint8)
     other = block.untyped_storage()
     other.copy_(storage)
@@ -86,39 +87,39 @@ def _found(arena: Arena, named: Mapping[str, Tensor]) -> list[_Moved]:
         used = sum(nbytes for _, nbytes in seen[one.start])
         if one.nbytes > _MOST_SPARE * used:
             raise ValueError(
-                f"{one.name} has {used} bytes of a storage of {one.nbytes}, all of which would move: "
-                f"expected {-(-one.nbytes // _MOST_SPARE)} at least, see clone()"
+                f"{one.name} has {used} bytes of a storage of {one.nbytes}, which would move as a whole: "
+                f"expected at least {-(-one.nbytes // _MOST_SPARE)}, see clone()"
             )
     return list(found.values())
 
 
 def _storage_of(name: str, t: Tensor) -> UntypedStorage:
-    """Return the storage of `t`; raise ValueError where it has none in the host's memory."""
+    """Return the storage of `t`; raise ValueError if `t` has none in host memory."""
     if is_lazy(t):
-        raise ValueError(f"{name} is uninitialized: expected a module that was called once, or had its sizes given")
+        raise ValueError(f"{name} is uninitialized: expected a module that was called once, or one with known sizes")
     if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        raise ValueError(f"{name} is a {type(t).__name__}, which is made of other tensors: expected a plain tensor")
+        raise ValueError(f"{name} is a {type(t).__name__}, which wraps other tensors: expected a plain tensor")
     if t.layout is not torch.strided:
         raise ValueError(f"{name} has layout {t.layout}: expected a dense tensor (torch.strided)")
     if not t.is_cpu:
-        raise ValueError(f"{name} lives on {t.device}: expected the CPU, whose memory alone is the arena's")
+        raise ValueError(f"{name} is on {t.device}: expected the CPU, since the arena is host memory")
     try:
-        t.data_ptr()  # what waits to be copied is copied now
+        t.data_ptr()  # makes the copy of a lazily copied tensor
         storage = t.untyped_storage()
         storage.data_ptr()
         return storage
-    except RuntimeError as error:  # within torch.vmap and the like
+    except RuntimeError as error:  # within torch.vmap and similar functions
         raise ValueError(f"{name} has no memory of its own: expected a plain tensor") from error
 
 
 def _check_own(name: str, t: Tensor, storage: UntypedStorage) -> None:
-    """Raise ValueError where others hold on to the address of the storage's memory."""
+    """Raise ValueError if other objects have the address of the storage's memory."""
     if t.is_shared():
         raise ValueError(f"{name} is shared with other processes already (share_memory_): expected memory of its own")
     if t.is_pinned():
-        raise ValueError(f"{name} is pinned for a CUDA device: expected memory that is not")
+        raise ValueError(f"{name} is pinned for a CUDA device: expected memory that is not pinned")
     if not storage.resizable():
         raise ValueError(
-            f"{name} lies in memory that is not torch's alone (of numpy, a file, torch.load): "
-            "expected a tensor whose memory torch allocated and nobody else has seen, see clone()"
+            f"{name} has memory that torch does not own (of numpy, a file, torch.load): "
+            "expected memory that torch allocated for this tensor, see clone()"
         )

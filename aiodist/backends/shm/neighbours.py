@@ -1,8 +1,8 @@
-"""The ranks of one host: how they find one another, and what each can see of the others' memory.
+"""The ranks of one host: their connections, and the mappings of each other's memory.
 
-Every two of them are joined by a unix socket, over which descriptors of segments travel, and words about where
-things lie. Such a message is in the receiver's queue before anything that was stored after it can be seen, so a rank
-that meets an unknown place in shared memory reads its queue and knows it.
+A unix socket between each two of them carries descriptors of segments and the places of named memory. A rank sends such
+a message before it stores data that depends on it, so a rank that finds an unknown place in shared memory reads its
+socket and then knows the place.
 """
 
 from __future__ import annotations
@@ -37,45 +37,45 @@ if TYPE_CHECKING:
 
 _MESSAGE_BYTES = 4096
 _MEET_SECONDS = 30.0
-_DOORBELL_AT, _ENGINE_DOORBELL_AT = 0, _core.DOORBELL_BYTES  # in the first page of a rank's memory
+_DOORBELL_AT, _ENGINE_DOORBELL_AT = 0, _core.DOORBELL_BYTES  # offsets in the first page of a rank's memory
 _ENGINE_SPIN_SECONDS = 50e-6
 _CREDENTIALS = struct.Struct("3i")
 
 
 class Neighbour:
-    """Another rank of this host, as this one sees it."""
+    """The connection to another rank of this host, and the mappings of its memory."""
 
     def __init__(self, rank: int, link: socket.socket) -> None:
         link.setblocking(False)
         self.rank = rank  # in the world
-        self.places: dict[str, Place] = {}  # where things lie in its memory, by the names it gave them
-        self.left: set[str] = set()  # the names of groups that it is no longer in
+        self.places: dict[str, Place] = {}  # places of its named memory
+        self.left: set[str] = set()  # names of memory that it no longer uses
         self._link = link
         self._unsent: deque[tuple[bytes, int | None, HostTable | None]] = deque()
         self._descriptors: dict[int, tuple[int, int]] = {}
-        self._tables: dict[int, int] = {}  # descriptors of tables that it made, by their numbers
+        self._tables: dict[int, int] = {}  # descriptors of its tables, by number
         self._segments: dict[int, Tensor] = {}
-        self.core = _core.Memory()  # what is mapped of its memory, for the compiled core
+        self.core = _core.Memory()  # mapped segments, for the compiled core
         self._doorbell: _core.Doorbell | None = None
 
-    def tell(self, message: dict[str, Any], fd: int | None = None, table: HostTable | None = None) -> None:
-        """Send `message`, now or when its queue has room again; a `table` keeps its descriptor open until then."""
+    def send(self, message: dict[str, Any], fd: int | None = None, table: HostTable | None = None) -> None:
+        """Send `message` as soon as the socket has room; a `table` keeps its descriptor open until then."""
         self._unsent.append((json.dumps(message).encode(), fd, table))
         self.flush()
 
     def offer(self, table: HostTable) -> None:
-        """Send the descriptor of a table that this rank made."""
-        self.tell({"table": table.named.number}, table.named.fd, table)
+        """Send the descriptor of a table of this rank."""
+        self.send({"table": table.named.number}, table.named.fd, table)
 
     def flush(self) -> bool:
-        """Send what is unsent; True when nothing is left."""
+        """Send waiting messages; return True if none is left."""
         while self._unsent:
             data, fd, _ = self._unsent[0]
             try:
                 socket.send_fds(self._link, [data], [] if fd is None else [fd])
             except BlockingIOError:
                 return False
-            except OSError:  # it is gone, which the control channel tells
+            except OSError:  # the rank has ended, which the control channel reports
                 self._unsent.clear()
                 break
             self._unsent.popleft()
@@ -83,22 +83,22 @@ class Neighbour:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the other end of its socket is closed: by the kernel at the latest, when its process has ended."""
+        """True if the other end of its socket is closed: the kernel closes it when the process ends."""
         watch = select.poll()
         watch.register(self._link, 0)
         return bool(watch.poll(0))
 
     def listen(self) -> None:
-        with suppress(OSError):  # nothing there, or nobody
+        with suppress(OSError):  # no message, or the rank has ended
             while True:
                 data, fds, _, _ = socket.recv_fds(self._link, _MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
                 if not data:
                     return
-                self._heard(json.loads(data), fds)
+                self._received(json.loads(data), fds)
 
-    def _heard(self, message: dict[str, Any], fds: list[int]) -> None:
+    def _received(self, message: dict[str, Any], fds: list[int]) -> None:
         if "segment" in message:
-            for fd in fds:  # none where this process has no descriptor left: who wants to map it is told
+            for fd in fds:  # empty if this process has too many open files: `mapped` raises then
                 self._descriptors[message["segment"]] = (fd, message["nbytes"])
         elif "table" in message:
             for fd in fds:
@@ -112,8 +112,8 @@ class Neighbour:
         elif "place" in message:
             self.places[message["place"]] = Place(*message["at"])
 
-    def seen(self, name: str, nbytes: int) -> memoryview | None:
-        """Return its memory called `name`; None while it has told of no such memory."""
+    def named_memory(self, name: str, nbytes: int) -> memoryview | None:
+        """Return its memory called `name`; None if it has not sent the place yet."""
         if name not in self.places:
             self.listen()
         place = self.places.get(name)
@@ -130,20 +130,20 @@ class Neighbour:
         return segment[place.offset : end]
 
     def mapped(self, number: int) -> Tensor:
-        """Return a segment of its memory, mapped on first use; raise BackendError for one it never told of."""
+        """Return a segment of its memory, mapped on first use; raise BackendError if its descriptor never came."""
         if (segment := self._segments.get(number)) is not None:
             return segment
         if number not in self._descriptors:
             self.listen()
         if number not in self._descriptors:
-            raise BackendError(f"rank {self.rank} names segment {number} of its memory, which never came")
+            raise BackendError(f"rank {self.rank} names segment {number} of its memory, whose descriptor never came")
         fd, nbytes = self._descriptors.pop(number)
         try:
             check_segment(fd, nbytes)
-            with torch.inference_mode(False):  # the first to need it may be in that mode
+            with torch.inference_mode(False):  # the caller may be in that mode
                 segment = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
         except (OSError, ValueError) as error:
-            what = f"segment {number} of rank {self.rank}'s memory, {nbytes} bytes as it says,"
+            what = f"segment {number} of the memory of rank {self.rank} ({nbytes} bytes)"
             raise BackendError(f"{what} cannot be mapped: {error}") from error
         finally:
             os.close(fd)
@@ -152,7 +152,7 @@ class Neighbour:
         return segment
 
     def table(self, named: Named) -> mmap.mmap:
-        """Return the bytes of a table that it made; raise OSError or ValueError unless they can be mapped."""
+        """Return the bytes of one of its tables; raise OSError or ValueError unless they can be mapped."""
         self.listen()
         fd = self._tables.pop(named.number, None)
         if fd is None:
@@ -164,18 +164,18 @@ class Neighbour:
 
     @property
     def doorbell(self) -> _core.Doorbell:
-        """What its progress thread sleeps at."""
+        """The doorbell of its progress thread."""
         if self._doorbell is None:
             self._doorbell = _core.Doorbell(memory_of(self.memory(Place(0, 0), mmap.PAGESIZE))[_DOORBELL_AT:])
         return self._doorbell
 
     @property
     def engine_doorbell(self) -> memoryview:
-        """What its engine sleeps at."""
+        """The doorbell of its engine."""
         return memory_of(self.memory(Place(0, 0), mmap.PAGESIZE))[_ENGINE_DOORBELL_AT:]
 
     def ring(self) -> None:
-        """Wake its progress thread, if that sleeps."""
+        """Wake its progress thread if it sleeps."""
         self.doorbell.call()
 
     def close(self) -> None:
@@ -194,72 +194,72 @@ class Neighbourhood:
     """This rank's arena, and its neighbours."""
 
     def __init__(self, rank: int, links: dict[int, socket.socket]) -> None:
-        """`links` lead to the other ranks."""
+        """`links` are the sockets to the other ranks."""
         self.rank = rank
         self.neighbours = {other: Neighbour(other, link) for other, link in links.items()}
         self.members = tuple(sorted([rank, *links]))
         self.arena = Arena()
         self.table_numbers = count()
-        """The numbers of the tables that this rank makes."""
+        """Numbers for the tables of this rank."""
         self._leaving: dict[str, tuple[frozenset[int], object]] = {}
         self._control = self.arena.empty((mmap.PAGESIZE,), torch.uint8)
         self._control.zero_()
         self.doorbell = _core.Doorbell(memory_of(self._control)[_DOORBELL_AT:])
         self.engine = _core.Engine(memory_of(self._control)[_ENGINE_DOORBELL_AT:], _ENGINE_SPIN_SECONDS)
-        """The thread that drives collectives while no thread of Python does."""
+        """The thread that drives collectives while no Python thread does."""
         _alive.add(self)
         self.publish()
         sleep_at(self.doorbell)
 
     def publish(self) -> None:
-        """Send the descriptors of segments that the others have not been sent yet."""
+        """Send the descriptors of new segments to the others."""
         known = self.arena.addresses
         while known.told < len(known):
             segment = self.arena.segments[known.told]
             known.told += 1
             for neighbour in self.neighbours.values():
-                neighbour.tell({"segment": segment.number, "nbytes": segment.mapped_bytes}, segment.fd)
+                neighbour.send({"segment": segment.number, "nbytes": segment.mapped_bytes}, segment.fd)
 
     def wake_by(self, event: int) -> None:
-        """Have the others write `event`, an eventfd, when this rank's loop waits for what they say."""
+        """Send the others an eventfd, which they write to if this rank's loop waits for them."""
         for neighbour in self.neighbours.values():
-            neighbour.tell({"event": True}, event)
+            neighbour.send({"event": True}, event)
 
     def place(self, name: str, nbytes: int, others: Sequence[int]) -> Tensor:
-        """Return `nbytes` of zeroed memory that `others` find under `name`."""
+        """Allocate `nbytes` of zeroed memory, and send its name and place to `others`."""
         made = self.arena.empty((nbytes,), torch.uint8)
         made.zero_()
         where = self.locate(made)
         for rank in others:
-            self.neighbours[rank].tell({"place": name, "at": where})
+            self.neighbours[rank].send({"place": name, "at": where})
         return made
 
     def leave(self, name: str, others: Sequence[int], memory: object) -> None:
-        """Look at what is called `name` no more; keep our part of it until `others` look no more either."""
+        """Stop using the memory called `name`; keep this rank's `memory` until `others` have left it too."""
         for rank in others:
-            self.neighbours[rank].tell({"left": name})
+            self.neighbours[rank].send({"left": name})
         self._leaving[name] = (frozenset(others), memory)
         for neighbour in self.neighbours.values():
             neighbour.listen()
-        over = [
+        unused = [
             left
             for left, (ranks, _) in self._leaving.items()
             if all(left in self.neighbours[rank].left for rank in ranks)
         ]
-        for left in over:
+        for left in unused:
             del self._leaving[left]
             for neighbour in self.neighbours.values():
                 neighbour.left.discard(left)
 
     def locate(self, t: Tensor) -> Place | None:
-        """Return where `t` lies, as the others may be told; None when its memory is private."""
+        """Return the place of `t`, published to the others, or None if its memory is private."""
         place = self.arena.locate(t.data_ptr(), t.nbytes)
         if place is not None and place.segment >= self.arena.addresses.told:
             self.publish()
         return place
 
     def close(self) -> None:
-        """Let go of the others' memory; ours stays while tensors are in it."""
+        """Unmap the others' memory; the arena lives as long as its tensors."""
         leave_doorbell(self.doorbell)
         self.engine.stop()
         self.arena.close()
@@ -287,21 +287,21 @@ def memory_of(t: Tensor) -> memoryview:
 
 
 class Met(NamedTuple):
-    """What `meet` found."""
+    """Result of `meet`."""
 
     near: Neighbourhood | None
-    """The ranks that share memory with this one, None where there are none."""
+    """The ranks that share memory with this one; None if there are none."""
     reason: str = ""
-    """Why there are none."""
+    """Reason why there are none."""
     sharing: tuple[tuple[int, ...], ...] = ()
-    """All groups of ranks that share memory, on this host and on others."""
+    """Groups of ranks that share memory, on all hosts."""
 
 
 async def meet(channel: Channel, hosts: Sequence[int], *, allowed: bool = True, seconds: float = _MEET_SECONDS) -> Met:
-    """Return this rank's neighbourhood, or why there is none, and which other ranks share memory.
+    """Return this rank's neighbourhood, or the reason why there is none, and all groups of ranks that share memory.
 
-    `hosts` is what `find_hosts` returned. Every rank must call it. It has all ranks of this host that can share memory,
-    or none: where one of them cannot, they all do without.
+    Every rank must call it, with the result of `find_hosts` as `hosts`. If one rank of a host cannot share memory, no
+    rank of this host does.
     """
     listener, reason = _listen() if allowed else (None, "it was turned off (AIODIST_SHM=0)")
     try:
@@ -318,7 +318,7 @@ async def meet(channel: Channel, hosts: Sequence[int], *, allowed: bool = True, 
     finally:
         if listener is not None:
             with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # a thread that still waits for a rank that is gone ends now
+                listener.shutdown(socket.SHUT_RDWR)  # ends a thread that still waits for a lost rank
             listener.close()
     met = await exchange(channel, "shm/met", refusals, seconds)
     sharing = _sharing(hosts, met)
@@ -331,7 +331,7 @@ async def meet(channel: Channel, hosts: Sequence[int], *, allowed: bool = True, 
 
 
 def _sharing(hosts: Sequence[int], met: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of two and more ranks that are on one host and met nothing that speaks against it."""
+    """Return the groups of two or more ranks of one host without refusals."""
     groups: dict[int, list[int]] = {}
     for rank, host in enumerate(hosts):
         groups.setdefault(host, []).append(rank)
@@ -339,7 +339,7 @@ def _sharing(hosts: Sequence[int], met: Sequence[Sequence[str]]) -> tuple[tuple[
 
 
 def _listen() -> tuple[socket.socket | None, str]:
-    """Return a socket that others of this host can connect to, or why there is none."""
+    """Return a listening socket for the ranks of this host, or None and the reason."""
     try:
         if not hasattr(os, "memfd_create"):
             return None, "this platform has no memfd_create"
@@ -355,7 +355,7 @@ def _listen() -> tuple[socket.socket | None, str]:
 def _connect(
     listener: socket.socket, rank: int, mine: Sequence[int], contacts: Sequence[Any], seconds: float
 ) -> dict[int, socket.socket]:
-    """Return a socket to each of the others: the higher rank calls the lower."""
+    """Return a socket to each of the others: the higher rank connects to the lower."""
     links: dict[int, socket.socket] = {}
     try:
         for other in (r for r in mine if r < rank):
@@ -368,11 +368,11 @@ def _connect(
             link, _ = listener.accept()
             link.settimeout(seconds)
             _, user, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-            told = link.recv(_MESSAGE_BYTES).decode()
-            if user != os.getuid() or not told.isdecimal() or int(told) not in mine:
-                link.close()  # somebody else's
+            other_rank = link.recv(_MESSAGE_BYTES).decode()
+            if user != os.getuid() or not other_rank.isdecimal() or int(other_rank) not in mine:
+                link.close()  # a process of another job or user
                 continue
-            links[int(told)] = link
+            links[int(other_rank)] = link
     except OSError:
         for link in links.values():
             link.close()

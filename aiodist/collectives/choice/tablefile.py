@@ -1,8 +1,8 @@
-"""Tables in files: the user's, and those that `aiodist tune` measured for these hosts and versions.
+"""Table files: the user's, and those that `aiodist tune` measured for these hosts and versions.
 
-A line is an edit (see `choice.table`), or says what the file was made for: `made-for torch 2.13.0`. A `#` begins a
-comment. A file is used as a whole or not at all: any line that makes no sense, two lines about the same size, or one
-made for something else is a `ConfigError` that names the file, the line and the cause.
+A line is an edit (see `choice.table`) or a condition such as `made-for torch 2.13.0`. A `#` begins a comment. A file is
+used as a whole or not at all: an invalid line, two lines about the same size, or a condition that is not met raises a
+`ConfigError` with the file, the line and the cause.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
     from aiodist.control import Channel
 
 _MADE_FOR = "made-for"
-_KEY = "selector/table"  # where rank 0 leaves its own for the others
+_KEY = "selector/table"  # key of rank 0's table for the others
 _SHOWN = 120
 
 
 async def edits_at_start(
     asked: str | os.PathLike[str] | None, channel: Channel, world: Repertoire, topology: Topology, *, seconds: float
 ) -> list[Edit]:
-    """Return, on every rank, what rank 0's file says: the one `asked` for, with None what was measured if there is one.
+    """Return, on every rank, the edits of rank 0's file: of the one `asked` for, or if None of a measured one.
 
-    "none" is neither. Rank 0 raises what `read_edits` does, and so do the others, which wait for it for `seconds`.
+    "none" means no file. All ranks raise the errors of `read_edits` on rank 0; the others wait for it for `seconds`.
     """
     if channel.rank == 0:
-        told: dict[str, Any] = {}
+        answer: dict[str, Any] = {}
         try:
-            told["edits"] = [str(edit) for edit in _edits_here(asked, world, topology)]
+            answer["edits"] = [str(edit) for edit in _edits_here(asked, world, topology)]
         except (ConfigError, BackendUnavailable) as error:
-            told = {"error": str(error), "config": isinstance(error, ConfigError)}
-        await channel.set(_KEY, json.dumps(told).encode())
+            answer = {"error": str(error), "config": isinstance(error, ConfigError)}
+        await channel.set(_KEY, json.dumps(answer).encode())
     else:
-        told = json.loads(await channel.get(_KEY, timeout=seconds))
-    if "error" in told:
-        raise (ConfigError if told["config"] else BackendUnavailable)(told["error"])
-    return [parse_edit(text) for text in told["edits"]]
+        answer = json.loads(await channel.get(_KEY, timeout=seconds))
+    if "error" in answer:
+        raise (ConfigError if answer["config"] else BackendUnavailable)(answer["error"])
+    return [parse_edit(text) for text in answer["edits"]]
 
 
 def _edits_here(asked: str | os.PathLike[str] | None, world: Repertoire, topology: Topology) -> Sequence[Edit]:
@@ -60,10 +60,10 @@ def _edits_here(asked: str | os.PathLike[str] | None, world: Repertoire, topolog
 
 
 def read_edits(path: Path, here: Mapping[str, str], repertoire: Repertoire) -> list[Edit]:
-    """Return the edits of a file; `here` are the conditions that it must be made for, where it says for which.
+    """Return the edits of a file; `here` has the conditions of this job.
 
-    Raises ConfigError for a bad file, and `BackendUnavailable` for an entry that `repertoire` refuses; both name the
-    line.
+    Raises ConfigError for an invalid file or a condition that is not met, and `BackendUnavailable` for an entry that
+    `repertoire` refuses; both name the line.
     """
     try:
         text = path.read_text()
@@ -94,7 +94,7 @@ def _check_condition(words: str, here: Mapping[str, str]) -> None:
     if len(parts) < 3 or parts[1] not in here:
         raise ValueError(f"{words!r}: expected {_MADE_FOR} NAME VALUE, the name one of {', '.join(here)}")
     if here[parts[1]] != parts[2]:
-        raise ValueError(f"made for {parts[1]} {parts[2]}, and here it is {here[parts[1]]}: aiodist tune makes another")
+        raise ValueError(f"made for {parts[1]} {parts[2]}, but here it is {here[parts[1]]}: aiodist tune makes another")
 
 
 def _check_new(edit: Edit, found: Sequence[tuple[int, Edit]]) -> None:
@@ -131,14 +131,14 @@ def write(path: Path, text: str) -> None:
         raise ConfigError(f"{path}: {error.strerror}") from error
 
 
-# --- what was measured -----------------------------------------------------------------------------------------
+# --- measured tables -------------------------------------------------------------------------------------------
 
 
 def conditions(repertoire: Repertoire, topology: Topology) -> dict[str, str]:
-    """Return what the speeds depend on: topology, versions, and what there is to choose from; cores are this host's."""
+    """Return the conditions of a measurement: topology, versions, implementations, and the cores of this host."""
     ranks_per_host = [len(topology.ranks_on(host)) for host in topology.hosts]
     library = repertoire.carrier
-    if library == "mpi":  # the others are torch's or ours
+    if library == "mpi":  # the other libraries have torch's version or ours
         from aiodist.backends.mpi import library_version
 
         library = library_version().partition(",")[0]
@@ -154,14 +154,14 @@ def conditions(repertoire: Repertoire, topology: Topology) -> dict[str, str]:
 
 
 def cache_folder() -> Path:
-    """Return where `aiodist tune` keeps its tables for this user."""
+    """Return the folder of the tables that `aiodist tune` writes for this user."""
     import platformdirs
 
     return platformdirs.user_cache_path("aiodist") / "selector"
 
 
 def tuned_path(here: Mapping[str, str]) -> Path:
-    """Return where the table for these conditions is, or would be."""
+    """Return the path of the table for these conditions, which need not exist."""
     digest = hashlib.sha256("\n".join(f"{name} {value}" for name, value in here.items()).encode())
     return cache_folder() / f"{digest.hexdigest()[:16]}.txt"
 
@@ -169,5 +169,5 @@ def tuned_path(here: Mapping[str, str]) -> Path:
 def _version(package: str) -> str:
     try:
         return metadata.version(package)
-    except metadata.PackageNotFoundError:  # a plain checkout on the path
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
         return "unknown"

@@ -241,7 +241,7 @@ class CudaIpc(Implementation):
         """Queue this rank's kernels in the tensors that the frames announce."""
         numbers = self._group(ep).numbers
         for rank, frame in loan.frames.items():
-            loan.attempt(loan.lent.hear, numbers[rank], frame, loan.counts[rank])
+            loan.attempt(loan.lent.receive, numbers[rank], frame, loan.counts[rank])
         if loan.frames and loan.failure is None:
             with OnStream(loan.stream):
                 loan.attempt(self._queue, ep, loan)

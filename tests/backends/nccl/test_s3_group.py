@@ -94,7 +94,9 @@ async def test_s3_rank_0s_failure_to_begin_is_told_to_all(world: Make) -> None:
     w.nccl.unique_id_error = 2
     errors = await w.done([w.call(rank, summed(full(w, rank))) for rank in range(3)])
     assert all(isinstance(error, BackendError) for error in errors)
-    assert all("rank 0 could not begin: NCCL: a unique id: unhandled system error" in str(error) for error in errors)
+    assert all(
+        "rank 0 could not create an id: NCCL: a unique id: unhandled system error" in str(error) for error in errors
+    )
     assert len({id(error) for error in errors}) == 3  # each operation writes its own place into its error
 
 

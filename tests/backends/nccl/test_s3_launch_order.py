@@ -33,7 +33,7 @@ def test_s3_a_slot_is_given_back_once_and_gives_no_more_calls() -> None:
     second.run(lambda: made.append("second"))
     second.release()
     second.release()
-    with pytest.raises(RuntimeError, match="given back"):
+    with pytest.raises(RuntimeError, match="slot is released"):
         second.run(lambda: None)
     third.run(lambda: made.append("third"))
     assert made == []

@@ -234,10 +234,10 @@ def test_s3_a_communicator_that_is_never_complete_is_given_up(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     fake = FakeNccl()
     ours = Library(fake)
-    give_up = threading.Event()
-    give_up.set()
-    with pytest.raises(BackendError, match="connecting 2 ranks: given up"):
-        ours.connect(2, 0, ours.unique_id(), give_up)
+    aborted = threading.Event()
+    aborted.set()
+    with pytest.raises(BackendError, match="connecting 2 ranks: aborted"):
+        ours.connect(2, 0, ours.unique_id(), aborted)
     assert fake.calls == ["init", "abort"]
     alone = ours.connect(1, 0, ours.unique_id(), threading.Event())
     other = fake.Communicator.init(2, 0, fake.get_unique_id(), FakeConfig(blocking=False))

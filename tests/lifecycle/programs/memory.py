@@ -111,11 +111,11 @@ async def lacking() -> None:
             try:
                 t = coll.arena_empty(1 << 50)
             except MemoryError as error:
-                say("lack:", f"{4 << 50} bytes was asked for" in str(error))
+                say("lack:", f"{4 << 50} bytes" in str(error))
             try:
                 coll.arena(1 << 50)
             except MemoryError as error:
-                say("room:", f"{1 << 50} bytes was asked for" in str(error))
+                say("room:", f"{1 << 50} bytes" in str(error))
         else:
             coll.arena(1 << 16)
             t = coll.arena_empty(10).fill_(1)
