@@ -18,9 +18,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aiodist.communicator import Communicator, parts_of
+from aiodist.communicator.conversation import LIVENESS_SECONDS
 from aiodist.communicator.registry import Registry
 from aiodist.control import Channel, Exit, connect
 from aiodist.control.generations import Generation
+from aiodist.control.rollcall import RollCall
 from aiodist.errors import (
     AiodistError,
     BackendError,
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
     from aiodist.backends.mpi import MpiTransport
 
 _LATEST_SECONDS: Final = 0.2  # before a deadline: who is late is asked for then
-_ANSWER_SECONDS: Final = 0.5  # for news that a rank is gone, where a library failed
 _LOOK_SECONDS: Final = 0.01
 _MOST_OLD: Final = 4
 _AGAIN_SECONDS: Final = 60.0  # between two reports
@@ -69,6 +70,7 @@ class Recovery:
         self._uncollected = 0
         self._world: RankWorld  # that of the newest generation that was opened here
         self.channel: Channel  # that of the newest one that has begun
+        self._roll_call: RollCall  # on that channel
 
     @property
     def registry(self) -> Registry[Communicator]:
@@ -242,6 +244,7 @@ class Recovery:
 
     async def _open(self, generation: Generation, before: Registry[Communicator] | None) -> RankWorld:
         """Return the world of a generation; raise PeerError where a rank has left, though a library said otherwise."""
+        self._roll_call = RollCall(self.channel)
         try:
             return await self._built(generation, before)
         except (BackendError, BackendUnavailable, OperationTimeout) as error:
@@ -288,10 +291,11 @@ class Recovery:
         return place
 
     async def _await_loss(self, error: AiodistError) -> Exit:
-        """Return how a rank left, which `error` may follow from and be heard of before; raise `error` if none has."""
-        until = asyncio.get_running_loop().time() + _ANSWER_SECONDS
+        """Return how a rank left, if `error` may follow from that; raise `error` if all ranks answer."""
+        missing = self._roll_call.ask()
+        until = asyncio.get_running_loop().time() + LIVENESS_SECONDS
         while (lost := self._lost()) is None:
-            if asyncio.get_running_loop().time() > until:
+            if not missing or asyncio.get_running_loop().time() > until:
                 raise error
             await asyncio.sleep(_LOOK_SECONDS)
         return lost
