@@ -16,7 +16,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from aiodist import _core
-from aiodist.backends.base import Begin, Done, Transport, again, ours
+from aiodist.backends.base import Transport, again
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.mailbox import Mailbox
 from aiodist.collectives.traffic import Traffic
@@ -28,7 +28,7 @@ from aiodist.communicator.failures import Failures
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.issuing import Issuing
 from aiodist.communicator.names import Named, Names
-from aiodist.communicator.operation import CommunicatorOperation, Pending, When
+from aiodist.communicator.operation import CommunicatorOperation, NativeCall, Pending, When
 from aiodist.communicator.oplog import OpLog
 from aiodist.communicator.settlement import Settlement
 from aiodist.communicator.watchdog import Peer, Watch, Watchdog
@@ -278,20 +278,22 @@ class Dispatcher:
             self.oplog.record(what, internals.issued_at(handle))
         return operation
 
-    def launch(self, operation: CommunicatorOperation, program: Program[Any], work_bytes: int = 0) -> Handle[Any]:
+    def launch(
+        self, operation: CommunicatorOperation, work: Program[Any] | NativeCall, work_bytes: int = 0
+    ) -> Handle[Any]:
         """Start a collective that was prepared; `work_bytes` are the bytes that this rank copies or reduces."""
         assert operation.handle is not None
         operation.large = work_bytes >= self.large_bytes
-        self.start(partial(self._begin, operation, program), work_bytes)
+        self.start(partial(self._begin, operation, work), work_bytes)
         return operation.handle
 
-    def _begin(self, operation: CommunicatorOperation, program: Program[Any]) -> None:
-        """Run it, and let the ranks compare it: the program waits until it may begin. The transport lock is held."""
+    def _begin(self, operation: CommunicatorOperation, work: Program[Any] | NativeCall) -> None:
+        """Run it, and let the ranks compare it: the work waits until it may begin. The transport lock is held."""
         if self.agreement is None:
             operation.decide(None)
         elif operation.meets is True:
             self.failures.join(operation)
-        self.settlement.run(operation, program)
+        self.settlement.run(operation, work)
         if isinstance(operation.meets, Named):
             if self.agreement is not None:
                 self.names.enter(operation.meets, operation)
@@ -504,18 +506,6 @@ class Dispatcher:
         self._refusal = why
         if self.issuer is not None:
             self.issuer.open = False
-
-
-def _told(done: Done, _: object, error: BaseException | None) -> None:
-    done(error)
-
-
-def _begin(start: Begin, t: Tensor, seq: int, done: Done) -> None:
-    """Make a native call; what it raises goes to `done`."""
-    try:
-        start(t, seq, done)
-    except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the operation
-        done(ours(error))
 
 
 def _after_fork() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from weakref import ref
 
 from aiodist.backends.base import Done
 from aiodist.collectives.traffic import Traffic
 from aiodist.communicator.claims import Claim
 from aiodist.handles import Handle, Operation
-from aiodist.handles.kernel import Program, resume, transfers
+from aiodist.handles.kernel import Program, Transfer, resume, transfers
 
 if TYPE_CHECKING:
     from aiodist._core import LaneOperation
@@ -126,6 +126,13 @@ class CommunicatorOperation(Operation[Any]):
         if error is None and self.state is State.NEW:
             self.state = State.CHECKED
         self.admitted.set(error)
+
+
+class NativeCall(NamedTuple):
+    """One call of a library in place of a program: it begins when all ranks agree (`When.ALL`)."""
+
+    call: Transfer
+    result: object
 
 
 async def carry_out(operation: CommunicatorOperation, program: Program[T]) -> T:

@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from aiodist import _core
-from aiodist.backends.base import Begin, Wanted, dtype_code, key_of, tag_of
+from aiodist.backends.base import Begin, Done, Wanted, dtype_code, key_of, tag_of
 from aiodist.backends.shm.lanes import KINDS, Kind, op_code
 from aiodist.collectives import operations
 from aiodist.collectives.arithmetic import SUPPORTED, check_op
@@ -31,9 +31,9 @@ from aiodist.communicator.claims import Claim, writing
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of, word_of
 from aiodist.communicator.lane_issuer import LaneIssuer
-from aiodist.communicator.operation import CommunicatorOperation, When
+from aiodist.communicator.operation import CommunicatorOperation, NativeCall, When
 from aiodist.handles import LARGE_BYTES, Handle
-from aiodist.handles.kernel import Program, transfers
+from aiodist.handles.kernel import Program, Transfer, transfers
 from aiodist.streams import Events
 from aiodist.streams.events import device_error
 from aiodist.types import OP_ALIASES, REDUCTIONS, ReduceOp, check_timeout
@@ -213,23 +213,23 @@ class Plans:
         """Issue one call of a library."""
         operation = self._dispatcher.prepare(plan.what, writing(t), plan.nbytes, timeout, When.ALL, messages=False)
         # A detached view: the program may give `t` other memory before the call.
-        program = self._native(plan, t, t.detach(), operation)
-        return self._dispatcher.launch(operation, program, plan.nbytes)
+        call = partial(plan.start, t.detach(), operation.number)
+        if operation.traffic is not None:
+            operation.traffic.way = plan.implementation
+        if self._dispatcher.large_bytes <= plan.nbytes < LARGE_BYTES:
+            call = partial(self._call_in_background, call)
+        return self._dispatcher.launch(operation, NativeCall(call, t), plan.nbytes)
 
-    async def _native(self, plan: NativePlan, t: Tensor, view: Tensor, operation: CommunicatorOperation) -> Tensor:
-        if (traffic := operation.traffic) is not None:
-            traffic.way, traffic.native = plan.implementation, 1
-        in_background = self._dispatcher.large_bytes <= plan.nbytes < LARGE_BYTES
-        if in_background:  # only the progress thread polls
-            self._dispatcher.progress.add_large(1)
-        try:
-            await transfers([partial(plan.start, view, operation.number)])
-        finally:
-            if in_background:
-                self._dispatcher.progress.add_large(-1)
-        if traffic is not None:
-            traffic.native = 0
-        return t
+    def _call_in_background(self, call: Transfer, done: Done) -> None:
+        """Have only the progress thread poll until `call` has ended."""
+        progress = self._dispatcher.progress
+        progress.add_large(1)
+
+        def ended(error: BaseException | None) -> None:
+            progress.add_large(-1)
+            done(error)
+
+        call(ended)
 
     def _issue_queued(self, plan: QueuePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
         """Queue one call on a device; the ranks compare meanwhile."""

@@ -11,10 +11,10 @@ from typing import Any
 from aiodist.collectives.mailbox import Arrived
 from aiodist.communicator.claims import release
 from aiodist.communicator.names import Named
-from aiodist.communicator.operation import CommunicatorOperation, Pending, State, carry_out
+from aiodist.communicator.operation import CommunicatorOperation, NativeCall, Pending, State, carry_out
 from aiodist.errors import AiodistError
 from aiodist.handles import Handle, Operation, Progress
-from aiodist.handles.kernel import Program, run
+from aiodist.handles.kernel import Program, ours, run
 
 
 class Settlement:
@@ -40,9 +40,26 @@ class Settlement:
         self._ends_alone = ends_alone
         self._threads = threads
 
-    def run(self, operation: CommunicatorOperation, program: Program[Any]) -> None:
-        """Run the program of a collective, when the ranks agree, to its end."""
-        run(carry_out(operation, program), partial(self.finished, operation), partial(self.drained, operation))
+    def run(self, operation: CommunicatorOperation, work: Program[Any] | NativeCall) -> None:
+        """Run the program of a collective, or make its call of a library, when the ranks agree; to its end."""
+        if isinstance(work, NativeCall):
+            operation.admitted.wait(partial(self._call, operation, work))
+        else:
+            run(carry_out(operation, work), partial(self.finished, operation), partial(self.drained, operation))
+
+    def _call(self, operation: CommunicatorOperation, work: NativeCall, error: BaseException | None) -> None:
+        """Make the call, unless the ranks differ: it begins when all agree, so its end is that of the operation."""
+        if error is not None:
+            self.complete(operation, None, error)
+            return
+        operation.state = State.STARTED
+        if operation.traffic is not None:
+            operation.traffic.native = 1
+        done = partial(self.complete, operation, work.result)
+        try:
+            work.call(done)
+        except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
+            done(ours(raised))
 
     def run_message(self, operation: CommunicatorOperation, program: Program[None]) -> None:
         """Run the program of a message to its end; the ranks compare nothing."""

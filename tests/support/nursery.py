@@ -58,6 +58,7 @@ for name in ("backends.gloo", "checkpoints", "cli", "data", "engine", "launch.jo
 
 del sys.modules["aiodist.cli"]  # it is run as a program, with what it has imported
 
+_PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent ends, here the nursery
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -107,6 +108,7 @@ class Nursery:
         request: dict[str, Any] = json.loads(text)
         pid = os.fork()
         if pid == 0:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             os.setsid()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
