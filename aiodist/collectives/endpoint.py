@@ -23,19 +23,19 @@ class DeviceMessages(Protocol):
     """Sends and receives tensors on a device over a transport, which moves memory of the host."""
 
     def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        """As `Transport.isend`, behind what is queued on the current stream."""
+        """Send like `Transport.isend`, after the earlier work of the current stream."""
 
     def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
-        """As `Transport.irecv`; done when what is queued on the current stream from now on finds it there."""
+        """Receive like `Transport.irecv`; done when later work of the current stream can use the data."""
 
     def fetch(self, t: Tensor, then: Callable[[Tensor | None, BaseException | None], None]) -> None:
         """Call `then` with a copy of `t` in memory of the host, or with an error."""
 
     def put(self, host: Tensor, t: Tensor, done: Done) -> None:
-        """Copy `host` to `t`, of the same shape and dtype, behind what is queued on the current stream."""
+        """Copy `host` to `t`, of the same shape and dtype, after the earlier work of the current stream."""
 
     def cut(self, t: Tensor) -> Sequence[Tensor]:
-        """Return the pieces in which flat `t` travels, each in a message of its own."""
+        """Return the chunks of flat `t`; each chunk is a message."""
 
 
 class Endpoint:
@@ -63,7 +63,7 @@ class Endpoint:
         self.tag = tag
         self.key = key_of(tag) if key is None else key
         self.whole = False
-        """True if lanes of it are in use: each tensor goes in one piece."""
+        """True if it is on a lane already, so that tensors are not split into chunks."""
 
     def send(self, t: Tensor, dst: int) -> Transfer:
         """Return the call that sends `t` to rank `dst`."""
@@ -114,7 +114,7 @@ class SubEndpoint(Endpoint):
 
 
 def on_lane(ep: Endpoint, lane: int) -> Endpoint:
-    """Return `ep` with the tag and the key of a lane, 0 to `MAX_LANES` - 1; what runs on it has no lanes of its own."""
+    """Return `ep` with the tag and the key of a lane, 0 to `MAX_LANES` - 1; a lane has no lanes of its own."""
     other = copying.copy(ep)
     other.whole = True
     other.tag = ep.tag + lane * LANE_TAGS
@@ -123,7 +123,7 @@ def on_lane(ep: Endpoint, lane: int) -> Endpoint:
 
 
 class Implementation(ABC):
-    """A way in which a communicator can run collectives, known by a name."""
+    """A named algorithm or library for the collectives of a communicator."""
 
     name: str
     finishes: bool = False
@@ -131,21 +131,21 @@ class Implementation(ABC):
     in_order: bool = False
     """True if it matches operations by the order of its calls alone, so only the first step of an operation uses it."""
     recallable: bool = False
-    """True if it can be stopped on all ranks when one fails; else ranks that have begun it wait for that one."""
+    """True if it stops on all ranks when one fails; otherwise the ranks that have begun it wait for that one."""
     compares: bool = False
     """True if it waits for the agreement of the hosts itself, after its part within a host."""
 
     @abstractmethod
     def lacks(self, wanted: Wanted) -> str | None:
-        """Return why it cannot run that, or None; the same on all ranks."""
+        """Return the reason why it cannot run the operation, or None; the same on all ranks."""
 
     def plan_allreduce(self, kind: dtype, numel: int, op: ReduceOp) -> Begin | None:
-        """Return a function that reduces such tensors in place by a single call, or None."""
+        """Return a function that starts an in-place allreduce by one native call, or None."""
         return None
 
     @abstractmethod
     def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> Program[None]:
-        """Run collectives of one kind, which it does not lack, on one or several tensors, in step."""
+        """Run supported collectives of one kind on one or several tensors, their steps joined."""
 
 
 class Exchanger(Implementation):
@@ -153,7 +153,7 @@ class Exchanger(Implementation):
 
     @abstractmethod
     def takes(self, ep: Endpoint, exchange: Exchange) -> bool:
-        """Return True if this rank can."""
+        """Return True if this rank can run `exchange`."""
 
     @abstractmethod
     def release(self, ep: Endpoint) -> None:

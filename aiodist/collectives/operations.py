@@ -1,7 +1,7 @@
 """Collectives on the user's tensors: widen dtypes, exchange sizes, build results.
 
-Every function is a program on a list of tensors, if not on one. Arguments have been checked: tensors are dense and
-contiguous, roots valid. `out` is None or the place of the result of the only tensor.
+Every function is a program on a list of tensors or on one tensor. The caller has checked the arguments: tensors are
+dense and contiguous, roots valid. `out` is the output of the only tensor, or None.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CPU = torch.device("cpu")
 
 
 async def computed(p: Primitives, primitives: Sequence[Primitive]) -> None:
-    """Run collectives of one kind on flat tensors of any dtype: reduced in wire dtype, and rounded once."""
+    """Run collectives of one kind on flat tensors of any dtype, reduced in wire dtype and rounded once."""
     wires = [o if o.kind not in REDUCTIONS or p.finishes(o) else _in_wire_dtype(o) for o in primitives]
     await p.run(wires)
     for o, wire in zip(primitives, wires, strict=True):
@@ -49,18 +49,18 @@ def _in_wire_dtype(o: Primitive) -> Primitive:
     wire = to_wire(o.t)
     out = wire
     if o.out is not o.t:
-        # A result in wire dtype is computed in its place.
+        # A result in wire dtype needs no copy.
         out = to_wire(o.out) if wire.dtype.itemsize == o.t.dtype.itemsize else wire.new_empty(o.out.numel())
     return Primitive(o.kind, wire, out, op=wire_op(o.op), root=o.root, counts=o.counts)
 
 
 async def allreduce(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-    """Reduce each of `ts` into its place in `outs`, which may be the same tensor."""
+    """Reduce each of `ts` into its output in `outs`, which may be the same tensor."""
     return await _elementwise(p, "allreduce", ts, outs, op)
 
 
 async def scan(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-    """Reduce each of `ts` over ranks 0 to mine into its place in `outs`; a mean divides by their number."""
+    """Reduce each of `ts` over ranks 0 to mine into its output in `outs`; a mean divides by their number."""
     return await _elementwise(p, "scan", ts, outs, op)
 
 
@@ -74,7 +74,7 @@ async def _elementwise(
 
 
 async def exscan(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-    """Reduce each of `ts` over the ranks before mine; rank 0's is left as it is, as in MPI."""
+    """Reduce each of `ts` over the ranks before mine; rank 0's does not change, as in MPI."""
     ep = p.ep
     targets = [into(t, out) for t, out in zip(ts, outs, strict=True)]
     if _alone(p):
@@ -120,14 +120,14 @@ async def allgather(p: Primitives, ts: Sequence[Tensor], out: Tensor | None = No
     data: list[Primitive] = []
     results: list[list[Tensor] | Tensor] = []
     for i, t in enumerate(ts):
-        told = metas[i :: len(ts)]
-        _agree_on_dtype(told)
-        counts = [meta.numel for meta in told]
+        of_all = metas[i :: len(ts)]
+        _agree_on_dtype(of_all)
+        counts = [meta.numel for meta in of_all]
         if out is None:
             whole = torch.empty(sum(counts), dtype=t.dtype, device=t.device)
-            results.append([block.view(meta.shape) for block, meta in zip(whole.split(counts), told, strict=True)])
+            results.append([block.view(meta.shape) for block, meta in zip(whole.split(counts), of_all, strict=True)])
         else:
-            out = fit(out, _joined_shape(told), t.dtype, enumerate(counts))
+            out = fit(out, _joined_shape(of_all), t.dtype, enumerate(counts))
             whole = numbers_of(out)
             results.append(out)
         if whole.numel():
@@ -140,7 +140,7 @@ async def allgather(p: Primitives, ts: Sequence[Tensor], out: Tensor | None = No
 
 
 async def _of_all(p: Primitives, ts: Sequence[Tensor]) -> bytes:
-    """Return the metadata of the tensors of all ranks: those of rank 0 first."""
+    """Return the metadata of the tensors of all ranks, in rank order."""
     record = as_tensor(b"".join(map(pack_meta, ts)))
     records = torch.empty(record.numel() * p.ep.size, dtype=torch.uint8, device="cpu")
     await p.run([Primitive("allgather", record, records, counts=[record.numel()] * p.ep.size)])
@@ -149,7 +149,7 @@ async def _of_all(p: Primitives, ts: Sequence[Tensor]) -> bytes:
 
 
 async def _introduced(ep: Endpoint, to: Mapping[int, Sequence[Tensor]], by: Mapping[int, int]) -> dict[int, list[Meta]]:
-    """Send each rank the metadata of the tensors that it will get; return those from the ranks `by`."""
+    """Send each rank the metadata of its incoming tensors; return the metadata from the ranks `by`."""
     records = {rank: torch.empty(count * META_BYTES, dtype=torch.uint8, device="cpu") for rank, count in by.items()}
     receives = [ep.recv(record, rank) for rank, record in records.items()]
     sends = [ep.send(as_tensor(b"".join(map(pack_meta, ts))), rank) for rank, ts in to.items()]
@@ -170,12 +170,12 @@ async def gather(
         await p.exchange([Exchange(t, [(root, t)], []) for t in ts])
         return [None] * len(ts)
     others = [rank for rank in range(ep.size) if rank != root]
-    told = await _introduced(ep, {}, dict.fromkeys(others, len(ts)))
-    told[root] = [unpack_meta(pack_meta(t)) for t in ts]
+    received = await _introduced(ep, {}, dict.fromkeys(others, len(ts)))
+    received[root] = [unpack_meta(pack_meta(t)) for t in ts]
     exchanges: list[Exchange] = []
     parts_of: list[list[Tensor]] = []
     for i, t in enumerate(ts):
-        metas = [told[rank][i] for rank in range(ep.size)]
+        metas = [received[rank][i] for rank in range(ep.size)]
         _agree_on_dtype(metas)
         if out is None:
             parts = [torch.empty(meta.shape, dtype=meta.dtype, device=t.device) for meta in metas]
@@ -195,8 +195,8 @@ async def scatter(
 ) -> Tensor | list[Tensor]:
     """Return root's tensor number `rank`, in `out` or in new memory; a list of such for a list of lists.
 
-    Root says how many lists there are (-1: one, not nested) with the first tensor's dtype and shape, so that a
-    plain scatter costs two messages.
+    Root sends the number of lists (-1: one, not nested) with the first tensor's dtype and shape, so that a scatter of
+    one list takes two messages per rank.
     """
     ep = p.ep
     if ep.rank == root and lists is not None:
@@ -242,7 +242,7 @@ def _scatter_heads(p: Primitives, ts: Sequence[Tensor], count: int, rank: int) -
 async def alltoall(
     p: Primitives, lists: Sequence[Sequence[Tensor]], out: Sequence[Tensor] | None = None
 ) -> list[list[Tensor]]:
-    """Return for each of `lists` the tensors from all ranks for this one, by rank; `out` goes with one list."""
+    """Return for each of `lists` the tensors from all ranks for this one, by rank; `out` requires a single list."""
     ep = p.ep
     if p.impl == "bruck":
         return await _equal_alltoall(p, lists, out)
@@ -271,7 +271,7 @@ async def alltoall(
 async def _equal_alltoall(
     p: Primitives, lists: Sequence[Sequence[Tensor]], out: Sequence[Tensor] | None
 ) -> list[list[Tensor]]:
-    """Do the same for tensors that are alike on all ranks, as the schedule expects."""
+    """Run `alltoall` by a schedule, for tensors of equal shape and dtype on all ranks."""
     primitives: list[Primitive] = []
     for ts in lists:
         sent = torch.stack([numbers_of(t) for t in ts]).view(-1)
@@ -286,17 +286,18 @@ async def _equal_alltoall(
 
 
 async def alltoall_single(p: Primitives, t: Tensor, out: Tensor | None, sizes: Sequence[int] | None) -> Tensor:
-    """Send `sizes[r]` rows of `t` to rank r; return what all sent to me, in rank order. None: all send all alike."""
+    """Send `sizes[r]` rows of `t` to rank r (None: equal sizes); return the rows from all ranks, in rank order."""
     ranks, row = p.ep.size, t.shape[1:].numel()
     data = p
     if sizes is None:
         sizes = coming = [t.shape[0] // ranks] * ranks
     else:
-        told = torch.empty(ranks, dtype=torch.int64, device="cpu")
+        received_sizes = torch.empty(ranks, dtype=torch.int64, device="cpu")
         one = [1] * ranks
-        await p.run([Primitive("alltoall", torch.tensor(sizes, device="cpu"), told, counts=one, received=one)])
+        own = torch.tensor(sizes, device="cpu")
+        await p.run([Primitive("alltoall", own, received_sizes, counts=one, received=one)])
         await p.ep.known()
-        coming, data = told.tolist(), p.afterwards()
+        coming, data = received_sizes.tolist(), p.afterwards()
     shape = (sum(coming), *t.shape[1:])
     arriving = ((rank, size * row) for rank, size in enumerate(coming))
     result = t.new_empty(shape) if out is None else fit(out, shape, t.dtype, arriving)
@@ -317,7 +318,7 @@ async def reduce_scatter(
         mine = shapes[p.ep.rank]
         target = fit(out, tuple(mine), t.dtype) if out is not None else t.new_empty(mine)
         targets.append(target)
-        # All of `t` is read until the end.
+        # `t` is read until the end, so the result must not overwrite it.
         result = torch.empty_like(target) if overlaps(target, t) else target
         counts = [shape.numel() for shape in shapes]
         primitives.append(Primitive("reduce_scatter", flat(t), flat(result), op=op, counts=counts))
@@ -330,7 +331,7 @@ async def reduce_scatter(
 
 
 async def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Tensor:
-    """Return root's bytes everywhere: one broadcast of a frame with their number, and a second for longer data."""
+    """Return root's bytes on all ranks: one broadcast of a frame with their number, a second one for longer data."""
     frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
     room = _FRAME_BYTES - _COUNT.size
     if packed is not None:
@@ -349,11 +350,11 @@ async def broadcast_bytes(p: Primitives, packed: Tensor | None, root: int) -> Te
 
 
 def fit(out: Tensor, shape: tuple[int, ...], kind: torch.dtype, sent: Iterable[tuple[int, int]] = ()) -> Tensor:
-    """Return `out` as `shape`: narrowed when it is larger, grown when it is too small and owns its memory.
+    """Return `out` as `shape`: narrowed if it is larger, grown if it is too small and owns its memory.
 
-    `sent` has the ranks that sent the elements, and the number from each, unless that is the same on all.
+    `sent` has the sending ranks and their numbers of elements, unless these are the same on all.
 
-    Raises ValueError where it cannot grow (a view, or memory that was lent), TypeError for another dtype.
+    Raises ValueError if it cannot grow (a view, or borrowed memory), TypeError for another dtype.
     """
     if out.dtype is not kind:
         raise TypeError(f"out= holds {dtype_name(out.dtype)}, the result {kind}")
@@ -365,14 +366,14 @@ def fit(out: Tensor, shape: tuple[int, ...], kind: torch.dtype, sent: Iterable[t
     if out.numel() < numel:
         if not owns_memory(out):
             room = f"out= has room for {out.numel()} elements of {numel} and cannot grow: it owns no memory"
-            raise ValueError(f"{room}{_whence(dict(sent))}")
-        # New memory, not resize_: what is claimed as in flight stays with the handle until the end.
+            raise ValueError(f"{room}{_sender_text(dict(sent))}")
+        # New memory, not resize_: the claimed memory stays with the handle until the end.
         return out.set_(torch.empty(shape, dtype=kind, device=out.device))  # type: ignore[no-any-return, call-overload]
     return out.view(-1)[:numel].view(shape)
 
 
-def _whence(sent: Mapping[int, int]) -> str:
-    """Return which rank sent too much, as the end of a sentence; "" if all sent as much."""
+def _sender_text(sent: Mapping[int, int]) -> str:
+    """Return the rank that sent the most, as the end of a sentence, or "" if all sent the same number."""
     if len(sent) == 1:
         ((rank, numel),) = sent.items()
         return f"; rank {rank} sent {numel}"
@@ -383,14 +384,14 @@ def _whence(sent: Mapping[int, int]) -> str:
 
 
 def _room(meta: Meta, out: Tensor | None, device: torch.device, src: int | None = None) -> Tensor:
-    """Return where what `meta` describes is to come, from rank `src` if it comes from another rank."""
+    """Return memory for a tensor of `meta`, in `out` or new; `src` is the sender, None for this rank."""
     if out is not None:
         return fit(out, meta.shape, meta.dtype, () if src is None else [(src, meta.numel)])
     return torch.empty(meta.shape, dtype=meta.dtype, device=device)
 
 
 def _alone(p: Primitives) -> bool:
-    """Return True if the only rank's tensor is the result; a call that names an implementation runs it."""
+    """Return True if the only rank's tensor is the result, and no implementation was requested."""
     return p.ep.size == 1 and p.impl == "auto"
 
 
@@ -415,7 +416,7 @@ def _agree_on_place(on_device: Mapping[int, bool]) -> None:
     """Raise MismatchError unless the tensors of these ranks are all on the CPU, or all on CUDA devices."""
     if len(set(on_device.values())) > 1:
         listed = ", ".join(f"rank {rank}: {'cuda' if there else 'cpu'}" for rank, there in on_device.items())
-        raise MismatchError(f"ranks disagree on where tensors lie: {listed}")
+        raise MismatchError(f"ranks disagree on the device of the tensors: {listed}")
 
 
 def _joined_shape(metas: Sequence[Meta]) -> tuple[int, ...]:

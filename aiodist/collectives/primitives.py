@@ -21,7 +21,7 @@ _FINISHED = ("allreduce", "reduce_scatter")
 
 @dataclass(frozen=True, slots=True)
 class Primitives:
-    """Runs each operation in the way that `impl` names, or as the repertoire's selector says."""
+    """Runs each operation by the implementation `impl`, or by the selector's choice."""
 
     ep: Endpoint
     _repertoire: Repertoire
@@ -33,22 +33,22 @@ class Primitives:
     """This rank's device."""
 
     def afterwards(self) -> Primitives:
-        """Return those for any step but an operation's first.
+        """Return primitives for a step that is not the first of an operation.
 
-        Libraries match collectives by the order of their calls. All ranks begin operations in the same order; when
-        a second step is due differs from rank to rank. So implementations that match by tags run it.
+        Libraries match collectives by the order of the calls. All ranks begin operations in the same order, but reach
+        second steps in different orders. So implementations that match by tags run these.
         """
         return replace(self, later=True)
 
     def finishes(self, operation: Primitive) -> bool:
-        """Return True where 16-bit floats and means need no preparation: what is picked rounds and divides itself."""
+        """Return True if the implementation rounds 16-bit floats and divides means itself."""
         return operation.kind in _FINISHED and self._pick(operation.wanted).finishes
 
     async def run(self, primitives: Sequence[Primitive]) -> None:
-        """Run collectives of one kind on tensors in wire dtype; those of one implementation run in step.
+        """Run collectives of one kind on tensors in wire dtype; those of one implementation have joined steps.
 
-        The implementations follow one another in the same order on all ranks, so they may share tags. A library's
-        comes first: all ranks learn of operations in their order, and so make the library's calls in that order.
+        The implementations run one after another, in the same order on all ranks, so they may share tags. A library
+        comes first: then the order of its calls is the order of the operations.
         """
         if len(primitives) == 1:
             await self._run(self._pick(primitives[0].wanted), primitives)
@@ -62,7 +62,7 @@ class Primitives:
                 await self._run(chosen, members)
 
     async def _run(self, chosen: Implementation, primitives: Sequence[Primitive]) -> None:
-        """Begin when all ranks are known to agree if a call cannot be recalled, or sends much between hosts."""
+        """Run the primitives; a library that matches by order and long messages wait until all ranks agree."""
         traffic = self.ep.traffic
         if traffic is None:
             await chosen.run(self.ep, primitives)
@@ -101,7 +101,7 @@ class Primitives:
         return receives + [self.ep.send(t, rank) for o in exchanges for rank, t in o.sends]
 
     def release(self) -> None:
-        """Return the operation's launch slots: it exchanges nothing on devices."""
+        """Release the operation's launch slots: it has no exchange on devices."""
         if self._repertoire.exchanger is not None:
             self._repertoire.exchanger.release(self.ep)
 

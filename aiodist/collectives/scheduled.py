@@ -1,7 +1,7 @@
 """Runs a schedule (`aiodist.schedules`) on tensors, over an endpoint's messages.
 
-Each lane is a program with a tag of its own, so that lanes continue independently of one another. Data to be combined
-arrive in scratch first, which has room for the receives of one step.
+Each lane is a program with a tag of its own, so that lanes are independent. Data to combine arrive in a scratch buffer,
+which has room for the receives of one step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from aiodist.handles.kernel import Transfer, together, transfers
 from aiodist.schedules import SCHEDULES, Blocks, Copy, Recv, Schedule, Send, Step
 from aiodist.types import ReduceOp
 
-_SHORT_BYTES = 64 << 10  # below, making the steps takes as long as running them
+_SHORT_BYTES = 64 << 10  # planning the steps of shorter tensors takes as long as running them
 _FEW_RANKS = 64
 _MOST_KEPT = 256
 
@@ -45,7 +45,7 @@ class Scheduled(Implementation):
         self._kept: dict[tuple[object, ...], Schedule] = {}
 
     def lacks(self, wanted: Wanted) -> str | None:
-        """Return why it cannot run that, or None; the same for any number of ranks."""
+        """Return the reason why it cannot run the operation, or None; the same for any number of ranks."""
         names = SCHEDULES.get(wanted.operation, {})
         if self.name in names:
             return None
@@ -86,7 +86,7 @@ class Scheduled(Implementation):
         return _Work(self._elementwise(o.kind, ep, o.t, whole, *rooted), (o.t,), o.op)
 
     def _elementwise(self, operation: str, ep: Endpoint, t: Tensor, whole: bool, *root: int) -> Schedule:
-        """Return the schedule of an operation on `t`; those of few ranks and short tensors are kept."""
+        """Return the schedule of an operation on `t`; those for few ranks and short tensors are cached."""
         args = (ep.rank, ep.size, t.numel(), *root)
         if t.nbytes > _SHORT_BYTES or ep.size > _FEW_RANKS:
             return self._plan(operation, t.nbytes, whole, *args)
@@ -121,7 +121,7 @@ class _Work:
         self.op = op
         self.like = tensors[0]
         self.block = block
-        """The result, to be copied to its place at the end."""
+        """The result, which is copied to its place at the end."""
         self._parts: list[tuple[int, int, Tensor]] = []
         end = 0
         for t in tensors:
@@ -131,7 +131,7 @@ class _Work:
             self._parts.append((end, schedule.room, self.like.new_empty(schedule.room - end)))
 
     def view(self, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop), which lie within one tensor."""
+        """Return elements [start, stop), which are in one tensor."""
         for first, last, t in self._parts:
             if stop <= last:
                 return t if stop - start == last - first else t[start - first : stop - first]
@@ -139,7 +139,7 @@ class _Work:
 
 
 class _Scratch:
-    """Memory for data of a lane that are to be combined: the same in each step."""
+    """Memory for received data of a lane that is combined, reused in each step."""
 
     __slots__ = ("_like", "_room", "_taken")
 
@@ -149,7 +149,7 @@ class _Scratch:
         self._taken = 0
 
     def take(self, count: int, step: Step) -> Tensor:
-        """Return room for `count` elements; what this step's other receives took stays as it is."""
+        """Return memory for `count` elements, separate from that of the step's other receives."""
         if not self._taken:
             needed = sum(move.stop - move.start for move in step if isinstance(move, Recv) and move.combine)
             if self._room is None or self._room.numel() < needed:
@@ -195,7 +195,7 @@ def _steps(ep: Endpoint, work: _Work, steps: Iterator[Step]) -> Iterator[Sequenc
                 after.append((t, arrived, True))
             else:
                 receives.append(ep.recv(t, move.peer))
-        # Receives first, so that messages find their place. Also if there are none: joined schedules count their steps.
+        # Receives first, so that messages match at arrival. An empty step is yielded too: joined schedules count steps.
         yield receives + sends
         for into, t, combining in after:
             if combining:

@@ -1,8 +1,8 @@
-"""Messages that one operation sent and asked for, recorded so that they can be drained if ranks differ.
+"""A record of the sends and receives of one operation, so that they can be drained if ranks differ.
 
-Messages of one tag between two ranks keep their order: the k-th that one sends meets the k-th that the other asks for.
-So what is left over when two ranks stop is the end of the longer list. Each tells the other its lists, then sends
-zeros for what is asked and will not come, and receives, to throw it away, what was sent and nobody asked for.
+Messages of one tag between two ranks keep their order: the k-th send of one rank matches the k-th receive of the other.
+So after two ranks have stopped, the unmatched messages are the end of the longer list. The ranks exchange their lists;
+each one then sends zeros for the other's unmatched receives, and receives and discards its unmatched sends.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from aiodist.backends.base import Done, Transport, ignore, keeping
 from aiodist.backends.inplace import bytes_of, copy
 
 ROOM_BYTES = 256 << 10
-"""Longer messages are sent only when all ranks are known to agree."""
+"""Longest message, in bytes, that may be sent before all ranks agree."""
 
-_MOST_ROOMS = 32  # kept, of each communicator
+_MOST_ROOMS = 32  # buffers kept for each communicator
 
-Lists = dict[int, list[int]]  # tag -> the sizes of messages, in bytes
+Lists = dict[int, list[int]]  # tag -> sizes of messages, in bytes
 
 
 class Differ(Exception):
-    """Ranks issued different operations as number `seq`: the ranks find out together what they were."""
+    """Ranks issued different operations as number `seq`."""
 
     def __init__(self, seq: int) -> None:
         super().__init__(f"ranks differ on operation #{seq}")
@@ -38,14 +38,14 @@ class Traffic:
     __slots__ = ("_asked", "_refusal", "_rooms", "_sent", "agreed", "native", "way")
 
     def __init__(self, rooms: list[Tensor] | None = None) -> None:
-        """`rooms`, which are used again, are for receives that may meet a longer message: None where ranks agree."""
+        """`rooms` are reused buffers for receives that may match a longer message; None if the ranks agree."""
         self._rooms = rooms
         self.agreed: Callable[[Done], None] = partial(_at_once, None)
-        """Calls back when all ranks are known to have issued this operation, or with an error."""
+        """Calls back when all ranks have issued this operation, or with an error."""
         self.native = 0
-        """How many parts of it are where nobody can be called back from: in a library, in memory of several ranks."""
+        """Number of running native parts, in a library or in shared memory, which cannot be stopped."""
         self.way = ""
-        """The name of the implementation that ran, the last one where there were several."""
+        """Name of the implementation; the last one if several ran."""
         self._sent: dict[int, Lists] = {}
         self._asked: dict[int, Lists] = {}
         self._refusal: BaseException | None = None
@@ -55,8 +55,8 @@ class Traffic:
             raise self._refusal.with_traceback(None)
 
     def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        """Send `t`, and take note of it unless that fails at once."""
-        sizes = _noted(self._sent, dst, tag, t.nbytes)
+        """Send `t`, and record it unless the call fails."""
+        sizes = _record(self._sent, dst, tag, t.nbytes)
         try:
             transport.isend(t, dst, tag, done)
         except BaseException:
@@ -64,13 +64,13 @@ class Traffic:
             raise
 
     def decided(self, error: BaseException | None) -> None:
-        """It is known whether all ranks agree: from now on messages have the sizes that they should."""
+        """Note that the comparison has ended: later messages of agreeing ranks have the expected sizes."""
         self.agreed = partial(_at_once, error)
         self._rooms = None
 
     def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
-        """Receive into `t` what may be of another operation, and longer: until all agree, up to `ROOM_BYTES`."""
-        sizes, rooms = _noted(self._asked, src, tag, t.nbytes), self._rooms
+        """Receive into `t`; until all ranks agree, the message may be of another operation, up to `ROOM_BYTES` long."""
+        sizes, rooms = _record(self._asked, src, tag, t.nbytes), self._rooms
         try:
             if rooms is None or t.nbytes >= ROOM_BYTES:
                 transport.irecv(t, src, tag, done)
@@ -84,17 +84,17 @@ class Traffic:
     def _recv_in_room(transport: Transport, rooms: list[Tensor], t: Tensor, src: int, tag: int, done: Done) -> None:
         room = rooms.pop() if rooms else torch.empty(ROOM_BYTES, dtype=torch.uint8, device="cpu")
 
-        def over(error: BaseException | None) -> None:
+        def copy_out(error: BaseException | None) -> None:
             if error is None:
                 copy(bytes_of(t), room[: t.nbytes])
                 if len(rooms) < _MOST_ROOMS:
                     rooms.append(room)
             done(error)
 
-        transport.irecv(room, src, tag, over)
+        transport.irecv(room, src, tag, copy_out)
 
     def refuse(self, error: BaseException) -> None:
-        """Have the operation send and ask for nothing any more: each try raises `error`."""
+        """Let later sends and receives of the operation raise `error`."""
         self._refusal = error
 
     @property
@@ -103,11 +103,11 @@ class Traffic:
         return bool(self._sent or self._asked or self.native)
 
     def with_rank(self, rank: int) -> tuple[Lists, Lists]:
-        """Return the sizes of what was sent to `rank` and of what was asked of it, in order, by tag."""
+        """Return the sizes of the sends to `rank` and of the receives from it, in order, by tag."""
         return self._sent.get(rank, {}), self._asked.get(rank, {})
 
     def clear(self, transport: Transport, rank: int, sent: Lists, asked: Lists) -> None:
-        """Meet what `rank` says that it has sent to this one and asked of it; with the transport lock held."""
+        """Match the recorded sends and receives of `rank` with this one; with the transport lock held."""
         mine, wanted = self.with_rank(rank)
         for tag, sizes in asked.items():
             for nbytes in sizes[len(mine.get(tag, ())) :]:
@@ -123,8 +123,8 @@ def _at_once(error: BaseException | None, done: Done) -> None:
     done(error)
 
 
-def _noted(lists: dict[int, Lists], rank: int, tag: int, nbytes: int) -> list[int]:
-    """Take note of a message; return the sizes of which its own is the last, to be taken off where making it fails."""
+def _record(lists: dict[int, Lists], rank: int, tag: int, nbytes: int) -> list[int]:
+    """Record a message; return the list of sizes, from which the caller removes the last one if the call fails."""
     sizes = lists.setdefault(rank, {}).setdefault(tag, [])
     sizes.append(nbytes)
     return sizes

@@ -64,9 +64,9 @@ async def local_first(p: Primitives, ts: Sequence[Tensor], op: ReduceOp, root: i
 
 
 async def alike_lists(p: Primitives, ts: Sequence[Tensor], then: Callable[[Primitives], Program[T]]) -> T:
-    """Run what `then` makes once all ranks are known to give lists of one length, else raise MismatchError.
+    """Run the program of `then` if all ranks give lists of one length on one device type, else raise MismatchError.
 
-    Nothing else would tell: what the ranks send one another is of one size, however many tensors each adds up.
+    The messages of the operation cannot show the difference: each rank first adds its own tensors.
     """
     if p.ep.size == 1:
         return await then(p)

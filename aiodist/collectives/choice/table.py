@@ -1,6 +1,6 @@
 """The table of the selector: device, hosts, operation and size to the name of an implementation. Pure data.
 
-An edit is one line of text, the same in a file, on the wire and in what is printed:
+An edit is one line of text, the same in a file, on the wire and in printed tables:
 
     cpu one allreduce 256KiB - shm      from 256 KiB; `cpu one allreduce 0 256KiB mpi` is for less
     limit ring.chunks 4

@@ -116,7 +116,7 @@ def render(edits: Sequence[Edit], here: Mapping[str, str], title: str) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file so that nobody ever reads half of it; raise ConfigError where it cannot be written."""
+    """Write a file atomically; raise ConfigError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -32,16 +32,16 @@ from aiodist.types import ReduceOp
 if TYPE_CHECKING:
     from aiodist.control import Channel
 
-_MOST_STREAMS = 16  # for single operations on one device: torch has 32 in all
+_MOST_STREAMS = 16  # for operations on one device, of torch's 32
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:True"
-_LOOK_SECONDS = 0.05  # between two questions to NCCL whether what is under way has failed
+_CHECK_SECONDS = 0.05  # between two checks of NCCL for asynchronous errors
 
 
 def visible_devices(environment: Environment) -> list[str]:
-    """Return the CUDA devices that this process sees, by names that are the same in all processes of a host.
+    """Return the visible CUDA devices, by names that are the same in all processes of a host.
 
-    Takes no memory on them: they are counted, and not opened.
+    The devices are counted but not opened, which would take memory on them.
     """
     count = torch.cuda.device_count()
     named = environment.visible_devices
@@ -49,19 +49,19 @@ def visible_devices(environment: Environment) -> list[str]:
 
 
 def means_here(*, nccl_shares: bool) -> Means:
-    """Return what this rank has for its device; `nccl_shares`: NCCL was told that ranks may share one."""
+    """Return the means of this rank for its device; `nccl_shares`: NCCL is configured to let ranks share a device."""
     no_ipc = ""
     if (allocator := torch.cuda.get_allocator_backend()) != "native":
         no_ipc = f"torch allocates with {allocator}, whose memory no other process can map"
     elif name := next((name for name in _ALLOCATOR_VARIABLES if _EXPANDABLE in variables().get(name, "")), None):
-        no_ipc = f"{name} has {_EXPANDABLE}: mapping such memory takes the right to trace the process that lends it"
+        no_ipc = f"{name} has {_EXPANDABLE}: to map such memory a process needs the right to trace the owner"
     return Means(*_nccl_here(), nccl_shares, no_ipc)
 
 
 def _nccl_here() -> tuple[tuple[int, ...], str]:
-    """Return NCCL's version, or why it cannot be had: what is installed but cannot be loaded is known to all in time.
+    """Return NCCL's version, or () and the reason why it is missing. It loads NCCL, so that all ranks know a failure.
 
-    Takes some 0.3 s at the first call, and opens no device.
+    The first call takes some 0.3 s and opens no device.
     """
     if (why := nccl.missing()) is not None:
         return (), why
@@ -72,46 +72,46 @@ def _nccl_here() -> tuple[tuple[int, ...], str]:
 
 
 class Accelerator:
-    """Shared by all communicators of one rank's world; belongs to its loop."""
+    """CUDA resources of one rank, shared by all communicators of its world; used on its loop."""
 
     def __init__(
         self, progress: Progress, channel: Channel, failed: Callable[[str, AiodistError], None], *, direct: bool
     ) -> None:
-        """`failed` is told, on the loop, of communicators whose NCCL has failed.
+        """`failed` is called on the loop with a communicator whose NCCL has failed, and the error.
 
-        With `direct` the host's transports take memory of devices.
+        With `direct` the host's transports support device memory.
         """
         self._progress = progress
         self._staging = Staging.of(progress)
         self._direct = direct
         self.device_messages = (DirectMessages if direct else StagedMessages)(self._staging)
-        """Takes tensors to and from the host's transports."""
+        """Messages of CUDA tensors over the host's transports."""
         self.mappings = Mappings()
         self._release_notices = ReleaseNotices(self.mappings, progress, channel)
         self._failed = failed
         self.streams: dict[torch.device, list[_Stream]] = {}
         self._groups: nccl.NcclGroups | None = None
         self._slots: dict[str, Slots] = {}
-        """By the name of a communicator that has NCCL."""
-        self._looking = False
+        """Slots by name of a communicator that has NCCL."""
+        self._checking = False
 
     # --- operations -----------------------------------------------------------------------------------------
 
     def work(self, name: str, device: torch.device, tag: int | None = None, *, expected: bool = False) -> DeviceWork:
-        """Return what an operation of the communicator called `name` does on `device`: a collective, which has a tag.
+        """Return the work of an operation of the communicator `name` on `device`; a collective has a tag.
 
-        `expected`: whether it does anything there is known later.
+        `expected`: the operation may not use the device.
 
-        [Note: whose stream] Each operation has a stream while it queues things: where the host takes part, its second
-        step must not come behind what the caller has queued before the next operation, such as the rest of backward.
-        NCCL's kernels wait for one another: each of its communicators has one more, which is theirs alone.
+        [Note: whose stream] Each operation has a stream while it queues work. If it has steps on the host, its second
+        step must not wait for work that the caller has queued since, such as the rest of backward. NCCL's kernels wait
+        for one another, so each NCCL communicator has a further stream for its kernels alone.
         """
         stream = self._take_stream(device)
         slots = None if tag is None else self._slots.get(name)
         release = None if slots is None or tag is None else slots.take(tag, device, expected=expected)
         if release is None:
             return DeviceWork(self._progress, stream.stream, stream.users.pop)
-        self._keep_looking()
+        self._start_checks()
 
         def queued() -> None:
             stream.users.pop()
@@ -120,7 +120,7 @@ class Accelerator:
         return DeviceWork(self._progress, stream.stream, queued)
 
     def _take_stream(self, device: torch.device) -> _Stream:
-        """Return a stream that no operation has just now; past `_MOST_STREAMS` one that few have."""
+        """Return a stream without users, or with few users if there are `_MOST_STREAMS`."""
         streams = self.streams.setdefault(device, [])
         for taken in streams:
             if not taken.users:
@@ -133,9 +133,10 @@ class Accelerator:
         return taken
 
     def places(self, name: str, ts: Sequence[Tensor]) -> str:
-        """Return, where there is NCCL, which of the devices that this communicator has used `ts` lie on, as words.
+        """Return a text with the indices of the devices of `ts` among the used devices of this communicator.
 
-        All ranks must agree on it, for the k-th of each form a group. Empty where they lie on the first one.
+        All ranks must agree on it, since the k-th devices form a group. It is empty without NCCL, and for the first
+        device.
         """
         slots = self._slots.get(name)
         return "" if slots is None else slots.places(ts)
@@ -148,7 +149,7 @@ class Accelerator:
     # --- implementations ------------------------------------------------------------------------------------
 
     def kit(self, name: str, ranks: Sequence[int], topology: Topology | None) -> Callable[[Repertoire], Kit] | str:
-        """Return what makes the implementations of a communicator of these world ranks, or why there are none."""
+        """Return a function that creates the implementations for these world ranks, or the reason for none."""
         if topology is None or None in topology.devices:
             blind = "this rank" if topology is None else f"rank {topology.devices.index(None)}"
             return f"{blind} has no CUDA device"
@@ -158,14 +159,14 @@ class Accelerator:
         return partial(self._make, ranks, topology, slots)
 
     def _make(self, ranks: Sequence[int], topology: Topology, slots: Slots | str, repertoire: Repertoire) -> Kit:
-        """`slots` are those of NCCL, or why there are none."""
-        no_ipc = _told(topology, lambda means: means.no_ipc)
+        """`slots` are NCCL's, or the reason why it is missing."""
+        no_ipc = _missing_on(topology, lambda means: means.no_ipc)
         hosts = [topology.ranks_on(host) for host in topology.hosts]
         places = [device.physical for device in topology.devices if device is not None]
         limits = repertoire.table.limits
         exchanger = NcclCollectives(slots, repertoire) if isinstance(slots, Slots) else None
 
-        def host(ep: Endpoint) -> Primitives:  # chosen as for tensors on the CPU
+        def host(ep: Endpoint) -> Primitives:  # implementations for tensors on the CPU
             return Primitives(ep, repertoire, later=True)
 
         within = None if no_ipc else CudaIpc(self.mappings, ranks, places, Events.of(self._progress), limits)
@@ -178,17 +179,17 @@ class Accelerator:
             made.append(exchanger)
         missing: dict[str, str] = {}
         if self._direct:
-            missing["staged"] = "the transport takes memory of devices: what is made of messages sends it directly"
+            missing["staged"] = "the transport supports device memory: messages send it directly"
         if no_ipc or len(hosts) > 1:
             missing["cuda_ipc"] = f"the ranks are on {len(hosts)} hosts" if len(hosts) > 1 else no_ipc
         if isinstance(slots, str):
             missing["nccl"] = slots
         return Kit(made, missing, exchanger)
 
-    # --- reductions that only queue -----------------------------------------------------------------------------
+    # --- queued reductions --------------------------------------------------------------------------------------
 
     def queue_by_nccl(self, name: str, device: torch.device, kind: torch.dtype, op: ReduceOp) -> Queue | None:
-        """Return how the communicator called `name` does it by one call of NCCL; None before its first operation."""
+        """Return a function that queues reductions of the communicator `name` by NCCL; None before its first use."""
         slots = self._slots.get(name)
         group = None if slots is None else slots.first_group(device)
         if group is None or not group.opened:
@@ -196,71 +197,71 @@ class Accelerator:
         reductions = NcclReductions(self._progress, group, kind, op)
 
         def queue(t: Tensor, stream: torch.cuda.Stream) -> Queued:
-            if not self._looking:
-                self._keep_looking()
+            if not self._checking:
+                self._start_checks()
             return ByNccl(reductions, t, stream)
 
         return queue
 
     def queue_alone(self) -> Queue:
-        """Return how the only rank of a communicator does it."""
+        """Return a function that queues reductions of a communicator with one rank."""
         return lambda _, stream: Alone(self._progress, stream)
 
     # --- failures and the end -------------------------------------------------------------------------------
 
-    def _keep_looking(self) -> None:
-        if not self._looking:
-            self._looking = True
-            self._progress.loop.call_later(_LOOK_SECONDS, self._look)
+    def _start_checks(self) -> None:
+        if not self._checking:
+            self._checking = True
+            self._progress.loop.call_later(_CHECK_SECONDS, self._check)
 
-    def _look(self) -> None:
-        """Ask NCCL whether what is under way has failed, once more when nothing is: what failed at once is over."""
+    def _check(self) -> None:
+        """Check NCCL for errors while operations are in flight, and once afterwards: a failed one may have ended."""
         if self._groups is None:
-            self._looking = False
+            self._checking = False
             return
-        self._looking = any(slots.taken for slots in self._slots.values()) or self._progress.pending()
-        self._progress.start(partial(self._ask, self._groups))
-        if self._looking:
-            self._progress.loop.call_later(_LOOK_SECONDS, self._look)
+        self._checking = any(slots.taken for slots in self._slots.values()) or self._progress.pending()
+        self._progress.start(partial(self._check_groups, self._groups))
+        if self._checking:
+            self._progress.loop.call_later(_CHECK_SECONDS, self._check)
 
-    def _ask(self, groups: nccl.NcclGroups) -> None:
+    def _check_groups(self, groups: nccl.NcclGroups) -> None:
         for group in groups:
             if isinstance(error := group.poll_error(), AiodistError):
                 self._progress.post(partial(self._failed, group.name.rpartition(" #")[0], error))
 
     def abort(self, name: str, error: AiodistError) -> None:
-        """The communicator called `name` is given up: end what its NCCL does; on the loop."""
+        """Abort the NCCL groups of the communicator `name`; on the loop."""
         for group in self.groups_of(name):
             self._progress.start(partial(group.abort, error))
 
     def groups_of(self, name: str) -> list[nccl.NcclGroup]:
-        """Return the groups in which the communicator called `name` has NCCL work so far."""
+        """Return the NCCL groups of the communicator `name`."""
         return [] if self._groups is None else [g for g in self._groups if g.name.rpartition(" #")[0] == name]
 
     async def release(self, name: str, *, drained: bool) -> None:
-        """Let go of what the communicator called `name` had; with `drained` all its ranks do so."""
+        """Release the NCCL groups of the communicator `name`; with `drained` all its ranks do so."""
         self._slots.pop(name, None)
         for group in self.groups_of(name):
             assert self._groups is not None
             await self._groups.release(group, drained=drained)
 
     async def aclose(self) -> None:
-        """Let go of the neighbours' memory and of NCCL, once every communicator is closed or given up."""
+        """Close the mappings and NCCL, after every communicator was closed or aborted."""
         if self._groups is not None:
             await self._groups.aclose(drained=False)
         await self._release_notices.aclose()
 
 
 class _Stream(NamedTuple):
-    """A stream and its users, one entry each: taken on the loop's thread, given back on any, as a list's end can be."""
+    """A stream and its users, one list entry each: added on the loop's thread, removed on any thread (atomic `pop`)."""
 
     stream: torch.cuda.Stream
     users: list[None]
 
 
 def _no_nccl(topology: Topology) -> str | None:
-    """Return why NCCL does not connect these ranks, on all of them or on none."""
-    if missing := _told(topology, lambda means: means.no_nccl):
+    """Return the reason why NCCL cannot connect these ranks, or None; all ranks return one or none does."""
+    if missing := _missing_on(topology, lambda means: means.no_nccl):
         return missing
     devices = [device for device in topology.devices if device is not None]
     places = [(host, device.physical) for host, device in zip(topology.host_of, devices, strict=True)]
@@ -268,9 +269,9 @@ def _no_nccl(topology: Topology) -> str | None:
     return nccl.refuses(places, oldest, shared=all(device.means.nccl_shares for device in devices))
 
 
-def _told(topology: Topology, why: Callable[[Means], str]) -> str:
-    """Return what this rank says that lacks something, else the first other one that does; empty where none does."""
-    told = {rank: why(device.means) for rank, device in enumerate(topology.devices) if device is not None}
-    if mine := told.get(topology.rank):
+def _missing_on(topology: Topology, why: Callable[[Means], str]) -> str:
+    """Return the reason of this rank, else of the first other rank with one, else an empty text."""
+    reasons = {rank: why(device.means) for rank, device in enumerate(topology.devices) if device is not None}
+    if mine := reasons.get(topology.rank):
         return mine
-    return next((f"rank {rank}: {reason}" for rank, reason in told.items() if reason), "")
+    return next((f"rank {rank}: {reason}" for rank, reason in reasons.items() if reason), "")

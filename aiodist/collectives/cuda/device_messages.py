@@ -1,8 +1,8 @@
-"""Messages of CUDA tensors, staged through the host in pinned pieces.
+"""Messages of CUDA tensors, staged through the host in pinned chunks.
 
-A piece is copied to the host and sent while the one before it travels. The first pieces are copied on the operation's
-stream, behind its earlier work. Once the host knows that work to be over, pieces go to the streams that are for copies
-alone (see `aiodist.streams.staging`): on its own stream they would queue behind what later operations wait for.
+A chunk is copied to the host while the one before it is sent. The first chunks are copied on the operation's stream,
+after its earlier work. When the host knows that this work has finished, chunks use the streams for copies (see
+`aiodist.streams.staging`): on the operation's stream they would wait for work that was queued later.
 """
 
 from __future__ import annotations
@@ -19,50 +19,51 @@ from aiodist.backends.inplace import bytes_of
 from aiodist.errors import BackendError
 from aiodist.streams import OnStream, Staging
 
-_ON_THEIR_WAY = 3  # pieces of one message: one is copied while another travels
+_MOST_IN_FLIGHT = 3  # chunks of one message: one is copied while another is sent
 
 
 class StagedMessages:
-    """See `DeviceMessages`; with the transport lock held.
+    """See `DeviceMessages`; used with the transport lock held.
 
-    A contiguous tensor goes in pieces of `staging.piece_bytes`; `done` is called with the same stream the current one.
+    A contiguous tensor is sent in chunks of `staging.piece_bytes`. `done` is called with the caller's stream as the
+    current one.
 
-    The messages of one tag to a peer, or from it, go one after another: tensors of a list share a tag, and which piece
-    of which is ready first, the devices that they lie on decide, and no two ranks alike.
+    Messages with the same peer, direction and tag run one after another: the tensors of a list share a tag, and the
+    order in which their chunks become ready depends on the devices, and differs between the ranks.
     """
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
-        self._lines: dict[tuple[bool, Transport, int, int], deque[Callable[[], None]]] = {}
+        self._queues: dict[tuple[bool, Transport, int, int], deque[Callable[[], None]]] = {}
 
     def send(self, transport: Transport, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        self._line_up((True, transport, dst, tag), t, done)
+        self._enqueue((True, transport, dst, tag), t, done)
 
     def recv(self, transport: Transport, t: Tensor, src: int, tag: int, done: Done) -> None:
-        self._line_up((False, transport, src, tag), t, done)
+        self._enqueue((False, transport, src, tag), t, done)
 
-    def _line_up(self, key: tuple[bool, Transport, int, int], t: Tensor, done: Done) -> None:
+    def _enqueue(self, key: tuple[bool, Transport, int, int], t: Tensor, done: Done) -> None:
         stream = torch.cuda.current_stream(t.device)
-        line = self._lines.setdefault(key, deque())
+        queue = self._queues.setdefault(key, deque())
 
         def start() -> None:
             with OnStream(stream):
-                self._begin(*key, t, over)
+                self._begin(*key, t, start_next)
 
-        def over(error: BaseException | None) -> None:
-            line.popleft()
-            if line:
-                line[0]()
+        def start_next(error: BaseException | None) -> None:
+            queue.popleft()
+            if queue:
+                queue[0]()
             else:
-                del self._lines[key]
+                del self._queues[key]
             done(error)
 
-        line.append(start)
-        if len(line) == 1:
+        queue.append(start)
+        if len(queue) == 1:
             start()
 
     def _begin(self, sends: bool, transport: Transport, peer: int, tag: int, t: Tensor, done: Done) -> None:
-        """Begin with a message, when it is first in its line."""
+        """Begin a message, which is the first in its queue."""
         (_Sending if sends else _Receiving)(self._staging, transport, t, peer, tag, done).advance()
 
     def fetch(self, t: Tensor, then: Callable[[Tensor | None, BaseException | None], None]) -> None:
@@ -84,35 +85,35 @@ class StagedMessages:
 
 
 class DirectMessages(StagedMessages):
-    """The same over a transport that takes memory of devices itself: in one piece, once the stream has come there."""
+    """Messages over a transport that supports device memory: without staging, after the earlier work of the stream."""
 
     def cut(self, t: Tensor) -> list[Tensor]:
         return [t]
 
     def _begin(self, sends: bool, transport: Transport, peer: int, tag: int, t: Tensor, done: Done) -> None:
-        """Begin when nothing that is queued touches `t` any more: the transport knows nothing of streams."""
+        """Begin after all queued work on `t`, since the transport does not use streams."""
         begin = transport.isend if sends else transport.irecv
         stream = torch.cuda.current_stream(t.device)
 
-        def over(error: BaseException | None) -> None:
-            with OnStream(stream):  # lanes of an operation go on from here
+        def finish(error: BaseException | None) -> None:
+            with OnStream(stream):  # the program continues in this call
                 done(error)
 
-        def settled(error: BaseException | None) -> None:
+        def transfer(error: BaseException | None) -> None:
             if error is not None:
-                over(error)
+                finish(error)
             else:
                 with OnStream(stream):
-                    begin(t, peer, tag, over)
+                    begin(t, peer, tag, finish)
 
         try:
-            self._staging.events.watch(stream, settled)
+            self._staging.events.watch(stream, transfer)
         except RuntimeError as error:  # the device is lost
             done(BackendError(f"the CUDA device failed: {error}"))
 
 
 class _Message:
-    """A message on its way, in pieces, of which each holds a buffer of the host until it is over."""
+    """A message in flight, in chunks; each chunk has a buffer of the host until its end."""
 
     def __init__(self, staging: Staging, transport: Transport, t: Tensor, peer: int, tag: int, done: Done) -> None:
         self._staging = staging
@@ -127,83 +128,83 @@ class _Message:
         self._begun = 0
         self._out = 0
         self._error: BaseException | None = None
-        self._behind = True
-        """Other work of the device may not be over, behind which it comes."""
+        self._device_busy = True
+        """True if earlier work of the stream may not have finished."""
 
     def advance(self) -> None:
-        """Begin with pieces, as many as may be on their way; end when all are over."""
-        while self._error is None and self._begun < len(self._cuts) and self._out < _ON_THEIR_WAY:
+        """Begin as many chunks as may be in flight; end the message if all have ended."""
+        while self._error is None and self._begun < len(self._cuts) and self._out < _MOST_IN_FLIGHT:
             i, self._begun = self._begun, self._begun + 1
             self._out += 1
             first, last = self._cuts[i]
-            self._send_on(i, self._flat[first:last], self._staging.buffer(last - first))
+            self._begin_chunk(i, self._flat[first:last], self._staging.buffer(last - first))
         if self._out == 0:
             self._end(self._error)
 
-    def _send_on(self, i: int, piece: Tensor, buffer: Tensor) -> None:
-        """Begin with piece number `i`."""
+    def _begin_chunk(self, i: int, chunk: Tensor, buffer: Tensor) -> None:
+        """Begin chunk number `i`."""
         raise NotImplementedError
 
-    def _over(self, buffer: Tensor, error: BaseException | None) -> None:
+    def _chunk_done(self, buffer: Tensor, error: BaseException | None) -> None:
         self._error = self._error or error
         self._out -= 1
         self.advance()
 
     def _end(self, error: BaseException | None) -> None:
         done, self._done = self._done, ignore
-        # Lanes of an operation go on from here, and queue their work on the current stream.
+        # The program continues in this call, and queues its work on the current stream.
         with OnStream(self._current):
             done(error)
 
 
 class _Sending(_Message):
-    """To the host, and from there to the peer, in order."""
+    """A message from the device to the host, and from there to the peer, in order."""
 
     def __init__(self, staging: Staging, transport: Transport, t: Tensor, peer: int, tag: int, done: Done) -> None:
         super().__init__(staging, transport, t, peer, tag, done)
-        self._there: dict[int, Tensor] = {}
+        self._copied: dict[int, Tensor] = {}
         self._sent = 0
 
-    def _send_on(self, i: int, piece: Tensor, buffer: Tensor) -> None:
-        stream = self._current if self._behind else self._staging.to_host(piece.device)
-        self._staging.copies([(buffer, piece)], stream, ignore, partial(self._arrived, i, buffer))
+    def _begin_chunk(self, i: int, chunk: Tensor, buffer: Tensor) -> None:
+        stream = self._current if self._device_busy else self._staging.to_host(chunk.device)
+        self._staging.copies([(buffer, chunk)], stream, ignore, partial(self._arrived, i, buffer))
 
     def _arrived(self, i: int, buffer: Tensor, error: BaseException | None) -> None:
         self._error = self._error or error
-        self._behind = False
-        self._there[i] = buffer
+        self._device_busy = False
+        self._copied[i] = buffer
         if self._error is not None:
-            for unsent in [self._there.pop(j) for j in list(self._there)]:
-                self._over(unsent, None)
+            for unsent in [self._copied.pop(j) for j in list(self._copied)]:
+                self._chunk_done(unsent, None)
             return
-        # One through pageable memory may be later than the next.
-        while (ready := self._there.pop(self._sent, None)) is not None:
+        # A copy through pageable memory may end after the next one.
+        while (ready := self._copied.pop(self._sent, None)) is not None:
             self._sent += 1
-            self._transport.isend(ready, self._peer, self._tag, partial(self._over, ready))
+            self._transport.isend(ready, self._peer, self._tag, partial(self._chunk_done, ready))
 
 
 class _Receiving(_Message):
-    """From the peer to the host, and from there to the device."""
+    """A message from the peer to the host, and from there to the device."""
 
     def __init__(self, staging: Staging, transport: Transport, t: Tensor, peer: int, tag: int, done: Done) -> None:
         super().__init__(staging, transport, t, peer, tag, done)
         self._queued = 0
 
-    def _send_on(self, i: int, piece: Tensor, buffer: Tensor) -> None:
-        self._transport.irecv(buffer, self._peer, self._tag, partial(self._arrived, piece, buffer))
+    def _begin_chunk(self, i: int, chunk: Tensor, buffer: Tensor) -> None:
+        self._transport.irecv(buffer, self._peer, self._tag, partial(self._arrived, chunk, buffer))
 
-    def _arrived(self, piece: Tensor, buffer: Tensor, error: BaseException | None) -> None:
+    def _arrived(self, chunk: Tensor, buffer: Tensor, error: BaseException | None) -> None:
         if error is not None or self._error is not None:
-            self._over(buffer, error)
+            self._chunk_done(buffer, error)
         else:
-            stream = self._current if self._behind else self._staging.to_device(piece.device)
-            self._staging.copies([(piece, buffer)], stream, self._reached, partial(self._copied, buffer))
+            stream = self._current if self._device_busy else self._staging.to_device(chunk.device)
+            self._staging.copies([(chunk, buffer)], stream, self._copy_queued, partial(self._copied, buffer))
 
     def _copied(self, buffer: Tensor, error: BaseException | None) -> None:
-        self._behind = False
-        self._over(buffer, error)
+        self._device_busy = False
+        self._chunk_done(buffer, error)
 
-    def _reached(self, _: torch.cuda.Event) -> None:
+    def _copy_queued(self, _: torch.cuda.Event) -> None:
         self._queued += 1
         if self._queued == len(self._cuts) and self._error is None:
             try:

@@ -1,11 +1,11 @@
-"""Reduces several tensors of a CUDA device elementwise with one kernel: each is read once, each result written once.
+"""Elementwise reduction of several tensors of a CUDA device by one kernel: one read and one write of each.
 
-What torch offers adds two tensors at a time: a sum of p tensors that all p are to have then takes 2p - 2 kernels, and
-reads and writes almost twice as much. The kernel is compiled for each dtype, operator and number of tensors when it is
-first needed, by the NVRTC that torch brings, in a tenth of a second. It adds in the order in which torch would, with
-the same rounding: 16-bit floats in float32, rounded once; a mean is multiplied by the reciprocal; minima keep NaN.
+torch adds two tensors at a time: a sum of p tensors for all p ranks takes 2p - 2 kernels, and almost twice the memory
+traffic. The NVRTC of torch compiles the kernel for each dtype, operator and number of tensors at the first use, in a
+tenth of a second. It adds in torch's order, with the same rounding: 16-bit floats in float32, rounded once; a mean is
+multiplied by the reciprocal; minima propagate NaN.
 
-CUDA's driver is called with the GIL held: a launch takes a few microseconds, and a thread that spins would take the GIL
+CUDA's driver is called with the GIL held: a launch takes a few microseconds, but a spinning thread would take the GIL
 for much longer.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor, dtype
 from aiodist.types import ReduceOp
 
 _log = logging.getLogger("aiodist")
-_MOST = 16  # tensors that a kernel reads: it keeps a vector of each in registers
+_MOST = 16  # inputs of a kernel, which has a vector of each in registers
 _VECTOR_BYTES = 16
 _THREADS = 256  # of a block
 
@@ -33,7 +33,7 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-#ifndef HALVES  // what compiles this for the CPU has its own
+#ifndef HALVES  // a compiler for the CPU has its own
 __device__ float of_half(u16 x) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x)); return f; }
 __device__ u16 to_half(float f) { u16 x; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(x) : "f"(f)); return x; }
 #endif
@@ -96,7 +96,7 @@ _COMBINE = {
 
 
 class Shape(NamedTuple):
-    """What a kernel is compiled for."""
+    """Parameters of a compiled kernel."""
 
     kind: dtype
     op: ReduceOp
@@ -104,21 +104,21 @@ class Shape(NamedTuple):
     outs: int
 
 
-Launch = Callable[[Sequence[int], int, int], None]  # with the kernel's arguments, how many blocks, and the stream
+Launch = Callable[[Sequence[int], int, int], None]  # (arguments of the kernel, number of blocks, stream)
 
 
 def reduce(into: Sequence[Tensor], ts: Sequence[Tensor], op: ReduceOp) -> bool:
-    """Queue on the current stream what writes the flat `ts`, reduced in their order, to each of `into`.
+    """Queue a kernel on the current stream that reduces the flat `ts` in their order and writes each of `into`.
 
-    Some of these may be the same tensors. All are of one dtype and size, in memory that the first one's device reads.
-    False where there is no such kernel: nothing is queued.
+    Tensors of `into` may be in `ts`. All have one dtype and size, in memory that the device of the first one can
+    access. Returns False, with no work queued, if there is no such kernel.
     """
     t = into[0]
     launch = kernel(t.device, Shape(t.dtype, op, len(ts), len(into)))
     if launch is None:
         return False
     numel, size, places = t.numel(), t.dtype.itemsize, [each.data_ptr() for each in (*ts, *into)]
-    head = vectors = 0  # elements before the first vector, where all have their vectors at the same ones
+    head = vectors = 0  # elements before the first vector, if all tensors have the same alignment
     if all((place - places[0]) % _VECTOR_BYTES == 0 for place in places):
         head = min(-places[0] % _VECTOR_BYTES // size, numel)
         vectors = (numel - head) * size // _VECTOR_BYTES
@@ -126,25 +126,25 @@ def reduce(into: Sequence[Tensor], ts: Sequence[Tensor], op: ReduceOp) -> bool:
     try:
         launch([*places, numel, head, vectors], blocks, torch.cuda.current_stream(t.device).cuda_stream)
     except RuntimeError as error:
-        _log.debug("CUDA IPC goes on without its kernel: %s", error)
+        _log.debug("CUDA IPC continues without its kernel: %s", error)
         return False
     return True
 
 
 @lru_cache(maxsize=256)
 def kernel(device: torch.device, shape: Shape) -> Launch | None:
-    """Return what launches the kernel, compiled at the first call; None where there is none."""
+    """Return the launcher of a kernel, compiled at the first call, or None if it cannot be compiled."""
     if shape.ins > _MOST or not (source := source_of(shape)):
         return None
     try:
         return _load(device, compiled(source, torch.cuda.get_device_capability(device)))
-    except (OSError, RuntimeError, AttributeError, TypeError) as error:  # no driver, no compiler, too old a one
+    except (OSError, RuntimeError, AttributeError, TypeError) as error:  # no driver, or no recent compiler
         _log.debug("CUDA IPC goes on without a kernel for %s: %s", shape, error)
         return None
 
 
 def source_of(shape: Shape) -> str:
-    """Return the kernel's source; empty where it has nothing for the dtype."""
+    """Return the kernel's source; empty if it does not support the dtype."""
     kind, op, ins, outs = shape
     load = store = ""
     if kind in _FLOATS:
@@ -164,12 +164,12 @@ def source_of(shape: Shape) -> str:
         "INS": ins,
         "OUTS": outs,
     }
-    # Not as options: the compiler's own headers, which come first, have names such as T.
+    # Definitions in the source, not options: the compiler's own headers use names such as T, and come first.
     return "".join(f"#define {name} {value}\n" for name, value in macros.items()) + SOURCE
 
 
 def compiled(source: str, capability: tuple[int, int]) -> bytes:
-    """Return machine code of `source`; raise OSError where there is no compiler, RuntimeError where it fails."""
+    """Return machine code of `source`; raise OSError if there is no compiler, RuntimeError if it fails."""
     nvrtc = ctypes.CDLL(f"libnvrtc.so.{(torch.version.cuda or '').split('.')[0]}")
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"reduce.cu", 0, None, None))
@@ -189,7 +189,7 @@ def _load(device: torch.device, code: bytes) -> Launch:
     number, context, module, function = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     _check(driver.cuDeviceGet(ctypes.byref(number), device.index))
     _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number))
-    _check(driver.cuCtxSetCurrent(context))  # torch's own, which this thread may not have been in yet
+    _check(driver.cuCtxSetCurrent(context))  # torch's context, which may be new for this thread
     _check(driver.cuModuleLoadData(ctypes.byref(module), code))
     _check(driver.cuModuleGetFunction(ctypes.byref(function), module, b"reduce"))
 
@@ -198,7 +198,7 @@ def _load(device: torch.device, code: bytes) -> Launch:
         packed = (ctypes.c_uint64 * len(arguments))(*arguments)
         pointer = (ctypes.c_void_p * 1)(ctypes.addressof(packed))
         _check(driver.cuCtxGetCurrent(ctypes.byref(current)))
-        if current.value != context.value:  # to set it again took 0.15 ms in a profile (H100)
+        if current.value != context.value:  # a repeated call took 0.15 ms in a profile (H100)
             _check(driver.cuCtxSetCurrent(context))
         _check(driver.cuLaunchKernel(function, blocks, 1, 1, _THREADS, 1, 1, 0, ctypes.c_void_p(stream), pointer, None))
 
@@ -207,4 +207,4 @@ def _load(device: torch.device, code: bytes) -> Launch:
 
 def _check(result: int) -> None:
     if result:
-        raise RuntimeError(f"CUDA says {result}")
+        raise RuntimeError(f"CUDA returned error {result}")

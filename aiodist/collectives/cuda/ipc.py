@@ -1,30 +1,30 @@
 """Collectives in device memory that the ranks of a host map from one another.
 
-Each operation goes like this: a rank waits until its stream is ready for it, announces its tensor to those who work in
-it, queues its own part of the work, in its own memory and in that of the others, waits until the device has done that,
-and says so to those in whose memory it worked. When all have heard what they wait for it is over. All waiting is on the
-host. A kernel that spins would keep the GPU from the very process that it waits for, since those that share a GPU take
-turns on it; and an event of a process that was killed would never come.
+An operation has these steps. A rank waits until its stream has finished earlier work, and announces its tensor to the
+ranks that use it. It queues its part of the work, on its own memory and on that of others, waits for the device, and
+reports the end to the owners of that memory. The operation ends on a rank when all its messages have arrived. All waits
+are on the host: processes that share a GPU take turns on it, so a spinning kernel would block the process that it waits
+for; and the event of a killed process would never be recorded.
 
 Ranks that share a device take turns on it, and each turn costs a switch between their contexts. So the first rank of
-each device does what is to be reduced elementwise for all on it: it has one share of the tensors, reads it of every
-rank, and writes the result wherever it belongs. The others send one message and wait for one. No two ranks touch the
-same bytes, nothing is copied on the way, and all have the same bits. n bytes per rank, p ranks:
+each device does the elementwise reductions for all ranks on it: it reads its share of every rank's tensor, and writes
+the result to every rank. The other ranks send one message and receive one. No two ranks access the same bytes, there
+are no intermediate copies, and all ranks have the same bits. n bytes per rank, p ranks:
 
     allreduce       all together read and write pn, as if each rank copied its tensor once
     reduce          all together read pn, write n
     scan            all together read 2n(p-1), write n(p-1)
     reduce_scatter  each rank reads n, writes n/p
-    allgather       each rank reads and writes what all bring
+    allgather       each rank reads and writes the tensors of all
     broadcast       each rank reads and writes n, root nothing
 
-So much where one kernel does it (see `fused`): all but scan. Without one, in pieces that stay in the device's cache.
-16-bit floats are added up in float32 and rounded once. On a stream that has nothing queued no event is waited for:
-it would be over only at the next turn.
+These numbers are for one fused kernel (see `fused`), which all operations but scan have. Without it a reduction runs in
+chunks that fit the device's cache. 16-bit floats are added in float32 and rounded once. If a stream has no queued work,
+no event is awaited, since it would be recorded only at the next turn.
 
-A rank that hears that another one died touches nobody's memory any more. One that has not heard of it yet may still be
-writing into the tensors of all: after such a failure they hold anything. Memory that was freed meanwhile is not reused
-before its last mapping is gone (see [Note: kept memory] in `backends/cuda_ipc/mapping.py`).
+A rank that learns of a lost rank stops using other ranks' memory. A rank that does not know yet may still write to the
+tensors of all: after such a failure their content is undefined. Memory that was freed is not reused before its last
+mapping is closed (see [Note: kept memory] in `backends/cuda_ipc/mapping.py`).
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from aiodist.streams import Events, OnStream
 from aiodist.streams.events import device_error, idle
 from aiodist.types import OPERATIONS, ReduceOp
 
-_ALIGNED_BYTES = 512  # shares begin at multiples of it, so that kernels read whole words
-_FAILED, _DISAGREES = 1, 2  # what a verdict begins with; 0: all is well
+_ALIGNED_BYTES = 512  # alignment of shares, so that kernels read whole words
+_FAILED, _DISAGREES = 1, 2  # first byte of a verdict; 0 is success
 
-Parts = Sequence[Tensor]  # of all ranks, flat, mine included; of those who lend nothing, nothing
+Parts = Sequence[Tensor]  # the flat tensor of each rank; empty for ranks that lend none
 Work = Callable[[Parts], None]
 
 
@@ -62,7 +62,7 @@ class _Group(NamedTuple):
     """The ranks of an endpoint."""
 
     numbers: Sequence[int]
-    """In the world."""
+    """World ranks."""
     workers: Sequence[int]
     """The first rank of each device."""
 
@@ -70,13 +70,13 @@ class _Group(NamedTuple):
 class CudaIpc(Implementation):
     """See the module, and `Implementation`; its programs run under `on_devices`.
 
-    Raises BackendError on all ranks where the memory of one of them cannot be mapped, MismatchError where they bring
-    tensors of different dtype or size. When a rank dies, the ranks that wait for it get the transport's error.
+    Raises BackendError on all ranks if the memory of one of them cannot be mapped, MismatchError if their tensors
+    differ in dtype or size. After the loss of a rank, the ranks that wait for it get the transport's error.
     """
 
     name = "cuda_ipc"
     finishes = True
-    compares = True  # the device is not held up
+    compares = True  # the device does not wait
 
     def __init__(
         self,
@@ -86,9 +86,9 @@ class CudaIpc(Implementation):
         events: Events,
         limits: Mapping[str, int],
     ) -> None:
-        """`ranks` are the numbers in the world of the communicator's ranks, `places` names of their devices.
+        """`ranks` are the world ranks of the communicator's ranks, `places` are names of their devices.
 
-        The first rank of each place works for all of it, also if a tensor is on another device. See `LIMITS`.
+        The first rank of each place does the work of that place, also if a tensor is on another device. See `LIMITS`.
         """
         self._mappings = mappings
         self._ranks = ranks
@@ -154,7 +154,7 @@ class CudaIpc(Implementation):
 
     def _reduced(self, ep: Endpoint, o: Primitive, parts: Parts) -> None:
         mine = self._share(ep, parts)
-        into = mine[o.root - ep.rank]  # they begin with this rank's
+        into = mine[o.root - ep.rank]  # `mine` begins with this rank's share
         self._write([into], mine if o.root == ep.rank else [*(t for t in mine if t is not into), into], o.op)
 
     def _scanned(self, ep: Endpoint, o: Primitive, parts: Parts) -> None:
@@ -174,18 +174,18 @@ class CudaIpc(Implementation):
     def _block_reduced(self, me: int, op: ReduceOp, out: Tensor, block: slice, parts: Parts) -> None:
         self._write([out], [parts[rank][block] for rank in _around(me, len(parts))], op)
 
-    # --- what a rank reduces ------------------------------------------------------------------------------------------
+    # --- reductions ---------------------------------------------------------------------------------------------------
 
     def _share(self, ep: Endpoint, parts: Parts) -> Sequence[Tensor]:
-        """Return my share of each tensor: of mine, and of those of the ranks behind me, around to the one before."""
+        """Return my share of each tensor, by rank, from this rank on and around."""
         t, workers = parts[ep.rank], self._group(ep).workers
         share = _share(workers.index(ep.rank), len(workers), t.numel(), t.dtype.itemsize)
         return [parts[rank][share] for rank in _around(ep.rank, ep.size)]
 
     def _write(self, into: Sequence[Tensor], ts: Sequence[Tensor], op: ReduceOp) -> None:
-        """Write what `ts` come to into each of `into`: some of them too, of which the first is the first or the last.
+        """Write the reduction of `ts` to each of `into`.
 
-        Or no memory of theirs.
+        `into` has either no memory of `ts`, or some of `ts`; its first tensor is then the first or the last of `ts`.
         """
         if not into[0].numel() or fused.reduce(into, ts, op):
             return
@@ -197,7 +197,7 @@ class CudaIpc(Implementation):
                 copy(other, target)
 
     def _pieces(self, ts: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-        """Yield piece after piece of tensors of one size, counted as they are added up."""
+        """Yield chunks of tensors of one size, limited by their bytes in the dtype of partial results."""
         kind, numel = ts[0].dtype, ts[0].numel()
         itemsize = 4 if kind.is_floating_point and kind.itemsize == 2 else kind.itemsize
         step = max(self.limits["cuda_ipc.piece_bytes"] // itemsize, 1)
@@ -205,10 +205,10 @@ class CudaIpc(Implementation):
             return iter((ts,) if numel else ())
         return zip(*(t.split(step) for t in ts), strict=True)
 
-    # --- memory that is lent ------------------------------------------------------------------------------------------
+    # --- lent memory --------------------------------------------------------------------------------------------------
 
     def _group(self, ep: Endpoint) -> _Group:
-        """Return what is known of the ranks of `ep`."""
+        """Return the group of the ranks of `ep`."""
         ranks: Sequence[int] = tuple(ep.ranks) if isinstance(ep, SubEndpoint) else range(ep.size)
         group = self._groups.get(ranks)
         if group is None:
@@ -220,9 +220,9 @@ class CudaIpc(Implementation):
     def _lend(
         self, ep: Endpoint, t: Tensor, lent: Mapping[int, int], work: Work, *, shared: bool = False
     ) -> _Loan | None:
-        """`lent`: numbers of elements, by rank that lends; `work` queues this rank's kernels in their tensors.
+        """Create a loan. `lent`: elements, by lending rank; `work` queues this rank's kernels on the lent tensors.
 
-        `shared`: all lend, and the first rank of each device works for all on it.
+        `shared`: all ranks lend, and the first rank of each device does the work of its device.
         """
         workers = self._group(ep).workers
         others = _around(ep.rank, ep.size)[1:]
@@ -238,7 +238,7 @@ class CudaIpc(Implementation):
         return _Loan(t, Loan(self._mappings, t), torch.cuda.current_stream(t.device), lent, work, frames, hearers)
 
     def _work(self, ep: Endpoint, loan: _Loan) -> None:
-        """Queue this rank's kernels in the tensors that the frames announce."""
+        """Queue this rank's kernels on the announced tensors."""
         numbers = self._group(ep).numbers
         for rank, frame in loan.frames.items():
             loan.attempt(loan.lent.receive, numbers[rank], frame, loan.counts[rank])
@@ -255,7 +255,7 @@ class CudaIpc(Implementation):
         loan.work(parts)
 
     async def _settle(self, loans: Sequence[_Loan]) -> None:
-        """Wait until the devices have done all that is queued; keep their error."""
+        """Wait until the devices have done all queued work; store their error in the loans."""
         busy = [stream for stream in dict.fromkeys(loan.stream for loan in loans) if not idle(stream)]
         if not busy:
             return
@@ -275,7 +275,7 @@ class CudaIpc(Implementation):
             done(device_error(error))
 
     async def _agree(self, ep: Endpoint, loans: Sequence[_Loan]) -> None:
-        """Report the end to the ranks in whose memory this one worked, and hear those that worked in its memory."""
+        """Report the end to the owners of used memory, and receive the reports of the users of this rank's memory."""
         heard = [(loan, rank, bytearray(FRAME_BYTES)) for loan in loans for rank in loan.hearers]
         receives = [ep.recv(_tensor(frame), rank) for _, rank, frame in heard]
         sends = [ep.send(self._verdict(loan), rank) for loan in loans for rank in loan.frames]
@@ -298,18 +298,18 @@ class CudaIpc(Implementation):
 
 @dataclass(eq=False, slots=True)
 class _Loan:
-    """One collective of this rank: its own tensor, and its work in the tensors of others."""
+    """One collective of this rank: its own tensor, and its work on the tensors of others."""
 
     t: Tensor
     lent: Loan
     stream: torch.cuda.Stream
     counts: Mapping[int, int]
-    """Numbers of elements, by rank that lends."""
+    """Numbers of elements, by lending rank."""
     work: Work
     frames: dict[int, bytearray]
-    """Announcements, by rank in whose memory this one works."""
+    """Announcements, by lending rank."""
     hearers: Sequence[int]
-    """Ranks that work in this rank's memory."""
+    """Ranks that use this rank's memory."""
     failure: Exception | None = None
 
     def attempt(self, call: Callable[..., None], *args: object) -> None:
@@ -331,7 +331,7 @@ def _gathered(rank: int, blocks: Sequence[Tensor], parts: Parts) -> None:
 
 
 def _frame(words: bytes) -> Tensor:
-    """Return a message that begins with as much of `words` as it has room for."""
+    """Return a message with `words`, truncated to its size."""
     return _tensor(bytearray(words[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0")))
 
 
@@ -340,31 +340,31 @@ def _tensor(frame: bytearray) -> Tensor:
 
 
 def _plain(t: Tensor) -> Tensor:
-    """Return `t` without a history; bool as bytes, since 0 and 1 are combined alike."""
+    """Return `t` detached from autograd, bool as bytes of 0 and 1."""
     t = t.detach()
     return t.view(torch.uint8) if t.dtype is torch.bool else t
 
 
 def _around(me: int, size: int) -> list[int]:
-    """Return all ranks, from me on: so ranks that go through them read and write in different places at a time."""
+    """Return all ranks, starting at mine, so that the ranks access different memory at the same time."""
     return [*range(me, size), *range(me)]
 
 
 def _share(worker: int, workers: int, numel: int, itemsize: int) -> slice:
-    """Return which of so many elements are the worker's, of so many workers."""
+    """Return the range of a worker's elements."""
     unit = max(_ALIGNED_BYTES // itemsize, 1)
     units = -(-numel // unit)
     return slice(*(min(units * i // workers * unit, numel) for i in (worker, worker + 1)))
 
 
 def _is_widened(kind: dtype, op: ReduceOp, terms: int) -> bool:
-    """Return True where what is reduced is kept in float32: 16-bit floats that would be rounded more than once."""
+    """Return True if partial results need float32: 16-bit floats that would be rounded more than once."""
     rounds = op is ReduceOp.MEAN or (terms > 2 and op in (ReduceOp.SUM, ReduceOp.PROD))
     return rounds and kind.is_floating_point and kind.itemsize == 2
 
 
 def reduce(into: Tensor, ts: Sequence[Tensor], op: ReduceOp) -> None:
-    """Reduce `ts`, one of each rank, into `into`, which may be the first or the last of them; the others stay."""
+    """Reduce `ts`, one of each rank, into `into`, which may be the first or the last of them; others do not change."""
     step = wire_op(op)
     if _is_widened(into.dtype, op, len(ts)):
         total = ts[0].float()

@@ -18,26 +18,26 @@ from aiodist.collectives.primitives import Primitives
 from aiodist.handles import Progress
 from aiodist.handles.kernel import run, transfers
 
-_ID_LANE = 1  # its messages and those of the operation that needs it go side by side
+_ID_LANE = 1  # the id has a lane of its own, next to the messages of the operation that needs it
 
 
 class Slots:
-    """What the operations of one communicator have of NCCL: the groups of their devices, and their places there."""
+    """NCCL groups and launch slots of the operations of one communicator."""
 
     def __init__(self, progress: Progress, group_of: Callable[[int, torch.device], NcclGroup]) -> None:
-        """`group_of` makes that of the k-th device of each rank, and mine."""
+        """`group_of` creates the group of the k-th device of each rank, and my device."""
         self._progress = progress
         self._group_of = group_of
         self._used: list[torch.device] = []
-        """Which of my devices the communicator has used, in order: the k-th of each rank form a group."""
+        """My devices in the order of their first use: the k-th devices of all ranks form a group."""
         self.taken: dict[int, dict[torch.device, tuple[NcclGroup, LaunchSlot]]] = {}
-        """By the tag of an operation."""
+        """Groups and slots, by tag of the operation and device."""
 
     def take(self, tag: int, device: torch.device, *, expected: bool) -> Callable[[], None] | None:
-        """Take a slot for an operation, on the loop; return what gives it back.
+        """Take a slot for an operation, on the loop; return a function that releases it.
 
-        Where the operation may do nothing there (`expected`), that does not count as a use of the device; None if
-        others were used first.
+        If the operation may not use the device (`expected`), the call does not count as a use of the device; it returns
+        None if another device was used first.
         """
         if not expected:
             self._use(device)
@@ -54,7 +54,7 @@ class Slots:
 
     def _release(self, tag: int, device: torch.device, slot: LaunchSlot) -> None:
         slots = self.taken.get(tag, {})
-        if (taken := slots.get(device)) is not None and taken[1] is slot:  # else another operation has its tag by now
+        if (taken := slots.get(device)) is not None and taken[1] is slot:  # else another operation has this tag now
             del slots[device]
             if not slots:
                 del self.taken[tag]
@@ -65,7 +65,7 @@ class Slots:
         return self.taken[tag % LANE_TAGS][device]
 
     def is_first(self, tag: int, device: torch.device) -> bool:
-        """Return True where an operation has a slot on the device that the communicator used first; it is used now."""
+        """Return True if an operation has a slot on the communicator's first device, and note the use of the device."""
         if device not in self.taken.get(tag % LANE_TAGS, {}) or self._used[:1] not in ([], [device]):
             return False
         if not self._used:
@@ -73,7 +73,7 @@ class Slots:
         return True
 
     def release(self, tag: int) -> None:
-        """Give back what an operation has taken."""
+        """Release the slots of an operation."""
         for _, slot in self.taken.get(tag % LANE_TAGS, {}).values():
             slot.release()
 
@@ -87,13 +87,13 @@ class Slots:
 
 
 class Nccl(Exchanger):
-    """See `Exchanger`; `slots` know the group of an operation and its place there."""
+    """See `Exchanger`; `slots` has the groups and launch slots of the operations."""
 
     name = "nccl"
-    compares = True  # the device is not held up
+    compares = True  # the device does not wait
 
     def __init__(self, slots: Slots, repertoire: Repertoire) -> None:
-        """`repertoire` carries the id from rank 0 to the others."""
+        """`repertoire` sends NCCL's id from rank 0 to the others."""
         self._slots = slots
         self._repertoire = repertoire
 
@@ -103,7 +103,7 @@ class Nccl(Exchanger):
         return f"NCCL has no {wanted}"
 
     async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
-        """Queue them at their place in the launch order, in one group of calls for each device."""
+        """Queue them in launch order, in one group of calls for each device."""
         devices = dict.fromkeys(o.t.device for o in primitives)
         await transfers(
             [
@@ -113,7 +113,7 @@ class Nccl(Exchanger):
         )
 
     def takes(self, ep: Endpoint, exchange: Exchange) -> bool:
-        """See `Exchanger`: all of it has to lie on the device that this communicator used first, as on other ranks."""
+        """See `Exchanger`: all tensors must be on the first device of this communicator, as on the other ranks."""
         tensors = (exchange.t, *(t for _, t in (*exchange.sends, *exchange.receives)))
         return len({t.device for t in tensors}) == 1 and self._slots.is_first(ep.tag, exchange.t.device)
 
@@ -122,18 +122,18 @@ class Nccl(Exchanger):
 
     def _native(self, ep: Endpoint, device: torch.device) -> NcclNative:
         group, slot = self._slots.of(ep.tag, device)
-        if not group.opened:  # in launch order: all ranks have the id carried by the messages of the same operation
+        if not group.opened:  # in launch order, so that messages of the same operation carry the id on all ranks
             slot.run(partial(group.open, partial(self._exchange, ep)))
         return NcclNative(group, slot)
 
     def _exchange(
         self, ep: Endpoint, mine: bytes | None, then: Callable[[bytes | None, BaseException | None], None]
     ) -> None:
-        """Carry rank 0's message to the others, by way of the host."""
+        """Send rank 0's message to the others, over the host."""
         p = Primitives(on_lane(ep, _ID_LANE), self._repertoire, "tree")
-        told = None if mine is None else as_tensor(mine)
+        message = None if mine is None else as_tensor(mine)
 
         def finish(result: Tensor | None, error: BaseException | None) -> None:
             then(None if result is None else as_bytes(result), error)
 
-        run(broadcast_bytes(p, told, 0), finish)
+        run(broadcast_bytes(p, message, 0), finish)

@@ -1,4 +1,4 @@
-"""Runs a program on a CUDA device: all its work goes to one stream, and it ends when the device has finished."""
+"""Runs a program on a CUDA device: its work uses one stream, and it ends when the device has finished."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _AS_IT_IS = nullcontext()
 
 
 class OnHost(list[Transfer]):
-    """Calls of a step that queue nothing on a device: no stream is entered for them, which costs as much as they do."""
+    """Transfers that queue no work on a device: they run without entering a stream, which costs as much as they do."""
 
 
 class StaysOnHost(OnHost):
-    """Nor does what follows it in the program, unless it enters a stream; what follows an error may."""
+    """Like `OnHost`; the program's next step, too, queues no work outside a stream that it enters, unless it raises."""
 
 
 class DeviceWork:
-    """What one operation does on one device, from issue to end.
+    """The work of one operation on one device, from issue to end.
 
-    Made when it is issued, on the caller's thread: what the caller's stream has queued by then comes first.
+    It is created on the caller's thread at issue: the earlier work of the caller's stream comes first.
     """
 
     def __init__(
         self, progress: Progress, stream: torch.cuda.Stream, on_queued: Callable[[], None] = lambda: None
     ) -> None:
-        """`on_queued` is called once when all of it is queued, or none will be; with the transport lock held."""
+        """`on_queued` is called once when all work is queued or is cancelled; with the transport lock held."""
         self.stream = stream
         self.fence = Fence(progress, stream.device)
         self._progress = progress
@@ -44,78 +44,74 @@ class DeviceWork:
         self._caller = torch.cuda.current_stream(stream.device_index)
         self._events = Events.of(progress)
         self.keep: object = None
-        """What must stay alive until its end."""
+        """Tensors that must stay alive until its end."""
         self._lent: object = None
-        self._behind: torch.cuda.Event | None = None
+        self._awaited: torch.cuda.Event | None = None
         if self._caller != stream and not idle(self._caller):
             try:
-                self._behind = self._events.record(self._caller)
+                self._awaited = self._events.record(self._caller)
             except RuntimeError as error:
-                self.cancel()  # the launch order goes on to the next operation
+                self.cancel()  # the next operation in the launch order can start
                 raise device_error(error) from error
 
     def current(self) -> AbstractContextManager[object]:
-        """Return a block in which its stream is the current one."""
+        """Return a context manager that makes its stream the current one."""
         return OnStream(self.stream)
 
     def hurry(self, count: int) -> None:
-        """Count what has threads hand the GIL over sooner: calls into CUDA give it away, a loop that spins takes it."""
+        """Shorten the GIL's switch interval (+1) or restore it (-1): spinning threads take the GIL from CUDA calls."""
         self._progress.hurry(count)
 
     def begin(self) -> None:
-        """Go on only behind what the caller had queued."""
-        if self._behind is not None:
-            self.stream.wait_event(self._behind)
-            self._events.release(self.stream.device_index, self._behind)
-            self._behind = None
+        """Let the stream wait for the caller's earlier work."""
+        if self._awaited is not None:
+            self.stream.wait_event(self._awaited)
+            self._events.release(self.stream.device_index, self._awaited)
+            self._awaited = None
 
     def end(self, done: Done) -> None:
-        """Transfer `done` when the device has done all that is queued."""
+        """Call `done` when the device has done all queued work; a transfer of the program."""
         self._on_queued()
         if idle(self.stream):
-            self._over(done, None)
+            self._finish(done, None)
             return
         try:
-            self.fence.reached(self._events.watch(self.stream, partial(self._over, done)))
+            self.fence.reached(self._events.watch(self.stream, partial(self._finish, done)))
         except RuntimeError as error:
-            self._over(done, device_error(error))
+            self._finish(done, device_error(error))
 
-    def _over(self, done: Done, error: BaseException | None) -> None:
-        self.fence.reached(None)  # its event is somebody else's from now on
+    def _finish(self, done: Done, error: BaseException | None) -> None:
+        self.fence.reached(None)  # the event is used again
         if error is None:
             try:
                 lend(self._lent, self._caller)
-            except Exception as raised:  # noqa: BLE001  - of a tensor that is not torch's own
+            except Exception as raised:  # noqa: BLE001  - raised by a tensor class that is not torch's
                 error = raised
         self._lent = None
         done(error)
 
-    def told(self, error: BaseException) -> BaseException:
-        """Return what the operation fails with: torch's word for a device that is lost, as one of ours."""
-        return device_error(error) if isinstance(error, torch.AcceleratorError) else error
-
     def cancel(self) -> None:
-        """Nothing of it will be done; from any thread."""
-        if self._behind is not None:
-            self._events.release(self.stream.device_index, self._behind)
-            self._behind = None
+        """Cancel the work before its start; from any thread."""
+        if self._awaited is not None:
+            self._events.release(self.stream.device_index, self._awaited)
+            self._awaited = None
         self.fence.reached(None)
-        # By way of the loop: the thread that drops it may hold the transport lock.
+        # On the loop, since the calling thread may hold the transport lock.
         self._progress.post(partial(self._progress.start, self._on_queued))
 
     def lend(self, result: object) -> None:
-        """Keep the memory of a result that is made on this stream from being reused while the caller's reads it.
+        """Protect the memory of a result, made on this stream, from reuse while the caller's stream reads it.
 
-        From the end on, if that is a good one: on a device that is lost, torch cannot even free what was lent.
+        The protection begins at a successful end: on a lost device, torch cannot free protected memory.
         """
         self._lent = result
 
 
 def on_devices(program: Program[T], works: Sequence[DeviceWork]) -> Program[T]:
-    """Run `program` with the stream of each of `works` as the current one of its device, in its steps as in its calls.
+    """Run `program` with the stream of each of `works` as the current one of its device, in its steps and transfers.
 
-    What it queues begins after what the caller's streams had queued, and is over when this is: when `program` fails
-    too, for what is queued already uses the tensors. Where it never begins, `works` are dropped.
+    The work begins after the earlier work of the caller's streams and has finished when this returns, also if `program`
+    fails, since queued work uses the tensors. If it is closed before its start, `works` are cancelled.
     """
     for work in works:
         program = _on_device(program, work)
@@ -125,7 +121,7 @@ def on_devices(program: Program[T], works: Sequence[DeviceWork]) -> Program[T]:
 
 async def _on_device(program: Program[T], work: DeviceWork) -> T:
     try:
-        await transfers([])  # as far as `send` takes it, so that closing it runs what follows
+        await transfers([])  # `send` stops here, so that a close runs the handler below
     except GeneratorExit:
         program.close()
         work.cancel()
@@ -138,7 +134,7 @@ async def _on_device(program: Program[T], work: DeviceWork) -> T:
     except GeneratorExit:
         raise
     except BaseException as raised:  # noqa: BLE001  - raised again below
-        error = work.told(raised)
+        error = device_error(raised) if isinstance(raised, torch.AcceleratorError) else raised
     else:
         work.lend(result)
     finally:
@@ -150,7 +146,7 @@ async def _on_device(program: Program[T], work: DeviceWork) -> T:
 
 
 async def _with_stream(program: Program[T], work: DeviceWork) -> T:
-    """Run `program` with the stream of `work` as the current one, in its steps, its calls and the programs in those."""
+    """Run `program` with the stream of `work` as the current one, in its steps, its transfers and nested programs."""
     error: BaseException | None = None
     stays = False
     while True:
@@ -166,7 +162,7 @@ async def _with_stream(program: Program[T], work: DeviceWork) -> T:
         except GeneratorExit:
             program.close()
             raise
-        except BaseException as raised:  # noqa: BLE001  - the program may deal with it
+        except BaseException as raised:  # noqa: BLE001  - thrown into the program
             error = raised
 
 
@@ -182,9 +178,9 @@ def _call(work: DeviceWork, call: Transfer, done: Done) -> None:
 
 
 def attach(handle: Handle[Any], works: Sequence[DeviceWork], tensors: object) -> None:
-    """Let `handle.wait_stream` order streams behind all of them, and keep what they use until the device is done.
+    """Let `handle.wait_stream` order streams after all `works`, and keep `tensors` alive until the device has finished.
 
-    Which may be after the handle is: where the communicator was given up.
+    The device may finish after the handle if the communicator is aborted.
     """
     for work in works:
         work.keep = tensors
@@ -193,7 +189,7 @@ def attach(handle: Handle[Any], works: Sequence[DeviceWork], tensors: object) ->
 
 
 class _Fences:
-    """Several ends, on several devices."""
+    """Fences on several devices."""
 
     def __init__(self, fences: Sequence[Fence]) -> None:
         self._fences = fences

@@ -10,10 +10,10 @@ import torch
 
 
 def peers_here() -> list[list[int]]:
-    """Return, for each device that this process sees, the numbers of the others that it reaches; opens none.
+    """Return, for each visible device, the numbers of the devices that can access it as peers; opens no device.
 
-    Where torch uses no device yet the driver is asked, since torch's question has it count as used. A process that
-    sees one device asks nothing.
+    Before torch uses a device the driver is queried, since torch's query would initialise CUDA. With one visible device
+    there is no query.
     """
     devices = range(torch.cuda.device_count())
     reaches = torch.cuda.can_device_access_peer if torch.cuda.is_initialized() else _reaches
@@ -22,7 +22,7 @@ def peers_here() -> list[list[int]]:
 
 @cache
 def driver() -> Any:  # noqa: ANN401
-    """Return the driver's library, ready to be asked; None where there is none."""
+    """Return the initialised library of the driver, or None if there is none."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""Reductions that only queue: one call to the device, with no program and no stream of their own."""
+"""Reductions that one call queues on the device, without a program or a stream of their own."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from aiodist.types import ReduceOp
 
 
 class Queued(Fence):
-    """A reduction that a device takes, and where it ends there; made on the thread that issues."""
+    """A reduction that a device queues, and the fence at its end; created on the issuing thread."""
 
     __slots__ = ("_done",)
     _done: Done
 
     def start(self, done: Done) -> None:
-        """Queue it, with the transport lock held; `done` is called when the device is done, or with the error."""
+        """Queue it, with the transport lock held; `done` is called when the device has finished, or with the error."""
         raise NotImplementedError
 
-    def _over(self, error: BaseException | None) -> None:
-        self.reached(None)  # its event is somebody else's from now on
+    def _finish(self, error: BaseException | None) -> None:
+        self.reached(None)  # the event is used again
         self._done(error)
 
 
@@ -38,7 +38,7 @@ Queue = Callable[[Tensor, torch.cuda.Stream], Queued]
 
 
 class Alone(Queued):
-    """How the only rank of a communicator reduces: it waits for what the caller's stream has queued."""
+    """A reduction of a communicator with one rank: it waits for the queued work of the caller's stream."""
 
     __slots__ = ("_end", "_events", "_stream")
 
@@ -54,11 +54,11 @@ class Alone(Queued):
         if self._end is None:
             done(None)
         else:
-            self._events.add(self._stream, self._end, self._over)
+            self._events.add(self._stream, self._end, self._finish)
 
 
 class NcclReductions:
-    """How tensors of `kind` are reduced in place by one call of `group`, which is open, in launch order."""
+    """In-place reductions of tensors of `kind` by one call each of the open `group`, in launch order."""
 
     def __init__(self, progress: Progress, group: NcclGroup, kind: dtype, op: ReduceOp) -> None:
         self.progress = progress
@@ -69,15 +69,15 @@ class NcclReductions:
 
 
 class ByNccl(Queued):
-    """One of them."""
+    """One reduction of `NcclReductions`."""
 
-    __slots__ = ("_behind", "_failed", "_kind", "_numbers", "_slot", "_t")
+    __slots__ = ("_awaited", "_failed", "_kind", "_numbers", "_slot", "_t")
 
     def __init__(self, kind: NcclReductions, t: Tensor, stream: torch.cuda.Stream) -> None:
         super().__init__(kind.progress, kind.group.device)
         self._kind, self._t = kind, t
         self._failed: BaseException | None = None
-        self._behind = None if idle(stream) else kind.events.record(stream)
+        self._awaited = None if idle(stream) else kind.events.record(stream)
         self._slot = kind.group.launch_order.take()
 
     def start(self, done: Done) -> None:
@@ -91,26 +91,26 @@ class ByNccl(Queued):
             self._launched(ours(raised))
         else:
             after = partial(divide, t, group.size) if self._kind.divides else None
-            call = NcclCall(self._launch, "allreduce", self._launched, after, None, self._behind)
+            call = NcclCall(self._launch, "allreduce", self._launched, after, None, self._awaited)
             group.launch_order.add(self._slot, partial(group.submit, call), last=True)
 
     def _launch(self, comm: Any, stream: int) -> None:  # noqa: ANN401
         self._kind.reduce(comm, self._numbers, stream)
 
     def _launched(self, error: BaseException | None) -> None:
-        """It is queued, or not: what a call that failed has launched uses the tensor too, until it is over."""
+        """Wait for the device after the call; a failed call may have launched a kernel that uses the tensor too."""
         kind = self._kind
         stream = kind.group.stream
-        if self._behind is not None:
-            kind.events.release(kind.group.device.index, self._behind)
+        if self._awaited is not None:
+            kind.events.release(kind.group.device.index, self._awaited)
         if stream is None or (kind.group.size == 1 and error is None and idle(stream)):
-            self._over(error)
+            self._finish(error)
             return
         self._failed = error
         try:
             self.reached(kind.events.watch(stream, self._ended))
         except RuntimeError as raised:
-            self._over(error or device_error(raised))
+            self._finish(error or device_error(raised))
 
     def _ended(self, error: BaseException | None) -> None:
-        self._over(self._failed or error)
+        self._finish(self._failed or error)

@@ -1,7 +1,7 @@
 """Collectives of CUDA tensors, staged through the host in pinned chunks.
 
-A chunk is copied to the host, reduced there and copied back, while other chunks are at other stages: only the slowest
-stage takes time. For the streams of the copies see `device_messages`.
+A chunk is copied to the host, reduced there and copied back, while other chunks are at other stages: the slowest stage
+determines the time. For the streams of the copies see `device_messages`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from aiodist.types import OPERATIONS
 
 
 def chunks_of(nbytes: int, limits: Mapping[str, int]) -> int:
-    """Return in how many chunks `nbytes` are staged: so that none is longer than a piece.
+    """Return the number of chunks of `nbytes`, none longer than the limit.
 
     >>> [chunks_of(n, {"staged.piece_bytes": 100}) for n in (0, 1, 100, 101, 1000)]
     [1, 1, 1, 2, 10]
@@ -37,7 +37,7 @@ def chunks_of(nbytes: int, limits: Mapping[str, int]) -> int:
 
 
 def cut(count: int, chunks: int, i: int) -> tuple[int, int]:
-    """Return where chunk number `i` of `count` elements begins and ends; chunks differ by one element at most.
+    """Return the first and last bound of chunk number `i` of `count` elements; chunks differ by at most one element.
 
     >>> [cut(7, 3, i) for i in range(3)]
     [(0, 2), (2, 4), (4, 7)]
@@ -46,15 +46,15 @@ def cut(count: int, chunks: int, i: int) -> tuple[int, int]:
 
 
 class _Chunk(NamedTuple):
-    """A part of a tensor, which goes through one buffer of the host."""
+    """A part of a tensor, staged in one buffer of the host."""
 
     work: _Copies
     kind: dtype
     numel: int
     reads: Sequence[tuple[int, Tensor]]
-    """(where in the buffer, tensor of the device) that are copied to the host before the collective."""
+    """Copies to the host before the collective: (offset in the buffer, tensor of the device)."""
     writes: Sequence[tuple[int, Tensor]]
-    """The same, copied back after the collective."""
+    """Copies back after the collective."""
     primitive: Callable[[Tensor], Primitive]
     """The collective on the buffer."""
 
@@ -63,16 +63,16 @@ class _Chunk(NamedTuple):
 class Staged(Implementation):
     """See the module, and `Implementation`. A few chunks are in flight at the same time, each on a lane of its own.
 
-    16-bit floats cross the bus as they are. The rank's own elements of an allgather stay on the device.
+    16-bit floats are copied without conversion. The rank's own elements of an allgather stay on the device.
     """
 
     name = "staged"
     finishes = True
-    compares = True  # the device is not held up
+    compares = True  # the device does not wait
 
     _staging: Staging
     _host: Callable[[Endpoint], Primitives]
-    """The host's primitives for any step but an operation's first, since ranks reach it at any time."""
+    """The host's primitives for a step that is not the first of an operation, since ranks reach it at any time."""
     _limits: Mapping[str, int]
 
     def lacks(self, wanted: Wanted) -> str | None:
@@ -81,7 +81,7 @@ class Staged(Implementation):
         return None if wanted.device == "cuda" else "staging is for tensors on CUDA devices"
 
     async def run(self, ep: Endpoint, primitives: Sequence[Primitive]) -> None:
-        """Run one collective in chunks, those of each lane one after another, or several in one chunk each."""
+        """Run one collective in chunks, which each lane runs one after another, or several in one chunk each."""
         primitives = [o for o in primitives if o.t.numel() or o.out.numel()]
         if not primitives:
             return
@@ -91,13 +91,13 @@ class Staged(Implementation):
         rounds = [[_chunk(works[o.t.device], ep.rank, o, chunks, i) for o in primitives] for i in range(chunks)]
         lanes = min(chunks, self._limits["staged.pieces"])
         endpoints = [on_lane(ep, lane) for lane in range(lanes)] if lanes > 1 else [ep]
-        if large := max(sizes) >= LARGE_BYTES:  # the thread alone does the host's part
+        if large := max(sizes) >= LARGE_BYTES:  # the progress thread does the host's part
             self._staging.progress.add_large(1)
         try:
             await together(*[self._lane(self._host(one), rounds[i::lanes]) for i, one in enumerate(endpoints)])
         except Exception:
             for work in works.values():
-                work.end()  # copies that are queued still write
+                work.end()  # queued copies still write
             raise
         finally:
             if large:
@@ -106,7 +106,7 @@ class Staged(Implementation):
             work.end()
 
     async def _lane(self, p: Primitives, rounds: Iterable[Sequence[_Chunk]]) -> None:
-        """Take rounds of chunks through the host, one after another."""
+        """Run rounds of chunks through the host, one after another."""
         begun: set[_Copies] = set()
         for chunks in rounds:
             hosts = [self._staging.buffer(chunk.numel * chunk.kind.itemsize).view(chunk.kind) for chunk in chunks]
@@ -131,7 +131,7 @@ class Staged(Implementation):
 
 
 def _chunk(work: _Copies, rank: int, o: Primitive, chunks: int, i: int) -> _Chunk:
-    """Return chunk number `i` of a collective: of an allgather or a reduce_scatter, a part of each rank's block."""
+    """Return chunk number `i` of a collective; for allgather and reduce_scatter it has a part of each rank's block."""
     if o.kind not in ("allgather", "reduce_scatter"):
         reads = o.kind != "broadcast" or rank == o.root
         writes = {"broadcast": rank != o.root, "reduce": rank == o.root}.get(o.kind, True)
@@ -167,7 +167,7 @@ class _Copies:
     """The copies of one operation."""
 
     def __init__(self, staging: Staging, device: torch.device) -> None:
-        """With the operation's stream the current one, on which all that it comes behind is queued."""
+        """The operation's stream is the current one, and earlier work is queued on it."""
         self._staging = staging
         self._current = torch.cuda.current_stream(device)
         self._to_host = staging.to_host(device)
@@ -177,14 +177,14 @@ class _Copies:
         """Call `done` when the device has done all work before the operation."""
         self._staging.events.watch(self._current, done)
 
-    def read(self, pairs: Copies, behind: bool, done: Done) -> None:
-        """Copy to the host; `behind`: other work before the operation may not have ended."""
-        self._staging.copies(pairs, self._current if behind else self._to_host, ignore, done)
+    def read(self, pairs: Copies, device_busy: bool, done: Done) -> None:
+        """Copy to the host; `device_busy`: earlier work of the stream may not have ended."""
+        self._staging.copies(pairs, self._current if device_busy else self._to_host, ignore, done)
 
     def write(self, pairs: Copies, done: Done) -> None:
         """Queue the copies to the device."""
-        told = once(done)
-        self._staging.copies(pairs, self._to_device, lambda _: told(None), told)
+        queued = once(done)
+        self._staging.copies(pairs, self._to_device, lambda _: queued(None), queued)
 
     def end(self) -> None:
         """Let the operation's stream continue after all copies."""
