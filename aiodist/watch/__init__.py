@@ -1,1 +1,1 @@
-"""Monitoring of ranks while a job runs: traces, who waits for whom, deadlocks, inspect."""
+"""Monitoring of ranks while a job runs: traces, late ranks, deadlocks, inspect."""

@@ -1,9 +1,9 @@
-"""Late ranks: each rank notes when it came to each collective, and the first rank compares.
+"""Late ranks: each rank records its arrival time at each collective, and the first rank compares them.
 
-Once a second, while something is issued, the first rank of the world asks all others when they came to their last
-operations, and how their clocks stand. It tells them which rank came last to each that some had to wait for. So each
-rank knows by itself what that was, and adds it up. How long a receive waits for its sender the rank notes itself; all
-are told. All but the comparison goes on in the listener threads.
+Once a second, while operations are issued, the first rank of the world asks all others for the arrival times at their
+last operations, and measures their clocks. It sends them the last rank of each operation that made ranks wait. Each
+rank adds these waits up by its own log. A rank measures the waits of its receives itself, and sends them to all.
+Everything except the comparison runs in the listener threads.
 """
 
 from __future__ import annotations
@@ -33,46 +33,46 @@ from aiodist.watch.clock import Clock, Offset
 
 _TOPIC = "arrivals"
 _PAUSE = 1.0  # seconds between two comparisons
-_PATIENCE = 2.0  # seconds for the answers
-_ROUND_TRIPS = 4  # of clocks, each time
+_ANSWER_SECONDS = 2.0  # longest wait for the answers
+_ROUND_TRIPS = 4  # per measurement of the clocks
 _SHOWN = 8
-_SHORT = 1e-3  # seconds in which a receive waits for nobody
-_MOST_LEFT = 1 << 14  # operations of a rank that others may still come to
+_SHORT = 1e-3  # seconds; shorter waits of receives do not count
+_MOST_LEFT = 1 << 14  # operations of a rank that others have not reached
 
-_Stream = tuple[str, str]  # a communicator, and the name of an operation: "" for all that are in the order
-Times = NDArray[np.int64]  # (operations, 2): their numbers, and nanoseconds
+_Stream = tuple[str, str]  # (communicator, name of an operation), or "" for operations without a name
+Times = NDArray[np.int64]  # (operations, 2): numbers, and nanoseconds
 
 
 @dataclass(eq=False)
 class _Followed:
-    """One communicator of this rank, and what is known of it."""
+    """One communicator of this rank, and the waits on it."""
 
     dispatcher: Dispatcher
-    over: bool = False  # it was closed when the first rank was told of it last
-    told: int = 0  # how many of its operations the first rank was told of, without those that have names
-    named: dict[tuple[str, int], Record] = field(default_factory=dict)  # of the last ones, by name and use
+    closed: bool = False  # it was closed at the last report
+    reported: int = 0  # operations without a name that the first rank knows
+    named: dict[tuple[str, int], Record] = field(default_factory=dict)  # last named operations, by name and use
     received: deque[tuple[str, int, float]] = field(default_factory=lambda: deque(maxlen=_MOST_LEFT))
-    """Of receives that are over: the operation, its source, and how long it took; since it was told last."""
+    """Finished receives since the last report: operation, source, and seconds."""
     seconds: list[float] = field(default_factory=list)
     by_operation: dict[str, list[float]] = field(default_factory=dict)
     compared: int = 0
     error: float = 0.0
 
-    issued: int = 0  # how many there were when it was told last, with those
+    issued: int = 0  # operations at the last report, with named ones
 
     @property
     def log(self) -> OpLog:
-        """What was issued on it."""
+        """The log of its operations."""
         return self.dispatcher.oplog
 
     def find(self, name: str, number: int) -> Record | None:
-        """Return the record of an operation, or of that use of a name; None where it is no longer kept."""
+        """Return the record of an operation, or of a use of a name; None if it was discarded."""
         return self.named.get((name, number)) if name else self.log.find(number)
 
-    def tell(self) -> Iterator[tuple[str, bytes]]:
-        """Yield when this rank came to what it has issued since the last time: in the order, and of each name."""
-        since, self.told = self.told, self.log.seq
-        self.issued = self.told + self.dispatcher.names.issued
+    def new_arrivals(self) -> Iterator[tuple[str, bytes]]:
+        """Yield the arrival times since the last report: first of operations without a name, then by name."""
+        since, self.reported = self.reported, self.log.seq
+        self.issued = self.reported + self.dispatcher.names.issued
         yield "", self.log.arrivals(since)
         arrivals, found = self.dispatcher.names.arrivals, dict[str, list[tuple[int, int]]]()
         while arrivals:
@@ -86,22 +86,22 @@ class _Followed:
             yield name, np.array(times, np.int64).tobytes()
 
     def add(self, name: str, late: NDArray[np.float64], compared: int, error: float) -> WaitingCall:
-        """Take in (number, last rank, seconds waited) of operations; return what is known now."""
+        """Add (number, last rank, seconds waited) of operations; return the sums."""
         for number, last, waited in late.tolist():
             record = self.find(name, int(number))
             kind = "" if record is None else f"{record.what.kind} {name!r}" if name else record.what.kind
             self._add(kind, int(last), waited)
         self.compared += compared
         self.error = max(self.error, error)
-        return self._known()
+        return self._sums()
 
     def add_received(self, op: str, src: int, waited: float) -> WaitingCall:
-        """Take in how long ranks waited for messages of `src`; return what is known now."""
+        """Add seconds that ranks waited for messages of `src`; return the sums."""
         self._add(op, src, waited)
-        return self._known()
+        return self._sums()
 
     def time(self, handle: Handle[Any], src: int) -> None:
-        """Note how long this receive, which begins, waits for rank `src`."""
+        """Measure the wait of a starting receive for rank `src`."""
         internals.add_observer(handle, EndWaiter(partial(self._received, src, perf_counter()), lambda *_: None))
 
     def _received(self, src: int, began: float, handle: Handle[Any]) -> None:
@@ -109,8 +109,8 @@ class _Followed:
         if waited >= _SHORT and not handle.cancelled():
             self.received.append((handle.op, src, waited))
 
-    def tell_received(self) -> Iterator[tuple[str, int, float]]:
-        """Yield how long receives of this rank waited since the last time: in each operation for each rank."""
+    def new_receives(self) -> Iterator[tuple[str, int, float]]:
+        """Yield the waits of this rank's receives since the last report: operation, source, and seconds."""
         found: dict[tuple[str, int], float] = {}
         while self.received:
             op, src, waited = self.received.popleft()
@@ -123,17 +123,17 @@ class _Followed:
         self.seconds[rank] += waited
         self.by_operation.setdefault(kind, [0.0] * size)[rank] += waited
 
-    def _known(self) -> WaitingCall:
+    def _sums(self) -> WaitingCall:
         self.seconds = self.seconds or [0.0] * len(self.dispatcher.ranks)
         by_operation = {kind: tuple(seconds) for kind, seconds in self.by_operation.items()}
         return WaitingCall(tuple(self.seconds), by_operation, self.compared, self.error)
 
 
 class ArrivalTimes:
-    """One rank's part in it."""
+    """One rank's part in the comparison."""
 
     def __init__(self, world: Communicator, *, report: bool = False) -> None:
-        """With `report` rank 0 says at the end who waited for whom."""
+        """With `report` rank 0 prints the late ranks at the end."""
         self._world = world
         registry = self._registry = parts_of(world).registry
         self._waited: dict[str, WaitingCall] = registry.waited
@@ -142,11 +142,11 @@ class ArrivalTimes:
         self._clock = Clock(self._channel, "clock of arrivals", self._ranks)
         self._followed: dict[str, _Followed] = {}
         self._answers: dict[int, Sequence[list[Any]]] = {}
-        """By rank: when it came to what, and how long its receives waited for whom."""
-        self._all_told: asyncio.Future[None] | None = None
+        """Arrival times and waits of receives, by rank."""
+        self._all_answered: asyncio.Future[None] | None = None
         self._left: dict[_Stream, dict[int, Times]] = {}
-        """As the first rank: by rank of the world, when it came to what others have not come to."""
-        self._says = report
+        """On the first rank: arrival times at operations that not all ranks have reached, by world rank."""
+        self._prints = report
         self._report = _Report(self._ranks)
         self._round = 0
         self._began = -_PAUSE
@@ -160,7 +160,7 @@ class ArrivalTimes:
             self._watch.on_look.append(self._look)
 
     def follow(self, dispatcher: Dispatcher) -> None:
-        """Have the times of a communicator noted."""
+        """Record the arrival times of a communicator."""
         if len(dispatcher.ranks) > 1:
             dispatcher.oplog.timed = True
             dispatcher.names.arrivals = deque(maxlen=_MOST_LEFT)
@@ -168,8 +168,8 @@ class ArrivalTimes:
             dispatcher.on_receive = one.time
 
     def close(self) -> None:
-        """Compare nothing any more."""
-        if self._says and self._world.rank == 0:
+        """Stop the comparisons."""
+        if self._prints and self._world.rank == 0:
             sys.stderr.write(f"{self}\n")
         self._ignore_looks()
         if self._task is not None:
@@ -185,14 +185,14 @@ class ArrivalTimes:
         if self._look in self._watch.on_look:
             self._watch.on_look.remove(self._look)
 
-    # --- as the first rank, on its loop ------------------------------------------------------------------------
+    # --- on the first rank, on its loop ------------------------------------------------------------------------
 
     def _look(self) -> None:
         if perf_counter() - self._began >= _PAUSE and (self._task is None or self._task.done()):
             self._task = asyncio.get_running_loop().create_task(self._compare(), name="aiodist-arrivals")
 
     async def finish(self) -> None:
-        """Compare for the last time; collective."""
+        """Compare a last time; collective."""
         await self._world.barrier()
         if self._world.rank == 0:
             self._ignore_looks()
@@ -202,26 +202,26 @@ class ArrivalTimes:
         await self._world.barrier()
 
     async def _compare(self) -> None:
-        """Ask all ranks when they came, and tell them for whom the others waited; raises nothing."""
+        """Compare the arrival times of all ranks, and send them the late ranks; raises nothing."""
         self._began = perf_counter()
-        with suppress(TimeoutError, RuntimeError):  # a rank is stopped, or gone; the channel is closed
+        with suppress(TimeoutError, RuntimeError):  # a rank is stopped or lost; the channel is closed
             offsets = await self._clock.measure(_ROUND_TRIPS)
             self._round += 1
             self._answers = {}
-            self._all_told = asyncio.get_running_loop().create_future()
-            self._channel.broadcast(_TOPIC, ["tell", self._round])
-            async with asyncio.timeout(_PATIENCE):
-                await self._all_told
-            self._answers[self._channel.rank] = self._tell()
-            late, received = self._compared(offsets), [each for _, told in self._answers.values() for each in told]
-            self._channel.broadcast(_TOPIC, ["know", late, received])
-            self._know(late, received)
+            self._all_answered = asyncio.get_running_loop().create_future()
+            self._channel.broadcast(_TOPIC, ["ask", self._round])
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                await self._all_answered
+            self._answers[self._channel.rank] = self._answer()
+            late, received = self._compared(offsets), [each for _, waits in self._answers.values() for each in waits]
+            self._channel.broadcast(_TOPIC, ["result", late, received])
+            self._add(late, received)
 
     def _compared(self, offsets: dict[int, Offset]) -> list[Any]:
-        """Return of each communicator what its ranks are to know, as `_Followed.add` takes it."""
+        """Return the late ranks of each communicator, as arguments of `_Followed.add`."""
         ranks_of: dict[str, list[int]] = {}
-        for rank, (told, _) in self._answers.items():
-            for comm, name, ranks, times in told:
+        for rank, (arrivals, _) in self._answers.items():
+            for comm, name, ranks, times in arrivals:
                 ranks_of[comm] = ranks
                 came = np.frombuffer(times, np.int64).reshape(-1, 2).copy()
                 came[:, 1] += round(offsets[rank].seconds * 1e9)
@@ -244,34 +244,31 @@ class ArrivalTimes:
 
     def _heard(self, src: int, message: list[Any]) -> None:
         what, content, *more = message
-        if what == "tell":
+        if what == "ask":
             with suppress(RuntimeError):  # the channel was closed
-                self._channel.send(src, _TOPIC, ["told", content, *self._tell()])
-        elif what == "know":
-            self._know(content, more[0])
+                self._channel.send(src, _TOPIC, ["answer", content, *self._answer()])
+        elif what == "result":
+            self._add(content, more[0])
         elif content == self._round:
             self._answers[src] = more
-            if len(self._answers) == len(self._ranks) - 1 and self._all_told is not None:
-                settle_soon(self._all_told)
+            if len(self._answers) == len(self._ranks) - 1 and self._all_answered is not None:
+                settle_soon(self._all_answered)
 
-    def _tell(self) -> tuple[list[Any], list[Any]]:
-        """Return, of each communicator, its ranks and when this one came to what was issued since the last time.
-
-        And how long its receives waited for whom.
-        """
-        told, received = [], []
+    def _answer(self) -> tuple[list[Any], list[Any]]:
+        """Return the new arrival times, and the new waits of receives, of all communicators."""
+        arrivals, received = [], []
         for comm, one in list(self._followed.items()):
-            if one.over:
+            if one.closed:
                 del self._followed[comm]
                 continue
-            one.over = one.dispatcher.refusal is not None
+            one.closed = one.dispatcher.refusal is not None
             before, ranks = one.issued, list(one.dispatcher.ranks)
-            told += [[comm, name, ranks, times] for name, times in one.tell()]
-            received += [[comm, *each] for each in one.tell_received()]
+            arrivals += [[comm, name, ranks, times] for name, times in one.new_arrivals()]
+            received += [[comm, *each] for each in one.new_receives()]
             self._report.issued += one.issued - before
-        return told, received
+        return arrivals, received
 
-    def _know(self, late: list[Any], received: list[Any]) -> None:
+    def _add(self, late: list[Any], received: list[Any]) -> None:
         for comm, op, src, waited in received:
             if (one := self._followed.get(comm)) is not None:
                 self._waited[comm] = one.add_received(op, src, waited)
@@ -287,18 +284,18 @@ class ArrivalTimes:
 
 
 class _Report:
-    """For which ranks of the world the others waited, on all communicators of this rank together."""
+    """Waits for each rank of the world, summed over all communicators of this rank."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.issued = 0
         self._seconds = dict.fromkeys(ranks, 0.0)
         self._lines: dict[tuple[int, Record | None], float] = {}
-        """By rank, and by operation with its line, without its number."""
+        """Seconds by rank, and by operation with its line (the record without its number)."""
         self._compared = 0
         self._error = 0.0
 
     def add(self, one: _Followed, name: str, late: NDArray[np.float64], compared: int, error: float) -> None:
-        """As `_Followed.add`, which has taken it in."""
+        """Add late operations, as `_Followed.add` does."""
         for number, last, waited in late.tolist():
             rank, record = one.dispatcher.ranks[int(last)], one.find(name, int(number))
             line = rank, None if record is None else Record(0, record.what, record.origin)
@@ -308,7 +305,7 @@ class _Report:
         self._error = max(self._error, error)
 
     def add_received(self, rank: int, waited: float) -> None:
-        """As `_Followed.add_received`, which has taken it in."""
+        """Add seconds of receives, as `_Followed.add_received` does."""
         self._seconds[rank] += waited
         self._lines[rank, None] = self._lines.get((rank, None), 0.0) + waited
 
@@ -332,9 +329,9 @@ class _Report:
 
 
 def lateness(came: Sequence[Times], error: float) -> tuple[Times, NDArray[np.float64]]:
-    """Return the numbers of the operations to which all ranks came, and (number, last rank, seconds waited) of some.
+    """Return the numbers of operations that all ranks have reached, and (number, last rank, seconds) of late ones.
 
-    These are the ones for which ranks waited for longer than the clocks may be wrong; waits of all are added up.
+    An operation is late if the arrivals differ by more than the error of the clocks; seconds are summed over ranks.
     """
     numbers = reduce(np.intersect1d, [one[:, 0] for one in came])
     times = np.stack([_times(one, numbers) for one in came])  # (ranks, operations)

@@ -1,10 +1,10 @@
 """Stalled ranks report their pending operations to one rank, which finds deadlocks and notifies all ranks.
 
-    a rank stands still at two checks in a row -> it reports -> it is asked again -> it reports the same -> the verdict
+    a rank is stalled at two checks in a row -> it reports -> it is asked again -> it reports the same -> the verdict
 
-The judge is the first rank that has not left. It judges on its listener thread, so that its program may compute.
-Reports may be of different moments, so the judge asks all ranks of a deadlock once more. If all report the same again,
-there was a moment between the first answers and the second questions at which all stood still like that; see
+The judge is the first rank that has not left. It decides on its listener thread, so that its program may compute.
+Reports may be from different times, so the judge asks all ranks of a deadlock again. If all report the same, there was
+a time between the first answers and the second questions at which all ranks were in these states; see
 [Note: no false alarm] in docs/design/watch.md.
 """
 
@@ -22,10 +22,10 @@ from aiodist.errors import DeadlockError
 from aiodist.handles.stacks import stack_of_task
 from aiodist.handles.timers import Quiet
 from aiodist.watch.graph import Lock, drawn, locked
-from aiodist.watch.stillness import what_goes_on
+from aiodist.watch.stillness import why_not_stalled
 
 _TOPIC = "deadlocks"
-_PAUSE_SECONDS = 1e-3  # before a rank checks itself or sends: other ranks of its loop may have to do the same
+_PAUSE_SECONDS = 1e-3  # before a check or a message, so that the other ranks of the loop can do theirs
 _ROUND_SECONDS = 1.0  # after this time, a rank without an answer is asked again
 _STACKS = 4
 
@@ -36,7 +36,7 @@ class _Round(NamedTuple):
     number: int
     asked: float
     lock: Lock
-    told: Mapping[int, Facts]
+    reports: Mapping[int, Facts]
     answers: dict[int, list[list[str]]]  # stacks of the ranks that reported the same again
 
 
@@ -49,40 +49,40 @@ class Deadlocks(Quiet):
         self._progress = watch.progress
         # On the loop's thread.
         self._issued = -1
-        self._seen: Facts | None = None  # pending operations at the last check, if it stood still
-        self._told: tuple[int, Facts] | None = None  # the last report and its judge
+        self._seen: Facts | None = None  # pending operations at the last check, if it was stalled
+        self._reported: tuple[int, Facts] | None = None  # the last report and its judge
         self._asked = (0, 0)  # the asking judge, and its round
         self._outbox: list[tuple[int, list[Any]]] = []
-        # On the thread that listens.
+        # On the listener thread.
         self._known: dict[int, Facts] = {}
         self._round: _Round | None = None
         self._rounds = 0
         watch.observers.append(self.look)
         channel.subscribe(_TOPIC, self._heard)
 
-    # --- a rank that waits: on the loop's thread -------------------------------------------------------------
+    # --- a waiting rank, on the loop's thread ----------------------------------------------------------------
 
     def look(self) -> None:
-        """Report to the judge if this rank stands still; called while operations are pending."""
+        """Report to the judge if this rank is stalled; called while operations are pending."""
         before, self._issued = self._issued, sum(member.issued for member in self._watch.members.values())
         facts = self._facts() if self._issued == before else None  # skips the costly check for a running program
         judge = next(rank for rank in range(self._channel.size) if rank not in self._channel.exits())
         if facts is None or facts != self._seen:
             self._seen = facts
-        elif self._told != (judge, facts):
-            self._told = judge, facts
-            self._say(judge, ["waits", 0, facts, []])
+        elif self._reported != (judge, facts):
+            self._reported = judge, facts
+            self._send(judge, ["waits", 0, facts, []])
 
     def _facts(self) -> Facts | None:
         """Return the pending operations; None if this rank may continue."""
-        self._watch.report.may_continue = reason = what_goes_on(self._progress, self._channel)
+        self._watch.report.may_continue = reason = why_not_stalled(self._progress, self._channel)
         found = [member.facts() for member in self._watch.members.values()]
         if None in found or reason:
             return None
-        told = [one for one in found if one is not None]
-        return Facts([op for _, ops in told for op in ops], [comm for comm, _ in told])
+        facts = [one for one in found if one is not None]
+        return Facts([op for _, ops in facts for op in ops], [comm for comm, _ in facts])
 
-    def _again(self, judge: int, number: int) -> None:
+    def _on_question(self, judge: int, number: int) -> None:
         # The last question counts: `run_ranks` shuffles callbacks and messages.
         self._asked = judge, number if judge != self._asked[0] else max(number, self._asked[1])
         self._progress.loop.call_later(_PAUSE_SECONDS, self._answer)
@@ -91,15 +91,15 @@ class Deadlocks(Quiet):
         judge, number = self._asked
         facts = self._facts()
         if facts is None:
-            self._told = None  # it reports again after it stands still again
+            self._reported = None  # it reports again after its next stall
         stacks = [stack_of_task(task) for task in self._watch.tasks()]
-        self._say(judge, ["answer", number, facts, [stack for stack in stacks if stack][:_STACKS]])
+        self._send(judge, ["answer", number, facts, [stack for stack in stacks if stack][:_STACKS]])
 
-    def _say(self, rank: int, message: list[Any]) -> None:
+    def _send(self, rank: int, message: list[Any]) -> None:
         self._outbox.append((rank, message))
-        self._progress.loop.call_later(_PAUSE_SECONDS, self._speak)
+        self._progress.loop.call_later(_PAUSE_SECONDS, self._flush)
 
-    def _speak(self) -> None:
+    def _flush(self) -> None:
         outbox, self._outbox = self._outbox, []
         for rank, message in outbox:
             with suppress(RuntimeError):  # the channel was closed
@@ -111,12 +111,12 @@ class Deadlocks(Quiet):
             if member.pending or name in comms:
                 member.give_up(DeadlockError(text, cycle=tuple(cycle)))
 
-    # --- the judge: on the thread that listens ---------------------------------------------------------------
+    # --- the judge, on the listener thread -------------------------------------------------------------------
 
     def _heard(self, src: int, message: list[Any]) -> None:
         what, number, content, more = message
         if what == "again":
-            self._progress.post(partial(self._again, src, number))
+            self._progress.post(partial(self._on_question, src, number))
         elif what == "lock":
             if self._channel.rank in content:
                 self._progress.post(partial(self._raise, *more))
@@ -132,19 +132,19 @@ class Deadlocks(Quiet):
                 self._count_answer(self._round, src, facts, more)
 
     def _judge(self) -> None:
-        """Ask the ranks of a deadlock once more, unless they have just been asked."""
-        gone = self._channel.exits()
-        told = {rank: facts for rank, facts in self._known.items() if rank not in gone}
-        lock, now = locked(told), self._progress.loop.time()
+        """Ask the ranks of a deadlock again, unless they have just been asked."""
+        exits = self._channel.exits()
+        reports = {rank: facts for rank, facts in self._known.items() if rank not in exits}
+        lock, now = locked(reports), self._progress.loop.time()
         if lock is None or (self._round and self._round.lock == lock and now < self._round.asked + _ROUND_SECONDS):
             return
         self._rounds += 1
-        self._round = _Round(self._rounds, now, lock, told, {})
+        self._round = _Round(self._rounds, now, lock, reports, {})
         for rank in lock.waits:
             self._channel.send(rank, _TOPIC, ["again", self._rounds, None, None])
 
     def _count_answer(self, the_round: _Round, src: int, facts: Facts | None, stacks: list[list[str]]) -> None:
-        if facts != the_round.told[src]:
+        if facts != the_round.reports[src]:
             self._round = None
             self._judge()
             return

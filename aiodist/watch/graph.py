@@ -1,9 +1,9 @@
 """The wait-for graph: finds ranks that can never continue, from each rank's own report. Pure; no I/O.
 
-Each rank reports its facts when it stands still (`stillness`), so only the end of one of its pending operations
-can continue it. A set of such ranks is locked if each operation of each of them needs something that a rank of
-the set has not done: the first of them to do anything would need another one to have done something before. `locked`
-returns the largest such set. [Note: no false alarm] in docs/design/watch.md has the argument.
+Each rank reports its facts when it is stalled (`stillness`), so it can continue only after the end of one of its
+pending operations. A set of such ranks is locked if each operation of each rank needs an action of a rank of the set:
+the first action in the set would need an earlier one. `locked` returns the largest such set. [Note: no false alarm] in
+docs/design/watch.md has the argument.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Lock(NamedTuple):
     cycle: list[int]  # each rank waits for the next one, and the last for the first
 
 
-def locked(told: Mapping[int, Facts]) -> Lock | None:
-    """Return the ranks that can never continue, of those that reported that they stand still."""
-    waits = {rank: [Blocked(op, []) for op in facts.ops] for rank, facts in told.items() if facts.ops}
-    comms = {rank: {comm.name: comm for comm in told[rank].comms} for rank in waits}
+def locked(reports: Mapping[int, Facts]) -> Lock | None:
+    """Return the ranks that can never continue, among the stalled ranks."""
+    waits = {rank: [Blocked(op, []) for op in facts.ops] for rank, facts in reports.items() if facts.ops}
+    comms = {rank: {comm.name: comm for comm in reports[rank].comms} for rank in waits}
     changed = True
     while changed:
         changed = False
         for rank in list(waits):
             waits[rank] = [Blocked(op, _blocking(rank, op, comms)) for op, _ in waits[rank]]
-            if not all(wait.ranks for wait in waits[rank]):  # this operation may end; then the rank may do anything
+            if not all(wait.ranks for wait in waits[rank]):  # an operation may end, and then the rank may continue
                 del waits[rank], comms[rank]
                 changed = True
     return Lock(waits, _cycle(waits)) if waits else None
@@ -74,7 +74,7 @@ def _found(pairs: Sequence[Sequence[Any]], key: object) -> int:
 
 
 def _cycle(waits: Mapping[int, list[Blocked]]) -> list[int]:
-    """Follow the first rank that each waits for until one comes again."""
+    """Follow the first rank that each rank waits for, until a rank repeats."""
     path: list[int] = []
     rank = min(waits)
     while rank not in path:

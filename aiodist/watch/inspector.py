@@ -1,7 +1,7 @@
 """A running job answers `aiodist inspect`: rank 0 asks all ranks, and sends their answers to its socket's clients.
 
-Ranks answer twice, as for `Inquiry`: at once on the thread that listens, and from their loop as soon as that runs. The
-socket has a thread of its own, which sleeps until somebody connects; so it answers though all the rest is stuck.
+Ranks answer twice, as for `Inquiry`: immediately on the listener thread, and from their loop when it runs. The socket
+has a thread of its own, which waits for connections, so it answers also if everything else is blocked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STACKS = 16
 
 @contextmanager
 def inspected(watch: Watch, channel: Channel, job: int | None) -> Iterator[None]:
-    """Within, `aiodist inspect` finds this job by the number `job`, that of its launcher's process; None: nowhere."""
+    """Let `aiodist inspect` find this job in the block by `job`, the process id of its launcher; None disables it."""
     inspector = Inspector(watch, channel)
     try:
         with nullcontext() if job is None or channel.rank else _served(inspector, job):
@@ -51,7 +51,7 @@ class Inspector:
         channel.subscribe(_TOPIC, self._heard)
 
     def ask(self) -> list[dict[str, Any]]:
-        """Return what each rank says of itself; on a thread of its own."""
+        """Return the state of each rank; on a thread of its own."""
         self._number += 1
         exits, mine = self._channel.exits(), self._channel.rank
         answers: dict[int, dict[str, Any]] = {rank: {} for rank in range(self._channel.size) if rank not in exits}
@@ -64,9 +64,9 @@ class Inspector:
         while not all("tasks" in answer for answer in answers.values()) and (left := until - monotonic()) > 0:
             self._news.wait(left)
             self._news.clear()
-        told = [{"rank": rank, **answer} for rank, answer in answers.items()]
-        told += [{"rank": rank, "left": exit.cause} for rank, exit in exits.items()]
-        return sorted(told, key=lambda answer: answer["rank"])
+        found = [{"rank": rank, **answer} for rank, answer in answers.items()]
+        found += [{"rank": rank, "left": exit.cause} for rank, exit in exits.items()]
+        return sorted(found, key=lambda answer: answer["rank"])
 
     def _heard(self, src: int, message: list[Any]) -> None:
         what, number, content = message
@@ -85,7 +85,7 @@ class Inspector:
             self._channel.send(dst, _TOPIC, ["answer", number, content])
 
     def _here(self) -> dict[str, Any]:
-        """On any thread."""
+        """Return the state of this rank that any thread can read."""
         watch = self._watch
         return {
             "pid": os.getpid(),
@@ -102,15 +102,15 @@ class Inspector:
 
 @contextmanager
 def _served(inspector: Inspector, job: int) -> Iterator[None]:
-    """Within, a thread tells what the ranks say to who connects to the socket of the job."""
+    """Serve the states of the ranks on the job's socket in this block, in a thread."""
     with socket.socket(socket.AF_UNIX) as server:
         path = None
-        with suppress(OSError):  # there is no such folder, or another job of this name is open
+        with suppress(OSError):  # no such folder, or another job of this name is open
             claimed = jobs.claim(job)
             server.bind(str(claimed))
             server.listen()
             path = claimed
-        if path is None:  # nobody can look at this one
+        if path is None:  # this job cannot be inspected
             yield
             return
         guard(server.fileno())
@@ -128,15 +128,15 @@ def _served(inspector: Inspector, job: int) -> Iterator[None]:
 
 def _serve(server: socket.socket, inspector: Inspector, job: int) -> None:
     while callers := _callers(server):
-        told = json.dumps({"job": job, "program": sys.argv[:1], "ranks": inspector.ask()}).encode()
+        answer = json.dumps({"job": job, "program": sys.argv[:1], "ranks": inspector.ask()}).encode()
         for connection in callers:
             with connection, suppress(OSError):
                 connection.settimeout(_ANSWER_SECONDS)
-                connection.sendall(told)
+                connection.sendall(answer)
 
 
 def _callers(server: socket.socket) -> list[socket.socket]:
-    """Wait for a caller; return all that wait by now, for one answer. None come any more once it is shut down."""
+    """Wait for a client; return all waiting clients, which get the same answer; none after the shutdown."""
     callers: list[socket.socket] = []
     with suppress(OSError):
         server.settimeout(None)

@@ -15,7 +15,7 @@ _SECONDS = 5.0
 
 
 def claim(job: int) -> Path:
-    """Return where the job's socket may be made: in a folder of this user alone, and in place of a stale one."""
+    """Return a path for the job's socket, in a private folder of this user; a stale socket is removed."""
     path = job_socket(job)
     folder = path.parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -26,13 +26,13 @@ def claim(job: int) -> Path:
 
 
 def running() -> list[int]:
-    """Return the jobs whose sockets somebody serves; stale ones are removed."""
+    """Return the jobs whose sockets answer; stale sockets are removed."""
     found = [path for path in job_socket(0).parent.glob("*.sock") if path.stem.isdecimal() and _is_alive(path)]
     return sorted(int(path.stem) for path in found)
 
 
 def look(job: int | None) -> dict[str, Any]:
-    """Return what a job says of its ranks; None: of the only one here. Raises ConfigError where there is none such."""
+    """Return the states of a job's ranks, None for the only job here. Raises ConfigError if there is no such job."""
     if job is None:
         here = running()
         if len(here) != 1:
@@ -43,16 +43,16 @@ def look(job: int | None) -> dict[str, Any]:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_SECONDS)
             connection.connect(str(job_socket(job)))
-            told: dict[str, Any] = json.loads(b"".join(iter(lambda: connection.recv(1 << 16), b"")))
+            answer: dict[str, Any] = json.loads(b"".join(iter(lambda: connection.recv(1 << 16), b"")))
     except (OSError, ValueError) as error:
         _is_alive(job_socket(job))
         others = ", ".join(map(str, running())) or "none"
         raise ConfigError(f"job {job} does not answer here: {error}; those that do: {others}") from error
-    return told
+    return answer
 
 
 def _is_alive(path: Path) -> bool:
-    """Return whether somebody serves the socket; what a process that was killed has left behind is removed."""
+    """Return True if a process serves the socket; the socket of a killed process is removed."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_SECONDS)

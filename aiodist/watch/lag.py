@@ -14,14 +14,14 @@ from aiodist.handles import Progress
 from aiodist.handles.stacks import line_of_thread
 from aiodist.handles.timers import Quiet
 
-_AGAIN_SECONDS = 60.0
+_PAUSE_SECONDS = 60.0  # between two warnings
 
 _log = logging.getLogger("aiodist")
 
 
 @contextmanager
 def watched_loop(progress: Progress, rank: int, seconds: float | None) -> Iterator[None]:
-    """Within, warn where the loop runs nothing for `seconds`; None: never, and no thread looks."""
+    """Warn in this block if the loop runs no callback for `seconds`; None disables the warnings and the thread."""
     if seconds is None:
         yield
         return
@@ -33,14 +33,14 @@ def watched_loop(progress: Progress, rank: int, seconds: float | None) -> Iterat
 
 
 class _LoopWatcher(Quiet):
-    """Has the loop call `_beat` again and again; while that is late it looks where the loop's thread is."""
+    """Schedules `_beat` on the loop repeatedly; while it is late, samples the line of the loop's thread."""
 
     def __init__(self, progress: Progress, rank: int, seconds: float) -> None:
         self._progress = progress
         self._rank = rank
         self._seconds = seconds
-        self._told = -inf
-        self._untold = 0  # how often the loop was blocked since then
+        self._warned = -inf  # time of the last warning
+        self._unreported = 0  # blocks since the last warning
         self._beaten = 0.0
         self._came = threading.Event()
         self._closing = False
@@ -69,21 +69,21 @@ class _LoopWatcher(Quiet):
             while not self._came.wait(self._seconds / 2) and not self._closing:
                 if monotonic() >= asked + self._seconds:
                     lines[line_of_thread(self._progress.thread_id)] += 1
-            blocked = (self._beaten if self._beaten >= asked else monotonic()) - asked  # closed, and no beat: until now
+            blocked = (self._beaten if self._beaten >= asked else monotonic()) - asked  # until now if it was closed
             if blocked >= self._seconds:
-                self._tell(blocked, lines)
+                self._warn(blocked, lines)
             if self._closing:
                 return
             self._came.clear()
             self._came.wait(self._seconds / 2)  # only `close` ends this sooner
 
-    def _tell(self, seconds: float, lines: Counter[str]) -> None:
-        """Warn, once a minute; the line is the one at which the thread was seen most often."""
-        self._untold += 1
+    def _warn(self, seconds: float, lines: Counter[str]) -> None:
+        """Warn at most once a minute, with the most frequent line of the thread."""
+        self._unreported += 1
         now = monotonic()
-        if now < self._told + _AGAIN_SECONDS:
+        if now < self._warned + _PAUSE_SECONDS:
             return
         where = next((f"at {line}" for line, _ in lines.most_common(1) if line), "by native code that held the GIL")
-        more = f" ({self._untold - 1} times more since it was told last)" if self._untold > 1 else ""
+        more = f" ({self._unreported - 1} times more since the last warning)" if self._unreported > 1 else ""
         _log.warning("rank %d: its event loop was blocked for %.2f s %s%s", self._rank, seconds, where, more)
-        self._told, self._untold = now, 0
+        self._warned, self._unreported = now, 0

@@ -1,8 +1,8 @@
 """One timeline from the records of all ranks: a file of trace events for Perfetto and chrome://tracing.
 
 The format is "Trace Event Format" (Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMHgjY): a rank is a
-process, a track is a thread. What overlaps on a track without lying within one another goes to further rows of it.
-No torch here: the launcher reads the files.
+process, a track is a thread. Spans of a track that overlap without nesting get further rows. This module does not
+import torch, since the launcher uses it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Recorded(NamedTuple):
 
 @dataclass
 class RankClock:
-    """How far a rank's clock is from the first one's, as it was measured."""
+    """Measured differences between a rank's clock and the first rank's."""
 
     measured: list[tuple[float, float]] = field(default_factory=list)
-    """When, by the first rank's clock, and what is to be added to this rank's time."""
+    """(time by the first rank's clock, offset to add to this rank's time), in seconds."""
     error: float = 0.0
-    """Seconds."""
+    """Largest error, in seconds."""
 
     def shared(self, time: float) -> float:
-        """Return a time of this rank by the first one's clock: between two measurements the clocks run apart evenly."""
+        """Convert a time of this rank to the first one's clock, with linear drift between the measurements."""
         if not self.measured:
             return time
         (first, offset), (last, then) = self.measured[0], self.measured[-1]
@@ -54,22 +54,22 @@ class RankClock:
 
 
 class Merged(NamedTuple):
-    """What became of the files of a folder."""
+    """The merged file of a folder."""
 
     file: Path
     ranks: list[int]
-    size: int  # how many ranks there were
-    error: float  # seconds by which the clocks may differ; inf where one was not measured
+    size: int  # ranks of the job
+    error: float  # largest difference of the clocks in seconds; inf if one was not measured
 
     def __str__(self) -> str:
         missing = sorted({*range(self.size)} - {*self.ranks})
-        told = f"; nothing is there of ranks {missing}" if missing else ""
+        lost = f"; no records of ranks {missing}" if missing else ""
         clocks = f"clocks to {self.error * 1e6:.0f} us" if self.error < 1e9 else "clocks not compared"
-        return f"{self.file}: {len(self.ranks)} ranks, {clocks}{told}; open it at https://ui.perfetto.dev"
+        return f"{self.file}: {len(self.ranks)} ranks, {clocks}{lost}; open it at https://ui.perfetto.dev"
 
 
 def prepare(folder: Path) -> None:
-    """Make `folder` ready: what an earlier trace left is removed; raise `ConfigError` where that cannot be."""
+    """Create `folder`, and remove the files of an earlier trace; raise `ConfigError` if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file in (*folder.glob(_FILES), folder / MERGED):
@@ -81,9 +81,9 @@ def prepare(folder: Path) -> None:
 
 
 def merge(folder: Path) -> Merged | None:
-    """Write `folder/trace.json` of what the ranks have written there; None where they have written nothing.
+    """Merge the files of the ranks into `folder/trace.json`; return None if there are no files.
 
-    Killed ranks may have written no last line: what came before it counts.
+    The last line of a killed rank may be incomplete: the lines before it are used.
     """
     said, spans = _read(sorted(folder.glob(_FILES)))
     about = {one["rank"]: one for one in said if one.keys() >= {"rank", "size", "host", "process"}}
@@ -96,7 +96,7 @@ def merge(folder: Path) -> Merged | None:
     ]
     shared.sort(key=lambda one: (one.began, -one.ended))
     for group in _together(shared):
-        for one in group:  # how long the collective had to wait for which rank
+        for one in group:  # the wait of the collective for its last rank
             one.details["last_rank"] = group[-1].rank
             one.details["waited_us"] = _us(group[-1].began - one.began)
     error = max(clock.error for clock in clocks.values())
@@ -122,7 +122,7 @@ def _read(files: Iterable[Path]) -> tuple[list[dict[str, Any]], list[list[Any]]]
         for text in file.read_text(errors="replace").splitlines():
             try:
                 line = json.loads(text)
-            except ValueError:  # the last one of a process that was killed
+            except ValueError:  # the last line of a killed process
                 break
             if isinstance(line, dict):
                 said.append(line)
@@ -144,17 +144,17 @@ def _clocks(said: Iterable[dict[str, Any]], ranks: Iterable[int]) -> dict[int, R
     return clocks
 
 
-# --- what the ranks did together ---------------------------------------------------------------------------------
+# --- collectives -------------------------------------------------------------------------------------------------
 
 
 def _together(spans: Iterable[Recorded]) -> Iterator[list[Recorded]]:
-    """Yield the spans of each collective, those of all ranks that took part, in the order in which these came to it."""
+    """Yield the spans of each collective, one per rank, in the order of arrival."""
     found: dict[tuple[Any, ...], list[Recorded]] = defaultdict(list)
     times: dict[tuple[Any, ...], int] = defaultdict(int)
     for one in spans:
         if "seq" in one.details and "comm" in one.details:
             key = one.details["comm"], one.details.get("called", ""), one.details["seq"]
-            times[one.rank, *key] += 1  # a process may open several worlds, one after the other
+            times[one.rank, *key] += 1  # a process may open several worlds in sequence
             found[*key, times[one.rank, *key]].append(one)
     yield from (group for group in found.values() if len(group) > 1)
 
@@ -167,7 +167,7 @@ def _us(seconds: float) -> float | None:
 
 
 def _events(about: dict[int, dict[str, Any]], spans: list[Recorded]) -> Iterator[dict[str, Any]]:
-    """Yield what names ranks and tracks, then all spans and the arrows between those of one collective, by time."""
+    """Yield the names of ranks and tracks, then all spans and the arrows of each collective, by time."""
     zero = spans[0].began if spans else 0.0
     rows, threads = _rows(spans)
     for rank, known in sorted(about.items()):
@@ -198,9 +198,9 @@ def _events(about: dict[int, dict[str, Any]], spans: list[Recorded]) -> Iterator
 
 
 def _rows(spans: list[Recorded]) -> tuple[list[int], dict[tuple[int, int], str]]:
-    """Return the row of each span, and the names of the rows of each rank: on one, spans lie apart or in one another.
+    """Return the row of each span, and the names of the rows of each rank; spans of a row are disjoint or nested.
 
-    Spans are in order of their begins, the longer one first.
+    `spans` are sorted by start, the longer one first.
     """
     tracks: dict[tuple[int, str], list[list[float]]] = defaultdict(list)
     placed = []
@@ -222,14 +222,14 @@ def _rows(spans: list[Recorded]) -> tuple[list[int], dict[tuple[int, int], str]]
 
 
 def _fits(one: Recorded, open_ends: list[float]) -> bool:
-    """Return whether it can be on a row whose last spans end then; operations lie in no other."""
+    """Return True if the span fits on a row with these ends of open spans; an operation is never nested."""
     while open_ends and open_ends[-1] <= one.began:
         open_ends.pop()
     return not open_ends or (one.ended <= open_ends[-1] and "comm" not in one.details)
 
 
 def _order(row: tuple[str, int]) -> tuple[int, str, int]:
-    """Return where a row stands: threads that compute, reductions, operations, and then the rest."""
+    """Return the sort key of a row: threads that compute, reductions, operations, and then the others."""
     track, number = row
     first = ("MainThread", "aiodist-compute", "reductions", "world")
     return next((i for i, prefix in enumerate(first) if track.startswith(prefix)), len(first)), track, number

@@ -29,7 +29,7 @@ _NAMES = {name: name for name in ("reduce_scatter", "broadcast", "reduce", "gath
 
 
 def late(ranks: Sequence[Mapping[str, Any]]) -> dict[int, list[int]]:
-    """Return the ranks that others wait for, each with those that do."""
+    """Return the ranks that others wait for, each with the waiting ranks."""
     found: dict[int, set[int]] = {}
     for answer in ranks:
         for wait in answer.get("waits", []):
@@ -39,7 +39,7 @@ def late(ranks: Sequence[Mapping[str, Any]]) -> dict[int, list[int]]:
 
 
 def state(answer: Mapping[str, Any]) -> str:
-    """Return whether the rank answers, as words."""
+    """Return a text about the answers of a rank."""
     if "left" in answer:
         return f"has left: {answer['left']}"
     if "thread" not in answer:
@@ -61,56 +61,56 @@ def _where(answer: Mapping[str, Any]) -> list[str]:
     return [f"{name}: {' > '.join(stack)}" for name, stack in stacks]
 
 
-def table(told: Mapping[str, Any]) -> Table:
+def table(states: Mapping[str, Any]) -> Table:
     """Return a table with a row for each rank."""
-    ranks = told["ranks"]
-    behind, here = late(ranks), f"{Path.cwd()}/"
-    shown = Table(title=f"job {told['job']}", show_lines=True)
+    ranks = states["ranks"]
+    late_ranks, here = late(ranks), f"{Path.cwd()}/"
+    shown = Table(title=f"job {states['job']}", show_lines=True)
     for column in ("rank", "state", "waits", "last operations", "where"):
         shown.add_column(column, overflow="fold")  # a long path would lose its line
     for answer in ranks:
         rank = answer["rank"]
-        states = ([f"late for {name_ranks(behind[rank])}"] if rank in behind else []) + [state(answer)]
+        about = ([f"late for {name_ranks(late_ranks[rank])}"] if rank in late_ranks else []) + [state(answer)]
         last = [
             f"#{op['seq']} {op['text']} on {name}{'' if op['pending'] else ', done'}"
             for name, comm in answer.get("communicators", {}).items()
             for op in comm["operations"][-_LAST:]
         ]
-        texts = ("\n".join(part).replace(here, "") for part in (states, _waits(answer), last, _where(answer)))
-        shown.add_row(str(rank), *texts, style="bold" if rank in behind else None)
+        texts = ("\n".join(part).replace(here, "") for part in (about, _waits(answer), last, _where(answer)))
+        shown.add_row(str(rank), *texts, style="bold" if rank in late_ranks else None)
     return shown
 
 
 def show(job: int | None, *, as_json: bool, live: bool, flight_recorder: Path | None) -> None:
-    """Look at a job once, or every second until Ctrl-C; raise ConfigError where it does not answer."""
-    told = jobs.look(job)
+    """Show the state of a job once, or every second until Ctrl-C; raise ConfigError if it does not answer."""
+    states = jobs.look(job)
     if flight_recorder is not None:
-        write_flight(told["ranks"], flight_recorder)
+        write_flight(states["ranks"], flight_recorder)
     if as_json:
-        print(json.dumps(told, indent=1))  # noqa: T201
+        print(json.dumps(states, indent=1))  # noqa: T201
     elif not live:
-        Console().print(table(told))
+        Console().print(table(states))
     else:
-        with Live(table(told), auto_refresh=False) as screen, suppress(KeyboardInterrupt):
+        with Live(table(states), auto_refresh=False) as screen, suppress(KeyboardInterrupt):
             try:
                 while True:
                     time.sleep(_LIVE_SECONDS)
-                    screen.update(table(jobs.look(told["job"])), refresh=True)
+                    screen.update(table(jobs.look(states["job"])), refresh=True)
             except ConfigError:
-                if told["job"] in jobs.running():
+                if states["job"] in jobs.running():
                     raise
-                screen.console.print(f"job {told['job']} has ended")
+                screen.console.print(f"job {states['job']} has ended")
 
 
 # --- for torchfrtrace --------------------------------------------------------------------------------------------
 
 
 def write_flight(ranks: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Write `rank_0` and so on for `torchfrtrace`, of all that have answered, where nothing else may lie.
+    """Write `rank_0` and so on for `torchfrtrace`, for all ranks that have answered, to a folder for these files alone.
 
-    That is PyTorch's analysis of its flight recorder: what each rank issued last, and how far it is. The format is that
-    of `torch.distributed.flight_recorder` in torch 2.13, version 2.5. Collectives of tensors in the order of a
-    communicator are told; what has a name, and messages, have no place in it.
+    `torchfrtrace` is PyTorch's analysis of its flight recorder: the last operations of each rank and their states. The
+    format is that of `torch.distributed.flight_recorder` in torch 2.13, version 2.5. It has collectives of tensors;
+    named operations and messages are omitted.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for answer in ranks:
@@ -129,13 +129,13 @@ def _desc(name: str) -> str:
 
 
 def _entry(name: str, op: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one operation; its sizes are known where ranks compare them."""
+    """Return the entry of one operation; it has sizes if the ranks compare them."""
     sizes = [[int(n) for n in op["size"].strip("[]").split(",") if n.strip()]] if op["size"] else []
     dtypes = [op["dtype"]] if op["dtype"] else []
     filename, line, function = op["place"]
     return {
         "process_group": (name, _desc(name)),
-        "profiling_name": f"gloo:{_NAMES[op['kind']]}",  # it knows no backend but torch's own
+        "profiling_name": f"gloo:{_NAMES[op['kind']]}",  # it supports torch's backends only
         "collective_seq_id": op["seq"] + 1,
         "p2p_seq_id": 0,
         "op_id": op["seq"] + 1,
@@ -146,7 +146,7 @@ def _entry(name: str, op: Mapping[str, Any]) -> dict[str, Any]:
         "state": "started" if op["pending"] else "completed",
         "is_p2p": False,
         "retired": not op["pending"],
-        "time_created_ns": op["seq"],  # when it was issued is not kept; their order is
+        "time_created_ns": op["seq"],  # the order stands for the time, which is not recorded
         "time_discovered_started_ns": None,
         "time_discovered_completed_ns": None,
         "timeout_ms": 0,

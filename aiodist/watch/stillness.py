@@ -1,4 +1,4 @@
-"""Whether a rank stands still: only the end of an operation can make its process run the program's code.
+"""The check for a stalled rank: only the end of an operation can make its process run the program's code.
 
 The check covers the loop, devices and streams, the control channel, the process's signal handlers and all threads. A
 thread counts as waiting if it has entered one of aiodist's waits (`handles/waiting`); every other thread of the program
@@ -35,26 +35,26 @@ _OWN_THREADS = (
     "aiodist-inspect",
     "aiodist-trace",
 )
-"""Names of aiodist's threads that run no code of the program; the counts of messages cover what they receive."""
-_OF_DISPLAYS = ("rich.live", "tqdm._monitor", "tensorboard.summary.writer.event_file_writer")
+"""Names of aiodist's threads that run no code of the program; the counts of messages cover their messages."""
+_DISPLAYS = ("rich.live", "tqdm._monitor", "tensorboard.summary.writer.event_file_writer")
 """Modules of libraries' threads that only draw progress bars or write files."""
 _NUMBERS = tuple(map(int, signal.valid_signals()))
 _HANDLERS_OF = ("_signal", "asyncio", "uvloop", "aiodist", "torch", "lightning", "pytorch_lightning", "pytest_timeout")
-"""Packages whose signal handlers end the program or note the signal; those of a loop are looked at with the loop."""
+"""Packages whose signal handlers end the program or note the signal; handlers of a loop are checked with the loop."""
 
 
-def what_goes_on(progress: Progress, channel: Channel) -> str:
-    """Return why this rank may continue before its operations end, or ""; call it on the loop's thread."""
+def why_not_stalled(progress: Progress, channel: Channel) -> str:
+    """Return the reason why this rank may continue before its operations end, or ""; call it on the loop's thread."""
     if progress.busy():
         return "a transfer or a device is at work"
     if channel.asks:
-        return "an answer on the control channel is to come"
+        return "an answer on the control channel is outstanding"
     state = _state_of(progress)
     if state is None:
-        return f"its event loop is {type(progress.loop).__qualname__}, which does not tell what it waits for"
+        return f"its event loop is {type(progress.loop).__qualname__}, whose timers and files cannot be checked"
     ready, timers, others = state
     if any(map(_is_loud, ready)):
-        return "its loop has something to run"
+        return "its loop has a callback to run"
     if any(map(_is_loud, timers)):
         return "its loop has set a timer"
     if any(others):
@@ -69,7 +69,7 @@ def what_goes_on(progress: Progress, channel: Channel) -> str:
 def _thread_at_work(progress: Progress) -> str:
     """Return the name and line of a thread that may wake this rank, or "" if all threads wait in aiodist.
 
-    Threads are checked twice: one may have woken another after the first check of that.
+    Threads are checked twice: a thread may have woken another one that was already checked.
     """
     for _ in range(2):
         known = threading.enumerate()
@@ -86,7 +86,7 @@ def _thread_at_work(progress: Progress) -> str:
 
 def _is_harmless(thread: threading.Thread) -> bool:
     """Return True if the thread never runs the program's code, or only displays or writes."""
-    return thread.name.startswith(_OWN_THREADS) or type(thread).__module__ in _OF_DISPLAYS
+    return thread.name.startswith(_OWN_THREADS) or type(thread).__module__ in _DISPLAYS
 
 
 def _state_of(progress: Progress) -> tuple[list[Any], list[Any], list[Sized]] | None:
@@ -97,7 +97,7 @@ def _state_of(progress: Progress) -> tuple[list[Any], list[Any], list[Sized]] | 
         return list(loop._ready), list(loop._scheduled), [files, loop._signal_handlers]
     if type(loop).__module__.partition(".")[0] != "uvloop":
         return None
-    # It shows nothing of that by name, and all of it to the garbage collector.
+    # uvloop has no attributes for these, but the garbage collector can read them.
     held = gc.get_referents(progress.loop)
     own = progress.own_files | {one.fileno() for one in held if isinstance(one, socket.socket)}
     ready = [handle for one in held if isinstance(one, deque) for handle in one]
@@ -119,7 +119,7 @@ def _is_loud(handle: Any) -> bool:  # noqa: ANN401
 
 
 def _may_wake(handler: Any) -> bool:  # noqa: ANN401
-    """Return whether a signal handler may wake the loop or a thread: it is the program's, and calls something."""
+    """Return True if a signal handler may wake the loop or a thread: it is a function of the program."""
     if not callable(handler):
         return False
     call = handler.func if isinstance(handler, functools.partial) else handler

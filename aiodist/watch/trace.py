@@ -1,8 +1,8 @@
 """`trace`: records all ranks in a block on one clock, as a file for Perfetto.
 
-Each process writes a file as it goes on, of which `merging` makes one. It has lines of JSON: a dict is what is said of
-a rank, a list is a batch of spans `[rank, track, name, began, ended, details]`, in seconds of the process's own clock.
-It is written several times a second, so what a killed rank did is there but for the last moments.
+Each process writes a file, and `merging` merges the files. A file has lines of JSON: a dict has facts of a rank, a list
+is a batch of spans `[rank, track, name, began, ended, details]`, in seconds of the process's own clock. It is written
+several times a second, so that only the last moments of a killed rank are missing.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from aiodist.watch.clock import Clock
 from aiodist.watch.merging import merge, prepare
 
 _FLUSH_SECONDS = 0.2
-_BATCH = 256  # spans that are encoded at a time: meanwhile no other thread runs
+_BATCH = 256  # spans encoded at a time, with the GIL held
 
 
 @asynccontextmanager
 async def trace(coll: Communicator, folder: str | os.PathLike[str]) -> AsyncIterator[None]:
-    """Record what all ranks do in this block: `async with aiodist.trace(coll, "trace"):` writes trace/trace.json.
+    """Record all ranks in this block: `async with aiodist.trace(coll, "trace"):` writes trace/trace.json.
 
-    https://ui.perfetto.dev and chrome://tracing open the file. It has, of every rank and on the first rank's clock,
-    each operation with its bytes, its implementation, its line and how long it waited for which rank, awaits that had
-    to wait, forward, backward, optimizer and the reduction of each bucket, what prefetch reads, copies to and from
-    devices, calls of a parameter server, the work of host streams, and the blocks of `aiodist.span`. `otherData` in it
-    says how far the clocks may be apart.
+    https://ui.perfetto.dev and chrome://tracing open the file. It has for every rank, on the first rank's clock, each
+    operation with its bytes, its implementation, its line and its wait for the last rank; awaits that had to wait;
+    forward, backward, optimizer and the reduction of each bucket; reads of prefetch; copies to and from devices; calls
+    of a parameter server; the work of host streams; and the blocks of `aiodist.span`. `otherData` in it has the largest
+    error of the clocks.
 
-    Collective over `coll`, mostly the world; all ranks see the `folder`, which is made anew. When the block raises, the
-    files of the ranks stay there: `aiodist trace FOLDER` makes one of them. Raises `ConfigError` where it cannot be
-    written, RuntimeError inside another trace. Cost: 2 to 5 us an operation.
+    Collective over `coll`, usually the world; all ranks need access to `folder`, from which an earlier trace is
+    removed. If the block raises, the files of the ranks stay there: `aiodist trace FOLDER` merges them. Raises
+    `ConfigError` if the folder cannot be written, RuntimeError inside another trace. Cost: 2 to 5 us per operation.
     """
     recording = Recording(coll, Path(folder), own=True)
     try:
@@ -63,7 +63,7 @@ class Recording:
     """One rank's part in a trace."""
 
     def __init__(self, coll: Communicator, folder: Path, *, own: bool) -> None:
-        """It makes the folder anew, and merges the files, where that is its `own`; else the launcher does."""
+        """`own`: it prepares the folder and merges the files; otherwise the launcher does."""
         self._coll = coll
         self._folder = folder
         self._own = own
@@ -73,7 +73,7 @@ class Recording:
         self._clock: Clock | None = None
 
     async def begin(self) -> None:
-        """Record from now on; collective. Raises what `trace` does."""
+        """Start to record; collective. Raises the errors of `trace`."""
         coll, rank = self._coll, self._channel.rank
         Recorder.check_free(rank)
         if self._own:
@@ -95,19 +95,19 @@ class Recording:
             self._recorder.say(offsets=known, at=perf_counter())
 
     async def finish(self) -> None:
-        """Record no more, and see that the file of all ranks is there; collective."""
+        """Stop recording, and merge the files of all ranks; collective."""
         await self._synchronise()
-        await self._coll.barrier()  # until then the clocks of all are looked at
+        await self._coll.barrier()  # the clocks have been measured
         self.close()
         if self._own:
-            await self._coll.barrier()  # all have written theirs
+            await self._coll.barrier()  # all files have been written
             if self._coll.rank == 0:
                 merged = await asyncio.to_thread(merge, self._folder)
                 if merged is not None and len(merged.ranks) < self._coll.size:
                     logging.getLogger("aiodist").warning("%s", merged)
 
     def close(self) -> None:
-        """Record no more; the file of this rank is complete."""
+        """Stop recording; the file of this rank is complete."""
         if self._observe in self._registry.on_open:
             self._registry.on_open.remove(self._observe)
             for each in self._registry.dispatchers:
@@ -125,7 +125,7 @@ class Recording:
 
 
 class Recorder:
-    """Takes the spans of this process, for one rank or for several that are its tasks, and writes them."""
+    """Writes the spans of this process, for one rank or for several that are its tasks."""
 
     running: ClassVar[Recorder | None] = None
 
@@ -145,23 +145,23 @@ class Recorder:
 
     @classmethod
     def check_free(cls, rank: int) -> None:
-        """Raise RuntimeError where `rank` is recorded already."""
+        """Raise RuntimeError if `rank` is recorded already."""
         if cls.running is not None and cls.running._process == os.getpid() and rank in cls.running._members:
             raise RuntimeError(f"rank {rank} is traced already: one trace at a time, of the launcher or of a block")
 
     @classmethod
     def join(cls, folder: Path, rank: int, size: int) -> Recorder:
-        """Return that of this process, which records `rank` too from now on; raise `ConfigError` where it cannot."""
+        """Return the recorder of this process, with `rank` added; raise `ConfigError` if its file cannot be opened."""
         cls.check_free(rank)
         recorder = cls.running
-        if recorder is None or recorder._process != os.getpid():  # that of the process that this one was forked from
+        if recorder is None or recorder._process != os.getpid():  # the recorder of a parent process
             recorder = cls.running = tracing.to = cls(folder, rank)
         recorder._members.add(rank)
         recorder.say(rank=rank, size=size, host=socket.gethostname(), process=os.getpid())
         return recorder
 
     def leave(self, rank: int) -> None:
-        """Record `rank` no more; with the last one the file is complete."""
+        """Stop recording `rank`; after the last rank the file is complete."""
         self._members.remove(rank)
         if not self._members:
             Recorder.running = tracing.to = None
@@ -178,7 +178,7 @@ class Recorder:
         self._spans.append((of_rank, track, name, began, perf_counter(), details))
 
     def say(self, **what: Any) -> None:  # noqa: ANN401
-        """Write something else than spans, behind those that were recorded before."""
+        """Write a dict of facts, after the spans recorded before."""
         self._spans.append((what,))
 
     # --- writing ---------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class Recorder:
 
 
 class _Operations:
-    """Records those of one communicator."""
+    """Records the operations of one communicator."""
 
     def __init__(self, recorder: Recorder, rank: int, dispatcher: Dispatcher) -> None:
         self._recorder = recorder
@@ -212,9 +212,9 @@ class _Operations:
 
     def issued(self, handle: Handle[Any], meets: Peer | Named | None = None, /) -> Ended:
         """See `OperationObserver`."""
-        return partial(self._over, perf_counter(), meets)
+        return partial(self._ended, perf_counter(), meets)
 
-    def _over(self, began: float, meets: Peer | Named | None, handle: Handle[Any], way: str = "") -> None:
+    def _ended(self, began: float, meets: Peer | Named | None, handle: Handle[Any], way: str = "") -> None:
         comm = self._dispatcher.name
         details: dict[str, Any] = {"comm": comm, "bytes": handle.nbytes, "at": _line(*internals.issued_at(handle))}
         if isinstance(meets, Peer):

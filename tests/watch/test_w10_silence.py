@@ -91,7 +91,7 @@ def test_w10_a_deadlock_beside_a_heartbeat_is_reported_as_one(caplog: pytest.Log
     assert end == (
         "  rank 0 waits for rank 1, which waits for rank 0: a deadlock, unless a timer, a thread or a socket ends it"
     )
-    assert reason.startswith("  (on rank 0, its loop has ")  # "set a timer", or "something to run"
+    assert reason.startswith("  (on rank 0, its loop has ")  # "set a timer", or "a callback to run"
 
 
 def test_w10_ranks_that_one_outside_can_free_are_in_no_deadlock(caplog: pytest.LogCaptureFixture) -> None:

@@ -82,7 +82,7 @@ async def test_w6_once_a_minute(clock: Clock, until: Until, caplog: pytest.LogCa
             seen = clock.looks
             await until(lambda seen=seen: clock.looks > seen + 3)  # type: ignore[misc]
             assert len(_told(caplog)) == times
-    assert "(1 times more since it was told last)" in _told(caplog)[1]
+    assert "(1 times more since the last warning)" in _told(caplog)[1]
 
 
 async def test_w6_off_costs_no_thread_and_a_loop_that_runs_is_not_told(caplog: pytest.LogCaptureFixture) -> None:

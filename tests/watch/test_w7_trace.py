@@ -232,7 +232,7 @@ async def test_w7_clocks_are_compared_to_half_of_the_shortest_round_trip() -> No
 
 async def test_w7_a_rank_that_does_not_answer_has_no_known_clock() -> None:
     clock = Clock(cast(Channel, FarAway({1: 1.0, 2: 2.0}, lost=(2,))), "clock", [0, 1, 2])
-    offsets = await clock.measure(patience=0.1)
+    offsets = await clock.measure(timeout=0.1)
     assert abs(offsets[1].seconds + 1.0) <= offsets[1].error
     assert offsets[2].error == float("inf")
 
@@ -261,7 +261,7 @@ def test_w7_files_are_merged_by_one_clock_and_what_is_missing_is_named(tmp_path:
     merged = merge(tmp_path)
     assert merged is not None
     assert (merged.ranks, merged.size, merged.error) == ([0, 1], 3, 2e-5)
-    assert "2 ranks, clocks to 20 us; nothing is there of ranks [2]" in str(merged)
+    assert "2 ranks, clocks to 20 us; no records of ranks [2]" in str(merged)
     events = read(tmp_path)
     assert [(e["pid"], e["ts"]) for e in spans(events)] == [(0, 0.0), (1, 250e3), (0, 2e6), (1, 2e6)]
     first, last = spans(events)[:2]
