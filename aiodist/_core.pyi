@@ -210,7 +210,6 @@ class Pacer:
     crowded: bool
     fair: bool
     computing: set[int]
-    armed: bool
     thread_id: int
     def look_until(self, now: float, /) -> float: ...
 

@@ -108,7 +108,7 @@ typedef struct {
     double last_ran, looked_in_vain, spin_seconds;
     unsigned long thread;
     long long polls;
-    char crowded, fair, armed;
+    char crowded, fair;
     PyObject *computing;  // a set: the threads that compute just now
 } Pacer;
 

@@ -356,7 +356,6 @@ static PyMemberDef pacer_members[] = {
     OFFERS("polls", T_LONGLONG, Pacer, polls, 0, "How often something was polled for the loop."),
     OFFERS("crowded", T_BOOL, Pacer, crowded, 0, "Ranks outnumber cores: a thread that looks lets others run in between."),
     OFFERS("fair", T_BOOL, Pacer, fair, 0, "Awaits that never suspend yield now and then."),
-    OFFERS("armed", T_BOOL, Pacer, armed, 0, "The loop polls at its next iteration."),
     OFFERS("thread_id", T_ULONG, Pacer, thread, 0, "The loop's thread."),
     {0},
 };

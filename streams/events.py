@@ -204,7 +204,7 @@ class Fence:
                 waiter.wait(_LOOK_SECONDS)
             return
         # It may only be waiting for the holder of the lock to come round to it.
-        self._progress.exclusively(self._progress.called)
+        self._progress.with_lock(self._progress.make_calls)
         if not self._queued:
             raise RuntimeError(
                 f"{handle} goes by way of the host, which still has to begin a part of it, once the ranks "

@@ -14,7 +14,8 @@ from aiodist.backends.base import Capabilities, Done, Native, Transport, ours, t
 from aiodist.backends.inplace import bytes_of, copy
 from aiodist.backends.matching import Matching, Receive
 from aiodist.errors import BackendError
-from aiodist.handles.progress import Progress, transport_lock
+from aiodist.handles.polling import transport_lock
+from aiodist.handles.progress import Progress
 
 Address = tuple[str, int]  # communicator, rank
 

@@ -386,7 +386,7 @@ class Base:
         if work:
             attach(handle, work, (ts, outs, claims))
         if work and self._dispatcher.pending_more:
-            self._dispatcher.progress.glance()  # the device has work while this thread issues many in a row
+            self._dispatcher.progress.try_poll()  # the device has work while this thread issues many in a row
         return handle
 
     def _named(self, terms: Terms) -> Named:

@@ -48,7 +48,7 @@ from aiodist.handles import LARGE_BYTES, Account, Handle, Operation, Progress, i
 from aiodist.handles.combinators import all_over
 from aiodist.handles.kernel import Program, prepare
 from aiodist.handles.origin import whence
-from aiodist.handles.progress import transport_lock
+from aiodist.handles.polling import transport_lock
 from aiodist.handles.state import plight
 from aiodist.handles.tracing import Ended
 
@@ -444,7 +444,7 @@ class Dispatcher:
         with self.undisturbed():
             self._refuse(self._aborted(error))
         self._watchdog.close()
-        self.progress.exclusively(partial(self._fail_all, error))
+        self.progress.with_lock(partial(self._fail_all, error))
         self._tell_given_up(error)
 
     def _tell_given_up(self, error: AiodistError) -> None:

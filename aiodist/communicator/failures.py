@@ -250,7 +250,7 @@ class Failures:
                 case Conclude(number, verdict):
                     conclude = partial(self._conclude, number, verdict)
                     if self._aborting:
-                        self._progress.post(partial(self._progress.exclusively, conclude))
+                        self._progress.post(partial(self._progress.with_lock, conclude))
                     else:
                         self._progress.start_from_thread(conclude)
                 case Clear(number):
@@ -347,7 +347,7 @@ class Failures:
         """End an operation whose messages another rank has not drained within the bound; on the loop."""
         self._timers.pop(number, None)
         if (operation := self._operation(number)) is not None:
-            self._progress.exclusively(partial(self.settlement.end, operation, None, None))
+            self._progress.with_lock(partial(self.settlement.end, operation, None, None))
 
     def _error(self, number: int, verdict: Verdict, own: BaseException | None) -> BaseException:
         """Return the error that this rank raises, if its own part failed with `own`."""

@@ -74,7 +74,7 @@ class LaneIssuer:
     def _failed(self, handle: Handle[Any], error: AiodistError) -> None:
         """A lane has ended the operation of `handle` with `error`; its bytes are free."""
         progress = self._dispatcher.progress
-        progress.post(partial(progress.exclusively, partial(self._end, handle, error)))
+        progress.post(partial(progress.with_lock, partial(self._end, handle, error)))
 
     def _end(self, handle: Handle[Any], error: AiodistError) -> None:
         operation = self._dispatcher.operations.take_over(handle)

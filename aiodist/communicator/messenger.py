@@ -38,7 +38,7 @@ from aiodist.communicator.watchdog import Peer
 from aiodist.handles import Handle, Operation, Posted, PostedOperation, internals
 from aiodist.handles.kernel import Program, Transfer, prepare, transfers
 from aiodist.handles.origin import described
-from aiodist.handles.progress import transport_lock
+from aiodist.handles.polling import transport_lock
 from aiodist.types import ANY
 
 if TYPE_CHECKING:
@@ -130,20 +130,20 @@ class Messenger:
 
         def now() -> None:
             nonlocal withdrawn
-            self.progress.called()  # the inbox may still have the receives
+            self.progress.make_calls()  # the inbox may still have the receives
             withdrawn = all(receiving.waits() for receiving in receives)
             if withdrawn and together is not None:
                 Operation.of(together).cancel()
             for receiving in receives if withdrawn else ():
                 receiving.cancel_posted()
 
-        self.progress.exclusively(now)
+        self.progress.with_lock(now)
         return withdrawn
 
     def locked(self, call: Callable[[], object]) -> None:
         """Make `call` with the transport lock held; on the loop's thread, which may hold it already, or another one."""
         if self.progress.owns_thread():
-            self.progress.exclusively(call)
+            self.progress.with_lock(call)
         else:
             with transport_lock:
                 call()
@@ -241,7 +241,7 @@ class Receiving:
         """See `Stoppable`; raises BufferInFlight where another operation has the memory now."""
         acquire(self._asked.claims, self)
         self._messenger.locked(partial(self._resume, handle))
-        self._messenger.progress.liven()
+        self._messenger.progress.resume_polling()
 
     def pause(self, handle: Posted[Any], /) -> None:
         """See `Stoppable`."""
@@ -311,7 +311,7 @@ class Receiving:
 
         def now() -> None:
             nonlocal done
-            self._messenger.progress.called()  # the receive itself may still be in the inbox
+            self._messenger.progress.make_calls()  # the receive itself may still be in the inbox
             if self.handle is None and self.ref in self._messenger.pending.posted and self.waits():
                 self.cancel_posted()
                 done = True
@@ -350,7 +350,7 @@ class Receiving:
             self._end(again(why))
 
     def _pause(self, handle: Posted[Any]) -> None:
-        self._messenger.progress.called()
+        self._messenger.progress.make_calls()
         posted = PostedOperation.of(handle)
         if self.paused or posted.attended or not (posted.is_pending or not posted.consumed):
             return

@@ -38,7 +38,7 @@ from aiodist.errors import (
 )
 from aiodist.handles import Handle, Operation, Origin, Progress, internals
 from aiodist.handles.combinators import all_over
-from aiodist.handles.progress import transport_lock
+from aiodist.handles.polling import transport_lock
 from aiodist.handles.state import plight
 
 if TYPE_CHECKING:

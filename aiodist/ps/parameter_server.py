@@ -245,7 +245,7 @@ class ParameterServer(Naming):
         else:
             handle = self._call("push", timeout, (pushed, alpha))
         if self._session.context.coalescer.congested:
-            self._session.progress.glance()
+            self._session.progress.try_poll()
         return handle
 
     def pull(

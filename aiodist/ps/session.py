@@ -30,7 +30,7 @@ from aiodist.errors import (
 from aiodist.handles import Account, Handle, Operation, Progress
 from aiodist.handles.kernel import Program, run
 from aiodist.handles.origin import whence
-from aiodist.handles.progress import transport_lock
+from aiodist.handles.polling import transport_lock
 from aiodist.ps.answers import Freed
 from aiodist.ps.client import Client
 from aiodist.ps.coalescer import RESENDS, Coalescer
@@ -351,7 +351,7 @@ class ParameterServerSession:
         self.progress.post(partial(self.abort_everywhere, error))
 
     def _heard(self, src: int, kind: int, body: memoryview) -> None:
-        self.progress.liven()
+        self.progress.resume_polling()
         try:
             if kind in _SERVER_KINDS:
                 self.server.heard(src, kind, body)

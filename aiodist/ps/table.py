@@ -215,7 +215,7 @@ class Table:
         number = TABLE if own else session.settings.rule(rule or "add")[0]
         session.client.pushes.push_rows(operation, self._entry, rows.nbytes, pack, number)
         if session.context.coalescer.congested:
-            session.progress.glance()
+            session.progress.try_poll()
         return handle
 
     def _check(self) -> None:

@@ -25,7 +25,8 @@ from weakref import ref
 from aiodist import _core
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.handles.operation import Operation
-from aiodist.handles.progress import Progress, transport_lock
+from aiodist.handles.polling import Pace, transport_lock
+from aiodist.handles.progress import Progress
 from aiodist.handles.timers import Expiring, Quiet, Timers, is_quiet, may_pass
 from aiodist.handles.waiting import is_waiting, library_checks
 
@@ -275,7 +276,7 @@ class _OneThread(Progress):
             with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
                 self.loop.call_soon_threadsafe(self.start, call)
             return
-        self._inbox.append(call)
+        self.inbox.append(call)
         if self._inside:
             return
         if not transport_lock.acquire(False):  # this thread may hold it
@@ -283,14 +284,14 @@ class _OneThread(Progress):
         else:
             self._inside = True
             try:
-                while self._inbox:
-                    self._inbox.popleft()()
+                while self.inbox:
+                    self.inbox.popleft()()
                 polled = self.pending()
             finally:
                 self._inside = False
                 transport_lock.release()
-        if polled and not self.armed:
-            self._arm()
+        if polled:
+            self._begin_polling()
 
     start_in_thread = start
 
@@ -303,15 +304,16 @@ class _OneThread(Progress):
             finally:
                 self._inside = False
 
-    def _arm(self) -> None:
+    def _begin_polling(self) -> None:
         """Have the loop poll from its next iteration on; where it would sleep, its selector looks on."""
-        self.armed = True
-        self.parked = False
+        if self.pace is Pace.POLLING:
+            return
+        self._set_pace(Pace.POLLING)
         self._quiet_since = perf_counter()
         self.loop.call_soon(self._turn)
 
     def _park(self) -> None:
-        self.armed = False
+        self._set_pace(Pace.IDLE)
 
     def spin(self, handle: _core.Handle) -> None:
         """Leave it to the loop."""

@@ -33,7 +33,7 @@ from aiodist.collectives.arithmetic import combine
 from aiodist.errors import BackendError, OperationTimeout
 from aiodist.handles import Handle, Operation, Progress
 from aiodist.testing.seams.channel import in_process
-from aiodist.testing.seams.progress import progress_thread, transport_lock
+from aiodist.testing.seams.progress import alarm, transport_lock
 from aiodist.testing.seams.transport import Wanted
 from aiodist.types import ANY, ReduceOp
 from tests.support.blocking import blocked_until, noted_pauses
@@ -199,14 +199,14 @@ async def test_parameters_and_inference_tensors_can_be_reduced() -> None:
 
 async def test_a_parked_wait_costs_next_to_no_cpu(until: Until, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop sleeps, and so does the progress thread, for milliseconds between two looks or until it is woken."""
-    pauses, thread = noted_pauses(monkeypatch), progress_thread()
+    pauses = noted_pauses(monkeypatch)
     async with worlds(2) as both:
         for numel in (1, LONG):
             ts = [torch.ones(numel), torch.ones(numel)]
             early = natively(both[0], "allreduce", ts[0], ReduceOp.SUM)
-            await until(lambda: not Progress.current().armed)
+            await until(lambda: Progress.current().pace.name != "POLLING")
             pauses.clear()
-            assert await asyncio.to_thread(blocked_until, lambda: thread.asleep or sum(p >= 1e-3 for p in pauses) >= 50)
+            assert await asyncio.to_thread(blocked_until, lambda: alarm.asleep or sum(p >= 1e-3 for p in pauses) >= 50)
             await over(early, natively(both[1], "allreduce", ts[1], ReduceOp.SUM))
 
 

@@ -24,7 +24,7 @@ _WEIGHTS = (40, 30, 20, 5, 3, 2)
 def _pauses(draw: random.Random, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The progress thread lingers not at all or briefly, stops now and then, and a thread of pure Python runs."""
     over = threading.Event()
-    thread = progress_thread()
+    thread = progress_thread
     look = thread.look
 
     def paused() -> tuple[float | None, bool]:

@@ -68,7 +68,7 @@ def _late(coll: Communicator, run: Callable[..., Program[None]]) -> Callable[...
 
     def pause(done: Done) -> None:
         loop.call_soon_threadsafe(
-            loop.call_later, 0.3, parts_of(coll).dispatcher.progress.exclusively, partial(done, None)
+            loop.call_later, 0.3, parts_of(coll).dispatcher.progress.with_lock, partial(done, None)
         )
 
     async def run_late(self: NativeCollectives, *arguments: Any) -> None:

@@ -98,7 +98,7 @@ async def test_h1_a_long_wait_wakes_the_thread_seldom(coll: Communicator, monkey
 
 def _time_passes(monkeypatch: pytest.MonkeyPatch, skipped: int, count: int) -> float:
     """Return the seconds in which the progress thread looks `count` times for what is pending."""
-    look = progress_thread().look
+    look = progress_thread.look
     times: list[float] = []
     enough = threading.Event()
 
@@ -109,6 +109,6 @@ def _time_passes(monkeypatch: pytest.MonkeyPatch, skipped: int, count: int) -> f
         return look()
 
     with monkeypatch.context() as patch:
-        patch.setattr(progress_thread(), "look", timed)
+        patch.setattr(progress_thread, "look", timed)
         assert enough.wait(30), f"it looked {len(times)} times"
     return times[skipped + count] - times[skipped]

@@ -13,7 +13,7 @@ import pytest
 
 from aiodist.handles import Handle, Operation, Progress, from_future
 from aiodist.streams import HostStream
-from aiodist.testing.seams.progress import ProgressThread, own_thread, progress_thread
+from aiodist.testing.seams.progress import alarm, own_thread
 from tests.support.blocking import blocked_until, noted_pauses
 
 pytestmark = pytest.mark.timeout(60)
@@ -81,12 +81,12 @@ async def test_h12_a_parked_wait_costs_little(bench: Any, monkeypatch: pytest.Mo
     operation = await bench.issue()
     waiting = asyncio.ensure_future(operation.handle)
     if bench.kind == "polled":
-        await until(lambda: bench.transport.progress.parked)
+        await until(lambda: bench.transport.progress.pace.name == "PARKED")
         bench.transport.polled_by.clear()
         assert await asyncio.to_thread(blocked_until, lambda: pauses[-20:] == [1e-3] * 20)
         assert set(bench.transport.polled_by) == {"aiodist-progress"}
     else:
-        assert await asyncio.to_thread(blocked_until, lambda: progress_thread().asleep)
+        assert await asyncio.to_thread(blocked_until, lambda: alarm.asleep)
     operation.finish()
     await waiting
 
@@ -94,7 +94,7 @@ async def test_h12_a_parked_wait_costs_little(bench: Any, monkeypatch: pytest.Mo
 async def test_h12_a_parked_handle_is_polled_by_the_thread_alone(transport: Any, until: Any) -> None:
     request = transport.issue(go=False)
     waiting = asyncio.ensure_future(request.handle)
-    await until(lambda: transport.progress.parked)
+    await until(lambda: transport.progress.pace.name == "PARKED")
     transport.polled_by.clear()
     await until(lambda: len(transport.polled_by) > 50)
     assert set(transport.polled_by) == {"aiodist-progress"}
@@ -128,20 +128,18 @@ async def test_h12_completions_reach_the_loop_in_batches(transport: Any, monkeyp
 
 
 @pytest.fixture
-def wakeful() -> Iterator[ProgressThread]:
+def wakeful() -> Iterator[None]:
     """A thread that never sleeps unless a stream computes."""
-    with own_thread(linger_seconds=float("inf")) as thread:
-        yield thread
+    with own_thread(linger_seconds=float("inf")):
+        yield
 
 
-async def test_h12_the_progress_thread_leaves_a_stream_that_computes_alone(
-    wakeful: ProgressThread, transport: Any
-) -> None:
+async def test_h12_the_progress_thread_leaves_a_stream_that_computes_alone(wakeful: None, transport: Any) -> None:
     """A tick takes the GIL; what is issued meanwhile wakes the thread."""
     slept, ended = threading.Event(), threading.Event()
 
     def compute() -> bool:
-        asleep = blocked_until(lambda: wakeful.asleep)
+        asleep = blocked_until(lambda: alarm.asleep)
         slept.set()
         return asleep and ended.wait(20)
 

@@ -53,7 +53,7 @@ def collected(*objects: ref[Any]) -> bool:
 
 
 def parks(progress: ref[Progress]) -> bool:
-    return (alive := progress()) is None or alive.parked
+    return (alive := progress()) is None or alive.pace.name == "PARKED"
 
 
 Issue = tuple[threading.Event, ref[Buffer], ref[Progress]]

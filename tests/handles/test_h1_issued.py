@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from aiodist.handles import Handle, Operation, Progress, internals
-from aiodist.testing.seams.progress import progress_thread, transport_lock
+from aiodist.testing.seams.progress import alarm, transport_lock
 from tests.support.blocking import blocked_until
 
 pytestmark = pytest.mark.timeout(30)
@@ -47,7 +47,7 @@ async def test_h1_a_second_operation_in_one_long_stretch(transport: Any) -> None
     """The progress thread has gone to sleep meanwhile, and the loop has not run."""
     first = transport.issue(after=3).handle
     assert _block_until(first.done)
-    assert _block_until(lambda: progress_thread().asleep)
+    assert _block_until(lambda: alarm.asleep)
     second = transport.issue(after=3).handle
     assert _block_until(second.done)
 
@@ -159,7 +159,7 @@ async def test_h1_what_a_thread_of_a_transport_begins_is_driven(until: Any) -> N
     def came() -> None:
         with transport_lock:
             events.pending = 1
-            progress.attend()
+            progress.ensure_polled()
 
     await asyncio.to_thread(came)
     await until(handle.done)  # an await would look for itself

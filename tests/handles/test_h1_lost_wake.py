@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from aiodist import _core
 from aiodist.handles import Handle, Operation, Progress
-from aiodist.testing.seams.progress import ProgressThread, own_thread, transport_lock
+from aiodist.testing.seams.progress import alarm, own_thread, transport_lock
 from tests.support.blocking import blocked_until
 
 pytestmark = pytest.mark.timeout(30)
@@ -49,16 +50,16 @@ class TwoSteps:
 
 
 @pytest.fixture
-def sleepy() -> Iterator[ProgressThread]:
+def sleepy() -> Iterator[None]:
     """A thread that goes to sleep as soon as it finds nothing to do."""
-    with own_thread(linger_seconds=0.0) as thread:
-        yield thread
+    with own_thread(linger_seconds=0.0):
+        yield
 
 
-async def test_h1_a_step_that_begins_while_the_thread_goes_to_sleep_is_driven(sleepy: ProgressThread) -> None:
+async def test_h1_a_step_that_begins_while_the_thread_goes_to_sleep_is_driven(sleepy: None) -> None:
     for _ in range(20):
         # It may be waiting for the lock instead.
-        operation = TwoSteps(lambda: blocked_until(lambda: sleepy.asleep, 0.05))
+        operation = TwoSteps(lambda: blocked_until(lambda: alarm.asleep, 0.05))
         progress = operation.progress
         assert blocked_until(lambda: not progress.large)  # noqa: B023  - called at once
         async with asyncio.timeout(25):
@@ -66,12 +67,10 @@ async def test_h1_a_step_that_begins_while_the_thread_goes_to_sleep_is_driven(sl
         operation.progress.remove_poller(operation)
 
 
-async def test_h1_what_a_holder_of_the_lock_makes_pending_is_driven(
-    sleepy: ProgressThread, transport: Any, until: Any
-) -> None:
+async def test_h1_what_a_holder_of_the_lock_makes_pending_is_driven(sleepy: None, transport: Any, until: Any) -> None:
     """Neither by `start`, nor from what was pending: a receive that is posted while something is opened or closed."""
     handle: Handle[int] = Handle(transport.progress, "recv")
-    await until(lambda: sleepy.asleep and not transport.progress.armed)
+    await until(lambda: alarm.asleep and transport.progress.pace.name != "POLLING")
     with transport_lock:
         transport.requests.append(_Ended(handle))
     async with asyncio.timeout(25):
@@ -92,7 +91,7 @@ class Wanting:
         return False
 
 
-async def test_h1_what_ends_while_another_thread_has_the_lock_is_looked_at(sleepy: ProgressThread, until: Any) -> None:
+async def test_h1_what_ends_while_another_thread_has_the_lock_is_looked_at(sleepy: None, until: Any) -> None:
     progress, wanting, held, let_go = Progress.current(), Wanting(), threading.Event(), threading.Event()
     progress.add_poller(wanting)
 
@@ -123,13 +122,13 @@ class _Ended:
 
 async def test_h1_a_ring_at_the_doorbell_before_is_heard_at_the_next() -> None:
     """A ringer looks which doorbell it is, and may be held up there while the thread goes to sleep at another."""
-    thread = ProgressThread()
+    fresh = type(alarm)()
     before, after = _core.Doorbell(), _core.Doorbell()
-    thread.sleep_at(before)
+    fresh.sleep_at(before)
     before.wait(1)
-    thread.sleep_at(after)
+    fresh.sleep_at(after)
     before.ring()  # by one who saw it a while ago
-    sleeper = threading.Thread(target=thread.pause, args=(1000.0, True), daemon=True)
+    sleeper = threading.Thread(target=partial(fresh.sleep, 1000.0, for_all=True), daemon=True)
     sleeper.start()
     sleeper.join(10)
     assert not sleeper.is_alive()

@@ -281,7 +281,7 @@ async def test_h7_pollers_that_fail_in_turn_are_given_up(
     pollers = [_Broken(), _Broken()]
     for poller in pollers:
         progress.add_poller(poller)
-    progress.liven()
+    progress.resume_polling()
     await until(lambda: len(told) == len(pollers))
     assert [str(error) for error in told] == ["nothing moves"] * 2
     assert len(reports) == 2  # once for each

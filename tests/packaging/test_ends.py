@@ -21,7 +21,6 @@ OTHER_WORDS = re.compile(
 )
 EXCEPTIONS = {
     "aiodist/backends/shm": "the compiled core replaces it",
-    "handles/progress.py": "the same",
     "aiodist/c10d/calls.py": "torch's name",
     "aiodist/launch/supervisor.py": "it stops processes",
     "aiodist/ps/naming.py": "what `ParameterServer.free` asks for: this rank uses a name no more",

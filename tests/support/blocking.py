@@ -33,11 +33,11 @@ async def rounds(count: int = 30) -> None:
 def noted_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return the list of the seconds that the progress thread sleeps between two looks from now on."""
     asked: list[float] = []
-    pause = progress_thread().pause
+    pause = progress_thread.pause
 
     def noting(seconds: float | None, left_to_us: bool) -> None:
         asked.append(float("inf") if seconds is None else seconds)
         pause(seconds, left_to_us)
 
-    monkeypatch.setattr(progress_thread(), "pause", noting)
+    monkeypatch.setattr(progress_thread, "pause", noting)
     return asked

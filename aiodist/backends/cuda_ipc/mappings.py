@@ -35,7 +35,7 @@ from aiodist.backends.base import DTYPES, dtype_code, dtype_name
 from aiodist.backends.cuda_ipc.mapping import REMEDY, Mapped, Mapper, address_of, living
 from aiodist.errors import BackendError, MismatchError
 from aiodist.handles import Progress
-from aiodist.handles.progress import transport_lock
+from aiodist.handles.polling import transport_lock
 from aiodist.handles.timers import Quiet
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from aiodist.backends.gloo.wire import GlooPeer
 from aiodist.backends.inplace import flat
 from aiodist.errors import BackendError
 from aiodist.handles import Handle, Origin, from_future, from_source, join
-from aiodist.handles.progress import transport_lock
+from aiodist.handles.polling import transport_lock
 from aiodist.types import ReduceOp
 
 _OPS: dict[ReduceOp | None, Any] = {

@@ -24,7 +24,7 @@ from aiodist.backends.inplace import bytes_of
 from aiodist.backends.matching import Matching, Receive
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
-from aiodist.handles.progress import transport_lock
+from aiodist.handles.polling import transport_lock
 from aiodist.types import ANY
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from aiodist.backends.gloo.library import (
 from aiodist.backends.inplace import bytes_of
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
-from aiodist.handles.progress import transport_lock
+from aiodist.handles.polling import transport_lock
 
 MESSAGE, OFFER, TAKEN, CREDITS = range(4)
 
@@ -133,8 +133,8 @@ class Wire:
                 fn()
             except Exception as error:  # noqa: BLE001  - it must not end the thread
                 self.progress.report("what a frame completed failed", error)
-            self.progress.called()
-            self.progress.attend()
+            self.progress.make_calls()
+            self.progress.ensure_polled()
 
     def came(self, src: int, frame: Frame) -> None:
         member = self.members.get(frame.comm)

@@ -18,7 +18,7 @@ from aiodist.backends.mpi.native import MpiNative, Pipeline
 from aiodist.backends.mpi.requests import Requests, address, spec, start
 from aiodist.errors import BackendError
 from aiodist.handles import Progress, join
-from aiodist.handles.progress import transport_lock
+from aiodist.handles.polling import transport_lock
 from aiodist.types import ANY
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ class MpiTransport:
 
     def leave(self) -> None:
         """Make no more MPI calls in this process: pending requests fail; on the loop's thread."""
-        self._progress.exclusively(self._leave)
+        self._progress.with_lock(self._leave)
 
     def _leave(self) -> None:
         if self._requests.left is None:

@@ -55,7 +55,7 @@ class Lanes:
         self.completions = _core.Completions()
         self._unmet: list[Lane] = []
         progress.add_poller(self)
-        progress.add_driven(self)
+        progress.driven.append(self)
         progress.loop.add_reader(self.completions.event, self._woken)
         progress.own_files.add(self.completions.event)
         near.wake_by(self.completions.event)
@@ -90,7 +90,7 @@ class Lanes:
 
     def close(self) -> None:
         self.progress.remove_poller(self)
-        self.progress.remove_driven(self)
+        self.progress.driven.remove(self)
         self.progress.loop.remove_reader(self.completions.event)
         self.progress.own_files.discard(self.completions.event)
 

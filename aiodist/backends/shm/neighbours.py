@@ -30,7 +30,7 @@ from aiodist.backends.shm.memory import Arena, Place, check_segment, segment_fd
 from aiodist.backends.shm.tables import HostTable, Named, mapped
 from aiodist.control import exchange
 from aiodist.errors import BackendError
-from aiodist.handles.progress import leave_doorbell, sleep_at
+from aiodist.handles.polling import alarm
 
 if TYPE_CHECKING:
     from aiodist.control import Channel
@@ -209,7 +209,7 @@ class Neighbourhood:
         """The thread that drives collectives while no Python thread does."""
         _alive.add(self)
         self.publish()
-        sleep_at(self.doorbell)
+        alarm.sleep_at(self.doorbell)
 
     def publish(self) -> None:
         """Send the descriptors of new segments to the others."""
@@ -260,7 +260,7 @@ class Neighbourhood:
 
     def close(self) -> None:
         """Unmap the others' memory; the arena lives as long as its tensors."""
-        leave_doorbell(self.doorbell)
+        alarm.leave(self.doorbell)
         self.engine.stop()
         self.arena.close()
         for neighbour in self.neighbours.values():

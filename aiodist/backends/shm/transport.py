@@ -15,7 +15,7 @@ from aiodist.backends.shm.neighbours import Neighbourhood
 from aiodist.backends.shm.peers import short_bytes
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
-from aiodist.handles.progress import transport_lock
+from aiodist.handles.polling import transport_lock
 from aiodist.types import ANY
 
 _WORLD = "world"

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aiodist.handles.kernel import run, transfers
-from aiodist.handles.progress import ProgressThread, progress_thread, transport_lock
+from aiodist.handles.polling import alarm, transport_lock
+from aiodist.handles.progress_thread import progress_thread
 from aiodist.nn.data_parallel import compute_of, reducer_of
 
 __all__ = [
-    "ProgressThread",
+    "alarm",
     "compute_of",
     "own_thread",
     "progress_thread",
@@ -20,12 +21,11 @@ __all__ = [
 
 
 @contextmanager
-def own_thread(linger_seconds: float) -> Iterator[ProgressThread]:
-    """Have a new progress thread in the block, which knows only open loops and sleeps after so many idle seconds."""
-    thread = progress_thread()
-    before = thread.linger_seconds
-    thread.restart(linger_seconds)
+def own_thread(linger_seconds: float) -> Iterator[None]:
+    """Use a new progress thread in the block, which knows only open loops and sleeps after so many idle seconds."""
+    before = progress_thread.linger_seconds
+    progress_thread.restart(linger_seconds)
     try:
-        yield thread
+        yield
     finally:
-        thread.restart(before)
+        progress_thread.restart(before)

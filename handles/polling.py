@@ -1,0 +1,417 @@
+"""The transport lock, and the pending work of one loop, which a thread polls with that lock held.
+
+[Note: transport lock] One lock of the process serialises native calls. Only the progress thread holds it for long. A
+call on the loop's thread only tries to take it: if another thread has it, the call goes into the inbox, which the
+holder empties before it polls. So operations start in the order of issue. To poll, the loop's thread waits for the lock
+for a moment, without the GIL: a loop that retried in Python would keep the GIL from the holder.
+
+[Note: no wake-up is lost] The progress thread sleeps without a timeout only if nothing is pending. While work is
+pending, it looks at least every millisecond, and polls each loop that has not polled since the last look. So only a
+sleeping thread can forget an operation. Before it sleeps, the thread sets `alarm.asleep`, then checks *with the
+transport lock* that nothing is pending, then waits for a ring. Two kinds of work are pending:
+
+- Calls in the inbox. A thread that adds one reads `asleep` after that, and rings. Either it sees that the progress
+  thread is about to sleep, or the progress thread sees the call.
+- Requests of pollers, which change only with the lock held. Between two steps of an operation a poller has no request,
+  perhaps for long, since the next step may copy much. Without the lock, the thread could sleep through the next step,
+  which rings no doorbell. With the lock, it sees pollers only between two passes. A pass over no requests adds none, so
+  later requests come from `Progress.start`, which reads `asleep` and rings, or from the holder of the lock in a `with`
+  block, whose end does the same.
+
+Two threads write `asleep`: the progress thread, and a thread that wakes it. The second writes False and then rings, and
+the next wait of the progress thread returns immediately after a ring that it has not heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from asyncio import _get_running_loop
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from math import inf
+from time import perf_counter
+from typing import ClassVar, Final, Protocol
+
+from aiodist import _core
+from aiodist.handles.gil import Hurry
+
+_FAILING_SECONDS = 0.5
+
+
+class Alarm:
+    """Wakes the progress thread from its sleep."""
+
+    def __init__(self) -> None:
+        self.asleep = True
+        """True if the thread sleeps without a timeout, or is about to: the next operation must ring."""
+        self._doorbell = _core.Doorbell()
+
+    def ring(self) -> None:
+        """Wake the thread; from any thread."""
+        self.asleep = False
+        self._doorbell.ring()
+
+    def sleep(self, seconds: float | None, *, for_all: bool) -> None:
+        """Sleep until a ring, or for `seconds`; True for `for_all` wakes it also for the work of other processes."""
+        self._doorbell.wait(seconds, for_all=for_all)
+
+    def sleep_at(self, doorbell: _core.Doorbell) -> None:
+        """Let the thread sleep at a doorbell that a native library rings."""
+        before, self._doorbell = self._doorbell, doorbell
+        before.ring()
+        doorbell.ring()  # for a thread that rings the old one while the progress thread goes to sleep at the new one
+
+    def leave(self, doorbell: _core.Doorbell) -> None:
+        """Let the thread sleep at a doorbell of its own again."""
+        if self._doorbell is doorbell:
+            self.sleep_at(_core.Doorbell())
+
+
+alarm: Final = Alarm()
+
+
+class TransportLock:
+    """See [Note: transport lock]; the end of a `with` block wakes the progress thread for requests made in it."""
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        self.acquire, self.release, self.locked = lock.acquire, lock.release, lock.locked
+        self.reinit: Callable[[], None] = lock._at_fork_reinit  # type: ignore[attr-defined]
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+        if alarm.asleep:  # see [Note: no wake-up is lost]
+            alarm.ring()
+
+
+transport_lock: Final = TransportLock()
+
+
+class Poller(Protocol):
+    """All pending requests of one native library on one loop; called with the transport lock held."""
+
+    def poll(self, until: float = 0.0) -> bool:
+        """Make progress, end the operations of finished requests, and return True if there were any.
+
+        It makes one pass. With `until`, in seconds of `perf_counter`, it may make more passes until a request ends:
+        a loop inside the poller is faster than calls of it.
+        """
+
+    def __len__(self) -> int:
+        """Return the number of pending requests."""
+
+    @property
+    def rings(self) -> bool:
+        """True if the doorbell of `Alarm.sleep_at` rings when a request may have moved."""
+
+
+class Pace(Enum):
+    """The thread that polls the pending work of a loop.
+
+    | from | to | thread | when |
+    |---|---|---|---|
+    | IDLE, PARKED | POLLING | the loop's | an operation is issued; `Progress.resume` finds pending work |
+    | POLLING | IDLE | the loop's | a turn finds nothing pending |
+    | POLLING | PARKED | the loop's | 300 us without progress, or work that the progress thread must poll |
+    | PARKED | IDLE | the loop's | `Progress.resume` finds nothing pending |
+    | PARKED | IDLE | the progress thread | a pass leaves nothing pending |
+    | IDLE | PARKED | a thread of a transport | it has made requests (`LoopWork.ensure_polled`) |
+    """
+
+    IDLE = "nothing is pending"
+    POLLING = "each iteration of the loop polls"
+    PARKED = "the progress thread polls"
+
+
+_IDLE, _POLLING, _PARKED = Pace.IDLE, Pace.POLLING, Pace.PARKED
+
+
+class LoopWork(_core.Pacer):
+    """The pending work of one event loop, and the calls that any thread may make on it; see `Progress`.
+
+    Writers of its attributes:
+
+    - `_lock` held: `pace`, `large`, `at_work`, `threads_waiting` and the tuple of pollers.
+    - Transport lock held: `offloaded`, the failures of pollers, and the start of `inbox`. Any thread appends to it.
+    - Each thread adds and removes its own number in `computing`.
+    - `polls` and `last_ran` are hints, and a lost update only delays a look of the progress thread.
+
+    `last_ran` is the time of the loop's last callback of ours, in seconds of `perf_counter`. True for `crowded` means
+    that ranks outnumber cores: a thread that spins lets others run in between.
+
+    [Note: held while pending] Nobody need hold a handle, and a parked loop does not hold this object. It is part of a
+    cycle, and its collection in the middle of a transfer would free the buffers. So `held` has each object with
+    pending work: a call that makes work pending adds it, and a thread that finds nothing pending removes it, perhaps
+    after the end of the loop.
+    """
+
+    held: ClassVar[set[LoopWork]] = set()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.last_ran = perf_counter()
+        self.thread_id = threading.get_ident()
+        self.computing: set[int] = set()
+        """Numbers of the threads of host streams that compute now, without those that wait for a handle."""
+        self.pace = _IDLE
+        self.inbox: deque[Callable[[], None]] = deque()
+        """Calls to be made with the transport lock held, in order."""
+        self.large = 0
+        """Number of transfers and calls that the progress thread drives."""
+        self.at_work = 0
+        """Number of these that need no other rank: copies, and calls that the thread makes."""
+        self.offloaded = 0
+        """Number of jobs of other threads and devices whose end is not reported yet."""
+        self.threads_waiting = 0
+        """Number of other threads that wait for polled work, see `thread_waits`."""
+        self.watched = False
+        """True if the progress thread knows this object."""
+        self.on_broken: list[Callable[[Exception], None]] = []
+        """Called on the loop with the error of a poller that was removed: its requests never end."""
+        self._pollers: tuple[Poller, ...] = ()
+        self._failing: dict[Poller, tuple[float, float]] = {}
+        """Times of the first and the last error of each failing poller."""
+        self._posted: deque[Callable[[], object]] = deque()
+        self._waking = False
+        """True if the loop has been woken for posted calls, and has not run them yet."""
+        self._lock = threading.RLock()  # the garbage collector may call `Progress.start` inside
+        self._hurry = Hurry()
+
+    def owns_thread(self) -> bool:
+        """Return True on the loop's thread."""
+        return threading.get_ident() == self.thread_id
+
+    def check_here(self, subject: str, instead: str = "") -> None:
+        """Raise RuntimeError, with the advice `instead`, unless the calling thread runs this loop now."""
+        if _get_running_loop() is not self.loop:
+            raise RuntimeError(
+                f"{subject} belongs to another thread or event loop: call it on the loop it was opened on{instead}"
+            )
+
+    # --- what is pending -----------------------------------------------------------------------------------
+
+    def pending(self) -> bool:
+        """Return True while a call or a request is pending."""
+        return bool(self.inbox) or any(map(len, self._pollers))
+
+    def busy(self) -> bool:
+        """Return True if work may end without another rank: that of a thread or a device, or a transfer."""
+        others = (len(poller) for poller in self._pollers if not getattr(poller, "of_ranks", False))
+        return bool(self.inbox or self._posted or self.offloaded or self.at_work) or any(others)
+
+    def rings(self) -> bool:
+        """Return True if the doorbell rings for everything that is pending."""
+        return not self.inbox and all(poller.rings for poller in self._pollers if len(poller))
+
+    def remove_poller(self, poller: Poller) -> None:
+        """Stop polling `poller`; from any thread."""
+        with self._lock:
+            self._pollers = tuple([p for p in self._pollers if p is not poller])
+        self._failing.pop(poller, None)
+
+    def ensure_polled(self) -> None:
+        """Let a thread poll the requests that the calling thread of a transport has made, with the transport lock held.
+
+        `Progress.start` does that for its calls.
+        """
+        if self.pending():
+            self.held.add(self)  # the pace of a closed loop may be POLLING
+            if self.pace is not _POLLING:
+                self._change_pace(_IDLE, _PARKED)
+                alarm.ring()
+
+    def unpin(self) -> bool:
+        """Remove it from `held`, since nothing is pending; return False if work is pending again; from any thread.
+
+        See [Note: held while pending].
+        """
+        self.held.discard(self)
+        if not self.pending():
+            return True
+        self.held.add(self)  # the thread that made it pending may have added it before the removal
+        return False
+
+    def _set_pace(self, pace: Pace) -> None:
+        with self._lock:
+            self.pace = pace
+
+    def _change_pace(self, before: Pace, after: Pace) -> None:
+        """Change the pace, unless another thread has changed it from `before`."""
+        with self._lock:
+            if self.pace is before:
+                self.pace = after
+
+    # --- counts ----------------------------------------------------------------------------------------------
+
+    def add_large(self, count: int, *, of_ranks: bool = False) -> None:
+        """Count transfers and calls that only the progress thread may drive; from any thread.
+
+        True for `of_ranks` means that they may wait for other ranks.
+        """
+        with self._lock:
+            self.large += count
+            self.at_work += 0 if of_ranks else count
+        if count > 0 or self.loop.is_closed():
+            self._hurry.add(count)
+        else:
+            # The loop needs the GIL soon, to learn of the end.
+            self.post(partial(self._hurry.add, count))
+
+    def counted(
+        self, done: Callable[[BaseException | None], None], *, of_ranks: bool = False
+    ) -> Callable[[BaseException | None], None]:
+        """Count a large transfer until the returned callback calls `done`; `of_ranks` as in `add_large`."""
+        self.add_large(1, of_ranks=of_ranks)
+
+        def finished(error: BaseException | None) -> None:
+            self.add_large(-1, of_ranks=of_ranks)
+            done(error)
+
+        return finished
+
+    def hurry(self, count: int) -> None:
+        """Count the operations whose end needs the GIL soon; from any thread."""
+        self._hurry.add(count)
+
+    def thread_waits(self, count: int, *, polled: bool) -> None:
+        """Count other threads that wait for handles, so that they get the GIL sooner.
+
+        If one waits for work that is `polled`, the progress thread polls, since the loop may stand still.
+        """
+        self.hurry(count)
+        if polled:
+            with self._lock:
+                self.threads_waiting += count
+            if count > 0:
+                alarm.ring()  # the progress thread may be in a pause
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Return a block in which the calling thread does not count as one that computes."""
+        me = threading.get_ident()
+        computes = me in self.computing
+        self.computing.discard(me)
+        try:
+            yield
+        finally:
+            if computes:
+                self.computing.add(me)
+
+    # --- polling, with the transport lock held -----------------------------------------------------------------
+
+    def poll(self, until: float = 0.0) -> bool:
+        """Make one pass over all pollers; return True if an operation ended.
+
+        With `until`, a poller that is the only one with requests may poll until then.
+        """
+        self.polls += 1
+        if self.inbox:
+            self.make_calls()
+        completed = False
+        pollers = self._pollers
+        if len(pollers) > 1:
+            pollers = tuple([poller for poller in pollers if len(poller)])
+        for poller in pollers:
+            try:
+                if poller.poll(until if len(pollers) == 1 else 0.0):
+                    completed = True
+            except Exception as error:  # noqa: BLE001  - the other pollers continue
+                self._poller_failed(poller, error)
+        return completed
+
+    def make_calls(self) -> bool:
+        """Make the calls of the inbox; return True if there were any."""
+        made = False
+        while self.inbox:
+            made = True
+            # It stays in the inbox while it runs: a thread that finds nothing pending would go to sleep.
+            try:
+                self._call(self.inbox[0])
+            finally:
+                self.inbox.popleft()
+        return made
+
+    def drive(self) -> bool:
+        """Make the calls, or one pass without any; return True if something ended. For the progress thread."""
+        transport_lock.acquire()  # not `with`, which would ring
+        try:
+            completed = self.make_calls() or self.poll()
+            if self.pending():
+                self.held.add(self)  # the loop may have removed it between two steps
+            else:
+                self._change_pace(_PARKED, _IDLE)
+                if self.pace is not _POLLING or self.loop.is_closed():
+                    self.unpin()
+        finally:
+            transport_lock.release()
+        return completed
+
+    def _call(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  - the calls after it are made
+            self._start_failed(call, error)
+
+    def _start_failed(self, call: Callable[[], None], error: Exception) -> None:
+        self.report(f"{call!r}, which starts a transfer, failed", error)
+
+    def _poller_failed(self, poller: Poller, error: Exception) -> None:
+        """Report the first error; remove a poller that has raised for `_FAILING_SECONDS`: code may wait for it."""
+        now = perf_counter()
+        since, last = self._failing.get(poller, (now, -inf))
+        if now > last + _FAILING_SECONDS:  # the first error, or the first after a while
+            since = now
+            self.report(f"{poller!r} failed, and is polled on", error)
+        self._failing[poller] = (since, now)
+        if now > since + _FAILING_SECONDS:
+            self.remove_poller(poller)
+            for notify in list(self.on_broken):
+                self.post(partial(notify, error))
+
+    # --- calls on the loop -------------------------------------------------------------------------------------
+
+    def post(self, fn: Callable[[], object]) -> None:
+        """Let the loop call `fn`; from any thread. Several posts cost one wake-up of the loop."""
+        self._posted.append(fn)
+        if self._waking:
+            return
+        self._waking = True
+        try:
+            if self.owns_thread():
+                self.loop.call_soon(self._run_posted)
+            else:
+                self.loop.call_soon_threadsafe(self._run_posted)
+        except RuntimeError:  # the loop is closed
+            self._posted.clear()
+            self._waking = False
+
+    def on_loop(self, fn: Callable[[], object]) -> None:
+        """Call `fn` now on the loop's thread; on another thread, let the loop call it."""
+        if self.owns_thread():
+            fn()
+        else:
+            self.post(fn)
+
+    def report(self, message: str, error: BaseException) -> None:
+        """Pass `error` to the loop's exception handler; from any thread."""
+        self.post(partial(self._report, message, error))
+
+    def _report(self, message: str, error: BaseException) -> None:
+        self.loop.call_exception_handler({"message": message, "exception": error})
+
+    def _run_posted(self) -> None:
+        self._waking = False
+        self.last_ran = perf_counter()
+        for _ in range(len(self._posted)):
+            fn = self._posted.popleft()
+            try:
+                fn()
+            except Exception as error:  # noqa: BLE001  - the calls after it are made
+                self._report(f"{fn} failed", error)
