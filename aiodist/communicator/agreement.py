@@ -1,6 +1,6 @@
 """Agreement: the ranks of a communicator compare each collective, so that all of them run the same one.
 
-A collective has a *signature*: the hash of all that the ranks must have in common, mixed with its number. Ranks that
+A collective has a *signature*: the hash of the facts that must be equal on all ranks, and of its number. Ranks that
 share memory compare it in a lane. Then the first rank of each host, its *leader*, compares it with the other leaders in
 messages, and sends its host the verdict in another lane.
 
@@ -9,7 +9,7 @@ messages, and sends its host the verdict in another lane.
 
 `When` says what must agree before a collective begins. Collectives are compared in the order of their numbers, by the
 thread that holds the transport lock: the loop's or the progress thread, so also while user code computes. An operation
-that a lane runs does not enter: its signature travels with its data.
+that a lane runs does not enter: the lane compares its signature.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Comparison:
     """Comparison of one operation by messages."""
 
     known: Event = field(default_factory=Event)
-    """Set when `differs` is known, perhaps before all ranks have come."""
+    """Set when `differs` is known, possibly before all ranks have entered."""
     ended: Event = field(default_factory=Event)
-    """Set when all ranks have come, and nothing of it is in flight here."""
+    """Set when all ranks have entered, and no message of it is in flight here."""
     differs: bool = False
     """True if ranks differ."""
 
@@ -55,7 +55,7 @@ class Dissemination:
 
     _transport: Transport
     _ranks: Sequence[int]
-    """Ranks of the transport that compare; this one is among them."""
+    """Ranks of the transport that compare, with this one."""
     _broken: Callable[[BaseException], None]
     """Callback for an error of its messages."""
 
@@ -128,7 +128,7 @@ class Agreement:
         self._in_thread: deque[tuple[CommunicatorOperation, bool]] = deque()
         """Operations that continue in the progress thread, in order, each with True if ranks of this host differ."""
         self._between_hosts: deque[tuple[CommunicatorOperation, Comparison]] = deque()
-        """As a leader: operations that the hosts compare, in order."""
+        """On a leader: operations that the hosts compare, in order."""
         self._closed: BaseException | None = None
 
     def enter(self, operation: CommunicatorOperation) -> None:
@@ -145,7 +145,7 @@ class Agreement:
             operation.compared = self._lane.compare(operation.signature, partial(self._host_compared, operation))
 
     def _host_compared(self, operation: CommunicatorOperation, error: BaseException | None) -> None:
-        """The ranks of this host have been compared; a large operation continues in the progress thread."""
+        """Continue after the comparison within this host, in the progress thread if the operation is large."""
         if error is not None and not isinstance(error, MismatchError):
             self._failed(operation, error)
             return
@@ -179,7 +179,7 @@ class Agreement:
             self._verdicts.submit(verdict, 0, 0, partial(self._verdict_received, operation, verdict))
 
     def _hosts_compared(self, _: BaseException | None) -> None:
-        """As a leader, decide in order the operations on which the hosts have been compared, and notify the host."""
+        """Decide, in order, the operations that the hosts have compared, and notify the host; on a leader."""
         while self._between_hosts and self._between_hosts[0][1].known.is_set:
             operation, comparison = self._between_hosts.popleft()
             if self._verdicts is not None:
@@ -196,7 +196,7 @@ class Agreement:
             self._failed(operation, error)
 
     def _failed(self, operation: CommunicatorOperation, error: BaseException) -> None:
-        """It cannot be compared."""
+        """Fail an operation whose comparison failed."""
         self._undecided.pop(operation.number, None)
         if not operation.agreed.is_set:
             operation.decide(error)
@@ -209,7 +209,7 @@ class Agreement:
                 self._on_differ(operation)
 
     def close(self, error: BaseException) -> None:
-        """Compare nothing more: operations that are being compared end with `error`, and so do later ones."""
+        """Stop comparisons: operations in comparison and later ones end with `error`."""
         if self._closed is None:
             self._closed = error
             undecided, self._undecided = self._undecided, {}

@@ -19,18 +19,18 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 class Terms(NamedTuple):
-    """What a call may say of any collective."""
+    """Arguments that all collectives have."""
 
     timeout: float | None = None
     impl: str = "auto"
     name: str | None = None
-    """By which it meets those of the other ranks; None: by its place in the order."""
+    """Name for the match with the other ranks; None matches by order."""
 
 
 def check_tensor(t: object, name: str = "t") -> Tensor:
     """Return `t`; raise TypeError or ValueError unless it is a dense, contiguous tensor of a known dtype and device.
 
-    What is made of other tensors, as a DTensor is, has no memory to read.
+    A wrapper of other tensors, such as a DTensor, is refused, since it has no memory of its own.
     """
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} is {type(t).__name__}: expected a torch.Tensor")
@@ -40,7 +40,7 @@ def check_tensor(t: object, name: str = "t") -> Tensor:
     if t.layout is not torch.strided:
         raise ValueError(f"{name} has layout {t.layout}: expected a dense tensor (torch.strided)")
     if not t.is_cpu and not t.is_cuda:
-        raise ValueError(f"{name} lives on {t.device}: expected a device of this communicator (cpu or cuda)")
+        raise ValueError(f"{name} is on {t.device}: expected a device of this communicator (cpu or cuda)")
     if not t.is_contiguous():
         raise ValueError(
             f"{name} of shape {list(t.shape)} has strides {t.stride()}: expected contiguous memory, see .contiguous()"
@@ -57,9 +57,9 @@ def check_tensor(t: object, name: str = "t") -> Tensor:
 
 def _check_memory(t: Tensor, name: str) -> None:
     storage, needed = t.untyped_storage(), (t.storage_offset() + t.numel()) * t.itemsize
-    if (there := storage.nbytes()) < needed:
-        raise ValueError(f"{name} of shape {list(t.shape)} has {there} bytes of memory: expected {needed}")
-    # The storage of a fake tensor says so, of which torch warns who asks for its address.
+    if (present := storage.nbytes()) < needed:
+        raise ValueError(f"{name} of shape {list(t.shape)} has {present} bytes of memory: expected {needed}")
+    # A fake tensor's storage is on "meta"; its `data_ptr` would warn.
     if storage.device.type == "meta" or not t.data_ptr():
         raise TypeError(
             f"{name} is a {type(t).__name__} without memory of its own: expected plain memory, as .to_local() of a "
@@ -77,7 +77,7 @@ def check_list(ts: object, count: int | None, name: str = "ts") -> list[Tensor]:
 
 
 def check_across(ts: Sequence[Tensor]) -> None:
-    """Raise ValueError unless `ts` are alike, and all on the CPU or each on a CUDA device of its own."""
+    """Raise ValueError unless `ts` have one dtype and size, all on the CPU or each on a CUDA device of its own."""
     if any(t.dtype is not ts[0].dtype or t.numel() != ts[0].numel() for t in ts):
         seen = ", ".join(f"{dtype_name(t.dtype)}[{t.numel()}]" for t in ts)
         raise ValueError(f"across=True over {seen}: expected the same dtype and number of elements")
@@ -87,8 +87,10 @@ def check_across(ts: Sequence[Tensor]) -> None:
     listed = ", ".join(map(str, devices))
     if any(device.type == "cpu" for device in devices):
         raise ValueError(f"across=True over tensors on {listed}: expected all on the CPU, or all on CUDA devices")
-    if len(devices) > (there := torch.cuda.device_count()):
-        raise ValueError(f"across=True over {len(devices)} tensors on {listed}: expected {there} at most, one a device")
+    if len(devices) > (most := torch.cuda.device_count()):
+        raise ValueError(
+            f"across=True over {len(devices)} tensors on {listed}: expected {most} at most, one per device"
+        )
     if len(set(devices)) < len(devices):
         raise ValueError(f"across=True over tensors on {listed}: expected each on a CUDA device of its own")
 
@@ -97,11 +99,11 @@ def check_one_place(ts: Sequence[Tensor]) -> None:
     """Raise ValueError unless `ts` are all on the CPU, or all on CUDA devices: ranks expect either."""
     if len({t.is_cpu for t in ts}) > 1:
         listed = ", ".join(dict.fromkeys(str(t.device) for t in ts))
-        raise ValueError(f"ts lie on {listed}: expected all on the CPU, or all on CUDA devices")
+        raise ValueError(f"ts are on {listed}: expected all on the CPU, or all on CUDA devices")
 
 
 def check_rank(rank: object, size: int, name: str = "root", *, any_rank: bool = False) -> int:
-    """Return `rank` if it is one of the communicator's (or ANY, where that is allowed)."""
+    """Return `rank` if it is a rank of the communicator (or ANY, if `any_rank`)."""
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise TypeError(f"{name} is {type(rank).__name__}: expected a rank, an int")
     if any_rank and rank == ANY:
@@ -112,7 +114,7 @@ def check_rank(rank: object, size: int, name: str = "root", *, any_rank: bool = 
 
 
 def check_tag(tag: object, *, any_tag: bool = False) -> int:
-    """Return `tag` if it is a number from 0 to 2^62 (or ANY, where that is allowed)."""
+    """Return `tag` if it is a number from 0 to 2^62 - 1 (or ANY, if `any_tag`)."""
     if isinstance(tag, bool) or not isinstance(tag, int):
         raise TypeError(f"tag is {type(tag).__name__}: expected an int")
     if any_tag and tag == ANY:
@@ -123,7 +125,7 @@ def check_tag(tag: object, *, any_tag: bool = False) -> int:
 
 
 def check_name(name: object) -> str:
-    """Return `name` if it is one that an operation can have."""
+    """Return `name` if it is a valid name of an operation."""
     if not isinstance(name, str):
         raise TypeError(f"name is {type(name).__name__}: expected a str")
     if not name:
@@ -149,7 +151,7 @@ def check_out(out: object, t: Tensor, *, numel: int | None, own_block: bool = Fa
 
 
 def check_apart(out: Tensor, ts: Sequence[Tensor], own: Tensor) -> None:
-    """Raise ValueError if `out` overlaps any of `ts` but `own`."""
+    """Raise ValueError if `out` overlaps any of `ts` except `own`."""
     for i, t in enumerate(ts):
         if t is not own and overlaps(out, t):
             raise ValueError(f"out overlaps the input ts[{i}], which belongs to another rank: expected other memory")
@@ -178,7 +180,7 @@ def blocks_of(t: Tensor, sizes: Sequence[int] | None, ranks: int) -> list[torch.
 
 
 def block_of(shape: torch.Size, rank: int, ranks: int) -> torch.Size:
-    """Return the shape of a rank's block of `shape`, cut along dim 0: the first get the remainder, a row each."""
+    """Return the shape of a rank's block of `shape`, cut along dim 0: the first ranks get one row of the remainder."""
     rows, more = divmod(shape[0], ranks)
     return torch.Size([rows + (rank < more), *shape[1:]])
 
@@ -193,7 +195,7 @@ def check_int64(value: object, name: str) -> int | None:
 
 
 def is_number(x: object) -> bool:
-    """Return True for a number that travels as one: an int or a float of Python or numpy, not bool."""
+    """Return True for a number that a collective accepts: an int or a float of Python or numpy, not bool."""
     if isinstance(x, bool | np.bool_):
         raise TypeError("a bool is no number here: expected an int, a float or a tensor")
     if isinstance(x, (int, np.integer)) and int(x) not in _INT64:

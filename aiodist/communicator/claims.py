@@ -12,13 +12,13 @@ from aiodist.streams.writes import check_writable, increment_version
 
 
 class Claim(NamedTuple):
-    """Bytes that an operation reads or writes until it is over."""
+    """Bytes that an operation reads or writes until it is finished."""
 
     start: int
     nbytes: int
     writes: bool
     memory: UntypedStorage
-    """Kept while it is claimed, so that nobody else is given it: an `out` that grows takes new memory."""
+    """The storage, referenced until the release so that it is not freed: an `out` that grows takes new memory."""
     written: Tensor | None = None
     """The tensor whose version autograd compares; None for bytes that are read."""
 
@@ -34,7 +34,7 @@ def writing(*tensors: Tensor) -> list[Claim]:
 
 
 def claims_of(inputs: Sequence[Tensor], *outs: Tensor | None) -> list[Claim]:
-    """Return the claims of an operation that reads `inputs` and writes `outs`; an input inside an out is its own."""
+    """Return the claims of an operation that reads `inputs` and writes `outs`; inputs inside an out need no claim."""
     written = writing(*(out for out in outs if out is not None))
     inside = [(w.start, w.start + w.nbytes) for w in written]
     read = [c for c in reading(*inputs) if not any(a <= c.start and c.start + c.nbytes <= b for a, b in inside)]
@@ -55,6 +55,6 @@ def acquire(claims: Sequence[Claim], owner: object) -> None:
 
 
 def release(claims: Sequence[Claim]) -> None:
-    """Give back what `acquire` claimed: what was written has a new version."""
+    """Release the claims of `acquire`; written tensors get a new version."""
     increment_version([claim.written for claim in claims if claim.written is not None])
     in_flight.release_all(claims)

@@ -127,7 +127,7 @@ class Dispatcher:
         self._watch = Watch.of(self.progress, channel)
         self._watchdog = Watchdog(name, self.operations, self.oplog, self.ranks, self.mailbox, self._watch)
         self._watchdog.uses = self.names.uses
-        self._watchdog.give_up = self.abort_everywhere
+        self._watchdog.abort = self.abort_everywhere
         self.account = Account(self.progress.loop, prompt=True, witness=self._watchdog)
         self._observer: OperationObserver | None = None
         self.on_receive: Callable[[Handle[Any], int], None] | None = None
@@ -261,7 +261,7 @@ class Dispatcher:
             operation.set_name(f"{what.kind} {when.name!r}")
             self.enter(operation)
             self.names.record(when, named, what)
-            self._watchdog.came(when)
+            self._watchdog.use_issued(when)
         else:
             handle = self.new_handle(Handle, what.kind, nbytes, timeout)
             number = handle.seq

@@ -9,7 +9,7 @@ from aiodist.handles import internals
 
 
 async def duplicate(coll: Communicator) -> Communicator:
-    """Return a duplicate; where this is cancelled all ranks hear of it, which would wait for this one on theirs."""
+    """Return a duplicate; a cancellation aborts it on all ranks, since they would wait for this one."""
     made = coll.dup()
     try:
         return await made

@@ -37,7 +37,7 @@ _COLLECTIVES = {
     **{name: name.removesuffix("v") for name in ("allgatherv", "alltoallv", "gatherv", "scatterv")},
     "scatter": "scatter",
 }
-"""MPI's, in lower case."""
+"""MPI's names in lower case, and ours."""
 _MPI = {
     **{name.capitalize(): use for name, use in _COLLECTIVES.items()},
     **{f"I{name}": use for name, use in _COLLECTIVES.items()},
@@ -51,7 +51,7 @@ _NAMES = _OLD | _TORCH | _MPI
 
 
 class Elsewheres:
-    """Has each of these names, as an `Elsewhere`."""
+    """Has an `Elsewhere` attribute for each of these names."""
 
 
 for _name, _use in _NAMES.items():
@@ -59,5 +59,5 @@ for _name, _use in _NAMES.items():
 
 
 def shown(names: Iterable[str]) -> list[str]:
-    """Return `names` without these."""
+    """Return `names` without the names of this module."""
     return [name for name in names if name not in _NAMES]

@@ -1,4 +1,4 @@
-"""The state of a rank that is stuck, for the search for deadlocks: plain data, which can be sent."""
+"""The state of a stalled rank, for the search for deadlocks: plain data, which can be sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class PendingOp(NamedTuple):
     text: str
     """The operation, with the line that issued it and its communicator, or the user's call that it is a part of."""
     number: int
-    """Its place in the order of its communicator; of a named one, how often the name was used before."""
+    """Its number on its communicator; for a named one, the count of earlier uses of the name."""
     name: str
     """Name of a named operation, else ""."""
     peers: list[int]
@@ -20,11 +20,11 @@ class PendingOp(NamedTuple):
     call: str = ""
     """The user's call that it is a part of, such as "net.step"; "" if the user issued it."""
     kept: bool = False
-    """True for a send that ends only after a receive has matched it, as all large ones."""
+    """True for a send that ends only after a receive has matched it, as all large sends."""
 
 
 class CommFacts(NamedTuple):
-    """One communicator, as this rank sees it. Lists of pairs stand for dicts, whose keys would travel as words."""
+    """The state of one communicator on this rank. It has lists of pairs, since JSON keys of dicts are strings."""
 
     name: str
     ranks: list[int]
@@ -51,7 +51,7 @@ class Facts(NamedTuple):
     comms: list[CommFacts]
 
     @classmethod
-    def read(cls, told: list[Any]) -> Facts:
+    def read(cls, received: list[Any]) -> Facts:
         """Return the report that another rank sent."""
-        ops, comms = told
+        ops, comms = received
         return cls([PendingOp(*op) for op in ops], [CommFacts(*comm) for comm in comms])

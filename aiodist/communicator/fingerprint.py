@@ -1,4 +1,4 @@
-"""The fingerprint of an operation: all that must be equal on every rank, as text and as one word of 64 bits."""
+"""The fingerprint of an operation: facts that must be equal on every rank, as text and as a hash of 64 bits."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _GATHERS = ("allgather", "gather")
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What all ranks must agree on; None where they need not."""
+    """Facts that must be equal on all ranks; None for those that need not."""
 
     kind: str
     dtype: str | None = None
     size: str | None = None
-    """The shape, or the number of elements where only that counts, as "[2, 3]"."""
+    """Shape such as "[2, 3]", or the number of elements if only that must be equal."""
     how: str | None = None
-    """The operator, the implementation that was named, the form of what was given."""
+    """Operator, requested implementation, and form of the argument."""
     root: int | None = None
     loose: bool = False
-    """Not all ranks know the dtype: those that do must agree on it."""
+    """True if not all ranks know the dtype: those that know it must agree."""
     word: int = field(init=False, repr=False, compare=False)
-    """What stands for all of it where ranks compare, see `word_of`."""
+    """Hash that the ranks compare, see `word_of`."""
 
     def __post_init__(self) -> None:
         known = (self.kind, None if self.loose else self.dtype, self.size, self.how, self.root)
@@ -44,12 +44,12 @@ class Fingerprint:
 
 
 def described(ts: Sequence[Tensor]) -> str:
-    """Return dtypes and sizes as words."""
+    """Return dtypes and sizes as text."""
     return ", ".join(f"{kind_of(t)}[{t.numel()}]" for t in ts)
 
 
 def kind_of(t: Tensor) -> str:
-    """Return what all ranks must agree on of an element of `t`: "float32", or "float32 on cuda"."""
+    """Return the dtype and device type of `t`, on which all ranks must agree: "float32", or "float32 on cuda"."""
     return dtype_name(t.dtype) if t.is_cpu else f"{dtype_name(t.dtype)} on cuda"
 
 
@@ -64,9 +64,9 @@ def fingerprint_of(
     across: bool = False,
     extra: str = "",
 ) -> Fingerprint:
-    """Return what all ranks must agree on in a call on `ts`; `given` is what the caller gave.
+    """Return the fingerprint of a call on `ts`; `given` is the caller's argument.
 
-    Dtypes and shapes; of a broadcast only the numbers of elements, of what gathers only the dtypes.
+    It has dtypes and shapes; for a broadcast the numbers of elements, for allgather and gather only the dtypes.
     """
     size = None
     if is_number(given):
@@ -84,19 +84,19 @@ def fingerprint_of(
 
 
 def how(op: str | None, impl: str, *, given: object = None, across: bool = False, extra: str = "") -> str | None:
-    """Return as words what else the caller chose: the operator, the implementation, a list or a number."""
+    """Return the operator, the requested implementation, and a list or a number as text."""
     form = f"list of {len(given)}" if isinstance(given, (list, tuple)) else "number" if is_number(given) else ""
     words = [op or "", extra, form, "across" if across else "", "" if impl == "auto" else f"by {impl}"]
     return " ".join(filter(None, words)) or None
 
 
 def word_of(known: tuple[object, ...], loose: str | None = None) -> int:
-    """Return the word of what `known` says, the same in every process; `loose` is what others may not know."""
+    """Return the hash of `known`, the same in every process; `loose` is a fact that not all ranks know."""
     return _hash(known, _BITS) | (0 if loose is None else (_hash((loose,), 64 - _BITS) or 1) << _BITS)
 
 
 def merged(word: int, other: int) -> int | None:
-    """Return what two words of one number say together, None where they differ."""
+    """Return the union of two hashes of one operation, or None if they differ."""
     if word == other:
         return word
     return None if (word ^ other) & _LOW or (word > _LOW and other > _LOW) else word | other

@@ -1,8 +1,8 @@
-"""Inquiries: ranks ask one another where they are; the control channel answers even if a main thread is stuck.
+"""Inquiries: ranks ask one another for their state; the control channel answers even if a main thread is blocked.
 
-A rank answers with its last operation, what it waits in, and the lines of its program; twice: at once from the listener
-thread, and from its loop as soon as that runs. So the asking rank can tell a rank that is busy (only the first came)
-from one that is stopped or holds the GIL (none came).
+A rank answers with its last operation, the operations that it waits in, and the current lines of its program. It
+answers twice: immediately from the listener thread, and from its loop when that runs. So the asking rank can
+distinguish a busy rank (only the first answer) from one that is stopped or holds the GIL (no answer).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from aiodist.control import Channel, name_ranks
 from aiodist.handles import Progress
 
 _TOPIC = "whereabouts"
-_ANSWER_SECONDS = 0.3  # who has not answered after this is told to be one that does not
-_LOOP_SECONDS = 0.2  # and so the loop of one that did
-_NEWS_SECONDS = 2.0  # an answer that is older is told with its age
+_ANSWER_SECONDS = 0.3  # a rank without an answer after this is reported as silent
+_LOOP_SECONDS = 0.2  # a loop without an answer after this is reported as silent
+_NEWS_SECONDS = 2.0  # an older answer is reported with its age
 
 
 class Wait(NamedTuple):
@@ -28,9 +28,9 @@ class Wait(NamedTuple):
     what: str
     """The operation, with the line that issued it."""
     seconds: float
-    """For how long, to a tenth of a second."""
+    """Duration of the wait, to a tenth of a second."""
     ranks: list[int]
-    """The world ranks that it is known to wait for."""
+    """World ranks that it waits for, as far as known."""
 
     def __str__(self) -> str:
         whom = f"for {name_ranks(self.ranks)} " if self.ranks else ""
@@ -38,22 +38,22 @@ class Wait(NamedTuple):
 
 
 class Whereabouts(NamedTuple):
-    """What a rank says of itself when it is asked; it travels as a list."""
+    """The state of a rank, sent as a list."""
 
     last: str
-    """Its last collective on the communicator in question."""
+    """Its last collective on the communicator."""
     lines: list[str]
-    """The lines at which its tasks are suspended, or the one that its loop's thread executes."""
+    """Lines at which its tasks are suspended, or the current line of its loop's thread."""
     waits: list[Wait]
 
     @classmethod
-    def read(cls, told: list[Any]) -> Whereabouts:
-        """Return what another rank has sent."""
-        last, lines, waits = told
+    def read(cls, received: list[Any]) -> Whereabouts:
+        """Return the state that another rank has sent."""
+        last, lines, waits = received
         return cls(last, lines, [Wait(*wait) for wait in waits])
 
     def text(self, *, loop_answers: bool | None) -> str:
-        """Return it as words; None where it is not known yet whether the rank's loop answers."""
+        """Return it as text; `loop_answers` is None if that is not known yet."""
         parts = [self.last, *map(str, self.waits)]
         if loop_answers is not None:
             parts.append(f"its loop {'answers' if loop_answers else 'does not answer'}")
@@ -65,19 +65,19 @@ class Whereabouts(NamedTuple):
 
 @dataclass(eq=False)
 class _RankEntry:
-    """What is known of one rank."""
+    """Questions to one rank, and its answers."""
 
     number: int = 0
-    """Of the last question."""
+    """Number of the last question."""
     asked: float = -inf
     answered: float = -inf
-    answer: Whereabouts = Whereabouts("", [], [])  # noqa: RUF009  - nobody changes it
+    answer: Whereabouts = Whereabouts("", [], [])  # noqa: RUF009  - it is never changed
     answer_to: int = 0
-    """The number of the question that it answers; -1 where it came unasked."""
+    """Number of the answered question; -1 for an unsolicited state."""
     loop_answer_to: int = 0
 
     def loop_answers(self, now: float) -> bool | None:
-        """Return whether its loop runs, None where that is not known."""
+        """Return True if its loop answers, None if that is not known."""
         if self.answer_to < 0:
             return None
         if self.answer_to <= self.loop_answer_to:
@@ -88,21 +88,21 @@ class _RankEntry:
 class Inquiry:
     """One rank's questions to the others, and its answers. Times are those of the loop's clock.
 
-    What arrives does so on the control channel's listener thread, which replaces one reference at a time.
+    Messages arrive on the control channel's listener thread, which replaces one reference at a time.
     """
 
     def __init__(self, channel: Channel, progress: Progress, here: Callable[[str, bool], Whereabouts]) -> None:
-        """`here(comm, on_loop)` says where this rank is; it is called on the loop's thread or on the listener's."""
+        """`here(comm, on_loop)` returns this rank's state; it is called on the loop's thread or on the listener's."""
         self.channel = channel
         self.reported = -inf
-        """When a rank last told everybody that it reports who waits for whom."""
+        """Time of the last report of any rank."""
         self._progress = progress
         self._here = here
         self._entries: dict[int, _RankEntry] = {}
         channel.subscribe(_TOPIC, self._heard)
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         with suppress(RuntimeError):  # the channel is closed
             self.channel.unsubscribe(_TOPIC)
 
@@ -113,40 +113,40 @@ class Inquiry:
     # --- asking --------------------------------------------------------------------------------------------
 
     def ask(self, ranks: Iterable[int], comm: str) -> None:
-        """Ask `ranks` of the world where they are, and what they did last on the communicator `comm`."""
+        """Ask `ranks` of the world for their state and their last operation on the communicator `comm`."""
         now = self.now()
         for rank in ranks:
             entry = self._entries.setdefault(rank, _RankEntry())
             if now - entry.asked < _ANSWER_SECONDS and entry.answer_to != entry.number:
-                continue  # that answer is still awaited
+                continue  # the answer is outstanding
             entry.number += 1
             entry.asked = now
             self.channel.send(rank, _TOPIC, ["ask", comm, entry.number])
 
     def hint(self, rank: int, last: str) -> None:
-        """Take note of what `rank` told by the way."""
+        """Record the last operation of `rank`, which came with another message."""
         entry = self._entries.setdefault(rank, _RankEntry())
         now = self.now()
         if entry.answer_to < 0 or now - entry.answered > _NEWS_SECONDS:
             entry.answer, entry.answer_to, entry.answered = Whereabouts(last, [], []), -1, now
 
-    def tell_report(self) -> None:
-        """Tell the others that this rank reports."""
+    def announce_report(self) -> None:
+        """Notify the other ranks that this rank reports."""
         self.reported = self.now()
         self.channel.broadcast(_TOPIC, ["report", "", 0])
 
     def answer(self, rank: int, since: float) -> Whereabouts | None:
-        """Return what `rank` has answered since then."""
+        """Return the answer of `rank`, if it is not older than `since`."""
         entry = self._entries.get(rank)
         return entry.answer if entry is not None and entry.answered >= since else None
 
     def is_silent(self, rank: int) -> bool:
-        """Return True when `rank` has left its last question without an answer for too long."""
+        """Return True if `rank` has not answered the last question in time."""
         entry = self._entries.get(rank)
         return entry is not None and entry.answered < entry.asked <= self.now() - _ANSWER_SECONDS
 
     def text(self, rank: int, since: float) -> str | None:
-        """Return where `rank` is as words, as far as it is known since then; None when nothing is."""
+        """Return the state of `rank` as text; None if nothing is known since `since`."""
         left = self.channel.exits().get(rank)
         if left is not None:
             return f"has left: {left.cause}"

@@ -1,4 +1,4 @@
-"""The fast path: the compiled core issues operations that a lane does, and leaves here those that it cannot end."""
+"""The fast path: the compiled core issues operations of lanes, and passes those on that it cannot end itself."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class LaneIssuer:
         return core
 
     def go_on(self, handle: Handle[Any], make: Callable[[], Program[Any]], claims: Sequence[Claim]) -> None:
-        """Continue a collective, on which the ranks agree and which no lane has done, by a program; from any thread."""
-        self._dispatcher.traffic(handle.seq)  # from now on it can be refused
+        """Continue a collective that the ranks agree on, but no lane can do, by a program; from any thread."""
+        self._dispatcher.traffic(handle.seq)  # so that it can be refused
         self._dispatcher.progress.start_from_thread(partial(self._go_on, handle, make, claims))
 
     def _go_on(self, handle: Handle[Any], make: Callable[[], Program[Any]], claims: Sequence[Claim]) -> None:
@@ -72,7 +72,7 @@ class LaneIssuer:
         self._dispatcher.settlement.run(operation, make())
 
     def _failed(self, handle: Handle[Any], error: AiodistError) -> None:
-        """A lane has ended the operation of `handle` with `error`; its bytes are free."""
+        """Fail the operation of `handle`, which a lane has ended with `error`; its bytes are free."""
         progress = self._dispatcher.progress
         progress.post(partial(progress.with_lock, partial(self._end, handle, error)))
 
@@ -81,7 +81,7 @@ class LaneIssuer:
         if operation is None:
             return
         self._dispatcher.settlement.drained(operation)
-        if isinstance(error, MismatchError):  # each rank finds that, since each differs from one of two
+        if isinstance(error, MismatchError):  # every rank has it: each rank differs from at least one of two others
             self._dispatcher.failures.differ(operation)
         else:
             self._dispatcher.settlement.settle(operation, None, error)

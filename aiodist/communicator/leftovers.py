@@ -18,7 +18,7 @@ _OWN = "/aiodist/communicator/"
 
 
 def made_by_program(origin: Origin | None) -> Origin | None:
-    """Return `origin` where the program itself made the call of this package below here; None where aiodist did."""
+    """Return `origin` if the program called this package, or None if another part of aiodist did."""
     frame = _getframe(1)
     while frame.f_back is not None and _OWN in frame.f_code.co_filename:
         frame = frame.f_back
@@ -26,17 +26,17 @@ def made_by_program(origin: Origin | None) -> Origin | None:
 
 
 def warn_of_open(made: Iterable[tuple[str, Origin]]) -> None:
-    """Warn of communicators that the end of the world closes, since the program did not."""
+    """Warn of communicators that the program did not close before the end of the world."""
     for name, origin in made:
         text = f"communicator {name!r}, made at {origin}, was never closed: expected `await comm.aclose()`"
         warnings.warn_explicit(text, ResourceWarning, origin.filename, origin.lineno)
 
 
 async def unreceived(coll: Any, seconds: float) -> list[str]:  # noqa: ANN401
-    """Return what this rank sent that no rank received, and what it never received, as words; warn of each.
+    """Return texts about unreceived messages from and to this rank, and warn of each.
 
-    All ranks call it when every message has come. A warning is at the line of the send, and at the rank that received
-    nothing at the line that closes.
+    All ranks call it after every message has arrived. The sender's warning has the line of the send, the receiver's
+    warning the line of the close.
     """
     mailbox: Any = parts_of(coll).dispatcher.mailbox
     mine = mailbox.leftovers()
@@ -50,27 +50,27 @@ async def unreceived(coll: Any, seconds: float) -> list[str]:  # noqa: ANN401
         if source == coll.rank
     }
     called = {key: line and described(line[0], line[1], Origin(*line[2:])) for key, (_, line) in sent.items()}
-    told = await coll.allgather_object(called, timeout=seconds)
-    words = []
+    calls = await coll.allgather_object(called, timeout=seconds)
+    texts = []
     for (rank, number), (what, line) in sent.items():
         text = f"rank {rank} never received a message on communicator {coll.name!r}: {what}"
-        words.append(_by(text, called[rank, number]))
+        texts.append(_by(text, called[rank, number]))
         if line is not None:
             origin = Origin(*line[2:])
-            warnings.warn_explicit(words[-1], RuntimeWarning, origin.filename, origin.lineno)
+            warnings.warn_explicit(texts[-1], RuntimeWarning, origin.filename, origin.lineno)
     if mine:
-        came = [_by(text, told[source].get((coll.rank, number))) for source, number, text in mine]
-        words.append(_never_received(coll, came))
-    return words
+        arrived = [_by(text, calls[source].get((coll.rank, number))) for source, number, text in mine]
+        texts.append(_never_received(coll, arrived))
+    return texts
 
 
 def _by(text: str, called: str | None) -> str:
     return text if called is None else f"{text} by {called}"
 
 
-def _never_received(coll: Any, came: list[str]) -> str:  # noqa: ANN401
-    more = f" and {len(came) - _SHOWN} more" if len(came) > _SHOWN else ""
-    what = f"{len(came)} message{'s' * (len(came) > 1)}: {', '.join(came[:_SHOWN])}{more}"
+def _never_received(coll: Any, arrived: list[str]) -> str:  # noqa: ANN401
+    more = f" and {len(arrived) - _SHOWN} more" if len(arrived) > _SHOWN else ""
+    what = f"{len(arrived)} message{'s' * (len(arrived) > 1)}: {', '.join(arrived[:_SHOWN])}{more}"
     text = f"communicator {coll.name!r} is closed, and rank {coll.rank} never received {what}"
     line = Origin.here()
     warnings.warn_explicit(text, RuntimeWarning, line.filename, line.lineno)

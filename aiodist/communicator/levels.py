@@ -1,7 +1,7 @@
-"""Groups of ranks, level by level: every rank knows the whole hierarchy without asking again.
+"""Groups of ranks in levels: every rank has the whole hierarchy.
 
-Level 0 is all ranks, one group; each level splits every group of the level above by a key. The idea, with its trees
-and cartesian links, is TorchMPI's (https://github.com/facebookarchive/TorchMPI/blob/master/docs/communicators.md).
+Level 0 is one group of all ranks; each level splits every group of the level above by a key. The idea, with its trees
+and cartesian links, is from TorchMPI (https://github.com/facebookarchive/TorchMPI/blob/master/docs/communicators.md).
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ Group = tuple[int, ...]
 """Ranks, in order."""
 
 Key = tuple[str, ...]
-"""One string, or several where a span made one level of many."""
+"""One string, or several if a span has merged levels."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """How one level splits the groups of the level above."""
+    """The split of the groups of a level into those of the next level."""
 
     keys: tuple[Key, ...]
-    """By rank: equal keys form a group."""
+    """Keys, by rank; equal keys form a group."""
     asked: Form | None = None
-    """The form that was asked for; None: cartesian where it can be."""
+    """Requested form; None means cartesian if possible."""
 
 
 @dataclass(frozen=True)
 class Levels:
-    """The groups of `size` ranks, as `rank` sees them; `print` shows all.
+    """The hierarchy of groups of `size` ranks, for `rank`; `print` shows all.
 
-    The groups of a level come in the order of the groups they lie in, then of their keys as strings; the ranks in a
-    group in their own order. Levels are counted from 0, all ranks, to `depth`; negative numbers count from the last.
+    The groups of a level are in the order of their parents, then of their keys as strings; the ranks of a group are in
+    ascending order. Levels are numbered from 0, all ranks, to `depth`; negative numbers count from the last.
 
     >>> levels = Levels(5, rank=3).below(["b", "a", "b", "a", "b"])
     >>> levels.groups(1), levels.group(1), levels.form(1)
@@ -54,13 +54,13 @@ class Levels:
 
     @property
     def depth(self) -> int:
-        """How many levels there are below level 0."""
+        """Number of levels below level 0."""
         return len(self.splits)
 
-    # --- what they say ---------------------------------------------------------------------------------------
+    # --- queries ---------------------------------------------------------------------------------------------
 
     def number(self, level: int) -> int:
-        """Return the level counted from 0; raise ValueError if there is none, TypeError if it is no int."""
+        """Return the level counted from 0; raise ValueError for an unknown level, TypeError if it is no int."""
         if isinstance(level, bool) or not isinstance(level, int):
             raise TypeError(f"level is {type(level).__name__}: expected an int")
         if not -1 - self.depth <= level <= self.depth:
@@ -68,7 +68,7 @@ class Levels:
         return level % (self.depth + 1)
 
     def key(self, level: int) -> str:
-        """Return the key that this rank gave at `level`; "" at level 0."""
+        """Return the key of this rank at `level`; "" at level 0."""
         number = self.number(level)
         return "/".join(self.splits[number - 1].keys[self.rank]) if number else ""
 
@@ -81,36 +81,36 @@ class Levels:
         return next(group for group in self.groups(level) if self.rank in group)
 
     def parts(self, level: int) -> tuple[tuple[Group, ...], ...]:
-        """Return the groups of `level`, those together that lie in one group of the level above."""
+        """Return the groups of `level`, one tuple for each group of the level above."""
         number = self.number(level)
         if number == 0:
             return ((tuple(range(self.size)),),)
         return tuple(self._inside(group, number) for group in self.groups(number - 1))
 
     def form(self, level: int) -> Form:
-        """Return how this rank's group is linked with those beside it, which lie in the same group of the level above.
+        """Return the form of the links between this rank's group and the other groups of the same parent.
 
-        "cartesian": the k-th rank of each with the k-th of the others, where all are equal in size; else, or when that
-        was asked for, "tree": their first ranks.
+        "cartesian" links the k-th ranks of the groups, which need equal sizes; "tree" links their first ranks, if sizes
+        differ or if it was requested.
         """
         number = self.number(level)
         return self._form(number, next(part for part in self.parts(number) if any(self.rank in g for g in part)))
 
     def links(self, level: int) -> tuple[Group, ...]:
-        """Return the ranks that are linked across the groups of `level`, each in the order of the groups."""
+        """Return the linked ranks across the groups of `level`, in the order of the groups."""
         number = self.number(level)
         found: list[Group] = []
         for part in self.parts(number):
-            linked = list(zip(*part, strict=False))  # as many as the shortest has ranks
+            linked = list(zip(*part, strict=False))  # as many as the smallest group has ranks
             found += linked if self._form(number, part) == "cartesian" else linked[:1]
         return tuple(found)
 
     def link(self, level: int) -> Group:
-        """Return the ranks that this one is linked with, itself among them; none in a tree, unless it is a first."""
+        """Return the ranks that this one is linked with, and itself; in a tree only first ranks have links."""
         return next((linked for linked in self.links(level) if self.rank in linked), ())
 
     def fallen(self, since: int = 1) -> list[str]:
-        """Return, in words, the groups from level `since` on that are a tree though cartesian was asked for."""
+        """Return texts about the groups from level `since` on that form a tree instead of the requested cartesian."""
         return [
             f"level {number}: groups of {', '.join(str(len(group)) for group in part)} ranks"
             for number in range(since, self.depth + 1)
@@ -119,7 +119,7 @@ class Levels:
         ]
 
     def _inside(self, group: Group, level: int) -> tuple[Group, ...]:
-        """Return the groups of `level` that lie in `group` of the level above."""
+        """Return the groups of `level` in `group` of the level above."""
         keys = self.splits[level - 1].keys
         found: dict[Key, list[int]] = {}
         for rank in group:
@@ -130,28 +130,28 @@ class Levels:
         wants_tree = level > 0 and self.splits[level - 1].asked == "tree"
         return "tree" if wants_tree or len({len(group) for group in part}) > 1 else "cartesian"
 
-    # --- others made of them ---------------------------------------------------------------------------------
+    # --- derived levels --------------------------------------------------------------------------------------
 
     def below(self, keys: Sequence[str], asked: Form | None = None) -> Levels:
-        """Return them with one level more, by the key that each rank gave."""
+        """Return these levels and a further one, by the key of each rank."""
         if len(keys) != self.size:
             raise ValueError(f"{len(keys)} keys: expected {self.size}, one for each rank")
         return replace(self, splits=(*self.splits, Split(tuple((key,) for key in keys), asked)))
 
     def among(self, ranks: Sequence[int]) -> Levels:
-        """Return the levels of `ranks`, of which this rank is one, numbered in that order."""
+        """Return the levels among `ranks`, which include this rank, numbered in that order."""
         splits = tuple(Split(tuple(split.keys[rank] for rank in ranks), split.asked) for split in self.splits)
         return Levels(len(ranks), list(ranks).index(self.rank), splits)
 
     def span(self, outer: int, inner: int) -> Levels:
-        """Return the two levels between which collectives run: this rank's group at `outer`, and one level below.
+        """Return the two levels of a span: this rank's group at `outer`, and one level below.
 
-        The ranks are those of that group, numbered anew; level 1 has the groups that they form at `inner`, linked with
-        one another across any levels between. Raises ValueError unless `inner` lies below `outer`.
+        The ranks are those of that group, renumbered; level 1 has their groups at `inner`, linked across any levels
+        between. Raises ValueError unless `inner` is below `outer`.
         """
         low, high = self.number(outer), self.number(inner)
         if low >= high:
-            raise ValueError(f"a span from level {low} to level {high}: expected the second to lie below the first")
+            raise ValueError(f"a span from level {low} to level {high}: expected the second to be below the first")
         mine = self.among(self.group(low))
         spanned = mine.splits[low:high]
         keys = tuple(tuple(text for split in spanned for text in split.keys[rank]) for rank in range(mine.size))
@@ -163,7 +163,7 @@ class Levels:
         return "\n".join(self._lines(0, tuple(range(self.size))))
 
     def _lines(self, level: int, group: Group) -> list[str]:
-        """Return the text of a group and, further in, of those that lie in it."""
+        """Return the text of a group, with its groups indented."""
         if level == self.depth:
             return [("rank " if len(group) == 1 else "ranks ") + ", ".join(map(str, group))]
         part = self._inside(group, level + 1)
@@ -185,7 +185,7 @@ def _shown(key: Key) -> str:
 
 
 class Asked(NamedTuple):
-    """The levels that one rank wants; all must want the same, the keys apart."""
+    """The levels that one rank requests; all ranks must request the same, except for the keys."""
 
     what: str
     of: str
@@ -193,7 +193,7 @@ class Asked(NamedTuple):
     forms: Sequence[Form | None]
 
     def differs(self, other: Asked) -> bool:
-        """Return whether the other rank wants something else."""
+        """Return True if the other rank requests other levels."""
         mine, theirs = ((one.what, one.of, len(one.keys), one.forms) for one in (self, other))
         return mine != theirs
 
@@ -204,7 +204,7 @@ class Asked(NamedTuple):
 
 
 def agree(name: str, table: Sequence[Asked]) -> tuple[Split, ...]:
-    """Return the levels that all ranks want; raise `MismatchError` if they do not want the same."""
+    """Return the requested levels of all ranks; raise `MismatchError` if they differ."""
     first = table[0]
     for rank, asked in enumerate(table):
         if asked.differs(first):
@@ -214,12 +214,12 @@ def agree(name: str, table: Sequence[Asked]) -> tuple[Split, ...]:
 
 
 def keys_of(levels: Levels) -> list[Key]:
-    """Return what this rank gave at each level."""
+    """Return this rank's key at each level."""
     return [split.keys[levels.rank] for split in levels.splits]
 
 
 def forms_of(levels: Levels) -> list[Form | None]:
-    """Return the form that was asked for at each level."""
+    """Return the requested form of each level."""
     return [split.asked for split in levels.splits]
 
 
@@ -231,7 +231,7 @@ def checked_key(key: object, name: str) -> str:
 
 
 def checked_form(form: Form | None) -> Form | None:
-    """Return `form`; raise ValueError unless there is such a form."""
+    """Return `form`; raise ValueError for an unknown one."""
     if form is not None and form not in FORMS:
         raise ValueError(f"form={form!r}: expected {', '.join(map(repr, FORMS))} or None")
     return form

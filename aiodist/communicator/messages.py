@@ -153,7 +153,7 @@ class PointToPoint(Base):
         return together
 
     def _message(self, works: Sequence[DeviceWork], *given: Any) -> CommunicatorOperation:  # noqa: ANN401
-        """Return what `Messenger.issue` does; where it refuses nothing of `works` is done."""
+        """Return the operation of `Messenger.issue`; cancel `works` if it raises."""
         try:
             return self._messenger.issue(*given)
         except BaseException:
@@ -162,18 +162,18 @@ class PointToPoint(Base):
             raise
 
     def _work_later(self) -> Callable[[], DeviceWork] | None:
-        """Return what makes the work of a message that may come from a device; None where there are no devices."""
+        """Return a factory of the work of a message that may come from a device; None if there are no devices."""
         accelerator = self._registry.accelerator
         if accelerator is None or not self._repertoire.on_cuda:
             return None
         return partial(accelerator.work, self.name, self.device)
 
     def _work_for(self, into: Tensor | None) -> list[DeviceWork]:
-        """Return what a receive does on a device: where `into` lies, or a tensor that comes from one."""
+        """Return the work of a receive on the device of `into`, or of a message that may come from a device."""
         return self._work_expected(None) if into is None else self._work_of([into])
 
     def _work_of(self, ts: Sequence[Tensor]) -> list[DeviceWork]:
-        """Return what a message does on the devices that `ts` lie on."""
+        """Return the work of a message on the devices of `ts`."""
         return self._work_on({t.device for t in ts if not t.is_cpu}, None)
 
     def sendrecv(

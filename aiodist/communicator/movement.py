@@ -267,7 +267,7 @@ class Movement(Base):
         root, terms = check_rank(root, self.size), Terms(timeout, impl, name)
         if out is not None:
             check_tensor(out, "out")
-        # The root's dtype, and that of an `out`: elsewhere nobody knows it.
+        # Only the root and ranks with an `out` know the dtype.
         said = partial(Fingerprint, "scatter", how=how(None, impl), root=root, loose=True)
         if self.rank != root:
             what = said(None if out is None else kind_of(out))
@@ -370,12 +370,12 @@ class Movement(Base):
         if sizes is not None:
             sizes = check_sizes(sizes, t.shape[0], self.size, "rows")
             if impl == "bruck":
-                raise ValueError("impl='bruck' goes without sizes: expected blocks that are alike on all ranks")
+                raise ValueError("impl='bruck' takes no sizes: expected equal blocks on all ranks")
         elif t.shape[0] % self.size:
             raise ValueError(f"t has {t.shape[0]} rows: expected a multiple of the {self.size} ranks, or sizes=")
         if out is not None and check_out(out, t, numel=None).device != t.device:
-            raise ValueError(f"out lies on {out.device}: expected {t.device}, as t")
-        # The shape of what all send alike, else of a row.
+            raise ValueError(f"out is on {out.device}: expected {t.device}, as t")
+        # The shape of `t` if the ranks send equal blocks, else of a row.
         shape = str(list(t.shape if sizes is None else t.shape[1:]))
         form = how(None, impl, extra="" if sizes is None else "rows by sizes")
         # Detached: `out`, which may grow, may be t itself.
@@ -384,7 +384,7 @@ class Movement(Base):
         return self._issue(what, program, claims_of([t], out), [t], terms, outs=(out,))
 
     def _lists(self, ts: Sequence[Any], out: object) -> tuple[list[list[Tensor]], bool]:
-        """Return what scatter and alltoall were given as a list of lists, and whether it was one already."""
+        """Return the argument of scatter or alltoall as a list of lists, and True if it was one already."""
         nested = isinstance(ts, Sequence) and bool(ts) and not isinstance(ts[0], Tensor)
         if nested and out is not None:
             raise ValueError("out= goes with one list of tensors: expected ts to be one list, not a list of lists")
@@ -415,9 +415,8 @@ class Movement(Base):
             await coll.barrier()
             ```
 
-        Cost: that of comparing the ranks, which every collective does: a word in memory within a host, log2(hosts)
-        small messages of one rank each between hosts. Source: Hensgen, Finkel, Manber 1988, Two algorithms for barrier
-        synchronization.
+        Cost: the comparison of every collective: a word in memory within a host, log2(hosts) small messages of one rank
+        of each host. Source: Hensgen, Finkel, Manber 1988, Two algorithms for barrier synchronization.
         """
         if name is not None:
             return self._issue(Fingerprint("barrier"), prepare(nothing, None), [], [], Terms(timeout, name=name))

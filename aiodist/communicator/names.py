@@ -1,14 +1,14 @@
 """Named operations: matched across ranks by name, in any order of issue.
 
-A name gets a number once from rank 0, the *leader*, over the control channel. Which operations belong together, this
-number says, and how often each rank has used the name: no rank keeps or compares an order.
+A name gets a number once from rank 0, the *leader*, over the control channel. Operations match by this number and the
+count of earlier uses of the name; the order of issue does not matter.
 
-    issued - the name has a number - all ranks have come - they agree: it begins
-                                                         - they differ: it is refused, on every rank
+    issued - the name has a number - all ranks have issued it - they agree: it begins
+                                                              - they differ: it is refused, on every rank
 
-An operation sends nothing, and enters no lane, before every rank has issued it. So nothing in a lane ever waits for
-what a program has yet to call, and any order is as good as another. Ranks compare in messages (`Between`), whose tag
-the number gives. Tags come back after 16 uses, so a name that failed is held until its messages are off the wire.
+An operation sends no data, and enters no lane, before every rank has issued it. So no operation in a lane waits for a
+later call of a program. The ranks compare by messages (`Dissemination`), whose tag follows from the number. Tags repeat
+after 16 uses, so a failed name is held until its messages have been drained.
 """
 
 from __future__ import annotations
@@ -43,33 +43,33 @@ class Named(Use):
 
     traffic: Traffic = field(default_factory=Traffic)
     endpoints: list[Endpoint] = field(default_factory=list)
-    """What its program sends and receives with: they get their tag and key before it begins."""
+    """Endpoints of its program, which get their tag and key before it begins."""
     edition: int = 0
-    """What stands for the table that chooses how it is run: an edit has a place in the order, and a name has none."""
+    """Hash of an edited selector table, since named operations are not ordered with the edits; 0 for the default."""
     operation: CommunicatorOperation | None = None
     """Its operation, until that is done."""
 
     def text(self) -> str:
-        """Return what was issued and where; with the table, where that is not the usual one."""
+        """Return a description with the calling line, and with the selector if it was edited."""
         assert self.record is not None
         return f"{self.record.text()}{' with an edited selector' if self.edition else ''}"
 
 
 @dataclass(eq=False, slots=True)
 class _Name:
-    """What this rank knows of one name."""
+    """The state of one name on this rank."""
 
     number: int | None = None
     issued: int = 0
     next: Named | None = None
-    """The next use, from the call that makes it until it is issued."""
+    """Next use, from its call until it is issued."""
     last: Callable[[], Handle[Any] | None] = lambda: None
     recent: tuple[Named, ...] = ()
-    """The last two uses: another rank may still be in the one before the last, and fail there."""
+    """Last two uses: another rank may still run the first of these, and fail."""
     waiting: Named | None = None
-    """What may not meet the others yet: it waits for the number, or for those that are held; with the lock held."""
+    """Use that waits for the number, or for held operations; with the lock held."""
     held: set[int] = field(default_factory=set)
-    """Operations that failed, and whose messages may still be on their way; with the lock held."""
+    """Numbers of failed operations that may have messages in flight; with the lock held."""
 
 
 class Names:
@@ -86,15 +86,15 @@ class Names:
         on_differ: Callable[[CommunicatorOperation], None],
         broken: Callable[[BaseException], None],
     ) -> None:
-        """`ranks` are the world ranks of the communicator's, in order.
+        """`ranks` are the world ranks of the communicator's ranks, in order.
 
-        `on_differ` is told of each operation that ranks differ on, and `broken` of what keeps them from comparing; both
-        with the transport lock held.
+        `on_differ` is called with each operation that the ranks differ on, `broken` with an error of the comparison;
+        both with the transport lock held.
         """
         self.issued = 0
-        """How many operations were issued."""
+        """Number of issued operations."""
         self.arrivals: deque[tuple[Named, int]] | None = None
-        """Where each is added with the time, in nanoseconds of `perf_counter_ns`, at which it was issued."""
+        """Operations and their times of issue, in nanoseconds of `perf_counter_ns`; None if they are not recorded."""
         self._comm = comm
         self._topic = f"names:{comm}"
         self._channel = channel
@@ -106,15 +106,15 @@ class Names:
         self._names: dict[str, _Name] = {}
         self._by_number: dict[int, _Name] = {}
         self._given: dict[str, int] = {}
-        """As the leader: the numbers of names."""
+        """Numbers of names, on the leader."""
         self._given_lock = Lock()
         self._undecided: set[Named] = set()
-        """Those that wait for other ranks; with the transport lock held."""
+        """Uses that wait for other ranks; with the transport lock held."""
         self._closed: BaseException | None = None
         channel.subscribe(self._topic, self._heard)
 
     def unsubscribe(self) -> None:
-        """Hear nothing any more."""
+        """Receive no more messages."""
         self._channel.unsubscribe(self._topic)
 
     # --- issuing ---------------------------------------------------------------------------------------------
@@ -122,22 +122,22 @@ class Names:
     def next(self, name: str) -> Named:
         """Return the next use of `name`, the same one until it is issued.
 
-        Raises ValueError while the last one is in flight, and for one name more than there may be.
+        Raises ValueError while the last one is in flight, and for too many names.
         """
         known = self._names.get(name)
         if known is None:
             if len(self._names) >= MOST_NAMES:
-                raise ValueError(f"name={name!r}: {self._too_many()}: expected one of them, to be used again")
+                raise ValueError(f"name={name!r}: {self._too_many()}: expected one of them")
             known = self._names[name] = _Name()
         last = known.last()
         if last is not None and internals.is_pending(last):
-            raise ValueError(f"name={name!r} is in flight: expected another name, or {last} to be over before")
+            raise ValueError(f"name={name!r} is in flight: expected another name, or {last} to be finished before")
         if known.next is None:
             known.next = Named(name, known.issued)
         return known.next
 
     def record(self, use: Named, handle: Handle[Any], what: Fingerprint) -> None:
-        """Take note that `use` was issued."""
+        """Record the issue of `use`."""
         use.record = Record(use.count, what, internals.issued_at(handle))
         known = self._names[use.name]
         known.next, known.last = None, ref(handle)
@@ -150,7 +150,7 @@ class Names:
     # --- meeting: with the transport lock held ---------------------------------------------------------------
 
     def enter(self, use: Named, operation: CommunicatorOperation) -> None:
-        """Have `operation` begin, or not, when all ranks have issued that use of the name."""
+        """Decide on `operation` when all ranks have issued this use of the name."""
         if self._closed is not None:
             operation.decide(again(self._closed))
             return
@@ -163,15 +163,15 @@ class Names:
             known.number = self._number_for(use.name)
         elif known.number is None:
             self._channel.send(self._ranks[0], self._topic, ["which", use.name, 0])
-        self._go_on(known)
+        self._start_waiting(known)
 
     def _numbered(self, name: str, number: int) -> None:
         known = self._names[name]
         known.number = number
-        self._go_on(known)
+        self._start_waiting(known)
 
-    def _go_on(self, known: _Name) -> None:
-        """Have what waits meet the other ranks, if it may."""
+    def _start_waiting(self, known: _Name) -> None:
+        """Start the comparison of the waiting use, if it has a number and none is held."""
         use = known.waiting
         if use is not None and known.number is not None and not known.held and self._closed is None:
             known.waiting = None
@@ -195,7 +195,7 @@ class Names:
         comparison.ended.wait(partial(self._compared, use, comparison))
 
     def _compared(self, use: Named, comparison: Comparison, _: BaseException | None) -> None:
-        """All ranks have come."""
+        """Decide on the operation after the comparison of all ranks."""
         self._undecided.discard(use)
         operation = use.operation
         if operation is not None and not operation.agreed.is_set:
@@ -204,21 +204,21 @@ class Names:
                 self._on_differ(operation)
 
     def hold(self, number: int) -> None:
-        """Let no use of the name meet others: the operation `number` failed, and its tag comes back.
+        """Hold back later uses of the name until `release`: the operation `number` failed, and its tag will repeat.
 
-        Until `release`: others wait for this rank meanwhile, so they keep what they know of that operation.
+        The other ranks wait for this rank meanwhile, so they keep their record of that operation.
         """
         if (known := self._by_number.get(name_in(number))) is not None:
             known.held.add(number)
 
     def release(self, number: int) -> None:
-        """Nothing of the operation `number` is on its way any more."""
+        """Allow later uses again: the operation `number` has no messages in flight."""
         if (known := self._by_number.get(name_in(number))) is not None:
             known.held.discard(number)
-            self._go_on(known)
+            self._start_waiting(known)
 
     def close(self, error: BaseException) -> None:
-        """Begin nothing any more: what waits for others is refused with `error`, and so is what comes."""
+        """Refuse waiting and later uses with `error`."""
         if self._closed is None:
             self._closed = error
             undecided, self._undecided = self._undecided, set()
@@ -226,33 +226,33 @@ class Names:
                 if use.operation is not None:
                     use.operation.decide(again(error))
 
-    # --- what is known, from any thread ----------------------------------------------------------------------
+    # --- queries, from any thread ----------------------------------------------------------------------------
 
     def uses(self) -> dict[str, int]:
-        """Return how often this rank has issued an operation of each name."""
+        """Return the number of operations that this rank has issued, by name."""
         return {name: known.issued for name, known in list(self._names.items())}
 
     def find(self, number: int) -> Named | None:
-        """Return the operation of that number, None where this rank has not issued it, or has forgotten it."""
+        """Return the operation with that number; None if this rank has not issued it, or it is no longer recorded."""
         known = self._by_number.get(name_in(number))
         return next((use for use in (known.recent if known else ()) if use.number == number), None)
 
     def has_issued(self, number: int) -> bool:
-        """Return whether this rank has issued the operation of that number."""
+        """Return True if this rank has issued the operation with that number."""
         known = self._by_number.get(name_in(number))
         return known is not None and number < number_of_use(name_in(number), known.issued)
 
     # --- the numbers of names --------------------------------------------------------------------------------
 
     def _number_for(self, name: str) -> int:
-        """As the leader, return the number of `name`, -1 where there are too many; on any thread."""
+        """Return the number of `name`, -1 if there are too many names; on the leader, on any thread."""
         with self._given_lock:
             if name not in self._given and len(self._given) == MOST_NAMES:
                 return -1
             return self._given.setdefault(name, len(self._given))
 
     def _heard(self, world_rank: int, message: list[Any]) -> None:
-        """On the listener thread, also while the program computes on the loop's."""
+        """Handle a message; on the listener thread, also while the program computes on the loop's."""
         what, name, number = message
         if what == "which":
             self._channel.send(world_rank, self._topic, ["number", name, self._number_for(name)])

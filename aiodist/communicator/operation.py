@@ -43,7 +43,7 @@ class When(Enum):
     HOST = "host"
     """When the ranks of its host agree: what leaves the host goes by own messages, which can be drained."""
     ALL = "all"
-    """When all ranks agree: a collective of a library cannot be recalled."""
+    """When all ranks agree: a collective of a library cannot be stopped."""
 
 
 class Event:
@@ -88,10 +88,10 @@ class CommunicatorOperation(Operation[Any]):
     number: int = -1
     """Number that all ranks give it; -1 of a message, and of a named operation until its name has a number."""
     signature: int = 0
-    """Hash of all that the ranks must have in common, with its number."""
+    """Hash of the facts that must be equal on all ranks, and of its number."""
     when: When = When.HOST
     traffic: Traffic | None = None
-    """Messages that it sends to other hosts and asks for."""
+    """Record of its messages between hosts."""
     large: bool = False
     """True if only the progress thread may start it."""
     state: State = field(default=State.NEW, init=False)
@@ -122,7 +122,7 @@ class CommunicatorOperation(Operation[Any]):
         self.agreed.set(error)
 
     def admit(self, error: BaseException | None = None) -> None:
-        """Let it begin, or not."""
+        """Allow it to begin, or refuse it with `error`."""
         if error is None and self.state is State.NEW:
             self.state = State.CHECKED
         self.admitted.set(error)
@@ -136,7 +136,7 @@ class NativeCall(NamedTuple):
 
 
 async def carry_out(operation: CommunicatorOperation, program: Program[T]) -> T:
-    """Run `program` when the ranks that must agree before it begins have agreed; its result counts when all have."""
+    """Run `program` after the required ranks have agreed; return its result after all have agreed."""
     try:
         if not operation.admitted.is_set or operation.admitted.error is not None:
             await transfers([operation.admitted.wait])
@@ -162,18 +162,18 @@ class Receive(Protocol):
 
     @property
     def handle(self) -> Handle[Any] | None:
-        """Its handle; None once the program has dropped that."""
+        """Its handle; None after the program has dropped it."""
 
     def lapse(self) -> bool:
-        """Withdraw it if the program has dropped its handle; return whether it did."""
+        """Withdraw it if the program has dropped its handle; return True if it was withdrawn."""
 
 
 class Pending:
     """The operations of a communicator that are in flight: collectives by number, the others by handle.
 
-    Receives without a message are apart, since only the program holds their handles: see `Receiving`.
-    Any thread may read: each change is one step of a dict, and so is a copy. A list of `items()` is no single step: it
-    allocates, and the garbage collector may end operations meanwhile.
+    Receives without a message are in a dict of their own, since only the program holds their handles: see `Receiving`.
+    Any thread may read: a change of a dict is atomic, and so is a copy. A list of `items()` is not: it allocates, and
+    the garbage collector may end operations meanwhile.
     """
 
     def __init__(self) -> None:

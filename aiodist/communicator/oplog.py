@@ -1,6 +1,6 @@
 """The collectives that a communicator issued, in order: number, description and calling line of each.
 
-A record costs a fraction of a microsecond. It is looked at when ranks disagree, or wait for one another for long.
+A record costs a fraction of a microsecond. It is read when ranks disagree, or wait long for one another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from aiodist.handles import Origin
 from aiodist.handles.origin import is_ours
 
 LEFT = "has left"
-"""The text of a close that no line of the program asked for."""
+"""Text of a close that no line of the program requested."""
 
 
 _Value = TypeVar("_Value")
@@ -23,7 +23,7 @@ _KEPT = 4096
 
 
 class Latest(dict[int, _Value]):
-    """What is known of the latest operations, by their numbers: late news of older ones are not expected."""
+    """A dict by number of operation with the latest entries only: later messages about older ones are not expected."""
 
     def __setitem__(self, number: int, value: _Value) -> None:
         super().__setitem__(number, value)
@@ -32,22 +32,22 @@ class Latest(dict[int, _Value]):
 
 
 class Record(NamedTuple):
-    """One operation of this rank's."""
+    """One operation of this rank."""
 
     seq: int
     what: Fingerprint
     origin: tuple[CodeType, int]
     call: str = ""
-    """The user's call that it is a part of, such as "net.step"; "" where the user issued it."""
+    """The user's call that it is a part of, such as "net.step"; "" if the user issued it."""
 
     def text(self) -> str:
-        """Return what was issued and where; of a close that no line of the program asked for, that the rank left."""
+        """Return the operation and its line, or `LEFT` for a close that no line of the program requested."""
         if self.what.kind == "close" and is_ours(self.origin[0].co_filename):
             return LEFT
         return f"{f'{self.call} ({self.what})' if self.call else self.what} at {Origin(*self.origin)}"
 
-    def told(self, *, pending: bool) -> dict[str, Any]:
-        """Return it as JSON knows it."""
+    def as_json(self, *, pending: bool) -> dict[str, Any]:
+        """Return it as values of JSON."""
         what, where = self.what, Origin(*self.origin)
         return {
             "seq": self.seq,
@@ -61,14 +61,14 @@ class Record(NamedTuple):
 
 
 class OpLog(_core.Log):
-    """One rank's record of one communicator; written on the loop's thread, read from any."""
+    """One rank's log of one communicator; written on the loop's thread, read from any."""
 
     awaited: dict[int, Callable[[], None]]
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[tuple[CodeType, int], str] = {}
-        """By the place of a user's call, such as of "net.step", its name: the operations it issues are its parts."""
+        """Names of user calls such as "net.step", by their place; the operations that they issue are their parts."""
 
     def name_caller(self, caller: tuple[CodeType, int], call: str) -> None:
         """Record the operations issued from now on as parts of the user's `call` at that place."""
@@ -76,7 +76,7 @@ class OpLog(_core.Log):
         self.calls[caller] = call
 
     def find(self, seq: int) -> Record | None:
-        """Return the record of operation `seq`, or None where there is none yet, or none any more."""
+        """Return the record of operation `seq`, or None if it is not issued yet or no longer recorded."""
         kept = self.kept(seq)
         return None if kept is None else Record(*kept, self.calls.get(kept[-1], ""))
 
@@ -85,6 +85,6 @@ class OpLog(_core.Log):
         return self.find(self.seq - 1)
 
     def text(self, seq: int) -> str:
-        """Return what operation `seq` is and where it was called, as words."""
+        """Return operation `seq` and its line as text."""
         record = self.find(seq)
-        return f"operation #{seq}, which is no longer kept" if record is None else record.text()
+        return f"operation #{seq}, which is no longer recorded" if record is None else record.text()

@@ -1,7 +1,7 @@
 """Python objects as tensors of bytes: pickle protocol 5, large buffers out of band.
 
-Objects are framed by length, never by a sentinel. Unpickling runs code that the sender chose: use it among ranks
-that trust one another. The traffic of tensors never comes here.
+Objects are framed by length, not by a sentinel. Unpickling runs code of the sender's choice: use it among ranks that
+trust one another. Tensors are sent without pickle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LENGTH = struct.Struct("<Q")
 def pack(obj: object) -> Tensor:
     """Return `obj` as flat uint8: the number of parts, their lengths, then the pickle and its buffers.
 
-    Raises what pickle raises for an object that cannot be pickled.
+    Raises pickle's error for an object that cannot be pickled.
     """
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(obj, protocol=5, buffer_callback=buffers.append)

@@ -1,4 +1,4 @@
-"""Reports of late ranks: after a while one rank logs who waits for whom, once a minute as long as it lasts."""
+"""Reports of late ranks: one rank logs all waits for ranks after some seconds, and again once a minute."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from aiodist.communicator.inquiry import Inquiry, Wait
 
 REPORT_SECONDS = 10.0
-"""How long an operation is waited for before it is reported."""
-_AGAIN_SECONDS = 60.0
+"""Default age of a wait, in seconds, that is reported."""
+_PAUSE_SECONDS = 60.0  # between two reports
 _ANSWER_SECONDS = 0.3
-_TURN_SECONDS = 2.0  # how long the ranks below this one have to report in its place
-_COUNTED_SECONDS = 1.0  # what is waited for longer is in a report, and told where it is half of what is reported
+_TURN_SECONDS = 2.0  # time for a lower rank to report in place of this one
+_COUNTED_SECONDS = 1.0  # shortest wait in a report, at most half of `after`
 _SHOWN = 16
 
 _log = logging.getLogger("aiodist")
 
 
 class StallReporter:
-    """Decides when this rank reports, which of those that wait the lowest does, and what."""
+    """Decides when this rank reports, as the lowest waiting rank does, and writes the report."""
 
     def __init__(self, inquiry: Inquiry, ages: Callable[[], list[float]], waits: Callable[[], list[Wait]]) -> None:
-        """`ages` returns for how long this rank waits in each operation, `waits` some of these, the new ones first."""
+        """`ages` returns the ages of this rank's waits in seconds, `waits` some of the waits, new ones first."""
         self.after: float | None = REPORT_SECONDS
-        """In seconds; None: never."""
+        """Age of a wait that is reported, in seconds; None disables reports."""
         self.may_continue = ""
         """Reason why this rank may continue before its operations end, by the last check; empty if there is none."""
         self._inquiry = inquiry
@@ -33,12 +33,12 @@ class StallReporter:
         self._asked: float | None = None
 
     @property
-    def told(self) -> float:
-        """What is waited for since then has been in no report, or when it was new."""
+    def covered(self) -> float:
+        """Time before which all waits have begun that were in a report with a sufficient age."""
         return self._inquiry.reported - (self.after or 0.0) / 2
 
     def look(self, now: float) -> None:
-        """Ask all ranks when it is time, and report once they had time to answer."""
+        """Ask all ranks if a report is due, and report after they had time to answer."""
         due = [age for age in self._ages() if self._is_due(age, now)]
         if not due:
             self._asked = None
@@ -47,29 +47,29 @@ class StallReporter:
             self._inquiry.ask(self._others(), "")
         elif now >= self._asked + (_TURN_SECONDS if self._is_anothers(now) else _ANSWER_SECONDS):
             text = self._text(max(due))
-            self._inquiry.tell_report()
+            self._inquiry.announce_report()
             _log.warning(text)
             self._asked = None
 
     def _is_due(self, seconds: float, now: float) -> bool:
-        """Return whether what is waited for so long has to be reported: each wait by itself, and again each minute."""
+        """Return True if a wait of this age must be reported: for each wait once, and again each minute."""
         if self.after is None or seconds < self.after:
             return False
-        return self.told < now - seconds or now >= self._inquiry.reported + _AGAIN_SECONDS
+        return self.covered < now - seconds or now >= self._inquiry.reported + _PAUSE_SECONDS
 
     def _others(self) -> list[int]:
         channel = self._inquiry.channel
         return [rank for rank in range(channel.size) if rank != channel.rank and rank not in channel.exits()]
 
     def _is_anothers(self, now: float) -> bool:
-        """Return True when a rank below this one has to report as well, and so does."""
+        """Return True if a lower rank has a wait to report too, so that it reports."""
         assert self._asked is not None
         known = (self._inquiry.answer(rank, self._asked) for rank in range(self._inquiry.channel.rank))
         waits = (wait for answer in known if answer is not None for wait in answer.waits)
         return any(self._is_due(wait.seconds + 2 * _ANSWER_SECONDS, now) for wait in waits)
 
     def _text(self, seconds: float) -> str:
-        """Return who waits for whom: first in what this rank waits, then where the late ones are, then the others."""
+        """Return the report: the waits of this rank, then the states of late ranks, then the waits of other ranks."""
         assert self._asked is not None
         assert self.after is not None
         channel = self._inquiry.channel
@@ -94,7 +94,7 @@ class StallReporter:
 
 
 def _circle(waiting: Mapping[int, Sequence[Wait]]) -> list[int]:
-    """Return ranks of which each waits for the next one, and the last for the first; none where one may go on."""
+    """Return ranks that each wait for the next one, and the last for the first; empty if one of them may continue."""
     left = {rank: [set(wait.ranks) for wait in waits] for rank, waits in waiting.items() if waits}
     while free := [rank for rank, waits in left.items() if not all(whom and whom <= left.keys() for whom in waits)]:
         for rank in free:

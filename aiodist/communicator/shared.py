@@ -30,7 +30,7 @@ Shared = TypeVar("Shared", bound=Tensor | nn.Module)
 
 
 class SharedMemory(Base):
-    """The calls that put tensors into the arena."""
+    """Calls for tensors in shared memory."""
 
     def arena_empty(
         self,
@@ -69,9 +69,9 @@ class SharedMemory(Base):
                 table.copy_(torch.load("embedding.pt"))
             await coll.barrier()
 
-        It is a plain tensor on the CPU. Only the barriers of the program order its accesses, and a collective that
-        writes into it would have several ranks write in one place. Its pages are reserved. They are freed when the last
-        tensor of it is deleted on every rank of the host, or its processes are killed: no file has its name.
+        It is a plain tensor on the CPU. Only the barriers of the program order its accesses; in a collective that
+        writes to it several ranks would write to the same memory. Its pages are reserved. They are freed when the last
+        tensor of it is deleted on every rank of the host, or its processes are killed: it has no file name.
 
         Raises TypeError or ValueError for an impossible shape or dtype. On await, on every rank: MismatchError if ranks
         ask for different ones, MemoryError if a host lacks the pages, BackendUnavailable if ranks of a host share no
@@ -88,7 +88,7 @@ class SharedMemory(Base):
         return self._issue(what, program, [], [], terms, partial(_table, size, dtype))
 
     def _offer(self, here: Sequence[int], nbytes: int) -> HostTable | str | MemoryError | None:
-        """Return this rank's part in making a table: the table, nothing, or why it cannot be made."""
+        """Return the table if this rank creates one, None if another rank does, or the reason of a failure."""
         near = self._registry.near
         if len(here) == 1 or not nbytes:
             return None
@@ -105,10 +105,10 @@ class SharedMemory(Base):
     async def _shared(
         self, p: Primitives, here: Sequence[int], offer: HostTable | str | MemoryError | None
     ) -> tuple[mmap | None, list[tuple[Any, str]]]:
-        """Map the table that one of the ranks `here` offers; return its bytes, and each rank's offer and lack.
+        """Map the table that one of the ranks `here` offers; return its bytes, and each rank's offer and failure.
 
-        The ranks speak twice: first of their offers, then of what they lack to map them. After that no rank needs the
-        descriptor, which is closed when this program ends: it alone holds the offer.
+        The ranks exchange two messages: their offers, then their failures to map them. After that no rank needs the
+        descriptor; it is closed when this program ends, which has the only reference to the offer.
         """
         said: HostTable | Named | str | MemoryError | None = offer
         if isinstance(offer, HostTable):
@@ -159,9 +159,9 @@ class SharedMemory(Base):
 
         Raises:
             TypeError: for anything that is neither tensor nor module.
-            ValueError: with nothing moved, for a tensor that is not on the CPU, not dense, or made of others; whose
-                memory is not torch's alone (`.numpy()` was called, numpy or a file has it, other processes share it);
-                or whose storage is more than twice as large.
+            ValueError: with nothing moved, for a tensor that is not on the CPU, not dense, or a wrapper of other
+                tensors; whose memory torch does not own (`.numpy()` was called, numpy or a file has it, other processes
+                share it); or whose storage is more than twice as large.
             BufferInFlight: if an operation uses a tensor.
             BackendUnavailable: if torch is older than 2.13.
             MemoryError: as `arena_empty`; it says how many storages have moved.
@@ -183,7 +183,7 @@ async def _of_all(p: Primitives, mine: object) -> list[Any]:
 
 
 def _table(size: Sequence[int], dtype: torch.dtype, found: tuple[mmap | None, list[tuple[Any, str]]]) -> Tensor:
-    """Return the table, from its bytes and each rank's offer and lack; raise if a rank has none."""
+    """Return the table, from its bytes and each rank's offer and failure; raise if a rank has failed."""
     memory, said = found
     for rank, (offer, lack) in enumerate(said):
         if isinstance(offer, MemoryError):
@@ -191,7 +191,7 @@ def _table(size: Sequence[int], dtype: torch.dtype, found: tuple[mmap | None, li
         if isinstance(offer, str):
             raise BackendUnavailable(
                 f"shared_table: rank {rank} shares no memory with the ranks of its host: {offer}; expected shared "
-                "memory, or one rank a host"
+                "memory, or one rank per host"
             )
         if lack:
             raise BackendError(f"shared_table: rank {rank} {lack}")

@@ -1,4 +1,4 @@
-"""Communicators on which threads other than the loop's may issue too: `dup(thread=True)`."""
+"""Communicators that threads other than the loop's may use too: `dup(thread=True)`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def _issues(call: Call) -> Call:
-    """Return `call`, made by one thread at a time."""
+    """Return `call`, restricted to one thread at a time."""
 
     @wraps(call)
     def issue(self: Communicator, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -33,7 +33,7 @@ def _issues(call: Call) -> Call:
 
 
 def _by_portal(call: Call) -> Call:
-    """Return `call`, made by a task of the loop: on the loop's thread, or by way of the portal."""
+    """Return `call`, made on the loop's thread, from other threads through the portal."""
 
     @wraps(call)
     def make(self: Communicator, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -46,7 +46,7 @@ def _by_portal(call: Call) -> Call:
 
 
 def _makes(call: Call) -> Call:
-    """Return `call`, which makes communicators, on the loop's thread."""
+    """Return `call`, which creates communicators, made on the loop's thread."""
     issue = _issues(call)
 
     @wraps(call)
@@ -58,7 +58,7 @@ def _makes(call: Call) -> Call:
 
 
 async def _returned(call: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """Return what `call` returns; a portal would await it."""
+    """Return the result of `call` without awaiting it, as a portal would."""
     return call()
 
 
@@ -67,7 +67,7 @@ class ThreadedCommunicator(Communicator):
 
     @property
     def portal(self) -> BlockingPortal:
-        """The way to the loop's thread: `coll.portal.call(fn, *args)` calls `fn` there and returns its result, awaited.
+        """Portal to the loop's thread: `coll.portal.call(fn, *args)` calls `fn` there and returns its awaited result.
 
         Raises RuntimeError unless `aiodist.start` opened the world.
         """
@@ -109,8 +109,8 @@ class ThreadedCommunicator(Communicator):
     split = _makes(Communicator.split)
     hierarchy = _makes(Communicator.hierarchy)
     grow = _makes(Communicator.grow)
-    shrink = _by_portal(Communicator.shrink)  # where nothing can be issued any more
+    shrink = _by_portal(Communicator.shrink)  # the communicator no longer accepts calls then
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """As of `Communicator`; in another thread, as soon as the loop runs."""
+        """Abort as `Communicator.abort`; from another thread, when the loop runs."""
         self._dispatcher.progress.on_loop(lambda: super(ThreadedCommunicator, self).abort(reason))

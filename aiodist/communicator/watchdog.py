@@ -1,9 +1,9 @@
-"""The watchdog: asks all ranks about an operation that takes long, so that late ranks are named.
+"""The watchdog: asks all ranks about a slow operation, so that reports and errors name the late ranks.
 
-An operation that is pending at two looks in a row is published: the other ranks learn of it, and those behind it say
-so; of a named one each says whether it has issued it, as soon as it has. A rank that still waits after a second, or
-at half of the nearest deadline, asks where they are, again and again with growing pauses. In a healthy program
-nothing of it is ever said.
+An operation that is pending at two checks in a row is published to the other ranks. A rank that has not issued it
+answers with its last operation, and again when it issues it. A rank that still waits after a second, or at half of the
+nearest deadline, asks the others for their states, repeatedly with growing pauses. A healthy program sends none of
+these messages.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from aiodist.handles.stacks import line_of_thread, lines_of_tasks
 from aiodist.handles.timers import Quiet
 from aiodist.types import ANY
 
-_LOOK_SECONDS = 0.1  # an operation that is pending at two looks in a row is published
+_LOOK_SECONDS = 0.1  # between two checks
 _ASK_SECONDS = 1.0
-_LATEST_SECONDS = 0.8  # before a deadline: the answers that its error tells are not older
+_LATEST_SECONDS = 0.8  # before a deadline: largest age of the answers in its error
 _LONGEST_SECONDS = 10.0  # between two questions
-_POLLED_SECONDS = 2.0  # who asked so long ago whether a message is over still waits for it
+_POLLED_SECONDS = 2.0  # after a call of `done()` the program counts as waiting
 _SHOWN = 3
 _RECENT = 32
 _MOST_NAMES = 256
 
 
 class Peer(NamedTuple):
-    """The other ends of a message, as the caller gave them; None where there is none."""
+    """The other ends of a message, as the caller gave them; None if there is none."""
 
     src: int | None
     dst: int | None
     tag: int
     answered: bool = False
-    """Of one message to `dst`: it is over only when a receive has matched it."""
+    """True if a send ends with the answer that a receive has matched it."""
     kept: bool = False
-    """The same without an answer: the carrier keeps it until then."""
+    """True if the transport completes the send only after a receive has matched it."""
 
     def __str__(self) -> str:
         ends = []
@@ -64,40 +64,40 @@ class Peer(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Use:
-    """One use of a name, by which an operation of this rank meets those of the others."""
+    """One use of a name, by which operations of the ranks match."""
 
     name: str
     count: int
-    """How many uses of the name came before it."""
+    """Count of earlier uses of the name."""
     came: set[int] = field(default_factory=set)
-    """The other ranks that are known to have issued it."""
+    """Other ranks that have issued it, as far as known."""
     number: int = -1
-    """Of the operation, as soon as that of the name is known; see `number_of_use`."""
+    """Number of the operation, after the name has a number; see `number_of_use`."""
     record: Record | None = None
-    """What was issued, and where."""
+    """The operation and its line."""
 
     def text(self) -> str:
-        """Return what was issued and where."""
+        """Return the operation and its line."""
         assert self.record is not None
         return self.record.text()
 
 
 @dataclass
 class _Stalled:
-    """An operation that takes long, by the loop's clock."""
+    """A slow operation, with times of the loop's clock."""
 
     since: float
     ends: float
     """Its own deadline."""
     waited: float = inf
-    """Since when somebody waits for it."""
+    """Time since which the program waits for it; inf if it does not wait."""
     published: bool = False
     asked: float = -inf
     polled: float = -inf
-    """When somebody last asked whether it was done."""
+    """Time of the last call of `done()`."""
 
     def is_due(self, now: float, scopes: Mapping[Any, tuple[float, float]]) -> bool:
-        """Return True when the others should be asked where they are."""
+        """Return True if the other ranks should be asked for their states."""
         pause = _ASK_SECONDS
         if self.asked > -inf:
             pause = min(max(_ASK_SECONDS, self.asked - self.since), _LONGEST_SECONDS)
@@ -111,14 +111,14 @@ class _Stalled:
 
 
 class Watch(Quiet):
-    """Looks ten times a second at what is pending on one rank, for as long as something is; on its loop's thread."""
+    """Checks the pending operations of one rank ten times a second while there are any; on its loop's thread."""
 
     def __init__(self, channel: Channel, progress: Progress) -> None:
         self.watching = False
         self.members: dict[str, Watchdog] = {}
-        """The communicators by name."""
+        """Watchdogs of the communicators, by name."""
         self.on_look: list[Callable[[], object]] = []
-        """Told of each look, also when nothing is pending any more."""
+        """Callbacks at each check, also at the last one without pending operations."""
         self.progress = progress
         self._thread_id = get_ident()
         self.scopes = Scopes.of(progress)
@@ -126,41 +126,41 @@ class Watch(Quiet):
         self.inquiry = Inquiry(channel, progress, self._here)
         self.report = StallReporter(self.inquiry, self._ages, self.waits)
         self.observers: list[Callable[[], None]] = []
-        """Called at each look."""
+        """Callbacks at each check with pending operations."""
         task = asyncio.current_task()
         self._opener = None if task is None else ref(task)
 
     @classmethod
     def of(cls, progress: Progress, channel: Channel) -> Watch:
-        """Return the one of this rank, which lives as long as a communicator of it."""
+        """Return the watch of this rank, which lives as long as its communicators."""
         of_loop: dict[Channel, Watch] = progress.belongings.setdefault(cls, {})
         if channel not in of_loop:
             of_loop[channel] = cls(channel, progress)
         return of_loop[channel]
 
     def leave(self, name: str) -> None:
-        """Look at a communicator no more."""
+        """Stop checking a communicator."""
         if self.members.pop(name, None) is not None and not self.members:
             self.inquiry.close()
             self.scopes.watchers.discard(self)
             self.progress.belongings[Watch].pop(self.inquiry.channel, None)
 
     def keep_watch(self) -> None:
-        """Go on looking, or begin; from any thread, once what is to be looked at is pending."""
+        """Schedule the next check; from any thread, after the operation is pending."""
         if self.watching:
             return
         self.watching = True
         self.progress.on_loop(partial(self.progress.loop.call_later, _LOOK_SECONDS, self._look))
 
     def hurry(self) -> None:
-        """Publish and ask now: something that is pending will not be waited for much longer."""
+        """Publish and ask now, since a deadline is near."""
         for member in list(self.members.values()):
             member.look(self.inquiry.now(), hurry=True)
 
     def _look(self) -> None:
-        self.watching = False  # and then it looks: another thread adds to what is pending, and then looks at this
-        for tell in self.on_look:
-            tell()
+        self.watching = False  # before the check: other threads add an operation first, then read this flag
+        for call in self.on_look:
+            call()
         if not any(member.pending for member in self.members.values()):
             return
         self.keep_watch()
@@ -175,22 +175,22 @@ class Watch(Quiet):
         return [age for member in list(self.members.values()) for age in member.ages()]
 
     def waits(self) -> list[Wait]:
-        """Return what this rank waits in; from any thread."""
-        return [wait for member in list(self.members.values()) for wait in member.waits(self.report.told)]
+        """Return the waits of this rank; from any thread."""
+        return [wait for member in list(self.members.values()) for wait in member.waits(self.report.covered)]
 
     def here(self) -> str:
-        """Return where this rank is as words; on the loop's thread."""
+        """Return the state of this rank as text; on the loop's thread."""
         return self._here("", True).text(loop_answers=None)
 
     def _here(self, comm: str, on_loop: bool) -> Whereabouts:
-        """Answer another rank's question."""
+        """Return the state of this rank for another rank."""
         lines = lines_of_tasks(self.tasks()) if on_loop else [line_of_thread(self._thread_id)]
         if on_loop and not lines and (main := main_thread().ident) not in (None, self._thread_id):
-            lines = [line_of_thread(main)]  # a script, whose loop runs in the background
+            lines = [line_of_thread(main)]  # a script with its loop in the background
         return Whereabouts(self._last(comm), lines, self.waits())
 
     def _last(self, comm: str) -> str:
-        """Return this rank's last operation on one communicator, or on each, as words."""
+        """Return this rank's last operation on one communicator, or on each, as text."""
         if (member := self.members.get(comm)) is not None:
             return member.last()
         parts = [f"communicator {comm!r} is not open there"] if comm else []
@@ -199,7 +199,7 @@ class Watch(Quiet):
         return "; ".join(dict.fromkeys(parts) if active else [*parts, "has issued nothing yet"])
 
     def tasks(self) -> Iterator[asyncio.Task[Any]]:
-        """Yield the tasks of this rank: first the one that opened it, where it has the loop to itself then all."""
+        """Yield the tasks of this rank: first the one that opened it, then all others if the loop has no other rank."""
         opener = None if self._opener is None else self._opener()
         if opener is not None and not opener.done():
             yield opener
@@ -208,7 +208,7 @@ class Watch(Quiet):
 
 
 class Watchdog:
-    """Watches the pending operations of one communicator, on the loop's thread, and knows why they are not over."""
+    """Watches the pending operations of one communicator, on the loop's thread, and finds the ranks that block them."""
 
     def __init__(
         self,
@@ -219,17 +219,17 @@ class Watchdog:
         mailbox: Mailbox,
         watch: Watch,
     ) -> None:
-        """The dispatcher adds to `pending` and removes. `ranks` are the world ranks of the communicator's."""
+        """The dispatcher changes `pending`. `ranks` are the world ranks of the communicator's ranks."""
         self.pending = pending
         self.watch = watch
         self.messages = 0
-        """How many messages were issued."""
+        """Number of issued messages."""
         self.mailbox = mailbox
         self.uses: Callable[[], Mapping[str, int]] = dict
-        """How often this rank has issued an operation of each name."""
+        """Returns the number of uses of each name on this rank."""
         self.unseen: list[Callable[[], bool]] = []
-        """Return whether something waits for other ranks just now by a way of its own, which is in no `pending`."""
-        self.give_up: Callable[[AiodistError], None] = lambda _: None
+        """Return True while a wait for other ranks is not in `pending`."""
+        self.abort: Callable[[AiodistError], None] = lambda _: None
         """Aborts the communicator on all ranks."""
         self._last_use: Use | None = None
         self._name = name
@@ -239,17 +239,17 @@ class Watchdog:
         self._inquiry = watch.inquiry
         self._rank = ranks.index(self._inquiry.channel.rank)
         self._reached = dict.fromkeys((rank for rank in range(len(ranks)) if rank != self._rank), 0)
-        """How many collectives each other rank is known to have issued, at least."""
+        """Least number of collectives that each other rank has issued."""
         self._old: set[tuple[int, int]] = set()
-        """What was pending at the last look; handles would keep their tensors."""
+        """Ids and numbers of handles pending at the last check; references would keep their tensors alive."""
         self._stalled: WeakKeyDictionary[Handle[Any], _Stalled] = WeakKeyDictionary()
         self._asked: dict[tuple[str, int], set[int]] = {}
-        """Who waits for this rank to have issued so many uses of a name; see the conversation."""
+        """Ranks that wait for this rank, by name and number of uses; see the conversation."""
         watch.members[name] = self
         self._inquiry.channel.subscribe(self._topic, self._heard)
 
     def close(self) -> None:
-        """Watch no more: the communicator is given up, or closed."""
+        """Stop watching: the communicator is aborted or closed."""
         if self.watch.members.get(self._name) is self:
             self.watch.leave(self._name)
             with suppress(RuntimeError):  # the channel is closed
@@ -260,15 +260,15 @@ class Watchdog:
         return self.watch.members.get(self._name) is not self
 
     def expect(self, seconds: float) -> None:
-        """Have it known in good time who is late when the deadline of a new operation comes, in so many seconds."""
+        """Find the late ranks before the deadline of a new operation, in `seconds`."""
         if seconds < SHORT_SECONDS:
             progress = self.watch.progress
             progress.on_loop(partial(progress.loop.call_later, seconds / 2, self.watch.hurry))
 
-    # --- looking -------------------------------------------------------------------------------------------
+    # --- checking ------------------------------------------------------------------------------------------
 
     def look(self, now: float, *, hurry: bool = False) -> None:
-        """Publish what has become old, and ask about what waits for long; `hurry`: all that is pending has and does."""
+        """Publish stalled operations, and ask about long waits; `hurry` treats all pending operations so."""
         pending = list(self.pending)
         old = [handle for handle in pending if hurry or (id(handle), handle.seq) in self._old]
         self._old = {(id(handle), handle.seq) for handle in pending}
@@ -292,7 +292,7 @@ class Watchdog:
         self._inquiry.ask([self._ranks[rank] for rank in asked], self._name)
 
     def _publish(self, handles: Sequence[Handle[Any]]) -> None:
-        """Tell the others of collectives that take long, once of each."""
+        """Notify the others of slow collectives, once of each."""
         for handle in handles:
             stalled, meets = self._stalled.get(handle), self.pending.get(handle)
             if stalled is None or stalled.published:
@@ -304,21 +304,21 @@ class Watchdog:
                 self._send(list(self._reached), "stalled", "", handle.seq + 1)
 
     def _watched(self, handles: Sequence[Handle[Any]]) -> list[Handle[Any]]:
-        """Return the first of the collectives in the order, behind which the others come, and what has no place in it.
+        """Return the first collective, since the later ones wait for it, and the operations without an order.
 
-        That is each named one, and all messages but what is detached.
+        These are named operations, and messages except detached ones.
         """
         collective = next((handle for handle in handles if self.pending.get(handle) is True), None)
-        apart = [
+        unordered = [
             h
             for h in handles
             if isinstance(meets := self.pending.get(h), Use)
             or (isinstance(meets, Peer) and not (internals.is_detached(h) and internals.seconds_left(h) is None))
         ]
-        return [*([] if collective is None else [collective]), *apart]
+        return [*([] if collective is None else [collective]), *unordered]
 
     def _see_who_waits(self, handle: Handle[Any], stalled: _Stalled, now: float) -> None:
-        """Note since when somebody waits: not in a message that was posted ahead."""
+        """Record the time since which the program waits: it need not wait for a receive that it posted in advance."""
         if internals.was_looked_at(handle):
             stalled.polled = now
         waits = internals.is_awaited(handle) or now - stalled.polled < _POLLED_SECONDS
@@ -330,10 +330,10 @@ class Watchdog:
             stalled.waited = max(stalled.since, now - _LOOK_SECONDS)
 
     def _missing(self, handle: Handle[Any]) -> list[int]:
-        """Return the ranks that have to do something yet: issue the collective too, or their end of the message."""
+        """Return the ranks that have not issued the collective, or their end of the message."""
         what = self.pending.get(handle)
         if isinstance(what, Peer):
-            if self._message_of(handle) is not None:  # both ends are in: it waits for no rank, but for its bytes
+            if self._message_of(handle) is not None:  # matched: it waits for its bytes, not for a call
                 return []
             ends = [end for end in (what.src, what.dst) if end is not None]
             return list(self._reached) if ANY in ends else [end for end in dict.fromkeys(ends) if end in self._reached]
@@ -341,17 +341,17 @@ class Watchdog:
             return [rank for rank in self._reached if rank not in what.came]
         return [rank for rank, reached in self._reached.items() if what and reached <= handle.seq]
 
-    # --- what is known -------------------------------------------------------------------------------------
+    # --- queries -------------------------------------------------------------------------------------------
 
     def late(self, handle: Handle[Any]) -> dict[int, str]:
         """See `Witness`."""
         if self._closed or (since := self._since(handle)) is None:
             return {}
         missing = self._missing(handle)
-        if not missing and not isinstance(self.pending.get(handle), Peer):  # all have come: one may do nothing any more
+        if not missing and not isinstance(self.pending.get(handle), Peer):  # all have issued it: one may be stopped
             missing = [rank for rank in self._reached if self._inquiry.is_silent(self._ranks[rank])]
-        told = {rank: self._inquiry.text(self._ranks[rank], since) for rank in missing}
-        return {rank: text for rank, text in told.items() if text is not None}
+        texts = {rank: self._inquiry.text(self._ranks[rank], since) for rank in missing}
+        return {rank: text for rank, text in texts.items() if text is not None}
 
     def details(self, handle: Handle[Any]) -> str:
         """See `Witness`."""
@@ -367,22 +367,22 @@ class Watchdog:
 
     @property
     def issued(self) -> int:
-        """How much this rank has issued here, but for what has a name."""
+        """Number of operations that this rank has issued here, except named ones."""
         return self._oplog.seq + self.messages
 
     @property
     def has_issued(self) -> bool:
-        """Whether this rank has issued anything here."""
+        """True if this rank has issued an operation here."""
         return self.issued > 0 or self._last_use is not None
 
     @property
     def is_inner(self) -> bool:
-        """Whether what this rank issued last here is a part of a call of the user's, which names it better."""
+        """True if this rank's last operation here is a part of a user's call such as "net.step"."""
         last = self._oplog.last()
         return last is not None and bool(last.call)
 
     def last(self) -> str:
-        """Return the last operation of this rank as words; from any thread."""
+        """Return the last operation of this rank as text; from any thread."""
         last, use = self._oplog.last(), self._last_use
         after = []
         if last is not None:
@@ -390,23 +390,23 @@ class Watchdog:
         after += [] if use is None else [f"by name after {use.name!r}, {use.text()}"]
         return ", ".join(after) or ("has issued no collective yet" if self.has_issued else "has issued nothing yet")
 
-    def told(self) -> dict[str, Any]:
-        """Return the ranks, and the last few operations of this one, as JSON knows them; from any thread."""
+    def as_json(self) -> dict[str, Any]:
+        """Return the ranks, and the last operations of this one, as values of JSON; from any thread."""
         seq = self._oplog.seq
         records = (self._oplog.find(number) for number in range(max(0, seq - _RECENT), seq))
         collectives = [handle for handle, meets in self.pending.items() if meets is True]
         pending = {handle.seq for handle in collectives if internals.is_pending(handle)}
-        told = [record.told(pending=record.seq in pending) for record in records if record is not None]
-        return {"ranks": list(self._ranks), "last": self.last(), "operations": told}
+        operations = [record.as_json(pending=record.seq in pending) for record in records if record is not None]
+        return {"ranks": list(self._ranks), "last": self.last(), "operations": operations}
 
     def ages(self) -> list[float]:
-        """Return for how long, in seconds, this rank waits in each of its operations that take long."""
+        """Return the ages, in seconds, of this rank's waits in slow operations."""
         now = self._inquiry.now()
         stalled = (self._stalled.get(handle) for handle in list(self.pending))
         return [now - each.waited for each in stalled if each is not None and each.waited < inf]
 
-    def waits(self, told: float) -> list[Wait]:
-        """Return what this rank waits in, what began soon after the time `told` first; from any thread."""
+    def waits(self, covered: float) -> list[Wait]:
+        """Return the waits of this rank, first those that began soon after the time `covered`; from any thread."""
         now = self._inquiry.now()
         found = []
         for handle in self._watched([handle for handle in list(self.pending) if internals.is_pending(handle)]):
@@ -416,24 +416,24 @@ class Watchdog:
             elif not isinstance(self.pending.get(handle), Peer) or internals.is_awaited(handle):
                 found.append((handle, now))
         collectives = [each for each in found if self.pending.get(each[0]) is True]
-        apart = [each for each in found if each not in collectives]
-        apart.sort(key=lambda each: (each[1] <= told, abs(each[1] - told)))
-        return [self._wait(handle, now - since) for handle, since in (*collectives, *apart[:_SHOWN])]
+        others = [each for each in found if each not in collectives]
+        others.sort(key=lambda each: (each[1] <= covered, abs(each[1] - covered)))
+        return [self._wait(handle, now - since) for handle, since in (*collectives, *others[:_SHOWN])]
 
     def _wait(self, handle: Handle[Any], seconds: float) -> Wait:
         what = self.pending.get(handle)
         whom = [self._ranks[rank] for rank in self._missing(handle)] if seconds >= _LOOK_SECONDS else []
         nbytes = self._message_of(handle) if isinstance(what, Peer) else None
-        under_way = "" if nbytes is None else f": its message of {nbytes} bytes is on its way"
-        return Wait(f"{self._words(handle, what)}{under_way}", round(seconds, 1), whom)
+        in_flight = "" if nbytes is None else f": its message of {nbytes} bytes is in flight"
+        return Wait(f"{self._text(handle, what)}{in_flight}", round(seconds, 1), whom)
 
     def _message_of(self, handle: Handle[Any]) -> int | None:
-        """Return the bytes of the message that a receive was matched with, and that is on its way; None for others."""
+        """Return the bytes of the matched message of a receive, which is in flight; None for other operations."""
         taking = self.mailbox.taking.copy()
         return next((nbytes for wanted, nbytes in taking.items() if wanted.handle is handle), None)
 
-    def _words(self, handle: Handle[Any], meets: bool | Peer | Use | None) -> str:
-        """Return what reports call a pending operation: the user's call that it is a part of, if it is one."""
+    def _text(self, handle: Handle[Any], meets: bool | Peer | Use | None) -> str:
+        """Return the text of a pending operation in reports: the user's call that it is a part of, if any."""
         if call := self._call(handle):
             return f"{call} issued at {handle.origin}"
         return f"{handle}{f' {meets}' if isinstance(meets, Peer) else ''} on {self._name!r}"
@@ -442,14 +442,14 @@ class Watchdog:
         return self._oplog.calls.get(internals.issued_at(handle), "") if self._oplog.calls else ""
 
     def facts(self) -> tuple[CommFacts, list[PendingOp]] | None:
-        """Return what those who look for deadlocks need; None where something may end without another rank's doing."""
+        """Return the facts for the search for deadlocks; None if an operation may end without another rank's call."""
         pending = [(handle, meets) for handle, meets in self.pending.items() if internals.is_pending(handle)]
         receives = sum(isinstance(meets, Peer) and meets.src is not None for _, meets in pending)
         sends = [meets for _, meets in pending if isinstance(meets, Peer) and meets.src is None]
         uses, mailbox = self.uses(), self.mailbox
         if any(waits() for waits in self.unseen) or len(uses) > _MOST_NAMES:
             return None
-        # Data of a message are on their way, or a send may be over before another rank receives it.
+        # A message is in flight, or a send may end before another rank receives it.
         if receives != len(mailbox.wanted) or not all(s.answered or s.kept for s in sends):
             return None
         if len(sends) != mailbox.unanswered + mailbox.kept:
@@ -469,10 +469,10 @@ class Watchdog:
             end = meets.dst if meets.src is None else meets.src
             peers = [*self._ranks] if end == ANY or end is None else [self._ranks[end]]
             kept = meets.kept
-        return PendingOp(self._name, self._words(handle, meets), number, name, peers, self._call(handle), kept)
+        return PendingOp(self._name, self._text(handle, meets), number, name, peers, self._call(handle), kept)
 
     def _since(self, handle: Handle[Any]) -> float | None:
-        """Return when the others were first told: of a collective or of the one that it comes behind."""
+        """Return the time of the first message about it, or about the collective that it waits for."""
         stalled = self._stalled.get(handle)
         if self.pending.get(handle) is True:
             first = next((h for h in list(self.pending) if self.pending.get(h) is True), handle)
@@ -480,32 +480,32 @@ class Watchdog:
         return None if stalled is None else stalled.since
 
     # --- the conversation ----------------------------------------------------------------------------------
-    # It is about the uses of a name, or of "", which all collectives have that no name calls.
+    # Messages are about the uses of a name; "" stands for all collectives without a name.
 
     def _issued(self, name: str) -> int:
-        """Return how many uses of `name` this rank has issued."""
+        """Return the number of uses of `name` that this rank has issued."""
         return self.uses().get(name, 0) if name else self._oplog.seq
 
     def _send(self, ranks: Sequence[int], what: str, name: str, issued: int, last: str = "") -> None:
-        """Tell `ranks` how many uses of `name` this one has issued, at least; who is "stalled" wants to hear back."""
+        """Send `ranks` the least number of uses of `name` that this rank has issued; "stalled" requests an answer."""
         for rank in ranks:
             self._inquiry.channel.send(self._ranks[rank], self._topic, [what, name, issued, last])
 
     def _heard(self, world_rank: int, message: list[Any]) -> None:
-        """On the listener thread."""
+        """Handle a message; on the listener thread."""
         what, name, issued, last = message
         src = self._ranks.index(world_rank)
-        self._take_note(src, name, issued)
+        self._record_issued(src, name, issued)
         if last:
             self._inquiry.hint(world_rank, last)
         if what == "stalled":
-            behind = issued > self._issued(name)
-            self._send([src], "reached", name, self._issued(name), self.last() if behind and not name else "")
-            if behind:
-                self._tell_later(src, name, issued)
+            late = issued > self._issued(name)
+            self._send([src], "reached", name, self._issued(name), self.last() if late and not name else "")
+            if late:
+                self._notify_later(src, name, issued)
 
-    def _take_note(self, src: int, name: str, issued: int) -> None:
-        """Rank `src` has issued so many uses of `name`."""
+    def _record_issued(self, src: int, name: str, issued: int) -> None:
+        """Record that rank `src` has issued this number of uses of `name`."""
         if not name:
             self._reached[src] = max(self._reached[src], issued)
             return
@@ -513,23 +513,23 @@ class Watchdog:
             if isinstance(meets, Use) and meets.name == name and meets.count < issued:
                 meets.came.add(src)
 
-    def _tell_later(self, src: int, name: str, issued: int) -> None:
-        """Tell rank `src` as soon as this rank has issued so many uses of `name`."""
+    def _notify_later(self, src: int, name: str, issued: int) -> None:
+        """Notify rank `src` when this rank has issued this number of uses of `name`."""
         self._asked.setdefault((name, issued), set()).add(src)
         if not name:
-            self._oplog.awaited[issued - 1] = partial(self._came, name, issued)
-        if issued <= self._issued(name):  # just now, on the loop's thread, which may have missed this rank
+            self._oplog.awaited[issued - 1] = partial(self._notify, name, issued)
+        if issued <= self._issued(name):  # the loop's thread issued it meanwhile, and may have missed this rank
             self._send([src], "reached", name, issued)
-            self._came(name, issued)
+            self._notify(name, issued)
 
-    def came(self, use: Use) -> None:
-        """This rank has issued `use`: tell those that wait for it."""
+    def use_issued(self, use: Use) -> None:
+        """Notify the ranks that wait for `use`, which this rank has issued."""
         self._last_use = use
         if self._asked:
-            self._came(use.name, use.count + 1)
+            self._notify(use.name, use.count + 1)
 
-    def _came(self, name: str, issued: int) -> None:
-        """Tell those that wait for it; from any thread."""
+    def _notify(self, name: str, issued: int) -> None:
+        """Notify the ranks that wait for it; from any thread."""
         if not name:
-            self._oplog.awaited.pop(issued - 1, None)  # each record asks for it while there is one
+            self._oplog.awaited.pop(issued - 1, None)  # an entry slows every record down
         self._send(list(self._asked.pop((name, issued), ())), "reached", name, issued)

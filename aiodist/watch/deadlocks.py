@@ -109,7 +109,7 @@ class Deadlocks(Quiet):
         """Abort the communicators in which this rank waits, and `comms`: all raise the same error."""
         for name, member in list(self._watch.members.items()):
             if member.pending or name in comms:
-                member.give_up(DeadlockError(text, cycle=tuple(cycle)))
+                member.abort(DeadlockError(text, cycle=tuple(cycle)))
 
     # --- the judge, on the listener thread -------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ class Inspector:
             "host": socket.gethostname(),
             "thread": stack_of_thread(threading.main_thread().ident or 0),  # the loop may run in another one
             "waits": [{"what": what, "seconds": seconds, "ranks": ranks} for what, seconds, ranks in watch.waits()],
-            "communicators": {name: member.told() for name, member in list(watch.members.items())},
+            "communicators": {name: member.as_json() for name, member in list(watch.members.items())},
         }
 
     def _on_loop(self) -> dict[str, Any]:

@@ -108,7 +108,7 @@ async def test_c8_what_is_no_list_of_devices(coll: Communicator, simulated_cuda:
         (spread([ones, ones.int()], [zero, one]), r"float32\[3\], int32\[3\]: expected the same dtype and number"),
         ([ones, ones[:2]], r"float32\[3\], float32\[2\]: expected the same"),
         (spread([ones, ones], [zero, zero]), r"on cuda:0, cuda:0: expected each on a CUDA device of its own"),
-        (spread([ones] * 3, [zero, one, zero]), r"3 tensors on .*: expected 2 at most, one a device"),
+        (spread([ones] * 3, [zero, one, zero]), r"3 tensors on .*: expected 2 at most, one per device"),
         (spread([ones, ones], ["cpu", zero]), r"on cpu, cuda:0: expected all on the CPU, or all on CUDA devices"),
     ):
         before = coll.seq

@@ -83,7 +83,7 @@ MISTAKES = [
     bad(ValueError, r"layout torch\.sparse_coo: expected a dense", lambda c: c.allreduce(torch.ones(2).to_sparse())),
     bad(ValueError, r"layout torch\.jagged: expected a dense", lambda c: c.allreduce(jagged())),
     bad(ValueError, r"layout torch\.jagged: expected a dense", lambda c: c.broadcast(jagged())),
-    bad(ValueError, r"lives on meta: expected a device", lambda c: c.allreduce(torch.ones(2, device="meta"))),
+    bad(ValueError, r"is on meta: expected a device", lambda c: c.allreduce(torch.ones(2, device="meta"))),
     # operators
     bad(ValueError, r"op='average': expected one of sum, mean", lambda c: c.allreduce(torch.ones(2), "average")),
     bad(TypeError, r"mean of int64", lambda c: c.allreduce(torch.arange(3), "mean")),
@@ -152,7 +152,7 @@ MISTAKES = [
     bad(ValueError, r"no dimension to cut", lambda c: c.alltoall_single(torch.tensor(1.0))),
     bad(ValueError, r"t has 5 rows: expected a multiple of the 2 ranks", lambda c: c.alltoall_single(FLOATS[:5])),
     bad(ValueError, r"sizes add up to 5: expected the 6 rows", lambda c: c.alltoall_single(FLOATS, sizes=[2, 3])),
-    bad(ValueError, r"goes without sizes", lambda c: c.alltoall_single(FLOATS, sizes=[3, 3], impl="bruck")),
+    bad(ValueError, r"takes no sizes", lambda c: c.alltoall_single(FLOATS, sizes=[3, 3], impl="bruck")),
     bad(ValueError, r"out overlaps the input", lambda c: c.alltoall_single(FLOATS[:4], out=FLOATS[1:5])),
     bad(ValueError, r"across=True over .*expected the same", lambda c: c.allreduce([FLOATS, FLOATS[:2]], across=True)),
     bad(ValueError, r"objs is 1 objects: expected 2", lambda c: c.alltoall_object([1])),

@@ -95,7 +95,7 @@ async def test_g4_data_parallel_groups_inside_a_parameter_server(coll: Communica
 async def test_g4_wrong_spans(coll: Communicator) -> None:
     h = await coll.hierarchy("a", "b")
     for outer, inner in ((1, 1), (2, 1), (-1, 0)):
-        with pytest.raises(ValueError, match="expected the second to lie below the first"):
+        with pytest.raises(ValueError, match="expected the second to be below the first"):
             h.span(outer, inner)
     with pytest.raises(ValueError, match="level 3: expected 0, all ranks, to 2"):
         h.span(0, 3)

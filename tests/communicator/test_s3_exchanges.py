@@ -221,7 +221,7 @@ async def test_s3_what_lies_on_another_device_goes_by_messages(coll: Communicato
     dealt = await work.scatter([value(0, r, 3).to(mine) for r in range(work.size)], 0, out=torch.empty(3, device=mine))
     assert dealt.tolist() == value(0, work.rank, 3).tolist()
     assert exchanged(fake) == before
-    with pytest.raises(ValueError, match=f"out lies on cpu: expected {mine}, as t"):
+    with pytest.raises(ValueError, match=f"out is on cpu: expected {mine}, as t"):
         work.alltoall_single(t, out=torch.empty(6))
 
 

@@ -473,4 +473,4 @@ def test_w10_a_message_on_its_way_is_no_deadlock(
 
     text, *_ = _reports(main, caplog)
     assert "a deadlock, unless" not in text
-    assert "its message of 1048576 bytes is on its way" in text
+    assert "its message of 1048576 bytes is in flight" in text
