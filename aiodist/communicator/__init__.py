@@ -1,8 +1,7 @@
 """`Communicator`: the collectives and messages of a group of ranks, each call an awaitable handle.
 
-A call checks its arguments and issues the operation; awaiting the handle completes it. Every rank must issue the
-same collectives in the same order, but for those that it names. This package owns no algorithm: see
-`aiodist.collectives`.
+A call checks its arguments and issues the operation; an await of the handle completes it. Every rank must issue the
+same collectives in the same order, except named ones. The algorithms are in `aiodist.collectives`.
 """
 
 from __future__ import annotations
@@ -250,7 +249,7 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
         operations, and aborts the communicator. So does a task that is cancelled while it closes, on all ranks. A
         second call waits for the first.
 
-        The world that `aiodist.open` returned ends with everything that was made of it, as at the end of the block of
+        The close of a world of `aiodist.open` ends everything that was made from it, like the end of the block of
         `aiodist.init`.
         """
         if not isinstance(self._dispatcher.refusal, RuntimeError):  # in a forked child no loop runs
@@ -269,27 +268,27 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{self!r} cannot be pickled: of what holds it save the state (a module's `state_dict`)")
+        raise TypeError(f"{self!r} cannot be pickled: save the state of its owner (a module's `state_dict`)")
 
 
 @dataclass(frozen=True, repr=False)
 class Level:
-    """One level of a hierarchy, as this rank sees it."""
+    """One level of a hierarchy, on this rank."""
 
     number: int
-    """From 0, which is the whole communicator."""
+    """Number of the level; 0 is the whole communicator."""
     key: str
-    """What this rank's group gave; "" at level 0."""
+    """Key of this rank's group; "" at level 0."""
     groups: tuple[Group, ...]
     """All groups of the level, as ranks of the hierarchy's communicator; see `Levels` for their order."""
     form: Form
-    """How the groups that lie in one group of the level above are linked: "cartesian" or "tree"."""
+    """Form of the links between the groups of the same parent: "cartesian" or "tree"."""
     intra: Communicator
-    """The ranks of this rank's group."""
+    """Communicator of this rank's group."""
     inter: Communicator
-    """One rank of each group, in the order of the groups.
+    """Communicator of one rank of each group, in the order of the groups.
 
-    Cartesian: those that have the same rank in `intra`. Tree: the first ranks; on others every call of it raises.
+    Cartesian: the ranks with the same rank in `intra`. Tree: the first ranks; on other ranks every call raises.
     """
 
     def __repr__(self) -> str:
@@ -299,9 +298,8 @@ class Level:
 class Hierarchy(Sequence[Level]):
     """The levels of a communicator, from 0, the whole, to the last; get one from `Communicator.hierarchy`.
 
-    It never changes: `below` returns another, which shares the communicators. These are closed with the communicator
-    the hierarchy was made of, or by themselves, and are made anew when they are asked for again. `print` shows all
-    levels.
+    It is immutable: `below` returns another one, which shares the communicators. These are closed with the hierarchy's
+    communicator, or separately; a later call makes closed ones again. `print` shows all levels.
     """
 
     def __init__(self, comm: Communicator, name: str, groups: Levels, levels: Sequence[Level]) -> None:
@@ -312,32 +310,32 @@ class Hierarchy(Sequence[Level]):
 
     @property
     def comm(self) -> Communicator:
-        """The communicator whose ranks it arranges."""
+        """Communicator of its ranks."""
         return self._comm
 
     @property
     def name(self) -> str:
-        """What error messages call it, the same on all ranks."""
+        """Name in error messages, the same on all ranks."""
         return self._name
 
     @property
     def levels(self) -> Levels:
-        """The groups alone, without communicators."""
+        """Groups of the levels, without communicators."""
         return self._groups
 
     def below(self, key: str, *, form: Form | None = None) -> Handle[Hierarchy]:
-        """Return a hierarchy with one level more: the last groups, split by `key`. Arguments as of `hierarchy`."""
+        """Return a hierarchy with a further level: the last groups, split by `key`. Arguments as of `hierarchy`."""
         keys = [*keys_of(self._groups), (checked_key(key, "key"),)]
         forms = [*forms_of(self._groups), checked_form(form)]
         return _make(self._comm, Asked("below", self._name, keys, forms), since=len(self))
 
     def span(self, outer: int = -2, inner: int = -1) -> Handle[Communicator]:
-        """Return a communicator of my group at level `outer` whose own level is that of the groups at `inner`.
+        """Return a communicator of my group at level `outer`, whose own level has the groups at `inner`.
 
-        The span says between which two levels collectives run: among all ranks of one group at `outer`, and, where
-        they are hierarchical, first within the groups at `inner`, then between these, across any levels between.
-        Its `levels` are these two, and its `hierarchy()` has the communicators for both ways. Left alone it spans the
-        last two levels. Data-parallel groups inside a parameter server:
+        Its collectives run among all ranks of one group at `outer`; hierarchical ones run first within the groups at
+        `inner`, then between these, across any levels between. Its `levels` are these two, and its `hierarchy()` has
+        communicators within the groups and across them. The default is the last two levels. Data-parallel groups inside
+        a parameter server:
 
             h = await coll.hierarchy(str(coll.rank // 8), str(coll.node))
             net = await aiodist.nn.DataParallel.create(Net(), await h.span(1, 2))   # gradients: 8 ranks, by host
@@ -367,7 +365,7 @@ class Hierarchy(Sequence[Level]):
         return self._levels[index]
 
     def __len__(self) -> int:
-        """Return the number of levels, level 0 among them."""
+        """Return the number of levels, with level 0."""
         return len(self._levels)
 
     def __str__(self) -> str:
@@ -388,15 +386,15 @@ def _build(comm: Communicator, given: Sequence[str], form: Form | None) -> Handl
 
 
 async def root_levels(world: Communicator, make: Callable[[Communicator], Hierarchy | Awaitable[Hierarchy]]) -> None:
-    """Have `make` build the levels of `world`, and root the one by host under the last of them.
+    """Build the levels of `world` by `make`, and add the level by host below the last of them.
 
-    Raises TypeError if it returns anything but a hierarchy of `world`; `MismatchError`.
+    Raises TypeError unless `make` returns a hierarchy of `world`; `MismatchError` if ranks disagree.
     """
     made = make(world)
     built: object = await made if inspect.isawaitable(made) else made
     if not isinstance(built, Hierarchy) or built.comm is not world:
         seen = repr(built) if isinstance(built, Hierarchy) else type(built).__name__
-        raise TypeError(f"levels= returned {seen}: expected what coll.hierarchy(...) returns, of the coll it was given")
+        raise TypeError(f"levels= returned {seen}: expected the result of coll.hierarchy(...) for its argument coll")
     levels = built.levels
     asked = Asked("init(levels=)", built.name, keys_of(levels), forms_of(levels))
     agree(world.name, await world.allgather_object(asked))
@@ -408,10 +406,10 @@ def _make(comm: Communicator, asked: Asked, since: int = 1) -> Handle[Hierarchy]
 
     async def join(name: str, table: list[Asked]) -> Hierarchy:
         groups = Levels(comm.size, comm.rank, agree(comm.name, table))
-        # All ranks come by here in the same order, each time as one of some groups that have no rank in common.
+        # All ranks make these communicators in the same order; the groups of one level are disjoint.
         levels = [await _level(comm, name, groups, number) for number in range(groups.depth + 1)]
         if comm.rank == 0 and (fallen := groups.fallen(since)):
-            message = f"{name} is linked as a tree, not cartesian as asked: {'; '.join(fallen)}"
+            message = f"{name} is linked as a tree, not cartesian as requested: {'; '.join(fallen)}"
             warnings.warn_explicit(message, RuntimeWarning, origin.filename, origin.lineno)
         return Hierarchy(comm, name, groups, levels)
 

@@ -41,53 +41,54 @@ from aiodist.types import OPERATIONS, ReduceOp
 
 _CPU = torch.device("cpu")
 _ANYWHERE = ONE_FORM.keys() - {"alltoall_single"}
-"""Operations that ranks may do on any of their devices: messages carry them where these do not go together."""
+"""Operations that ranks may run on any of their devices: messages carry them if NCCL cannot."""
 
 
 CAUSE = 0.8
-"""What share of all waiting a rank must explain to be named as its cause."""
+"""Share of all waits for which a rank is called the cause."""
 
 
 @dataclass(frozen=True)
 class WaitingCall:
-    """For which ranks the others waited: in each collective for the one that came last, from when each of them came.
+    """Waits of the ranks for one another.
 
-    Waits that are shorter than the clocks may be wrong count nothing. In a receive from a certain rank, not from `ANY`,
-    for that one, from the call until the message was there, if that took a millisecond or more.
+    In a collective the ranks wait for the last one, each from its own arrival; waits shorter than the error of the
+    clocks do not count. A receive from one rank, not from `ANY`, waits for that rank from the call until the message
+    has arrived; waits below a millisecond do not count.
     """
 
     seconds: tuple[float, ...]
-    """By rank: how long the others waited for it, added up."""
+    """Sum of the waits for each rank, in seconds."""
     by_operation: Mapping[str, tuple[float, ...]]
-    """The same by operation, such as "allreduce"."""
+    """The same sums by operation, such as "allreduce"."""
     compared: int
-    """How many collectives are known: of more than some thousand a second, the last ones, and those behind a pause."""
+    """Number of compared collectives; at more than some thousand per second only the last ones are compared."""
     clock_error: float
-    """How far the clocks of two ranks may have been apart, in seconds."""
+    """Largest error of the difference of two clocks, in seconds."""
 
     @property
     def cause(self) -> int | None:
-        """The rank that explains at least 80 % of the waiting; None where no rank does."""
+        """Rank that caused at least 80 % of the waits; None if no rank did."""
         most = CAUSE * sum(self.seconds)
         return next((rank for rank, waited in enumerate(self.seconds) if waited >= most > 0), None)
 
 
 @dataclass(frozen=True)
 class CommunicatorStatistics:
-    """What was issued on a communicator, on this rank."""
+    """Numbers of a communicator, on this rank."""
 
     collectives: int
-    """How many were issued in the order since it was made; as many on each rank."""
+    """Number of collectives issued without a name; equal on all ranks."""
     pending: int
-    """How many operations are not over: collectives and messages."""
+    """Number of unfinished operations: collectives and messages."""
     arena_bytes: int
-    """Bytes of tensors that this rank gave to collectives in the host's shared memory and that lay in the arena."""
+    """Bytes of tensors in the arena that this rank gave to collectives in the host's shared memory."""
     ordinary_bytes: int
-    """Bytes of those that lay elsewhere, or were so short (32 KiB) that they travel whole: copied for the others."""
+    """Bytes of other tensors, and of tensors up to 32 KiB: they were copied for the other ranks."""
     named: int
-    """How many collectives were issued by `name=`; they are not among `collectives`."""
+    """Number of collectives issued with `name=`, which are not in `collectives`."""
     waited: WaitingCall | None = None
-    """For whom ranks waited, as it was known a second ago: with `init(stragglers=True)`; None before it is."""
+    """Waits of the ranks for one another, up to a second ago; None without `init(stragglers=True)`."""
 
 
 class Parts(NamedTuple):
@@ -100,9 +101,9 @@ class Parts(NamedTuple):
     """The `Registry` that made it."""
     repertoire: Repertoire
     comparing: Callable[[Fingerprint], Any]
-    """Return the communicator for one call that moves tensors, in which ranks compare this in place of its own words.
+    """Returns the communicator for one call, in which the ranks compare this fingerprint instead of the call's own.
 
-    For a front whose calls demand more of the ranks, such as counts that are alike.
+    It is for interfaces whose calls require more of the ranks, such as equal counts.
     """
 
 
@@ -110,15 +111,15 @@ class Upkeep(NamedTuple):
     """Changes that the registry makes to a communicator; get them from `upkeep_of`."""
 
     apply_edits: Callable[[Sequence[Edit]], None]
-    """Have the selector's table be as after the edits, for every operation from the next one on."""
+    """Applies edits to the selector's table, from the next operation on."""
     compare_edit: Callable[[Edit], Handle[None]]
-    """Issue the comparison of an edit with the other ranks'; where they differ the communicator is given up."""
+    """Issues the comparison of an edit among the ranks; the communicator is aborted if they differ."""
     set_levels: Callable[[Levels | None, tuple[Base, Sequence[int]] | None], None]
-    """Form the levels; without them, those that are left among its ranks of what it was made of."""
+    """Sets the levels; None uses the levels of the parent communicator among these ranks."""
 
 
 class Keeper(Protocol):
-    """What the communicators of one rank have in common: the registry, as they see it."""
+    """State shared by the communicators of one rank: the interface of the registry."""
 
     accelerator: Accelerator | None
     near: Neighbourhood | None
@@ -128,11 +129,11 @@ class Keeper(Protocol):
     waited: dict[str, WaitingCall]
 
     def edit(self, comm: Any, edit: Edit) -> Handle[None]:  # noqa: ANN401
-        """Edit the tables of `comm` and of what was made of it; return the handle of its comparison."""
+        """Edit the tables of `comm` and of its descendants; return the handle of the comparison."""
 
 
 class Base:
-    """A group of ranks: its place, and the way every call takes."""
+    """A group of ranks: its properties, and the issue of operations."""
 
     def __init__(self, dispatcher: Dispatcher, topology: Topology | None, registry: Keeper) -> None:
         self._dispatcher = dispatcher
@@ -151,7 +152,7 @@ class Base:
         self._plans: Plans = Plans(dispatcher, self._device, self._queue_of)
         self._compared: Fingerprint | None = None
 
-    # --- who and where --------------------------------------------------------------------------------------
+    # --- properties -----------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -196,7 +197,7 @@ class Base:
 
     @property
     def topology(self) -> Topology:
-        """Which ranks share a host, and whose GPUs reach one another; `print` shows it."""
+        """Hosts of the ranks, and connections of their GPUs; `print` shows it."""
         if self._topology is None:
             self._dispatcher.check_usable()
         assert self._topology is not None
@@ -204,9 +205,9 @@ class Base:
 
     @property
     def levels(self) -> Levels:
-        """Which groups the ranks form: those of `init(levels=)`, or of a span, else those of a host; `print` shows it.
+        """Groups of the ranks: of `init(levels=)` or of a span, by default of the hosts; `print` shows them.
 
-        The ranks of a `dup`, `group` or `split` form the groups that they form here.
+        The ranks of a `dup`, `group` or `split` have the groups that they have here.
         """
         if self._levels is not None:
             return self._levels
@@ -242,7 +243,7 @@ class Base:
 
     @property
     def device(self) -> torch.device:
-        """This rank's CUDA device, number `local_rank` modulo those it sees, or the CPU."""
+        """This rank's CUDA device, number `local_rank` modulo the visible ones, or the CPU."""
         return self._device
 
     @property
@@ -289,7 +290,7 @@ class Base:
     def __repr__(self) -> str:
         return f"<Communicator {self.name!r} rank {self.rank} of {self.size} over {self.backend}>"
 
-    # --- what the registry does to it -------------------------------------------------------------------------
+    # --- changes by the registry ------------------------------------------------------------------------------
 
     def _apply_edits(self, edits: Sequence[Edit]) -> None:
         with self._dispatcher.undisturbed():
@@ -311,7 +312,7 @@ class Base:
                 lambda error: dispatcher.progress.post(lambda: dispatcher.abort(error)),
             )
             handle = dispatcher.issue(Fingerprint("selector"), program)
-        return handle.detach()  # nobody has to look: what went wrong, every later operation says too
+        return handle.detach()  # need not be awaited: every later operation raises its error too
 
     def _set_levels(self, levels: Levels | None, made_of: tuple[Base, Sequence[int]] | None) -> None:
         self._levels, self._made_of = levels, made_of
@@ -319,7 +320,7 @@ class Base:
     # --- issuing --------------------------------------------------------------------------------------------
 
     def _queue_of(self, call: Signature, repertoire: Repertoire) -> Queue | None:
-        """Return how a device queues such an allreduce in one call; None if it cannot."""
+        """Return a function that queues such an allreduce by one call on the device; None if there is none."""
         accelerator = self._registry.accelerator
         if accelerator is None or not repertoire.on_cuda or call.impl not in ("auto", "nccl") or call.op is None:
             return None
@@ -348,9 +349,9 @@ class Base:
         outs: Sequence[Tensor | None] = (),
         expects: bool = False,
     ) -> Handle[Any]:
-        """`expects`: where no tensor says so, results may yet lie on this rank's device."""
+        """`expects`: results may be on this rank's device, although no tensor of the call is."""
         nbytes = sum(t.nbytes for t in ts)
-        # In their order, which ranks have in common where they have devices of their own.
+        # In the order of the tensors, which is the same on all ranks.
         where = dict.fromkeys(t.device for t in (*ts, *outs) if t is not None and not t.is_cpu)
         if terms.name is not None:
             if where:
@@ -366,7 +367,7 @@ class Base:
             assert self._registry.accelerator is not None
             if what.kind not in _ANYWHERE and (places := self._registry.accelerator.places(self.name, ts)):
                 what = replace(what, dtype=f"{what.dtype}{places}")
-        # What NCCL does it queues now; what else a device does begins as on the host.
+        # NCCL queues immediately; other work on a device begins as on the host.
         when = When.NOW if where and "nccl" in self._repertoire.on_cuda else self._when(what.kind, nbytes)
         what = self._compared or what
         try:
@@ -381,7 +382,7 @@ class Base:
                 queues=bool(work),
             )
         except BaseException:
-            program.close()  # now, even if the caller keeps the error: the launch order of the device waits for it
+            program.close()  # not later, if the caller keeps the error: the launch order of the device waits for it
             raise
         if work:
             attach(handle, work, (ts, outs, claims))
@@ -390,7 +391,7 @@ class Base:
         return handle
 
     def _named(self, terms: Terms) -> Named:
-        """Return the next use of the name; raise where it cannot be issued."""
+        """Return the next use of the name; raise if it cannot be issued."""
         self._dispatcher.check_usable()
         self._repertoire.check_named(terms.impl)
         use = self._dispatcher.names.next(check_name(terms.name))
@@ -407,9 +408,9 @@ class Base:
         *,
         empty: object,
     ) -> Handle[Any]:
-        """Issue what `make` returns, an operation over the list and the ranks; of an empty list the result is `empty`.
+        """Issue the program of `make` over the list and the ranks; for an empty list the result is `empty`.
 
-        It begins once all ranks are known to give lists of one length.
+        It begins after the ranks have compared the lengths of their lists.
         """
         if not ts:
             return self._issue(what, prepare(nothing, empty), [], ts, terms)
@@ -419,28 +420,28 @@ class Base:
 
     @staticmethod
     def _when(kind: str, nbytes: int) -> When:
-        """Return when an operation may begin: what is made of messages of its own compares large ones first."""
+        """Return when an operation may begin: a large one made of messages waits until all ranks agree."""
         return When.ALL if nbytes >= COMPARED_BYTES and kind not in OPERATIONS else When.HOST
 
     def _work_on(self, devices: Collection[torch.device], tag: int | None) -> list[DeviceWork]:
-        """Return what the next operation, a collective of `tag` or a message, does on `devices`; raise where it cannot.
+        """Return the work on `devices` of the next operation, a collective of `tag` or a message.
 
-        ValueError where this communicator has no such device, RuntimeError while a CUDA graph is captured.
+        Raises ValueError if this communicator has no such device, RuntimeError while a CUDA graph is captured.
         """
         if not devices:
             return []
         self._dispatcher.check_on_loop("an operation on CUDA tensors")
         if not self._repertoire.on_cuda:
             why = self._repertoire.why_no_cuda
-            raise ValueError(f"t lives on {next(iter(devices))}: expected a device of this communicator (cpu): {why}")
+            raise ValueError(f"t is on {next(iter(devices))}: expected a device of this communicator (cpu): {why}")
         assert self._registry.accelerator is not None
         check_not_capturing(*(device.index for device in devices))
         return [self._registry.accelerator.work(self.name, device, tag) for device in devices]
 
     def _work_expected(self, tag: int | None) -> list[DeviceWork]:
-        """Return what the next operation may do on this rank's device; none where the process uses no device yet.
+        """Return the work that the next operation may have on this rank's device, or an empty list.
 
-        None in other threads, which may issue nothing that works on a device.
+        It is empty before the process uses a device, and on other threads, which cannot issue work on devices.
         """
         accelerator = self._registry.accelerator
         if self._device.type == "cpu" or not self._repertoire.on_cuda or not torch.cuda.is_initialized():
@@ -460,9 +461,9 @@ class Base:
         terms: Terms,
         convert: Callable[[Any], Any] | None = None,
     ) -> Program[Any]:
-        """Return the program of a call that was given one tensor, or a list: `work` on it; `convert` makes its result.
+        """Return the program that runs `work` on one tensor or a list, and converts its result by `convert`.
 
-        It works on what the tensors are now, though user code gives them other memory meanwhile, by `t.data = ...` or
+        It uses the present memory of the tensors, even if user code replaces it later by `t.data = ...` or
         `module.half()`.
         """
         p = self._primitives(terms)
@@ -476,7 +477,7 @@ class Base:
             use.endpoints.append(ep)
             return Primitives(ep, self._repertoire, terms.impl, later=True, device=self._device)
         self._repertoire.check(terms.impl)
-        # From the number that all ranks give the operation, even if some of them raised errors before it.
+        # The tag follows from the number of the operation, which is the same on all ranks.
         accelerator = self._registry.accelerator
         device_messages = None if accelerator is None else accelerator.device_messages
         seq, traffic = self.seq, self._dispatcher.traffic()
@@ -490,7 +491,7 @@ def parts_of(comm: Base) -> Parts:
 
 
 def upkeep_of(comm: Base) -> Upkeep:
-    """Return what changes a communicator from outside of its calls."""
+    """Return the changes of a communicator by the registry."""
     return Upkeep(comm._apply_edits, comm._compare_edit, comm._set_levels)
 
 
@@ -500,34 +501,34 @@ def tensors_of(t: object) -> list[Tensor]:
         return [check_tensor(t)]
     if not isinstance(t, (list, tuple)):
         raise TypeError(
-            f"t is {type(t).__name__}: expected a tensor or a list of tensors; torch.from_numpy makes one of an array, "
+            f"t is {type(t).__name__}: expected a tensor or a list of tensors; torch.from_numpy converts an array, "
             "and calls such as allgather_object take any object"
         )
     return check_list(t, None, "t")
 
 
 def lift(t: Any, op: str | None) -> tuple[Any, Callable[[Any], Any]]:  # noqa: ANN401
-    """Return a number as a tensor with the way back; anything else as it is."""
+    """Return a number as a tensor and the inverse conversion; return other values without change."""
     if not is_number(t):
         return t, lambda result: result
     t = float(t) if isinstance(t, (float, np.floating)) else int(t)
     if isinstance(t, float) or op in ("mean", "avg"):
         return torch.tensor([t], dtype=torch.float64, device="cpu"), _number
-    if op == "sum":  # of two halves, each of which has room for the carry of all ranks
+    if op == "sum":  # two halves in 64 bits each, with room for the carry of all ranks
         return torch.tensor([t >> 32, t & 0xFFFFFFFF], device="cpu"), _joined
     whole = torch.tensor([t], device="cpu")
     return ([whole, whole.double()], product) if op in ("prod", "product") else (whole, _number)
 
 
 def _number(result: Any) -> Any:  # noqa: ANN401
-    """Return what tensors of one element say, a list as a list."""
+    """Return the numbers of tensors of one element, a list for a list."""
     if isinstance(result, list):
         return [each.item() for each in result]
     return None if result is None else result.item()
 
 
 def _joined(halves: Tensor | None) -> int | None:
-    """Return the sum of ints from those of their halves."""
+    """Return the sum of ints from the sums of their halves."""
     if halves is None:
         return None
     high, low = halves.tolist()
@@ -535,19 +536,19 @@ def _joined(halves: Tensor | None) -> int | None:
 
 
 def product(results: list[Tensor | None]) -> int | None:
-    """Return the product of ints; raise OverflowError where it is not near the one in floating point."""
+    """Return the product of ints; raise OverflowError unless it is near the product in floating point."""
     whole, near = results
     if whole is None or near is None:
         return None
-    if abs(whole.item() - near.item()) >= 1 << 62:  # what wraps is 2^64 away, and what is rounded some 2^11
+    if abs(whole.item() - near.item()) >= 1 << 62:  # an overflow differs by 2^64, rounding by some 2^11
         raise OverflowError(f"the product, some {near.item():.3g}, does not fit into 64 bits")
     return int(whole.item())
 
 
 def check_single(t: object, name: str) -> None:
-    """Raise ValueError unless the call was given one tensor, as `out=` demands."""
+    """Raise ValueError unless `t` is one tensor, as `out=` requires."""
     if not isinstance(t, Tensor):
-        raise ValueError(f"{name}= goes with one tensor: expected t to be one too, not a {type(t).__name__}")
+        raise ValueError(f"{name}= requires one tensor as t: expected no {type(t).__name__}")
 
 
 def check_alike(ts: list[Tensor]) -> list[Tensor]:

@@ -51,34 +51,34 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DRAIN_SECONDS = 30.0
-"""How long closing waits for what is in flight."""
+"""Longest wait at the close for operations in flight, in seconds."""
 
 
 class Guest(Protocol):
-    """What lives on a communicator and must end before it: a training net, a parameter server."""
+    """An object on a communicator that must end before it: a training net, a parameter server."""
 
     async def close(self) -> None:
         """End in order; all ranks do so at the same time."""
 
     def abort(self) -> None:
-        """The program failed, or this rank was told so: end without waiting for anything."""
+        """End without waiting, after a failure of this program or of another rank."""
 
 
 class OpenBlock(Protocol):
-    """What `open()` keeps in place of the `async with` block that the world would be in."""
+    """The world of `open()`, which has no `async with` block."""
 
     async def aclose(self) -> None:
-        """Leave it, in order."""
+        """End the world in order."""
 
     async def was_forgotten(self) -> bool:
-        """Return True where nobody has closed it, and the loop or the process ends."""
+        """Return True if the program has not closed it before the end of the loop or the process."""
 
     def follow(self, registry: Any) -> None:  # noqa: ANN401
-        """The world has a new generation, in this registry."""
+        """Use `registry`, which has the next generation of the world."""
 
 
 class ElasticJob(Protocol):
-    """What comes to the next generation of the world."""
+    """The transition to the next generation of the world."""
 
     def regroup(self, comm: Any, joiners: int, timeout: float | None) -> Handle[Any]:  # noqa: ANN401
         """See `Communicator.shrink` and `grow`."""
@@ -92,7 +92,7 @@ C = TypeVar("C", bound=Movement)
 
 
 class Registry(Generic[C]):
-    """Knows every open communicator of one rank."""
+    """All open communicators of one rank."""
 
     def __init__(
         self,
@@ -106,70 +106,70 @@ class Registry(Generic[C]):
         sharing: Sequence[Sequence[int]] = (),
         generation: Generation | None = None,
     ) -> None:
-        """`near` are the ranks of this host that share memory with this one; `alone` says why there are none.
+        """`near` are the ranks of this host that share memory with this one; `alone` is the reason if there are none.
 
-        `sharing` are all groups of ranks that share memory; a rank that is in none shares it with nobody.
+        `sharing` are all groups of ranks that share memory; a rank in none of them shares none.
         """
         self._channel = channel
         self._make = make
         self.generation = generation or Generation(0, (None,) * channel.size)
-        """The one that this world is; of one that is not elastic, the first."""
+        """Generation of this world; the first one if it is not elastic."""
         self.elastic: ElasticJob | None = None
-        """What an elastic world comes to the next one by."""
+        """Transition to the next generation; None if the world is not elastic."""
         self.near = near
         """The ranks of this host, and this rank's memory that they can map."""
         self.lanes = Lanes(Progress.current(), near) if near is not None else None
         self.alone = alone
-        """Why no other rank shares memory with this one."""
+        """Reason why no other rank shares memory with this one."""
         self._sharing = sharing
         self.accelerator: Accelerator | None = None
-        """What this rank has of CUDA, where any rank has something."""
+        """CUDA resources of this rank; None if no rank has a CUDA device."""
         self._edits: dict[str, list[Edit]] = {}
         self._edits_before: dict[str, int] = {}
         self._timeout = timeout
         self._drain_seconds = drain_seconds
         self._open: list[C] = []
         self._closing: dict[C, asyncio.Future[None]] = {}
-        """Each with what is done when it is closed."""
+        """Futures that are done when the communicator is closed."""
         self.closed_at: tuple[CodeType, int] | None = None
-        """The line of the program that closes the world, if its loop runs in another thread, where no frame is its."""
+        """Line of the program that closes the world, if its loop runs in another thread; None else."""
         self.kept: OpenBlock | None = None
-        """The world's block, where `aiodist.open` keeps it open: closing the world ends that."""
+        """The world of `aiodist.open`, which a close of the world ends; None else."""
         self.portal: BlockingPortal | None = None
-        """The way to the loop's thread, where `aiodist.start` opened the world; threads may issue on all made then."""
+        """Portal to the loop's thread, if `aiodist.start` opened the world; threads may then use all communicators."""
         self.stop_requested = False
-        """This rank was asked to stop, and asks all others; any thread sets it, nobody takes it back."""
+        """True if this rank was asked to stop, and asks all others; any thread may set it, and it is never cleared."""
         self.waited: dict[str, WaitingCall] = {}
-        """By communicator, where that is measured."""
+        """Waits of the ranks, by communicator, if they are measured."""
         self.on_open: list[Callable[[Dispatcher], None]] = []
-        """Told of the dispatcher of each communicator that is made."""
+        """Callbacks with the dispatcher of each new communicator."""
         self._shared: dict[tuple[str, tuple[int, ...], Levels | None], C] = {}
         self._children: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._guests: dict[C, list[Guest]] = {}
         self._made: dict[C, Origin] = {}
-        """Which line of the program made a communicator; none is kept of those that aiodist makes for itself."""
+        """Lines of the program that made communicators; aiodist's own communicators have no entry."""
         self.unreceived: list[str] = []
-        """Messages that no rank received, of this rank or to it, on communicators that are closed."""
+        """Unreceived messages from or to this rank, on closed communicators."""
         self._progress = Progress.current()
         self._progress.on_broken.append(self._broken)
 
     @property
     def channel(self) -> Channel:
-        """What carries small messages between ranks, while their programs compute too."""
+        """The control channel, which carries small messages between ranks, also while their programs compute."""
         return self._channel
 
     @property
     def dispatchers(self) -> list[Dispatcher]:
-        """Those of the communicators that are not closed."""
+        """Dispatchers of the communicators that are not closed."""
         return [parts_of(communicator).dispatcher for communicator in (*self._open, *self._closing)]
 
     def fail(self, why: str) -> None:
-        """Tell the other ranks that this one fails."""
+        """Notify the other ranks that this one fails."""
         self._channel.fail(why)
 
     def world(self, transport: Transport, topology: Topology, *, thread: bool = False) -> C:
-        """Return the first communicator, over all ranks; `thread`: on which other threads may issue too."""
+        """Return the first communicator, over all ranks; `thread`: other threads may use it too."""
         if topology.devices:
             self.accelerator = Accelerator(
                 Progress.current(),
@@ -203,14 +203,14 @@ class Registry(Generic[C]):
             dispatcher.mailbox.device_messages = self.accelerator.device_messages
         made = self._make(dispatcher, topology, self)
         self._open.append(made)
-        for tell in list(self.on_open):
-            tell(dispatcher)
+        for call in list(self.on_open):
+            call(dispatcher)
         return made
 
     def _repertoire(
         self, name: str, transport: Transport, ranks: Sequence[int], topology: Topology | None, table: Table | None
     ) -> Repertoire:
-        """Return what a new communicator can run its collectives with."""
+        """Return the repertoire of a new communicator."""
         hosts = [] if topology is None else [topology.ranks_on(host) for host in topology.hosts]
         mine = self.accelerator
         cuda = "there is no CUDA device here" if mine is None else mine.kit(name, ranks, topology)
@@ -224,7 +224,7 @@ class Registry(Generic[C]):
         here = [rank for rank in ranks if rank in self.near.members]
         if len(here) == 1:
             return None
-        with transport_lock:  # else the progress thread, which looks after other lanes, may tell a neighbour too
+        with transport_lock:  # the progress thread, which polls other lanes, may send to a neighbour too
             return ShmNative(self.lanes, name, here, here.index(self.near.rank))
 
     def _agreement(
@@ -235,7 +235,7 @@ class Registry(Generic[C]):
         on_differ: Callable[[CommunicatorOperation], None],
         broken: Callable[[BaseException], None],
     ) -> Agreement:
-        """Return the agreement of a communicator of these world ranks, of which those `within` share memory."""
+        """Return the agreement of a communicator of these world ranks; `within` is their shared memory on this host."""
         leaders = self._leaders(ranks)
         several = len(leaders) > 1
         between = Dissemination(transport, leaders, broken) if several and transport.rank in leaders else None
@@ -248,7 +248,7 @@ class Registry(Generic[C]):
         return Agreement(Progress.current(), lane, verdicts, between, several=several, on_differ=on_differ)
 
     def _leaders(self, ranks: Sequence[int]) -> list[int]:
-        """Return the first rank of each group of `ranks` that share memory, in the numbers of their communicator."""
+        """Return the first rank, in the communicator, of each group of `ranks` that share memory."""
         group_of = {rank: group[0] for group in self._sharing for rank in group}
         first: dict[int, int] = {}
         for number, rank in enumerate(ranks):
@@ -256,7 +256,7 @@ class Registry(Generic[C]):
         return list(first.values())
 
     def _release(self, communicator: C) -> None:
-        """Touch no shared memory for it any more; what still had to is over."""
+        """Release the shared memory of a communicator without operations in flight."""
         dispatcher = parts_of(communicator).dispatcher
         why = dispatcher.refusal or CommunicatorClosed(f"communicator {dispatcher.name!r} is closed")
         with transport_lock:
@@ -267,8 +267,8 @@ class Registry(Generic[C]):
                 within.abort(why)
 
     async def close_memory(self) -> None:
-        """Let go of the other ranks' memory and devices, once every communicator is closed or given up."""
-        if self._broken not in self._progress.on_broken:  # it was done
+        """Close the mappings of the other ranks' memory, after every communicator was closed or aborted."""
+        if self._broken not in self._progress.on_broken:  # the second call
             return
         self._progress.on_broken.remove(self._broken)
         try:
@@ -276,18 +276,18 @@ class Registry(Generic[C]):
                 await self.accelerator.aclose()
         finally:
             if self.near is not None and self.lanes is not None:
-                with transport_lock:  # no poll is on its way
+                with transport_lock:  # excludes polls
                     self.lanes.close()
                     self.near.close()
 
     def _device_failed(self, name: str, error: AiodistError) -> None:
-        """Give the communicator up on all ranks: the others may wait for this one on the device."""
+        """Abort the communicator on all ranks: the others may wait for this one on the device."""
         for communicator in (*self._open, *self._closing):
             if communicator.name == name:
                 parts_of(communicator).dispatcher.abort_everywhere(error)
 
     def _broken(self, error: Exception) -> None:
-        """Nothing drives what this rank has in flight: give everything up, on all ranks."""
+        """Abort all communicators on all ranks, since this rank's operations no longer make progress."""
         for communicator in (*self._open, *self._closing):
             parts_of(communicator).dispatcher.abort_everywhere(ours(error))
 
@@ -299,7 +299,7 @@ class Registry(Generic[C]):
     # --- generations -----------------------------------------------------------------------------------------
 
     def regroup(self, comm: C, joiners: int, timeout: float | None) -> Handle[C]:
-        """Return the handle of the next generation's world; raise ConfigError where this one is not elastic."""
+        """Return the handle of the next generation's world; raise ConfigError if this one is not elastic."""
         if self.elastic is None:
             how = "expected aiodist.init(elastic=True) under aiodist run --elastic MIN:MAX"
             raise ConfigError(f"communicator {comm.name!r} is not elastic: {how}")
@@ -320,13 +320,13 @@ class Registry(Generic[C]):
     # --- the selector ----------------------------------------------------------------------------------------
 
     def edit(self, comm: C, edit: Edit) -> Handle[None]:
-        """Edit the tables of `comm` and of what was made of it; return the handle of its comparison."""
+        """Edit the tables of `comm` and of its descendants; return the handle of the comparison."""
         handle = upkeep_of(comm).compare_edit(edit)
         upkeep_of(comm).apply_edits([edit])
         self._edits.setdefault(comm.name, []).append(edit)
         for member in [c for c in self._open if c.name.startswith(f"{comm.name}/")]:
             self._edits.setdefault(member.name, []).append(edit)
-            with suppress(AiodistError):  # it was given up
+            with suppress(AiodistError):  # it was aborted
                 upkeep_of(member).compare_edit(edit)
             upkeep_of(member).apply_edits([edit])
         return handle
@@ -334,9 +334,9 @@ class Registry(Generic[C]):
     # --- making ----------------------------------------------------------------------------------------------
 
     def derive(self, parent: C, kind: str, ranks: Sequence[int], *, thread: bool = False) -> Handle[C]:
-        """Return the handle of a communicator among `ranks` of `parent`, which all its ranks name alike.
+        """Return the handle of a communicator among `ranks` of `parent`, the same list on all ranks of `parent`.
 
-        `thread`: other threads may issue on it too, here; the other ranks may want it otherwise.
+        `thread`: other threads of this rank may use it too; ranks may choose this differently.
         """
         agreed = parent.allgather(torch.tensor([kind == "dup", *ranks], device="cpu"))
         name = self.next_name(parent, kind)
@@ -381,13 +381,13 @@ class Registry(Generic[C]):
         operation.set_late(partial(internals.late_ranks, agreed))
         dispatcher.set_deadline(handle, None)
         origin = made_by_program(handle.origin)
-        # No messages: who is to send or receive one may do so only when it has made this.
+        # Messages are not awaited: the other rank may send or receive one only after it has made this communicator.
         earlier = [pending for pending in dispatcher.pending_collectives() if not internals.is_detached(pending)]
 
         async def make() -> None:
             try:
                 while internals.is_pending(agreed):
-                    with suppress(OperationTimeout):  # its deadline is also that of `handle`, which tells of it
+                    with suppress(OperationTimeout):  # `handle` has the same deadline, and reports it
                         await agreed
                 table = agreed.result()
                 if earlier:
@@ -410,18 +410,18 @@ class Registry(Generic[C]):
         self._tasks.add(task)
         dispatcher.progress.carry_out(handle, task)
 
-        def given_up(_: AiodistError) -> None:
+        def on_abort(_: AiodistError) -> None:
             task.cancel()
 
-        def over(task: asyncio.Task[None]) -> None:
+        def on_done(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
-            dispatcher.on_abort.remove(given_up)
+            dispatcher.on_abort.remove(on_abort)
             if task.cancelled():  # before it began
                 agreed.detach()
                 fail(asyncio.CancelledError())
 
-        dispatcher.on_abort.append(given_up)
-        task.add_done_callback(over)
+        dispatcher.on_abort.append(on_abort)
+        task.add_done_callback(on_done)
         return handle
 
     def _note(self, made: object, origin: Origin | None) -> None:
@@ -430,16 +430,16 @@ class Registry(Generic[C]):
                 self._made.setdefault(communicator, origin)
 
     def next_name(self, parent: C, kind: str) -> str:
-        """Return a name for what is made from `parent`: the same on all ranks, which make things in the same order."""
+        """Return a name for a descendant of `parent`; equal on all ranks, which make them in the same order."""
         number = self._children[parent.name] = self._children.get(parent.name, 0) + 1
         name = f"{parent.name}/{kind}{number}"
         self._edits_before[name] = len(self._edits.get(parent.name, ()))
         return name
 
     async def among(self, parent: C, name: str, ranks: Sequence[int]) -> C:
-        """Return a communicator of `ranks` of `parent` on which other threads may issue; those ranks alone ask for it.
+        """Return a communicator of `ranks` of `parent` that other threads may use; only these ranks call it.
 
-        They give it the same `name`, which is new below `parent`.
+        All give the same `name`, which is unique below `parent`.
         """
         path = f"{parent.name}/{name}"
         self._edits_before[path] = len(self._edits.get(parent.name, ()))
@@ -455,7 +455,7 @@ class Registry(Generic[C]):
         *,
         thread: bool = False,
     ) -> C:
-        """Return the communicator among `ranks` of `parent`, made once where it is `shared`; see `Base.levels`."""
+        """Return the communicator among `ranks` of `parent`; a `shared` one is made once. See `Base.levels`."""
         if parent.rank not in ranks:
             return self._outside(name, len(ranks))
         key = (parent.name, ranks, levels)
@@ -468,7 +468,7 @@ class Registry(Generic[C]):
         table = parts_of(parent).repertoire.table
         made = self._communicator(name, transport, world_ranks, parent.topology.among(ranks), table, thread=thread)
         parts_of(made).dispatcher.large_bytes = table.limits["large_bytes"]
-        # Edits that came since the call that makes it: elsewhere it may have been there when they came.
+        # Edits since the call that makes it: on other ranks it may have existed before them.
         for edit in self._edits.get(parent.name, [])[before:]:
             self._edits.setdefault(made.name, []).append(edit)
             upkeep_of(made).compare_edit(edit)
@@ -479,24 +479,24 @@ class Registry(Generic[C]):
 
     def _outside(self, name: str, size: int) -> C:
         error = CommunicatorError(f"this rank is outside communicator {name!r}")
-        nobodys = LocalTransport(LocalHub(), -1, size, name="none")
-        return self._make(Dispatcher.refusing(name, nobodys, self._channel, error), None, self)
+        unused = LocalTransport(LocalHub(), -1, size, name="none")
+        return self._make(Dispatcher.refusing(name, unused, self._channel, error), None, self)
 
     # --- closing -----------------------------------------------------------------------------------------------
 
     async def close(self, communicator: C) -> None:
-        """Close `communicator` and, before it, what was made from it, within `drain_seconds` in all.
+        """Close the descendants of `communicator`, then itself, within `drain_seconds` in total.
 
-        What is being closed already is waited for. Raises `OperationTimeout` naming what is still pending then, and
-        gives that communicator up.
+        It waits for communicators that another task is closing. Raises `OperationTimeout` with the operations that are
+        still pending, and aborts that communicator.
         """
         refusal = parts_of(communicator).dispatcher.refusal
-        if isinstance(refusal, RuntimeError):  # a forked child, to which nothing belongs
+        if isinstance(refusal, RuntimeError):  # a forked child, which owns no communicator
             raise refusal
         until = asyncio.get_running_loop().time() + self._drain_seconds
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._drain_seconds)
-        # By name, since tasks may make communicators in another order on each rank. "a/b" sorts behind "a".
+        # By name, since tasks may make communicators in another order on each rank. "a/b" sorts after "a".
         all_here, path = (*self._open, *self._closing), f"{communicator.name}/"
         below = [c for c in all_here if c is communicator or c.name.startswith(path)]
         if communicator.name == "world":
@@ -511,7 +511,9 @@ class Registry(Generic[C]):
             return
         self._open.remove(communicator)
         self._made.pop(communicator, None)
-        closed = self._closing[communicator] = asyncio.get_running_loop().create_future()  # it still hears of losses
+        closed = self._closing[communicator] = (
+            asyncio.get_running_loop().create_future()
+        )  # `_lost` still reports lost ranks to it
         self._shared = {key: made for key, made in self._shared.items() if made is not communicator}
         dispatcher = parts_of(communicator).dispatcher
         drained = False
@@ -522,7 +524,7 @@ class Registry(Generic[C]):
                 guests.pop()
             dispatcher.cancel_receives()
             if dispatcher.refusal is None:
-                if dispatcher.issuing is not None:  # else its last calls meet those of other threads
+                if dispatcher.issuing is not None:  # calls of other threads would disturb the last ones
                     name = dispatcher.name
                     dispatcher.issuing.close(CommunicatorClosed(f"communicator {name!r} is being closed", comm=name))
                 await dispatcher.drain(self._left(until))
@@ -550,14 +552,14 @@ class Registry(Generic[C]):
     async def _release_all(self, communicator: C, *, drained: bool) -> None:
         try:
             parts_of(communicator).dispatcher.close()
-        finally:  # a warning that is an error
+        finally:  # a warning may be raised as an error
             self._release(communicator)
             if self.accelerator is not None:
                 await self.accelerator.release(communicator.name, drained=drained)
             await parts_of(communicator).transport.aclose(drained=drained)
 
     async def _closed(self, communicator: C, closed: asyncio.Future[None], until: float) -> None:
-        """Wait until another task has closed it; its errors are raised there."""
+        """Wait until another task has closed it; that task raises the errors."""
         if not closed.done():
             await asyncio.wait([closed], timeout=self._left(until))
         if not closed.done():
@@ -565,7 +567,7 @@ class Registry(Generic[C]):
             raise OperationTimeout(text, comm=communicator.name, op="aclose")
 
     async def _meet(self, communicator: C, until: float) -> MismatchError | None:
-        """Meet all ranks for the last time; return what was found when another had one call more, and then came."""
+        """Run a last barrier; return the mismatch if another rank had one more call before its own close."""
         dispatcher = parts_of(communicator).dispatcher
         if self.closed_at is not None:
             dispatcher.oplog.caller = self.closed_at
@@ -574,7 +576,7 @@ class Registry(Generic[C]):
         except MismatchAborted:
             raise
         except MismatchError as error:
-            await self._meet(communicator, until)  # at the third in a row the communicator is given up
+            await self._meet(communicator, until)  # the third mismatch in a row aborts the communicator
             return error
         return None
 
@@ -585,49 +587,49 @@ class Registry(Generic[C]):
         except TimeoutError:
             all_here = (*self._open, *self._closing)
             known, late = plight([handle for one in all_here for handle in parts_of(one).dispatcher.pending()])
-            text = f"{guest}, which all ranks close together, was not over in time{known}"
+            text = f"{guest}, which all ranks close together, did not end in time{known}"
             raise OperationTimeout(text, late=late, comm=communicator.name, op="aclose") from None
 
     def _left(self, until: float) -> float:
         return max(0.0, until - asyncio.get_running_loop().time())
 
     def supersede(self, error: CommunicatorAborted) -> None:
-        """The ranks go on in another world: everything raises `error` from now on, on all ranks.
+        """Abort all communicators with `error`, on all ranks: the ranks continue in another world.
 
-        What a lost rank made fail has raised that already.
+        Operations that failed by the loss of a rank keep their error.
         """
         for communicator in list(self._open):
             parts_of(communicator).dispatcher.supersede(error)
 
     def abort_rest(self, error: AiodistError) -> None:
-        """Abort what was not aborted, here."""
+        """Abort the remaining communicators, on this rank."""
         for communicator in (*self._open, *self._closing):
             if parts_of(communicator).dispatcher.refusal is None:
                 parts_of(communicator).dispatcher.abort(error)
 
     async def abort(self, error: AiodistError) -> None:
-        """The program failed: give everything up at once."""
+        """Abort everything without waiting, after a failure of the program."""
         for task in self._tasks:
             task.cancel()
-        given_up, self._open = self._open[::-1], []
+        aborted, self._open = self._open[::-1], []
         for communicator in self._closing:
             parts_of(communicator).dispatcher.abort(error)
-        if self._closing:  # by other tasks, which end by that
+        if self._closing:  # other tasks close these; the abort ends them
             await asyncio.wait(self._closing.values(), timeout=LIVENESS_SECONDS)
-        for communicator in given_up:
+        for communicator in aborted:
             parts_of(communicator).dispatcher.account.forgiven = (CommunicatorAborted,)
             parts_of(communicator).dispatcher.abort(error)
             parts_of(communicator).dispatcher.unsubscribe()
             for guest in reversed(self._guests.pop(communicator, [])):
                 guest.abort()
-        for communicator in given_up:
+        for communicator in aborted:
             self._release(communicator)
             with suppress(OSError):
                 await parts_of(communicator).transport.aclose(drained=False)
 
 
 def _issued_as(name: str) -> str:
-    """Return the name of the call that makes the communicator: a hierarchy makes several.
+    """Return the name of the call that makes the communicator; a hierarchy makes several communicators.
 
     >>> _issued_as("world/dup1.0/hierarchy1.intra2")
     'world/dup1.0/hierarchy1'

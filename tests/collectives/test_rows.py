@@ -137,7 +137,7 @@ async def test_c4_a_number_in_a_number_out(coll: Communicator) -> None:
     assert await coll.reduce(large, root=n - 1) == (total if rank == n - 1 else None)
     assert await coll.exscan(large) == (sum((1 << 63) - 1 - r for r in range(rank)) if rank else large)
     for call in (coll.allgather, coll.allreduce, coll.scan):
-        with pytest.raises(ValueError, match="out= goes with one tensor"):
+        with pytest.raises(ValueError, match="out= requires one tensor as t"):
             call(1.0, out=torch.empty(n))
 
 

@@ -135,7 +135,7 @@ MISTAKES = [
     bad(ValueError, r"out overlaps the input", lambda c: c.sendrecv(FLOATS, 0, 0, FLOATS)),
     bad(ValueError, r"out overlaps the input", lambda c: c.allgather(FLOATS[3:], out=FLOATS[:5])),
     bad(ValueError, r"out overlaps the input ts\[0\]", lambda c: c.alltoall(TWO, out=[torch.ones(3), TWO[0]])),
-    bad(ValueError, r"out= goes with one tensor", lambda c: c.allreduce([FLOATS], out=torch.ones(6))),
+    bad(ValueError, r"out= requires one tensor as t", lambda c: c.allreduce([FLOATS], out=torch.ones(6))),
     bad(ValueError, r"out has 1 tensors: expected 2", lambda c: c.alltoall([FLOATS] * 2, out=[torch.ones(6)])),
     # counts and lists
     bad(ValueError, r"ts has 3 tensors: expected 2, one for each rank", lambda c: c.alltoall([FLOATS] * 3)),

@@ -138,5 +138,5 @@ def test_g3_cartesian_of_unequal_groups_falls_to_tree_and_says_so_once(
         assert aiodist.testing.run_ranks(3, main) == ["tree"] * 3
     asked = make.__code__.co_consts != (None,)
     told = [(w.category, str(w.message), w.filename) for w in caught]
-    text = "world/hierarchy1 is linked as a tree, not cartesian as asked: level 1: groups of 2, 1 ranks"
+    text = "world/hierarchy1 is linked as a tree, not cartesian as requested: level 1: groups of 2, 1 ranks"
     assert told == [(RuntimeWarning, text, __file__)] * asked

@@ -135,7 +135,7 @@ def test_l2_what_another_task_does_not_close_in_time_is_named() -> None:
             await asyncio.sleep(0)
             with pytest.raises(OperationTimeout, match=r"'world/dup1\.0' is still being closed by another task"):
                 await sub.aclose()
-            with pytest.raises(OperationTimeout, match="was not over in time"):
+            with pytest.raises(OperationTimeout, match="did not end in time"):
                 await closing
 
     run_ranks(2, main)

@@ -79,7 +79,7 @@ def test_l3_a_rank_that_sees_none_is_named(monkeypatch: pytest.MonkeyPatch) -> N
                 t = torch.ones(3).to("cpu" if rank == 1 else "cuda:0")
                 if rank != 1:
                     for call in (coll.allreduce, coll.broadcast, coll.allgather, coll.recv):
-                        with pytest.raises(ValueError, match=r"t lives on cuda:0: .*: rank 1 has no CUDA device"):
+                        with pytest.raises(ValueError, match=r"t is on cuda:0: .*: rank 1 has no CUDA device"):
                             call(t)
                     with pytest.raises(ValueError, match="rank 1 has no CUDA device"):
                         coll.send(t, 0)

@@ -127,6 +127,6 @@ async def test_n3_what_only_a_module_has_is_looked_for_in_net_module(coll: Commu
     assert not hasattr(net, "weight")
     assert not hasattr(net, "__len__")
     assert copy.copy(net).module is net.module
-    with pytest.raises(TypeError, match="cannot be pickled: of what holds it save the state"):
+    with pytest.raises(TypeError, match="cannot be pickled: save the state"):
         pickle.dumps(net)
     assert not hasattr(DataParallel.__new__(DataParallel), "module")  # half made, as copy makes it

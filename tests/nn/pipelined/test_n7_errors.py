@@ -249,7 +249,7 @@ def test_n7_closing_while_another_rank_does_not_come() -> None:
             finally:
                 waited.append(asyncio.get_running_loop().time() - began)
 
-    told = r"DataParallel of Sequential.* was not over in time; late: rank 1 \(.*waits for rank 0 in recv"
+    told = r"DataParallel of Sequential.* did not end in time; late: rank 1 \(.*waits for rank 0 in recv"
     with pytest.raises(aiodist.OperationTimeout, match=told):
         run_ranks(2, main)
     assert waited == [pytest.approx(2.0, abs=0.1)]
