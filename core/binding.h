@@ -1,4 +1,4 @@
-// What the files of the Python module share: binding.c (the module, lanes), doorbells.c (sleeping), handle.c
+// Declarations shared by the files of the Python module: binding.c (the module, lanes), doorbells.c (sleeping), handle.c
 // (awaiting), issue.c (issuing), rings.c (messages).
 #ifndef CORE_BINDING_H
 #define CORE_BINDING_H
@@ -13,33 +13,33 @@
 #include "ranges.h"
 
 enum {
-    SLICE = 20000,          // nanoseconds that a lane is driven at a time by a thread of Python
-    // From so much under way on the engine does it from the start: an await would look for longer than a millisecond;
-    // a poller has other things to look at; and a thread that computes needs the GIL, which an await holds.
+    SLICE = 20000,          // nanoseconds of one drive of a lane by a Python thread
+    // With this many bytes in flight the engine drives from the start: an await would poll for more than a millisecond;
+    // a poller has other sources to poll; and a computing thread needs the GIL, which an await holds.
     AWAITED_BYTES = 1 << 23,
     POLLED_BYTES = 1 << 20,
     BESIDE_BYTES = 1 << 18,
-    WHOLE_BYTES = 1 << 15,  // so much travels whole, wherever it lies
+    WHOLE_BYTES = 1 << 15,  // longest data that are copied as a whole, from any memory
 };
 
 typedef struct Lane Lane;
 typedef struct Issuer Issuer;
 
-// A place in a program: an instruction of a code object; a line is made of it when somebody asks. NULL: not known.
+// A place in a program: an instruction of a code object, converted to a line on demand. NULL: not known.
 typedef struct {
     PyObject *code;
     int instruction;
 } origin;
 
-// What has ended on the lanes of one loop.
+// Ended operations of the lanes of one loop.
 typedef struct {
     PyObject_HEAD
-    _Atomic(core_op *) ended;    // whose `done` is to be called, the newest first; any thread pushes, one takes all
-    _Atomic(core_op *) settled;  // those of handles, likewise
-    // Whether the loop is to be woken, by `event`, when something ends: always, but while its own thread drives lanes
-    // (and looks afterwards), and from a wake-up that was sent until the loop has heard it.
+    _Atomic(core_op *) ended;    // operations whose `done` is due, the newest first; any thread pushes, one takes all
+    _Atomic(core_op *) settled;  // ended operations of handles, the newest first
+    // True if the end of an operation must wake the loop by `event`: always, except while the loop's own thread drives
+    // lanes (and looks afterwards), and after a wake-up that the loop has not handled yet.
     _Atomic bool sleeps;
-    _Atomic bool wants;          // some lane wants a segment
+    _Atomic bool wants;          // a lane waits for a segment
     int event;
     Py_ssize_t pending;          // operations whose `done` was not called yet
     Lane *lanes;                 // the first of a list
@@ -58,26 +58,26 @@ struct Lane {
     Engine *engine;
     PyObject *map, *fail;
     unsigned rank, ranks;
-    Py_buffer *views;     // the block, the stage, and of each other rank: the block, the doorbell
+    Py_buffer *views;     // the block, the stage, and the block and the doorbell of each other rank
     PyObject **memories;  // of the other ranks
-    PyObject *limbo;      // a list: what others may still work on of operations that were given up; NULL while empty
+    PyObject *limbo;      // a list: memory of aborted operations that other ranks may still use; NULL while empty
     size_t count;
-    uint64_t arena_bytes, ordinary_bytes;  // of inputs that others worked on, and of those that were copied
-    _Atomic unsigned drivers;  // threads that drive it without the GIL just now
+    uint64_t arena_bytes, ordinary_bytes;  // of inputs that other ranks accessed, and of copied inputs
+    _Atomic unsigned drivers;  // threads that drive it without the GIL
     bool closed;
     Lane *next;
 };
 
-// Where this rank's own memory lies that others can map: segments, by their numbers. None ever goes.
+// The segments of this rank's memory that others can map, by number; never removed.
 typedef struct {
     PyObject_HEAD
     struct segment_range {
         uintptr_t start, end;
     } *segments;
-    unsigned count, told;  // the others have been told of the first `told` of them
+    unsigned count, told;  // the first `told` of them are published to the others
 } Segments;
 
-// Returns where `nbytes` from `start` on lie, in no segment where they lie in none.
+// Returns the place of `nbytes` at `start`; CORE_NOWHERE as segment if they are in none.
 core_place segments_find(const Segments *, uintptr_t start, size_t nbytes);
 
 // A handle, the base type of `Handle` in Python.
@@ -88,20 +88,20 @@ typedef struct {
         *late, *finisher, *keep, *fence, *parts, *name, *source, *tag, *version, *observer;
     long long seq;
     Py_ssize_t nbytes;
-    origin called;  // by whom
+    origin called;  // the call
     char consumed, detached, looked_at, polled;
     char given_up;  // an await of it ended without its outcome
-    char posted;    // its operation does not keep it, and withdraws what it drops
-    char writes;    // its result is in memory of the caller's
-    // While a lane does it: who issued it (which keeps it alive), how, on what, and the operation. It writes `target`,
-    // for a caller who gave `out`, and `result` is to be returned; NULL: `tensor`, and nothing for `out`.
+    char posted;    // its operation has only a weak reference, and is withdrawn when the handle is dropped
+    char writes;    // its result is in the caller's memory
+    // While a lane runs it: the issuer (which keeps it alive), the plan, the tensors, and the operation. `target` is the
+    // output and `result` the value to return if the caller gave `out`; NULL: the output is `tensor`.
     Issuer *issuer;
     PyObject *plan, *tensor, *target, *result, *out;
-    PyObject *memory[2];  // the storages of `tensor` and `target`, once it is known not to be over at once
+    PyObject *memory[2];  // the storages of `tensor` and `target`, if it did not finish immediately
     core_op native;
 } Handle;
 
-// What awaits look at of the progress of a loop. `Progress` in Python is made of it.
+// State of a loop's progress that awaits read; the base type of `Progress` in Python.
 typedef struct {
     PyObject_HEAD
     PyObject *weak;
@@ -109,24 +109,24 @@ typedef struct {
     unsigned long thread;
     long long polls;
     char crowded, fair;
-    PyObject *computing;  // a set: the threads that compute just now
+    PyObject *computing;  // a set: the computing threads
 } Pacer;
 
-// Which bytes are in flight.
+// The bytes in flight.
 typedef struct {
     PyObject_HEAD
     core_ranges writes, reads;
 } Claims;
 
-// What a communicator issued, in order: each record lies at its number modulo LOG_KEPT. No objects are made of it
-// before somebody asks: the collector of garbage would look at each of them.
+// The log of a communicator: a record is at its number modulo LOG_KEPT. Python objects are created on demand only, since
+// the garbage collector would traverse each of them.
 enum { LOG_KEPT = 4096 };
 typedef struct {
     PyObject *what;
     origin called;
-    uint64_t came;  // when, in nanoseconds of core_now; 0 where nobody takes the time
+    uint64_t came;  // time of issue, in nanoseconds of core_now; 0 if times are not recorded
 } record;
-// Operations before and behind which a rank issued nothing for so many nanoseconds are kept for longer.
+// Operations next to a pause of GAP nanoseconds without operations are kept longer.
 enum { GAP = 1000000, GAPS_KEPT = 2048 };
 typedef struct {
     uint64_t seq;
@@ -136,8 +136,8 @@ typedef struct {
     PyObject_HEAD
     long long seq;
     PyObject *awaited;
-    PyObject *caller;  // who is to be named for what is issued: (code, instruction); None: the line that calls
-    char timed;  // when each came is noted
+    PyObject *caller;  // the call to record: (code, instruction); None: the calling line
+    char timed;  // true if times of issue are recorded
     gap *gaps;
     size_t gap_count;
     record kept[LOG_KEPT];
@@ -159,35 +159,34 @@ int rings_add(PyObject *module);
 // Fills `view` with writable memory; false with an exception set.
 bool memory_of(PyObject *buffer, Py_buffer *view, size_t least);
 
-// Keeps `memory` as long as `lane`, where others may still work on it: its operation was given up while they could.
+// Keeps `memory` as long as `lane` if other ranks may still use it, after its operation was aborted.
 void lane_keep(Lane *lane, const core_op *, PyObject *memory);
 
-// Returns the range that keeps `owner` from having [start, start + nbytes), NULL where nothing does and it has it now;
-// `*failed` with an exception set.
+// Claims [start, start + nbytes) for `owner`; returns the conflicting range, or NULL if it is claimed; `*failed` with an
+// exception set.
 const core_range *claims_acquire(Claims *, uintptr_t start, size_t nbytes, bool writes, PyObject *owner, bool *failed);
 void claims_release(Claims *, uintptr_t start, size_t nbytes, bool writes);
 
-// Takes note of the next operation.
+// Records the next operation.
 void log_record(Log *, PyObject *what, origin);
 
-// Takes note of when the last one came, where that is wanted.
+// Records the time of the last operation, if times are recorded.
 void log_came(Log *, uint64_t when);
 
-// Returns (code, instruction), None where it is not known.
+// Returns (code, instruction), or None if it is not known.
 PyObject *origin_pair(origin);
 
-// Tells the ends of all handles that are known; from any thread that has the GIL.
+// Settles the handles of all ended operations; from any thread that has the GIL.
 void settle_all(Completions *);
 
-// The calling thread drives lanes from the first to the second: what ends meanwhile does not wake the loop.
+// Mark the time in which the calling thread drives lanes: operations that end meanwhile do not wake the loop.
 void drive_begin(Completions *);
 void drive_end(Completions *);
 
-// Has the loop be woken when another rank says something, too, and not by the engine alone: unless so much is under way
-// that the engine does it.
+// Lets the next write of another rank wake the loop, not only the engine, unless the bytes in flight are for the engine.
 void wait_for_word(Lane *);
 
-// The end of one of them: gives back what was claimed, and tells who waits.
+// Ends the operation of a handle: releases its claims, and wakes the waiters.
 void issuer_settle(Handle *);
 Lane *issuer_lane(Issuer *);
 
