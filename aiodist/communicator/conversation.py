@@ -80,7 +80,7 @@ class Verdict(NamedTuple):
 
     cause: Cause
     rank: int = -1
-    """The lowest rank that is the cause; -1 if the ranks differ."""
+    """The rank that is the cause: the first one that was lost, else the lowest one; -1 if the ranks differ."""
     error: str = ""
     """The error of that rank's part."""
     sides: str = ""
@@ -275,8 +275,8 @@ def judge(
 ) -> Verdict:
     """Return the verdict on an operation by the statements about it.
 
-    `silent` are the ranks that did not answer, `gone` those that left before they answered: True for those that said
-    goodbye.
+    `silent` are the ranks that did not answer, `gone` those that left before they answered, in that order: True for
+    those that said goodbye.
     """
     gone = gone or {}
     causes = {rank: statements[rank].cause for rank in sorted(statements)}
@@ -284,7 +284,7 @@ def judge(
     bound = any(one.bound for one in statements.values())
     if any(one.cause is Cause.MISMATCH and not one.error for one in statements.values()) or _words_differ(statements):
         return Verdict(Cause.MISMATCH, sides=_sides(statements, silent, gone), begun=begun, silent=silent, abort=bound)
-    dead = [rank for rank, clean in sorted(gone.items()) if not clean]
+    dead = [rank for rank, clean in gone.items() if not clean]
     named: dict[Cause, Sequence[int]] = {
         Cause.SILENT: silent,
         Cause.LOST: (*dead, *(one.lost for one in statements.values() if one.lost >= 0)),
@@ -293,7 +293,8 @@ def judge(
     errors = [statements[rank].error for rank, cause in causes.items() if cause is worst or worst is Cause.SILENT]
     named[worst] = named.get(worst) or [rank for rank, cause in causes.items() if cause is worst]
     error = next((error for error in errors if error), "")
-    return Verdict(worst, min(named[worst]), error, begun=begun, silent=silent, abort=bound or worst is Cause.LOST)
+    rank = named[worst][0] if worst is Cause.LOST else min(named[worst])  # later ones may have left for that
+    return Verdict(worst, rank, error, begun=begun, silent=silent, abort=bound or worst is Cause.LOST)
 
 
 def _words_differ(statements: dict[int, Statement]) -> bool:

@@ -50,7 +50,7 @@ class Rank:
             number: (sorted(case.statements), sorted(case.answered), case.expired, case.verdict)
             for number, case in sorted(self.machine.cases.items())
         }
-        waiting = sorted(self.to_state), sorted(self.to_expire), sorted(self.machine.gone), sorted(self.drained)
+        waiting = sorted(self.to_state), sorted(self.to_expire), tuple(self.machine.gone), sorted(self.drained)
         return repr((cases, self.inbox, waiting, self.verdicts, self.alive))
 
     def note(self, action: Action) -> None:
@@ -341,3 +341,14 @@ def test_c10_the_sides_of_a_mismatch() -> None:
     )
     edited = {0: SUM._replace(cause=DIFFER), 1: SUM._replace(word=3)}
     assert judge(edited).sides == "ranks 0, 1: allreduce sum at a:1, edited in different ways"
+
+
+def test_c10_the_first_lost_rank_is_the_cause() -> None:
+    """A rank that ends since another one was lost is no cause, even if it is lost before its answer."""
+    machine = Conversations(0, 3)
+    machine.state(5, BROKEN)
+    machine.leave(2)
+    machine.leave(1)
+    verdict = machine.verdict(5)
+    assert verdict is not None
+    assert (verdict.cause, verdict.rank) == (Cause.LOST, 2)
