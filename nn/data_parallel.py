@@ -349,7 +349,9 @@ class DataParallel(MadeTogether, ModuleLike):
         self._side = side  # what the user calls while reductions may be under way
         self._reducer, self._compute = reducer, Compute(stream, reducer)
         self._refuses = None
-        parts_of(status).registry.admit(status, _Guest(self))  # the last that was made is the first to be closed
+        parts_of(status).registry.members.admit(
+            status, _Guest(self)
+        )  # the last that was made is the first to be closed
 
     # --- the module ---------------------------------------------------------------------------------------------
 

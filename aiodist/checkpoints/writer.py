@@ -163,7 +163,7 @@ class Writer:
         everybody = tuple(range(self.parent.size))
         self.coll = await parts_of(self.parent).registry.join(self.parent, name, everybody, shared=False)
         self.stream = await HostStream(f"files {self.coll.name}").__aenter__()
-        parts_of(self.coll).registry.admit(self.coll, self)
+        parts_of(self.coll).registry.members.admit(self.coll, self)
 
     async def close(self) -> None:
         self._forgotten()

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from aiodist.backends.base import Transport, Wanted, key_of, tag_of
-from aiodist.backends.shm import Neighbourhood
 from aiodist.collectives.arithmetic import wire_op
 from aiodist.collectives.choice.availability import ONE_FORM, Availability
 from aiodist.collectives.choice.selector import Selector, compared
 from aiodist.collectives.choice.table import COMPARED_BYTES, Edit, LimitEdit
-from aiodist.collectives.cuda.accelerator import Accelerator
 from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
 from aiodist.collectives.cuda.queued import Queue
 from aiodist.collectives.endpoint import Endpoint
@@ -32,6 +30,7 @@ from aiodist.communicator.messenger import Messenger
 from aiodist.communicator.names import Named
 from aiodist.communicator.operation import When
 from aiodist.communicator.plans import NoPlans, Plans, Signature
+from aiodist.communicator.resources import Resources
 from aiodist.control.generations import Generation
 from aiodist.handles import Handle
 from aiodist.handles.kernel import Program, prepare
@@ -121,9 +120,7 @@ class Upkeep(NamedTuple):
 class Keeper(Protocol):
     """State shared by the communicators of one rank: the interface of the registry."""
 
-    accelerator: Accelerator | None
-    near: Neighbourhood | None
-    alone: str
+    resources: Resources
     stop_requested: bool
     generation: Generation
     waited: dict[str, WaitingCall]
@@ -321,7 +318,7 @@ class Base:
 
     def _queue_of(self, call: Signature, repertoire: Repertoire) -> Queue | None:
         """Return a function that queues such an allreduce by one call on the device; None if there is none."""
-        accelerator = self._registry.accelerator
+        accelerator = self._registry.resources.accelerator
         if accelerator is None or not repertoire.on_cuda or call.impl not in ("auto", "nccl") or call.op is None:
             return None
         if self.size == 1 and call.impl == "auto":
@@ -364,8 +361,8 @@ class Base:
         work = self._work_expected(tag) if expects and not where else self._work_on(where, tag)
         if work:
             program = on_devices(program, work)
-            assert self._registry.accelerator is not None
-            if what.kind not in _ANYWHERE and (places := self._registry.accelerator.places(self.name, ts)):
+            assert self._registry.resources.accelerator is not None
+            if what.kind not in _ANYWHERE and (places := self._registry.resources.accelerator.places(self.name, ts)):
                 what = replace(what, dtype=f"{what.dtype}{places}")
         # NCCL queues immediately; other work on a device begins as on the host.
         when = When.NOW if where and "nccl" in self._repertoire.on_cuda else self._when(what.kind, nbytes)
@@ -434,16 +431,16 @@ class Base:
         if not self._repertoire.on_cuda:
             why = self._repertoire.why_no_cuda
             raise ValueError(f"t is on {next(iter(devices))}: expected a device of this communicator (cpu): {why}")
-        assert self._registry.accelerator is not None
+        assert self._registry.resources.accelerator is not None
         check_not_capturing(*(device.index for device in devices))
-        return [self._registry.accelerator.work(self.name, device, tag) for device in devices]
+        return [self._registry.resources.accelerator.work(self.name, device, tag) for device in devices]
 
     def _work_expected(self, tag: int | None) -> list[DeviceWork]:
         """Return the work that the next operation may have on this rank's device, or an empty list.
 
         It is empty before the process uses a device, and on other threads, which cannot issue work on devices.
         """
-        accelerator = self._registry.accelerator
+        accelerator = self._registry.resources.accelerator
         if self._device.type == "cpu" or not self._repertoire.on_cuda or not torch.cuda.is_initialized():
             return []
         if not self._dispatcher.progress.owns_thread():
@@ -478,7 +475,7 @@ class Base:
             return Primitives(ep, self._repertoire, terms.impl, later=True, device=self._device)
         self._repertoire.check(terms.impl)
         # The tag follows from the number of the operation, which is the same on all ranks.
-        accelerator = self._registry.accelerator
+        accelerator = self._registry.resources.accelerator
         device_messages = None if accelerator is None else accelerator.device_messages
         seq, traffic = self.seq, self._dispatcher.traffic()
         ep = Endpoint(self._transport, tag_of(seq), device_messages, traffic, key_of(seq))

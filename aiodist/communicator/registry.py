@@ -1,4 +1,4 @@
-"""The communicators of one `init`: created from one another, notified of lost ranks, closed in reverse order."""
+"""The registry of one world: makes communicators from one another, and keeps what they share."""
 
 from __future__ import annotations
 
@@ -6,62 +6,44 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from types import CodeType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
-from aiodist.backends.base import Transport, again, ours
+from aiodist.backends.base import Transport, again
 from aiodist.backends.local import LocalHub, LocalTransport
-from aiodist.backends.shm import Lanes, Neighbourhood, ShmNative
+from aiodist.backends.shm import Neighbourhood
 from aiodist.collectives.choice.table import Edit, Table
 from aiodist.collectives.cuda.accelerator import Accelerator
-from aiodist.collectives.implementations import Repertoire
-from aiodist.communicator.agreement import Agreement, Dissemination
 from aiodist.communicator.base import WaitingCall, parts_of, upkeep_of
-from aiodist.communicator.conversation import LIVENESS_SECONDS
+from aiodist.communicator.closing import OpenCommunicators
 from aiodist.communicator.dispatcher import Dispatcher
-from aiodist.communicator.leftovers import made_by_program, unreceived, warn_of_open
+from aiodist.communicator.leftovers import made_by_program
 from aiodist.communicator.movement import Movement
-from aiodist.communicator.operation import CommunicatorOperation
+from aiodist.communicator.resources import Resources
 from aiodist.control.generations import Generation
 from aiodist.errors import (
     AiodistError,
     BackendError,
-    CommunicatorAborted,
-    CommunicatorClosed,
     CommunicatorError,
     ConfigError,
-    MismatchAborted,
     MismatchError,
     OperationTimeout,
 )
-from aiodist.handles import Handle, Operation, Origin, Progress, internals
+from aiodist.handles import Handle, Operation, Origin, internals
 from aiodist.handles.combinators import all_over
-from aiodist.handles.polling import transport_lock
-from aiodist.handles.state import plight
 
 if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
 
     from aiodist.communicator.levels import Levels
-    from aiodist.control import Channel, Exit
+    from aiodist.control import Channel
     from aiodist.topology import Topology
 
 T = TypeVar("T")
 
 DRAIN_SECONDS = 30.0
 """Longest wait at the close for operations in flight, in seconds."""
-
-
-class Guest(Protocol):
-    """An object on a communicator that must end before it: a training net, a parameter server."""
-
-    async def close(self) -> None:
-        """End in order; all ranks do so at the same time."""
-
-    def abort(self) -> None:
-        """End without waiting, after a failure of this program or of another rank."""
 
 
 class OpenBlock(Protocol):
@@ -92,7 +74,7 @@ C = TypeVar("C", bound=Movement)
 
 
 class Registry(Generic[C]):
-    """All open communicators of one rank."""
+    """Makes the communicators of one rank in one world."""
 
     def __init__(
         self,
@@ -116,23 +98,12 @@ class Registry(Generic[C]):
         """Generation of this world; the first one if it is not elastic."""
         self.elastic: ElasticJob | None = None
         """Transition to the next generation; None if the world is not elastic."""
-        self.near = near
-        """The ranks of this host, and this rank's memory that they can map."""
-        self.lanes = Lanes(Progress.current(), near) if near is not None else None
-        self.alone = alone
-        """Reason why no other rank shares memory with this one."""
-        self._sharing = sharing
-        self.accelerator: Accelerator | None = None
-        """CUDA resources of this rank; None if no rank has a CUDA device."""
+        self.resources = Resources(near, alone, sharing)
+        self.members: OpenCommunicators[C] = OpenCommunicators(self.resources)
         self._edits: dict[str, list[Edit]] = {}
         self._edits_before: dict[str, int] = {}
         self._timeout = timeout
         self._drain_seconds = drain_seconds
-        self._open: list[C] = []
-        self._closing: dict[C, asyncio.Future[None]] = {}
-        """Futures that are done when the communicator is closed."""
-        self.closed_at: tuple[CodeType, int] | None = None
-        """Line of the program that closes the world, if its loop runs in another thread; None else."""
         self.kept: OpenBlock | None = None
         """The world of `aiodist.open`, which a close of the world ends; None else."""
         self.portal: BlockingPortal | None = None
@@ -141,28 +112,15 @@ class Registry(Generic[C]):
         """True if this rank was asked to stop, and asks all others; any thread may set it, and it is never cleared."""
         self.waited: dict[str, WaitingCall] = {}
         """Waits of the ranks, by communicator, if they are measured."""
-        self.on_open: list[Callable[[Dispatcher], None]] = []
-        """Callbacks with the dispatcher of each new communicator."""
         self._shared: dict[tuple[str, tuple[int, ...], Levels | None], C] = {}
         self._children: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._guests: dict[C, list[Guest]] = {}
-        self._made: dict[C, Origin] = {}
-        """Lines of the program that made communicators; aiodist's own communicators have no entry."""
-        self.unreceived: list[str] = []
-        """Unreceived messages from or to this rank, on closed communicators."""
-        self._progress = Progress.current()
-        self._progress.on_broken.append(self._broken)
+        self.resources.progress.on_broken.append(self.members.broken)
 
     @property
     def channel(self) -> Channel:
         """The control channel, which carries small messages between ranks, also while their programs compute."""
         return self._channel
-
-    @property
-    def dispatchers(self) -> list[Dispatcher]:
-        """Dispatchers of the communicators that are not closed."""
-        return [parts_of(communicator).dispatcher for communicator in (*self._open, *self._closing)]
 
     def fail(self, why: str) -> None:
         """Notify the other ranks that this one fails."""
@@ -171,14 +129,14 @@ class Registry(Generic[C]):
     def world(self, transport: Transport, topology: Topology, *, thread: bool = False) -> C:
         """Return the first communicator, over all ranks; `thread`: other threads may use it too."""
         if topology.devices:
-            self.accelerator = Accelerator(
-                Progress.current(),
+            self.resources.accelerator = Accelerator(
+                self.resources.progress,
                 self._channel,
-                self._device_failed,
+                self.members.device_failed,
                 direct="cuda" in transport.capabilities().devices,
             )
         world = self._communicator("world", transport, range(transport.size), topology, thread=thread)
-        self._channel.on_lost(lambda exit: parts_of(world).dispatcher.progress.post(lambda: self._lost(exit)))
+        self._channel.on_lost(lambda exit: self.resources.progress.post(lambda: self.members.lost(exit)))
         return world
 
     def _communicator(
@@ -191,110 +149,20 @@ class Registry(Generic[C]):
         *,
         thread: bool = False,
     ) -> C:
-        repertoire = self._repertoire(name, transport, ranks, topology, table)
-        agree = partial(self._agreement, transport, ranks, repertoire.within) if transport.size > 1 else None
+        resources = self.resources
+        repertoire = resources.repertoire(name, transport, ranks, topology, table)
+        agree = partial(resources.agreement, transport, ranks, repertoire.within) if transport.size > 1 else None
         thread = thread or self.portal is not None
         dispatcher = Dispatcher(
             name, transport, self._channel, ranks, repertoire=repertoire, agree=agree, thread=thread
         )
         dispatcher.timeout = self._timeout
-        if self.accelerator is not None:
-            dispatcher.on_abort.append(partial(self.accelerator.abort, name))
-            dispatcher.mailbox.device_messages = self.accelerator.device_messages
+        if resources.accelerator is not None:
+            dispatcher.on_abort.append(partial(resources.accelerator.abort, name))
+            dispatcher.mailbox.device_messages = resources.accelerator.device_messages
         made = self._make(dispatcher, topology, self)
-        self._open.append(made)
-        for call in list(self.on_open):
-            call(dispatcher)
+        self.members.add(made)
         return made
-
-    def _repertoire(
-        self, name: str, transport: Transport, ranks: Sequence[int], topology: Topology | None, table: Table | None
-    ) -> Repertoire:
-        """Return the repertoire of a new communicator."""
-        hosts = [] if topology is None else [topology.ranks_on(host) for host in topology.hosts]
-        mine = self.accelerator
-        cuda = "there is no CUDA device here" if mine is None else mine.kit(name, ranks, topology)
-        within = self._shared_memory(name, ranks)
-        return Repertoire(transport, table, hosts=hosts, within=within, alone=self.alone, cuda=cuda)
-
-    def _shared_memory(self, name: str, ranks: Sequence[int]) -> ShmNative | None:
-        """Return the collectives among those of `ranks` that share memory, if this rank is not the only one."""
-        if self.near is None or self.lanes is None:
-            return None
-        here = [rank for rank in ranks if rank in self.near.members]
-        if len(here) == 1:
-            return None
-        with transport_lock:  # the progress thread, which polls other lanes, may send to a neighbour too
-            return ShmNative(self.lanes, name, here, here.index(self.near.rank))
-
-    def _agreement(
-        self,
-        transport: Transport,
-        ranks: Sequence[int],
-        within: ShmNative | None,
-        on_differ: Callable[[CommunicatorOperation], None],
-        broken: Callable[[BaseException], None],
-    ) -> Agreement:
-        """Return the agreement of a communicator of these world ranks; `within` is their shared memory on this host."""
-        leaders = self._leaders(ranks)
-        several = len(leaders) > 1
-        between = Dissemination(transport, leaders, broken) if several and transport.rank in leaders else None
-        lane = verdicts = None
-        if within is not None:
-            lane = within.ordered
-            if several:
-                with transport_lock:
-                    verdicts = within.open("verdicts")
-        return Agreement(Progress.current(), lane, verdicts, between, several=several, on_differ=on_differ)
-
-    def _leaders(self, ranks: Sequence[int]) -> list[int]:
-        """Return the first rank, in the communicator, of each group of `ranks` that share memory."""
-        group_of = {rank: group[0] for group in self._sharing for rank in group}
-        first: dict[int, int] = {}
-        for number, rank in enumerate(ranks):
-            first.setdefault(group_of.get(rank, rank), number)
-        return list(first.values())
-
-    def _release(self, communicator: C) -> None:
-        """Release the shared memory of a communicator without operations in flight."""
-        dispatcher = parts_of(communicator).dispatcher
-        why = dispatcher.refusal or CommunicatorClosed(f"communicator {dispatcher.name!r} is closed")
-        with transport_lock:
-            dispatcher.names.close(why)
-            if dispatcher.agreement is not None:
-                dispatcher.agreement.close(why)
-            if (within := dispatcher.repertoire.within) is not None:
-                within.abort(why)
-
-    async def close_memory(self) -> None:
-        """Close the mappings of the other ranks' memory, after every communicator was closed or aborted."""
-        if self._broken not in self._progress.on_broken:  # the second call
-            return
-        self._progress.on_broken.remove(self._broken)
-        try:
-            if self.accelerator is not None:
-                await self.accelerator.aclose()
-        finally:
-            if self.near is not None and self.lanes is not None:
-                with transport_lock:  # excludes polls
-                    self.lanes.close()
-                    self.near.close()
-
-    def _device_failed(self, name: str, error: AiodistError) -> None:
-        """Abort the communicator on all ranks: the others may wait for this one on the device."""
-        for communicator in (*self._open, *self._closing):
-            if communicator.name == name:
-                parts_of(communicator).dispatcher.abort_everywhere(error)
-
-    def _broken(self, error: Exception) -> None:
-        """Abort all communicators on all ranks, since this rank's operations no longer make progress."""
-        for communicator in (*self._open, *self._closing):
-            parts_of(communicator).dispatcher.abort_everywhere(ours(error))
-
-    def _lost(self, exit: Exit) -> None:
-        for communicator in (*self._open, *self._closing):
-            if exit.rank < 0 or exit.rank in parts_of(communicator).dispatcher.ranks:
-                parts_of(communicator).dispatcher.peer_lost(exit)
 
     # --- generations -----------------------------------------------------------------------------------------
 
@@ -305,18 +173,6 @@ class Registry(Generic[C]):
             raise ConfigError(f"communicator {comm.name!r} is not elastic: {how}")
         return self.elastic.regroup(comm, joiners, timeout)
 
-    # --- guests ----------------------------------------------------------------------------------------------
-
-    def admit(self, communicator: C, guest: Guest) -> None:
-        """Close `guest` before `communicator` is closed, or abort it when that is aborted."""
-        parts_of(communicator).dispatcher.check_usable()
-        self._guests.setdefault(communicator, []).append(guest)
-
-    def discard(self, communicator: C, guest: Guest) -> None:
-        """Forget `guest`, which has ended before."""
-        with suppress(ValueError):
-            self._guests.get(communicator, []).remove(guest)
-
     # --- the selector ----------------------------------------------------------------------------------------
 
     def edit(self, comm: C, edit: Edit) -> Handle[None]:
@@ -324,7 +180,7 @@ class Registry(Generic[C]):
         handle = upkeep_of(comm).compare_edit(edit)
         upkeep_of(comm).apply_edits([edit])
         self._edits.setdefault(comm.name, []).append(edit)
-        for member in [c for c in self._open if c.name.startswith(f"{comm.name}/")]:
+        for member in [c for c in self.members.open if c.name.startswith(f"{comm.name}/")]:
             self._edits.setdefault(member.name, []).append(edit)
             with suppress(AiodistError):  # it was aborted
                 upkeep_of(member).compare_edit(edit)
@@ -396,7 +252,7 @@ class Registry(Generic[C]):
                     made = await join(table)
                 except BackendError as error:  # it may follow from the loss of a rank
                     raise await dispatcher.failures.cause(error) from error.__cause__
-                self._note(made, origin)
+                self.members.note_origin(made, origin)
                 operation.resolve(made)
             except BaseException as error:  # noqa: BLE001  - it belongs to the task that awaits the handle
                 agreed.detach()
@@ -423,11 +279,6 @@ class Registry(Generic[C]):
         dispatcher.on_abort.append(on_abort)
         task.add_done_callback(on_done)
         return handle
-
-    def _note(self, made: object, origin: Origin | None) -> None:
-        for communicator in self._open if origin is not None else ():
-            if communicator is made and origin is not None:
-                self._made.setdefault(communicator, origin)
 
     def next_name(self, parent: C, kind: str) -> str:
         """Return a name for a descendant of `parent`; equal on all ranks, which make them in the same order."""
@@ -459,8 +310,9 @@ class Registry(Generic[C]):
         if parent.rank not in ranks:
             return self._outside(name, len(ranks))
         key = (parent.name, ranks, levels)
-        if shared and key in self._shared:
-            return self._shared[key]
+        known = self._shared.get(key)
+        if shared and known is not None and known in self.members.open:
+            return known
         before = self._edits_before[_issued_as(name)]
         name = f"{name}.{ranks[0]}"
         transport = await parts_of(parent).transport.split(ranks, name)
@@ -485,147 +337,34 @@ class Registry(Generic[C]):
     # --- closing -----------------------------------------------------------------------------------------------
 
     async def close(self, communicator: C) -> None:
-        """Close the descendants of `communicator`, then itself, within `drain_seconds` in total.
+        """Close `communicator` and, before it, all that was made from it, within `drain_seconds` in all.
 
-        It waits for communicators that another task is closing. Raises `OperationTimeout` with the operations that are
-        still pending, and aborts that communicator.
+        Waits for communicators that another task closes. Raises `OperationTimeout` with the pending operations of a
+        communicator that is not closed in time, and aborts it.
         """
         refusal = parts_of(communicator).dispatcher.refusal
-        if isinstance(refusal, RuntimeError):  # a forked child, which owns no communicator
+        if isinstance(refusal, RuntimeError):  # a forked child, which owns nothing
             raise refusal
         until = asyncio.get_running_loop().time() + self._drain_seconds
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._drain_seconds)
-        # By name, since tasks may make communicators in another order on each rank. "a/b" sorts after "a".
-        all_here, path = (*self._open, *self._closing), f"{communicator.name}/"
-        below = [c for c in all_here if c is communicator or c.name.startswith(path)]
-        if communicator.name == "world":
-            warn_of_open((c.name, self._made[c]) for c in below if c in self._made and c in self._open)
-        for member in sorted(below, key=lambda c: c.name, reverse=True):
-            await self._close(member, until)
-
-    async def _close(self, communicator: C, until: float) -> None:
-        if (closed := self._closing.get(communicator)) is not None:
-            await self._closed(communicator, closed, until)
-        if communicator not in self._open:
-            return
-        self._open.remove(communicator)
-        self._made.pop(communicator, None)
-        closed = self._closing[communicator] = (
-            asyncio.get_running_loop().create_future()
-        )  # `_lost` still reports lost ranks to it
-        self._shared = {key: made for key, made in self._shared.items() if made is not communicator}
-        dispatcher = parts_of(communicator).dispatcher
-        drained = False
-        guests = self._guests.pop(communicator, [])
         try:
-            while guests:
-                await self._close_guest(guests[-1], communicator, until)
-                guests.pop()
-            dispatcher.cancel_receives()
-            if dispatcher.refusal is None:
-                if dispatcher.issuing is not None:  # calls of other threads would disturb the last ones
-                    name = dispatcher.name
-                    dispatcher.issuing.close(CommunicatorClosed(f"communicator {name!r} is being closed", comm=name))
-                await dispatcher.drain(self._left(until))
-                mismatch = await self._meet(communicator, until)
-                await parts_of(communicator).messenger.part(self._left(until))
-                self.unreceived += await unreceived(communicator, self._left(until))
-                drained = True
-                if mismatch is not None:
-                    raise mismatch
-                if communicator.name == "world" and self.unreceived:
-                    raise MismatchError("; ".join(self.unreceived), rank=communicator.rank, comm=communicator.name)
-        except BaseException as error:
-            for guest in reversed(guests):
-                guest.abort()
-            failure = CommunicatorAborted(f"closing communicator {communicator.name!r} failed: {error!r}")
-            dispatcher.abort_soon(error if isinstance(error, AiodistError) else failure, tell=not drained)
-            raise
+            await self.members.close(communicator, until)
         finally:
-            try:
-                await self._release_all(communicator, drained=drained)
-            finally:
-                del self._closing[communicator]
-                closed.set_result(None)
-
-    async def _release_all(self, communicator: C, *, drained: bool) -> None:
-        try:
-            parts_of(communicator).dispatcher.close()
-        finally:  # a warning may be raised as an error
-            self._release(communicator)
-            if self.accelerator is not None:
-                await self.accelerator.release(communicator.name, drained=drained)
-            await parts_of(communicator).transport.aclose(drained=drained)
-
-    async def _closed(self, communicator: C, closed: asyncio.Future[None], until: float) -> None:
-        """Wait until another task has closed it; that task raises the errors."""
-        if not closed.done():
-            await asyncio.wait([closed], timeout=self._left(until))
-        if not closed.done():
-            text = f"communicator {communicator.name!r} is still being closed by another task"
-            raise OperationTimeout(text, comm=communicator.name, op="aclose")
-
-    async def _meet(self, communicator: C, until: float) -> MismatchError | None:
-        """Run a last barrier; return the mismatch if another rank had one more call before its own close."""
-        dispatcher = parts_of(communicator).dispatcher
-        if self.closed_at is not None:
-            dispatcher.oplog.caller = self.closed_at
-        try:
-            await dispatcher.barrier(self._left(until), "close")
-        except MismatchAborted:
-            raise
-        except MismatchError as error:
-            await self._meet(communicator, until)  # the third mismatch in a row aborts the communicator
-            return error
-        return None
-
-    async def _close_guest(self, guest: Guest, communicator: C, until: float) -> None:
-        try:
-            async with asyncio.timeout_at(until):
-                await guest.close()
-        except TimeoutError:
-            all_here = (*self._open, *self._closing)
-            known, late = plight([handle for one in all_here for handle in parts_of(one).dispatcher.pending()])
-            text = f"{guest}, which all ranks close together, did not end in time{known}"
-            raise OperationTimeout(text, late=late, comm=communicator.name, op="aclose") from None
-
-    def _left(self, until: float) -> float:
-        return max(0.0, until - asyncio.get_running_loop().time())
-
-    def supersede(self, error: CommunicatorAborted) -> None:
-        """Abort all communicators with `error`, on all ranks: the ranks continue in another world.
-
-        Operations that failed by the loss of a rank keep their error.
-        """
-        for communicator in list(self._open):
-            parts_of(communicator).dispatcher.supersede(error)
-
-    def abort_rest(self, error: AiodistError) -> None:
-        """Abort the remaining communicators, on this rank."""
-        for communicator in (*self._open, *self._closing):
-            if parts_of(communicator).dispatcher.refusal is None:
-                parts_of(communicator).dispatcher.abort(error)
+            self._shared = {key: made for key, made in self._shared.items() if made in self.members.open}
 
     async def abort(self, error: AiodistError) -> None:
-        """Abort everything without waiting, after a failure of the program."""
+        """Abort everything, since the program failed."""
         for task in self._tasks:
             task.cancel()
-        aborted, self._open = self._open[::-1], []
-        for communicator in self._closing:
-            parts_of(communicator).dispatcher.abort(error)
-        if self._closing:  # other tasks close these; the abort ends them
-            await asyncio.wait(self._closing.values(), timeout=LIVENESS_SECONDS)
-        for communicator in aborted:
-            parts_of(communicator).dispatcher.account.forgiven = (CommunicatorAborted,)
-            parts_of(communicator).dispatcher.abort(error)
-            parts_of(communicator).dispatcher.unsubscribe()
-            for guest in reversed(self._guests.pop(communicator, [])):
-                guest.abort()
-        for communicator in aborted:
-            self._release(communicator)
-            with suppress(OSError):
-                await parts_of(communicator).transport.aclose(drained=False)
+        await self.members.abort(error)
+
+    async def close_memory(self) -> None:
+        """Release the memory and devices of other ranks, after every communicator is closed or aborted."""
+        on_broken = self.resources.progress.on_broken
+        if self.members.broken in on_broken:  # the first call
+            on_broken.remove(self.members.broken)
+            await self.resources.close()
 
 
 def _issued_as(name: str) -> str:

@@ -142,7 +142,7 @@ class ShardQueue(Generic[T]):
             self._server = QueueServer(wires, terms, self._machine, over)
         parts.dispatcher.on_lost.append(self._lost)
         parts.dispatcher.on_abort.append(self._aborted)
-        parts_of(coll).registry.admit(coll, self)
+        parts_of(coll).registry.members.admit(coll, self)
 
     # --- epochs ----------------------------------------------------------------------------------------------
 
@@ -353,7 +353,7 @@ class ShardQueue(Generic[T]):
         if self._server is not None:
             self._server.unsubscribe()
         dispatcher = parts_of(self._coll).dispatcher
-        parts_of(self._coll).registry.discard(self._coll, self)
+        parts_of(self._coll).registry.members.discard(self._coll, self)
         for told, mine in ((dispatcher.on_lost, self._lost), (dispatcher.on_abort, self._aborted)):
             if mine in told:
                 told.remove(mine)  # type: ignore[arg-type]

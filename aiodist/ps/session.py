@@ -138,7 +138,7 @@ class ParameterServerSession:
     def _open(self, members: Sequence[ServerMember]) -> None:
         progress = self.progress = Progress.current()
         dispatcher = parts_of(self.coll).dispatcher
-        near = parts_of(self.coll).registry.near
+        near = parts_of(self.coll).registry.resources.near
         self.account = Account(progress.loop)
         self._loop = progress.loop
 
@@ -175,7 +175,7 @@ class ParameterServerSession:
         dispatcher.on_lost.append(self._lost)
         dispatcher.on_abort.append(self._aborted)
         dispatcher.waits_unseen(lambda: True)
-        parts_of(self.coll).registry.admit(self.coll, _ServerGuest(self, self.coll))
+        parts_of(self.coll).registry.members.admit(self.coll, _ServerGuest(self, self.coll))
         self._refusal = None
         self._over = asyncio.Event()
         with transport_lock:

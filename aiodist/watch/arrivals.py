@@ -151,9 +151,9 @@ class ArrivalTimes:
         self._round = 0
         self._began = -_PAUSE
         self._task: asyncio.Task[None] | None = None
-        for each in registry.dispatchers:
+        for each in registry.members.dispatchers:
             self.follow(each)
-        registry.on_open.append(self.follow)
+        registry.members.on_open.append(self.follow)
         self._channel.subscribe(_TOPIC, self._heard)
         self._watch = Watch.of(Progress.current(), self._channel)
         if world.rank == 0:
@@ -174,7 +174,7 @@ class ArrivalTimes:
         self._ignore_looks()
         if self._task is not None:
             self._task.cancel()
-        self._registry.on_open.remove(self.follow)
+        self._registry.members.on_open.remove(self.follow)
         for one in self._followed.values():
             one.log.timed, one.dispatcher.names.arrivals, one.dispatcher.on_receive = False, None, None
         self._clock.close()

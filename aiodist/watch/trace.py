@@ -84,8 +84,8 @@ class Recording:
         self._recorder = Recorder.join(self._folder, rank, self._channel.size)
         rank_of_task.set(rank)
         await self._synchronise()
-        self._registry.on_open.append(self._observe)
-        for each in self._registry.dispatchers:
+        self._registry.members.on_open.append(self._observe)
+        for each in self._registry.members.dispatchers:
             self._observe(each)
 
     async def _synchronise(self) -> None:
@@ -108,9 +108,9 @@ class Recording:
 
     def close(self) -> None:
         """Stop recording; the file of this rank is complete."""
-        if self._observe in self._registry.on_open:
-            self._registry.on_open.remove(self._observe)
-            for each in self._registry.dispatchers:
+        if self._observe in self._registry.members.on_open:
+            self._registry.members.on_open.remove(self._observe)
+            for each in self._registry.members.dispatchers:
                 each.observe(None)
         if self._recorder is not None:
             rank_of_task.set(None)

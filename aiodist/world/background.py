@@ -132,7 +132,7 @@ class LoopThread:
         if error is not None:
             fold_tracebacks()
         else:
-            parts_of(self._coll).registry.closed_at = whence(1)
+            parts_of(self._coll).registry.members.closed_at = whence(1)
         raised = None
         try:
             if not left:
@@ -153,7 +153,7 @@ class LoopThread:
         if os.getpid() != self._process or self._left:  # from Python 3.14 on it is called though it is unregistered
             return
         self._left = True
-        parts_of(self._coll).registry.closed_at = self._opened_at
+        parts_of(self._coll).registry.members.closed_at = self._opened_at
         with suppress(Exception):  # the others are told, and the process has its exit code already
             self._portal.call(_leave_late, self._block, self._coll)
         self._portal.call(self._portal.stop, True)

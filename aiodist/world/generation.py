@@ -96,7 +96,7 @@ class RankWorld:
         Deadlocks(watch, channel)
         if world.local_size > len(os.sched_getaffinity(0)):  # to spin where others wait for the core makes all wait
             Progress.current().crowded = True
-            if (near := self.registry.near) is not None:
+            if (near := self.registry.resources.near) is not None:
                 near.engine.spin(0.0)
         asked = options.selector or environment.selector
         edits = edits_at_start(asked, channel, parts_of(world).repertoire, topology, seconds=limits.rendezvous)

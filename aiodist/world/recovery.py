@@ -224,12 +224,12 @@ class Recovery:
         """Others have left this world: they come to no operation of its groups, of which they may not have all."""
         if isinstance(error, CommunicatorAborted) and self._under_way is None:
             lost = self._lost()
-            world.registry.abort_rest(error if lost is None else lost.error())
+            world.registry.members.abort_rest(error if lost is None else lost.error())
 
     async def _supersede(self, old: RankWorld, why: str) -> None:
         """Give the old world up: what is pending on it, and every later call, raises CommunicatorAborted."""
         error = CommunicatorAborted(f"the ranks of this communicator go on in another one: {why}")
-        old.registry.supersede(error)
+        old.registry.members.supersede(error)
         await old.abort(error)
 
     async def _opened(self, generation: Generation, before: Registry[Communicator] | None) -> RankWorld:

@@ -57,7 +57,7 @@ class Probe:
     """Counts what a rank copies for the others to read, and finds out what memory an operation takes."""
 
     def __init__(self, coll: Communicator) -> None:
-        self._arena = parts_of(coll).registry.near.arena
+        self._arena = parts_of(coll).registry.resources.near.arena
         self._within: Any = parts_of(coll).repertoire.within
 
     def lent(self) -> int:

@@ -515,7 +515,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("simulated_mapper", "soon")
 @pytest.mark.ranks(3, backend="local")
 async def test_s4_memory_goes_back_where_no_other_operation_follows(coll: Communicator) -> None:
-    mappings: Any = parts_of(coll).registry.accelerator.mappings
+    mappings: Any = parts_of(coll).registry.resources.accelerator.mappings
     kept, t = (torch.full((n,), 1.0, device="cuda") for n in (300, 400))
     for each in (kept, t):
         await coll.allreduce(each, impl="cuda_ipc")

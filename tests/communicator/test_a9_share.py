@@ -20,7 +20,7 @@ processes = pytest.mark.ranks(2, backend=("openmpi", "shm"))
 
 
 def inside(coll: Communicator, t: Tensor) -> bool:
-    near = parts_of(coll).registry.near
+    near = parts_of(coll).registry.resources.near
     return near is not None and near.locate(t) is not None
 
 

@@ -64,7 +64,7 @@ async def test_h1_it_goes_through_while_user_code_computes(coll: Communicator, n
 @on_processes
 async def test_c10_a_gate_at_which_nothing_waits_is_not_polled(coll: Communicator, until: Any) -> None:
     """Nor is what it compares in, whichever thread let the last one through."""
-    lanes = parts_of(coll).registry.lanes
+    lanes = parts_of(coll).registry.resources.lanes
     assert lanes is not None
     for numel in (1, 1 << 20):
         for turn in range(20):

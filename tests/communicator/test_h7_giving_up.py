@@ -130,7 +130,7 @@ def test_l2_what_another_task_does_not_close_in_time_is_named() -> None:
     async def main(rank: int) -> None:
         async with opened(Limits(drain=0.5)) as coll:
             sub = await coll.dup()
-            parts_of(sub).registry.admit(sub, Stubborn())
+            parts_of(sub).registry.members.admit(sub, Stubborn())
             closing = asyncio.ensure_future(sub.aclose())
             await asyncio.sleep(0)
             with pytest.raises(OperationTimeout, match=r"'world/dup1\.0' is still being closed by another task"):

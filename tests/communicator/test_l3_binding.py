@@ -100,7 +100,7 @@ async def test_l3_a_message_that_may_lie_on_a_device_opens_none(
     coll: Communicator, simulated_cuda: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    accelerator = parts_of(coll).registry.accelerator
+    accelerator = parts_of(coll).registry.resources.accelerator
     assert accelerator is not None
     sent = coll.send(torch.ones(3), 1 - coll.rank)
     assert (await coll.recv()).is_cpu
@@ -117,7 +117,7 @@ async def test_l3_a_message_that_may_lie_on_a_device_opens_none(
 @pytest.mark.ranks(2)
 async def test_l3_streams_go_back_to_those_who_need_one(coll: Communicator, simulated_cuda: object) -> None:
     await gather(*[coll.allreduce(torch.ones(5000, device=coll.device), impl="staged") for _ in range(60)])
-    accelerator = parts_of(coll).registry.accelerator
+    accelerator = parts_of(coll).registry.resources.accelerator
     assert accelerator is not None
     streams = accelerator.streams[coll.device]
     assert 0 < len(streams) <= 16

@@ -277,8 +277,8 @@ async def test_s3_an_exchange_that_hangs_is_late_and_can_be_aborted(
     work = await coll.dup()
     await work.allreduce(on(coll, torch.ones(4)), impl="nccl")
     await coll.barrier()
-    assert parts_of(coll).registry.accelerator is not None
-    (group,) = parts_of(coll).registry.accelerator.groups_of(work.name)
+    assert parts_of(coll).registry.resources.accelerator is not None
+    (group,) = parts_of(coll).registry.resources.accelerator.groups_of(work.name)
     stream: Any = group.stream
     if coll.rank == 0:
         stream.hold()  # its kernel never begins

@@ -137,8 +137,8 @@ async def test_s3_split_and_dup_have_their_own(coll: Communicator, fake: FakeNcc
 async def test_s3_an_operation_that_hangs_is_late_and_can_be_aborted(coll: Communicator, fake: FakeNccl) -> None:
     work = await coll.dup()
     await work.allreduce(torch.ones(4).to(coll.device), impl="nccl")
-    assert parts_of(coll).registry.accelerator is not None
-    (group,) = parts_of(coll).registry.accelerator.groups_of(work.name)
+    assert parts_of(coll).registry.resources.accelerator is not None
+    (group,) = parts_of(coll).registry.resources.accelerator.groups_of(work.name)
     stream: Any = group.stream
     if coll.rank == 0:
         stream.hold()  # its kernel never begins

@@ -28,7 +28,7 @@ EXIST = [
 
 
 def accelerator_of(coll: Communicator) -> Accelerator:
-    found = parts_of(coll).registry.accelerator
+    found = parts_of(coll).registry.resources.accelerator
     assert isinstance(found, Accelerator)
     return found
 

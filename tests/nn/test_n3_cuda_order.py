@@ -40,7 +40,7 @@ def loss_of(module: Any, x: Tensor, y: Tensor) -> Tensor:
 
 def communication(net: DataParallel) -> list[torch.cuda.Stream]:
     """Return the streams on which the gradients of `net` are reduced: NCCL's."""
-    accelerator: Any = parts_of(reducer_of(net).data).registry.accelerator
+    accelerator: Any = parts_of(reducer_of(net).data).registry.resources.accelerator
     (group,) = accelerator.groups_of(reducer_of(net).data.name)
     return [group.stream]
 

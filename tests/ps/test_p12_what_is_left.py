@@ -81,7 +81,7 @@ async def test_p12_ranks_that_disagree_leave_no_communicator_open(coll: Communic
     ps = ParameterServer(coll, {"w": torch.ones(3)}, split_bytes=64 << coll.rank)
     with pytest.raises(MismatchError, match="split_bytes"):
         await ps.__aenter__()
-    assert [open.name for open in parts_of(coll).registry.dispatchers] == ["world"]
+    assert [open.name for open in parts_of(coll).registry.members.dispatchers] == ["world"]
     await coll.barrier()
 
 

@@ -85,7 +85,7 @@ async def test_p2_what_failed_leaves_nothing_behind(coll: Communicator) -> None:
                     raise LookupError
                 await ps.barrier()
         await coll.barrier()
-    assert [open.name for open in parts_of(coll).registry.dispatchers] == ["world"]
+    assert [open.name for open in parts_of(coll).registry.members.dispatchers] == ["world"]
 
 
 @pytest.mark.drawn(3)

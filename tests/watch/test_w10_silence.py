@@ -449,7 +449,7 @@ async def test_w10_a_message_that_nobody_received_is_told_on_every_backend(coll:
     else:
         await side.aclose()
     assert await coll.allreduce(1) == coll.size
-    parts_of(coll).registry.unreceived.clear()  # else the end of the world raises what was told
+    parts_of(coll).registry.members.unreceived.clear()  # else the end of the world raises what was told
 
 
 def test_w10_a_message_on_its_way_is_no_deadlock(

@@ -1,0 +1,257 @@
+"""The open communicators of one world: notified of failures, and closed or aborted in reverse order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from types import CodeType
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from aiodist.backends.base import ours
+from aiodist.communicator.base import parts_of
+from aiodist.communicator.conversation import LIVENESS_SECONDS
+from aiodist.communicator.dispatcher import Dispatcher
+from aiodist.communicator.leftovers import unreceived, warn_of_open
+from aiodist.communicator.movement import Movement
+from aiodist.communicator.resources import Resources
+from aiodist.errors import (
+    AiodistError,
+    CommunicatorAborted,
+    CommunicatorClosed,
+    MismatchAborted,
+    MismatchError,
+    OperationTimeout,
+)
+from aiodist.handles import Origin
+from aiodist.handles.polling import transport_lock
+from aiodist.handles.state import plight
+
+if TYPE_CHECKING:
+    from aiodist.control import Exit
+
+C = TypeVar("C", bound=Movement)
+
+
+class Guest(Protocol):
+    """An object that uses a communicator and must end before it: a training net, a parameter server."""
+
+    async def close(self) -> None:
+        """End in order; all ranks do so at the same time."""
+
+    def abort(self) -> None:
+        """End without waiting, since the program or another rank failed."""
+
+
+class OpenCommunicators(Generic[C]):
+    """Communicators that are open or being closed, with their guests; on the loop's thread."""
+
+    def __init__(self, resources: Resources) -> None:
+        self.open: list[C] = []
+        self.closing: dict[C, asyncio.Future[None]] = {}
+        """Communicators that tasks close, each with a future that is done when it is closed."""
+        self.on_open: list[Callable[[Dispatcher], None]] = []
+        """Called with the dispatcher of each new communicator."""
+        self.closed_at: tuple[CodeType, int] | None = None
+        """Line of the program that closes the world, if the loop runs in another thread, without frames of it."""
+        self.unreceived: list[str] = []
+        """Messages from or to this rank that no rank received, on communicators that are closed."""
+        self._resources = resources
+        self._guests: dict[C, list[Guest]] = {}
+        self._origins: dict[C, Origin] = {}
+        """Line of the program that made a communicator; none for those of aiodist itself."""
+
+    def all(self) -> list[C]:
+        """Return those that are open or being closed."""
+        return [*self.open, *self.closing]
+
+    @property
+    def dispatchers(self) -> list[Dispatcher]:
+        """Dispatchers of the communicators that are not closed."""
+        return [parts_of(communicator).dispatcher for communicator in self.all()]
+
+    def add(self, communicator: C) -> None:
+        """Add a new communicator."""
+        self.open.append(communicator)
+        for notify in list(self.on_open):
+            notify(parts_of(communicator).dispatcher)
+
+    def note_origin(self, made: object, origin: Origin | None) -> None:
+        """Note the line that made `made`, if that is a communicator."""
+        for communicator in self.open if origin is not None else ():
+            if communicator is made and origin is not None:
+                self._origins.setdefault(communicator, origin)
+
+    def admit(self, communicator: C, guest: Guest) -> None:
+        """Close `guest` before `communicator` is closed, or abort it when that is aborted."""
+        parts_of(communicator).dispatcher.check_usable()
+        self._guests.setdefault(communicator, []).append(guest)
+
+    def discard(self, communicator: C, guest: Guest) -> None:
+        """Remove `guest`, which has ended already."""
+        with suppress(ValueError):
+            self._guests.get(communicator, []).remove(guest)
+
+    # --- failures ----------------------------------------------------------------------------------------------
+
+    def lost(self, exit: Exit) -> None:
+        """Report the loss of a rank to the communicators that it belongs to."""
+        for dispatcher in self.dispatchers:
+            if exit.rank < 0 or exit.rank in dispatcher.ranks:
+                dispatcher.peer_lost(exit)
+
+    def device_failed(self, name: str, error: AiodistError) -> None:
+        """Abort a communicator on all ranks: the others may wait for this one on the device."""
+        for dispatcher in self.dispatchers:
+            if dispatcher.name == name:
+                dispatcher.abort_everywhere(error)
+
+    def broken(self, error: Exception) -> None:
+        """Abort everything on all ranks, since a poller was removed: operations in flight never end."""
+        for dispatcher in self.dispatchers:
+            dispatcher.abort_everywhere(ours(error))
+
+    def supersede(self, error: CommunicatorAborted) -> None:
+        """Raise `error` in all calls from now on, on all ranks, since the ranks continue in another world.
+
+        Operations that failed because of a lost rank have raised that already.
+        """
+        for communicator in list(self.open):
+            parts_of(communicator).dispatcher.supersede(error)
+
+    def abort_rest(self, error: AiodistError) -> None:
+        """Abort on this rank the communicators that are not aborted yet."""
+        for dispatcher in self.dispatchers:
+            if dispatcher.refusal is None:
+                dispatcher.abort(error)
+
+    # --- closing -----------------------------------------------------------------------------------------------
+
+    async def close(self, communicator: C, until: float) -> None:
+        """Close `communicator` after all that was made from it, until that time of the loop.
+
+        Waits for communicators that another task closes. Raises `OperationTimeout` with the pending operations of a
+        communicator that is not closed in time, and aborts it.
+        """
+        # By name, since tasks may make communicators in another order on each rank. "a/b" comes after "a".
+        path = f"{communicator.name}/"
+        below = [c for c in self.all() if c is communicator or c.name.startswith(path)]
+        if communicator.name == "world":
+            warn_of_open((c.name, self._origins[c]) for c in below if c in self._origins and c in self.open)
+        for member in sorted(below, key=lambda c: c.name, reverse=True):
+            await self._close(member, until)
+
+    async def _close(self, communicator: C, until: float) -> None:
+        if (closed := self.closing.get(communicator)) is not None:
+            await _closed(communicator, closed, until)
+        if communicator not in self.open:
+            return
+        self.open.remove(communicator)
+        self._origins.pop(communicator, None)
+        closed = self.closing[communicator] = asyncio.get_running_loop().create_future()
+        dispatcher = parts_of(communicator).dispatcher
+        drained = False
+        guests = self._guests.pop(communicator, [])
+        try:
+            while guests:
+                await self._close_guest(guests[-1], communicator, until)
+                guests.pop()
+            dispatcher.cancel_receives()
+            if dispatcher.refusal is None:
+                if dispatcher.issuing is not None:  # else its last calls meet those of other threads
+                    name = dispatcher.name
+                    dispatcher.issuing.close(CommunicatorClosed(f"communicator {name!r} is being closed", comm=name))
+                await dispatcher.drain(_left(until))
+                mismatch = await self._meet(dispatcher, until)
+                await parts_of(communicator).messenger.part(_left(until))
+                self.unreceived += await unreceived(communicator, _left(until))
+                drained = True
+                if mismatch is not None:
+                    raise mismatch
+                if communicator.name == "world" and self.unreceived:
+                    raise MismatchError("; ".join(self.unreceived), rank=communicator.rank, comm=communicator.name)
+        except BaseException as error:
+            for guest in reversed(guests):
+                guest.abort()
+            failure = CommunicatorAborted(f"closing communicator {communicator.name!r} failed: {error!r}")
+            dispatcher.abort_soon(error if isinstance(error, AiodistError) else failure, tell=not drained)
+            raise
+        finally:
+            try:
+                await self._release(communicator, drained=drained)
+            finally:
+                del self.closing[communicator]
+                closed.set_result(None)
+
+    async def _release(self, communicator: C, *, drained: bool) -> None:
+        try:
+            parts_of(communicator).dispatcher.close()
+        finally:  # it raises if the program turns warnings into errors
+            _release_memory(parts_of(communicator).dispatcher)
+            await self._resources.release(communicator.name, drained=drained)
+            await parts_of(communicator).transport.aclose(drained=drained)
+
+    async def _meet(self, dispatcher: Dispatcher, until: float) -> MismatchError | None:
+        """Meet all ranks for the last time; return the mismatch if another rank made one call more, and then met."""
+        if self.closed_at is not None:
+            dispatcher.oplog.caller = self.closed_at
+        try:
+            await dispatcher.barrier(_left(until), "close")
+        except MismatchAborted:
+            raise
+        except MismatchError as error:
+            await self._meet(dispatcher, until)  # the third mismatch in a row aborts the communicator
+            return error
+        return None
+
+    async def _close_guest(self, guest: Guest, communicator: C, until: float) -> None:
+        try:
+            async with asyncio.timeout_at(until):
+                await guest.close()
+        except TimeoutError:
+            known, late = plight([handle for dispatcher in self.dispatchers for handle in dispatcher.pending()])
+            text = f"{guest}, which all ranks close together, did not end in time{known}"
+            raise OperationTimeout(text, late=late, comm=communicator.name, op="aclose") from None
+
+    async def abort(self, error: AiodistError) -> None:
+        """Abort everything, since the program failed."""
+        aborted, self.open = self.open[::-1], []
+        for communicator in self.closing:
+            parts_of(communicator).dispatcher.abort(error)
+        if self.closing:  # the abort ends the tasks that close them
+            await asyncio.wait(self.closing.values(), timeout=LIVENESS_SECONDS)
+        for communicator in aborted:
+            dispatcher = parts_of(communicator).dispatcher
+            dispatcher.account.forgiven = (CommunicatorAborted,)
+            dispatcher.abort(error)
+            dispatcher.unsubscribe()
+            for guest in reversed(self._guests.pop(communicator, [])):
+                guest.abort()
+        for communicator in aborted:
+            _release_memory(parts_of(communicator).dispatcher)
+            with suppress(OSError):
+                await parts_of(communicator).transport.aclose(drained=False)
+
+
+async def _closed(communicator: Movement, closed: asyncio.Future[None], until: float) -> None:
+    """Wait until another task has closed it; its errors are raised there."""
+    if not closed.done():
+        await asyncio.wait([closed], timeout=_left(until))
+    if not closed.done():
+        text = f"communicator {communicator.name!r} is still being closed by another task"
+        raise OperationTimeout(text, comm=communicator.name, op="aclose")
+
+
+def _release_memory(dispatcher: Dispatcher) -> None:
+    """Stop the use of shared memory by a communicator; operations that still use it end."""
+    why = dispatcher.refusal or CommunicatorClosed(f"communicator {dispatcher.name!r} is closed")
+    with transport_lock:
+        dispatcher.names.close(why)
+        if dispatcher.agreement is not None:
+            dispatcher.agreement.close(why)
+        if (within := dispatcher.repertoire.within) is not None:
+            within.abort(why)
+
+
+def _left(until: float) -> float:
+    return max(0.0, until - asyncio.get_running_loop().time())

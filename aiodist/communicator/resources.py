@@ -1,0 +1,99 @@
+"""The memory and the CUDA devices of one rank, which its communicators share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from aiodist.backends.base import Transport
+from aiodist.backends.shm import Lanes, Neighbourhood, ShmNative
+from aiodist.collectives.choice.table import Table
+from aiodist.collectives.cuda.accelerator import Accelerator
+from aiodist.collectives.implementations import Repertoire
+from aiodist.communicator.agreement import Agreement, Dissemination
+from aiodist.communicator.operation import CommunicatorOperation
+from aiodist.handles import Progress
+from aiodist.handles.polling import transport_lock
+
+if TYPE_CHECKING:
+    from aiodist.topology import Topology
+
+
+class Resources:
+    """Shared memory and CUDA devices; makes the parts of a communicator that use them."""
+
+    def __init__(self, near: Neighbourhood | None, alone: str, sharing: Sequence[Sequence[int]]) -> None:
+        """`sharing` has all groups of ranks that share memory; a rank in no group shares it with no other rank."""
+        self.progress = Progress.current()
+        self.near = near
+        """The ranks of this host, and the memory of this rank that they can map."""
+        self.lanes = Lanes(self.progress, near) if near is not None else None
+        self.alone = alone
+        """Reason why no other rank shares memory with this one."""
+        self.accelerator: Accelerator | None = None
+        """CUDA devices and their libraries; None if no rank has a device."""
+        self._sharing = sharing
+
+    def repertoire(
+        self, name: str, transport: Transport, ranks: Sequence[int], topology: Topology | None, table: Table | None
+    ) -> Repertoire:
+        """Return the implementations of collectives of a new communicator."""
+        hosts = [] if topology is None else [topology.ranks_on(host) for host in topology.hosts]
+        accelerator = self.accelerator
+        cuda = "there is no CUDA device here" if accelerator is None else accelerator.kit(name, ranks, topology)
+        within = self._shared_memory(name, ranks)
+        return Repertoire(transport, table, hosts=hosts, within=within, alone=self.alone, cuda=cuda)
+
+    def _shared_memory(self, name: str, ranks: Sequence[int]) -> ShmNative | None:
+        """Return the collectives among those of `ranks` that share memory; None if this rank is the only one."""
+        if self.near is None or self.lanes is None:
+            return None
+        here = [rank for rank in ranks if rank in self.near.members]
+        if len(here) == 1:
+            return None
+        with transport_lock:  # else the progress thread, which joins other lanes, may notify a neighbour too
+            return ShmNative(self.lanes, name, here, here.index(self.near.rank))
+
+    def agreement(
+        self,
+        transport: Transport,
+        ranks: Sequence[int],
+        within: ShmNative | None,
+        on_differ: Callable[[CommunicatorOperation], None],
+        broken: Callable[[BaseException], None],
+    ) -> Agreement:
+        """Return the agreement of a communicator of these world ranks; those `within` share memory."""
+        leaders = self._leaders(ranks)
+        several = len(leaders) > 1
+        between = Dissemination(transport, leaders, broken) if several and transport.rank in leaders else None
+        lane = verdicts = None
+        if within is not None:
+            lane = within.ordered
+            if several:
+                with transport_lock:
+                    verdicts = within.open("verdicts")
+        return Agreement(self.progress, lane, verdicts, between, several=several, on_differ=on_differ)
+
+    def _leaders(self, ranks: Sequence[int]) -> list[int]:
+        """Return the first rank of each group of `ranks` that share memory, in the numbers of their communicator."""
+        group_of = {rank: group[0] for group in self._sharing for rank in group}
+        first: dict[int, int] = {}
+        for number, rank in enumerate(ranks):
+            first.setdefault(group_of.get(rank, rank), number)
+        return list(first.values())
+
+    async def release(self, name: str, *, drained: bool) -> None:
+        """Release the device groups of a closed communicator."""
+        if self.accelerator is not None:
+            await self.accelerator.release(name, drained=drained)
+
+    async def close(self) -> None:
+        """Release the memory and devices of other ranks, after every communicator is closed or aborted."""
+        try:
+            if self.accelerator is not None:
+                await self.accelerator.aclose()
+        finally:
+            if self.near is not None and self.lanes is not None:
+                with transport_lock:  # no poll is in progress
+                    self.lanes.close()
+                    self.near.close()
