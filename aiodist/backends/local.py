@@ -6,13 +6,13 @@ import random
 from asyncio import AbstractEventLoop, _get_running_loop
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from aiodist.backends.base import Capabilities, Done, Native, Transport, ours, tell
 from aiodist.backends.inplace import bytes_of, copy
-from aiodist.backends.matching import Matching, Receive
+from aiodist.backends.matching import Matching, Receive, UnexpectedMessage
 from aiodist.errors import BackendError
 from aiodist.handles.polling import transport_lock
 from aiodist.handles.progress import Progress
@@ -20,11 +20,10 @@ from aiodist.handles.progress import Progress
 Address = tuple[str, int]  # communicator, rank
 
 
-class LocalMessage(NamedTuple):
-    """What `LocalHub.send` is given."""
+@dataclass(eq=False, slots=True)
+class LocalMessage(UnexpectedMessage):
+    """A message in flight to a rank of this process."""
 
-    src: int
-    tag: int
     data: Tensor
     done: Done
 

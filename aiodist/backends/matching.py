@@ -1,9 +1,11 @@
-"""Which message goes to which receive: by source and tag, each in the order of its arrival or issue."""
+"""Matching of messages and receives by source, tag and kind, each in the order of arrival or issue."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -11,8 +13,8 @@ from aiodist.backends.base import Done
 from aiodist.types import ANY
 
 
-class _Labelled(Protocol):
-    """What is matched; the source of a receive may be `ANY`, that of a message never is."""
+class Matchable(Protocol):
+    """A receive, whose source, tag and kind may be `ANY`, or a message."""
 
     @property
     def src(self) -> int: ...
@@ -20,77 +22,155 @@ class _Labelled(Protocol):
     @property
     def tag(self) -> int: ...
 
+    @property
+    def kind(self) -> int: ...
 
-class Receive(NamedTuple):
-    """A receive that waits for its message."""
+    order: int
+
+
+@dataclass(eq=False, slots=True)
+class PostedReceive:
+    """A receive that waits for its message; users add what they need."""
 
     src: int
     tag: int
+    kind: int = field(default=ANY, kw_only=True)
+    order: int = field(default=0, kw_only=True)
+    """Number in the order of issue; 0 until it waits."""
+
+
+@dataclass(eq=False, slots=True)
+class UnexpectedMessage:
+    """A message that came before its receive; users add what they need."""
+
+    src: int
+    tag: int
+    kind: int = field(default=0, kw_only=True)
+    order: int = field(default=0, kw_only=True)
+    """Number in the order of arrival; 0 until it waits."""
+
+
+@dataclass(eq=False, slots=True)
+class Receive(PostedReceive):
+    """A receive of a transport."""
+
     into: Tensor
     done: Done
 
 
-R = TypeVar("R", bound=_Labelled)
-M = TypeVar("M", bound=_Labelled)
-T = TypeVar("T", bound=_Labelled)
+R = TypeVar("R", bound=Matchable)
+M = TypeVar("M", bound=Matchable)
+T = TypeVar("T", bound=Matchable)
 
 
 class Matching(Generic[R, M]):
     """The receives and messages of one communicator on one rank that have not met; either side may be there first.
 
-    A receive calls `take`, and `expect` where there is no message; a message calls `match`, and `keep` where there is
-    no receive. What is cancelled is as if it had never been there.
+    A receive calls `take`, and `expect` if there is no message; a message calls `match`, and `keep` if there is
+    no receive. The lists are by tag, so many operations in flight do not slow each other down.
     """
 
     def __init__(self) -> None:
-        self._receives: dict[int, list[R]] = {}  # by tag, as the messages
+        self._receives: dict[int, list[R]] = {}
         self._messages: dict[int, list[M]] = {}
+        self._numbered = 0
 
-    def take(self, src: int, tag: int) -> M | None:
-        """Return the first message from `src`, which may be `ANY`, and keep it no longer."""
-        for i, message in enumerate(self._messages.get(tag, ())):
-            if src in (ANY, message.src):
-                return _pop(self._messages, tag, i)
+    @property
+    def receives(self) -> list[R]:
+        """The receives that wait, in order; from any thread."""
+        return _in_order(self._receives)
+
+    @property
+    def messages(self) -> list[M]:
+        """The messages that wait, in order; from any thread."""
+        return _in_order(self._messages)
+
+    @property
+    def expects(self) -> bool:
+        """True if a receive waits."""
+        return bool(self._receives)
+
+    def number(self, one: R | M) -> None:
+        """Give a receive or a message the next place in the order."""
+        self._numbered = one.order = self._numbered + 1
+
+    def find(self, src: int, tag: int, kind: int = ANY) -> M | None:
+        """Return the first message that a receive with these fields takes; it still waits."""
+        for message in self.messages if tag == ANY else self._messages.get(tag, ()):
+            if src in (ANY, message.src) and kind in (ANY, message.kind):
+                return message
         return None
 
+    def take(self, src: int, tag: int, kind: int = ANY) -> M | None:
+        """Return the first message that a receive with these fields takes; it no longer waits."""
+        message = self.find(src, tag, kind)
+        if message is not None:
+            self.remove_message(message)
+        return message
+
     def expect(self, receive: R) -> None:
-        """Have `receive`, for which `take` found nothing, wait."""
+        """Let `receive` wait, for which `take` found nothing."""
+        self.number(receive)
         self._receives.setdefault(receive.tag, []).append(receive)
 
-    def match(self, src: int, tag: int) -> R | None:
-        """Return the first receive that fits a message from `src`; it waits no longer."""
-        for i, receive in enumerate(self._receives.get(tag, ())):
-            if receive.src in (ANY, src):
-                return _pop(self._receives, tag, i)
+    def match(self, src: int, tag: int, kind: int = 0) -> R | None:
+        """Return the first receive that takes a message with these fields; it no longer waits."""
+        receives: Sequence[R] = self._receives.get(tag, ())
+        if of_any_tag := self._receives.get(ANY):
+            receives = sorted([*receives, *of_any_tag], key=_order)
+        for receive in receives:
+            if receive.src in (ANY, src) and receive.kind in (ANY, kind):
+                self.remove_receive(receive)
+                return receive
         return None
 
     def keep(self, message: M) -> None:
-        """Have `message`, which `match` found nothing for, wait."""
-        self._messages.setdefault(message.tag, []).append(message)
+        """Let `message` wait, at its place if it has one already."""
+        waiting = self._messages.setdefault(message.tag, [])
+        if message.order:
+            insort(waiting, message, key=_order)
+        else:
+            self.number(message)
+            waiting.append(message)
+
+    def waits(self, receive: R) -> bool:
+        """Return True if no message has matched `receive`."""
+        return receive in self._receives.get(receive.tag, ())
+
+    def remove_receive(self, receive: R) -> None:
+        """Remove a receive that waits."""
+        _remove(self._receives, receive)
+
+    def remove_message(self, message: M) -> None:
+        """Remove a message that waits."""
+        _remove(self._messages, message)
 
     def cancel_receives(self, which: Callable[[R], bool] | None = None) -> list[R]:
-        """Take out the receives for which `which` is true, or all, and return them."""
+        """Remove the receives for which `which` is true, or all, and return them in order."""
         return _cancel(self._receives, which)
 
     def cancel_messages(self, which: Callable[[M], bool] | None = None) -> list[M]:
-        """Take out the messages for which `which` is true, or all, and return them."""
+        """Remove the messages for which `which` is true, or all, and return them in order."""
         return _cancel(self._messages, which)
 
 
-def _pop(table: dict[int, list[T]], tag: int, i: int) -> T:
-    found = table[tag].pop(i)
-    if not table[tag]:
-        del table[tag]
-    return found
+def _order(one: Matchable) -> int:
+    return one.order
+
+
+def _in_order(table: dict[int, list[T]]) -> list[T]:
+    return sorted([one for waiting in tuple(table.values()) for one in tuple(waiting)], key=_order)
+
+
+def _remove(table: dict[int, list[T]], one: T) -> None:
+    waiting = table[one.tag]
+    waiting.remove(one)
+    if not waiting:
+        del table[one.tag]
 
 
 def _cancel(table: dict[int, list[T]], which: Callable[[T], bool] | None) -> list[T]:
-    cancelled: list[T] = []
-    for tag, waiting in list(table.items()):
-        kept = [] if which is None else [one for one in waiting if not which(one)]
-        cancelled += waiting if which is None else [one for one in waiting if which(one)]
-        if kept:
-            table[tag] = kept
-        else:
-            del table[tag]
+    cancelled = [one for one in _in_order(table) if which is None or which(one)]
+    for one in cancelled:
+        _remove(table, one)
     return cancelled

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
-from aiodist.collectives.mailbox import Arrived, Mailbox
+from aiodist.collectives.messages import Arrived, MessageKind
 from aiodist.collectives.metadata import overlaps
 from aiodist.communicator.arguments import check_list, check_out, check_rank, check_tag, check_tensor
 from aiodist.communicator.base import Base, tensors_of
 from aiodist.communicator.claims import acquire, reading, writing
-from aiodist.communicator.messenger import Receiving, Reception, one_step
+from aiodist.communicator.messenger import Receiving, Reception
 from aiodist.communicator.operation import CommunicatorOperation
 from aiodist.communicator.pickling import unpack
 from aiodist.communicator.watchdog import Peer
@@ -76,7 +76,7 @@ class PointToPoint(Base):
         """
         dst, tag = check_rank(dst, self.size, "dst"), check_tag(tag)
         ts = tensors_of(t)
-        return self._send("send", ts, dst, tag, Mailbox.TENSOR, timeout, synchronous)
+        return self._send("send", ts, dst, tag, MessageKind.TENSOR, timeout, synchronous)
 
     def recv(
         self, t: Tensor | list[Tensor] | None = None, src: int = ANY, tag: int = ANY, *, timeout: float | None = None
@@ -126,7 +126,7 @@ class PointToPoint(Base):
     def _receive(self, into: Tensor | None, src: int, tag: int, timeout: float | None) -> tuple[Handle[Any], Receiving]:
         nbytes, claims = (0, []) if into is None else (into.nbytes, writing(into))
         work = partial(self._receives_with, into)
-        asked = Reception(Peer(src, None, tag), Mailbox.TENSOR, into, claims, work, nbytes=nbytes)
+        asked = Reception(Peer(src, None, tag), MessageKind.TENSOR, into, claims, work, nbytes=nbytes)
         return self._messenger.receive("recv", asked, timeout)
 
     def _receives_with(self, into: Tensor | None) -> tuple[list[DeviceWork], Callable[[], DeviceWork] | None]:
@@ -201,7 +201,7 @@ class PointToPoint(Base):
         in_flight.release_all(claims)
         works = self._work_of([t])
         work = partial(self._exchanges_with, t, into)
-        asked = Reception(peer, Mailbox.TENSOR, into, claims[1:], work, nbytes=t.nbytes, sends=True)
+        asked = Reception(peer, MessageKind.TENSOR, into, claims[1:], work, nbytes=t.nbytes, sends=True)
         try:
             handle, receiving = self._messenger.receive("sendrecv", asked, timeout)
         except BaseException:
@@ -213,10 +213,8 @@ class PointToPoint(Base):
         acquire(claims[:1], sending.handle)
         sending.claims = claims[:1]
         line = ("sendrecv", handle.seq, *internals.issued_at(handle))
-        send = partial(mailbox.send, t, dst, tag, Mailbox.TENSOR, line=line)
-        self._messenger.launch(
-            sending, prepare(_sent_half, receiving, on_devices(prepare(one_step, [send]), works)), t.nbytes
-        )
+        send = prepare(mailbox.send, [t], dst, tag, MessageKind.TENSOR, line)
+        self._messenger.launch(sending, prepare(_sent_half, receiving, on_devices(send, works)), t.nbytes)
         attach(handle, [*works, *receiving.works], (t, into))
         return handle
 
@@ -246,7 +244,7 @@ class PointToPoint(Base):
             peer = Peer(src, None, tag)
             asked = Reception(peer, ANY, None, [], lambda: ([], self._work_later()))
             arrived: Arrived = await self._messenger.receive("messages", asked, timeout)[0]
-            of_object = arrived.kind == Mailbox.OBJECT
+            of_object = arrived.kind == MessageKind.OBJECT
             yield Message(arrived.source, arrived.tag, unpack(arrived.data) if of_object else arrived.data)
 
     def _send(
@@ -261,8 +259,8 @@ class PointToPoint(Base):
         handle, mailbox = operation.handle, self._dispatcher.mailbox
         assert handle is not None
         line = (op, handle.seq, *internals.issued_at(handle))
-        sends = [partial(mailbox.send, t, dst, tag, kind, line=line, synchronous=synchronous) for t in ts]
-        self._messenger.launch(operation, on_devices(prepare(one_step, sends), work), nbytes)
+        send = prepare(mailbox.send, ts, dst, tag, kind, line, synchronous=synchronous)
+        self._messenger.launch(operation, on_devices(send, work), nbytes)
         attach(handle, work, ts)
         return handle
 

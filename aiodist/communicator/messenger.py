@@ -30,13 +30,13 @@ from weakref import ref
 
 from aiodist.backends.base import again
 from aiodist.collectives.cuda.on_device import DeviceWork, attach
-from aiodist.collectives.mailbox import Arrived, Mailbox, Unpacked, Wanted
+from aiodist.collectives.messages import Arrived, MailboxReceive, MessageKind, Unpacked
 from aiodist.communicator.claims import acquire, release
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.operation import CommunicatorOperation
 from aiodist.communicator.watchdog import Peer
 from aiodist.handles import Handle, Operation, Posted, PostedOperation, internals
-from aiodist.handles.kernel import Program, Transfer, prepare, transfers
+from aiodist.handles.kernel import Program, prepare
 from aiodist.handles.origin import described
 from aiodist.handles.polling import transport_lock
 from aiodist.types import ANY
@@ -154,7 +154,7 @@ class Messenger:
         if transport.size > 1 and self.dispatcher.refusal is None:
             before = Peer((transport.rank - 1) % transport.size, None, 0)
             operation = self.issue("aclose", 0, (), seconds, before)
-            self.launch(operation, prepare(one_step, [self.mailbox.part]), 0)
+            self.launch(operation, prepare(self.mailbox.part), 0)
             assert operation.handle is not None
             await operation.handle
 
@@ -162,11 +162,6 @@ class Messenger:
         self.dispatcher.count_message()
         if self.dispatcher.on_receive is not None and peer.src not in (None, ANY) and handle.op != "aclose":
             self.dispatcher.on_receive(handle, peer.src)
-
-
-async def one_step(step: Sequence[Transfer]) -> None:
-    """Make the transfers of a message."""
-    await transfers(step)
 
 
 class Receiving:
@@ -194,7 +189,7 @@ class Receiving:
         self._messenger = messenger
         self._called = (internals.name_of(handle), handle.seq, handle.origin)
         self._held: Handle[Any] | None = None
-        self._wanted: Wanted | None = None
+        self._wanted: MailboxReceive | None = None
         self._operation: CommunicatorOperation | None = None
         self.sending: CommunicatorOperation | None = None
         if asked.sends:
@@ -261,7 +256,9 @@ class Receiving:
         work = next(iter(works), None)
         finish = partial(self._finish, operation)
         assert asked.peer.src is not None
-        wanted = Wanted(asked.kind, asked.peer.src, asked.peer.tag, asked.into, finish, work, later, take=self.take)
+        wanted = MailboxReceive(
+            asked.peer.src, asked.peer.tag, asked.into, finish, work, later, take=self.take, kind=asked.kind
+        )
         self._operation, self._wanted = operation, wanted
         PostedOperation.of(handle).set_canceller(self.cancel)
         messenger.pending.posted[self.ref] = self
@@ -372,7 +369,7 @@ class Receiving:
         self._messenger.pending.posted[self.ref] = self
         mailbox.match_again()
 
-    def _hand_over(self, handle: Handle[Any], operation: CommunicatorOperation, wanted: Wanted) -> None:
+    def _hand_over(self, handle: Handle[Any], operation: CommunicatorOperation, wanted: MailboxReceive) -> None:
         """The message goes to another receive; a new handle stands for the rest of its transfer."""
         operation.given_back = self._messenger.mailbox.put_back(wanted)
         operation.handle = wanted.handle = stand_in = self._messenger.stand_in(handle)
@@ -389,7 +386,7 @@ class Receiving:
         value = handle.result()
         if self._asked.kind == ANY:
             return value.data
-        return Unpacked(value) if self._asked.kind == Mailbox.OBJECT else value
+        return Unpacked(value) if self._asked.kind == MessageKind.OBJECT else value
 
     # --- the other half of a sendrecv -------------------------------------------------------------------------
 

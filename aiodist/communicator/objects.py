@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aiodist.collectives import operations
 from aiodist.collectives.cuda.on_device import DeviceWork
-from aiodist.collectives.mailbox import Arrived, Mailbox
+from aiodist.collectives.messages import Arrived, MessageKind
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.wrappers import each
 from aiodist.communicator import pickling as objects
@@ -145,12 +145,12 @@ class Objects(PointToPoint):
         `synchronous` and cost are those of `send`.
         """
         dst, tag = check_rank(dst, self.size, "dst"), check_tag(tag)
-        return self._send("send_object", [objects.pack(obj)], dst, tag, Mailbox.OBJECT, timeout, synchronous)
+        return self._send("send_object", [objects.pack(obj)], dst, tag, MessageKind.OBJECT, timeout, synchronous)
 
     def recv_object(self, src: int = ANY, tag: int = ANY, *, timeout: float | None = None) -> Handle[Any]:
         """Return the next object from `src` with `tag`; matching, `cancel`, errors and cost are those of `recv`."""
         src, tag = check_rank(src, self.size, "src", any_rank=True), check_tag(tag, any_tag=True)
-        asked = Reception(Peer(src, None, tag), Mailbox.OBJECT, None, [], _on_the_host, _unpacked)
+        asked = Reception(Peer(src, None, tag), MessageKind.OBJECT, None, [], _on_the_host, _unpacked)
         return self._messenger.receive("recv_object", asked, timeout)[0]
 
     def _pack_each(self, objs: Sequence[Any] | None) -> list[Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiodist.collectives.mailbox import Unpacked
+from aiodist.collectives.messages import Unpacked
 
 _LENGTH = struct.Struct("<Q")
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from aiodist.collectives.mailbox import Arrived
+from aiodist.collectives.messages import Arrived
 from aiodist.communicator.claims import release
 from aiodist.communicator.names import Named
 from aiodist.communicator.operation import CommunicatorOperation, NativeCall, Pending, State, carry_out

@@ -15,11 +15,18 @@ SOURCES = (0, 1, 2)
 TAGS = (0, 7)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Labelled:
     src: int
     tag: int
     number: int
+    kind: int = 0
+    order: int = 0
+
+
+def fits(receive: Labelled, message: Labelled) -> bool:
+    wants = (receive.src, message.src), (receive.tag, message.tag), (receive.kind, message.kind)
+    return all(wanted in (ANY, has) for wanted, has in wants)
 
 
 class Model:
@@ -30,11 +37,11 @@ class Model:
         self.messages: list[Labelled] = []
 
     def receive(self, receive: Labelled) -> Labelled | None:
-        fitting = [one for one in self.messages if one.tag == receive.tag and receive.src in (ANY, one.src)]
+        fitting = [one for one in self.messages if fits(receive, one)]
         return self._first(fitting, self.messages, receive, self.receives)
 
     def message(self, message: Labelled) -> Labelled | None:
-        fitting = [one for one in self.receives if one.tag == message.tag and one.src in (ANY, message.src)]
+        fitting = [one for one in self.receives if fits(one, message)]
         return self._first(fitting, self.receives, message, self.messages)
 
     @staticmethod
@@ -49,36 +56,37 @@ class Model:
 
 
 def receive(matching: Matching[Labelled, Labelled], wanted: Labelled) -> Labelled | None:
-    found = matching.take(wanted.src, wanted.tag)
+    found = matching.take(wanted.src, wanted.tag, wanted.kind)
     if found is None:
         matching.expect(wanted)
     return found
 
 
 def message(matching: Matching[Labelled, Labelled], arrived: Labelled) -> Labelled | None:
-    found = matching.match(arrived.src, arrived.tag)
+    found = matching.match(arrived.src, arrived.tag, arrived.kind)
     if found is None:
         matching.keep(arrived)
     return found
 
 
+KINDS = st.sampled_from((0, 1, ANY))
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("receive"), st.sampled_from((*SOURCES, ANY)), st.sampled_from(TAGS)),
-        st.tuples(st.just("message"), st.sampled_from(SOURCES), st.sampled_from(TAGS)),
-        st.tuples(st.sampled_from(("lost", "cancelled")), st.sampled_from(SOURCES), st.sampled_from(TAGS)),
-        st.just(("closed", 0, 0)),
+        st.tuples(st.just("receive"), st.sampled_from((*SOURCES, ANY)), st.sampled_from((*TAGS, ANY)), KINDS),
+        st.tuples(st.just("message"), st.sampled_from(SOURCES), st.sampled_from(TAGS), st.sampled_from((0, 1))),
+        st.tuples(st.sampled_from(("lost", "cancelled")), st.sampled_from(SOURCES), st.just(0), st.just(0)),
+        st.just(("closed", 0, 0, 0)),
     ),
     max_size=60,
 )
 
 
 @given(STEPS)
-def test_c1_matching_does_what_two_lists_do(steps: list[tuple[str, int, int]]) -> None:
+def test_c1_matching_does_what_two_lists_do(steps: list[tuple[str, int, int, int]]) -> None:
     matching: Matching[Labelled, Labelled] = Matching()
     model = Model()
-    for number, (what, src, tag) in enumerate(steps):
-        one = Labelled(src, tag, number)
+    for number, (what, src, tag, kind) in enumerate(steps):
+        one = Labelled(src, tag, number, kind)
         if what == "receive":
             assert receive(matching, one) == model.receive(one)
         elif what == "message":

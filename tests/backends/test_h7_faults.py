@@ -39,7 +39,7 @@ def _steps(coll: Communicator) -> object:
 
 PLACES: Places = {
     "transport": (lambda coll: parts_of(coll).dispatcher.transport, ("isend", "irecv")),
-    "mailbox": (lambda coll: parts_of(coll).dispatcher.mailbox, ("carry", "take", "arrived", "listen")),
+    "mailbox": (lambda coll: parts_of(coll).dispatcher.mailbox, ("arrived", "listen")),
     "native": (
         lambda coll: parts_of(coll).dispatcher.transport.native,
         ("start", "plan_allreduce"),

@@ -575,3 +575,20 @@ def test_h6_an_object_is_given_back_while_it_is_unpacked() -> None:
                 waited.result()
 
     asyncio.run(main())
+
+
+@pytest.mark.ranks(2, backend=("gloo", "shm"))
+async def test_h6_a_receive_takes_its_message_after_hundreds_of_others(coll: Communicator) -> None:
+    """They are in the transport, since no receive waited while the ranks exchanged messages of other operations."""
+    count = 600
+    if coll.rank == 0:
+        sending = [coll.send(torch.tensor([i]), 1, tag=5) for i in range(count)]
+        sending.append(coll.send(torch.tensor([-1]), 1, tag=7))
+        for _ in range(3):
+            await coll.allreduce(1.0, impl="ring")
+        await asyncio.gather(*sending)
+    else:
+        for _ in range(3):
+            await coll.allreduce(1.0, impl="ring")
+        assert _number(await coll.recv(tag=7)) == -1
+        assert [_number(await coll.recv(tag=5)) for _ in range(count)] == list(range(count))

@@ -457,10 +457,13 @@ def test_w10_a_message_on_its_way_is_no_deadlock(
 ) -> None:
     """The report of a slow link has no edge from the receive to its sender, which has sent, and no cycle."""
     receive = LocalTransport.irecv
+    in_flight = []
 
     def slow(self: LocalTransport, t: torch.Tensor, src: int, tag: int, done: Any) -> None:
         if t.nbytes < 1 << 20:
             receive(self, t, src, tag, done)
+        else:
+            in_flight.append(done)
 
     monkeypatch.setattr(LocalTransport, "irecv", slow)
 

@@ -8,11 +8,11 @@ What came in full before the loss is still received; what the lost rank had only
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections.abc import Mapping, Sequence
 from ctypes import memmove
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -20,8 +20,9 @@ from aiodist.backends.base import Capabilities, Done, Native, again, guarded, st
 from aiodist.backends.gloo.library import GlooRendezvous, ProcessGroup, empty
 from aiodist.backends.gloo.native import GlooNative
 from aiodist.backends.gloo.wire import MESSAGE, OFFER, Frame, GlooPeer, Wire
+from aiodist.backends.header import Header, comm_number
 from aiodist.backends.inplace import bytes_of
-from aiodist.backends.matching import Matching, Receive
+from aiodist.backends.matching import Matching, Receive, UnexpectedMessage
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.handles.polling import transport_lock
@@ -33,14 +34,14 @@ if TYPE_CHECKING:
 _WORLD = "world"
 
 
-class ArrivedMessage(NamedTuple):
-    """A message that came before its receive, or that it was offered."""
+@dataclass(eq=False, slots=True)
+class ArrivedMessage(UnexpectedMessage):
+    """A message whose data came, or were offered."""
 
-    src: int
-    tag: int
     nbytes: int
     data: Tensor
-    offer: int  # its number where the data is still to be fetched, else 0
+    offer: int
+    """Number of the offer if the data must be fetched, else 0."""
 
 
 class Receiving:
@@ -73,8 +74,9 @@ class Receiving:
         if wanted is not None:
             self._deliver(message, wanted)
         else:
-            data = message.data if message.offer else message.data.clone()
-            self._matching.keep(ArrivedMessage(message.src, message.tag, message.nbytes, data, message.offer))
+            if not message.offer:
+                message.data = message.data.clone()
+            self._matching.keep(message)
 
     def lost(self, rank: int, error: BackendError) -> None:
         """Fail the receives that need `rank`, see [Note: lost peers]."""
@@ -135,7 +137,7 @@ class GlooTransport:
         self._local = {world: rank for rank, world in enumerate(world_ranks)}
         self.rank = self._local[meeting.rank]
         self.size = len(world_ranks)
-        self.comm = zlib.crc32(path.encode()) | zlib.adler32(path.encode()) << 32
+        self.comm = comm_number(path)
         self._closed = False
         self.peers: dict[int, GlooPeer] = {}
         if wire is not None:
@@ -165,7 +167,7 @@ class GlooTransport:
             return
         peer = self.peers[dst]
         if t.nbytes <= self.wire.capacity:
-            error = peer.send(MESSAGE, tag=tag, comm=self.comm, nbytes=t.nbytes, data=t)
+            error = peer.send(Header(MESSAGE, self.comm, tag, nbytes=t.nbytes, size=t.nbytes), t)
             done(error and again(error))
         else:
             peer.offer(t, tag, self.comm, done)
@@ -178,8 +180,9 @@ class GlooTransport:
 
     def came(self, src: int, frame: Frame) -> None:
         """A frame from rank `src` of the world."""
-        number = frame.number if frame.kind == OFFER else 0
-        self._receiving.arrived(ArrivedMessage(self._local[src], frame.tag, frame.nbytes, frame.data, number))
+        header = frame.header
+        number = header.number if header.kind == OFFER else 0
+        self._receiving.arrived(ArrivedMessage(self._local[src], header.tag, header.nbytes, frame.data, number))
 
     def lost(self, world_rank: int, error: BackendError) -> None:
         """Rank `world_rank` of the world cannot be reached: what needs it fails."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from ctypes import memmove
 from functools import partial
 from queue import SimpleQueue
 from time import monotonic
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
@@ -33,15 +32,14 @@ from aiodist.backends.gloo.library import (
     empty,
     pieces,
 )
+from aiodist.backends.header import HEADER_BYTES
+from aiodist.backends.header import Header as Header
 from aiodist.backends.inplace import bytes_of
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.handles.polling import transport_lock
 
 MESSAGE, OFFER, TAKEN, CREDITS = range(4)
-
-_HEADER = struct.Struct("<B3xiQqqq24x")  # kind, tag, communicator, number, bytes of data, frames received
-HEADER_BYTES: Final = _HEADER.size  # 64: what follows is aligned for every dtype
 
 _POSTED = 4  # receives of frames that wait at each peer
 CREDIT = 64  # frames after which a peer that hears nothing from us is told that they came
@@ -50,12 +48,7 @@ CREDIT = 64  # frames after which a peer that hears nothing from us is told that
 class Frame(NamedTuple):
     """A frame that came; `data` is a view of memory that is used again."""
 
-    kind: int
-    tag: int
-    comm: int
-    number: int
-    nbytes: int
-    acknowledged: int
+    header: Header
     data: Tensor
 
     def kept(self) -> Frame:
@@ -65,21 +58,17 @@ class Frame(NamedTuple):
     @staticmethod
     def read(buffer: Tensor, view: memoryview) -> Frame:
         """Return the frame in `buffer`, whose memory `view` is."""
-        kind, tag, comm, number, nbytes, acknowledged = _HEADER.unpack_from(view)
-        data = buffer[HEADER_BYTES : HEADER_BYTES + (nbytes if kind == MESSAGE else 0)]
-        return Frame(kind, tag, comm, number, nbytes, acknowledged, data)
+        header = Header.read(view)
+        return Frame(header, buffer[HEADER_BYTES : HEADER_BYTES + header.size])
 
     @staticmethod
-    def write(
-        kind: int, tag: int, comm: int, number: int, nbytes: int, acknowledged: int, data: Tensor | None
-    ) -> Tensor:
-        """Return a frame to be sent, with a copy of `data`."""
-        inline = 0 if data is None else data.nbytes
-        frame = empty(HEADER_BYTES + inline)
+    def write(header: Header, data: Tensor | None) -> Tensor:
+        """Return a frame to be sent, with a copy of the first `header.size` bytes of `data`."""
+        frame = empty(HEADER_BYTES + header.size)
         address = frame.data_ptr()
-        memmove(address, _HEADER.pack(kind, tag, comm, number, nbytes, acknowledged), HEADER_BYTES)
+        memmove(address, header.pack(), HEADER_BYTES)
         if data is not None:
-            memmove(address + HEADER_BYTES, data.data_ptr(), inline)
+            memmove(address + HEADER_BYTES, data.data_ptr(), header.size)
         return frame
 
 
@@ -137,11 +126,11 @@ class Wire:
             self.progress.ensure_polled()
 
     def came(self, src: int, frame: Frame) -> None:
-        member = self.members.get(frame.comm)
+        member = self.members.get(frame.header.comm)
         if member is not None:
             member.came(src, frame)
-        elif frame.comm not in self._closed:
-            self._early.setdefault(frame.comm, []).append((src, frame.kept()))
+        elif frame.header.comm not in self._closed:
+            self._early.setdefault(frame.header.comm, []).append((src, frame.kept()))
 
     def lost(self, rank: int, error: BackendError) -> None:
         if not self._closing:
@@ -192,21 +181,12 @@ class GlooPeer:
 
     # Sending.
 
-    def send(
-        self,
-        kind: int,
-        *,
-        tag: int = 0,
-        comm: int = 0,
-        number: int = 0,
-        nbytes: int = 0,
-        data: Tensor | None = None,
-    ) -> BackendError | None:
-        """Send a frame with a copy of `data`; return why that cannot be done."""
+    def send(self, header: Header, data: Tensor | None = None) -> BackendError | None:
+        """Send a frame with a copy of `data`, and the number of frames received; return an error if that fails."""
         if self.error is not None:
             return self.error
         self._told = self._received
-        frame = Frame.write(kind, tag, comm, number, nbytes, self._told, data)
+        frame = Frame.write(header._replace(extra=self._told), data)
         try:
             self.sent.append(self._wire.group.send([frame], self.rank, FRAMES))
         except Exception as error:  # noqa: BLE001  - torch chooses the class
@@ -220,7 +200,7 @@ class GlooPeer:
             self._next_payload = PAYLOADS
         number = self._next_payload
         self._next_payload += len(parts)
-        error = self.send(OFFER, tag=tag, comm=comm, number=number, nbytes=t.nbytes)
+        error = self.send(Header(OFFER, comm, tag, number, t.nbytes))
         works: list[Work] = []
         try:
             if error is None:
@@ -245,7 +225,7 @@ class GlooPeer:
 
         def over(error: BaseException | None) -> None:
             if error is None:
-                self.send(TAKEN, number=number)
+                self.send(Header(TAKEN, number=number))
             done(error)
 
         if len(self._threads) == 1:
@@ -275,22 +255,23 @@ class GlooPeer:
         if self.error is not None:
             return
         frame = Frame.read(buffer, view)
+        header, acknowledged = frame.header, frame.header.extra
         self._received += 1
-        if not 0 <= frame.acknowledged - self._acknowledged <= len(self.sent):
+        if not 0 <= acknowledged - self._acknowledged <= len(self.sent):
             sent = f"{self._acknowledged + len(self.sent)} were sent to it, and {self._acknowledged} acknowledged"
-            self._gone(BackendError(f"gloo: rank {self.rank} acknowledges {frame.acknowledged} frames: {sent}"))
+            self._gone(BackendError(f"gloo: rank {self.rank} acknowledges {acknowledged} frames: {sent}"))
             return
-        for _ in range(frame.acknowledged - self._acknowledged):
+        for _ in range(acknowledged - self._acknowledged):
             self.sent.popleft()
-        self._acknowledged = frame.acknowledged
+        self._acknowledged = acknowledged
         if self._received - self._told >= CREDIT:
-            self.send(CREDITS)
-        if frame.kind == TAKEN:
-            if (offer := self._offers.pop(frame.number, None)) is None:
-                self._gone(BackendError(f"gloo: rank {self.rank} took data number {frame.number}: none was offered"))
+            self.send(Header(CREDITS))
+        if header.kind == TAKEN:
+            if (offer := self._offers.pop(header.number, None)) is None:
+                self._gone(BackendError(f"gloo: rank {self.rank} took data number {header.number}: none was offered"))
             else:
                 offer[1](None)
-        elif frame.kind != CREDITS:
+        elif header.kind != CREDITS:
             self._wire.came(self.rank, frame)
 
     def _collect(self) -> None:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from aiodist._core import NUMBERS_BYTES, arrived
 from aiodist.backends.base import ours
-from aiodist.backends.shm.matching import Box, Envelope, Receive, Send, too_long
 from aiodist.backends.shm.memory import move_bytes
 from aiodist.backends.shm.neighbours import Neighbourhood
 from aiodist.backends.shm.peers import NUMBERS, Peer
+from aiodist.backends.shm.records import Box, Envelope, Send, ShmReceive, too_long
 from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import Progress
 from aiodist.types import ANY
@@ -37,7 +37,7 @@ _GONE_SECONDS = 0.02  # how often it is asked whether the others are still there
 class _Copy:
     """Bytes on their way from one rank's memory to another's."""
 
-    operation: Send | Receive
+    operation: Send | ShmReceive
     into: Tensor
     source: Tensor
     nbytes: int
@@ -108,14 +108,14 @@ class Messages:
         if to != self.rank:
             self.peers[to].send(send)
             return
-        message = Envelope(send.comm, to, send.tag, send.t.nbytes, own=send)
+        message = Envelope(to, send.tag, send.t.nbytes, own=send)
         receive = box.match(to, send.tag)
         if receive is None:
             box.keep(message)
         else:
             self._deliver(message, receive)
 
-    def receive(self, receive: Receive) -> None:
+    def receive(self, receive: ShmReceive) -> None:
         if self._failure is not None:
             receive.done(self._failure)
             return
@@ -125,7 +125,7 @@ class Messages:
         except Exception as error:  # noqa: BLE001  - likewise
             self.over(receive, ours(error))
 
-    def _receive(self, receive: Receive) -> None:
+    def _receive(self, receive: ShmReceive) -> None:
         box = self.box(receive.comm)
         if box is None:
             self.over(receive, BackendError("the communicator is closed"))
@@ -138,7 +138,7 @@ class Messages:
         else:
             box.expect(receive)
 
-    def _never(self, receive: Receive) -> BackendError | None:
+    def _never(self, receive: ShmReceive) -> BackendError | None:
         """Return why `receive`, for which nothing has come, has to fail, see [Note: ranks that are gone]."""
         if receive.src == ANY:
             rank = self._untold.pop(receive.comm, None)
@@ -146,7 +146,7 @@ class Messages:
             rank = receive.src if receive.src in self._gone else None
         return None if rank is None else self.peers[rank].lost()
 
-    def _deliver(self, message: Envelope, receive: Receive) -> None:
+    def _deliver(self, message: Envelope, receive: ShmReceive) -> None:
         if (own := message.own) is not None:
             error = too_long(own.t.nbytes, receive)
 
@@ -154,7 +154,7 @@ class Messages:
                 self.over(own, None)
                 self.over(receive, error)
 
-            self.copy(receive, receive.t, own.t, 0 if error else own.t.nbytes, finish)
+            self.copy(receive, receive.into, own.t, 0 if error else own.t.nbytes, finish)
             return
         peer = self.peers[message.src]
         if message.data is None:
@@ -163,10 +163,10 @@ class Messages:
         peer.give_back(message.cost)
         error = too_long(message.nbytes, receive)
         if error is None:
-            memmove(receive.t.data_ptr(), message.data, message.nbytes)
+            memmove(receive.into.data_ptr(), message.data, message.nbytes)
         self.over(receive, error)
 
-    def over(self, operation: Send | Receive, error: BaseException | None) -> None:
+    def over(self, operation: Send | ShmReceive, error: BaseException | None) -> None:
         """Tell the `done` of `operation`, once."""
         if not operation.over:
             operation.over = True
@@ -184,12 +184,12 @@ class Messages:
         return box
 
     def copy(
-        self, operation: Send | Receive, into: Tensor, source: Tensor, nbytes: int, finish: Callable[[], None]
+        self, operation: Send | ShmReceive, into: Tensor, source: Tensor, nbytes: int, finish: Callable[[], None]
     ) -> None:
         """Copy `nbytes` for `operation`, some in each pass, and call `finish`."""
         self._copies.append(_Copy(operation, into, source, nbytes, finish))
 
-    def stop(self, operation: Send | Receive) -> None:
+    def stop(self, operation: Send | ShmReceive) -> None:
         """Copy no more for `operation`."""
         for copy in self._copies:
             if copy.operation is operation:
@@ -248,7 +248,7 @@ class Messages:
     def _lose(self, peer: Peer) -> None:
         self._gone.add(peer.rank)
         self._poll_only(one for one in self._polled if one is not peer)
-        failed: list[Send | Receive] = peer.end()
+        failed: list[Send | ShmReceive] = peer.end()
         for comm in [comm for comm, ranks in self._members.items() if peer.rank in ranks]:
             box = self.box(comm)
             assert box is not None

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from aiodist._core import NUMBERS_BYTES, Rings
 from aiodist.backends.base import PeerGone, ours
-from aiodist.backends.shm.matching import Envelope, Receive, Record, Send, too_long
+from aiodist.backends.header import Header
 from aiodist.backends.shm.memory import Place, move_bytes
 from aiodist.backends.shm.neighbours import Neighbour, memory_of
+from aiodist.backends.shm.records import Envelope, Send, ShmReceive, place_of, too_long
 from aiodist.errors import BackendError
 from aiodist.handles import LARGE_BYTES
 
@@ -64,12 +65,14 @@ class Peer:
         self.rings = Rings(memory_of(numbers)[at : at + NUMBERS_BYTES], self._ring_bytes)
         self._short = short_bytes(len(near.members))
         self._piece = max(2 * self._short, 1 << 16)
-        self._waiting: deque[Send | Record] = deque()
+        self._waiting: deque[Send | Header] = deque()
         self._offered: dict[int, Send] = {}
         """Long messages that the neighbour may still look at, also those that were given up here."""
         self._staged: deque[Send] = deque()
-        self._brought: dict[int, Receive] = {}  # receives that the neighbour fills, also those that were given up here
-        self._fetched: dict[int, Receive] = {}
+        self._brought: dict[
+            int, ShmReceive
+        ] = {}  # receives that the neighbour fills, also those that were given up here
+        self._fetched: dict[int, ShmReceive] = {}
         self._number = 0
         self._given = 0
         self._filled = 0
@@ -129,7 +132,7 @@ class Peer:
                 return True
             place = self._near.locate(t)
             number = self._number + 1
-            record = Record(_LONG, send.comm, send.tag, number, nbytes, *(place or (-1, 0)))
+            record = Header(_LONG, send.comm, send.tag, number, nbytes, *(place or (-1, 0)))
             if not self._write(record):
                 return False
         except MemoryError as error:
@@ -143,7 +146,7 @@ class Peer:
         self._ring()
         return True
 
-    def _write(self, record: Record) -> bool:
+    def _write(self, record: Header) -> bool:
         """Write a record that may name a place; False when there is no room."""
         if not self.rings.is_open:
             self._open_ring()
@@ -171,13 +174,13 @@ class Peer:
             self._neighbour.ring()
 
     def _say(self, kind: int, number: int, place: tuple[int, int] = (-1, 0), nbytes: int = 0) -> None:
-        record = Record(kind, 0, 0, number, nbytes, *place)
+        record = Header(kind, 0, 0, number, nbytes, *place)
         if self.gone:
             return
         if self._waiting or not self._put(record):
             self._waiting.append(record)
 
-    def _put(self, record: Record) -> bool:
+    def _put(self, record: Header) -> bool:
         try:
             if not self._write(record):
                 return False
@@ -196,7 +199,7 @@ class Peer:
         moved = self.rings.arrived and self._read()
         while self._waiting:
             first = self._waiting[0]
-            if not (self._put(first) if isinstance(first, Record) else self._begin(first)):
+            if not (self._put(first) if isinstance(first, Header) else self._begin(first)):
                 break
             self._waiting.popleft()
             moved = True
@@ -229,11 +232,11 @@ class Peer:
             if fields is None:
                 break
             messages.budget -= fields[-1] + _RECORD_BYTES
-            ended: tuple[Send | Receive, BaseException | None] | None
+            ended: tuple[Send | ShmReceive, BaseException | None] | None
             if fields[0] == _SHORT:
                 ended = self._short_came(fields[1], fields[2], fields[-1])
             else:
-                ended = self._heard(Record(*fields))
+                ended = self._heard(Header(*fields))
             rings.take()
             moved = True
             if ended is not None:
@@ -242,11 +245,11 @@ class Peer:
             self._ring()
         return moved
 
-    def _short_came(self, comm: int, tag: int, size: int) -> tuple[Receive, BaseException | None] | None:
+    def _short_came(self, comm: int, tag: int, size: int) -> tuple[ShmReceive, BaseException | None] | None:
         box = self._messages.box(comm)
         receive = None if box is None else box.match(self.rank, tag)
         if box is not None and receive is None:
-            box.keep(Envelope(comm, self.rank, tag, size, self.rings.data(), cost=size + _RECORD_BYTES))
+            box.keep(Envelope(self.rank, tag, size, self.rings.data(), cost=size + _RECORD_BYTES))
             return None
         self.give_back(size + _RECORD_BYTES)
         if receive is None:
@@ -254,7 +257,7 @@ class Peer:
         error = too_long(size, receive)
         if size and error is None:
             try:
-                self.rings.copy(receive.t.data_ptr())
+                self.rings.copy(receive.into.data_ptr())
             except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the receive
                 return receive, ours(raised)
         return receive, error
@@ -263,7 +266,7 @@ class Peer:
         """The bytes of a short message are needed no longer."""
         self.rings.give_back(cost)
 
-    def _heard(self, record: Record) -> tuple[Send | Receive, BaseException | None] | None:
+    def _heard(self, record: Header) -> tuple[Send | ShmReceive, BaseException | None] | None:
         number = record.number
         if record.kind == _LONG:
             self._long_came(record)
@@ -285,19 +288,19 @@ class Peer:
 
     # --- long messages, at their receiver ------------------------------------------------------------------------
 
-    def _long_came(self, record: Record) -> None:
+    def _long_came(self, record: Header) -> None:
         box = self._messages.box(record.comm)
         if box is None:
             self._say(_REFUSED, record.number)
             return
-        message = Envelope(record.comm, self.rank, record.tag, record.nbytes, number=record.number, place=record.place)
+        message = Envelope(self.rank, record.tag, record.nbytes, number=record.number, place=place_of(record))
         receive = box.match(self.rank, record.tag)
         if receive is None:
             box.keep(message)
         else:
             self.receive(receive, message)
 
-    def receive(self, receive: Receive, message: Envelope) -> None:
+    def receive(self, receive: ShmReceive, message: Envelope) -> None:
         """Get the bytes of a long message."""
         try:
             self._get(receive, message)
@@ -305,7 +308,7 @@ class Peer:
             self._say(_REFUSED, message.number)
             self._messages.over(receive, ours(error))
 
-    def _get(self, receive: Receive, message: Envelope) -> None:
+    def _get(self, receive: ShmReceive, message: Envelope) -> None:
         messages, nbytes, number = self._messages, message.nbytes, message.number
         receive.nbytes = nbytes
         error: BaseException | None = too_long(nbytes, receive)
@@ -320,21 +323,20 @@ class Peer:
             receive.done = messages.progress.counted(receive.done)
         if source is None:
             self._brought[number] = receive
-            self._say(_WANTED, number, self._near.locate(receive.t) or (-1, 0))
+            self._say(_WANTED, number, self._near.locate(receive.into) or (-1, 0))
         else:
             self._fetched[number] = receive
-            messages.copy(receive, receive.t, source, nbytes, lambda: self._got(number))
+            messages.copy(receive, receive.into, source, nbytes, lambda: self._got(number))
 
     def _got(self, number: int) -> None:
         self._say(_GOT, number)
         self._messages.over(self._fetched.pop(number), None)
 
-    def _drain(self, record: Record) -> tuple[Receive, None] | None:
+    def _drain(self, record: Header) -> tuple[ShmReceive, None] | None:
         receive = self._brought.get(record.number)
         if receive is not None:
-            assert record.place is not None
-            piece = self._neighbour.memory(record.place, record.nbytes)
-            move_bytes(receive.t.data_ptr() + receive.moved, piece.data_ptr(), record.nbytes)
+            piece = self._neighbour.memory(Place(record.place, record.extra), record.nbytes)
+            move_bytes(receive.into.data_ptr() + receive.moved, piece.data_ptr(), record.nbytes)
             receive.moved += record.nbytes
             self._messages.budget -= record.nbytes
         self.rings.drain()
@@ -344,7 +346,7 @@ class Peer:
         del self._brought[record.number]
         return receive, None
 
-    def _withdrawn(self, number: int) -> tuple[Receive, BaseException] | None:
+    def _withdrawn(self, number: int) -> tuple[ShmReceive, BaseException] | None:
         for box in self._messages.boxes.values():
             if box.cancel_messages(lambda message: message.src == self.rank and message.number == number):
                 break
@@ -357,18 +359,19 @@ class Peer:
 
     # --- long messages, at their sender --------------------------------------------------------------------------
 
-    def _wanted(self, record: Record) -> None:
+    def _wanted(self, record: Header) -> None:
         send = self._offered.get(record.number)
         if send is None or send.over:  # the receiver is about to hear that it was given up
             return
         nbytes = send.t.nbytes
         if nbytes >= LARGE_BYTES:
             send.done = self._messages.progress.counted(send.done)
-        if record.place is None:
+        place = place_of(record)
+        if place is None:
             self._staged.append(send)
             return
         try:
-            target = self._neighbour.memory(record.place, nbytes)
+            target = self._neighbour.memory(place, nbytes)
         except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the send
             self._give_up(send, ours(error))
         else:
@@ -435,12 +438,12 @@ class Peer:
         """Return what becomes of messages to and from it."""
         return PeerGone(f"rank {self.rank} is gone: its process has ended")
 
-    def end(self) -> list[Send | Receive]:
+    def end(self) -> list[Send | ShmReceive]:
         """It is gone: return what is pending with it, which nothing here moves any more; forget what it announced."""
         self.gone = True
         for box in self._messages.boxes.values():
             box.cancel_messages(lambda message: message.src == self.rank and message.data is None)
-        pending: list[Send | Receive] = [one for one in self._waiting if isinstance(one, Send)]
+        pending: list[Send | ShmReceive] = [one for one in self._waiting if isinstance(one, Send)]
         pending += [*self._offered.values(), *self._brought.values(), *self._fetched.values()]
         for operation in pending:
             self._messages.stop(operation)
@@ -467,7 +470,7 @@ class Peer:
         for receives in (self._brought, self._fetched):
             for number, receive in [(n, one) for n, one in receives.items() if comm in (None, one.comm)]:
                 self._messages.stop(receive)
-                if receives is self._fetched or not self._near.locate(receive.t):
+                if receives is self._fetched or not self._near.locate(receive.into):
                     del receives[number]  # else the neighbour may be writing there until it hears of it
                 self._say(_REFUSED, number)
                 self._messages.over(receive, error)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from aiodist.backends.base import Capabilities, Done, Native, Transport
-from aiodist.backends.shm.matching import Receive, Send
+from aiodist.backends.header import comm_number
 from aiodist.backends.shm.messages import Messages
 from aiodist.backends.shm.neighbours import Neighbourhood
 from aiodist.backends.shm.peers import short_bytes
+from aiodist.backends.shm.records import Send, ShmReceive
 from aiodist.errors import BackendError
 from aiodist.handles import Progress
 from aiodist.handles.polling import transport_lock
@@ -37,7 +37,7 @@ class ShmTransport:
         self.messages = messages
         self._path = path
         self._world_ranks = tuple(world_ranks)
-        self.comm = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), signed=True)
+        self.comm = comm_number(path)
         self._closed = False
         self.rank = self._world_ranks.index(messages.rank)
         self.size = len(self._world_ranks)
@@ -66,7 +66,7 @@ class ShmTransport:
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
         """Receive into `t`, whose rest is left alone where the message is shorter."""
         source = ANY if src == ANY else self._world_ranks[src]
-        self.messages.receive(Receive(t, self.comm, source, tag, done))
+        self.messages.receive(ShmReceive(source, tag, t, self.comm, done))
 
     async def split(self, ranks: Sequence[int], name: str) -> Transport:
         return ShmTransport(self.messages, f"{self._path}/{name}", [self._world_ranks[rank] for rank in ranks])

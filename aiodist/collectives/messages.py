@@ -1,0 +1,179 @@
+"""Messages between two ranks as the mailbox has them: their records, and their form on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import memmove, string_at
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aiodist.backends.base import Done, dtype_name
+from aiodist.backends.header import HEADER_BYTES, Header
+from aiodist.backends.inplace import bytes_of, copy
+from aiodist.backends.matching import PostedReceive, UnexpectedMessage
+from aiodist.collectives.cuda.on_device import DeviceWork
+from aiodist.collectives.metadata import META_BYTES, Meta, pack_meta, unpack_meta
+from aiodist.errors import BackendError
+
+FRAME_BYTES = 1024
+"""Most bytes of a frame: a header, dtype and shape of the tensor, and its data if they are short."""
+INLINE_BYTES = FRAME_BYTES - HEADER_BYTES - META_BYTES
+"""Most bytes of data in a frame."""
+
+_DATA_AT = HEADER_BYTES + META_BYTES
+
+
+class MessageKind(IntEnum):
+    """Kind of a frame."""
+
+    TENSOR = 0
+    OBJECT = 1
+    FAREWELL = 2
+    """The rank will send nothing more."""
+    ANSWER = 3
+    """A receive has matched a synchronous message."""
+
+
+class DataPlace(IntEnum):
+    """Place of the bytes of a message."""
+
+    AFTER = 0
+    """In a message of their own, which follows."""
+    INLINE = 1
+    """In the frame."""
+    PIECES = 2
+    """In messages that follow as `DeviceMessages` sends them."""
+    RETURNED = 3
+    """With the receive that has given the message back."""
+
+
+class MessageFlag(IntEnum):
+    """Event that the sender of a message waits for."""
+
+    SYNCHRONOUS = 1
+    """An answer."""
+    KEPT = 2
+    """A receive that matches it, without an answer: its send ends only after that."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A message that was received."""
+
+    data: Any
+    """The tensor, or the object that it was unpacked to."""
+    source: int
+    tag: int
+    nbytes: int
+    kind: int
+    """`MessageKind.TENSOR` or `MessageKind.OBJECT`."""
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """An object in place of its bytes: of a message that was received, and given back."""
+
+    obj: Any
+
+
+@dataclass(eq=False)
+class MailboxReceive(PostedReceive):
+    """A receive of the program, of tensors or objects."""
+
+    into: Tensor | None
+    finish: Callable[[Arrived | None, BaseException | None], None]
+    work: DeviceWork | None = None
+    """The work on the device of `into`, or of the message."""
+    work_later: Callable[[], DeviceWork] | None = None
+    """Factory of `work` for a message from a device; the process uses no device before such a message comes."""
+    given: MailboxMessage | None = None
+    """The message that it has matched."""
+    handle: object = None
+    """The handle of the receive, once a message has matched it."""
+    take: Callable[[], bool] = lambda: True
+    """Called when a message matches; False withdraws the receive."""
+
+    def fail(self, error: BaseException | None) -> None:
+        """End it with `error`, with no work on a device."""
+        self.cancel_work()
+        self.finish(None, error)
+
+    def cancel_work(self) -> None:
+        """Do nothing on a device."""
+        if self.work is not None:
+            self.work.cancel()
+
+    def work_for(self, message: MailboxMessage) -> DeviceWork | None:
+        """Return its work on a device, if `message` is received there."""
+        if message.meta.on_device if self.into is None else not self.into.is_cpu:
+            if self.work is None and self.work_later is not None:
+                self.work = self.work_later()
+            return self.work
+        return None
+
+    def refusal(self, message: MailboxMessage) -> BaseException | None:
+        """Return why `message` does not fit; it is received all the same, and thrown away."""
+        into, meta = self.into, message.meta
+        if into is None:
+            return None
+        if into.dtype is not meta.dtype:
+            return TypeError(f"a message of {meta} met a receive into {dtype_name(into.dtype)}: dtypes must agree")
+        if into.nbytes < message.nbytes:
+            return BackendError(f"a message of {meta} ({message.nbytes} bytes) is longer than {into.nbytes} bytes")
+        return None
+
+
+@dataclass(eq=False)
+class MailboxMessage(UnexpectedMessage):
+    """A message of the program."""
+
+    number: int
+    """Number of the message at its sender."""
+    meta: Meta
+    nbytes: int
+    place: int
+    """See `DataPlace`."""
+    flags: int = 0
+    """Sum of its `MessageFlag`."""
+    data: bytes | Tensor | None = field(default=None, repr=False)
+    """The bytes, if this rank has them."""
+    error: BaseException | None = None
+    """Error of its transfer, if it was put back before the transfer was finished."""
+    waiting: list[Done] = field(default_factory=list)
+    """Callbacks for the end of that transfer."""
+    unpacked: Unpacked | None = field(default=None, repr=False)
+    """The object that it carries, if a receive has unpacked it."""
+
+    def __str__(self) -> str:
+        what = self.meta if self.kind == MessageKind.TENSOR else f"an object of {self.nbytes} bytes"
+        return f"rank {self.src} sent tag {self.tag} {what}"
+
+    @staticmethod
+    def read(header: Header, data: memoryview) -> MailboxMessage:
+        """Return the message of a frame."""
+        kind, src, tag, number, nbytes, place, flags, size = header
+        inline = bytes(data[_DATA_AT : _DATA_AT + size]) if place == DataPlace.INLINE else None
+        meta = unpack_meta(data, HEADER_BYTES)
+        return MailboxMessage(src, tag, number, meta, nbytes, place, flags, inline, kind=kind)
+
+    def fill(self, into: Tensor) -> None:
+        """Copy the bytes, which this rank has, to the front of `into`."""
+        assert self.data is not None
+        if isinstance(self.data, bytes):
+            memmove(into.data_ptr(), self.data, len(self.data))
+        else:
+            copy(bytes_of(into)[: self.nbytes], self.data)
+
+
+def frame(header: Header, t: Tensor | None, least: int) -> Tensor:
+    """Return a frame of at least `least` bytes; the first `header.size` bytes of `t` are in it."""
+    data = header.pack()
+    if t is not None:
+        data += pack_meta(t)
+        if header.size:
+            data += string_at(t.data_ptr(), header.size)
+    return torch.frombuffer(bytearray(data.ljust(least, b"\0")), dtype=torch.uint8)
