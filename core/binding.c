@@ -1,7 +1,7 @@
-// The Python module `aiodist._core`: conversion and the life of objects; what happens is in the other files.
+// The Python module `aiodist._core`: conversion and lifetime of objects; the other files have the algorithms.
 //
-// By hand and not by Cython: the limited API gives one wheel for all versions of Python, and what an operation costs
-// is to be seen in the source.
+// It is written by hand instead of Cython: the limited API gives one wheel for all versions of Python, and the cost of an
+// operation is visible in the source.
 #include "binding.h"
 
 #include <errno.h>
@@ -153,7 +153,7 @@ static PyType_Slot engine_slots[] = {
 };
 static PyType_Spec engine_spec = {"aiodist._core.Engine", sizeof(Engine), 0, Py_TPFLAGS_DEFAULT, engine_slots};
 
-// --- what has ended ----------------------------------------------------------------------------------------------
+// --- ended operations --------------------------------------------------------------------------------------------
 
 typedef struct {
     PyObject_HEAD
@@ -210,7 +210,7 @@ void drive_begin(Completions *self) { atomic_store(&self->sleeps, false); }
 void drive_end(Completions *self) {
     atomic_store(&self->sleeps, true);
     settle_all(self);
-    // The engine may have ended what is told in Python meanwhile.
+    // The engine may have ended more operations during the Python calls.
     if (atomic_load(&self->ended) != NULL || atomic_load(&self->wants)) wake(self);
 }
 
@@ -239,7 +239,7 @@ void lane_keep(Lane *lane, const core_op *op, PyObject *memory) {
     if (lane->limbo == NULL || PyList_Append(lane->limbo, memory) < 0) PyErr_WriteUnraisable((PyObject *)lane);
 }
 
-// Tells the end of one operation, which is forgotten then. What `done` raises is for `sys.unraisablehook`.
+// Calls `done` of an ended operation, and frees it. `sys.unraisablehook` gets an exception of `done`.
 static void tell(Operation *o) {
     enum core_state state = core_op_state(&o->op);
     PyObject *done = o->done, *keep = o->keep, *error = NULL, *result = NULL;
@@ -257,7 +257,7 @@ static void tell(Operation *o) {
     Py_DECREF((PyObject *)o);
 }
 
-// Tells the ends that are known, in the order in which they came; returns how many.
+// Calls `done` of all ended operations, in the order of their ends; returns their number.
 static int tell_all(Completions *self) {
     int count = 0;
     settle_all(self);
@@ -268,7 +268,7 @@ static int tell_all(Completions *self) {
     return count;
 }
 
-// Has `map` map what lanes want; false with an exception set.
+// Calls `map` for the segments that lanes wait for; false with an exception set.
 static bool map_wanted(Completions *self) {
     if (!atomic_load_explicit(&self->wants, memory_order_relaxed)) return true;
     atomic_store(&self->wants, false);
@@ -307,7 +307,7 @@ static PyObject *completions_poll(Completions *self, PyObject *seconds) {
     return PyBool_FromLong(told);
 }
 
-// Returns False where something has ended already, or is wanted: then the loop need not sleep.
+// Returns False if an operation has ended already, or a segment is missing: then the loop must not sleep.
 static PyObject *completions_sleep(Completions *self, PyObject *none) {
     (void)none;
     atomic_store(&self->sleeps, true);
@@ -320,7 +320,7 @@ static PyObject *completions_sleep(Completions *self, PyObject *none) {
     Py_RETURN_TRUE;
 }
 
-// Returns whether something is there that `poll` has to look at.
+// Returns True if `poll` has work.
 static PyObject *completions_woken(Completions *self, PyObject *none) {
     (void)none;
     eventfd_t value;
@@ -331,7 +331,7 @@ static PyObject *completions_woken(Completions *self, PyObject *none) {
         core_lane_advance(lane->lane, SLICE);  // another rank may have said what it waits for
         wait_for_word(lane);
     }
-    drive_end(self);  // what ends from now on wakes it again
+    drive_end(self);  // later ends wake the loop again
     return PyBool_FromLong(self->pending > 0 || atomic_load(&self->wants));
 }
 
@@ -468,8 +468,7 @@ static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     return NULL;
 }
 
-// Nobody drives it any more, and it holds on to no memory. What was submitted has ended: `abandon`; that may still have
-// to be told.
+// Detaches the lane from the drivers and releases its memory, after `abandon`; some `done` may not be called yet.
 static PyObject *lane_close(Lane *self, PyObject *none) {
     (void)none;
     if (self->closed || self->completions == NULL) Py_RETURN_NONE;
@@ -577,7 +576,7 @@ static PyObject *lane_submit(Lane *self, PyObject *args) {
     uint64_t nbytes = (kind == CORE_ALLGATHER ? counts[self->rank] : count) * core_itemsize(dtype);
     count_bytes(self, o->op.in_at, nbytes);
     self->completions->pending++;
-    Py_INCREF((PyObject *)o);  // until its end is told
+    Py_INCREF((PyObject *)o);  // until its `done` is called
     core_lane_submit(self->lane, &o->op);
     bool heavy = core_lane_load(self->lane) >= POLLED_BYTES;
     if (!heavy) core_lane_advance(self->lane, SLICE);
@@ -594,7 +593,7 @@ static PyObject *lane_refuse(Lane *self, PyObject *key) {
     Py_RETURN_NONE;
 }
 
-// All that is under way has ended when it returns, and is told by the next `poll`.
+// Ends all operations in flight; the next `poll` calls their `done`.
 static PyObject *lane_abandon(Lane *self, PyObject *none) {
     (void)none;
     if (!still_open(self)) return NULL;

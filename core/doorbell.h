@@ -1,4 +1,4 @@
-// How threads wait, and are woken.
+// Waits and wake-ups of threads.
 #ifndef CORE_DOORBELL_H
 #define CORE_DOORBELL_H
 
@@ -8,11 +8,11 @@
 
 #include "core.h"
 
-// Sleeps while the word holds `value`, for `nanoseconds` at most; 0 is for ever. Only within this process.
+// Sleeps while the word holds `value`, at most for `nanoseconds`; 0 is no limit. Only within this process.
 void core_word_wait(_Atomic uint32_t *word, uint32_t value, uint64_t nanoseconds);
 void core_word_wake(_Atomic uint32_t *word);
 
-// Sleeps until `doorbell` is rung, unless it was since its count was `heard`, or for `nanoseconds`; 0 is for ever.
+// Sleeps until `doorbell` is rung after its count was `heard`, at most for `nanoseconds`; 0 is no limit.
 void core_doorbell_wait(core_doorbell *doorbell, uint32_t heard, uint64_t nanoseconds);
 
 // Makes an eventfd readable; -1 is none.

@@ -1,4 +1,4 @@
-// What threads of Python sleep at.
+// Doorbells of Python threads.
 #include "binding.h"
 
 #include <stdlib.h>

@@ -1,16 +1,16 @@
-// The engine: one thread of a process that drives lanes while nobody else does.
+// The engine: one thread of a process that drives lanes while no other thread does.
 //
-// Who waits for an operation drives its lane for some microseconds by itself, and a loop that turns does so at every
-// turn; the engine keeps off a lane that was driven lately. What it does when it has looked at all lanes:
+// A thread that waits for an operation drives its lane for some microseconds itself, and an active loop does so in every
+// iteration; the engine skips lanes that were driven recently. Its action after it has polled all lanes:
 //
-//     something moved               looks again
-//     it waits for other ranks      looks for `spin` more, then LISTENS: those who say something wake it
-//     others drive what there is    DOZES for a millisecond
-//     nothing is under way          the same, while something was lately; then SLEEPS, and a submit wakes it
+//     an operation advanced         polls again
+//     it waits for other ranks      polls for `spin` more, then LISTENS: a rank that writes to its block wakes it
+//     other threads drive           DOZES for a millisecond
+//     no operation is in flight     DOZES after recent operations; then SLEEPS, and a submit wakes it
 //
-// No wake-up is lost: it says how it is about to sleep, looks once more, and sleeps only if nothing moved. Who says or
-// submits something looks at `sleep` afterwards. The fences between store and load on both sides (`doze`, `ring` of
-// lane.c, core_engine_notice) make sure that one of the two sees what the other did.
+// No wake-up is lost: the engine stores its `sleep` state, polls once more, and sleeps only if no operation advanced. A
+// rank that writes or submits reads `sleep` afterwards. The fences between store and load on both sides (`doze`, `ring`
+// of lane.c, core_engine_notice) ensure that one of the two sees the store of the other.
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -20,11 +20,11 @@
 #include "lane.h"
 
 enum {
-    KEEP_OFF = 20000,      // nanoseconds that a lane is left alone when another thread has driven it
-    SLICE = 200000,        // how long a lane is driven before the next one has its turn
+    KEEP_OFF = 20000,      // nanoseconds for which a lane is skipped after another thread has driven it
+    SLICE = 200000,        // nanoseconds of one drive of a lane
     DOZE = 1000000,
     LINGER = 2000000,      // after the last operation; each doze takes a core from a thread that computes
-    MUCH = 1 << 20,        // bytes under way from which on engines keep to cores of their own
+    MUCH = 1 << 20,        // bytes in flight with which engines use separate cores
 };
 
 enum look { IDLE, OTHERS, STUCK, MOVED_ON };
@@ -33,14 +33,14 @@ struct core_engine {
     core_doorbell *doorbell;
     _Atomic uint64_t spin, wakes_in;
     pthread_t thread;
-    pthread_mutex_t mutex;  // of what follows; held while lanes are driven
+    pthread_mutex_t mutex;  // for the fields below; held while lanes are driven
     core_lane **lanes;
     size_t count, room;
-    bool others;            // some lane was left to another thread when it looked last
+    bool others;            // true if a lane was skipped at the last poll
     _Atomic bool stopping;
 };
 
-// Has the calling thread go on, on another core than this one; there it may be moved again.
+// Moves the calling thread to another core; the kernel may move it again.
 static void leave_core(int core, unsigned ranks) {
     cpu_set_t all, others;
     if (sched_getaffinity(0, sizeof all, &all) < 0 || (unsigned)CPU_COUNT(&all) < ranks) return;
@@ -49,8 +49,8 @@ static void leave_core(int core, unsigned ranks) {
     if (sched_setaffinity(0, sizeof others, &others) == 0) sched_setaffinity(0, sizeof all, &all);
 }
 
-// Engines are woken where there is room at that moment, and two of one lane on one core take twice as long, for some
-// milliseconds until the kernel moves one: so the one of the higher rank moves at once, where cores are enough.
+// The kernel may wake two engines of one lane on one core, where they take twice as long, until it moves one after some
+// milliseconds: so the engine of the higher rank moves immediately, if there are enough cores.
 static void keep_apart(core_engine *engine, const core_lane *lane) {
     int core = sched_getcpu();
     if (core < 0) return;
@@ -84,7 +84,7 @@ static enum look look(core_engine *engine) {
     return found;
 }
 
-// It has been woken, unless its time was up: how long that took is averaged over the last few times.
+// Averages the time of recent wake-ups, except those by the time limit.
 static void learn(core_engine *engine, uint64_t fell_asleep) {
     uint64_t rung_at = atomic_load_explicit(&engine->doorbell->rung_at, memory_order_relaxed), now = core_now();
     if (rung_at < fell_asleep || rung_at > now) return;
@@ -92,7 +92,7 @@ static void learn(core_engine *engine, uint64_t fell_asleep) {
     atomic_store_explicit(&engine->wakes_in, before - before / 4 + (now - rung_at) / 4, memory_order_relaxed);
 }
 
-// Sleeps, unless something changed meanwhile; true when it did sleep.
+// Sleeps unless the doorbell was rung meanwhile; true if it slept.
 static bool doze(core_engine *engine, enum core_sleep how) {
     uint32_t heard = atomic_load(&engine->doorbell->count);
     atomic_store(&engine->doorbell->sleep, how);
@@ -103,7 +103,7 @@ static bool doze(core_engine *engine, enum core_sleep how) {
     if (sleeps) {
         uint64_t fell_asleep = core_now();
         atomic_store_explicit(&engine->doorbell->core, 0, memory_order_relaxed);
-        // Nobody rings when others stop driving what they drove.
+        // There is no ring when other threads stop driving.
         core_doorbell_wait(engine->doorbell, heard, how == CORE_DOZES || engine->others ? DOZE : 0);
         learn(engine, fell_asleep);
     }
@@ -123,7 +123,7 @@ static void *run(void *context) {
         } else if (found == STUCK && now - moved_at < atomic_load_explicit(&engine->spin, memory_order_relaxed)) {
             core_relax();
         } else if (found == STUCK) {
-            if (doze(engine, CORE_LISTENS)) moved_at = core_now();  // who was woken looks for a while
+            if (doze(engine, CORE_LISTENS)) moved_at = core_now();  // after a wake-up it polls for a while
         } else {
             doze(engine, found == IDLE && now - busy_at > LINGER ? CORE_SLEEPS : CORE_DOZES);
         }
@@ -198,7 +198,7 @@ void core_engine_notice(core_engine *engine, core_lane *lane, bool now) {
     if (now) atomic_store_explicit(&lane->driven_at, 0, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
     uint32_t sleep = atomic_load_explicit(&engine->doorbell->sleep, memory_order_relaxed);
-    // One that listens would not look before another rank rings, which may wait for what is left to do here.
+    // A listening engine would wait for a ring of another rank, which may itself wait for this one.
     bool wakes = sleep == CORE_SLEEPS || sleep == CORE_LISTENS || (now && sleep == CORE_DOZES);
     if (wakes) core_doorbell_ring(engine->doorbell);
 }

@@ -1,4 +1,4 @@
-// What is awaited: the state of a handle, and the way of an await that need not suspend.
+// Awaiting: the state of a handle, and the fast path of an await that need not suspend.
 #include "binding.h"
 
 PyTypeObject *pacer_type;
@@ -7,10 +7,10 @@ PyObject *status_pending, *status_returned;
 
 static PyObject *s_spin, *s_suspended, *s_yielding, *s_outcome, *s_dropped;
 
-enum { LOOK = 20000 };            // nanoseconds that a thread looks before it gives the GIL back
+enum { LOOK = 20000 };            // nanoseconds that a thread polls before it releases the GIL
 static const double FAIR = 1e-3;  // seconds after which an await yields to the loop once
 
-// --- an iterator that has its result at once ---------------------------------------------------------------------
+// --- an iterator with an immediate result ------------------------------------------------------------------------
 
 typedef struct {
     PyObject_HEAD
@@ -131,22 +131,21 @@ static void handle_dealloc(Handle *self) {
     DECREF(type);
 }
 
-// Returns until when, in seconds, an await may look that begins now. Where many tasks await what is late they would keep
-// the loop from running, each for a while: so only the first one looks when the loop has not run for long.
+// Returns the time, in seconds, until which a starting await may poll. If many tasks await late operations, their polls
+// would block the loop: so only the first one polls if the loop has not run for long.
 static double look_until(const Pacer *pacer, double now) {
     return (pacer->looked_in_vain > pacer->last_ran ? pacer->last_ran : now) + FAIR;
 }
 
-// Returns for how long an await looks: about as long as it takes to be woken, since it loses at most twice what the best
-// choice would (Karlin et al. 1991, doi:10.1145/121132.286599). Where other processes use the cores that is long, and it
-// is a millisecond at most.
+// Returns the duration of polls of an await: about the time of a wake-up, which costs at most twice the optimum (Karlin
+// et al. 1991, doi:10.1145/121132.286599). If other processes use the cores this is long; the limit is a millisecond.
 static uint64_t looks_for(const Pacer *pacer, const core_engine *engine) {
     uint64_t least = (uint64_t)(pacer->spin_seconds * 1e9), most = (uint64_t)(FAIR * 1e9), wakes_in = core_engine_wakes_in(engine);
     bool alone = !pacer->crowded && least > 0 && (pacer->computing == NULL || PySet_Size(pacer->computing) == 0);
     return !alone || wakes_in < least ? least : wakes_in < most ? wakes_in : most;
 }
 
-// Looks for a while whether it ends; true where something of Python must do so.
+// Polls for a while; true if Python code must poll instead.
 static bool spin(Handle *self, Pacer *pacer, uint64_t now) {
     Issuer *issuer = self->issuer;
     if (issuer == NULL) return true;
@@ -168,11 +167,11 @@ static bool spin(Handle *self, Pacer *pacer, uint64_t now) {
     }
     drive_end(completions);
     if (self->status == status_pending) pacer->looked_in_vain = (double)now * 1e-9;
-    // The engine goes on with what is left, and wakes the loop, unless the loop is the first to hear what it waits for.
+    // The engine continues the operations, and wakes the loop, unless another rank's write wakes the loop first.
     if (self->status == status_pending) wait_for_word(lane);
     if (core_lane_busy(lane->lane)) core_engine_notice(lane->engine->engine, lane->lane, true);
     DECREF(issuer);
-    return self->status == status_pending && self->issuer == NULL;  // it goes on in another way
+    return self->status == status_pending && self->issuer == NULL;  // a program continues it
 }
 
 static PyObject *handle_await(Handle *self) {
@@ -194,7 +193,7 @@ static PyObject *handle_await(Handle *self) {
     return PyObject_CallMethodObjArgs((PyObject *)self, s_outcome, NULL);  // raises
 }
 
-// Whether it goes on: a lane may have done it, and nobody have looked yet.
+// True if it is pending, after a look at the lane, which may have ended it.
 static bool pending(Handle *self) {
     if (self->status == status_pending && self->issuer != NULL) settle_all(issuer_lane(self->issuer)->completions);
     return self->status == status_pending;
@@ -222,8 +221,8 @@ static PyObject *handle_in_lane(Handle *self, void *closure) {
     return PyBool_FromLong(self->issuer != NULL);
 }
 
-// Drives the lane for a few microseconds with the GIL, after which most small operations have ended: to give the GIL back
-// and to take it again costs more. Returns whether this one has.
+// Drives the lane for a few microseconds with the GIL held, in which most small operations end: a release of the GIL
+// costs more. Returns True if the operation has ended.
 static PyObject *handle_look(Handle *self, PyObject *none) {
     (void)none;
     const Pacer *pacer = (const Pacer *)self->progress;
@@ -245,10 +244,10 @@ static PyObject *handle_look(Handle *self, PyObject *none) {
     return PyBool_FromLong(self->status != status_pending);
 }
 
-// Drives the lane for as long as an await would, without the GIL; true when the operation has ended.
+// Drives the lane for as long as an await would, without the GIL; true if the operation has ended.
 static bool drive_alone(const Handle *self, Lane *lane) {
     const Pacer *pacer = (const Pacer *)self->progress;
-    core_engine *engine = lane->engine->engine;  // a forked child has none, and must not touch what its parent drives
+    core_engine *engine = lane->engine->engine;  // a forked child has none, and must not drive its parent's lanes
     if (lane->closed || engine == NULL) return core_op_state(&self->native) != CORE_PENDING;
     uint64_t until = core_now() + looks_for(pacer, engine), heavy = heavy_bytes(pacer);
     bool crowded = pacer->crowded;
@@ -257,7 +256,7 @@ static bool drive_alone(const Handle *self, Lane *lane) {
     Py_BEGIN_ALLOW_THREADS;
     while (core_op_state(&self->native) == CORE_PENDING && core_lane_load(lane->lane) < heavy) {
         bool moved = core_lane_advance(lane->lane, SLICE);
-        if (core_now() >= until) break;  // for longer the loop must not sleep through what ends on other lanes
+        if (core_now() >= until) break;  // operations on other lanes must not wait longer
         if (moved) continue;
         if (crowded) sched_yield();
         else core_relax();

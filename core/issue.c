@@ -1,4 +1,4 @@
-// Issuing: the way of a collective that a lane does from the call on.
+// Issuing: the fast path of a collective that a lane runs, from the call.
 #include "binding.h"
 
 #include <string.h>
@@ -7,14 +7,14 @@
 
 // --- plans -------------------------------------------------------------------------------------------------------
 
-// How a lane does collectives of one kind, on tensors of one shape.
+// A plan: collectives of one kind in a lane, on tensors of one shape.
 typedef struct {
     PyObject_VAR_HEAD
     PyObject *what, *name, *otherwise;
-    core_op op;          // but for its tensors; the fingerprint not yet mixed with the number
+    core_op op;          // without tensors; the fingerprint is not mixed with the number yet
     uint64_t nbytes, target_nbytes;
-    char writes;         // this rank's part of it is written
-    uint64_t counts[];   // those sent, and those received, by rank
+    char writes;         // true if this rank's tensor is written
+    uint64_t counts[];   // elements sent, then received, by rank
 } Plan;
 
 static PyTypeObject *plan_type;
@@ -84,7 +84,7 @@ static PyType_Spec plan_spec = {
 
 enum { KNOWN = 256, KNOWN_DIMS = 6 };
 
-// Which plan is that of an allreduce: of tensors of this dtype and shape.
+// Key of the plan of an allreduce: dtype and shape.
 typedef struct {
     uint8_t code, bits;
     int32_t ndim;
@@ -93,7 +93,7 @@ typedef struct {
     Plan *plan;
 } Known;
 
-// Whose file was looked at last.
+// A cache: code object -> the owner of its file.
 enum { SEEN = 32 };
 typedef enum { PROGRAMS, OURS, CALLS } whose;  // `CALLS`: of a `Call`, whose frames know the line that called
 typedef struct {
@@ -128,7 +128,7 @@ static PyObject *running_loop;  // asyncio's function
 
 Lane *issuer_lane(Issuer *self) { return self->lane; }
 
-// Returns whether attribute `name` of `object` is `expected`.
+// Returns true if attribute `name` of `object` is `expected`.
 static bool has(PyObject *object, PyObject *name, const PyObject *expected) {
     PyObject *found = PyObject_GetAttr(object, name);
     Py_XDECREF(found);
@@ -148,17 +148,16 @@ static void known_release(Known *known) {
     Py_XDECREF((PyObject *)known->plan);
 }
 
-// Fills `t` with what `tensor` is, false where that is not one of torch's own tensors, dense and in memory of the host,
-// which may have been taken away.
+// Fills `t` with the description of `tensor`; false unless it is a dense tensor of torch with host memory.
 static bool describe(const Issuer *self, PyObject *tensor, dl_tensor *t) {
     if (Py_TYPE(tensor) != self->tensor && Py_TYPE(tensor) != self->parameter) return false;
     int64_t numel = self->exchange->describe(tensor, t) == 0 ? dl_dense_numel(t) : -1;
     if (numel == 0 || (numel > 0 && t->data != NULL)) return true;
-    PyErr_Clear();  // what is wrong with it is said elsewhere
+    PyErr_Clear();  // the general path reports the error
     return false;
 }
 
-// Returns the plan of an allreduce of `t`, NULL where there is none.
+// Returns the plan of an allreduce of `t`, or NULL.
 static Plan *plan_for(Issuer *self, const dl_tensor *t, PyObject *op, PyObject *impl) {
     const Known *known = known_at(self, t);
     bool alike = known->plan != NULL && known->code == t->dtype_code && known->bits == t->dtype_bits && known->ndim == t->ndim &&
@@ -166,7 +165,7 @@ static Plan *plan_for(Issuer *self, const dl_tensor *t, PyObject *op, PyObject *
     return alike && same(known->op, op) && same(known->impl, impl) ? known->plan : NULL;
 }
 
-// Returns whose file has `code`.
+// Returns the owner of the file of `code`.
 static whose file_of(Issuer *self, PyObject *code) {
     Seen *seen = &self->seen[((uintptr_t)code >> 5) % SEEN];
     if (seen->code == code) return seen->file;
@@ -199,7 +198,8 @@ static origin origin_of_call(PyObject *frame) {
     return found;
 }
 
-// Returns who is named, or the innermost place outside aiodist, with a new reference to its code; NULL with an exception set.
+// Returns the recorded caller, or the innermost frame outside aiodist, with a new reference to its code; NULL with an
+// exception set.
 static origin origin_of(Issuer *self) {
     if (is_set(self->log->caller)) return origin_in(self->log->caller);
     PyObject *frame = (PyObject *)PyEval_GetFrame();
@@ -234,7 +234,7 @@ static origin origin_of(Issuer *self) {
     return (origin){code, instruction};
 }
 
-// Has somebody look now and again at what is pending.
+// Starts the watchdog.
 static bool keep_watch(Issuer *self) {
     if (has(self->watch, s_watching, Py_True)) return true;
     PyObject *kept = PyObject_CallMethodObjArgs(self->watch, s_keep_watch, NULL);
@@ -244,7 +244,7 @@ static bool keep_watch(Issuer *self) {
 
 static uint64_t address_of(const dl_tensor *t) { return (uint64_t)(uintptr_t)t->data + t->byte_offset; }
 
-// Finds where others can reach a tensor of the arena; false with an exception set.
+// Finds the published place of a tensor in the arena; false with an exception set.
 static bool place_of(Issuer *self, uint64_t start, uint64_t nbytes, core_place *place) {
     *place = (core_place){CORE_NOWHERE, 0};
     if (nbytes <= WHOLE_BYTES) return true;
@@ -255,15 +255,15 @@ static bool place_of(Issuer *self, uint64_t start, uint64_t nbytes, core_place *
     return published != NULL;
 }
 
-// What an operation owns of memory until it is over.
+// The memory claimed by an operation until its end.
 typedef struct {
     uintptr_t start;
     size_t nbytes;
     bool writes;
 } claim;
 
-// Returns how many `claims` an operation has: it reads its tensor and writes its target, where these are two; a tensor
-// inside its target is the target's.
+// Returns the number of `claims` of an operation: it reads its tensor and writes its target; a tensor inside its target
+// needs no claim.
 static unsigned claims_of(const Handle *h, claim claims[2]) {
     const Plan *plan = (const Plan *)h->plan;
     uintptr_t in = (uintptr_t)h->native.in, out = (uintptr_t)h->native.out;
@@ -281,7 +281,7 @@ static void release(Issuer *self, const claim *claims, unsigned count) {
     for (unsigned i = 0; i < count; i++) claims_release(self->claims, claims[i].start, claims[i].nbytes, claims[i].writes);
 }
 
-// Has `h` own the memory that it works on; false with an exception set.
+// Claims the memory of `h`; false with an exception set.
 static bool acquire(Issuer *self, Handle *h) {
     claim claims[2];
     unsigned count = claims_of(h, claims);
@@ -304,8 +304,8 @@ static bool acquire(Issuer *self, Handle *h) {
     return true;
 }
 
-// Keeps the memory of an operation that is not over at once: the program may give its tensors other memory meanwhile, by
-// `t.data = ...` or `module.half()`, and what they had would be somebody else's.
+// Keeps the memory of an operation in flight: the program may replace the memory of its tensors by `t.data = ...` or
+// `module.half()`, and torch would reuse the old memory.
 static void keep_memory(Handle *h) {
     PyObject *const tensors[2] = {h->tensor, h->target};
     for (int i = 0; i < 2; i++) {
@@ -332,7 +332,7 @@ static PyObject *once_next(Once *self) {
 static PyType_Slot once_slots[] = {{Py_tp_iter, PyObject_SelfIter}, {Py_tp_iternext, once_next}, {0}};
 static PyType_Spec once_spec = {"aiodist._core.Once", sizeof(Once), 0, Py_TPFLAGS_DEFAULT, once_slots};
 
-// Has autograd see that `tensor` has a new version.
+// Raises the version of `tensor` for autograd.
 static void count_write(const Issuer *self, PyObject *tensor) {
     if (tensor == NULL) return;
     Py_INCREF(tensor);
@@ -345,7 +345,7 @@ static void count_write(const Issuer *self, PyObject *tensor) {
     Py_CLEAR(self->once->tensor);  // of an error before the first step
 }
 
-// Returns the tensor of the user's that is written; NULL where there is none. New memory has no version to compare.
+// Returns the written tensor of the user, or NULL. New memory has no version to compare.
 static PyObject *written(const Plan *plan, PyObject *tensor, PyObject *target, PyObject *out) {
     if (is_set(target) && target != tensor) return is_set(out) ? target : NULL;
     return plan->writes ? tensor : NULL;
@@ -364,7 +364,7 @@ static bool is_recorded(const Issuer *self, PyObject *tensor) {
     return enabled != Py_False;
 }
 
-// What is to be done with which tensors: (t, target, result, out), of which t lies at `in` and target at `out`.
+// The tensors of a call: (t, target, result, out); `in` and `out` are the addresses of t and target.
 typedef struct {
     Plan *plan;
     PyObject *const *tensors;
@@ -484,7 +484,7 @@ static PyObject *issue(Issuer *self, const call *what, bool on_loop) {
     return (PyObject *)h;
 }
 
-// allreduce(t, op, impl): the handle; None where another way must be gone.
+// allreduce(t, op, impl): returns the handle, or None if the fast path does not apply.
 static PyObject *issuer_allreduce(Issuer *self, PyObject *const *args, Py_ssize_t count) {
     if (count != 3) return PyErr_Format(PyExc_TypeError, "expected t, op and impl");
     PyObject *const tensors[4] = {args[0], args[0], args[0], Py_None};
@@ -495,7 +495,7 @@ static PyObject *issuer_allreduce(Issuer *self, PyObject *const *args, Py_ssize_
     return issue(self, &(call){plan, tensors, address_of(&t), address_of(&t)}, from == ON_LOOP);
 }
 
-// issue(plan, t, target, result, out): the handle; None where another way must be gone.
+// issue(plan, t, target, result, out): returns the handle, or None if the fast path does not apply.
 static PyObject *issuer_issue(Issuer *self, PyObject *const *args, Py_ssize_t count) {
     if (count != 5 || Py_TYPE(args[0]) != plan_type) return PyErr_Format(PyExc_TypeError, "expected plan, t, target, result and out");
     call what = {(Plan *)args[0], args + 1, 0, 0};
@@ -511,7 +511,7 @@ static PyObject *issuer_issue(Issuer *self, PyObject *const *args, Py_ssize_t co
     return issue(self, &what, from == ON_LOOP);
 }
 
-// The ranks agree on it, but not all brought what a lane can do together: it goes on in another way, with what it owns.
+// Passes an operation on to a program, with its claims: the ranks agree on it, but their tensors do not fit one lane.
 static PyObject *go_on(Handle *h, const claim *claims, unsigned count) {
     PyObject *owned = PyList_New(0);
     keep_memory(h);

@@ -1,4 +1,4 @@
-// A lane on one rank: its operations in order, what it lends to the other ranks, and what it waits for.
+// A lane on one rank: its operations in order, its loans to the other ranks, and its waits for them.
 //
 //     submitted -> waiting -> posted -> met -> [steps ->] done, different, unlike, refused, abandoned, broken
 //
@@ -154,9 +154,9 @@ enum found lane_find(core_lane *lane, unsigned rank, core_place place, uint64_t 
     return FOUND;
 }
 
-// --- what this rank lends ----------------------------------------------------------------------------------------
+// --- loans -------------------------------------------------------------------------------------------------------
 
-// Returns how many portions every other rank has consumed at least: as they said last, or as they say now.
+// Returns the number of portions that every other rank has consumed, by the last known values or by fresh ones.
 static uint64_t least_consumed(core_lane *lane, bool look) {
     uint64_t least = UINT64_MAX;
     for (unsigned q = 0; q < lane->ranks; q++) {
@@ -171,8 +171,8 @@ static uint64_t least_consumed(core_lane *lane, bool look) {
     return least;
 }
 
-// Returns where `nbytes` of the stage are free, -1 where there is no room before others have read more. Loans end in
-// order, so they make a ring; where one alone is out it begins anew at the front, whose lines are in the caches.
+// Returns the offset of `nbytes` in the stage, or -1 if other ranks must read more first. Loans end in order, so they
+// form a ring; if only one loan is open, the next begins at the front, whose lines are in the caches.
 static int64_t room_in_stage(core_lane *lane, uint64_t portion, uint64_t nbytes, uint64_t consumed) {
     while (lane->loans_first != lane->loans_last && lane->loans[lane->loans_first % PLACES].portion < consumed)
         lane->loans_first++;
@@ -180,7 +180,7 @@ static int64_t room_in_stage(core_lane *lane, uint64_t portion, uint64_t nbytes,
     if (count == 0) return nbytes <= lane->stage_bytes ? 0 : -1;
     const struct loan *oldest = &lane->loans[lane->loans_first % PLACES];
     const struct loan *newest = &lane->loans[(lane->loans_last - 1) % PLACES];
-    if (portion - oldest->portion >= PLACES) return -1;  // its place is still to be read
+    if (portion - oldest->portion >= PLACES) return -1;  // other ranks must read its place first
     if (newest->at < oldest->at) return nbytes <= oldest->at - newest->end ? (int64_t)newest->end : -1;
     if (count == 1 && nbytes <= oldest->at) return 0;
     if (nbytes <= lane->stage_bytes - newest->end) return (int64_t)newest->end;
@@ -199,7 +199,7 @@ int64_t lane_lend(core_lane *lane, uint64_t portion, uint64_t nbytes) {
 
 // --- operations --------------------------------------------------------------------------------------------------
 
-// Says what this rank brings to `op`; false while there is no room for that.
+// Posts this rank's entry of `op`; false if there is no room for it.
 static bool post(core_lane *lane, core_op *op) {
     uint64_t k = lane->next_number, end = lane->ends[k % ENTRIES];
     op->number = k;
@@ -249,7 +249,7 @@ static bool post(core_lane *lane, core_op *op) {
     lane->next_portion += whole;
     lane->unsettled = !whole;
     lane->portioned += !whole;
-    lane->lent_end = whole ? op->base + 1 : UINT64_MAX;  // of what is not whole it is known once the ranks have met
+    lane->lent_end = whole ? op->base + 1 : UINT64_MAX;  // not known for other operations before the ranks have met
     lane->ends[k % ENTRIES] = op->base + 1;  // at least; more is known when it is met
     return true;
 }
@@ -260,7 +260,7 @@ static bool refuses(const core_lane *lane, uint64_t key) {
     return false;
 }
 
-// Has this rank's absence be what is posted next; false while too many are posted.
+// Queues a placeholder for an absent rank as the next entry; false if too many are posted.
 static bool stand_in(core_lane *lane) {
     core_op *op = lane->idle;
     if (op == NULL) return false;
@@ -273,7 +273,7 @@ static bool stand_in(core_lane *lane) {
     return true;
 }
 
-// Returns the place in the queue of the operation that is to be posted next, NULL where it is not there, or not known.
+// Returns the link to the operation that must be posted next; NULL if it is not submitted yet, or not known.
 static core_op **next_waiting(core_lane *lane) {
     core_op **at = &lane->waiting;
     if (!lane->led || lane->rank == 0) return *at == NULL ? NULL : at;
@@ -286,7 +286,7 @@ static core_op **next_waiting(core_lane *lane) {
     return *at == NULL ? NULL : at;
 }
 
-// Posts what there is room for; true when that was something.
+// Posts the operations that there is room for; true if there was one.
 static bool post_waiting(core_lane *lane) {
     bool posted = false;
     for (core_op **at; (at = next_waiting(lane)) != NULL && post(lane, *at); posted = true) {
@@ -300,7 +300,7 @@ static bool post_waiting(core_lane *lane) {
     return posted;
 }
 
-// Whether what a rank posted under the same fingerprint is done together with `op`.
+// True if an entry with the same fingerprint can be run together with `op`.
 static bool alike(const struct entry *entry, const core_op *op) {
     return entry->kind == op->kind && (op->kind != CORE_ALLGATHER || entry->like == op->like);
 }
@@ -340,7 +340,7 @@ static uint64_t load_of(const core_op *op) {
     return nbytes > WHOLE_BYTES ? nbytes : 0;
 }
 
-// It is over: from here on it is the caller's.
+// Ends an operation, which then belongs to the caller.
 static void end(core_lane *lane, core_op *op, enum core_state state, unsigned who) {
     op->differs = who;
     atomic_fetch_sub_explicit(&lane->load, load_of(op), memory_order_relaxed);
@@ -352,7 +352,7 @@ static void end(core_lane *lane, core_op *op, enum core_state state, unsigned wh
     }
     bool watched = atomic_exchange_explicit(&op->state, state, memory_order_acq_rel) == CORE_WATCHED;
     lane->ended(lane->context, op);
-    // Only now: who is woken looks for what was told. A wake-up at memory that has gone meanwhile wakes nobody.
+    // After `ended`, whose result the woken thread reads. A wake-up at memory that was freed meanwhile has no effect.
     if (watched) core_word_wake(&op->state);
 }
 
@@ -370,7 +370,7 @@ static void end_first(core_lane *lane, enum core_state state, unsigned who) {
     end(lane, op, state, who);
 }
 
-// Its portions are known: those after it begin behind them.
+// Sets the portions of later operations, now that those of `op` are known.
 static void settle(core_lane *lane, core_op *op, uint64_t rounds) {
     if (lane->unsettled && !op->whole) {
         lane->next_portion = op->base + rounds;
@@ -396,7 +396,7 @@ static void end_waiting(core_lane *lane) {
     }
 }
 
-// Ends what this rank refuses and has not posted.
+// Ends the operations that this rank refuses and has not posted.
 static void withdraw(core_lane *lane) {
     for (core_op **at = &lane->waiting, *op; (op = *at) != NULL;) {
         if (op->absent || !refuses(lane, op->key)) {
@@ -440,7 +440,7 @@ void core_lane_submit(core_lane *lane, core_op *op) {
     while (!atomic_compare_exchange_weak(&lane->inbox, &op->next, op)) continue;
 }
 
-// Takes in what was submitted, in order.
+// Moves submitted operations from the inbox to the queue, in order.
 static void take_in(core_lane *lane) {
     if (atomic_load_explicit(&lane->inbox, memory_order_relaxed) == NULL) return;
     core_op *newest = atomic_exchange_explicit(&lane->inbox, NULL, memory_order_acquire), *oldest = NULL;
@@ -464,7 +464,7 @@ void core_lane_refuse(core_lane *lane, uint64_t key) {
     core_lane_release(lane);
 }
 
-// Moves the first operation on.
+// Advances the first operation.
 static enum outcome step(core_lane *lane) {
     core_op *op = lane->first;
     unsigned who = lane->slowest;  // while this rank has no room to post one
@@ -498,7 +498,7 @@ static enum outcome step(core_lane *lane) {
     }
     if (outcome == WAITS && !lane->wants && who != lane->rank &&
         atomic_load_explicit(&lane->peers[who].block->abandoned, memory_order_acquire)) {
-        // What it said before it left is seen by now: it has been looked for once more, or is not there.
+        // Everything that it wrote before it left is visible: its entry was read once more, or does not exist.
         if (lane->parting != lane->next_number + 1) {
             lane->parting = lane->next_number + 1;
             return MOVED;
@@ -509,7 +509,7 @@ static enum outcome step(core_lane *lane) {
     return outcome;
 }
 
-// Wakes the loops and the engines of those that sleep until somebody has said something.
+// Wakes the loops and the engines of the ranks that wait for a write to this block.
 static void ring(core_lane *lane) {
     lane->spoke = false;
     atomic_thread_fence(memory_order_seq_cst);  // pairs with the one of an engine that goes to sleep
@@ -559,7 +559,7 @@ bool core_lane_advance(core_lane *lane, uint64_t nanoseconds) {
 
 enum drive lane_drive(core_lane *lane, uint64_t nanoseconds) {
     enum drive drive = HELD;
-    // Who submits while it is held leaves it to its holder, who looks after it has let go.
+    // A thread that submits while the lane is held leaves it to the holder, which looks after the release.
     while (core_lane_hold(lane)) {
         drive = advance(lane, nanoseconds) || drive == DROVE ? DROVE : STILL;
         core_lane_release(lane);
@@ -568,7 +568,7 @@ enum drive lane_drive(core_lane *lane, uint64_t nanoseconds) {
     return drive;
 }
 
-// Gives the lane up because of rank `who`, which may be this one.
+// Abandons the lane because of rank `who`, which may be this one.
 static void give_up(core_lane *lane, unsigned who, bool lost) {
     while (!core_lane_hold(lane)) core_relax();  // for as long as a step lasts
     take_in(lane);
@@ -584,7 +584,7 @@ void core_lane_abandon(core_lane *lane) { give_up(lane, lane->rank, false); }
 void lane_forget(core_lane *lane) {
     lane->joined = 0;
     lane->wants = false;
-    core_lane_release(lane);  // who held it is a thread of the parent
+    core_lane_release(lane);  // its holder was a thread of the parent
 }
 
 void core_lane_lost(core_lane *lane, unsigned rank) { give_up(lane, rank, true); }

@@ -1,4 +1,4 @@
-// What is in flight, what was issued, and which memory others can reach: the books that every operation looks at.
+// Tables that every operation uses: bytes in flight, the log, and the published memory.
 #include "binding.h"
 
 // --- claims ------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ static PyType_Spec claims_spec = {
     "aiodist._core.Claims", sizeof(Claims), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, claims_slots,
 };
 
-// --- memory that others can reach --------------------------------------------------------------------------------
+// --- published memory --------------------------------------------------------------------------------------------
 
 core_place segments_find(const Segments *self, uintptr_t start, size_t nbytes) {
     for (unsigned i = 0; i < self->count; i++) {
@@ -134,7 +134,7 @@ static PyType_Slot segments_slots[] = {
 };
 static PyType_Spec segments_spec = {"aiodist._core.Segments", sizeof(Segments), 0, Py_TPFLAGS_DEFAULT, segments_slots};
 
-// --- the log of what was issued ----------------------------------------------------------------------------------
+// --- the log of operations ---------------------------------------------------------------------------------------
 
 PyObject *origin_pair(origin place) {
     if (place.code == NULL) Py_RETURN_NONE;
@@ -214,7 +214,7 @@ static PyObject *log_arrivals(Log *self, PyObject *number) {
     if (found == NULL) return PyErr_NoMemory();
     for (size_t i = self->gap_count - gaps; i < self->gap_count; i++) {
         const gap *one = &self->gaps[i % GAPS_KEPT];
-        // Where one gap follows upon another the operation between them is there twice.
+        // The operation between two consecutive gaps is there twice.
         if (one->seq < since || one->seq >= kept || (count > 0 && found[count - 1].seq == one->seq)) continue;
         found[count].seq = one->seq, found[count++].came = one->kept.came;
     }

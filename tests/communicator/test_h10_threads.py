@@ -306,7 +306,7 @@ async def test_h10_two_threads_at_once_are_told_and_the_first_is_not_hurt(coll: 
     slow = Slow()
     first = Helper(lambda: ours.allgather_object(slow).wait(_LIMIT), name="the first")
     assert slow.pickling.wait(_LIMIT)
-    at_once = r"threads 'the first' and '{}' issue on communicator .* at once: have them take turns"
+    at_once = r"threads 'the first' and '{}' issue on communicator .* at once: let them take turns"
     with pytest.raises(RuntimeError, match=at_once.format("the second")):
         await Helper(lambda: ours.allreduce(torch.ones(1)), name="the second").over()
     with pytest.raises(RuntimeError, match=at_once.format("MainThread")):
