@@ -149,10 +149,9 @@ class Agreement:
         if error is not None and not isinstance(error, MismatchError):
             self._failed(operation, error)
             return
-        on_loop = self._progress.owns_thread()
-        if self._in_thread or (operation.large and on_loop):  # later operations keep their order
+        if self._in_thread or (operation.large and self._progress.owns_thread()):  # later operations keep their order
             self._in_thread.append((operation, error is not None))
-            if on_loop:
+            if self._progress.owns_thread():
                 self._progress.start_in_thread(self._continue_in_thread)
         else:
             self._continue(operation, differs=error is not None)

@@ -283,8 +283,12 @@ class Dispatcher:
     ) -> Handle[Any]:
         """Start a collective that was prepared; `work_bytes` are the bytes that this rank copies or reduces."""
         assert operation.handle is not None
+        begin = partial(self._begin, operation, work)
         operation.large = work_bytes >= self.large_bytes
-        self.start(partial(self._begin, operation, work), work_bytes)
+        if operation.large:
+            self.progress.start_in_thread(begin)
+        else:
+            self._start(begin)
         return operation.handle
 
     def _begin(self, operation: CommunicatorOperation, work: Program[Any] | NativeCall) -> None:
@@ -321,11 +325,13 @@ class Dispatcher:
         handle = operation.handle
         assert handle is not None
         acquire(operation.claims, handle)
-        operation.set_in_place(any(claim.writes for claim in operation.claims))
+        if (claims := operation.claims) and (claims[0].writes or claims[-1].writes):  # those of one kind follow another
+            operation.set_in_place(True)
         if operation.traffic is not None:
             operation.traffic.agreed = operation.agreed.wait
         self.operations.add(operation)
-        self.watch_over(handle, None if operation.meets is True else operation.meets)
+        if self._observer is not None or not self._watch.watching:
+            self.watch_over(handle, None if operation.meets is True else operation.meets)
 
     def new_handle(self, kind: type[H], op: str, nbytes: int, timeout: float | None, number: int | None = None) -> H:
         """Return the handle of an operation; raise if the communicator refuses calls."""

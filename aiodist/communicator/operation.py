@@ -49,30 +49,27 @@ class When(Enum):
 class Event:
     """A one-time event with an error or none; a program awaits it as `transfers([event.wait])`."""
 
-    __slots__ = ("_waiting", "error", "is_set")
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self.error: BaseException | None = None
-        self._waiting: list[Done] = []
+    is_set: bool = False
+    error: BaseException | None = None
+    _waiting: tuple[Done, ...] = ()
 
     def wait(self, done: Done) -> None:
         """Call `done` with the error, or with None, when it is set; now if it is."""
         if self.is_set:
             done(self.error)
         else:
-            self._waiting.append(done)
+            self._waiting = (*self._waiting, done)
 
     def set(self, error: BaseException | None = None) -> None:
         """Set it; only the first call counts."""
         if not self.is_set:
             self.is_set, self.error = True, error
-            waiting, self._waiting = self._waiting, []
+            waiting, self._waiting = self._waiting, ()
             for done in waiting:
                 done(error)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class CommunicatorOperation(Operation[Any]):
     """An operation of a communicator; its `handle` is the user's side."""
 
@@ -116,16 +113,18 @@ class CommunicatorOperation(Operation[Any]):
             if error is not None and self.traffic is not None:
                 self.traffic.refuse(error)
         else:
-            self.admit(error)
+            if error is None and self.state is State.NEW:
+                self.state = State.CHECKED
+            self.admitted.set(error)
         if self.traffic is not None:
             self.traffic.decided(error)
         self.agreed.set(error)
 
-    def admit(self, error: BaseException | None = None) -> None:
-        """Allow it to begin, or refuse it with `error`."""
-        if error is None and self.state is State.NEW:
+    def admit(self) -> None:
+        """Allow it to begin before all ranks agree."""
+        if self.state is State.NEW:
             self.state = State.CHECKED
-        self.admitted.set(error)
+        self.admitted.set()
 
 
 class NativeCall(NamedTuple):

@@ -156,7 +156,8 @@ class Plans:
         """Issue a collective of `t` by its plan, with the result in `out`, in `t` or in new memory."""
         if not isinstance(t, Tensor) or terms.name is not None or not (t.is_cuda or type(t) in _PLAIN):
             return None
-        check_timeout(terms.timeout)
+        if terms.timeout is not None:
+            check_timeout(terms.timeout)
         call = Signature(kind, t.dtype, t.shape, op, root, terms.impl, t.get_device())
         try:
             plan = self._plans[call]

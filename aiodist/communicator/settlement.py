@@ -77,8 +77,8 @@ class Settlement:
                 self._progress.post(call)
             return
         operation.error = error
-        if operation.handle is not None:
-            self.settle(operation, result, error)
+        if operation.handle is not None and (error is None or self._ends_alone(operation, error)):
+            self.end(operation, result, error)
 
     def drained(self, operation: CommunicatorOperation) -> None:
         """Give the bytes back: no transfer uses them."""
