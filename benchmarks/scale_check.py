@@ -27,7 +27,7 @@ from aiodist.bench.records import seconds_text, size_text
 from aiodist.bench.session import facts
 from aiodist.bench.timing import Contender, Pace, interleaved, pace
 from aiodist.collectives.arithmetic import combine
-from aiodist.collectives.endpoint import Endpoint, SubEndpoint
+from aiodist.collectives.endpoint import Endpoint
 from aiodist.collectives.scheduled import Scheduled
 from aiodist.communicator import parts_of
 from aiodist.communicator.fingerprint import Fingerprint
@@ -164,7 +164,7 @@ async def _to_and_fro(
 async def _in_steps(ep: Endpoint, count: int) -> None:
     """Rank 0 sends to rank 1, one after another."""
     if ep.rank < 2:
-        await Scheduled("chain", count).run(SubEndpoint(ep, (0, 1)), [Primitive("broadcast", torch.zeros(count))])
+        await Scheduled("chain", count).run(ep.among((0, 1)), [Primitive("broadcast", torch.zeros(count))])
 
 
 async def _at_once(ep: Endpoint, count: int) -> None:

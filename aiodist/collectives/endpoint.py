@@ -41,7 +41,7 @@ class DeviceMessages(Protocol):
 class Endpoint:
     """A transport with one operation's tag: messages of different operations never meet."""
 
-    __slots__ = ("device_messages", "key", "rank", "size", "tag", "traffic", "transport", "whole")
+    __slots__ = ("device_messages", "key", "rank", "ranks", "size", "tag", "traffic", "transport", "whole")
 
     def __init__(
         self,
@@ -60,13 +60,28 @@ class Endpoint:
         self.traffic = traffic
         self.rank = transport.rank
         self.size = transport.size
+        self.ranks: Sequence[int] = range(transport.size)
+        """Rank of the transport of each of its ranks: all of them, unless `among` made it."""
         self.tag = tag
         self.key = key_of(tag) if key is None else key
         self.whole = False
         """True if it is on a lane already, so that tensors are not split into chunks."""
 
+    def among(self, ranks: Sequence[int]) -> Endpoint:
+        """Return the endpoint of some of its ranks, numbered in the order given, over the same transport and tag.
+
+        Ranks that are in several groups use them one after another. Raises ValueError if this rank is not among them.
+        """
+        if self.rank not in ranks:
+            raise ValueError(f"rank {self.rank} is not among {list(ranks)}")
+        other = copying.copy(self)
+        other.rank, other.size = ranks.index(self.rank), len(ranks)
+        other.ranks = [self.ranks[rank] for rank in ranks]
+        return other
+
     def send(self, t: Tensor, dst: int) -> Transfer:
         """Return the call that sends `t` to rank `dst`."""
+        dst = self.ranks[dst]
         if self.device_messages is not None and not t.is_cpu:
             return partial(self.device_messages.send, self.transport, t, dst, self.tag)
         if self.traffic is not None:
@@ -76,6 +91,7 @@ class Endpoint:
 
     def recv(self, t: Tensor, src: int) -> Transfer:
         """Return the call that receives `t` from rank `src`."""
+        src = self.ranks[src]
         if self.device_messages is not None and not t.is_cpu:
             return partial(self.device_messages.recv, self.transport, t, src, self.tag)
         if self.traffic is not None:
@@ -87,30 +103,6 @@ class Endpoint:
         """Wait until the ranks are known to agree: until then received data may be of another operation."""
         if self.traffic is not None:
             await transfers([self.traffic.agreed])
-
-
-class SubEndpoint(Endpoint):
-    """Some of an endpoint's ranks, numbered in the order given, over the same transport and tag.
-
-    Ranks that are in several groups use them one after another. Raises ValueError if this rank is not among them.
-    """
-
-    __slots__ = ("ranks",)
-
-    def __init__(self, ep: Endpoint, ranks: Sequence[int]) -> None:
-        super().__init__(ep.transport, ep.tag, ep.device_messages, ep.traffic, ep.key)
-        if ep.rank not in ranks:
-            raise ValueError(f"rank {ep.rank} is not among {list(ranks)}")
-        self.whole = ep.whole
-        self.rank = ranks.index(ep.rank)
-        self.size = len(ranks)
-        self.ranks: Sequence[int] = [ep.ranks[rank] for rank in ranks] if isinstance(ep, SubEndpoint) else ranks
-
-    def send(self, t: Tensor, dst: int) -> Transfer:
-        return super().send(t, self.ranks[dst])
-
-    def recv(self, t: Tensor, src: int) -> Transfer:
-        return super().recv(t, self.ranks[src])
 
 
 def on_lane(ep: Endpoint, lane: int) -> Endpoint:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aiodist.backends.base import Primitive, Wanted
 from aiodist.collectives.choice.table import COMPARED_BYTES
-from aiodist.collectives.endpoint import Endpoint, Implementation, SubEndpoint, on_lane
+from aiodist.collectives.endpoint import Endpoint, Implementation, on_lane
 from aiodist.collectives.scheduled import Scheduled
 from aiodist.collectives.traffic import Differ, Traffic
 from aiodist.handles.kernel import together, transfers
@@ -90,7 +90,7 @@ class Hierarchical(Implementation):
             await self._allreduce_by_leaders(ep, ts, op)
 
     async def _allreduce_by_shares(self, ep: Endpoint, ts: Sequence[Tensor], op: ReduceOp) -> None:
-        here = SubEndpoint(ep, self._here)
+        here = ep.among(self._here)
         counts, shares = [], []
         for t in ts:
             cut = [t.numel() * i // here.size for i in range(here.size + 1)]
@@ -101,17 +101,17 @@ class Hierarchical(Implementation):
             await self._within.run(
                 here, [Primitive("reduce_scatter", t, share, op=op, counts=cut) for t, share, cut in parts]
             )
-        across = SubEndpoint(ep, [ranks[self._local] for ranks in self._hosts])
+        across = ep.among([ranks[self._local] for ranks in self._hosts])
         await self._between(across, ts, [Primitive("allreduce", share, op=op) for share in shares])
         if here.size > 1:
             await self._within.run(here, [Primitive("allgather", share, t, counts=cut) for t, share, cut in parts])
 
     async def _allreduce_by_leaders(self, ep: Endpoint, ts: Sequence[Tensor], op: ReduceOp) -> None:
-        here = SubEndpoint(ep, self._here)
+        here = ep.among(self._here)
         if here.size > 1:
             await self._within.run(here, [Primitive("reduce", t, op=op) for t in ts])
         if self._local == 0:
-            leaders = SubEndpoint(ep, [ranks[0] for ranks in self._hosts])
+            leaders = ep.among([ranks[0] for ranks in self._hosts])
             await self._between(leaders, ts, [Primitive("allreduce", t, op=op) for t in ts])
         if here.size > 1:
             await self._within.run(here, [Primitive("broadcast", t) for t in ts])
@@ -120,23 +120,23 @@ class Hierarchical(Implementation):
         """Reduce within each host to its representative, and from there to root."""
         root, op = primitives[0].root, primitives[0].op
         representatives, home = self._representatives(root)
-        here = SubEndpoint(ep, self._here)
-        mine = here.ranks.index(representatives[self._host])
+        here = ep.among(self._here)
+        mine = self._here.index(representatives[self._host])
         only_read = self._local == mine and ep.rank != root
         totals = [o.t.clone() if only_read else o.t for o in primitives]
         if here.size > 1:
             await self._within.run(here, [Primitive("reduce", total, op=op, root=mine) for total in totals])
         if self._local == mine:
-            across = SubEndpoint(ep, representatives)
+            across = ep.among(representatives)
             await self._between(across, totals, [Primitive("reduce", total, op=op, root=home) for total in totals])
 
     async def _broadcast(self, ep: Endpoint, ts: Sequence[Tensor], root: int) -> None:
         """Broadcast from root to the representative of each host, and from there to the others."""
         representatives, home = self._representatives(root)
-        here = SubEndpoint(ep, self._here)
-        mine = here.ranks.index(representatives[self._host])
+        here = ep.among(self._here)
+        mine = self._here.index(representatives[self._host])
         if self._local == mine:
-            across = SubEndpoint(ep, representatives)
+            across = ep.among(representatives)
             await self._between(across, ts, [Primitive("broadcast", t, root=home) for t in ts])
         if here.size > 1:
             await self._within.run(here, [Primitive("broadcast", t, root=mine) for t in ts])

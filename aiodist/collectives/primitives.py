@@ -8,7 +8,7 @@ from operator import itemgetter
 
 import torch
 
-from aiodist.backends.base import Exchange, Primitive, Wanted
+from aiodist.backends.base import Exchange, Primitive
 from aiodist.collectives.choice.table import COMPARED_BYTES
 from aiodist.collectives.endpoint import Endpoint, Implementation
 from aiodist.collectives.implementations import Repertoire
@@ -42,7 +42,10 @@ class Primitives:
 
     def finishes(self, operation: Primitive) -> bool:
         """Return True if the implementation rounds 16-bit floats and divides means itself."""
-        return operation.kind in _FINISHED and self._pick(operation.wanted).finishes
+        return (
+            operation.kind in _FINISHED
+            and self._repertoire.pick(operation.wanted, self.impl, later=self.later).finishes
+        )
 
     async def run(self, primitives: Sequence[Primitive]) -> None:
         """Run collectives of one kind on tensors in wire dtype; those of one implementation have joined steps.
@@ -50,29 +53,22 @@ class Primitives:
         The implementations run one after another, in the same order on all ranks, so they may share tags. A library
         comes first: then the order of its calls is the order of the operations.
         """
-        if len(primitives) == 1:
-            await self._run(self._pick(primitives[0].wanted), primitives)
-            return
+        traffic = self.ep.traffic
         groups: dict[tuple[bool, bool], dict[Implementation, list[Primitive]]] = {}
         for o in primitives:
-            chosen = self._pick(o.wanted)
+            chosen = self._repertoire.pick(o.wanted, self.impl, later=self.later)
             groups.setdefault((not o.t.is_cpu, not chosen.in_order), {}).setdefault(chosen, []).append(o)
         for _, group in sorted(groups.items(), key=itemgetter(0)):
             for chosen, members in group.items():
-                await self._run(chosen, members)
-
-    async def _run(self, chosen: Implementation, primitives: Sequence[Primitive]) -> None:
-        """Run the primitives; a library that matches by order and long messages wait until all ranks agree."""
-        traffic = self.ep.traffic
-        if traffic is None:
-            await chosen.run(self.ep, primitives)
-            return
-        traffic.way = chosen.name
-        traffic.native += not chosen.recallable
-        if chosen.in_order or (not chosen.compares and any(o.nbytes >= COMPARED_BYTES for o in primitives)):
-            await transfers([traffic.agreed])
-        await chosen.run(self.ep, primitives)
-        traffic.native -= not chosen.recallable
+                if traffic is None:
+                    await chosen.run(self.ep, members)
+                    continue
+                traffic.way = chosen.name
+                traffic.native += not chosen.recallable
+                if chosen.in_order or (not chosen.compares and any(o.nbytes >= COMPARED_BYTES for o in members)):
+                    await transfers([traffic.agreed])
+                await chosen.run(self.ep, members)
+                traffic.native -= not chosen.recallable
 
     async def exchange(self, exchanges: Sequence[Exchange], ahead: Sequence[Transfer] = ()) -> None:
         """Send and receive tensors, after the transfers `ahead`: in messages, or natively if all ranks can.
@@ -114,6 +110,3 @@ class Primitives:
         await host.run([Primitive("allgather", given, said, counts=[count] * ranks)])
         await self.ep.known()
         return said.view(ranks, count).all(0).tolist()
-
-    def _pick(self, wanted: Wanted) -> Implementation:
-        return self._repertoire.pick(wanted, self.impl, later=self.later)

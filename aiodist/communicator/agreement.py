@@ -24,7 +24,7 @@ import torch
 
 from aiodist.backends.base import Primitive, Transport, again, tag_of
 from aiodist.backends.shm import Lane
-from aiodist.collectives.endpoint import LANE_TAGS, Endpoint, SubEndpoint
+from aiodist.collectives.endpoint import LANE_TAGS, Endpoint
 from aiodist.collectives.traffic import Differ
 from aiodist.communicator.fingerprint import merged
 from aiodist.communicator.operation import CommunicatorOperation, Event, When
@@ -65,7 +65,7 @@ class Dissemination:
         `differs` is True if the ranks that this one stands for differ.
         """
         comparison = Comparison(differs=differs)
-        ep = SubEndpoint(Endpoint(self._transport, tag + _LANE), self._ranks)
+        ep = Endpoint(self._transport, tag + _LANE).among(self._ranks)
         run(_disseminate(ep, signature, comparison), partial(self._ended, comparison))
         return comparison
 

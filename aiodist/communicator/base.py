@@ -357,15 +357,17 @@ class Base:
             return self._dispatcher.issue(
                 what, program, claims, nbytes=nbytes, timeout=terms.timeout, convert=convert, when=self._named(terms)
             )
-        tag = tag_of(self.seq)
-        work = self._work_expected(tag) if expects and not where else self._work_on(where, tag)
+        tag = tag_of(self._dispatcher.oplog.seq)
+        work = self._work_on(where, tag) if where else self._work_expected(tag) if expects else []
         if work:
             program = on_devices(program, work)
             assert self._registry.resources.accelerator is not None
             if what.kind not in _ANYWHERE and (places := self._registry.resources.accelerator.places(self.name, ts)):
                 what = replace(what, dtype=f"{what.dtype}{places}")
         # NCCL queues immediately; other work on a device begins as on the host.
-        when = When.NOW if where and "nccl" in self._repertoire.on_cuda else self._when(what.kind, nbytes)
+        when = When.NOW if where and "nccl" in self._repertoire.on_cuda else When.HOST
+        if when is When.HOST and nbytes >= COMPARED_BYTES and what.kind not in OPERATIONS:
+            when = When.ALL  # it sends messages of its own
         what = self._compared or what
         try:
             handle: Handle[Any] = self._dispatcher.issue(
@@ -414,11 +416,6 @@ class Base:
         check_across(ts)
         program = prepare(alike_lists, self._primitives(terms), ts, make)
         return self._issue(what, program, claims, ts, terms)
-
-    @staticmethod
-    def _when(kind: str, nbytes: int) -> When:
-        """Return when an operation may begin: a large one made of messages waits until all ranks agree."""
-        return When.ALL if nbytes >= COMPARED_BYTES and kind not in OPERATIONS else When.HOST
 
     def _work_on(self, devices: Collection[torch.device], tag: int | None) -> list[DeviceWork]:
         """Return the work on `devices` of the next operation, a collective of `tag` or a message.
@@ -477,7 +474,7 @@ class Base:
         # The tag follows from the number of the operation, which is the same on all ranks.
         accelerator = self._registry.resources.accelerator
         device_messages = None if accelerator is None else accelerator.device_messages
-        seq, traffic = self.seq, self._dispatcher.traffic()
+        seq, traffic = self._dispatcher.oplog.seq, self._dispatcher.traffic()
         ep = Endpoint(self._transport, tag_of(seq), device_messages, traffic, key_of(seq))
         return Primitives(ep, self._repertoire, terms.impl, device=self._device)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aiodist import Communicator, ReduceOp
 from aiodist.collectives.arithmetic import combine
-from aiodist.collectives.endpoint import LANE_TAGS, SubEndpoint
+from aiodist.collectives.endpoint import LANE_TAGS
 from aiodist.communicator import parts_of
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.schedules import MAX_LANES, SCHEDULES
@@ -200,13 +200,13 @@ async def test_a1_groups_of_ranks_run_schedules_of_their_own(coll: Communicator)
         how = Scheduled(name, 2 if SCHEDULES["allreduce"][name].chunked else None)
 
         async def program(ep: Endpoint) -> None:
-            group = SubEndpoint(ep, mine)
+            group = ep.among(mine)
             assert (group.rank, group.size) == (mine.index(rank), len(mine))
             await how.run(group, [Primitive("allreduce", t, op=op)])  # noqa: B023
             lead = [half[0] for half in halves]
             if rank in lead:
-                await how.run(SubEndpoint(ep, lead), [Primitive("allreduce", t, op=op)])  # noqa: B023
-            within = SubEndpoint(SubEndpoint(ep, mine), range(len(mine)))
+                await how.run(ep.among(lead), [Primitive("allreduce", t, op=op)])  # noqa: B023
+            within = ep.among(mine).among(range(len(mine)))
             await Scheduled("tree").run(within, [Primitive("broadcast", t)])  # noqa: B023
 
         await perform(coll, program)
@@ -318,4 +318,4 @@ def test_a1_mistakes_are_named() -> None:
     )
     ep = Endpoint(LocalTransport(LocalHub(), 1, 4), 5)
     with pytest.raises(ValueError, match=r"rank 1 is not among \[0, 2\]"):
-        SubEndpoint(ep, [0, 2])
+        ep.among([0, 2])

@@ -21,7 +21,6 @@ from aiodist.backends.cuda_ipc import mappings as mappings_module
 from aiodist.backends.inplace import divide
 from aiodist.collectives.choice.table import USUAL_LIMITS
 from aiodist.collectives.cuda import ipc as cuda_ipc
-from aiodist.collectives.endpoint import SubEndpoint
 from aiodist.communicator import parts_of
 from aiodist.testing import run_ranks
 from aiodist.testing.seams.algorithms import Endpoint, Program
@@ -409,7 +408,7 @@ async def test_s4_some_of_the_ranks_in_another_order(ranks_of: type[Ranks]) -> N
 
     def make(rank: int, impl: CudaIpc, ep: Endpoint) -> Program[Any]:
         group = next(group for group in groups if rank in group)
-        return impl.run(SubEndpoint(ep, group), [Primitive("reduce", ts[rank], root=1)])
+        return impl.run(ep.among(group), [Primitive("reduce", ts[rank], root=1)])
 
     await ranks.perform([partial(make, rank) for rank in range(5)])
     for group in groups:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from aiodist import Communicator
 from aiodist.backends import nccl
-from aiodist.collectives.endpoint import SubEndpoint
 from aiodist.errors import BackendError, BackendUnavailable, MismatchError
 from aiodist.testing.seams.algorithms import Endpoint, Program
 from aiodist.testing.seams.cuda import CudaIpc
@@ -201,7 +200,7 @@ async def test_s4_a_rank_that_dies_in_the_middle(
     left = [ts[rank].fill_(rank + 1) for rank in (0, 1)]
 
     def make(rank: int, impl: CudaIpc, ep: Endpoint) -> Program[Any]:
-        return impl.run(SubEndpoint(ep, [0, 1]), [Primitive("allreduce", left[rank], op=ReduceOp.SUM)])
+        return impl.run(ep.among([0, 1]), [Primitive("allreduce", left[rank], op=ReduceOp.SUM)])
 
     torch.cuda.synchronize()
     await asyncio.wait_for(asyncio.gather(*(ranks.begin(rank, 2, partial(make, rank)) for rank in (0, 1))), SECONDS)

@@ -44,7 +44,7 @@ from aiodist.backends.inplace import FUNCTIONS, combine, copy, divide, writable
 from aiodist.collectives.arithmetic import wire_op
 from aiodist.collectives.cuda import fused
 from aiodist.collectives.cuda.on_device import OnHost, StaysOnHost
-from aiodist.collectives.endpoint import Endpoint, Implementation, SubEndpoint
+from aiodist.collectives.endpoint import Endpoint, Implementation
 from aiodist.errors import BackendError, MismatchError
 from aiodist.handles.kernel import transfers
 from aiodist.streams import Events, OnStream
@@ -209,7 +209,7 @@ class CudaIpc(Implementation):
 
     def _group(self, ep: Endpoint) -> _Group:
         """Return the group of the ranks of `ep`."""
-        ranks: Sequence[int] = tuple(ep.ranks) if isinstance(ep, SubEndpoint) else range(ep.size)
+        ranks = tuple(ep.ranks)
         group = self._groups.get(ranks)
         if group is None:
             places = [self._places[rank] for rank in ranks]
