@@ -54,29 +54,29 @@ def _in_wire_dtype(o: Primitive) -> Primitive:
     return Primitive(o.kind, wire, out, op=wire_op(o.op), root=o.root, counts=o.counts)
 
 
-async def allreduce(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+async def allreduce(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor] | None, op: ReduceOp) -> list[Tensor]:
     """Reduce each of `ts` into its output in `outs`, which may be the same tensor."""
     return await _elementwise(p, "allreduce", ts, outs, op)
 
 
-async def scan(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+async def scan(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor] | None, op: ReduceOp) -> list[Tensor]:
     """Reduce each of `ts` over ranks 0 to mine into its output in `outs`; a mean divides by their number."""
     return await _elementwise(p, "scan", ts, outs, op)
 
 
 async def _elementwise(
-    p: Primitives, kind: str, ts: Sequence[Tensor], outs: Sequence[Tensor], op: ReduceOp, root: int = 0
+    p: Primitives, kind: str, ts: Sequence[Tensor], outs: Sequence[Tensor] | None, op: ReduceOp, root: int = 0
 ) -> list[Tensor]:
-    targets = [into(t, out) for t, out in zip(ts, outs, strict=True)]
+    targets = [into(t, out) for t, out in zip(ts, ts if outs is None else outs, strict=True)]
     if not _alone(p):
         await computed(p, [Primitive(kind, flat(target), op=op, root=root) for target in targets])
     return targets
 
 
-async def exscan(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+async def exscan(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor] | None, op: ReduceOp) -> list[Tensor]:
     """Reduce each of `ts` over the ranks before mine; rank 0's does not change, as in MPI."""
     ep = p.ep
-    targets = [into(t, out) for t, out in zip(ts, outs, strict=True)]
+    targets = [into(t, out) for t, out in zip(ts, ts if outs is None else outs, strict=True)]
     if _alone(p):
         return targets
     for on_cpu in (True, False):
@@ -95,7 +95,7 @@ async def exscan(p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor], op
 
 
 async def reduce(
-    p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor], op: ReduceOp, root: int
+    p: Primitives, ts: Sequence[Tensor], outs: Sequence[Tensor] | None, op: ReduceOp, root: int
 ) -> Sequence[Tensor | None]:
     """Reduce into root's `outs`, which may be its `ts`; the tensors of the others are only read."""
     if p.ep.rank == root:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from aiodist.handles.kernel import Program
 from aiodist.types import ReduceOp
 
 T = TypeVar("T")
-U = TypeVar("U")
+_NO_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
 
 
 async def nothing(result: T) -> T:
@@ -27,14 +28,15 @@ async def nothing(result: T) -> T:
 
 async def each(
     p: Primitives,
-    work: Callable[[Primitives, Sequence[T]], Program[Sequence[Any]]],
+    work: Callable[..., Program[Sequence[Any]]],
     ts: Sequence[T],
     convert: Callable[[Any], Any] | None,
+    arguments: Mapping[str, object] = _NO_ARGUMENTS,
     *,
     listed: bool,
 ) -> Any:  # noqa: ANN401
     """Run `work` on `ts`; return its results, or the result of the only tensor unless `listed`, converted."""
-    results = await work(p, ts)
+    results = await work(p, ts, **arguments)
     result = results if listed else results[0]
     return result if convert is None else convert(result)
 

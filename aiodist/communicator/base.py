@@ -449,19 +449,21 @@ class Base:
 
     def _each(
         self,
-        work: Callable[[Primitives, Sequence[Tensor]], Program[Sequence[Any]]],
+        work: Callable[..., Program[Sequence[Any]]],
         ts: Sequence[Tensor],
         given: object,
         terms: Terms,
         convert: Callable[[Any], Any] | None = None,
+        **arguments: object,
     ) -> Program[Any]:
-        """Return the program that runs `work` on one tensor or a list, and converts its result by `convert`.
+        """Return the program that runs `work(p, ts, **arguments)` on one tensor or a list, and converts its result.
 
         It uses the present memory of the tensors, even if user code replaces it later by `t.data = ...` or
         `module.half()`.
         """
         p = self._primitives(terms)
-        return prepare(each, p, work, [t.detach() for t in ts], convert, listed=not isinstance(given, Tensor))
+        listed = not isinstance(given, Tensor)
+        return prepare(each, p, work, [t.detach() for t in ts], convert, arguments, listed=listed)
 
     def _primitives(self, terms: Terms) -> Primitives:
         """Return the primitives of the next operation."""

@@ -92,7 +92,7 @@ class Movement(Base):
         lifted, convert = lift(t, None)
         ts = tensors_of(lifted)
         to_result = (lambda _: t) if isinstance(t, (list, Tensor)) else convert
-        program = self._each(partial(operations.broadcast, root=root), ts, lifted, terms, to_result)
+        program = self._each(operations.broadcast, ts, lifted, terms, to_result, root=root)
         claims = reading(*ts) if self.rank == root else writing(*ts)
         what = fingerprint_of("broadcast", ts, None, root, impl, given=t)
         return self._issue(what, program, claims, ts, terms)
@@ -162,7 +162,7 @@ class Movement(Base):
         if out is not None:
             check_single(t, "out")
             check_out(out, ts[0], numel=None, own_block=True)
-        program = self._each(partial(operations.allgather, out=out), ts, lifted, terms, convert)
+        program = self._each(operations.allgather, ts, lifted, terms, convert, out=out)
         what = fingerprint_of("allgather", ts, None, impl=impl, given=t)
         return self._issue(what, program, claims_of(ts, out), ts, terms, outs=(out,))
 
@@ -223,7 +223,7 @@ class Movement(Base):
         if out is not None:
             check_single(t, "out")
             check_out(out, ts[0], numel=None)
-        program = self._each(partial(operations.gather, out=out, root=root), ts, lifted, terms, convert)
+        program = self._each(operations.gather, ts, lifted, terms, convert, out=out, root=root)
         what = fingerprint_of("gather", ts, None, root, impl, given=t)
         return self._issue(what, program, claims_of(ts, out), ts, terms, outs=(out,))
 
@@ -336,8 +336,8 @@ class Movement(Base):
         terms = Terms(timeout, impl, name)
         # Detached: an `out`, which may grow, may be one of them.
         detached = [[t.detach() for t in one] for one in lists]
-        work = partial(operations.alltoall, out=outs)
-        program = prepare(each, self._primitives(terms), work, detached, None, listed=nested)
+        p = self._primitives(terms)
+        program = prepare(each, p, operations.alltoall, detached, None, {"out": outs}, listed=nested)
         sent = [t for one in lists for t in one]
         claims = claims_of(sent, *(outs or ()))
         return self._issue(what, program, claims, sent, terms, outs=outs or ())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -109,7 +108,7 @@ class Objects(PointToPoint):
         """Return every rank's object on `root`, as a list by rank, and None elsewhere. Cost: that of `gather`."""
         root, terms = check_rank(root, self.size), Terms(timeout, name=name)
         packed = objects.pack(obj)
-        program = self._each(partial(operations.gather, root=root), [packed], packed, terms)
+        program = self._each(operations.gather, [packed], packed, terms, root=root)
         convert = objects.unpack_each if self.rank == root else None
         return self._issue(Fingerprint("gather_object", root=root), program, [], [packed], terms, convert)
 

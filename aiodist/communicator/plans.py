@@ -86,7 +86,7 @@ async def _general(p: Primitives, t: Tensor, out: Tensor | None, call: Signature
     op = ReduceOp(call.op)
     if call.kind == "reduce_scatter":
         return (await operations.reduce_scatter(p, [t], out, op, [blocks_of(t, None, p.ep.size)]))[0]
-    outs = [t if out is None else out]
+    outs = None if out is None else [out]
     if call.kind == "reduce":
         return (await operations.reduce(p, [t], outs, op, root))[0]
     elementwise = operations.scan if call.kind == "scan" else operations.allreduce

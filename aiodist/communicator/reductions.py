@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -177,8 +176,7 @@ class Reductions(Base):
             return self._reduction_across("reduce", t, op, terms, root)
         if (planned := self._plans.issue("reduce", t, out, terms, op=op, root=root)) is not None:
             return planned
-        make = partial(operations.reduce, root=root)
-        return self._reduction("reduce", make, t, op, out, terms, root)
+        return self._reduction("reduce", operations.reduce, t, op, out, terms, root)
 
     def reduce_scatter(
         self,
@@ -234,7 +232,7 @@ class Reductions(Base):
             counts = [block.numel() for block in blocks[0]]
             check_out(out, ts[0], numel=counts[self.rank], part=True)
 
-        program = self._each(partial(operations.reduce_scatter, out=out, op=known, blocks=blocks), ts, t, terms)
+        program = self._each(operations.reduce_scatter, ts, t, terms, out=out, op=known, blocks=blocks)
         cut_as = "" if sizes is None else f"sizes {list(sizes)}"
         what = fingerprint_of("reduce_scatter", ts, op, impl=impl, given=t, extra=cut_as)
         written = out if out is None or not overlaps(out, ts[0]) else ts[0]
@@ -264,14 +262,14 @@ class Reductions(Base):
     def _reduction(
         self,
         kind: str,
-        make: Callable[..., Program[Any]],
+        work: Callable[..., Program[Sequence[Any]]],
         t: Any,  # noqa: ANN401
         op: str,
         out: Tensor | None,
         terms: Terms,
         root: int | None = None,
     ) -> Handle[Any]:
-        """`make(p, ts, outs, op)` is the program; `root`: it alone gets the result."""
+        """Run `work(p, ts, outs, op)` on a tensor, a number or a list; with a `root` only it gets the result."""
         mine = root in (None, self.rank)
         lifted, convert = lift(t, op)
         ts = tensors_of(lifted)
@@ -280,14 +278,14 @@ class Reductions(Base):
             check_single(t, "out")
             check_out(out, ts[0], numel=ts[0].numel())
 
-        def work(p: Primitives, xs: Sequence[Tensor]) -> Program[Any]:
-            return make(p, xs, xs if out is None else [out], known)
-
+        arguments: dict[str, Any] = {"outs": None if out is None else [out], "op": known}
+        if root is not None:
+            arguments["root"] = root
         if isinstance(t, list) or (isinstance(t, Tensor) and out is None):
             result = t if mine else None
-            program = self._each(work, ts, lifted, terms, lambda _: result)
+            program = self._each(work, ts, lifted, terms, lambda _: result, **arguments)
         else:  # `product` may raise
-            program = self._each(work, ts, lifted, terms, None if convert is product else convert)
+            program = self._each(work, ts, lifted, terms, None if convert is product else convert, **arguments)
         claims = (writing(*ts) if out is None else claims_of(ts, out)) if mine else reading(*ts)
         what = fingerprint_of(kind, ts, op, root, terms.impl, given=t)
         if convert is product:  # which may raise
@@ -324,5 +322,5 @@ def _op_for(ts: Sequence[Tensor], op: str) -> ReduceOp:
 
 async def _stopping(p: Primitives, said: Tensor) -> bool:
     """Return True if any rank says so."""
-    (any_said,) = await operations.allreduce(p, [said], [said], ReduceOp.MAX)
+    (any_said,) = await operations.allreduce(p, [said], None, ReduceOp.MAX)
     return bool(any_said)
