@@ -20,7 +20,7 @@ class Lapsing(Protocol):
 
 
 class InFlight(_core.Claims):
-    """The byte ranges of all operations that are not over, of all communicators of the process.
+    """The byte ranges of all operations in flight, of all communicators of the process.
 
     Ranges that are written overlap nothing, so a look at the two neighbours finds a clash: O(log n). Ranges that
     are read may overlap one another; only those that begin within the longest one's length can clash.

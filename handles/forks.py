@@ -11,11 +11,11 @@ from pathlib import Path
 
 
 def part(loop: asyncio.AbstractEventLoop) -> bool:
-    """Give `loop` an epoll of its own in a forked child, and return whether it waits at one.
+    """Give `loop` an epoll of its own in a forked child, and return True if it waits at one.
 
-    An epoll is shared with the parent. What the child took out of it would no longer wake the parent, whose libuv then
-    aborts. The files stay known, since libuv aborts if it changes what it waits for of an unknown one, but the child
-    waits for nothing of them: what it read of the loop's own wake-ups would be lost to the parent.
+    A forked child shares the epoll of its parent. An event that the child took out of it would no longer wake the
+    parent, whose libuv then aborts. The files stay registered, since libuv aborts if it changes an unknown file. But
+    the child waits for no event of them: a wake-up that it read would be lost to the parent.
     """
     fd = _epoll_of(loop)
     if fd is None:
@@ -26,7 +26,7 @@ def part(loop: asyncio.AbstractEventLoop) -> bool:
     own = select.epoll()
     for line in known:
         if line.startswith("tfd:"):
-            with contextlib.suppress(OSError):  # closed, or a file that the child has put /dev/null in the place of
+            with contextlib.suppress(OSError):  # closed, or replaced by /dev/null in the child
                 own.register(int(line.split()[1]), 0)
     os.dup2(own.fileno(), fd, inheritable=False)
     own.close()
@@ -34,7 +34,7 @@ def part(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def _epoll_of(loop: asyncio.AbstractEventLoop) -> int | None:
-    """Return the file descriptor that the loop waits at, None where it is closed or does not show one."""
+    """Return the file descriptor that the loop waits at; None if it is closed, or does not show one."""
     if loop.is_closed():
         return None
     if (backend := getattr(loop, "_get_backend_id", None)) is not None:  # uvloop

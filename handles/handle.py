@@ -31,7 +31,7 @@ from aiodist.handles.waiting import Waiting
 from aiodist.types import check_timeout
 
 T = TypeVar("T")
-_SLEEP_SECONDS = 1.0  # of a thread that waits for a lane, at a time: the operation may be given up
+_SLEEP_SECONDS = 1.0  # of a thread that waits for a lane, at a time: the operation may be aborted
 _LOOK_SECONDS = 0.5  # how soon a thread that waits notices that the wait is pointless, see `_block_unless`
 _NOT_SHOWN = nullcontext()
 _event_lock = threading.Lock()
@@ -244,7 +244,7 @@ class Handle(_core.Handle, Generic[T]):
         return self._outcome()
 
     def _block_for(self, timeout: float | None = None, *, looks: bool = True) -> bool:
-        """Block this thread until it is over, for `timeout` seconds at most; return whether it is.
+        """Block this thread until it is done, for at most `timeout` seconds; return True if it is.
 
         For streams: unlike `wait` it raises nothing and consumes nothing, with any outcome. Unless it `looks` it leaves
         its core to others at once.
@@ -285,10 +285,10 @@ class Handle(_core.Handle, Generic[T]):
         return self._block_at(self._event, until)
 
     def _block_at(self, event: threading.Event, until: float | None) -> bool:
-        """Wait for `event`, which is set when it is over, and when what is left of it is offered to this thread."""
+        """Wait for `event`, which is set when it is done, and when this thread can run its finisher."""
         while self._status is _PENDING:
             if self._finisher is not None:
-                event.set()  # this thread is at work, see `_offers_work`
+                event.set()  # this thread runs code, see `_offers_work`
             finish(self)
             if self._status is _PENDING and not event.wait(None if until is None else max(0.0, until - monotonic())):
                 return self._status is not _PENDING

@@ -146,8 +146,8 @@ class LoopWork(_core.Pacer):
     `last_ran` is the time of the loop's last callback of ours, in seconds of `perf_counter`. True for `crowded` means
     that ranks outnumber cores: a thread that spins lets others run in between.
 
-    [Note: held while pending] Nobody need hold a handle, and a parked loop does not hold this object. It is part of a
-    cycle, and its collection in the middle of a transfer would free the buffers. So `held` has each object with
+    [Note: held while pending] The program may drop its handles, and a parked loop does not hold this object. It is part
+    of a cycle, and its collection in the middle of a transfer would free the buffers. So `held` has each object with
     pending work: a call that makes work pending adds it, and a thread that finds nothing pending removes it, perhaps
     after the end of the loop.
     """

@@ -41,7 +41,7 @@ class Driven(Protocol):
 
     @property
     def heavy(self) -> bool:
-        """True if so many bytes are in flight that no other thread should drive them: the loop sleeps."""
+        """True if more bytes are in flight than other threads should drive: the loop sleeps."""
 
     def sleep(self) -> bool:
         """Call `Progress.resume` at the next end, since the loop will not poll; return False if one has ended."""
@@ -52,8 +52,8 @@ class Progress(LoopWork, Quiet):
 
     Get it with `Progress.current()` in a coroutine. Only the loop's thread writes its own attributes; those of
     `LoopWork` are shared with other threads. `spin_seconds` is the longest spin of an await, `looked_in_vain` the time
-    of the last spin without success; True for `fair` means that awaits which never suspend yield now and then. Its
-    callbacks run code of the program only through the end of an operation, and through posted calls: see `busy`.
+    of the last spin without success; True for `fair` means that awaits which never suspend yield now and then. They
+    run code of the program only at the end of an operation, and in posted calls: see `busy`.
     """
 
     _of_loop: ClassVar[WeakValueDictionary[int, Progress]] = WeakValueDictionary()

@@ -1,8 +1,9 @@
 """One limit on a loop's bytes in flight, shared by reductions, prefetched batches and copies.
 
-Who moves bytes asks a `Lane` for leave and gives it back when they have arrived. Lanes are served by priority, each
-in its own order. The first request of a lane that has nothing in flight is always granted: so nobody starves, and
-collectives cannot wait for one another in a circle, since what all ranks issue in the same order is one lane.
+Code that moves bytes asks a `Lane` for a permit, and returns it when the bytes have arrived. Lanes are served by
+priority, each in its own order. The first request of a lane with nothing in flight is always granted: so no lane
+starves. All ranks issue the collectives of one lane in the same order, so these cannot wait for one another in a
+circle.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ class Scheduler:
         self.in_flight = 0
         self._limit = _LIMIT
         self._lanes: list[Lane] = []
-        """Those with requests that wait, the most urgent first; equals by who came first."""
+        """Lanes with waiting requests: the most urgent first, equal ones in the order of their requests."""
         self._granting = False
 
     @classmethod
     def current(cls) -> Scheduler:
-        """Return the running loop's, made at first use; raise `RuntimeError` where no loop runs."""
+        """Return the running loop's, made at first use; raise `RuntimeError` if no loop runs."""
         loop = asyncio.get_running_loop()
         scheduler = cls._of_loop.get(loop)
         if scheduler is None:

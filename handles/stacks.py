@@ -34,9 +34,9 @@ def frames_of_task(task: asyncio.Task[Any]) -> Iterator[FrameType]:
 
 
 def frames_of_thread(thread_id: int) -> list[tuple[FrameType, int]]:
-    """Return the frames of a thread with their lines, the outermost first; none of one that runs no Python.
+    """Return the frames of a thread with their lines, the outermost first; an empty list if it runs no Python.
 
-    They are of one moment. To walk them here would let the thread go on meanwhile, and Python 3.11 may crash then.
+    They show one moment. The thread could continue while this function walks them, and Python 3.11 may crash then.
     """
     return _core.frames_of_thread(thread_id)
 

@@ -28,10 +28,10 @@ from aiodist.communicator.failures import Failures
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.issuing import Issuing
 from aiodist.communicator.names import Named, Names
-from aiodist.communicator.operation import CommunicatorOperation, NativeCall, Pending, When
+from aiodist.communicator.operation import CommunicatorOperation, NativeCall, Peer, Pending, When
 from aiodist.communicator.oplog import OpLog
 from aiodist.communicator.settlement import Settlement
-from aiodist.communicator.watchdog import Peer, Watch, Watchdog
+from aiodist.communicator.watchdog import Watch, Watchdog
 from aiodist.control import Channel, Exit
 from aiodist.errors import (
     AiodistError,

@@ -15,9 +15,8 @@ from aiodist.communicator.arguments import check_list, check_out, check_rank, ch
 from aiodist.communicator.base import Base, tensors_of
 from aiodist.communicator.claims import acquire, reading, writing
 from aiodist.communicator.messenger import Receiving, Reception
-from aiodist.communicator.operation import CommunicatorOperation
+from aiodist.communicator.operation import CommunicatorOperation, Peer
 from aiodist.communicator.pickling import unpack
-from aiodist.communicator.watchdog import Peer
 from aiodist.handles import Handle, Operation, gather, in_flight, internals
 from aiodist.handles.kernel import Program, prepare, resume
 from aiodist.streams.writes import check_writable

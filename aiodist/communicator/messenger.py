@@ -33,8 +33,7 @@ from aiodist.collectives.cuda.on_device import DeviceWork, attach
 from aiodist.collectives.messages import Arrived, MailboxReceive, MessageKind, Unpacked
 from aiodist.communicator.claims import acquire, release
 from aiodist.communicator.dispatcher import Dispatcher
-from aiodist.communicator.operation import CommunicatorOperation
-from aiodist.communicator.watchdog import Peer
+from aiodist.communicator.operation import CommunicatorOperation, Peer
 from aiodist.handles import Handle, Operation, Posted, PostedOperation, internals
 from aiodist.handles.kernel import Program, prepare
 from aiodist.handles.origin import described

@@ -27,9 +27,8 @@ from aiodist.collectives.endpoint import Endpoint
 from aiodist.collectives.traffic import Differ, Traffic
 from aiodist.communicator.agreement import Comparison, Dissemination
 from aiodist.communicator.fingerprint import Fingerprint
-from aiodist.communicator.operation import CommunicatorOperation
+from aiodist.communicator.operation import CommunicatorOperation, Use
 from aiodist.communicator.oplog import Record
-from aiodist.communicator.watchdog import Use
 from aiodist.control import Channel
 from aiodist.errors import CommunicatorError
 from aiodist.handles import Handle, Progress, internals

@@ -18,7 +18,7 @@ from aiodist.communicator.arguments import Terms, check_rank, check_tag
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.messages import PointToPoint
 from aiodist.communicator.messenger import Reception
-from aiodist.communicator.watchdog import Peer
+from aiodist.communicator.operation import Peer
 from aiodist.handles import Handle
 from aiodist.handles.kernel import prepare
 from aiodist.types import ANY

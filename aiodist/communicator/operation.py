@@ -11,8 +11,10 @@ from weakref import ref
 from aiodist.backends.base import Done
 from aiodist.collectives.traffic import Traffic
 from aiodist.communicator.claims import Claim
+from aiodist.communicator.oplog import Record
 from aiodist.handles import Handle, Operation
 from aiodist.handles.kernel import Program, Transfer, resume, transfers
+from aiodist.types import ANY
 
 if TYPE_CHECKING:
     from aiodist._core import LaneOperation
@@ -44,6 +46,46 @@ class When(Enum):
     """When the ranks of its host agree: what leaves the host goes by own messages, which can be drained."""
     ALL = "all"
     """When all ranks agree: a collective of a library cannot be stopped."""
+
+
+class Peer(NamedTuple):
+    """The other ends of a message, as the caller gave them; None if there is none."""
+
+    src: int | None
+    dst: int | None
+    tag: int
+    answered: bool = False
+    """True if a send ends with the answer that a receive has matched it."""
+    kept: bool = False
+    """True if the transport completes the send only after a receive has matched it."""
+
+    def __str__(self) -> str:
+        ends = []
+        if self.dst is not None:
+            ends.append(f"to rank {self.dst}")
+        if self.src is not None:
+            ends.append(f"from {'any rank' if self.src == ANY else f'rank {self.src}'}")
+        return f"{', '.join(ends)} with {'any tag' if self.tag == ANY else f'tag {self.tag}'}"
+
+
+@dataclass(eq=False, slots=True)
+class Use:
+    """One use of a name, by which operations of the ranks match."""
+
+    name: str
+    count: int
+    """Count of earlier uses of the name."""
+    came: set[int] = field(default_factory=set)
+    """Other ranks that have issued it, as far as known."""
+    number: int = -1
+    """Number of the operation, after the name has a number; see `number_of_use`."""
+    record: Record | None = None
+    """The operation and its line."""
+
+    def text(self) -> str:
+        """Return the operation and its line."""
+        assert self.record is not None
+        return self.record.text()
 
 
 class Event:

@@ -11,18 +11,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from threading import get_ident, main_thread
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from aiodist.collectives.mailbox import Mailbox
 from aiodist.communicator.facts import CommFacts, PendingOp
 from aiodist.communicator.inquiry import Inquiry, Wait, Whereabouts
-from aiodist.communicator.operation import Pending
-from aiodist.communicator.oplog import OpLog, Record
+from aiodist.communicator.operation import Peer, Pending, Use
+from aiodist.communicator.oplog import OpLog
 from aiodist.communicator.report import StallReporter
 from aiodist.control import Channel
 from aiodist.errors import AiodistError
@@ -40,46 +40,6 @@ _POLLED_SECONDS = 2.0  # after a call of `done()` the program counts as waiting
 _SHOWN = 3
 _RECENT = 32
 _MOST_NAMES = 256
-
-
-class Peer(NamedTuple):
-    """The other ends of a message, as the caller gave them; None if there is none."""
-
-    src: int | None
-    dst: int | None
-    tag: int
-    answered: bool = False
-    """True if a send ends with the answer that a receive has matched it."""
-    kept: bool = False
-    """True if the transport completes the send only after a receive has matched it."""
-
-    def __str__(self) -> str:
-        ends = []
-        if self.dst is not None:
-            ends.append(f"to rank {self.dst}")
-        if self.src is not None:
-            ends.append(f"from {'any rank' if self.src == ANY else f'rank {self.src}'}")
-        return f"{', '.join(ends)} with {'any tag' if self.tag == ANY else f'tag {self.tag}'}"
-
-
-@dataclass(eq=False, slots=True)
-class Use:
-    """One use of a name, by which operations of the ranks match."""
-
-    name: str
-    count: int
-    """Count of earlier uses of the name."""
-    came: set[int] = field(default_factory=set)
-    """Other ranks that have issued it, as far as known."""
-    number: int = -1
-    """Number of the operation, after the name has a number; see `number_of_use`."""
-    record: Record | None = None
-    """The operation and its line."""
-
-    def text(self) -> str:
-        """Return the operation and its line."""
-        assert self.record is not None
-        return self.record.text()
 
 
 @dataclass
@@ -108,6 +68,18 @@ class _Stalled:
             if now < ends and any(now >= moment > self.asked for moment in (halfway, ends - _LATEST_SECONDS)):
                 return True
         return False
+
+    def note_wait(self, handle: Handle[Any], is_message: bool, now: float) -> None:
+        """Record the time since which the program waits: it need not wait for a receive that it posted in advance."""
+        if internals.was_looked_at(handle):
+            self.polled = now
+        waits = internals.is_awaited(handle) or now - self.polled < _POLLED_SECONDS
+        if not is_message:
+            self.waited = self.since
+        elif internals.is_detached(handle) or not waits:
+            self.waited = inf
+        elif self.waited == inf:
+            self.waited = max(self.since, now - _LOOK_SECONDS)
 
 
 class Watch(Quiet):
@@ -255,10 +227,6 @@ class Watchdog:
             with suppress(RuntimeError):  # the channel is closed
                 self._inquiry.channel.unsubscribe(self._topic)
 
-    @property
-    def _closed(self) -> bool:
-        return self.watch.members.get(self._name) is not self
-
     def expect(self, seconds: float) -> None:
         """Find the late ranks before the deadline of a new operation, in `seconds`."""
         if seconds < SHORT_SECONDS:
@@ -283,7 +251,7 @@ class Watchdog:
             stalled = self._stalled.get(handle)
             if stalled is None:
                 continue
-            self._see_who_waits(handle, stalled, now)
+            stalled.note_wait(handle, isinstance(self.pending.get(handle), Peer), now)
             if hurry or stalled.is_due(now, self.watch.scopes.ends):
                 stalled.asked = now
                 asked.update(dict.fromkeys(self._missing(handle)))
@@ -317,18 +285,6 @@ class Watchdog:
         ]
         return [*([] if collective is None else [collective]), *unordered]
 
-    def _see_who_waits(self, handle: Handle[Any], stalled: _Stalled, now: float) -> None:
-        """Record the time since which the program waits: it need not wait for a receive that it posted in advance."""
-        if internals.was_looked_at(handle):
-            stalled.polled = now
-        waits = internals.is_awaited(handle) or now - stalled.polled < _POLLED_SECONDS
-        if not isinstance(self.pending.get(handle), Peer):
-            stalled.waited = stalled.since
-        elif internals.is_detached(handle) or not waits:
-            stalled.waited = inf
-        elif stalled.waited == inf:
-            stalled.waited = max(stalled.since, now - _LOOK_SECONDS)
-
     def _missing(self, handle: Handle[Any]) -> list[int]:
         """Return the ranks that have not issued the collective, or their end of the message."""
         what = self.pending.get(handle)
@@ -345,7 +301,7 @@ class Watchdog:
 
     def late(self, handle: Handle[Any]) -> dict[int, str]:
         """See `Witness`."""
-        if self._closed or (since := self._since(handle)) is None:
+        if self.watch.members.get(self._name) is not self or (since := self._since(handle)) is None:
             return {}
         missing = self._missing(handle)
         if not missing and not isinstance(self.pending.get(handle), Peer):  # all have issued it: one may be stopped

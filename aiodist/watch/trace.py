@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from aiodist.communicator import Communicator, parts_of
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.names import Named
-from aiodist.communicator.watchdog import Peer
+from aiodist.communicator.operation import Peer
 from aiodist.errors import ConfigError
 from aiodist.handles import Handle, Origin, internals
 from aiodist.handles.tracing import Ended, rank_of_task, tracing

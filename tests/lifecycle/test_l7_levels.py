@@ -123,7 +123,7 @@ def test_l7_it_returns_a_hierarchy_of_the_world() -> None:
     async def of_another(coll: Communicator) -> Any:
         return await (await coll.dup()).hierarchy("a")
 
-    with pytest.raises(TypeError, match=r"levels= returned str: expected what coll\.hierarchy"):
+    with pytest.raises(TypeError, match=r"levels= returned str: expected the result of coll\.hierarchy"):
         run(2, lambda coll: "a")
     with pytest.raises(TypeError, match=r"levels= returned <Hierarchy 'world/dup1.*expected"):
         run(2, of_another)
