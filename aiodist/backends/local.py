@@ -29,7 +29,7 @@ class LocalMessage(UnexpectedMessage):
 
 
 class LocalHub:
-    """Where the ranks of one process meet: it pairs sends with receives and copies, with the transport lock held.
+    """The meeting place of the ranks of one process: it pairs sends with receives; with the transport lock held.
 
     With a `seed`, deliveries wait for the loop and their order between different pairs of ranks is drawn, so that
     one seed gives one interleaving, again and again. Without one they happen at once.
@@ -41,7 +41,7 @@ class LocalHub:
         self._ready: deque[Callable[[], None]] = deque()
         self._draining = False
         self.loop: AbstractEventLoop | None = None
-        """That of all ranks: the progress thread may be the first to send."""
+        """The loop of all ranks: the progress thread may be the first to send."""
 
     def send(self, to: Address, message: LocalMessage) -> None:
         """Give `message` to the first receive that wants it, or keep it."""
@@ -84,7 +84,7 @@ class LocalHub:
                 self._draining = False
 
     def _soon(self, call: Callable[[], None]) -> None:
-        """Have the loop make `call`, also where the progress thread has ended what comes before a message."""
+        """Make `call` on the loop; from any thread."""
         if loop := _get_running_loop():
             loop.call_soon(call)
         else:

@@ -67,7 +67,7 @@ class Matching(Generic[R, M]):
     """The receives and messages of one communicator on one rank that have not met; either side may be there first.
 
     A receive calls `take`, and `expect` if there is no message; a message calls `match`, and `keep` if there is
-    no receive. The lists are by tag, so many operations in flight do not slow each other down.
+    no receive. The lists are by tag, so the operations in flight do not slow each other down.
     """
 
     def __init__(self) -> None:
@@ -96,10 +96,10 @@ class Matching(Generic[R, M]):
 
     def find(self, src: int, tag: int, kind: int = ANY) -> M | None:
         """Return the first message that a receive with these fields takes; it still waits."""
-        for message in self.messages if tag == ANY else self._messages.get(tag, ()):
-            if src in (ANY, message.src) and kind in (ANY, message.kind):
-                return message
-        return None
+        if tag != ANY:
+            return _first(self._messages[tag], src, kind) if tag in self._messages else None
+        found = [first for waiting in self._messages.values() if (first := _first(waiting, src, kind)) is not None]
+        return min(found, key=_order, default=None)
 
     def take(self, src: int, tag: int, kind: int = ANY) -> M | None:
         """Return the first message that a receive with these fields takes; it no longer waits."""
@@ -115,14 +115,14 @@ class Matching(Generic[R, M]):
 
     def match(self, src: int, tag: int, kind: int = 0) -> R | None:
         """Return the first receive that takes a message with these fields; it no longer waits."""
-        receives: Sequence[R] = self._receives.get(tag, ())
-        if of_any_tag := self._receives.get(ANY):
-            receives = sorted([*receives, *of_any_tag], key=_order)
-        for receive in receives:
-            if receive.src in (ANY, src) and receive.kind in (ANY, kind):
-                self.remove_receive(receive)
-                return receive
-        return None
+        receives = self._receives
+        receive = _first(receives[tag], src, kind) if tag in receives else None
+        of_any_tag = _first(receives[ANY], src, kind) if ANY in receives else None
+        if receive is None or (of_any_tag is not None and of_any_tag.order < receive.order):
+            receive = of_any_tag
+        if receive is not None:
+            self.remove_receive(receive)
+        return receive
 
     def keep(self, message: M) -> None:
         """Let `message` wait, at its place if it has one already."""
@@ -152,6 +152,14 @@ class Matching(Generic[R, M]):
     def cancel_messages(self, which: Callable[[M], bool] | None = None) -> list[M]:
         """Remove the messages for which `which` is true, or all, and return them in order."""
         return _cancel(self._messages, which)
+
+
+def _first(waiting: Sequence[T], src: int, kind: int) -> T | None:
+    """Return the first with this source and kind; `ANY` on either side fits."""
+    for one in waiting:
+        if (one.src == src or ANY in (one.src, src)) and (one.kind == kind or ANY in (one.kind, kind)):
+            return one
+    return None
 
 
 def _order(one: Matchable) -> int:

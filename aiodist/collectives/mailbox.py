@@ -221,7 +221,8 @@ class Mailbox:
         try:
             if error is None:
                 self._take_in()
-                self.listen()
+                if self._waits:
+                    self.listen()
         except Exception as raised:  # noqa: BLE001  - the message may be any receive's
             error = ours(raised)
         if error is not None:

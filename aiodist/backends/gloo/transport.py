@@ -1,8 +1,8 @@
 """One communicator over gloo, and how the first is opened.
 
-[Note: lost peers] A rank that cannot be reached fails what waits for it, now and later. Receives from any source are
-told of each loss once: those that wait, else the next one that nothing matches. Those after it wait for the others.
-What came in full before the loss is still received; what the lost rank had only announced is not.
+[Note: lost peers] A rank that cannot be reached fails the receives and sends that need it, now and later. Each loss
+also fails receives from any source, once: those that wait, else the next one without a message. Later ones wait for the
+other ranks. Messages that came in full before the loss are still received; those only announced are not.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class ArrivedMessage(UnexpectedMessage):
 
 
 class Receiving:
-    """Who waits for a message and what waits for a receive, in order; with the transport lock held."""
+    """Receives that wait and messages that wait, in order; with the transport lock held."""
 
     def __init__(self, peers: Mapping[int, GlooPeer]) -> None:
         self.peers = peers
         self._matching: Matching[Receive, ArrivedMessage] = Matching()
-        self._untold: BackendError | None = None  # a loss that no receive from any source has been told of
+        self._untold: BackendError | None = None  # a loss that has failed no receive from any source yet
         self._over: BackendError | None = None
 
     def receive(self, wanted: Receive) -> None:
@@ -105,7 +105,7 @@ class Receiving:
                 memmove(wanted.into.data_ptr(), message.data.data_ptr(), nbytes)
             done(None)
             return
-        # What does not fit is received all the same, so that its sender is rid of it.
+        # A message that does not fit is received all the same, so that its send ends.
         self.peers[message.src].fetch(message.offer, bytes_of(wanted.into) if fits else empty(nbytes), done)
 
 
@@ -114,7 +114,7 @@ def _refuse(refusal: BackendError, done: Done, error: BaseException | None) -> N
 
 
 class GlooTransport:
-    """One communicator over gloo. That of the world owns the connections, the others borrow them."""
+    """One communicator over gloo. The transport of the world owns the connections, the others borrow them."""
 
     name = "gloo"
 
@@ -176,7 +176,7 @@ class GlooTransport:
         """Receive into `t` a message of its size."""
         self._receiving.receive(Receive(src, tag, t, done))
 
-    # What the wire tells.
+    # Frames and losses, from the wire.
 
     def came(self, src: int, frame: Frame) -> None:
         """A frame from rank `src` of the world."""
@@ -241,7 +241,7 @@ async def open_world(channel: Channel, *, one_host: bool) -> GlooTransport:
     """Return a transport over all ranks of `channel`; every rank must call it, once in the channel's life.
 
     `one_host`: all ranks are, so that they can use the loopback interface.
-    gloo connects in a thread, so the loop goes on; cancelling leaves nothing behind but that thread, for a while.
+    gloo connects in a thread, so the loop continues; after a cancellation only that thread remains, for a while.
     Raises `BackendError` when the ranks cannot connect, `OperationTimeout` or `PeerLost` when one is not there.
     """
     meeting = GlooRendezvous(channel, one_host=one_host)

@@ -42,7 +42,7 @@ from aiodist.handles.polling import transport_lock
 MESSAGE, OFFER, TAKEN, CREDITS = range(4)
 
 _POSTED = 4  # receives of frames that wait at each peer
-CREDIT = 64  # frames after which a peer that hears nothing from us is told that they came
+CREDIT = 64  # frames after which they are acknowledged, if nothing else goes to the peer
 
 
 class Frame(NamedTuple):
@@ -145,7 +145,7 @@ class Wire:
             peer.abort(error)
 
     def _at_exit(self) -> None:
-        """Nobody closed it. A thread that comes back from gloo while the interpreter ends would end the process."""
+        """Close it, if the program did not: a thread that returns from gloo later would end the process."""
         if os.getpid() == self._pid:
             self.close()
 
@@ -165,7 +165,7 @@ class Wire:
 
 
 class GlooPeer:
-    """What goes to and comes from one other rank of the world; with the transport lock held, save where it says so."""
+    """Frames to and from one other rank of the world; with the transport lock held, unless a method says otherwise."""
 
     def __init__(self, wire: Wire, rank: int) -> None:
         self._wire = wire
@@ -294,7 +294,7 @@ class GlooPeer:
             self._wire.lost(self.rank, error)
 
     def abort(self, error: BackendError) -> None:
-        """What was not taken never will be."""
+        """Fail the offers that the peer has not taken."""
         offers, self._offers = self._offers, {}
         tell((done, again(error)) for _, done in offers.values())
 
@@ -304,6 +304,6 @@ class GlooPeer:
         for thread in self._threads:
             thread.join(max(0.0, until - monotonic()))
         ended = not any(thread.is_alive() for thread in self._threads)
-        if ended:  # else frames may still come, and what was sent is in use until one says that it came
+        if ended:  # else frames may still come, and frames that were sent are in use until the peer acknowledges them
             self.sent.clear()
         return ended

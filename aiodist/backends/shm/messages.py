@@ -1,8 +1,8 @@
 """All messages between this rank and the others of its host, on every communicator, as `Progress` polls them.
 
-[Note: ranks that are gone] A rank whose process has ended fails what is pending with it, and what is sent to it or
-awaited from it later. Receives from any source are told of it once on each communicator that it is in: those that
-wait, else the next one that nothing matches. Those after it wait for the others. Short messages that the rank sent
+[Note: ranks that are gone] A rank whose process has ended fails its pending messages, and later sends to it and
+receives from it. On each communicator of the rank it also fails receives from any source, once: those that wait, else
+the next one without a message. Later ones wait for the other ranks. Short messages that the rank sent
 are still received; long ones that were not received in full by then are gone.
 """
 
@@ -35,7 +35,7 @@ _GONE_SECONDS = 0.02  # how often it is asked whether the others are still there
 
 @dataclass(eq=False, slots=True)
 class _Copy:
-    """Bytes on their way from one rank's memory to another's."""
+    """Bytes in flight from one rank's memory to another's."""
 
     operation: Send | ShmReceive
     into: Tensor
@@ -64,7 +64,7 @@ class Messages:
         self._copies: deque[_Copy] = deque()
         self._members: dict[int, tuple[int, ...]] = {}
         self._untold: dict[int, int] = {}
-        """By communicator: a rank that is gone, of which no receive from any source was told."""
+        """By communicator: a rank that is gone, and has failed no receive from any source yet."""
         self._closed: set[int] = set()
         self._pending = 0
         self._passes = 0
@@ -122,7 +122,7 @@ class Messages:
         self._pending += 1
         try:
             self._receive(receive)
-        except Exception as error:  # noqa: BLE001  - likewise
+        except Exception as error:  # noqa: BLE001  - as above
             self.over(receive, ours(error))
 
     def _receive(self, receive: ShmReceive) -> None:
@@ -281,7 +281,7 @@ class Messages:
     # --- its end --------------------------------------------------------------------------------------------------
 
     def give_up(self, comm: int, error: BaseException) -> None:
-        """A communicator is closed: what is pending on it fails, and what comes for it is thrown away."""
+        """A communicator is closed: its pending messages fail, and those that come are thrown away."""
         self._closed.add(comm)
         self._members.pop(comm, None)
         self._untold.pop(comm, None)
@@ -315,6 +315,6 @@ class Messages:
         self.progress.remove_poller(self)
 
     def release(self) -> None:
-        """Give the memory for messages back, which nobody looks at any more."""
+        """Give the memory for messages back, after all ranks have parted."""
         self._poll_only(())
         self.peers.clear()

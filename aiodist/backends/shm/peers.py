@@ -1,10 +1,10 @@
-"""One neighbour to exchange messages with: what goes to it, and what comes from it.
+"""One neighbour to exchange messages with: messages to it and from it.
 
-A short message travels in its record, and is on its way at once. Of a long one a record tells where its bytes lie: the
-receiver copies them from there. Where they are private, the receiver answers with the place of its own tensor, into
-which the sender copies them, and where that is private too, they go piece by piece through a stage in the sender's
-arena, which one side fills while the other drains it. So a long message needs no memory until somebody receives it,
-and neither do short ones that would go beyond `CREDIT_BYTES`: they are treated like long ones.
+A short message travels in its record. A record of a long one has the place of its bytes, and the receiver copies them
+from there. If they are private, the receiver answers with the place of its own tensor, and the sender copies them to
+it. If that is private too, they go piece by piece through a stage in the sender's arena, which one side fills while
+the other drains it. So a long message needs no memory before it is received. Short messages beyond `CREDIT_BYTES` are
+sent like long ones.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 NUMBERS = "messages"
 """The name of the memory where a rank counts what it has written to each ring and taken from the other (`core/ring.h`).
 """
-CREDIT_BYTES = 1 << 22  # how much of short messages the receiver keeps that nobody there has asked for
+CREDIT_BYTES = 1 << 22  # bytes of short messages without a receive that the receiver keeps
 
 _PIECES = 4  # of a stage
-_RECORD_BYTES = 64  # what a message costs beside its bytes
+_RECORD_BYTES = 64  # cost of a message in addition to its bytes
 _GONE_SECONDS = 0.1  # for the control channel to tell first why a rank is gone
 _SHORT, _LONG, _WANTED, _PIECE, _PUT, _GOT, _WITHDRAWN, _REFUSED = range(1, 9)
-# Of the message `number`, from its sender: _PIECE some of it lies in the stage, _PUT all of it lies in the receiver's
-# tensor, _WITHDRAWN it is given up. From its receiver: _WANTED bring it, _GOT it is there, _REFUSED it is given up,
-# or the sender was heard to have done so.
+# About the message `number`, from its sender: _PIECE some bytes are in the stage, _PUT all bytes are in the receiver's
+# tensor, _WITHDRAWN the send was aborted. From its receiver: _WANTED the sender is to copy, _GOT all bytes are here,
+# _REFUSED the receive was aborted, or the withdrawal is acknowledged.
 
 
 def ring_bytes(members: int) -> int:
@@ -67,11 +67,9 @@ class Peer:
         self._piece = max(2 * self._short, 1 << 16)
         self._waiting: deque[Send | Header] = deque()
         self._offered: dict[int, Send] = {}
-        """Long messages that the neighbour may still look at, also those that were given up here."""
+        """Long messages that the neighbour may still look at, also aborted ones."""
         self._staged: deque[Send] = deque()
-        self._brought: dict[
-            int, ShmReceive
-        ] = {}  # receives that the neighbour fills, also those that were given up here
+        self._brought: dict[int, ShmReceive] = {}  # receives that the neighbour fills, also aborted ones
         self._fetched: dict[int, ShmReceive] = {}
         self._number = 0
         self._given = 0
@@ -93,7 +91,7 @@ class Peer:
     # --- sending ----------------------------------------------------------------------------------------------
 
     def send(self, send: Send) -> None:
-        """Send a message, behind those that wait."""
+        """Send a message, after those that wait."""
         if self.gone:
             self._messages.over(send, self.lost())
         elif self._waiting or not self._begin(send):
@@ -112,7 +110,7 @@ class Peer:
         return nbytes <= self._short and self._given + nbytes + _RECORD_BYTES - self.rings.returned <= CREDIT_BYTES
 
     def _put_short(self, comm: int, tag: int, nbytes: int, data: bytearray | int) -> bool:
-        """Write a short message, whose bytes are `data` or lie at that address; False when there is no room."""
+        """Write a short message, whose bytes are `data` or are at that address; False when there is no room."""
         if not self.rings.is_open:
             self._open_ring()
         if not self.rings.put(_SHORT, comm, tag, 0, 0, -1, 0, nbytes, data):
@@ -361,7 +359,7 @@ class Peer:
 
     def _wanted(self, record: Header) -> None:
         send = self._offered.get(record.number)
-        if send is None or send.over:  # the receiver is about to hear that it was given up
+        if send is None or send.over:  # the receiver will learn that it was withdrawn
             return
         nbytes = send.t.nbytes
         if nbytes >= LARGE_BYTES:
@@ -383,7 +381,7 @@ class Peer:
         self._messages.over(send, None)
 
     def _fill(self) -> bool:
-        """Bring pieces of what is staged, as far as the neighbour has drained the stage."""
+        """Copy pieces of staged messages, as far as the neighbour has drained the stage."""
         messages = self._messages
         moved = False
         while self._staged and messages.budget > 0 and not self._waiting:
@@ -451,10 +449,10 @@ class Peer:
             held.clear()
         return pending
 
-    # --- giving up -------------------------------------------------------------------------------------------------
+    # --- aborting --------------------------------------------------------------------------------------------------
 
     def refuse(self, message: Envelope) -> None:
-        """Nobody will receive `message`."""
+        """Refuse `message`: no receive will take it."""
         if message.data is None:
             self._say(_REFUSED, message.number)
         else:

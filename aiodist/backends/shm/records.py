@@ -20,7 +20,7 @@ def place_of(header: Header) -> Place | None:
 
 @dataclass(eq=False, slots=True)
 class Send:
-    """A message of this rank that is not on its way yet, or that the receiver still needs."""
+    """A message of this rank that is not in flight yet, or that the receiver still needs."""
 
     t: Tensor
     comm: int
@@ -59,6 +59,6 @@ Box = Matching[ShmReceive, Envelope]  # the receives and messages of one communi
 
 
 def too_long(nbytes: int, receive: ShmReceive) -> BackendError | None:
-    """Return why a message of `nbytes` cannot be received there, None where it can."""
+    """Return the error of a receive that has no room for `nbytes`; None if it has."""
     room = receive.into.nbytes
     return BackendError(f"a message of {nbytes} bytes met a receive of {room}") if nbytes > room else None

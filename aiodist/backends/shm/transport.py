@@ -25,7 +25,7 @@ _LOOK_SECONDS = 1e-3
 
 
 class ShmTransport:
-    """One communicator in shared memory. That of the world owns the queues, the others borrow them.
+    """One communicator in shared memory. The transport of the world owns the queues, the others borrow them.
 
     It has no collectives of its own: `ShmNative` gives them to any communicator on one host.
     """
@@ -90,7 +90,7 @@ class ShmTransport:
                 self.messages.release()
 
     async def _part(self) -> None:
-        """Wait until no other rank waits for what lies in this one's memory: all have closed theirs too."""
+        """Wait until no other rank needs this one's memory: all have closed theirs too."""
         neighbours = self.near.neighbours.values()
         until = asyncio.get_running_loop().time() + _PART_SECONDS
         with transport_lock:
