@@ -29,7 +29,7 @@ class LocalMessage(UnexpectedMessage):
 
 
 class LocalHub:
-    """The meeting place of the ranks of one process: it pairs sends with receives; with the transport lock held.
+    """Messages among the ranks of one process: it matches sends with receives and copies; the transport lock is held.
 
     With a `seed`, deliveries wait for the loop and their order between different pairs of ranks is drawn, so that
     one seed gives one interleaving, again and again. Without one they happen at once.
@@ -44,7 +44,7 @@ class LocalHub:
         """The loop of all ranks: the progress thread may be the first to send."""
 
     def send(self, to: Address, message: LocalMessage) -> None:
-        """Give `message` to the first receive that wants it, or keep it."""
+        """Deliver `message` to the first matching receive, or keep it."""
         receive = self._waiting[to].match(message.src, message.tag)
         if receive is not None:
             self._deliver(message, receive)
@@ -52,7 +52,7 @@ class LocalHub:
             self._waiting[to].keep(message)
 
     def receive(self, at: Address, receive: Receive) -> None:
-        """Take the first message that fits, or wait for one."""
+        """Deliver the first matching message, or wait for one."""
         message = self._waiting[at].take(receive.src, receive.tag)
         if message is not None:
             self._deliver(message, receive)
@@ -60,7 +60,7 @@ class LocalHub:
             self._waiting[at].expect(receive)
 
     def abort(self, at: Address) -> None:
-        """The rank is gone: what it or others wait for never happens, and their buffers are free again."""
+        """End all operations of a rank that leaves, and those of other ranks with it; their buffers are free then."""
         comm, rank = at
         gone = _gone(rank, comm)
         own = self._waiting.pop(at, None) or Matching()
@@ -75,7 +75,7 @@ class LocalHub:
         if self._random is not None:
             self._soon(lambda: Progress.current().start(self._deliver_one))
         elif not self._draining:
-            # One completion starts the next transfer: a queue instead of ever deeper calls.
+            # A queue, since each completion starts the next transfer: nested calls would become too deep.
             self._draining = True
             try:
                 while self._ready:
@@ -84,7 +84,7 @@ class LocalHub:
                 self._draining = False
 
     def _soon(self, call: Callable[[], None]) -> None:
-        """Make `call` on the loop; from any thread."""
+        """Schedule `call` on the loop, from its thread or from the progress thread."""
         if loop := _get_running_loop():
             loop.call_soon(call)
         else:
@@ -131,7 +131,7 @@ class LocalTransport:
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
         """Send `t`; done when the receiver has copied it."""
-        if self._closed:  # an operation that was aborted came to its next step
+        if self._closed:  # the next step of an aborted operation
             done(_gone(self.rank, self._comm))
         else:
             self._hub.send((self._comm, dst), LocalMessage(self.rank, tag, t, done))
@@ -147,7 +147,7 @@ class LocalTransport:
         return LocalTransport(self._hub, list(ranks).index(self.rank), len(ranks), path, name=self.name)
 
     async def aclose(self, *, drained: bool) -> None:
-        """Forget what waits for this rank."""
+        """End the operations of this rank."""
         with transport_lock:
             self._closed = True
             self._hub.abort((self._comm, self.rank))

@@ -67,7 +67,7 @@ class Matching(Generic[R, M]):
     """The receives and messages of one communicator on one rank that have not met; either side may be there first.
 
     A receive calls `take`, and `expect` if there is no message; a message calls `match`, and `keep` if there is
-    no receive. The lists are by tag, so the operations in flight do not slow each other down.
+    no receive. There is a list for each tag, so the search time does not depend on operations with other tags.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""One communicator over gloo, and how the first is opened.
+"""Communicators over gloo, and the start of the first one.
 
-[Note: lost peers] A rank that cannot be reached fails the receives and sends that need it, now and later. Each loss
-also fails receives from any source, once: those that wait, else the next one without a message. Later ones wait for the
-other ranks. Messages that came in full before the loss are still received; those only announced are not.
+[Note: lost peers] When a rank cannot be reached, pending and later operations with it fail. Receives from any source
+fail once for each loss: the waiting ones, or else the next one without a message. Later receives wait for the other
+ranks. Messages that arrived completely before the loss are still received; messages that were only announced are not.
 """
 
 from __future__ import annotations
@@ -45,31 +45,31 @@ class ArrivedMessage(UnexpectedMessage):
 
 
 class Receiving:
-    """Receives that wait and messages that wait, in order; with the transport lock held."""
+    """Waiting receives and messages, in order; used with the transport lock held."""
 
     def __init__(self, peers: Mapping[int, GlooPeer]) -> None:
         self.peers = peers
         self._matching: Matching[Receive, ArrivedMessage] = Matching()
-        self._untold: BackendError | None = None  # a loss that has failed no receive from any source yet
-        self._over: BackendError | None = None
+        self._unreported: BackendError | None = None  # a loss that no receive from any source has reported yet
+        self._closed: BackendError | None = None
 
     def receive(self, wanted: Receive) -> None:
-        """Deliver the message for `wanted`, now or when it comes; fail it where none will, see [Note: lost peers]."""
+        """Deliver the message for `wanted`, now or when it arrives, or fail it, see [Note: lost peers]."""
         message = self._matching.take(wanted.src, wanted.tag)
         if message is not None:
             self._deliver(message, wanted)
             return
         peer = self.peers.get(wanted.src)
-        error = self._over or (None if peer is None else peer.error)
+        error = self._closed or (None if peer is None else peer.error)
         if wanted.src == ANY and error is None:
-            error, self._untold = self._untold, None
+            error, self._unreported = self._unreported, None
         if error is None:
             self._matching.expect(wanted)
         else:
             wanted.done(again(error))
 
     def arrived(self, message: ArrivedMessage) -> None:
-        """Deliver `message` to the first receive that waits for it, or keep it for one."""
+        """Deliver `message` to the first matching receive, or keep it."""
         wanted = self._matching.match(message.src, message.tag)
         if wanted is not None:
             self._deliver(message, wanted)
@@ -83,12 +83,12 @@ class Receiving:
         self._matching.cancel_messages(lambda message: message.src == rank and message.offer != 0)
         failed = self._matching.cancel_receives(lambda wanted: wanted.src in (rank, ANY))
         if all(wanted.src == rank for wanted in failed):
-            self._untold = error
+            self._unreported = error
         tell((wanted.done, again(error)) for wanted in failed)
 
     def abort(self, error: BackendError) -> None:
         """Fail all receives, now and later."""
-        self._over = error
+        self._closed = error
         tell((wanted.done, again(error)) for wanted in self._matching.cancel_receives())
 
     def _deliver(self, message: ArrivedMessage, wanted: Receive) -> None:
@@ -105,7 +105,7 @@ class Receiving:
                 memmove(wanted.into.data_ptr(), message.data.data_ptr(), nbytes)
             done(None)
             return
-        # A message that does not fit is received all the same, so that its send ends.
+        # A message that does not fit is received too, so that its sender can finish.
         self.peers[message.src].fetch(message.offer, bytes_of(wanted.into) if fits else empty(nbytes), done)
 
 
@@ -114,7 +114,7 @@ def _refuse(refusal: BackendError, done: Done, error: BaseException | None) -> N
 
 
 class GlooTransport:
-    """One communicator over gloo. The transport of the world owns the connections, the others borrow them."""
+    """One communicator over gloo. The world's communicator owns the connections, the others use them."""
 
     name = "gloo"
 
@@ -126,9 +126,9 @@ class GlooTransport:
         world_ranks: Sequence[int],
         group: ProcessGroup | None,
     ) -> None:
-        """`world_ranks` are its ranks' ranks in the world, in order; `path` is its name, the same on all of them.
+        """`world_ranks` are the world ranks of its ranks, in order; `path` is its name, the same on all of them.
 
-        A rank that is alone has neither `wire` nor `group`.
+        A communicator of one rank has neither `wire` nor `group`.
         """
         self._meeting = meeting
         self.wire = wire
@@ -145,7 +145,7 @@ class GlooTransport:
         self._receiving = Receiving(self.peers)
         self._native: GlooNative | None = None
         if wire is not None and group is not None:
-            self._native = GlooNative(group, self.rank, self.peers.values(), wire.tell)
+            self._native = GlooNative(group, self.rank, self.peers.values(), wire.call)
             with transport_lock:
                 wire.at_close.add(self._native.close)
                 wire.join(self.comm, self)
@@ -157,8 +157,8 @@ class GlooTransport:
     # Messages.
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        """Send `t`; done at once when it is short, else when it was received."""
-        if self._closed:  # an operation that was aborted came to its next step
+        """Send `t`; done immediately if it is short, else after it was received."""
+        if self._closed:  # the next step of an aborted operation
             done(BackendError("gloo: the transport was closed"))
             return
         if dst == self.rank or self.wire is None:
@@ -176,16 +176,16 @@ class GlooTransport:
         """Receive into `t` a message of its size."""
         self._receiving.receive(Receive(src, tag, t, done))
 
-    # Frames and losses, from the wire.
+    # Calls of the wire.
 
-    def came(self, src: int, frame: Frame) -> None:
-        """A frame from rank `src` of the world."""
+    def frame_arrived(self, src: int, frame: Frame) -> None:
+        """Handle a frame from world rank `src`."""
         header = frame.header
         number = header.number if header.kind == OFFER else 0
         self._receiving.arrived(ArrivedMessage(self._local[src], header.tag, header.nbytes, frame.data, number))
 
     def lost(self, world_rank: int, error: BackendError) -> None:
-        """Rank `world_rank` of the world cannot be reached: what needs it fails."""
+        """Fail operations with `world_rank`, which cannot be reached."""
         rank = self._local.get(world_rank)
         if rank is None:
             return
@@ -193,7 +193,7 @@ class GlooTransport:
         if self._native is not None:
             self._native.abort()
 
-    # Its life.
+    # Split and close.
 
     async def split(self, ranks: Sequence[int], name: str) -> GlooTransport:
         """Return a transport among `ranks`, with a process group of its own; the connections take some milliseconds."""
@@ -205,7 +205,7 @@ class GlooTransport:
         return GlooTransport(self._meeting, self.wire, path, world_ranks, group)
 
     async def aclose(self, *, drained: bool) -> None:
-        """Close it; what is pending fails. The world's closes the connections, which all its splits use."""
+        """Close it; pending operations fail. The world's transport closes the connections, which all its splits use."""
         if self._closed:
             return
         self._closed = True
@@ -240,9 +240,9 @@ class GlooTransport:
 async def open_world(channel: Channel, *, one_host: bool) -> GlooTransport:
     """Return a transport over all ranks of `channel`; every rank must call it, once in the channel's life.
 
-    `one_host`: all ranks are, so that they can use the loopback interface.
-    gloo connects in a thread, so the loop continues; after a cancellation only that thread remains, for a while.
-    Raises `BackendError` when the ranks cannot connect, `OperationTimeout` or `PeerLost` when one is not there.
+    `one_host`: all ranks are on one host, so that they can use the loopback interface. gloo connects in a thread, so
+    the loop continues; after a cancellation this thread runs for a while. Raises `BackendError` if the ranks cannot
+    connect, `OperationTimeout` or `PeerLost` if one is missing.
     """
     meeting = GlooRendezvous(channel, one_host=one_host)
     if channel.size == 1:

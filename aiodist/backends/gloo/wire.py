@@ -1,4 +1,4 @@
-"""Frames between the ranks of the world, for all communicators: what goes to and comes from each of the others.
+"""Frames between the ranks of the world, for all communicators.
 
 A frame is a header of 64 bytes, then the data if it is short.
 """
@@ -41,18 +41,18 @@ from aiodist.handles.polling import transport_lock
 
 MESSAGE, OFFER, TAKEN, CREDITS = range(4)
 
-_POSTED = 4  # receives of frames that wait at each peer
-CREDIT = 64  # frames after which they are acknowledged, if nothing else goes to the peer
+_POSTED = 4  # posted receives of frames, per peer
+CREDIT = 64  # received frames after which they are acknowledged by a frame of their own
 
 
 class Frame(NamedTuple):
-    """A frame that came; `data` is a view of memory that is used again."""
+    """A received frame; `data` is a view of a reused buffer."""
 
     header: Header
     data: Tensor
 
-    def kept(self) -> Frame:
-        """Return it with data of its own."""
+    def copied(self) -> Frame:
+        """Return it with a copy of its data."""
         return self._replace(data=self.data.clone())
 
     @staticmethod
@@ -63,7 +63,7 @@ class Frame(NamedTuple):
 
     @staticmethod
     def write(header: Header, data: Tensor | None) -> Tensor:
-        """Return a frame to be sent, with a copy of the first `header.size` bytes of `data`."""
+        """Return a frame to send, with a copy of the first `header.size` bytes of `data`."""
         frame = empty(HEADER_BYTES + header.size)
         address = frame.data_ptr()
         memmove(address, header.pack(), HEADER_BYTES)
@@ -73,13 +73,13 @@ class Frame(NamedTuple):
 
 
 class Member(Protocol):
-    """A communicator, as frames see it; called with the transport lock held, with ranks of the world."""
+    """The interface of a communicator to its wire; called with the transport lock held, with world ranks."""
 
-    def came(self, src: int, frame: Frame) -> None:
-        """Take a frame from `src`."""
+    def frame_arrived(self, src: int, frame: Frame) -> None:
+        """Handle a frame from `src`."""
 
     def lost(self, world_rank: int, error: BackendError) -> None:
-        """Hear that `world_rank` cannot be reached."""
+        """Handle the loss of `world_rank`."""
 
 
 class Wire:
@@ -89,12 +89,12 @@ class Wire:
         self.group = group
         self.progress = progress
         self.capacity = max(4096, (1 << 20) // size)
-        """The longest data that travels in a frame, in bytes."""
+        """Longest data of a frame, in bytes."""
         self.members: dict[int, Member] = {}
         self._closed: set[int] = set()
-        self._early: dict[int, list[tuple[int, Frame]]] = {}  # frames for communicators that this rank has not made yet
+        self._early: dict[int, list[tuple[int, Frame]]] = {}  # frames for communicators that do not exist here yet
         self._closing = False
-        self.at_close: set[Callable[[], None]] = set()  # what closes gloo's own collectives
+        self.at_close: set[Callable[[], None]] = set()  # callbacks that close gloo's own collectives
         self._close_lock = threading.Lock()
         self._closed_all = False
         self._pid = os.getpid()
@@ -105,7 +105,7 @@ class Wire:
         """Deliver the frames of `comm` to `member`."""
         self.members[comm] = member
         for src, frame in self._early.pop(comm, ()):
-            member.came(src, frame)
+            member.frame_arrived(src, frame)
         for peer in self.peers.values():
             if peer.error is not None:
                 member.lost(peer.rank, peer.error)
@@ -115,22 +115,22 @@ class Wire:
         self._early.pop(comm, None)
         self._closed.add(comm)
 
-    def tell(self, fn: Callable[[], None]) -> None:
-        """Call `fn`, which may complete operations, from a thread of ours: it takes the lock."""
+    def call(self, fn: Callable[[], None]) -> None:
+        """Call `fn`, which may complete operations, with the lock; from a thread of gloo or of this module."""
         with transport_lock:
             try:
                 fn()
             except Exception as error:  # noqa: BLE001  - it must not end the thread
-                self.progress.report("what a frame completed failed", error)
+                self.progress.report("the callback of a frame failed", error)
             self.progress.make_calls()
             self.progress.ensure_polled()
 
-    def came(self, src: int, frame: Frame) -> None:
+    def frame_arrived(self, src: int, frame: Frame) -> None:
         member = self.members.get(frame.header.comm)
         if member is not None:
-            member.came(src, frame)
+            member.frame_arrived(src, frame)
         elif frame.header.comm not in self._closed:
-            self._early.setdefault(frame.header.comm, []).append((src, frame.kept()))
+            self._early.setdefault(frame.header.comm, []).append((src, frame.copied()))
 
     def lost(self, rank: int, error: BackendError) -> None:
         if not self._closing:
@@ -138,20 +138,20 @@ class Wire:
                 member.lost(rank, error)
 
     def abort(self, error: BackendError) -> None:
-        """Nothing is sent or received any more."""
+        """Stop all sends and receives."""
         self._closing = True
         for peer in self.peers.values():
             peer.error = peer.error or error
             peer.abort(error)
 
     def _at_exit(self) -> None:
-        """Close it, if the program did not: a thread that returns from gloo later would end the process."""
+        """Close it at exit: a thread that returns from gloo while the interpreter ends would end the process."""
         if os.getpid() == self._pid:
             self.close()
 
     def close(self) -> None:
-        """End the threads and close the connections; without the lock, blocks for `CLOSE_SECONDS` at most."""
-        with self._close_lock:  # the interpreter, when it ends, waits for a loop's thread that closes just now
+        """End the threads and close the connections; without the lock. It blocks for `CLOSE_SECONDS` at most."""
+        with self._close_lock:  # at exit, the interpreter waits for another thread's close
             if self._closed_all:
                 return
             self._closed_all = True
@@ -159,7 +159,7 @@ class Wire:
                 close()
             abort_group(self.group, self.peers)
             until = monotonic() + CLOSE_SECONDS
-            if all([peer.join(until) for peer in self.peers.values()]):  # noqa: C419  - each is to be joined
+            if all([peer.join(until) for peer in self.peers.values()]):  # noqa: C419  - each must be joined
                 del self.group
             atexit.unregister(self._at_exit)
 
@@ -170,13 +170,13 @@ class GlooPeer:
     def __init__(self, wire: Wire, rank: int) -> None:
         self._wire = wire
         self.rank = rank
-        self.error: BackendError | None = None  # why it can no longer be reached
-        self.sent: deque[Work] = deque()  # frames that must stay alive until the peer says that they came
+        self.error: BackendError | None = None  # error after which it cannot be reached
+        self.sent: deque[Work] = deque()  # frames that must stay alive until the peer acknowledges them
         self._offers: dict[int, tuple[list[Work], Done]] = {}
         self._next_payload = PAYLOADS
-        self._received = self._told = self._acknowledged = 0
+        self._received = self._reported = self._acknowledged = 0
         self._payloads: SimpleQueue[tuple[list[Work], Done] | None] = SimpleQueue()
-        self._threads = [threading.Thread(target=self._hear, name=f"aiodist-gloo-{rank}", daemon=True)]
+        self._threads = [threading.Thread(target=self._receive, name=f"aiodist-gloo-{rank}", daemon=True)]
         self._threads[0].start()
 
     # Sending.
@@ -185,8 +185,8 @@ class GlooPeer:
         """Send a frame with a copy of `data`, and the number of frames received; return an error if that fails."""
         if self.error is not None:
             return self.error
-        self._told = self._received
-        frame = Frame.write(header._replace(extra=self._told), data)
+        self._reported = self._received
+        frame = Frame.write(header._replace(extra=self._reported), data)
         try:
             self.sent.append(self._wire.group.send([frame], self.rank, FRAMES))
         except Exception as error:  # noqa: BLE001  - torch chooses the class
@@ -194,7 +194,7 @@ class GlooPeer:
         return None
 
     def offer(self, t: Tensor, tag: int, comm: int, done: Done) -> None:
-        """Announce `t` and send it; done when the peer says that it came."""
+        """Announce `t` and send it; done when the peer acknowledges it."""
         parts = pieces(bytes_of(t))
         if self._next_payload + len(parts) > LAST_PAYLOAD:
             self._next_payload = PAYLOADS
@@ -214,7 +214,7 @@ class GlooPeer:
             done(again(error))
 
     def fetch(self, number: int, into: Tensor, done: Done) -> None:
-        """Receive what was offered as `number` into the bytes `into`."""
+        """Receive the data of offer `number` into the bytes `into`."""
         try:
             receive = self._wire.group.recv
             parts = pieces(into)
@@ -223,7 +223,7 @@ class GlooPeer:
             done(backend_error(error))
             return
 
-        def over(error: BaseException | None) -> None:
+        def acknowledge(error: BaseException | None) -> None:
             if error is None:
                 self.send(Header(TAKEN, number=number))
             done(error)
@@ -232,26 +232,26 @@ class GlooPeer:
             name = f"aiodist-gloo-{self.rank}-data"
             self._threads.append(threading.Thread(target=self._collect, name=name, daemon=True))
             self._threads[1].start()
-        self._payloads.put((works, over))
+        self._payloads.put((works, acknowledge))
 
-    # Receiving: on threads of its own, which take the lock to tell what came.
+    # Receiving, on threads of its own, which take the lock for their callbacks.
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         try:
             works = deque(self._post(empty(HEADER_BYTES + self._wire.capacity)) for _ in range(_POSTED))
             while True:
                 work, buffer, view = works.popleft()
                 work.wait(FOREVER)
-                self._wire.tell(partial(self._came, buffer, view))
+                self._wire.call(partial(self._arrived, buffer, view))
                 works.append(self._post(buffer, view))
-        except Exception as error:  # noqa: BLE001  - without this thread nothing of that rank is heard any more
-            self._wire.tell(partial(self._gone, backend_error(error, f"rank {self.rank} cannot be reached: ")))
+        except Exception as error:  # noqa: BLE001  - without this thread no frame of that rank is received
+            self._wire.call(partial(self._lost, backend_error(error, f"rank {self.rank} cannot be reached: ")))
 
     def _post(self, buffer: Tensor, view: memoryview | None = None) -> tuple[Work, Tensor, memoryview]:
         work = self._wire.group.recv([buffer], self.rank, FRAMES)
         return work, buffer, memoryview(cast(Any, buffer.numpy())) if view is None else view
 
-    def _came(self, buffer: Tensor, view: memoryview) -> None:
+    def _arrived(self, buffer: Tensor, view: memoryview) -> None:
         if self.error is not None:
             return
         frame = Frame.read(buffer, view)
@@ -259,35 +259,35 @@ class GlooPeer:
         self._received += 1
         if not 0 <= acknowledged - self._acknowledged <= len(self.sent):
             sent = f"{self._acknowledged + len(self.sent)} were sent to it, and {self._acknowledged} acknowledged"
-            self._gone(BackendError(f"gloo: rank {self.rank} acknowledges {acknowledged} frames: {sent}"))
+            self._lost(BackendError(f"gloo: rank {self.rank} acknowledges {acknowledged} frames: {sent}"))
             return
         for _ in range(acknowledged - self._acknowledged):
             self.sent.popleft()
         self._acknowledged = acknowledged
-        if self._received - self._told >= CREDIT:
+        if self._received - self._reported >= CREDIT:
             self.send(Header(CREDITS))
         if header.kind == TAKEN:
             if (offer := self._offers.pop(header.number, None)) is None:
-                self._gone(BackendError(f"gloo: rank {self.rank} took data number {header.number}: none was offered"))
+                self._lost(BackendError(f"gloo: rank {self.rank} took data number {header.number}: none was offered"))
             else:
                 offer[1](None)
         elif header.kind != CREDITS:
-            self._wire.came(self.rank, frame)
+            self._wire.frame_arrived(self.rank, frame)
 
     def _collect(self) -> None:
-        """Wait for data, in the order of its receives: the peer has sent all of it already."""
+        """Wait for data in the order of the receives: the peer has sent all of it already."""
         while (item := self._payloads.get()) is not None:
-            works, over = item
+            works, done = item
             failure: BackendError | None = None
             try:
                 for work in works:
                     work.wait(FOREVER)
             except Exception as error:  # noqa: BLE001  - as above
                 failure = backend_error(error)
-            self._wire.tell(partial(over, failure))
-            del works, over, item
+            self._wire.call(partial(done, failure))
+            del works, done, item
 
-    def _gone(self, error: BackendError) -> None:
+    def _lost(self, error: BackendError) -> None:
         if self.error is None:
             self.error = error
             self.abort(error)
@@ -299,11 +299,11 @@ class GlooPeer:
         tell((done, again(error)) for _, done in offers.values())
 
     def join(self, until: float) -> bool:
-        """Wait for its threads, without the lock, once the connection is closed; return whether they ended."""
+        """Wait for its threads after the close of the connection; return True if they ended. Without the lock."""
         self._payloads.put(None)
         for thread in self._threads:
             thread.join(max(0.0, until - monotonic()))
         ended = not any(thread.is_alive() for thread in self._threads)
-        if ended:  # else frames may still come, and frames that were sent are in use until the peer acknowledges them
+        if ended:  # otherwise sent frames may still be in use
             self.sent.clear()
         return ended

@@ -1,9 +1,9 @@
-"""All messages between this rank and the others of its host, on every communicator, as `Progress` polls them.
+"""All messages between this rank and the others of its host, on every communicator: a poller of `Progress`.
 
-[Note: ranks that are gone] A rank whose process has ended fails its pending messages, and later sends to it and
-receives from it. On each communicator of the rank it also fails receives from any source, once: those that wait, else
-the next one without a message. Later ones wait for the other ranks. Short messages that the rank sent
-are still received; long ones that were not received in full by then are gone.
+[Note: lost ranks] When the process of a rank has ended, pending and later sends to it and receives from it fail. On
+each communicator of that rank, receives from any source fail once: the waiting ones, or else the next one without a
+message. Later receives wait for the other ranks. Short messages of the lost rank are still received; long ones are
+lost unless all their bytes had arrived.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from aiodist.errors import AiodistError, BackendError
 from aiodist.handles import Progress
 from aiodist.types import ANY
 
-PASS_BYTES = 1 << 20  # how much one pass over everything copies, about
+PASS_BYTES = 1 << 20  # bytes that one poll copies, approximately
 
-_LOOK_PASSES = 64  # after how many passes the sockets are looked at, once nothing moves
-_BUSY_PASSES = 1024  # after how many at the latest
-_GONE_SECONDS = 0.02  # how often it is asked whether the others are still there
+_LOOK_PASSES = 64  # idle polls between two checks of the sockets
+_BUSY_PASSES = 1024  # most polls between two checks of the sockets
+_GONE_SECONDS = 0.02  # between two checks for lost ranks
 
 
 @dataclass(eq=False, slots=True)
 class _Copy:
-    """Bytes in flight from one rank's memory to another's."""
+    """A copy in progress, between the memory of two ranks or within this rank's."""
 
     operation: Send | ShmReceive
     into: Tensor
@@ -46,7 +46,7 @@ class _Copy:
 
 
 class Messages:
-    """See the module; everything but making it runs with the transport lock held."""
+    """See the module; all methods except the constructor run with the transport lock held."""
 
     of_ranks = True
 
@@ -55,16 +55,16 @@ class Messages:
         self.progress = progress
         self.rank = near.rank
         self.boxes: dict[int, Box] = {}
-        """By communicator: what waits to be received, and receives that wait."""
-        self.budget = 0  # how many bytes this pass may still copy
+        """Waiting messages and receives, by communicator."""
+        self.budget = 0  # bytes that this poll may still copy
         numbers = near.place(NUMBERS, NUMBERS_BYTES * len(near.members), tuple(near.neighbours))
         self.peers = {rank: Peer(self, neighbour, numbers) for rank, neighbour in near.neighbours.items()}
         self._poll_only(self.peers.values())
         self._gone: set[int] = set()
         self._copies: deque[_Copy] = deque()
         self._members: dict[int, tuple[int, ...]] = {}
-        self._untold: dict[int, int] = {}
-        """By communicator: a rank that is gone, and has failed no receive from any source yet."""
+        self._unreported: dict[int, int] = {}
+        """Lost ranks that no receive from any source has reported yet, by communicator."""
         self._closed: set[int] = set()
         self._pending = 0
         self._passes = 0
@@ -77,11 +77,11 @@ class Messages:
         self._rings = tuple([peer.rings for peer in self._polled])
 
     def join(self, comm: int, ranks: tuple[int, ...]) -> None:
-        """There is a communicator of these ranks of the world."""
+        """Add a communicator of these world ranks."""
         self._members[comm] = ranks
         for rank in ranks:
             if rank != self.rank and self.peers[rank].gone:
-                self._untold[comm] = rank
+                self._unreported[comm] = rank
 
     # --- sending and receiving ---------------------------------------------------------------------------------
 
@@ -93,17 +93,17 @@ class Messages:
         try:
             self._send(send, to)
         except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the operation
-            self.over(send, ours(error))
+            self.finish(send, ours(error))
 
     def send_now(self, data: bytearray, comm: int, to: int, tag: int) -> bool:
-        """Send a few bytes to rank `to`; False where they would have to wait: then nothing is sent."""
+        """Send a few bytes to rank `to`; return False, with no byte sent, if they would have to wait."""
         peer = self.peers.get(to)
         return peer is not None and self._failure is None and peer.send_now(data, comm, tag)
 
     def _send(self, send: Send, to: int) -> None:
         box = self.box(send.comm)
-        if box is None:  # an operation that was aborted came to its next step
-            self.over(send, BackendError("the communicator is closed"))
+        if box is None:  # the next step of an aborted operation
+            self.finish(send, BackendError("the communicator is closed"))
             return
         if to != self.rank:
             self.peers[to].send(send)
@@ -122,26 +122,26 @@ class Messages:
         self._pending += 1
         try:
             self._receive(receive)
-        except Exception as error:  # noqa: BLE001  - as above
-            self.over(receive, ours(error))
+        except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the operation
+            self.finish(receive, ours(error))
 
     def _receive(self, receive: ShmReceive) -> None:
         box = self.box(receive.comm)
         if box is None:
-            self.over(receive, BackendError("the communicator is closed"))
+            self.finish(receive, BackendError("the communicator is closed"))
             return
         message = box.take(receive.src, receive.tag)
         if message is not None:
             self._deliver(message, receive)
-        elif self._gone and (error := self._never(receive)) is not None:
-            self.over(receive, error)
+        elif self._gone and (error := self._loss_for(receive)) is not None:
+            self.finish(receive, error)
         else:
             box.expect(receive)
 
-    def _never(self, receive: ShmReceive) -> BackendError | None:
-        """Return why `receive`, for which nothing has come, has to fail, see [Note: ranks that are gone]."""
+    def _loss_for(self, receive: ShmReceive) -> BackendError | None:
+        """Return the error of `receive`, which has no message, if it must fail, see [Note: lost ranks]."""
         if receive.src == ANY:
-            rank = self._untold.pop(receive.comm, None)
+            rank = self._unreported.pop(receive.comm, None)
         else:
             rank = receive.src if receive.src in self._gone else None
         return None if rank is None else self.peers[rank].lost()
@@ -151,8 +151,8 @@ class Messages:
             error = too_long(own.t.nbytes, receive)
 
             def finish() -> None:
-                self.over(own, None)
-                self.over(receive, error)
+                self.finish(own, None)
+                self.finish(receive, error)
 
             self.copy(receive, receive.into, own.t, 0 if error else own.t.nbytes, finish)
             return
@@ -164,20 +164,20 @@ class Messages:
         error = too_long(message.nbytes, receive)
         if error is None:
             memmove(receive.into.data_ptr(), message.data, message.nbytes)
-        self.over(receive, error)
+        self.finish(receive, error)
 
-    def over(self, operation: Send | ShmReceive, error: BaseException | None) -> None:
-        """Tell the `done` of `operation`, once."""
-        if not operation.over:
-            operation.over = True
+    def finish(self, operation: Send | ShmReceive, error: BaseException | None) -> None:
+        """Call the `done` of `operation`, once."""
+        if not operation.finished:
+            operation.finished = True
             self._pending -= 1
             try:
                 operation.done(error)
-            except Exception as raised:  # noqa: BLE001  - what follows in the queue is to be read all the same
-                self.progress.report("what a message completed failed", raised)
+            except Exception as raised:  # noqa: BLE001  - later messages must still be read
+                self.progress.report("the callback of a message failed", raised)
 
     def box(self, comm: int) -> Box | None:
-        """Return what waits on a communicator, None when that is closed."""
+        """Return the waiting messages and receives of a communicator, or None if it is closed."""
         box = self.boxes.get(comm)
         if box is None and comm not in self._closed:
             box = self.boxes[comm] = Box()
@@ -186,28 +186,28 @@ class Messages:
     def copy(
         self, operation: Send | ShmReceive, into: Tensor, source: Tensor, nbytes: int, finish: Callable[[], None]
     ) -> None:
-        """Copy `nbytes` for `operation`, some in each pass, and call `finish`."""
+        """Copy `nbytes` for `operation`, some in each poll, and call `finish`."""
         self._copies.append(_Copy(operation, into, source, nbytes, finish))
 
     def stop(self, operation: Send | ShmReceive) -> None:
-        """Copy no more for `operation`."""
+        """Stop the copy for `operation`."""
         for copy in self._copies:
             if copy.operation is operation:
                 self._copies.remove(copy)
                 return
 
-    # --- a poller's -----------------------------------------------------------------------------------------------
+    # --- as a poller ----------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return self._pending or sum([peer.stuck for peer in self._polled])
 
     @property
     def rings(self) -> bool:
-        """Return False when there is more to do than one pass does."""
+        """True if one poll can do all the work."""
         return not self._copies and self.budget > 0
 
     def poll(self, until: float = 0.0) -> bool:
-        """Move everything on; True when something moved."""
+        """Advance all messages; return True if one advanced."""
         while True:
             self.budget = PASS_BYTES
             moved = False
@@ -215,7 +215,7 @@ class Messages:
                 for peer in self._polled:
                     if peer.advance():
                         moved = True
-            except Exception as error:  # noqa: BLE001  - what was read half cannot be read again
+            except Exception as error:  # noqa: BLE001  - a partly read record cannot be read again
                 self.fail(ours(error))
                 return True
             if self._copies:
@@ -232,7 +232,7 @@ class Messages:
                 self._passes = _LOOK_PASSES
 
     def _look(self) -> bool:
-        """Send what could not be sent over the sockets; True when a rank was found to be gone."""
+        """Send waiting data over the sockets, and check for lost ranks; return True if there is a new one."""
         self._passes = 0
         for peer in self._polled:
             peer.look()
@@ -255,12 +255,12 @@ class Messages:
             waiting = box.cancel_receives(lambda receive: receive.src in (ANY, peer.rank))
             failed += waiting
             if all(receive.src != ANY for receive in waiting):
-                self._untold[comm] = peer.rank
+                self._unreported[comm] = peer.rank
         for operation in failed:
-            self.over(operation, peer.lost())
+            self.finish(operation, peer.lost())
 
     def _work(self) -> None:
-        """Copy what this pass may still copy, for one operation after the other."""
+        """Copy the remaining bytes of this poll, for one operation after another."""
         while self._copies and self.budget > 0:
             copy = self._copies[0]
             nbytes = min(self.budget, copy.nbytes - copy.moved)
@@ -268,7 +268,7 @@ class Messages:
                 move_bytes(copy.into.data_ptr() + copy.moved, copy.source.data_ptr() + copy.moved, nbytes)
             except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the operation
                 self._copies.popleft()
-                self.over(copy.operation, ours(error))
+                self.finish(copy.operation, ours(error))
                 continue
             copy.moved += nbytes
             self.budget -= max(nbytes, 1)
@@ -280,41 +280,41 @@ class Messages:
 
     # --- its end --------------------------------------------------------------------------------------------------
 
-    def give_up(self, comm: int, error: BaseException) -> None:
-        """A communicator is closed: its pending messages fail, and those that come are thrown away."""
+    def close_comm(self, comm: int, error: BaseException) -> None:
+        """Close a communicator: its pending operations fail, and later messages for it are discarded."""
         self._closed.add(comm)
         self._members.pop(comm, None)
-        self._untold.pop(comm, None)
+        self._unreported.pop(comm, None)
         box = self.boxes.pop(comm, None)
         for peer in self._polled:
-            peer.give_up(comm, error)
-        for copy in [one for one in self._copies if one.operation.comm == comm]:  # to myself
+            peer.abort(comm, error)
+        for copy in [one for one in self._copies if one.operation.comm == comm]:  # to this rank itself
             self._copies.remove(copy)
-            self.over(copy.operation, error)
+            self.finish(copy.operation, error)
         if box is None:
             return
         for receive in box.cancel_receives():
-            self.over(receive, error)
+            self.finish(receive, error)
         for message in box.cancel_messages():
             if message.own is not None:
-                self.over(message.own, error)
+                self.finish(message.own, error)
             else:
                 self.peers[message.src].refuse(message)
 
     def fail(self, error: AiodistError) -> None:
-        """The others' memory cannot be reached: everything fails, now and from now on."""
+        """Fail all pending and later operations, since the others' memory cannot be used."""
         self._failure = error
         for comm in tuple(self.boxes):
-            self.give_up(comm, error)
+            self.close_comm(comm, error)
         for peer in self._polled:
-            peer.give_up(None, error)
+            peer.abort(None, error)
 
     def close(self, error: AiodistError) -> None:
-        """Poll no more; what is pending fails."""
+        """Stop polling; pending operations fail."""
         self.fail(error)
         self.progress.remove_poller(self)
 
     def release(self) -> None:
-        """Give the memory for messages back, after all ranks have parted."""
+        """Free the memory for messages, which no rank uses any more."""
         self._poll_only(())
         self.peers.clear()

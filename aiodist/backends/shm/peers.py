@@ -1,10 +1,10 @@
-"""One neighbour to exchange messages with: messages to it and from it.
+"""Messages to and from one neighbour.
 
-A short message travels in its record. A record of a long one has the place of its bytes, and the receiver copies them
-from there. If they are private, the receiver answers with the place of its own tensor, and the sender copies them to
-it. If that is private too, they go piece by piece through a stage in the sender's arena, which one side fills while
-the other drains it. So a long message needs no memory before it is received. Short messages beyond `CREDIT_BYTES` are
-sent like long ones.
+A short message is a part of its record, and is sent immediately. The record of a long message has the place of its
+bytes, from which the receiver copies them. If they are in private memory, the receiver answers with the place of its
+own tensor, to which the sender copies them. If that is private too, they are copied in chunks through a stage in the
+sender's arena, which one side fills while the other drains it. So a long message needs no memory before it is received.
+Short messages beyond `CREDIT_BYTES` are sent as long ones.
 """
 
 from __future__ import annotations
@@ -28,26 +28,25 @@ if TYPE_CHECKING:
     from aiodist.backends.shm.messages import Messages
 
 NUMBERS = "messages"
-"""The name of the memory where a rank counts what it has written to each ring and taken from the other (`core/ring.h`).
-"""
-CREDIT_BYTES = 1 << 22  # bytes of short messages without a receive that the receiver keeps
+"""Name of the memory with a rank's counts of bytes written to each ring and taken from the other (`core/ring.h`)."""
+CREDIT_BYTES = 1 << 22  # most bytes of short messages that wait at the receiver without a receive
 
-_PIECES = 4  # of a stage
+_PIECES = 4  # chunks of a stage
 _RECORD_BYTES = 64  # cost of a message in addition to its bytes
-_GONE_SECONDS = 0.1  # for the control channel to tell first why a rank is gone
+_GONE_SECONDS = 0.1  # time for the control channel to report the loss of a rank first
 _SHORT, _LONG, _WANTED, _PIECE, _PUT, _GOT, _WITHDRAWN, _REFUSED = range(1, 9)
-# About the message `number`, from its sender: _PIECE some bytes are in the stage, _PUT all bytes are in the receiver's
-# tensor, _WITHDRAWN the send was aborted. From its receiver: _WANTED the sender is to copy, _GOT all bytes are here,
-# _REFUSED the receive was aborted, or the withdrawal is acknowledged.
+# Records about the message `number`, from its sender: _PIECE a chunk is in the stage, _PUT all of it is in the
+# receiver's tensor, _WITHDRAWN it is aborted. From its receiver: _WANTED send it, _GOT it is received, _REFUSED it is
+# aborted, or its withdrawal was received.
 
 
 def ring_bytes(members: int) -> int:
-    """Return how large a ring is: a few MiB for all of a rank's neighbours, if these are few."""
+    """Return the size of a ring: a few MiB for all neighbours of a rank, if these are few."""
     return min(max((1 << 21) // members, 1 << 16), 1 << 19) // 64 * 64
 
 
 def short_bytes(members: int) -> int:
-    """Return up to which size a message is a short one."""
+    """Return the largest size of a short message."""
     return ring_bytes(members) // 8
 
 
@@ -55,7 +54,7 @@ class Peer:
     """See the module; everything runs with the transport lock held."""
 
     def __init__(self, messages: Messages, neighbour: Neighbour, numbers: Tensor) -> None:
-        """`numbers` are this rank's for all its neighbours."""
+        """`numbers` are this rank's counts for all its neighbours."""
         self.rank = neighbour.rank
         self._messages = messages
         self._near = near = messages.near
@@ -67,9 +66,9 @@ class Peer:
         self._piece = max(2 * self._short, 1 << 16)
         self._waiting: deque[Send | Header] = deque()
         self._offered: dict[int, Send] = {}
-        """Long messages that the neighbour may still look at, also aborted ones."""
+        """Long messages that the neighbour may still read, also aborted ones."""
         self._staged: deque[Send] = deque()
-        self._brought: dict[int, ShmReceive] = {}  # receives that the neighbour fills, also aborted ones
+        self._brought: dict[int, ShmReceive] = {}  # receives that the neighbour writes to, also aborted ones
         self._fetched: dict[int, ShmReceive] = {}
         self._number = 0
         self._given = 0
@@ -80,37 +79,37 @@ class Peer:
 
     @property
     def idle(self) -> bool:
-        """Nothing moves until the neighbour writes into its ring."""
+        """True if no message can advance before the neighbour writes to its ring."""
         return self.rings.met and not self._waiting and not self._staged
 
     @property
     def stuck(self) -> bool:
-        """There are records that have found no room."""
+        """True if records wait for room."""
         return bool(self._waiting)
 
     # --- sending ----------------------------------------------------------------------------------------------
 
     def send(self, send: Send) -> None:
-        """Send a message, after those that wait."""
+        """Send a message, after the waiting ones."""
         if self.gone:
-            self._messages.over(send, self.lost())
+            self._messages.finish(send, self.lost())
         elif self._waiting or not self._begin(send):
             self._waiting.append(send)
 
     def send_now(self, data: bytearray, comm: int, tag: int) -> bool:
-        """Send a short message; False where it would have to wait: then nothing is sent."""
+        """Send a short message; return False, with no byte sent, if it would have to wait."""
         if self._waiting or self.gone or not self._has_credit(len(data)):
             return False
         try:
             return self._put_short(comm, tag, len(data), data)
-        except MemoryError:  # told to who sends it as any other message
+        except MemoryError:  # the caller then sends it as any other message, and gets the error
             return False
 
     def _has_credit(self, nbytes: int) -> bool:
         return nbytes <= self._short and self._given + nbytes + _RECORD_BYTES - self.rings.returned <= CREDIT_BYTES
 
     def _put_short(self, comm: int, tag: int, nbytes: int, data: bytearray | int) -> bool:
-        """Write a short message, whose bytes are `data` or are at that address; False when there is no room."""
+        """Write a short message with the bytes `data`, or those at that address; return False if there is no room."""
         if not self.rings.is_open:
             self._open_ring()
         if not self.rings.put(_SHORT, comm, tag, 0, 0, -1, 0, nbytes, data):
@@ -120,13 +119,13 @@ class Peer:
         return True
 
     def _begin(self, send: Send) -> bool:
-        """Write the record of a message; False when there is no room."""
+        """Write the record of a message; return False if there is no room."""
         t, nbytes = send.t, send.t.nbytes
         try:
             if self._has_credit(nbytes):
                 if not self._put_short(send.comm, send.tag, nbytes, t.data_ptr()):
                     return False
-                self._messages.over(send, None)
+                self._messages.finish(send, None)
                 return True
             place = self._near.locate(t)
             number = self._number + 1
@@ -134,10 +133,10 @@ class Peer:
             if not self._write(record):
                 return False
         except MemoryError as error:
-            self._messages.over(send, BackendError(f"no memory for messages to rank {self.rank}: {error}"))
+            self._messages.finish(send, BackendError(f"no memory for messages to rank {self.rank}: {error}"))
             return True
         except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the send
-            self._messages.over(send, ours(error))
+            self._messages.finish(send, ours(error))
             return True
         self._number = send.number = number
         self._offered[number] = send
@@ -145,10 +144,10 @@ class Peer:
         return True
 
     def _write(self, record: Header) -> bool:
-        """Write a record that may name a place; False when there is no room."""
+        """Write a record that may have a place; return False if there is no room."""
         if not self.rings.is_open:
             self._open_ring()
-        # A segment that the neighbour does not know yet must be in its queue before the record is seen.
+        # The descriptor of a new segment must be sent before the record is visible.
         return self._neighbour.flush() and self.rings.put(*record)
 
     def _open_ring(self) -> None:
@@ -158,7 +157,7 @@ class Peer:
         self.rings.open(memory_of(ring), *place)
 
     def _meet(self) -> bool:
-        """Return True once the neighbour's numbers are known."""
+        """Return True if the neighbour's numbers are known."""
         if not self.rings.met:
             self._neighbour.listen()
             if (place := self._neighbour.places.get(NUMBERS)) is None:
@@ -188,10 +187,10 @@ class Peer:
         self._ring()
         return True
 
-    # --- what a poll does --------------------------------------------------------------------------------------
+    # --- polls --------------------------------------------------------------------------------------------------
 
     def advance(self) -> bool:
-        """Read what has come, and write what could not be written; True when something moved."""
+        """Read arrived records, and write waiting ones; return True if there was one."""
         if not self.rings.met and not self._meet():
             return False
         moved = self.rings.arrived and self._read()
@@ -209,7 +208,7 @@ class Peer:
         self._neighbour.flush()
 
     def is_gone(self, now: float) -> bool:
-        """Whether its process has ended, some time ago, and nothing of it is unread."""
+        """Return True if its process ended some time ago, and all its records are read."""
         if not self._neighbour.is_cut:
             return False
         self._cut_at = self._cut_at or now
@@ -238,7 +237,7 @@ class Peer:
             rings.take()
             moved = True
             if ended is not None:
-                messages.over(*ended)
+                messages.finish(*ended)
         if crowded:
             self._ring()
         return moved
@@ -261,7 +260,7 @@ class Peer:
         return receive, error
 
     def give_back(self, cost: int) -> None:
-        """The bytes of a short message are needed no longer."""
+        """Return the credit of a received short message to its sender."""
         self.rings.give_back(cost)
 
     def _heard(self, record: Header) -> tuple[Send | ShmReceive, BaseException | None] | None:
@@ -299,12 +298,12 @@ class Peer:
             self.receive(receive, message)
 
     def receive(self, receive: ShmReceive, message: Envelope) -> None:
-        """Get the bytes of a long message."""
+        """Receive the bytes of a long message."""
         try:
             self._get(receive, message)
         except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the receive
             self._say(_REFUSED, message.number)
-            self._messages.over(receive, ours(error))
+            self._messages.finish(receive, ours(error))
 
     def _get(self, receive: ShmReceive, message: Envelope) -> None:
         messages, nbytes, number = self._messages, message.nbytes, message.number
@@ -312,7 +311,7 @@ class Peer:
         error: BaseException | None = too_long(nbytes, receive)
         if error is not None:
             self._say(_GOT, number)
-            messages.over(receive, error)
+            messages.finish(receive, error)
             return
         source: Tensor | None = None
         if message.place is not None:
@@ -328,7 +327,7 @@ class Peer:
 
     def _got(self, number: int) -> None:
         self._say(_GOT, number)
-        self._messages.over(self._fetched.pop(number), None)
+        self._messages.finish(self._fetched.pop(number), None)
 
     def _drain(self, record: Header) -> tuple[ShmReceive, None] | None:
         receive = self._brought.get(record.number)
@@ -353,13 +352,13 @@ class Peer:
         if receive is None:
             return None
         self._messages.stop(receive)
-        return receive, BackendError(f"rank {self.rank} gave up a message of {receive.nbytes} bytes")
+        return receive, BackendError(f"rank {self.rank} has withdrawn a message of {receive.nbytes} bytes")
 
     # --- long messages, at their sender --------------------------------------------------------------------------
 
     def _wanted(self, record: Header) -> None:
         send = self._offered.get(record.number)
-        if send is None or send.over:  # the receiver will learn that it was withdrawn
+        if send is None or send.finished:  # the receiver will get the withdrawal
             return
         nbytes = send.t.nbytes
         if nbytes >= LARGE_BYTES:
@@ -371,17 +370,17 @@ class Peer:
         try:
             target = self._neighbour.memory(place, nbytes)
         except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the send
-            self._give_up(send, ours(error))
+            self._withdraw(send, ours(error))
         else:
             self._messages.copy(send, target, send.t, nbytes, lambda: self._pushed(send))
 
     def _pushed(self, send: Send) -> None:
         del self._offered[send.number]
         self._say(_PUT, send.number)
-        self._messages.over(send, None)
+        self._messages.finish(send, None)
 
     def _fill(self) -> bool:
-        """Copy pieces of staged messages, as far as the neighbour has drained the stage."""
+        """Copy chunks to the stage, as far as the neighbour has drained it."""
         messages = self._messages
         moved = False
         while self._staged and messages.budget > 0 and not self._waiting:
@@ -393,7 +392,7 @@ class Peer:
                     self._stage = self._near.arena.empty((_PIECES * self._piece,), torch.uint8)
             except MemoryError as error:
                 self._staged.popleft()
-                self._give_up(send, BackendError(f"no memory for messages to rank {self.rank}: {error}"))
+                self._withdraw(send, BackendError(f"no memory for messages to rank {self.rank}: {error}"))
                 continue
             at = self._filled % _PIECES * self._piece
             place = self._near.locate(self._stage[at : at + self._piece])
@@ -408,7 +407,7 @@ class Peer:
             if send.moved == send.t.nbytes:
                 self._staged.popleft()
                 del self._offered[send.number]
-                messages.over(send, None)
+                messages.finish(send, None)
         return moved
 
     def _refused(self, number: int) -> tuple[Send, BaseException] | None:
@@ -416,28 +415,28 @@ class Peer:
         if send is None:
             return None
         self._stop(send)
-        self._say(_PUT, number)  # its memory is not touched any more
-        return send, BackendError(f"rank {self.rank} gave up receiving {send.t.nbytes} bytes")
+        self._say(_PUT, number)  # this rank no longer writes to the receiver's memory
+        return send, BackendError(f"rank {self.rank} has refused a message of {send.t.nbytes} bytes")
 
-    def _give_up(self, send: Send, error: BaseException) -> None:
-        """Keep it until the neighbour does not look at it any more."""
+    def _withdraw(self, send: Send, error: BaseException) -> None:
+        """Abort a send; its memory is kept until the neighbour no longer reads it."""
         self._stop(send)
         self._say(_WITHDRAWN, send.number)
-        self._messages.over(send, error)
+        self._messages.finish(send, error)
 
     def _stop(self, send: Send) -> None:
         self._messages.stop(send)
         if send in self._staged:
             self._staged.remove(send)
 
-    # --- when it is gone ---------------------------------------------------------------------------------------------
+    # --- after the loss of the rank ----------------------------------------------------------------------------------
 
     def lost(self) -> BackendError:
-        """Return what becomes of messages to and from it."""
+        """Return the error of messages to and from it."""
         return PeerGone(f"rank {self.rank} is gone: its process has ended")
 
     def end(self) -> list[Send | ShmReceive]:
-        """It is gone: return what is pending with it, which nothing here moves any more; forget what it announced."""
+        """Stop after the loss of the rank: return the pending operations, and forget its announced messages."""
         self.gone = True
         for box in self._messages.boxes.values():
             box.cancel_messages(lambda message: message.src == self.rank and message.data is None)
@@ -449,26 +448,26 @@ class Peer:
             held.clear()
         return pending
 
-    # --- aborting --------------------------------------------------------------------------------------------------
+    # --- abort -----------------------------------------------------------------------------------------------------
 
     def refuse(self, message: Envelope) -> None:
-        """Refuse `message`: no receive will take it."""
+        """Discard `message`, which has no receive."""
         if message.data is None:
             self._say(_REFUSED, message.number)
         else:
             self.give_back(message.cost)
 
-    def give_up(self, comm: int | None, error: BaseException) -> None:
-        """End what is pending on a communicator, or on all."""
+    def abort(self, comm: int | None, error: BaseException) -> None:
+        """End the pending operations of a communicator, or of all."""
         for waiting in [one for one in self._waiting if isinstance(one, Send) and comm in (None, one.comm)]:
             self._waiting.remove(waiting)
-            self._messages.over(waiting, error)
+            self._messages.finish(waiting, error)
         for send in [one for one in self._offered.values() if comm in (None, one.comm)]:
-            self._give_up(send, error)
+            self._withdraw(send, error)
         for receives in (self._brought, self._fetched):
             for number, receive in [(n, one) for n, one in receives.items() if comm in (None, one.comm)]:
                 self._messages.stop(receive)
                 if receives is self._fetched or not self._near.locate(receive.into):
-                    del receives[number]  # else the neighbour may be writing there until it hears of it
+                    del receives[number]  # else the neighbour may write to it until it gets the record
                 self._say(_REFUSED, number)
-                self._messages.over(receive, error)
+                self._messages.finish(receive, error)

@@ -20,15 +20,15 @@ def place_of(header: Header) -> Place | None:
 
 @dataclass(eq=False, slots=True)
 class Send:
-    """A message of this rank that is not in flight yet, or that the receiver still needs."""
+    """A message of this rank that waits to be sent, or that the receiver still needs."""
 
     t: Tensor
     comm: int
     tag: int
     done: Done
     number: int = 0  # among the long messages to that rank
-    moved: int = 0  # bytes that were copied
-    over: bool = False  # `done` was called
+    moved: int = 0  # copied bytes
+    finished: bool = False  # True after the call of `done`
 
 
 @dataclass(eq=False, slots=True)
@@ -38,9 +38,9 @@ class ShmReceive(PostedReceive):
     into: Tensor
     comm: int
     done: Done
-    nbytes: int = 0  # of the message, once there is one
+    nbytes: int = 0  # of the matched message
     moved: int = 0
-    over: bool = False
+    finished: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -49,16 +49,16 @@ class Envelope(UnexpectedMessage):
 
     nbytes: int
     data: bytes | None = field(default=None, repr=False)
-    cost: int = 0  # what its sender is given back for it
+    cost: int = 0  # credit of its sender, in bytes, which is returned when it is received
     number: int = 0
     place: Place | None = None
-    own: Send | None = None  # it is this rank's own
+    own: Send | None = None  # the send, if this rank sent it to itself
 
 
-Box = Matching[ShmReceive, Envelope]  # the receives and messages of one communicator that have not met
+Box = Matching[ShmReceive, Envelope]  # waiting receives and messages of one communicator
 
 
 def too_long(nbytes: int, receive: ShmReceive) -> BackendError | None:
-    """Return the error of a receive that has no room for `nbytes`; None if it has."""
+    """Return the error of a message of `nbytes` that is longer than `receive`, or None if it fits."""
     room = receive.into.nbytes
     return BackendError(f"a message of {nbytes} bytes met a receive of {room}") if nbytes > room else None

@@ -25,7 +25,7 @@ _LOOK_SECONDS = 1e-3
 
 
 class ShmTransport:
-    """One communicator in shared memory. The transport of the world owns the queues, the others borrow them.
+    """One communicator in shared memory. The world's communicator owns the queues, the others use them.
 
     It has no collectives of its own: `ShmNative` gives them to any communicator on one host.
     """
@@ -33,7 +33,7 @@ class ShmTransport:
     name = "shm"
 
     def __init__(self, messages: Messages, path: str, world_ranks: Sequence[int]) -> None:
-        """`world_ranks` are its ranks' ranks in the world, in order; `path` is its name, the same on all of them."""
+        """`world_ranks` are the world ranks of its ranks, in order; `path` is its name, the same on all of them."""
         self.messages = messages
         self._path = path
         self._world_ranks = tuple(world_ranks)
@@ -54,9 +54,9 @@ class ShmTransport:
         return Capabilities(short_receives=True, kept_from=kept_from, send_now=self._send_now)
 
     def isend(self, t: Tensor, dst: int, tag: int, done: Done) -> None:
-        """Send `t`; done at once when it is short, else when its bytes were copied, all of them.
+        """Send `t`; done immediately if it is short, else after all its bytes were copied.
 
-        An error where the other rank is known to be gone; see [Note: ranks that are gone] of `messages`.
+        It fails if the other rank is lost; see [Note: lost ranks] of `messages`.
         """
         self.messages.send(Send(t, self.comm, tag, done), self._world_ranks[dst])
 
@@ -64,7 +64,7 @@ class ShmTransport:
         return self.messages.send_now(data, self.comm, self._world_ranks[dst], tag)
 
     def irecv(self, t: Tensor, src: int, tag: int, done: Done) -> None:
-        """Receive into `t`, whose rest is left alone where the message is shorter."""
+        """Receive into `t`; a shorter message does not change the rest of `t`."""
         source = ANY if src == ANY else self._world_ranks[src]
         self.messages.receive(ShmReceive(source, tag, t, self.comm, done))
 
@@ -72,16 +72,16 @@ class ShmTransport:
         return ShmTransport(self.messages, f"{self._path}/{name}", [self._world_ranks[rank] for rank in ranks])
 
     async def aclose(self, *, drained: bool) -> None:
-        """Fail what is pending. The world's ends all that were split from it, and gives their memory back.
+        """Fail pending operations. The close of the world's transport ends all its splits, and frees their memory.
 
-        Not `drained`, the memory stays until this object dies, since the others may still look into it.
+        Unless `drained`, the memory is kept until this object dies, since other ranks may still read it.
         """
         if self._closed:
             return
         self._closed = True
-        error = BackendError(f"the shared memory of {self._path!r} was given up")
+        error = BackendError(f"the shared memory of {self._path!r} was closed")
         with transport_lock:
-            self.messages.give_up(self.comm, error)
+            self.messages.close_comm(self.comm, error)
             if self._path == _WORLD:
                 self.messages.close(error)
         if drained and self._path == _WORLD:
@@ -90,7 +90,7 @@ class ShmTransport:
                 self.messages.release()
 
     async def _part(self) -> None:
-        """Wait until no other rank needs this one's memory: all have closed theirs too."""
+        """Wait until no other rank needs this rank's memory: all have closed their transports too."""
         neighbours = self.near.neighbours.values()
         until = asyncio.get_running_loop().time() + _PART_SECONDS
         with transport_lock:
@@ -109,6 +109,6 @@ class ShmTransport:
 def open_world(near: Neighbourhood) -> ShmTransport:
     """Return a transport over all ranks of `near`; once in the life of `near`.
 
-    Every one of them must do so. Raises MemoryError where there is no memory for the queues.
+    Every rank must call it. Raises MemoryError if there is no memory for the queues.
     """
     return ShmTransport(Messages(near, Progress.current()), _WORLD, near.members)
