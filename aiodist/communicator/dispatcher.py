@@ -68,14 +68,14 @@ class OperationObserver(Protocol):
     """Watches the operations of one communicator."""
 
     def issued(self, handle: Handle[Any], meets: Peer | Named | None = None, /) -> Ended:
-        """Return what is to be called, in any thread, when `handle` is over; `meets` is what has no place in the order.
+        """Return a callback for the end of `handle`, in any thread; `meets` is the peer of a message or a named use.
 
-        It is called with the handle, and with the name of the implementation where a lane has done it.
+        It is called with the handle, and with the name of the implementation if a lane has run the operation.
         """
 
 
 class Dispatcher:
-    """Issues the operations of one communicator and answers for them until they are over."""
+    """Issues the operations of one communicator and tracks them until their end."""
 
     _alive: ClassVar[WeakSet[Dispatcher]] = WeakSet()
 
@@ -92,8 +92,8 @@ class Dispatcher:
     ) -> None:
         """`ranks` are world ranks, in order; `agree` makes the agreement, None for a single rank.
 
-        It takes the callbacks for an operation on which ranks differ, and for an error that ends comparing.
-        `thread`: other threads may issue beside the loop's.
+        It takes the callbacks for an operation on which ranks differ, and for an error that ends the comparisons.
+        `thread`: threads other than the loop's may issue too.
         """
         self.name = name
         self.repertoire = repertoire or Repertoire(transport)
@@ -103,7 +103,7 @@ class Dispatcher:
         self.mailbox = Mailbox(transport)
         self.oplog = OpLog()
         self.issuing = Issuing(name) if thread else None
-        """Who issues just now, where several threads may; None where only the loop's thread does."""
+        """Guard of the issuing thread; None if only the loop's thread may issue."""
         self._start = self.progress.start_from_thread if thread else self.progress.start
         self.operations = Pending()
         """Pending operations."""
@@ -116,7 +116,7 @@ class Dispatcher:
         self.agreement = None if agree is None else agree(self.failures.differ, self._broken)
         self.timeout: float | None = None
         self.large_bytes = LARGE_BYTES
-        """From here on the progress thread makes the native calls."""
+        """Smallest operation, in bytes, whose native calls the progress thread makes."""
         self._rooms: list[Tensor] | None = [] if transport.capabilities().overruns else None
         self._refusal: AiodistError | RuntimeError | None = None
         self.settlement = Settlement(
@@ -131,13 +131,13 @@ class Dispatcher:
         self.account = Account(self.progress.loop, prompt=True, witness=self._watchdog)
         self._observer: OperationObserver | None = None
         self.on_receive: Callable[[Handle[Any], int], None] | None = None
-        """Told of each receive from a certain rank, when it is issued."""
+        """Callback at the issue of each receive from one rank."""
         self.on_lost: list[Callable[[int, AiodistError], None]] = []
-        """Told, on the loop, of each rank of this communicator that is gone; -1 when nothing can be known any more."""
+        """Callbacks, on the loop, for each lost rank of this communicator; -1 if the control channel is lost."""
         self.on_abort: list[Callable[[AiodistError], None]] = []
-        """Told, on the loop, when it is given up, for any reason; after a loss again when a rank has given it up."""
+        """Callbacks, on the loop, at the abort; after the loss of a rank again, if another rank aborts it."""
         self.issuer: _core.Issuer | None = None
-        """What issues allreduces that a lane does; None where no lane does."""
+        """The core's fast path; None if the ranks do not share memory."""
         self._alive.add(self)
 
     @property
@@ -147,12 +147,12 @@ class Dispatcher:
 
     @classmethod
     def of_loop(cls, loop: asyncio.AbstractEventLoop) -> list[Dispatcher]:
-        """Return those of the communicators that live on `loop`."""
+        """Return the dispatchers of the communicators of `loop`."""
         return [dispatcher for dispatcher in cls._alive if dispatcher.progress.loop is loop]
 
     @classmethod
     def refusing(cls, name: str, transport: Transport, channel: Channel, error: CommunicatorError) -> Dispatcher:
-        """Return one that refuses every call, for a rank outside the group."""
+        """Return a dispatcher that refuses every call, for a rank outside the group."""
         dispatcher = cls(f"{name} (outside)", transport, channel, [channel.rank])
         dispatcher._watchdog.close()
         dispatcher.unsubscribe()
@@ -162,26 +162,26 @@ class Dispatcher:
     # --- watching ------------------------------------------------------------------------------------------
 
     def observe(self, observer: OperationObserver | None) -> None:
-        """Have `observer` told of each operation from now on; on the loop's thread."""
+        """Notify `observer` of each later operation; on the loop's thread."""
         with self.undisturbed():
             self._observer = observer
             if self.issuer is not None:
                 self.issuer.observer = None if observer is None else observer.issued
 
     def way_of(self, handle: Handle[Any]) -> str:
-        """Return the name of the implementation that ran a collective in the order, "" where there was none."""
+        """Return the name of the implementation that ran a collective, or "" if it is not known."""
         traffic = self.recent.get(handle.seq)
         return "" if traffic is None else traffic.way
 
     # --- issuing -------------------------------------------------------------------------------------------
 
     def waits_unseen(self, waits: Callable[[], bool]) -> None:
-        """While `waits` returns True, something waits for other ranks by a way of its own, not by an operation."""
+        """Register a wait for other ranks outside of operations: one exists while `waits` returns True."""
         self._watchdog.unseen.append(waits)
 
     def check_usable(self) -> None:
-        """Raise what a call must raise: closed, aborted, wrong thread or loop."""
-        if self._refusal is not None:  # before all else: in a forked child asyncio says that no loop runs
+        """Raise the error of a call that is refused: closed, aborted, wrong thread or loop."""
+        if self._refusal is not None:  # first: in a forked child asyncio reports that no loop runs
             raise self._refusal.with_traceback(None)
         if self.issuing is None or self.progress.owns_thread():
             self.check_loop()
@@ -191,20 +191,20 @@ class Dispatcher:
         self.progress.check_here(f"communicator {self.name!r}", _ELSEWHERE)
 
     def check_on_loop(self, call: str) -> None:
-        """Raise what `check_usable` does, and `RuntimeError` in another thread though it may issue otherwise."""
+        """Raise the errors of `check_usable`, and `RuntimeError` in another thread even if it may issue."""
         self.check_usable()
         if not self.progress.owns_thread():
             seen = threading.current_thread().name
             raise RuntimeError(f"{call} of communicator {self.name!r} in thread {seen!r}: call it on the loop's thread")
 
     def undisturbed(self) -> AbstractContextManager[object]:
-        """Have no thread issue meanwhile, for what the loop does to this communicator."""
+        """Return a context manager that keeps other threads from issuing, for changes by the loop."""
         return nullcontext() if self.issuing is None else self.issuing
 
     def traffic(self, seq: int | None = None) -> Traffic | None:
-        """Return what takes note of the messages of operation `seq`, of the next one where that is None.
+        """Return the record of the messages of operation `seq`, of the next one if None.
 
-        None where there is nobody to send any to.
+        It is None for a communicator of one rank.
         """
         if self.agreement is None:
             return None
@@ -305,7 +305,7 @@ class Dispatcher:
             self.agreement.enter(operation)
 
     def barrier(self, timeout: float | None, kind: str = "barrier") -> Handle[None]:
-        """Issue a barrier: an operation that moves nothing, and so is over when the ranks are known to agree on it."""
+        """Issue a barrier: an operation without data, which ends when the ranks agree on it."""
         with self.undisturbed():
             return self.issue(Fingerprint(kind), prepare(nothing, None), timeout=timeout, when=When.ALL)
 
@@ -314,7 +314,7 @@ class Dispatcher:
         self._watchdog.messages += 1
 
     def start(self, call: Callable[[], None], nbytes: int) -> None:
-        """Make a call with the transport lock held; what copies or reduces a lot leaves the loop alone."""
+        """Make a call with the transport lock held; a large operation runs in the progress thread."""
         if nbytes >= self.large_bytes:
             self.progress.start_in_thread(call)
         else:
@@ -344,14 +344,14 @@ class Dispatcher:
         return handle
 
     def watch_over(self, handle: Handle[Any], meets: Peer | Named | None) -> None:
-        """Notify the observer of an operation, and have the watchdog check it."""
+        """Notify the observer of an operation, and start the watchdog."""
         if self._observer is not None:
             Operation.of(handle).observe(self._observer.issued(handle, meets))
         if not self._watch.watching:
             self._watch.keep_watch()
 
     def set_deadline(self, handle: Handle[Any], timeout: float | None) -> None:
-        """Have it be over within `timeout` seconds, or those of the communicator, if either has a number."""
+        """Set the deadline of a handle: `timeout` seconds, or the communicator's default; none if both are None."""
         if (timeout is not None or self.timeout is not None) and internals.is_pending(handle):
             self._set_deadline(handle, timeout)
 
@@ -362,7 +362,7 @@ class Dispatcher:
         self._watchdog.expect(seconds)
 
     def _broken(self, error: BaseException) -> None:
-        """The ranks cannot be compared any more: abort the communicator, unless a rank is lost."""
+        """Abort the communicator after an error of the comparisons, unless a rank is lost."""
         wrapped = BackendError(f"the ranks of communicator {self.name!r} cannot be compared: {error}")
         wrapped.__cause__ = error
         abort = partial(self.abort_everywhere, wrapped)
@@ -372,19 +372,19 @@ class Dispatcher:
 
     @property
     def pending_more(self) -> bool:
-        """Whether several operations are not over."""
+        """True if several operations are pending."""
         return len(self.operations) > 1
 
     def pending(self) -> list[Handle[Any]]:
-        """Return what is not over, in order of issue."""
+        """Return the pending operations, in order of issue."""
         return [handle for handle in self.operations if internals.is_pending(handle)]
 
     def pending_collectives(self) -> list[Handle[Any]]:
-        """Return those of them that all ranks take part in."""
+        """Return the pending collectives."""
         return [handle for handle, meets in self.operations.items() if meets is True and internals.is_pending(handle)]
 
     def cancel_receives(self) -> None:
-        """Withdraw every receive that nothing matched, and warn of each: of one that nobody awaited for all to see."""
+        """Withdraw every unmatched receive, and warn of each: RuntimeWarning if it was never awaited."""
         for handle in self.pending():
             forgotten = not (internals.is_retrieved(handle) or internals.is_awaited(handle))
             if handle.op.startswith("recv") and handle.cancel() and (where := handle.origin) is not None:
@@ -393,7 +393,7 @@ class Dispatcher:
                 warnings.warn_explicit(message, kind, where.filename, where.lineno)
 
     async def drain(self, seconds: float) -> None:
-        """Wait until nothing is pending; raise `OperationTimeout` naming what still is after `seconds`."""
+        """Wait until no operation is pending; after `seconds` raise `OperationTimeout` with the pending ones."""
         pending = self.pending()
         if pending and self._refusal is None:
             await asyncio.wait([all_over(pending, self.progress.loop)], timeout=seconds)
@@ -404,7 +404,7 @@ class Dispatcher:
                 raise OperationTimeout(text, late=late, comm=self.name)
 
     def peer_lost(self, exit: Exit) -> None:
-        """A rank of this communicator is gone: what is pending and every later call raise that."""
+        """Abort the communicator after the loss of a rank: pending operations and later calls raise its error."""
         error = exit.error()
         self.failures.leave(exit)
         self.abort(error)
@@ -412,29 +412,29 @@ class Dispatcher:
             tell(self.ranks.index(exit.rank) if exit.rank in self.ranks else -1, error)
 
     async def settled(self) -> None:
-        """Wait until all collectives that were issued are over."""
+        """Wait until all issued collectives have ended."""
         if pending := [handle for handle in self.pending_collectives() if not internals.is_detached(handle)]:
             await all_over(pending, self.progress.loop)
 
     def supersede(self, error: CommunicatorAborted) -> None:
-        """Abort it on all ranks, unless that was done, and raise `error` from now on in place of what it raised."""
-        given_up = self._refusal is not None
+        """Abort it on all ranks, unless it is aborted; later calls raise `error` in place of the first reason."""
+        aborted = self._refusal is not None
         self.abort_everywhere(error)
         with self.undisturbed():
             self._refuse(error)
-        if given_up:  # as after a loss, which not all heed
-            self._tell_given_up(error)
+        if aborted:  # as after the loss of a rank
+            self._notify_abort(error)
             self.failures.tell_abort(str(error))
 
     def abort_everywhere(self, error: AiodistError) -> None:
         """Abort it on all ranks, unless that was done."""
         if self._refusal is None:
-            # First, so that no rank takes the loss of its messages for the cause.
+            # First, so that no rank reports lost messages as the cause.
             self.failures.tell_abort(f"rank {self.transport.rank}: {error}")
             self.abort(error)
 
     def abort_soon(self, error: AiodistError, *, tell: bool) -> None:
-        """Abort it here at once, and on the other ranks soon, unless they have causes of their own by then."""
+        """Abort it here now, and later on the other ranks, unless they have aborted it for their own reasons."""
         if self._refusal is None:
             self.abort(error)
             if tell:
@@ -442,18 +442,18 @@ class Dispatcher:
                 self.progress.loop.call_later(LIVENESS_SECONDS, self.failures.tell_abort, text)
 
     def abort(self, error: AiodistError) -> None:
-        """Reject what is pending and refuse what comes; buffers stay owned by transfers that never end."""
+        """Reject pending operations and refuse later calls; transfers that never end keep their buffers."""
         if self._refusal is not None:
             if isinstance(error, CommunicatorAborted):
-                self._tell_given_up(error)
+                self._notify_abort(error)
             return
         with self.undisturbed():
             self._refuse(self._aborted(error))
         self._watchdog.close()
         self.progress.with_lock(partial(self._fail_all, error))
-        self._tell_given_up(error)
+        self._notify_abort(error)
 
-    def _tell_given_up(self, error: AiodistError) -> None:
+    def _notify_abort(self, error: AiodistError) -> None:
         for tell in list(self.on_abort):
             tell(error)
 
@@ -493,19 +493,19 @@ class Dispatcher:
         self.account.judge()
 
     def unsubscribe(self) -> None:
-        """Hear nothing of other ranks any more."""
+        """Receive no more messages of other ranks."""
         self.failures.close()
         self.names.unsubscribe()
 
     @property
     def refusal(self) -> AiodistError | RuntimeError | None:
-        """Why calls are refused, None while they are not."""
+        """Error of refused calls; None if calls are accepted."""
         return self._refusal
 
     def forked(self) -> None:
-        """This is a child of the process that opened it."""
-        self.issuing = None  # a thread that is not there may have begun
-        self._watch.members.clear()  # its timer may yet fire here
+        """Refuse all calls in a forked child."""
+        self.issuing = None  # a thread that does not exist here may have begun
+        self._watch.members.clear()  # its timer may still fire here
         self._refuse(RuntimeError(f"communicator {self.name!r} was opened before os.fork: a child cannot use it"))
 
     def _refuse(self, why: AiodistError | RuntimeError) -> None:
@@ -524,7 +524,7 @@ _held_over_fork: list[bool] = []
 
 
 def _before_fork() -> None:
-    """Fork while no other thread is in native calls: a lock that one holds there stays taken in the child for ever."""
+    """Fork while no other thread is in native calls: a lock held there would never be released in the child."""
     _held_over_fork.append(transport_lock.acquire(timeout=_FORK_SECONDS))
 
 

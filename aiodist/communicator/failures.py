@@ -129,7 +129,7 @@ class Failures:
         return False
 
     def differ(self, operation: CommunicatorOperation) -> None:
-        """The ranks differ on an operation."""
+        """Handle an operation on which the ranks differ."""
         if not self.join(operation):
             self._state(operation.number, Cause.MISMATCH)
 
@@ -275,7 +275,7 @@ class Failures:
                 self._channel.send(self._ranks[rank], self._topic, message)
 
     def tell_abort(self, text: str) -> None:
-        """Have every other rank abort the communicator."""
+        """Notify every other rank to abort the communicator."""
         for rank in range(len(self._ranks)):
             self.send(rank, [0, None, text, None])
 

@@ -1,4 +1,4 @@
-"""The end of an operation: its bytes are given back, and its handle is settled. Nothing else ends an operation."""
+"""The end of an operation: its bytes are released, and its handle is settled. Only this module ends operations."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Settlement:
             self.end(operation, result, error)
 
     def drained(self, operation: CommunicatorOperation) -> None:
-        """Give the bytes back: no transfer uses them."""
+        """Release the bytes, which no transfer uses any more."""
         release(operation.claims)
         operation.claims = ()
         if operation.state is not State.DONE:
@@ -90,12 +90,12 @@ class Settlement:
             self.end(operation, None, operation.verdict)
 
     def complete(self, operation: CommunicatorOperation, result: object, error: BaseException | None) -> None:
-        """Do both, for an operation that is one transfer."""
+        """Drain and finish an operation that is a single transfer."""
         self.drained(operation)
         self.finished(operation, result, error)
 
     def settle(self, operation: CommunicatorOperation, result: object, error: BaseException | None) -> None:
-        """End an operation; if a collective failed here, its end waits until the ranks know why."""
+        """End an operation; the end of a failed collective waits for the verdict of the ranks."""
         if error is None or self._ends_alone(operation, error):
             self.end(operation, result, error)
 
