@@ -45,7 +45,7 @@ _IN_PLACE = frozenset({"allreduce", "broadcast", "reduce", "scan"})
 
 
 class Signature(NamedTuple):
-    """What calls with one plan have in common."""
+    """The arguments that determine the plan of a call."""
 
     kind: str
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class Signature(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What the compiled core has to know of them; see `core_op` in core.h, and `Plan`."""
+    """The fields of a plan in the compiled core; see `core_op` in core.h, and `Plan`."""
 
     kind: Kind
     dtype: int
@@ -191,7 +191,7 @@ class Plans:
     def _issue_in_lane(
         self, plan: _core.Plan, call: Signature, t: Tensor, out: Tensor | None, timeout: float | None
     ) -> Handle[Any] | None:
-        """Have the compiled core issue it; None if it cannot now."""
+        """Issue it in the compiled core; return None if that is not possible now."""
         issuer, kind, root = self._lanes.core, call.kind, call.root
         if issuer is None:
             return None
@@ -222,7 +222,7 @@ class Plans:
         return self._dispatcher.launch(operation, NativeCall(call, t), plan.nbytes)
 
     def _call_in_background(self, call: Transfer, done: Done) -> None:
-        """Have only the progress thread poll until `call` has ended."""
+        """Make `call`, and let only the progress thread poll until its end."""
         progress = self._dispatcher.progress
         progress.add_large(1)
 
@@ -264,7 +264,7 @@ class Plans:
     # --- where results go -----------------------------------------------------------------------------------
 
     def _shape(self, kind: str, shape: torch.Size) -> tuple[int, ...]:
-        """Return the shape of the result of a `t` of `shape`, where all ranks bring the same."""
+        """Return the shape of the result for a `t` of `shape` on all ranks."""
         if kind == "reduce_scatter":
             return block_of(shape, self._rank, self._size)
         if kind == "allgather":
@@ -272,7 +272,7 @@ class Plans:
         return shape
 
     def _room(self, kind: str, t: Tensor) -> tuple[Tensor, Any]:
-        """Return where the result goes of a call without `out`, and what it returns."""
+        """Return the output tensor and the result of a call without `out`."""
         if kind in _IN_PLACE:
             return t, t
         room = t.new_empty(self._shape(kind, t.shape))
@@ -281,7 +281,7 @@ class Plans:
         return room, [block.view(t.shape) for block in room.view(-1).split(t.numel())]
 
     def _takes(self, kind: str, t: Tensor, out: Tensor) -> bool:
-        """Return whether the result goes into `out` as it is; what else there is to say of it the general way says."""
+        """Return True if `out` can hold the result without change; the general checks report its errors."""
         if type(out) not in _PLAIN or out.dtype is not t.dtype or not out.is_cpu or not _dense(out):
             return False
         if out.shape != self._shape(kind, t.shape):
@@ -332,7 +332,7 @@ class Plans:
         )
         otherwise = partial(self._go_on, call, self._repertoire)
         in_lane = self._plans[call] = _core.Plan(what, call.kind, otherwise, what.word, *form)
-        # Whether memory of complex numbers is to be conjugated the compiled way does not see.
+        # The compiled core cannot detect conjugated views of complex tensors.
         if call.kind == "allreduce" and self._lanes.core is not None and not call.dtype.is_complex:
             self._lanes.core.add(t, call.op, call.impl, in_lane)
         return in_lane
@@ -355,7 +355,7 @@ class Plans:
         return None if start is None else NativePlan(what, t.nbytes, chosen.name, start)
 
     def _chosen(self, call: Signature, op: ReduceOp | None) -> bool:
-        """Return whether the table, or the call, has shared memory do it."""
+        """Return True if the table or the call chooses shared memory."""
         kind, repertoire = call.kind, self._repertoire
         if kind == "allgather" and call.impl == "auto":  # ranks do not know the sizes of one another
             return repertoire.every(kind) == {"shm"}
@@ -363,7 +363,7 @@ class Plans:
             return call.impl in ("auto", "shm")
         return repertoire.pick(Wanted(kind, call.dtype, op, call.shape.numel()), call.impl).name == "shm"
 
-    # --- the general way --------------------------------------------------------------------------------------
+    # --- calls that a program continues -----------------------------------------------------------------------
 
     def _go_on(
         self,
