@@ -329,7 +329,7 @@ class DataParallel(MadeTogether, ModuleLike):
             made = await share_furthest(own, shared, state, [steps for steps, *_ in told])
             reducer = Reducer(own, status, shared, op=op, sizes=sizes, hook=hook)
         except BaseException as error:
-            why, given_up = f"{own.name} was given up", parts_of(own).dispatcher.refusal is not None
+            why, given_up = f"{own.name} was given up", parts_of(own).dispatcher.lifetime.refusal is not None
             if not given_up and not isinstance(error, MismatchError):  # which all ranks find; else they wait for this
                 how = "failed" if isinstance(error, Exception) else "was cancelled"
                 why, given_up = f"rank {own.rank} {how} while a net was made: {error!r}", True

@@ -232,7 +232,7 @@ def completed(coll: Communicator, call: Callable[[], Handle[T]], line: Line | No
 
 def check_threaded(coll: Communicator) -> None:
     """Raise `RuntimeError` unless other threads than the loop's may issue on `coll`."""
-    if parts_of(coll).dispatcher.issuing is None:
+    if parts_of(coll).dispatcher.lifetime.issuing is None:
         raise RuntimeError(
             f"forward and backward issue in the threads that they run in, and {coll.name!r} belongs to the loop's: "
             "expected what `await coll.dup(thread=True)` returns"

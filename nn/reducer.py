@@ -352,7 +352,7 @@ class Reducer:
     @property
     def works(self) -> bool:
         """Its communicators were not given up."""
-        return all(parts_of(comm).dispatcher.refusal is None for comm in (self.data, self.status))
+        return all(parts_of(comm).dispatcher.lifetime.refusal is None for comm in (self.data, self.status))
 
     @property
     def stopped(self) -> bool:

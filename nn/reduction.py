@@ -96,7 +96,7 @@ def ask(
         handle = call()
     except Exception as error:  # noqa: BLE001  - the thread that waits is told
         failed(error)
-        if parts_of(host.data).dispatcher.refusal is None:  # the others wait for what this rank has not sent
+        if parts_of(host.data).dispatcher.lifetime.refusal is None:  # the others wait for what this rank has not sent
             host.data.abort(f"rank {host.data.rank} cannot go on: {error}")
     else:
         come = lambda error: then(handle.result()) if error is None else failed(error)  # noqa: E731

@@ -148,7 +148,7 @@ class Writer:
                 result = await job()
         except asyncio.CancelledError:
             why = f"communicator {self.parent.name!r} was given up while a checkpoint was under way"
-            refusal = parts_of(self.parent).dispatcher.refusal
+            refusal = parts_of(self.parent).dispatcher.lifetime.refusal
             if isinstance(refusal, DeadlockError):
                 operation.reject(again(refusal))
             else:

@@ -19,6 +19,7 @@ from aiodist.backends.inplace import bytes_of, copy
 ROOM_BYTES = 256 << 10
 """Longest message, in bytes, that may be sent before all ranks agree."""
 
+_MOST_RECENT = 1024
 _MOST_ROOMS = 32  # buffers kept for each communicator
 
 Lists = dict[int, list[int]]  # tag -> sizes of messages, in bytes
@@ -117,6 +118,22 @@ class Traffic:
             for nbytes in sizes[len(wanted.get(tag, ())) :]:
                 room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
                 transport.irecv(room, rank, tag, keeping(room, ignore))
+
+
+class RecentTraffic(dict[int, Traffic]):
+    """The messages of the last operations of a communicator, by number."""
+
+    def __init__(self, rooms: list[Tensor] | None) -> None:
+        """`rooms` are for operations of several hosts: see `Traffic`."""
+        super().__init__()
+        self._rooms = rooms
+
+    def enter(self, number: int, *, several: bool) -> Traffic:
+        """Return the traffic of the next operation; `several` is True if there are several hosts."""
+        traffic = self[number] = Traffic(self._rooms if several else None)
+        while (oldest := next(iter(self))) <= number - _MOST_RECENT:
+            del self[oldest]
+        return traffic
 
 
 def _at_once(error: BaseException | None, done: Done) -> None:

@@ -238,7 +238,7 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
         """
         error = CommunicatorAborted(f"communicator {self.name!r} was aborted: {reason}", comm=self.name, rank=self.rank)
         self._dispatcher.failures.tell_abort(str(error))
-        self._dispatcher.abort(error)
+        self._dispatcher.lifetime.abort(error)
 
     @located
     async def aclose(self) -> None:
@@ -252,7 +252,7 @@ class Communicator(SharedMemory, Reductions, Movement, Objects, Elsewheres):
         The close of a world of `aiodist.open` ends everything that was made from it, like the end of the block of
         `aiodist.init`.
         """
-        if not isinstance(self._dispatcher.refusal, RuntimeError):  # in a forked child no loop runs
+        if not isinstance(self._dispatcher.lifetime.refusal, RuntimeError):  # in a forked child no loop runs
             self._dispatcher.check_loop()
         kept = self._registry.kept
         if kept is None or self.name != "world":

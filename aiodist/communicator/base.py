@@ -266,7 +266,7 @@ class Base:
         submitted = (0, 0) if within is None else within.submitted_bytes
         return CommunicatorStatistics(
             self.seq,
-            len(self._dispatcher.pending()),
+            len(self._dispatcher.lifetime.pending()),
             *submitted,
             named=self._dispatcher.names.issued,
             waited=self._registry.waited.get(self.name),
@@ -290,7 +290,7 @@ class Base:
     # --- changes by the registry ------------------------------------------------------------------------------
 
     def _apply_edits(self, edits: Sequence[Edit]) -> None:
-        with self._dispatcher.undisturbed():
+        with self._dispatcher.lifetime.undisturbed():
             self._repertoire = self._selector.repertoire = self._repertoire.edited(edits)
             self._plans.follow(self._repertoire)
             for edit in edits:
@@ -299,14 +299,14 @@ class Base:
 
     def _compare_edit(self, edit: Edit) -> Handle[None]:
         dispatcher = self._dispatcher
-        with dispatcher.undisturbed():
+        with dispatcher.lifetime.undisturbed():
             seq = self.seq
             endpoint = Endpoint(self._transport, tag_of(seq), traffic=dispatcher.traffic(), key=key_of(seq))
             program = prepare(
                 compared,
                 Primitives(endpoint, self._repertoire, "direct"),
                 edit,
-                lambda error: dispatcher.progress.post(lambda: dispatcher.abort(error)),
+                lambda error: dispatcher.progress.post(lambda: dispatcher.lifetime.abort(error)),
             )
             handle = dispatcher.issue(Fingerprint("selector"), program)
         return handle.detach()  # need not be awaited: every later operation raises its error too

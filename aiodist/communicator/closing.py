@@ -98,18 +98,18 @@ class OpenCommunicators(Generic[C]):
         """Report the loss of a rank to the communicators that it belongs to."""
         for dispatcher in self.dispatchers:
             if exit.rank < 0 or exit.rank in dispatcher.ranks:
-                dispatcher.peer_lost(exit)
+                dispatcher.lifetime.peer_lost(exit)
 
     def device_failed(self, name: str, error: AiodistError) -> None:
         """Abort a communicator on all ranks: the others may wait for this one on the device."""
         for dispatcher in self.dispatchers:
             if dispatcher.name == name:
-                dispatcher.abort_everywhere(error)
+                dispatcher.lifetime.abort_everywhere(error)
 
     def broken(self, error: Exception) -> None:
         """Abort everything on all ranks, since a poller was removed: operations in flight never end."""
         for dispatcher in self.dispatchers:
-            dispatcher.abort_everywhere(ours(error))
+            dispatcher.lifetime.abort_everywhere(ours(error))
 
     def supersede(self, error: CommunicatorAborted) -> None:
         """Raise `error` in all calls from now on, on all ranks, since the ranks continue in another world.
@@ -117,13 +117,13 @@ class OpenCommunicators(Generic[C]):
         Operations that failed because of a lost rank have raised that already.
         """
         for communicator in list(self.open):
-            parts_of(communicator).dispatcher.supersede(error)
+            parts_of(communicator).dispatcher.lifetime.supersede(error)
 
     def abort_rest(self, error: AiodistError) -> None:
         """Abort on this rank the communicators that are not aborted yet."""
         for dispatcher in self.dispatchers:
-            if dispatcher.refusal is None:
-                dispatcher.abort(error)
+            if dispatcher.lifetime.refusal is None:
+                dispatcher.lifetime.abort(error)
 
     # --- closing -----------------------------------------------------------------------------------------------
 
@@ -156,12 +156,14 @@ class OpenCommunicators(Generic[C]):
             while guests:
                 await self._close_guest(guests[-1], communicator, until)
                 guests.pop()
-            dispatcher.cancel_receives()
-            if dispatcher.refusal is None:
-                if dispatcher.issuing is not None:  # else its last calls meet those of other threads
+            dispatcher.lifetime.cancel_receives()
+            if dispatcher.lifetime.refusal is None:
+                if dispatcher.lifetime.issuing is not None:  # else its last calls meet those of other threads
                     name = dispatcher.name
-                    dispatcher.issuing.close(CommunicatorClosed(f"communicator {name!r} is being closed", comm=name))
-                await dispatcher.drain(_left(until))
+                    dispatcher.lifetime.issuing.close(
+                        CommunicatorClosed(f"communicator {name!r} is being closed", comm=name)
+                    )
+                await dispatcher.lifetime.drain(_left(until))
                 mismatch = await self._meet(dispatcher, until)
                 await parts_of(communicator).messenger.part(_left(until))
                 self.unreceived += await unreceived(communicator, _left(until))
@@ -174,7 +176,7 @@ class OpenCommunicators(Generic[C]):
             for guest in reversed(guests):
                 guest.abort()
             failure = CommunicatorAborted(f"closing communicator {communicator.name!r} failed: {error!r}")
-            dispatcher.abort_soon(error if isinstance(error, AiodistError) else failure, tell=not drained)
+            dispatcher.lifetime.abort_soon(error if isinstance(error, AiodistError) else failure, tell=not drained)
             raise
         finally:
             try:
@@ -185,7 +187,8 @@ class OpenCommunicators(Generic[C]):
 
     async def _release(self, communicator: C, *, drained: bool) -> None:
         try:
-            parts_of(communicator).dispatcher.close()
+            parts_of(communicator).dispatcher.lifetime.close()
+            parts_of(communicator).dispatcher.account.judge()
         finally:  # it raises if the program turns warnings into errors
             _release_memory(parts_of(communicator).dispatcher)
             await self._resources.release(communicator.name, drained=drained)
@@ -209,7 +212,9 @@ class OpenCommunicators(Generic[C]):
             async with asyncio.timeout_at(until):
                 await guest.close()
         except TimeoutError:
-            known, late = plight([handle for dispatcher in self.dispatchers for handle in dispatcher.pending()])
+            known, late = plight(
+                [handle for dispatcher in self.dispatchers for handle in dispatcher.lifetime.pending()]
+            )
             text = f"{guest}, which all ranks close together, did not end in time{known}"
             raise OperationTimeout(text, late=late, comm=communicator.name, op="aclose") from None
 
@@ -217,14 +222,14 @@ class OpenCommunicators(Generic[C]):
         """Abort everything, since the program failed."""
         aborted, self.open = self.open[::-1], []
         for communicator in self.closing:
-            parts_of(communicator).dispatcher.abort(error)
+            parts_of(communicator).dispatcher.lifetime.abort(error)
         if self.closing:  # the abort ends the tasks that close them
             await asyncio.wait(self.closing.values(), timeout=LIVENESS_SECONDS)
         for communicator in aborted:
             dispatcher = parts_of(communicator).dispatcher
             dispatcher.account.forgiven = (CommunicatorAborted,)
-            dispatcher.abort(error)
-            dispatcher.unsubscribe()
+            dispatcher.lifetime.abort(error)
+            dispatcher.lifetime.unsubscribe()
             for guest in reversed(self._guests.pop(communicator, [])):
                 guest.abort()
         for communicator in aborted:
@@ -244,7 +249,7 @@ async def _closed(communicator: Movement, closed: asyncio.Future[None], until: f
 
 def _release_memory(dispatcher: Dispatcher) -> None:
     """Stop the use of shared memory by a communicator; operations that still use it end."""
-    why = dispatcher.refusal or CommunicatorClosed(f"communicator {dispatcher.name!r} is closed")
+    why = dispatcher.lifetime.refusal or CommunicatorClosed(f"communicator {dispatcher.name!r} is closed")
     with transport_lock:
         dispatcher.names.close(why)
         if dispatcher.agreement is not None:

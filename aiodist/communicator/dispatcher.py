@@ -5,51 +5,36 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import warnings
 from asyncio import _get_running_loop
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 from weakref import WeakSet
 
-from torch import Tensor
-
-from aiodist import _core
-from aiodist.backends.base import Transport, again
+from aiodist.backends.base import Transport
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.mailbox import Mailbox
-from aiodist.collectives.traffic import Traffic
+from aiodist.collectives.traffic import RecentTraffic, Traffic
 from aiodist.collectives.wrappers import nothing
 from aiodist.communicator.agreement import Agreement
 from aiodist.communicator.claims import Claim, acquire
-from aiodist.communicator.conversation import LIVENESS_SECONDS
 from aiodist.communicator.failures import Failures
 from aiodist.communicator.fingerprint import Fingerprint
 from aiodist.communicator.issuing import Issuing
+from aiodist.communicator.lifetime import Lifetime
 from aiodist.communicator.names import Named, Names
 from aiodist.communicator.operation import CommunicatorOperation, NativeCall, Peer, Pending, When
 from aiodist.communicator.oplog import OpLog
 from aiodist.communicator.settlement import Settlement
 from aiodist.communicator.watchdog import Watch, Watchdog
-from aiodist.control import Channel, Exit
+from aiodist.control import Channel
 from aiodist.errors import (
-    AiodistError,
-    BackendError,
-    CommunicatorAborted,
-    CommunicatorClosed,
     CommunicatorError,
-    MismatchAborted,
-    MismatchError,
-    OperationTimeout,
-    PeerError,
 )
-from aiodist.handles import LARGE_BYTES, Account, Handle, Operation, Progress, internals, listed
-from aiodist.handles.combinators import all_over
+from aiodist.handles import LARGE_BYTES, Account, Handle, Operation, Progress, internals
 from aiodist.handles.kernel import Program, prepare
 from aiodist.handles.origin import whence
 from aiodist.handles.polling import transport_lock
-from aiodist.handles.state import plight
 from aiodist.handles.tracing import Ended
 
 OnDiffer = Callable[[CommunicatorOperation], None]
@@ -57,7 +42,6 @@ T = TypeVar("T")
 H = TypeVar("H", bound=Handle[Any])
 
 _FORK_SECONDS = 1.0
-_MOST_RECENT = 1024
 _ELSEWHERE = (
     ". Other threads, with or without a loop, call what `await coll.dup(thread=True)` returns, and wait() for its "
     "handles"
@@ -102,48 +86,55 @@ class Dispatcher:
         self.progress = Progress.current()
         self.mailbox = Mailbox(transport)
         self.oplog = OpLog()
-        self.issuing = Issuing(name) if thread else None
-        """Guard of the issuing thread; None if only the loop's thread may issue."""
-        self._start = self.progress.start_from_thread if thread else self.progress.start
         self.operations = Pending()
         """Pending operations."""
-        self.recent: dict[int, Traffic] = {}
+        self.recent = RecentTraffic([] if transport.capabilities().overruns else None)
         """Messages of the last operations that leave this host."""
-        self.failures = Failures(name, channel, ranks, transport, self.oplog, self.operations, self.recent)
-        self.names = Names(
-            name, channel, self.ranks, transport, self.progress, on_differ=self.failures.differ, broken=self._broken
-        )
-        self.agreement = None if agree is None else agree(self.failures.differ, self._broken)
         self.timeout: float | None = None
         self.large_bytes = LARGE_BYTES
         """Smallest operation, in bytes, whose native calls the progress thread makes."""
-        self._rooms: list[Tensor] | None = [] if transport.capabilities().overruns else None
-        self._refusal: AiodistError | RuntimeError | None = None
-        self.settlement = Settlement(
-            (name, transport.rank), self.progress, self.operations, self.failures.ends_alone, threads=thread
-        )
-        self.failures.names, self.failures.settlement = self.names, self.settlement
-        self.failures.within, self.failures.abort_here = self.repertoire.within, self.abort
-        self._watch = Watch.of(self.progress, channel)
-        self._watchdog = Watchdog(name, self.operations, self.oplog, self.ranks, self.mailbox, self._watch)
-        self._watchdog.uses = self.names.uses
-        self._watchdog.abort = self.abort_everywhere
-        self.account = Account(self.progress.loop, prompt=True, witness=self._watchdog)
+        self._start = self.progress.start_from_thread if thread else self.progress.start
         self._observer: OperationObserver | None = None
-        self.on_receive: Callable[[Handle[Any], int], None] | None = None
-        """Callback at the issue of each receive from one rank."""
-        self.on_lost: list[Callable[[int, AiodistError], None]] = []
-        """Callbacks, on the loop, for each lost rank of this communicator; -1 if the control channel is lost."""
-        self.on_abort: list[Callable[[AiodistError], None]] = []
-        """Callbacks, on the loop, at the abort; after the loss of a rank again, if another rank aborts it."""
-        self.issuer: _core.Issuer | None = None
-        """The core's fast path; None if the ranks do not share memory."""
+        place, progress = (name, transport.rank), self.progress
+        self.failures = Failures(name, channel, ranks, transport, self.oplog, self.operations, self.recent)
+        self.settlement = Settlement(place, progress, self.operations, self.failures.ends_alone, threads=thread)
+        watch = Watch.of(progress, channel)
+        self.watchdog = Watchdog(name, self.operations, self.oplog, self.ranks, self.mailbox, watch)
+        self.account = Account(progress.loop, prompt=True, witness=self.watchdog)
+        issuing = Issuing(name) if thread else None
+        self.lifetime = Lifetime(
+            place,
+            self.ranks,
+            progress,
+            self.operations,
+            self.settlement,
+            self.failures,
+            self.watchdog,
+            issuing,
+        )
+        on_differ, broken = self.failures.differ, self.lifetime.break_off
+        self.names = Names(name, channel, self.ranks, transport, progress, on_differ=on_differ, broken=broken)
+        self.agreement = None if agree is None else agree(on_differ, broken)
+        self._connect()
         self._alive.add(self)
+
+    def _connect(self) -> None:
+        """Have the parts know one another."""
+        failures, lifetime, within = self.failures, self.lifetime, self.repertoire.within
+        failures.names, failures.settlement, failures.within = self.names, self.settlement, within
+        failures.abort_here = lifetime.abort
+        self.watchdog.uses, self.watchdog.abort = self.names.uses, lifetime.abort_everywhere
+        lifetime.subscriptions += [failures.close, self.names.unsubscribe]
+        lifetime.stops += [failures.abort, self.mailbox.abort, self.names.close]
+        if self.agreement is not None:
+            lifetime.stops.append(self.agreement.close)
+        if within is not None:
+            lifetime.stops.append(within.abort)
 
     @property
     def watch(self) -> Watch:
         """The watch over the pending operations of this rank."""
-        return self._watch
+        return self.watchdog.watch
 
     @classmethod
     def of_loop(cls, loop: asyncio.AbstractEventLoop) -> list[Dispatcher]:
@@ -154,19 +145,19 @@ class Dispatcher:
     def refusing(cls, name: str, transport: Transport, channel: Channel, error: CommunicatorError) -> Dispatcher:
         """Return a dispatcher that refuses every call, for a rank outside the group."""
         dispatcher = cls(f"{name} (outside)", transport, channel, [channel.rank])
-        dispatcher._watchdog.close()
-        dispatcher.unsubscribe()
-        dispatcher._refuse(error)
+        dispatcher.watchdog.close()
+        dispatcher.lifetime.unsubscribe()
+        dispatcher.lifetime.refuse(error)
         return dispatcher
 
     # --- watching ------------------------------------------------------------------------------------------
 
     def observe(self, observer: OperationObserver | None) -> None:
         """Notify `observer` of each later operation; on the loop's thread."""
-        with self.undisturbed():
+        with self.lifetime.undisturbed():
             self._observer = observer
-            if self.issuer is not None:
-                self.issuer.observer = None if observer is None else observer.issued
+            if self.lifetime.issuer is not None:
+                self.lifetime.issuer.observer = None if observer is None else observer.issued
 
     def way_of(self, handle: Handle[Any]) -> str:
         """Return the name of the implementation that ran a collective, or "" if it is not known."""
@@ -177,13 +168,13 @@ class Dispatcher:
 
     def waits_unseen(self, waits: Callable[[], bool]) -> None:
         """Register a wait for other ranks outside of operations: one exists while `waits` returns True."""
-        self._watchdog.unseen.append(waits)
+        self.watchdog.unseen.append(waits)
 
     def check_usable(self) -> None:
-        """Raise the error of a call that is refused: closed, aborted, wrong thread or loop."""
-        if self._refusal is not None:  # first: in a forked child asyncio reports that no loop runs
-            raise self._refusal.with_traceback(None)
-        if self.issuing is None or self.progress.owns_thread():
+        """Raise what a call must raise: closed, aborted, wrong thread or loop."""
+        if self.lifetime.refusal is not None:  # before all else: in a forked child asyncio says that no loop runs
+            raise self.lifetime.refusal.with_traceback(None)
+        if self.lifetime.issuing is None or self.progress.owns_thread():
             self.check_loop()
 
     def check_loop(self) -> None:
@@ -197,10 +188,6 @@ class Dispatcher:
             seen = threading.current_thread().name
             raise RuntimeError(f"{call} of communicator {self.name!r} in thread {seen!r}: call it on the loop's thread")
 
-    def undisturbed(self) -> AbstractContextManager[object]:
-        """Return a context manager that keeps other threads from issuing, for changes by the loop."""
-        return nullcontext() if self.issuing is None else self.issuing
-
     def traffic(self, seq: int | None = None) -> Traffic | None:
         """Return the record of the messages of operation `seq`, of the next one if None.
 
@@ -211,9 +198,7 @@ class Dispatcher:
         number = self.oplog.seq if seq is None else seq
         traffic = self.recent.get(number)
         if traffic is None:
-            traffic = self.recent[number] = Traffic(self._rooms if self.agreement.several else None)
-            while (oldest := next(iter(self.recent))) <= self.oplog.seq - _MOST_RECENT:
-                del self.recent[oldest]
+            traffic = self.recent.enter(number, several=self.agreement.several)
         return traffic
 
     def issue(
@@ -261,7 +246,7 @@ class Dispatcher:
             operation.set_name(f"{what.kind} {when.name!r}")
             self.enter(operation)
             self.names.record(when, named, what)
-            self._watchdog.use_issued(when)
+            self.watchdog.use_issued(when)
         else:
             handle = self.new_handle(Handle, what.kind, nbytes, timeout)
             number = handle.seq
@@ -306,12 +291,8 @@ class Dispatcher:
 
     def barrier(self, timeout: float | None, kind: str = "barrier") -> Handle[None]:
         """Issue a barrier: an operation without data, which ends when the ranks agree on it."""
-        with self.undisturbed():
+        with self.lifetime.undisturbed():
             return self.issue(Fingerprint(kind), prepare(nothing, None), timeout=timeout, when=When.ALL)
-
-    def count_message(self) -> None:
-        """Count an operation of messages, for the watchdog."""
-        self._watchdog.messages += 1
 
     def start(self, call: Callable[[], None], nbytes: int) -> None:
         """Make a call with the transport lock held; a large operation runs in the progress thread."""
@@ -330,12 +311,12 @@ class Dispatcher:
         if operation.traffic is not None:
             operation.traffic.agreed = operation.agreed.wait
         self.operations.add(operation)
-        if self._observer is not None or not self._watch.watching:
+        if self._observer is not None or not self.watchdog.watch.watching:
             self.watch_over(handle, None if operation.meets is True else operation.meets)
 
     def new_handle(self, kind: type[H], op: str, nbytes: int, timeout: float | None, number: int | None = None) -> H:
         """Return the handle of an operation; raise if the communicator refuses calls."""
-        if self._refusal is not None or _get_running_loop() is not self.progress.loop:
+        if self.lifetime.refusal is not None or _get_running_loop() is not self.progress.loop:
             self.check_usable()
         origin = self.oplog.caller or whence(4)
         handle = kind(self.progress, op, self.oplog.seq if number is None else number, nbytes, origin, self.account)
@@ -347,8 +328,8 @@ class Dispatcher:
         """Notify the observer of an operation, and start the watchdog."""
         if self._observer is not None:
             Operation.of(handle).observe(self._observer.issued(handle, meets))
-        if not self._watch.watching:
-            self._watch.keep_watch()
+        if not self.watchdog.watch.watching:
+            self.watchdog.watch.keep_watch()
 
     def set_deadline(self, handle: Handle[Any], timeout: float | None) -> None:
         """Set the deadline of a handle: `timeout` seconds, or the communicator's default; none if both are None."""
@@ -359,165 +340,18 @@ class Dispatcher:
         seconds = self.timeout if timeout is None else timeout
         assert seconds is not None
         Operation.of(handle).set_deadline(seconds)
-        self._watchdog.expect(seconds)
-
-    def _broken(self, error: BaseException) -> None:
-        """Abort the communicator after an error of the comparisons, unless a rank is lost."""
-        wrapped = BackendError(f"the ranks of communicator {self.name!r} cannot be compared: {error}")
-        wrapped.__cause__ = error
-        abort = partial(self.abort_everywhere, wrapped)
-        self.failures.inquire(wrapped, lambda _: self.progress.post(abort))
-
-    # --- the end -------------------------------------------------------------------------------------------
+        self.watchdog.expect(seconds)
 
     @property
     def pending_more(self) -> bool:
         """True if several operations are pending."""
         return len(self.operations) > 1
 
-    def pending(self) -> list[Handle[Any]]:
-        """Return the pending operations, in order of issue."""
-        return [handle for handle in self.operations if internals.is_pending(handle)]
-
-    def pending_collectives(self) -> list[Handle[Any]]:
-        """Return the pending collectives."""
-        return [handle for handle, meets in self.operations.items() if meets is True and internals.is_pending(handle)]
-
-    def cancel_receives(self) -> None:
-        """Withdraw every unmatched receive, and warn of each: RuntimeWarning if it was never awaited."""
-        for handle in self.pending():
-            forgotten = not (internals.is_retrieved(handle) or internals.is_awaited(handle))
-            if handle.op.startswith("recv") and handle.cancel() and (where := handle.origin) is not None:
-                message = f"{handle} was never matched{' nor awaited' * forgotten}, and withdrawn at close"
-                kind = RuntimeWarning if forgotten else ResourceWarning
-                warnings.warn_explicit(message, kind, where.filename, where.lineno)
-
-    async def drain(self, seconds: float) -> None:
-        """Wait until no operation is pending; after `seconds` raise `OperationTimeout` with the pending ones."""
-        pending = self.pending()
-        if pending and self._refusal is None:
-            await asyncio.wait([all_over(pending, self.progress.loop)], timeout=seconds)
-            left = [handle for handle in pending if not handle.done()]
-            if left:
-                known, late = plight(left)
-                text = f"still pending after {round(seconds, 1):g} s: {listed(left)}{known}"
-                raise OperationTimeout(text, late=late, comm=self.name)
-
-    def peer_lost(self, exit: Exit) -> None:
-        """Abort the communicator after the loss of a rank: pending operations and later calls raise its error."""
-        error = exit.error()
-        self.failures.leave(exit)
-        self.abort(error)
-        for tell in list(self.on_lost):
-            tell(self.ranks.index(exit.rank) if exit.rank in self.ranks else -1, error)
-
-    async def settled(self) -> None:
-        """Wait until all issued collectives have ended."""
-        if pending := [handle for handle in self.pending_collectives() if not internals.is_detached(handle)]:
-            await all_over(pending, self.progress.loop)
-
-    def supersede(self, error: CommunicatorAborted) -> None:
-        """Abort it on all ranks, unless it is aborted; later calls raise `error` in place of the first reason."""
-        aborted = self._refusal is not None
-        self.abort_everywhere(error)
-        with self.undisturbed():
-            self._refuse(error)
-        if aborted:  # as after the loss of a rank
-            self._notify_abort(error)
-            self.failures.tell_abort(str(error))
-
-    def abort_everywhere(self, error: AiodistError) -> None:
-        """Abort it on all ranks, unless that was done."""
-        if self._refusal is None:
-            # First, so that no rank reports lost messages as the cause.
-            self.failures.tell_abort(f"rank {self.transport.rank}: {error}")
-            self.abort(error)
-
-    def abort_soon(self, error: AiodistError, *, tell: bool) -> None:
-        """Abort it here now, and later on the other ranks, unless they have aborted it for their own reasons."""
-        if self._refusal is None:
-            self.abort(error)
-            if tell:
-                text = f"rank {self.transport.rank}: {error}"
-                self.progress.loop.call_later(LIVENESS_SECONDS, self.failures.tell_abort, text)
-
-    def abort(self, error: AiodistError) -> None:
-        """Reject pending operations and refuse later calls; transfers that never end keep their buffers."""
-        if self._refusal is not None:
-            if isinstance(error, CommunicatorAborted):
-                self._notify_abort(error)
-            return
-        with self.undisturbed():
-            self._refuse(self._aborted(error))
-        self._watchdog.close()
-        self.progress.with_lock(partial(self._fail_all, error))
-        self._notify_abort(error)
-
-    def _notify_abort(self, error: AiodistError) -> None:
-        for tell in list(self.on_abort):
-            tell(error)
-
-    def _fail_all(self, error: AiodistError) -> None:
-        waiting = []
-        for handle in self.pending():
-            operation = self.operations.find(handle)
-            if isinstance(error, PeerError) and operation is not None and self.failures.is_open(operation):
-                waiting.append(operation)  # the verdict may be that the ranks differ
-            else:
-                self.settlement.fail(handle, (operation and operation.verdict) or again(error))
-        self.operations.clear()
-        for operation in waiting:
-            self.operations.add(operation)
-        self.failures.abort(error)
-        self.mailbox.abort(error)
-        self.names.close(error)
-        if self.agreement is not None:
-            self.agreement.close(error)
-        if self.repertoire.within is not None:
-            self.repertoire.within.abort(error)
-
-    def _aborted(self, error: AiodistError) -> AiodistError:
-        if not isinstance(error, MismatchError) or isinstance(error, MismatchAborted):
-            return error
-        aborted = MismatchAborted(f"communicator {self.name!r} was aborted: {error}", comm=self.name)
-        aborted.__cause__ = error
-        return aborted
-
-    def close(self) -> None:
-        """Refuse every later call."""
-        self._watchdog.close()
-        self.unsubscribe()
-        if self._refusal is None:
-            with self.undisturbed():
-                self._refuse(CommunicatorClosed(f"communicator {self.name!r} is closed", comm=self.name))
-        self.account.judge()
-
-    def unsubscribe(self) -> None:
-        """Receive no more messages of other ranks."""
-        self.failures.close()
-        self.names.unsubscribe()
-
-    @property
-    def refusal(self) -> AiodistError | RuntimeError | None:
-        """Error of refused calls; None if calls are accepted."""
-        return self._refusal
-
-    def forked(self) -> None:
-        """Refuse all calls in a forked child."""
-        self.issuing = None  # a thread that does not exist here may have begun
-        self._watch.members.clear()  # its timer may still fire here
-        self._refuse(RuntimeError(f"communicator {self.name!r} was opened before os.fork: a child cannot use it"))
-
-    def _refuse(self, why: AiodistError | RuntimeError) -> None:
-        self._refusal = why
-        if self.issuer is not None:
-            self.issuer.open = False
-
 
 def _after_fork() -> None:
     _held_over_fork.clear()
     for dispatcher in list(Dispatcher._alive):
-        dispatcher.forked()
+        dispatcher.lifetime.forked()
 
 
 _held_over_fork: list[bool] = []

@@ -25,7 +25,7 @@ class LaneIssuer:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self.core = dispatcher.issuer = self._make_core()
+        self.core = dispatcher.lifetime.issuer = self._make_core()
 
     def _make_core(self) -> _core.Issuer | None:
         dispatcher = self._dispatcher
@@ -53,7 +53,7 @@ class LaneIssuer:
             increment_version,
             torch.is_grad_enabled,
         )
-        core.threads = dispatcher.issuing is not None
+        core.threads = dispatcher.lifetime.issuing is not None
         return core
 
     def go_on(self, handle: Handle[Any], make: Callable[[], Program[Any]], claims: Sequence[Claim]) -> None:

@@ -150,7 +150,7 @@ class Messenger:
     async def part(self, seconds: float) -> None:
         """Receive the messages that no receive took, after all ranks have issued their last operation."""
         transport = self.dispatcher.transport
-        if transport.size > 1 and self.dispatcher.refusal is None:
+        if transport.size > 1 and self.dispatcher.lifetime.refusal is None:
             before = Peer((transport.rank - 1) % transport.size, None, 0)
             operation = self.issue("aclose", 0, (), seconds, before)
             self.launch(operation, prepare(self.mailbox.part), 0)
@@ -158,9 +158,9 @@ class Messenger:
             await operation.handle
 
     def _note(self, handle: Handle[Any], peer: Peer) -> None:
-        self.dispatcher.count_message()
-        if self.dispatcher.on_receive is not None and peer.src not in (None, ANY) and handle.op != "aclose":
-            self.dispatcher.on_receive(handle, peer.src)
+        self.dispatcher.watchdog.messages += 1
+        if self.dispatcher.watchdog.on_receive is not None and peer.src not in (None, ANY) and handle.op != "aclose":
+            self.dispatcher.watchdog.on_receive(handle, peer.src)
 
 
 class Receiving:
@@ -333,7 +333,7 @@ class Receiving:
             self._messenger.settlement.complete(operation, arrived, error)
 
     def _resume(self, handle: Posted[Any]) -> None:
-        why = self._messenger.dispatcher.refusal
+        why = self._messenger.dispatcher.lifetime.refusal
         if self.paused and internals.is_pending(handle) and why is None:
             try:
                 self.post(handle)()

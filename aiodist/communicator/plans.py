@@ -234,7 +234,7 @@ class Plans:
 
     def _issue_queued(self, plan: QueuePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
         """Queue one call on a device; the ranks compare meanwhile."""
-        if self._dispatcher.issuing is not None:
+        if self._dispatcher.lifetime.issuing is not None:
             self._dispatcher.check_on_loop("an operation on CUDA tensors")
         stream = plan.stream()
         operation = self._dispatcher.prepare(plan.what, writing(t), plan.nbytes, timeout, When.NOW)

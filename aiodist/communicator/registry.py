@@ -158,7 +158,7 @@ class Registry(Generic[C]):
         )
         dispatcher.timeout = self._timeout
         if resources.accelerator is not None:
-            dispatcher.on_abort.append(partial(resources.accelerator.abort, name))
+            dispatcher.lifetime.on_abort.append(partial(resources.accelerator.abort, name))
             dispatcher.mailbox.device_messages = resources.accelerator.device_messages
         made = self._make(dispatcher, topology, self)
         self.members.add(made)
@@ -238,7 +238,9 @@ class Registry(Generic[C]):
         dispatcher.set_deadline(handle, None)
         origin = made_by_program(handle.origin)
         # Messages are not awaited: the other rank may send or receive one only after it has made this communicator.
-        earlier = [pending for pending in dispatcher.pending_collectives() if not internals.is_detached(pending)]
+        earlier = [
+            pending for pending in dispatcher.lifetime.pending_collectives() if not internals.is_detached(pending)
+        ]
 
         async def make() -> None:
             try:
@@ -259,7 +261,7 @@ class Registry(Generic[C]):
                 fail(error)
 
         def fail(error: BaseException) -> None:
-            why = dispatcher.refusal if isinstance(error, asyncio.CancelledError) else None
+            why = dispatcher.lifetime.refusal if isinstance(error, asyncio.CancelledError) else None
             operation.reject(again(why) if isinstance(why, AiodistError) else error)
 
         task = asyncio.get_running_loop().create_task(make(), name=f"{parent.name}: {kind}")
@@ -271,12 +273,12 @@ class Registry(Generic[C]):
 
         def on_done(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
-            dispatcher.on_abort.remove(on_abort)
+            dispatcher.lifetime.on_abort.remove(on_abort)
             if task.cancelled():  # before it began
                 agreed.detach()
                 fail(asyncio.CancelledError())
 
-        dispatcher.on_abort.append(on_abort)
+        dispatcher.lifetime.on_abort.append(on_abort)
         task.add_done_callback(on_done)
         return handle
 
@@ -342,7 +344,7 @@ class Registry(Generic[C]):
         Waits for communicators that another task closes. Raises `OperationTimeout` with the pending operations of a
         communicator that is not closed in time, and aborts it.
         """
-        refusal = parts_of(communicator).dispatcher.refusal
+        refusal = parts_of(communicator).dispatcher.lifetime.refusal
         if isinstance(refusal, RuntimeError):  # a forked child, which owns nothing
             raise refusal
         until = asyncio.get_running_loop().time() + self._drain_seconds

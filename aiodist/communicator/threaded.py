@@ -20,7 +20,7 @@ def _issues(call: Call) -> Call:
 
     @wraps(call)
     def issue(self: Communicator, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        issuing = self._dispatcher.issuing
+        issuing = self._dispatcher.lifetime.issuing
         if issuing is None:  # in a forked child, where the call is refused
             return call(self, *args, **kwargs)
         issuing.begin()

@@ -196,6 +196,8 @@ class Watchdog:
         self.watch = watch
         self.messages = 0
         """Number of issued messages."""
+        self.on_receive: Callable[[Handle[Any], int], None] | None = None
+        """Called with each receive from a certain rank, when it is issued."""
         self.mailbox = mailbox
         self.uses: Callable[[], Mapping[str, int]] = dict
         """Returns the number of uses of each name on this rank."""

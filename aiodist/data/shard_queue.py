@@ -140,8 +140,8 @@ class ShardQueue(Generic[T]):
         if coll.rank == 0:
             over = partial(Progress.current().post, self._over.set)
             self._server = QueueServer(wires, terms, self._machine, over)
-        parts.dispatcher.on_lost.append(self._lost)
-        parts.dispatcher.on_abort.append(self._aborted)
+        parts.dispatcher.lifetime.on_lost.append(self._lost)
+        parts.dispatcher.lifetime.on_abort.append(self._aborted)
         parts_of(coll).registry.members.admit(coll, self)
 
     # --- epochs ----------------------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ class ShardQueue(Generic[T]):
             self._server.unsubscribe()
         dispatcher = parts_of(self._coll).dispatcher
         parts_of(self._coll).registry.members.discard(self._coll, self)
-        for told, mine in ((dispatcher.on_lost, self._lost), (dispatcher.on_abort, self._aborted)):
+        for told, mine in ((dispatcher.lifetime.on_lost, self._lost), (dispatcher.lifetime.on_abort, self._aborted)):
             if mine in told:
                 told.remove(mine)  # type: ignore[arg-type]
 

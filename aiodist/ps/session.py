@@ -95,7 +95,7 @@ class ParameterServerSession:
         me = ServerMember(self.uid, size, len(settings.servers), place, worked, roles, old.saved)
         name = self.coll.name
         self._abort(CommunicatorAborted(f"parameter server {name!r} goes on with other ranks", comm=name))
-        if parts_of(self.coll).dispatcher.refusal is None:
+        if parts_of(self.coll).dispatcher.lifetime.refusal is None:
             self.coll.abort("its parameter server goes on with other ranks")
         self.parent = coll
         return await self._bind(coll, me)
@@ -111,7 +111,7 @@ class ParameterServerSession:
             alike = False
             self._open(members)
         except BaseException as error:
-            if not alike and parts_of(self.coll).dispatcher.refusal is None:
+            if not alike and parts_of(self.coll).dispatcher.lifetime.refusal is None:
                 self.coll.abort(f"its parameter server was given up on rank {coll.rank}: {error!r}")
             await self.coll.aclose()
             raise
@@ -172,16 +172,16 @@ class ParameterServerSession:
         self.server = Server(self.context)
         self.client = Client(self.context, first)
         self.server.open(self.client)
-        dispatcher.on_lost.append(self._lost)
-        dispatcher.on_abort.append(self._aborted)
+        dispatcher.lifetime.on_lost.append(self._lost)
+        dispatcher.lifetime.on_abort.append(self._aborted)
         dispatcher.waits_unseen(lambda: True)
         parts_of(self.coll).registry.members.admit(self.coll, _ServerGuest(self, self.coll))
         self._refusal = None
         self._over = asyncio.Event()
         with transport_lock:
             self.context.coalescer.open()
-        if dispatcher.refusal is not None:  # lost in the meantime
-            self._aborted(CommunicatorAborted(str(dispatcher.refusal)))
+        if dispatcher.lifetime.refusal is not None:  # lost in the meantime
+            self._aborted(CommunicatorAborted(str(dispatcher.lifetime.refusal)))
 
     async def exit(
         self, error: BaseException | None, rebind: Callable[[Communicator], Awaitable[None]] | None = None
@@ -228,9 +228,9 @@ class ParameterServerSession:
     def _superseded(self, error: AiodistError) -> bool:
         """Return True if the ranks of the elastic world regroup, which `error` may come of."""
         parts = parts_of(self.parent)
-        if parts.registry.elastic is None or isinstance(parts.dispatcher.refusal, CommunicatorClosed):
+        if parts.registry.elastic is None or isinstance(parts.dispatcher.lifetime.refusal, CommunicatorClosed):
             return False
-        return parts.dispatcher.refusal is not None or (isinstance(error, PeerLost) and error.lost >= 0)
+        return parts.dispatcher.lifetime.refusal is not None or (isinstance(error, PeerLost) and error.lost >= 0)
 
     async def _leave(self) -> None:
         """End in order: nobody waits for this rank any more, nothing of mine is open, and all ranks have left."""
@@ -285,7 +285,7 @@ class ParameterServerSession:
             self.context.service.close()
             self.server.saving.close()
         dispatcher = parts_of(self.coll).dispatcher
-        for told, mine in ((dispatcher.on_lost, self._lost), (dispatcher.on_abort, self._aborted)):
+        for told, mine in ((dispatcher.lifetime.on_lost, self._lost), (dispatcher.lifetime.on_abort, self._aborted)):
             if mine in told:
                 told.remove(mine)  # type: ignore[arg-type]
 
@@ -293,7 +293,7 @@ class ParameterServerSession:
         if self._refusal is not None and isinstance(self._refusal, CommunicatorClosed):
             return
         self._abort(CommunicatorAborted(f"the parameter server was given up: {error!r}", rank=self.coll.rank))
-        if parts_of(self.coll).dispatcher.refusal is None:
+        if parts_of(self.coll).dispatcher.lifetime.refusal is None:
             self.coll.abort(f"its parameter server was given up on rank {self.coll.rank}: {error!r}")
 
     def _abort(self, error: AiodistError) -> None:

@@ -249,7 +249,7 @@ class _JumpingSelector(selectors.DefaultSelector):
             if events or loop.ready or loop.executing:
                 return events
             self._quiet_since = loop.now  # for them it was at work: their time begins anew
-        known = [(dispatcher.oplog.seq, len(dispatcher.pending())) for dispatcher in Dispatcher.of_loop(loop)]
+        known = [(dispatcher.oplog.seq, len(dispatcher.lifetime.pending())) for dispatcher in Dispatcher.of_loop(loop)]
         seen = sum(issued for issued, _ in known), sum(pending for _, pending in known)
         if seen != self._seen:  # some rank has got further
             self._seen, self._quiet_since = seen, loop.now

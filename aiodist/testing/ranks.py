@@ -328,7 +328,9 @@ class _RanksJob(Generic[T]):
         loop = task.get_loop()
         dispatchers = [i for i in Dispatcher.of_loop(loop) if i.ranks[i.transport.rank] == rank]
         pending = [
-            f"{some} on {dispatcher.name!r}" for dispatcher in dispatchers if (some := listed(dispatcher.pending()))
+            f"{some} on {dispatcher.name!r}"
+            for dispatcher in dispatchers
+            if (some := listed(dispatcher.lifetime.pending()))
         ]
         where = "has ended" if task.done() else f"waits at {line_of_task(task) or 'its start'}"
         return f"{where}; pending: {'; '.join(pending) or 'nothing'}"

@@ -165,7 +165,7 @@ class ArrivalTimes:
             dispatcher.oplog.timed = True
             dispatcher.names.arrivals = deque(maxlen=_MOST_LEFT)
             self._followed[dispatcher.name] = one = _Followed(dispatcher)
-            dispatcher.on_receive = one.time
+            dispatcher.watchdog.on_receive = one.time
 
     def close(self) -> None:
         """Stop the comparisons."""
@@ -176,7 +176,7 @@ class ArrivalTimes:
             self._task.cancel()
         self._registry.members.on_open.remove(self.follow)
         for one in self._followed.values():
-            one.log.timed, one.dispatcher.names.arrivals, one.dispatcher.on_receive = False, None, None
+            one.log.timed, one.dispatcher.names.arrivals, one.dispatcher.watchdog.on_receive = False, None, None
         self._clock.close()
         with suppress(RuntimeError):  # the channel is closed
             self._channel.unsubscribe(_TOPIC)
@@ -261,7 +261,7 @@ class ArrivalTimes:
             if one.closed:
                 del self._followed[comm]
                 continue
-            one.closed = one.dispatcher.refusal is not None
+            one.closed = one.dispatcher.lifetime.refusal is not None
             before, ranks = one.issued, list(one.dispatcher.ranks)
             arrivals += [[comm, name, ranks, times] for name, times in one.new_arrivals()]
             received += [[comm, *each] for each in one.new_receives()]

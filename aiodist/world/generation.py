@@ -145,5 +145,5 @@ class RankWorld:
 
 
 def _communicator(dispatcher: Dispatcher, topology: Topology | None, registry: Registry[Communicator]) -> Communicator:
-    make = Communicator if dispatcher.issuing is None else ThreadedCommunicator
+    make = Communicator if dispatcher.lifetime.issuing is None else ThreadedCommunicator
     return make(dispatcher, topology, registry)

@@ -71,7 +71,7 @@ def _tell_where(current: Callable[[], Communicator], name: str) -> None:
     """Log where this rank is some time after a signal: the launcher may be about to kill it."""
     world = current()
     dispatcher = parts_of(world).dispatcher
-    if dispatcher.refusal is None:
+    if dispatcher.lifetime.refusal is None:
         told = f"rank {world.rank} has not ended {_STILL_SECONDS:g} s after {name}: {dispatcher.watch.here()}"
         logging.getLogger("aiodist").warning(told)
 

@@ -123,8 +123,10 @@ class Recovery:
         what = "grow" if joiners else "shrink"
         dispatcher = parts_of(comm).dispatcher
         dispatcher.check_loop()
-        if comm is not self._world.comm or isinstance(dispatcher.refusal, (CommunicatorClosed, RuntimeError)):
-            raise dispatcher.refusal or CommunicatorError(f"{what}() is for the world: {comm.name!r} is a part of it")
+        if comm is not self._world.comm or isinstance(dispatcher.lifetime.refusal, (CommunicatorClosed, RuntimeError)):
+            raise dispatcher.lifetime.refusal or CommunicatorError(
+                f"{what}() is for the world: {comm.name!r} is a part of it"
+            )
         if self._under_way is not None:
             raise CommunicatorError(f"{self._under_way} is under way: await its handle")
         if joiners:
@@ -207,7 +209,7 @@ class Recovery:
     async def _grow(self, joiners: int) -> Communicator:
         old, channel = self._world, self.channel
         dispatcher = parts_of(old.comm).dispatcher
-        await dispatcher.settled()
+        await dispatcher.lifetime.settled()
         asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._collect)  # while the new ranks start
         generation = await self._next(joiners)
         await self._supersede(old, f"it grew to generation {generation.number}")
@@ -216,7 +218,7 @@ class Recovery:
 
     def _enter(self, world: RankWorld) -> Communicator:
         self._world = world
-        parts_of(world.comm).dispatcher.on_abort.append(partial(self._given_up, world))
+        parts_of(world.comm).dispatcher.lifetime.on_abort.append(partial(self._given_up, world))
         world.registry.elastic = self
         return world.comm
 
@@ -270,7 +272,7 @@ class Recovery:
                     before.kept.follow(world.registry)
             await world.open()
             if (mpi := self._mpi) is not None:
-                parts_of(world.comm).dispatcher.on_abort.append(lambda _: mpi.leave())
+                parts_of(world.comm).dispatcher.lifetime.on_abort.append(lambda _: mpi.leave())
         except BaseException as error:
             await world.abort(CommunicatorAborted(f"the world was not opened: {error!r}"))
             raise

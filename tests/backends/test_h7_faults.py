@@ -163,7 +163,7 @@ async def _survives(coll: Communicator, place: str, name: str, k: int, operation
     assert not Progress.current().large
     met = bool(await coll.allreduce(int(met), op="max"))
     async with asyncio.timeout(20):  # a close that comes before word of the abort raises it
-        while met and parts_of(one).dispatcher.refusal is None:  # noqa: ASYNC110
+        while met and parts_of(one).dispatcher.lifetime.refusal is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
     return met
 

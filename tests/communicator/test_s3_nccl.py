@@ -244,7 +244,7 @@ async def test_s3_a_failure_that_leaves_nothing_pending_is_noticed(
     with pytest.raises(BackendError, match="internal error"):
         await work.allreduce(torch.ones(4).to(coll.device), impl="nccl")
     await asyncio.sleep(0.1)
-    await until(lambda: parts_of(work).dispatcher.refusal)
+    await until(lambda: parts_of(work).dispatcher.lifetime.refusal)
     with pytest.raises(BackendError, match="internal error"):
         await work.allreduce(torch.ones(4))  # on the CPU: it was given up, as the others are told
 

@@ -572,7 +572,7 @@ async def test_n16_a_lost_rank_s_records_go_to_others(coll: Communicator) -> Non
         reader = asyncio.create_task(taken(queue))
         await asyncio.wait([reader], timeout=1)
         assert not reader.done()
-        for tell in list(parts_of(dup).dispatcher.on_lost):
+        for tell in list(parts_of(dup).dispatcher.lifetime.on_lost):
             tell(2, PeerLost("rank 2 left", lost=2))
         mine += await reader
         await coll.barrier(name="over")
@@ -593,7 +593,7 @@ async def test_n16_without_the_first_rank_there_is_no_queue(coll: Communicator) 
         await coll.barrier()
         reader = asyncio.create_task(taken(queue))
         await asyncio.wait([reader], timeout=1)
-        for tell in list(parts_of(dup).dispatcher.on_lost):
+        for tell in list(parts_of(dup).dispatcher.lifetime.on_lost):
             tell(0, PeerLost("rank 0 left", lost=0))
         with pytest.raises(PeerLost, match="rank 0 left"):
             await reader

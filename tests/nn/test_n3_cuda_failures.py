@@ -110,7 +110,7 @@ async def test_n3_cuda_a_device_that_is_lost(
     for _ in range(steps):
         await net.step(lambda: mse_loss(net(x), y), opt)
     await until(
-        lambda: not parts_of(reducer_of(net).data).dispatcher.pending()
+        lambda: not parts_of(reducer_of(net).data).dispatcher.lifetime.pending()
     )  # else what these steps lent is freed later
     await coll.barrier()
     await run_out(net, opt, forward, LOST, fails=coll.rank == 1)

@@ -186,7 +186,7 @@ async def _serve(coll: Communicator, tag: int) -> None:
 def _give_up(coll: Communicator, *services: asyncio.Task[None]) -> None:
     for service in services:
         service.cancel()
-    for handle in parts_of(coll).dispatcher.pending():
+    for handle in parts_of(coll).dispatcher.lifetime.pending():
         assert handle.cancel()
 
 

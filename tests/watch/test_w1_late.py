@@ -97,7 +97,7 @@ async def test_w1_a_rank_whose_loop_stands_still(
             assert list(error.late) == [1]
     # What waits for a message is withdrawn, what waits for a collective gets it.
     if wait in (_short_block, _thread, _wait_for):
-        for handle in parts_of(coll).dispatcher.pending():
+        for handle in parts_of(coll).dispatcher.lifetime.pending():
             assert handle.cancel()
     elif coll.rank == 1:
         await coll.allreduce(torch.ones(4))

@@ -442,7 +442,9 @@ async def test_w4_crossed_order_is_told_within_a_second(coll: Communicator, tmp_
     assert f"rank {1 - coll.rank} waits for rank {coll.rank} in allreduce #0" in str(caught.value)
     assert min(await coll.allgather_object(looks.count())) < 10  # ten a second; and the world continues
     # Each rank aborts its own one and notifies the other.
-    await until(lambda: None not in (parts_of(one).dispatcher.refusal, parts_of(two).dispatcher.refusal))
+    await until(
+        lambda: None not in (parts_of(one).dispatcher.lifetime.refusal, parts_of(two).dispatcher.lifetime.refusal)
+    )
 
 
 @pytest.mark.thorough

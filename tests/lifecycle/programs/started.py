@@ -141,7 +141,7 @@ def threads() -> None:
             thread.start()
             thread.join()
         say(f"turns: {total}")
-        issuing = parts_of(coll).dispatcher.issuing
+        issuing = parts_of(coll).dispatcher.lifetime.issuing
         assert issuing is not None
         issuing.begin()
         caught: list[str] = []

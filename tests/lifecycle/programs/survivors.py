@@ -73,7 +73,7 @@ async def three() -> AsyncIterator[Mail]:
     """Open the world and a duplicate of it, over whose transport things go."""
     async with aiodist.init() as world:
         yield Mail(parts_of(await world.dup()).transport)
-        await until(lambda: parts_of(world).dispatcher.refusal is not None)
+        await until(lambda: parts_of(world).dispatcher.lifetime.refusal is not None)
 
 
 def kill() -> None:

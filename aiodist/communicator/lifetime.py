@@ -1,0 +1,210 @@
+"""The end of a communicator: what is in flight is drained or aborted, and later calls are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from aiodist import _core
+from aiodist.backends.base import again
+from aiodist.communicator.conversation import LIVENESS_SECONDS
+from aiodist.communicator.failures import Failures
+from aiodist.communicator.issuing import Issuing
+from aiodist.communicator.operation import Pending
+from aiodist.communicator.settlement import Settlement
+from aiodist.communicator.watchdog import Watchdog
+from aiodist.control import Exit
+from aiodist.errors import (
+    AiodistError,
+    BackendError,
+    CommunicatorAborted,
+    CommunicatorClosed,
+    MismatchAborted,
+    MismatchError,
+    OperationTimeout,
+    PeerError,
+)
+from aiodist.handles import Handle, Progress, internals, listed
+from aiodist.handles.combinators import all_over
+from aiodist.handles.state import plight
+
+
+class Lifetime:
+    """The end of one communicator on this rank; on the loop, unless a method says otherwise."""
+
+    def __init__(
+        self,
+        place: tuple[str, int],
+        ranks: Sequence[int],
+        progress: Progress,
+        operations: Pending,
+        settlement: Settlement,
+        failures: Failures,
+        watchdog: Watchdog,
+        issuing: Issuing | None,
+    ) -> None:
+        """`place` is the name of the communicator and this rank's number there; `ranks` are world ranks, in order."""
+        self.refusal: AiodistError | RuntimeError | None = None
+        """Error that every call raises; None while calls are accepted."""
+        self.issuing = issuing
+        """The thread that is issuing, if several threads may; None if only the thread of the loop may."""
+        self.issuer: _core.Issuer | None = None
+        """The compiled core's part of issuing; None if no lane can run operations."""
+        self.on_lost: list[Callable[[int, AiodistError], None]] = []
+        """Called with each rank that is lost; -1 if nothing can be known any more."""
+        self.on_abort: list[Callable[[AiodistError], None]] = []
+        """Called when it is aborted, for any reason; after a loss again if another rank aborts it."""
+        self.stops: list[Callable[[AiodistError], object]] = []
+        """Abort the parts of the communicator; with the transport lock held."""
+        self.subscriptions: list[Callable[[], object]] = []
+        """End the subscriptions of messages of other ranks."""
+        self._name, self._rank = place
+        self._ranks = tuple(ranks)
+        self._progress = progress
+        self._operations = operations
+        self._settlement = settlement
+        self._failures = failures
+        self._watchdog = watchdog
+
+    def undisturbed(self) -> AbstractContextManager[object]:
+        """Have no thread issue meanwhile."""
+        return nullcontext() if self.issuing is None else self.issuing
+
+    def pending(self) -> list[Handle[Any]]:
+        """Return the handles that are not done, in order of issue."""
+        return [handle for handle in self._operations if internals.is_pending(handle)]
+
+    def pending_collectives(self) -> list[Handle[Any]]:
+        """Return those of collectives."""
+        return [handle for handle, meets in self._operations.items() if meets is True and internals.is_pending(handle)]
+
+    def cancel_receives(self) -> None:
+        """Withdraw every receive without a message, and warn of each; visible by default if it was never awaited."""
+        for handle in self.pending():
+            forgotten = not (internals.is_retrieved(handle) or internals.is_awaited(handle))
+            if handle.op.startswith("recv") and handle.cancel() and (where := handle.origin) is not None:
+                message = f"{handle} was never matched{' nor awaited' * forgotten}, and withdrawn at close"
+                kind = RuntimeWarning if forgotten else ResourceWarning
+                warnings.warn_explicit(message, kind, where.filename, where.lineno)
+
+    async def drain(self, seconds: float) -> None:
+        """Wait until no operation is in flight; raise `OperationTimeout` with their list after `seconds`."""
+        pending = self.pending()
+        if pending and self.refusal is None:
+            await asyncio.wait([all_over(pending, self._progress.loop)], timeout=seconds)
+            left = [handle for handle in pending if not handle.done()]
+            if left:
+                known, late = plight(left)
+                text = f"still pending after {round(seconds, 1):g} s: {listed(left)}{known}"
+                raise OperationTimeout(text, late=late, comm=self._name)
+
+    def peer_lost(self, exit: Exit) -> None:
+        """A rank of this communicator is lost: pending operations and every later call raise that."""
+        error = exit.error()
+        self._failures.leave(exit)
+        self.abort(error)
+        for tell in list(self.on_lost):
+            tell(self._ranks.index(exit.rank) if exit.rank in self._ranks else -1, error)
+
+    async def settled(self) -> None:
+        """Wait until all collectives that were issued are done."""
+        if pending := [handle for handle in self.pending_collectives() if not internals.is_detached(handle)]:
+            await all_over(pending, self._progress.loop)
+
+    def supersede(self, error: CommunicatorAborted) -> None:
+        """Abort it on all ranks, unless that was done, and raise `error` from now on in place of what it raised."""
+        aborted = self.refusal is not None
+        self.abort_everywhere(error)
+        with self.undisturbed():
+            self.refuse(error)
+        if aborted:  # for example after a loss
+            self._notify_aborted(error)
+            self._failures.tell_abort(str(error))
+
+    def abort_everywhere(self, error: AiodistError) -> None:
+        """Abort it on all ranks, unless that was done."""
+        if self.refusal is None:
+            # First, so that no rank takes the loss of its messages for the cause.
+            self._failures.tell_abort(f"rank {self._rank}: {error}")
+            self.abort(error)
+
+    def abort_soon(self, error: AiodistError, *, tell: bool) -> None:
+        """Abort it on this rank now, and on the others after the liveness bound, unless they know a cause by then."""
+        if self.refusal is None:
+            self.abort(error)
+            if tell:
+                text = f"rank {self._rank}: {error}"
+                self._progress.loop.call_later(LIVENESS_SECONDS, self._failures.tell_abort, text)
+
+    def break_off(self, error: BaseException) -> None:
+        """The ranks cannot be compared any more: abort the communicator, unless a rank is lost."""
+        wrapped = BackendError(f"the ranks of communicator {self._name!r} cannot be compared: {error}")
+        wrapped.__cause__ = error
+        abort = partial(self.abort_everywhere, wrapped)
+        self._failures.inquire(wrapped, lambda _: self._progress.post(abort))
+
+    def abort(self, error: AiodistError) -> None:
+        """Reject pending operations and refuse later calls; buffers stay owned by transfers that never end."""
+        if self.refusal is not None:
+            if isinstance(error, CommunicatorAborted):
+                self._notify_aborted(error)
+            return
+        with self.undisturbed():
+            self.refuse(self._aborted(error))
+        self._watchdog.close()
+        self._progress.with_lock(partial(self._fail_all, error))
+        self._notify_aborted(error)
+
+    def _notify_aborted(self, error: AiodistError) -> None:
+        for tell in list(self.on_abort):
+            tell(error)
+
+    def _fail_all(self, error: AiodistError) -> None:
+        waiting = []
+        for handle in self.pending():
+            operation = self._operations.find(handle)
+            if isinstance(error, PeerError) and operation is not None and self._failures.is_open(operation):
+                waiting.append(operation)  # the verdict may be that the ranks differ
+            else:
+                self._settlement.fail(handle, (operation and operation.verdict) or again(error))
+        self._operations.clear()
+        for operation in waiting:
+            self._operations.add(operation)
+        for stop in self.stops:
+            stop(error)
+
+    def _aborted(self, error: AiodistError) -> AiodistError:
+        if not isinstance(error, MismatchError) or isinstance(error, MismatchAborted):
+            return error
+        aborted = MismatchAborted(f"communicator {self._name!r} was aborted: {error}", comm=self._name)
+        aborted.__cause__ = error
+        return aborted
+
+    def close(self) -> None:
+        """Refuse every later call."""
+        self._watchdog.close()
+        self.unsubscribe()
+        if self.refusal is None:
+            with self.undisturbed():
+                self.refuse(CommunicatorClosed(f"communicator {self._name!r} is closed", comm=self._name))
+
+    def unsubscribe(self) -> None:
+        """Receive no more messages of other ranks."""
+        for unsubscribe in self.subscriptions:
+            unsubscribe()
+
+    def forked(self) -> None:
+        """This is a child of the process that opened it."""
+        self.issuing = None  # the thread that was issuing does not exist here
+        self._watchdog.watch.members.clear()  # its timer may fire here
+        self.refuse(RuntimeError(f"communicator {self._name!r} was opened before os.fork: a child cannot use it"))
+
+    def refuse(self, why: AiodistError | RuntimeError) -> None:
+        """Have every later call raise `why`."""
+        self.refusal = why
+        if self.issuer is not None:
+            self.issuer.open = False
