@@ -119,7 +119,7 @@ class Dispatcher:
         self._alive.add(self)
 
     def _connect(self) -> None:
-        """Have the parts know one another."""
+        """Give the parts references to one another."""
         failures, lifetime, within = self.failures, self.lifetime, self.repertoire.within
         failures.names, failures.settlement, failures.within = self.names, self.settlement, within
         failures.abort_here = lifetime.abort

@@ -16,7 +16,7 @@ class PendingOp(NamedTuple):
     name: str
     """Name of a named operation, else ""."""
     peers: list[int]
-    """World ranks, each of which could end it by a message; empty if it needs all ranks."""
+    """World ranks whose message could end it, one is enough; empty if it needs all ranks."""
     call: str = ""
     """The user's call that it is a part of, such as "net.step"; "" if the user issued it."""
     kept: bool = False

@@ -71,7 +71,7 @@ class Lifetime:
         self._watchdog = watchdog
 
     def undisturbed(self) -> AbstractContextManager[object]:
-        """Have no thread issue meanwhile."""
+        """Return a context in which no thread issues."""
         return nullcontext() if self.issuing is None else self.issuing
 
     def pending(self) -> list[Handle[Any]]:
@@ -116,7 +116,7 @@ class Lifetime:
             await all_over(pending, self._progress.loop)
 
     def supersede(self, error: CommunicatorAborted) -> None:
-        """Abort it on all ranks, unless that was done, and raise `error` from now on in place of what it raised."""
+        """Abort it on all ranks, unless that was done; later calls raise `error` in place of the earlier error."""
         aborted = self.refusal is not None
         self.abort_everywhere(error)
         with self.undisturbed():
@@ -204,7 +204,7 @@ class Lifetime:
         self.refuse(RuntimeError(f"communicator {self._name!r} was opened before os.fork: a child cannot use it"))
 
     def refuse(self, why: AiodistError | RuntimeError) -> None:
-        """Have every later call raise `why`."""
+        """Raise `why` in every later call."""
         self.refusal = why
         if self.issuer is not None:
             self.issuer.open = False

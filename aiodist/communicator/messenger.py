@@ -399,6 +399,6 @@ class Receiving:
             self._end(error)
 
     def _leave_sending(self) -> None:
-        """Have the other half, if it is in flight, be waited for by itself."""
+        """Enter the other half as an operation of its own if it is in flight."""
         if self.sending is not None:
             self._messenger.pending.add(self.sending)

@@ -55,11 +55,18 @@ class Settlement:
         operation.state = State.STARTED
         if operation.traffic is not None:
             operation.traffic.native = 1
-        done = partial(self.complete, operation, work.result)
+        done = partial(self._called, operation, work.result)
         try:
             work.call(done)
         except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
             done(ours(raised))
+
+    def _called(self, operation: CommunicatorOperation, result: object, error: BaseException | None) -> None:
+        if error is None:
+            self.complete(operation, result, None)
+        else:  # the statement about the failure comes first: it has to say that the library is in an unknown state
+            self.finished(operation, None, error)
+            self.drained(operation)
 
     def run_message(self, operation: CommunicatorOperation, program: Program[None]) -> None:
         """Run the program of a message to its end; the ranks compare nothing."""
