@@ -197,7 +197,9 @@ class Agreement:
     def _failed(self, operation: CommunicatorOperation, error: BaseException) -> None:
         """Fail an operation whose comparison failed."""
         self._undecided.pop(operation.number, None)
-        if not operation.agreed.is_set:
+        if operation.agreed.is_set:  # it failed on another rank before
+            operation.error = error
+        else:
             operation.decide(error)
 
     def _decide(self, operation: CommunicatorOperation, *, differs: bool) -> None:

@@ -13,7 +13,8 @@ from torch.nn import Parameter
 from aiodist import _core
 from aiodist.communicator.claims import Claim, release
 from aiodist.communicator.dispatcher import Dispatcher
-from aiodist.errors import AiodistError, MismatchError
+from aiodist.communicator.operation import State
+from aiodist.errors import AiodistError, MismatchError, RemoteError
 from aiodist.handles import Handle, in_flight
 from aiodist.handles.kernel import Program
 from aiodist.handles.origin import known_files
@@ -77,9 +78,12 @@ class LaneIssuer:
         progress.post(partial(progress.with_lock, partial(self._end, handle, error)))
 
     def _end(self, handle: Handle[Any], error: AiodistError) -> None:
-        operation = self._dispatcher.operations.take_over(handle)
-        if operation is None:
+        operations = self._dispatcher.operations
+        operation = operations.take_over(handle) or operations.find(handle)  # a statement about it has taken it over
+        if operation is None or operation.state is not State.NEW:
             return
+        if isinstance(operation.verdict, RemoteError) and not isinstance(error, MismatchError):
+            operation.verdict = error  # this rank's own error precedes that of another
         self._dispatcher.settlement.drained(operation)
         if isinstance(error, MismatchError):  # every rank has it: each rank differs from at least one of two others
             self._dispatcher.failures.differ(operation)

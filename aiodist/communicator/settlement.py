@@ -83,7 +83,7 @@ class Settlement:
             else:
                 self._progress.post(call)
             return
-        operation.error = error
+        operation.error = operation.error or error
         if operation.handle is not None and (error is None or self._ends_alone(operation, error)):
             self.end(operation, result, error)
 
@@ -103,6 +103,7 @@ class Settlement:
 
     def settle(self, operation: CommunicatorOperation, result: object, error: BaseException | None) -> None:
         """End an operation; the end of a failed collective waits for the verdict of the ranks."""
+        operation.error = error
         if error is None or self._ends_alone(operation, error):
             self.end(operation, result, error)
 

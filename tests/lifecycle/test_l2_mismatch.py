@@ -88,10 +88,10 @@ def test_l2_those_that_differ_do_not_wait_for_a_third(run: Run, shares: bool) ->
     assert (ended.code, ended.codes(), ended.errors) == (0, [0, 0, 0], ""), ended
     for rank in range(3):
         assert ended.value(rank, "told") == "True", ended.text
-        *first, third, last = ended.value(rank, "then").split()
-        assert first == ["MismatchError"] * 2, ended.text
-        assert third in ("MismatchError", "MismatchAborted"), ended.text  # it may come after the others have aborted
-        assert last == "MismatchAborted", ended.text
+        kinds = ended.value(rank, "then").split()
+        count = kinds.count("MismatchError")
+        assert kinds == ["MismatchError"] * count + ["MismatchAborted"] * (4 - count), ended.text
+        assert count == 3 if rank == 1 else count <= 3, ended.text  # others may come when it is aborted
 
 
 @pytest.mark.thorough
