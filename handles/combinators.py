@@ -92,19 +92,23 @@ class _Gathering:
         held = self._held or (None if self._outer is None else self._outer())
         if self.paused or held is None or not held._is_pending:
             return
-        outer = Operation.of(held)
         if late is not None:
             self.late[handle] = late
         error = self._posted[handle].peek() if handle in self._posted else error_of(handle)
         if not self.keep_errors and (failure := late or error) is not None:
             self._outer = None
-            outer.reject(failure)
+            Operation.of(held).reject(failure)
             for member in self._posted.values():
                 member.set_consumed()
         elif not self._waits:
             self._outer = None
             self._unseen = [member for member in self._posted.values() if not member.consumed]
-            outer.resolve([self.late.get(h) or _value(h) for h in self.members])
+            results = (
+                [self.late.get(h) or _value(h) for h in self.members]
+                if self.keep_errors
+                else [h.result() for h in self.members]
+            )
+            Operation.of(held).resolve(results)
 
     def hold(self, handle: Posted[Any] | None, /) -> None:
         """See `Stoppable`; the members hold it in any case if none of them can be stopped."""

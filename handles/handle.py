@@ -16,6 +16,7 @@ from aiodist import _core
 from aiodist.handles.account import Account
 from aiodist.handles.origin import Origin, described
 from aiodist.handles.state import (
+    RETURNED,
     FutureWaiter,
     Status,
     Waiter,
@@ -200,7 +201,7 @@ class Handle(_core.Handle, Generic[T]):
         return error_of(self)
 
     def _outcome(self) -> T:
-        if self._status is Status.RETURNED:
+        if self._status is RETURNED:
             return self._value  # type: ignore[no-any-return]
         if self._status is Status.CANCELLED:
             raise asyncio.CancelledError(f"{self} was withdrawn")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
 from time import monotonic
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from aiodist import _core
 from aiodist.errors import OperationTimeout
@@ -27,7 +27,9 @@ class Status(Enum):
     CANCELLED = "cancelled"
 
 
-_core.set_statuses(Status.PENDING, Status.RETURNED)
+RETURNED: Final = Status.RETURNED
+"""`Status.RETURNED`, which Python finds more slowly: each outcome is compared with it."""
+_core.set_statuses(Status.PENDING, RETURNED)
 
 
 def unfinished(handle: _core.Handle) -> list[_core.Handle]:
@@ -82,6 +84,8 @@ def lateness(handle: _core.Handle, seconds: float | None = None) -> OperationTim
 def error_of(handle: _core.Handle) -> BaseException | None:
     """Return the error that awaiting this finished handle raises, a `CancelledError` too; None for a result."""
     handle._consumed = True
+    if handle._status is RETURNED:
+        return None
     if handle._status is Status.CANCELLED:
         return asyncio.CancelledError(f"{handle} was withdrawn")
     error: BaseException | None = handle._value if handle._status is Status.RAISED else None

@@ -28,9 +28,7 @@ from aiodist.communicator.oplog import OpLog
 from aiodist.communicator.settlement import Settlement
 from aiodist.communicator.watchdog import Watch, Watchdog
 from aiodist.control import Channel
-from aiodist.errors import (
-    CommunicatorError,
-)
+from aiodist.errors import CommunicatorError
 from aiodist.handles import LARGE_BYTES, Account, Handle, Operation, Progress, internals
 from aiodist.handles.kernel import Program, prepare
 from aiodist.handles.origin import whence
@@ -268,12 +266,8 @@ class Dispatcher:
     ) -> Handle[Any]:
         """Start a collective that was prepared; `work_bytes` are the bytes that this rank copies or reduces."""
         assert operation.handle is not None
-        begin = partial(self._begin, operation, work)
         operation.large = work_bytes >= self.large_bytes
-        if operation.large:
-            self.progress.start_in_thread(begin)
-        else:
-            self._start(begin)
+        self.start(partial(self._begin, operation, work), work_bytes)
         return operation.handle
 
     def _begin(self, operation: CommunicatorOperation, work: Program[Any] | NativeCall) -> None:
@@ -306,8 +300,7 @@ class Dispatcher:
         handle = operation.handle
         assert handle is not None
         acquire(operation.claims, handle)
-        if (claims := operation.claims) and (claims[0].writes or claims[-1].writes):  # those of one kind follow another
-            operation.set_in_place(True)
+        operation.set_in_place(any(claim.writes for claim in operation.claims))
         if operation.traffic is not None:
             operation.traffic.agreed = operation.agreed.wait
         self.operations.add(operation)

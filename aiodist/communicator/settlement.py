@@ -63,7 +63,9 @@ class Settlement:
 
     def _called(self, operation: CommunicatorOperation, result: object, error: BaseException | None) -> None:
         if error is None:
-            self.complete(operation, result, None)
+            self.drained(operation)
+            if not operation.stopped:
+                self.end(operation, result, None)
         else:  # the statement about the failure comes first: it has to say that the library is in an unknown state
             self.finished(operation, None, error)
             self.drained(operation)
