@@ -123,7 +123,7 @@ struct Issuer {
 };
 
 static PyTypeObject *issuer_type;
-static PyObject *s_back, *s_lasti, *s_filename, *s_locals, *s_self, *s_origin, *s_watching, *s_keep_watch, *s_told, *s_way, *s_untyped_storage, *s_requires_grad, *s_loop, *s_running;
+static PyObject *s_back, *s_lasti, *s_filename, *s_locals, *s_self, *s_origin, *s_watching, *s_keep_watch, *s_told, *s_way, *s_untyped_storage, *s_data_ptr, *s_nbytes, *s_requires_grad, *s_loop, *s_running;
 static PyObject *running_loop;  // asyncio's function
 
 Lane *issuer_lane(Issuer *self) { return self->lane; }
@@ -148,11 +148,31 @@ static void known_release(Known *known) {
     Py_XDECREF((PyObject *)known->plan);
 }
 
-// Fills `t` with the description of `tensor`; false unless it is a dense tensor of torch with host memory.
+static uint64_t address_of(const dl_tensor *t) { return (uint64_t)(uintptr_t)t->data + t->byte_offset; }
+
+// Returns the number that a method of `object` returns; 0 with an exception set.
+static uint64_t number_of(PyObject *object, PyObject *method) {
+    PyObject *number = object == NULL ? NULL : PyObject_CallMethodObjArgs(object, method, NULL);
+    uint64_t value = number == NULL ? 0 : PyLong_AsUnsignedLongLong(number);
+    Py_XDECREF(number);
+    return value;
+}
+
+// Returns true if the storage of `tensor` ends after its last element: a program may have shrunk it.
+static bool has_memory(PyObject *tensor, uint64_t start, uint64_t nbytes) {
+    PyObject *storage = PyObject_CallMethodObjArgs(tensor, s_untyped_storage, NULL);
+    uint64_t end = number_of(storage, s_data_ptr) + number_of(storage, s_nbytes);
+    Py_XDECREF(storage);
+    return start + nbytes <= end;
+}
+
+// Fills `t` with the description of `tensor`; false unless it is a dense tensor of torch with host memory. The memory of
+// short tensors is not compared with their size: that would cost a tenth of the call.
 static bool describe(const Issuer *self, PyObject *tensor, dl_tensor *t) {
     if (Py_TYPE(tensor) != self->tensor && Py_TYPE(tensor) != self->parameter) return false;
     int64_t numel = self->exchange->describe(tensor, t) == 0 ? dl_dense_numel(t) : -1;
-    if (numel == 0 || (numel > 0 && t->data != NULL)) return true;
+    uint64_t nbytes = numel < 0 ? 0 : (uint64_t)numel * t->dtype_bits / 8;
+    if (numel == 0 || (numel > 0 && t->data != NULL && (nbytes <= WHOLE_BYTES || has_memory(tensor, address_of(t), nbytes)))) return true;
     PyErr_Clear();  // the general path reports the error
     return false;
 }
@@ -241,8 +261,6 @@ static bool keep_watch(Issuer *self) {
     Py_XDECREF(kept);
     return kept != NULL;
 }
-
-static uint64_t address_of(const dl_tensor *t) { return (uint64_t)(uintptr_t)t->data + t->byte_offset; }
 
 // Finds the published place of a tensor in the arena; false with an exception set.
 static bool place_of(Issuer *self, uint64_t start, uint64_t nbytes, core_place *place) {
@@ -697,7 +715,7 @@ static PyType_Spec issuer_spec = {
 int issue_add(PyObject *module) {
     static const struct { PyObject **at; const char *text; } names[] = {
         {&s_back, "f_back"}, {&s_lasti, "f_lasti"}, {&s_filename, "co_filename"}, {&s_locals, "f_locals"}, {&s_self, "self"}, {&s_origin, "origin"},
-        {&s_watching, "watching"}, {&s_keep_watch, "keep_watch"}, {&s_told, "_told"}, {&s_way, "shm"}, {&s_untyped_storage, "untyped_storage"},
+        {&s_watching, "watching"}, {&s_keep_watch, "keep_watch"}, {&s_told, "_told"}, {&s_way, "shm"}, {&s_untyped_storage, "untyped_storage"}, {&s_data_ptr, "data_ptr"}, {&s_nbytes, "nbytes"},
         {&s_requires_grad, "requires_grad"}, {&s_loop, "loop"}, {&s_running, "__asyncio_running_event_loop__"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)

@@ -1,9 +1,9 @@
 """Plans: how calls with one signature start, made at the first of them and kept.
 
-A plan starts in a lane of the compiled core, if all ranks share memory; by one native call of a library; or by one call
-that queues on a device. A program runs all other calls. One rank may use a plan while another one uses a program, for a
-tensor of a subclass or in another thread, and the shapes of an allgather may differ: the lane finds that, and all ranks
-continue with the program.
+A plan starts an operation in a lane of the compiled core, if all ranks share memory; by one native call of a library;
+by one call that queues on a device; or by a program. Calls with other arguments, such as a list or `out=`, have no
+plan. One rank may use a lane while another one uses a program, for a tensor of a subclass or in another thread, and the
+shapes of an allgather may differ: the lane finds that, and all ranks continue with the program.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from aiodist.collectives.endpoint import Endpoint
 from aiodist.collectives.implementations import Repertoire
 from aiodist.collectives.metadata import overlaps
 from aiodist.collectives.primitives import Primitives
+from aiodist.collectives.traffic import Traffic
 from aiodist.communicator.arguments import Terms, block_of, blocks_of
-from aiodist.communicator.claims import Claim, writing
+from aiodist.communicator.claims import Claim, reading, writing
 from aiodist.communicator.dispatcher import Dispatcher
 from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of, word_of
 from aiodist.communicator.lane_issuer import LaneIssuer
@@ -93,6 +94,12 @@ async def _general(p: Primitives, t: Tensor, out: Tensor | None, call: Signature
     return (await elementwise(p, [t], outs, op))[0]
 
 
+async def _planned(p: Primitives, t: Tensor, call: Signature, given: Tensor) -> Any:  # noqa: ANN401
+    """Run the program of a call without `out` on `t`; the result of one in place is the tensor that was given."""
+    result = await _general(p, t, None, call)
+    return given if result is not None and call.kind in _IN_PLACE else result
+
+
 class NativePlan(NamedTuple):
     """Plan of an allreduce in place that is one call of a library."""
 
@@ -113,11 +120,18 @@ class QueuePlan(NamedTuple):
     """Returns the caller's current stream of the device; raises RuntimeError while it captures a graph."""
 
 
-Plan = _core.Plan | NativePlan | QueuePlan
+class ProgramPlan(NamedTuple):
+    """Plan of a collective of host memory that a program runs."""
+
+    what: Fingerprint
+    nbytes: int
+
+
+Plan = _core.Plan | NativePlan | QueuePlan | ProgramPlan
 
 
 class Plans:
-    """The plans of one communicator, by signature. `issue` returns None for a call that a program runs."""
+    """The plans of one communicator, by signature. `issue` returns None for a call without a plan."""
 
     def __init__(
         self, dispatcher: Dispatcher, device: torch.device, queue_of: Callable[[Signature, Repertoire], Queue | None]
@@ -130,7 +144,7 @@ class Plans:
         self._rank, self._size = dispatcher.transport.rank, dispatcher.transport.size
         self._repertoire = dispatcher.repertoire
         self._plans: dict[Signature, Plan | None] = {}
-        """Plans; None for a signature that a program runs."""
+        """Plans; None for a signature without one."""
         barrier = Fingerprint("barrier")
         self._barrier = _core.Plan(
             barrier, barrier.kind, None, barrier.word, *_Form(Kind.BARRIER, dtype_code(torch.uint8))
@@ -171,6 +185,8 @@ class Plans:
             return self._issue_in_lane(plan, call, t, out, terms.timeout)
         if out is not None or not t.data_ptr():
             return None
+        if isinstance(plan, ProgramPlan):
+            return self._issue_program(plan, call, t, terms.timeout)
         if isinstance(plan, NativePlan):
             return self._issue_native(plan, t, terms.timeout)
         return self._issue_queued(plan, t, terms.timeout)
@@ -209,6 +225,20 @@ class Plans:
         if handle is not None:
             self._dispatcher.set_deadline(handle, timeout)
         return handle
+
+    def _issue_program(self, plan: ProgramPlan, call: Signature, t: Tensor, timeout: float | None) -> Handle[Any]:
+        """Issue the program of a collective."""
+        kind, root = call.kind, call.root
+        writes = root != self._rank if kind == "broadcast" else kind in _IN_PLACE and root in (None, self._rank)
+        operation = self._dispatcher.prepare(plan.what, writing(t) if writes else reading(t), plan.nbytes, timeout)
+        p = self._primitives(operation.number, operation.traffic, self._repertoire, call.impl)
+        # A detached view: the program of the user may give `t` other memory before the operation begins.
+        return self._dispatcher.launch(operation, _planned(p, t.detach(), call, t), plan.nbytes)
+
+    def _primitives(self, number: int, traffic: Traffic | None, repertoire: Repertoire, impl: str) -> Primitives:
+        """Return the primitives of the operation with that number."""
+        ep = Endpoint(self._dispatcher.transport, tag_of(number), traffic=traffic, key=key_of(number))
+        return Primitives(ep, repertoire, impl, device=self._device)
 
     def _issue_native(self, plan: NativePlan, t: Tensor, timeout: float | None) -> Handle[Tensor]:
         """Issue one call of a library."""
@@ -305,8 +335,8 @@ class Plans:
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
         if call.device >= 0 or self._lanes.core is None or not self._chosen(call, known):
-            plan = self._plan_allreduce(call, known, t) if call.kind == "allreduce" else None
-            if plan is not None or call.device < 0:  # NCCL may open later
+            plan = self._plan_outside(call, known, t)
+            if plan is not None:  # NCCL may open later
                 self._plans[call] = plan
             return plan
         sent: Sequence[int] = ()
@@ -337,22 +367,22 @@ class Plans:
             self._lanes.core.add(t, call.op, call.impl, in_lane)
         return in_lane
 
-    def _plan_allreduce(self, call: Signature, op: ReduceOp | None, t: Tensor) -> NativePlan | QueuePlan | None:
-        """Return the plan of an allreduce by one call of a library or a device; None if there is no such call."""
-        assert op is not None
+    def _plan_outside(self, call: Signature, op: ReduceOp | None, t: Tensor) -> Plan | None:
+        """Return the plan of a call outside the lanes; None if its device has none."""
         kind, numel = call.dtype, call.shape.numel()
-        what = fingerprint_of("allreduce", [t], call.op, impl=call.impl)
+        what = fingerprint_of(call.kind, [t], call.op, call.root, call.impl)
         if call.device >= 0:
-            queue = self._queue_of(call, self._repertoire)
+            queue = self._queue_of(call, self._repertoire) if call.kind == "allreduce" else None
             if queue is None:
                 return None
             stream = partial(Events.of(self._dispatcher.progress).issuing_stream, call.device)
             return QueuePlan(what, t.nbytes, "nccl", queue, stream)
-        if self._size == 1:
-            return None
-        chosen = self._repertoire.pick(Wanted("allreduce", kind, op, numel), call.impl)
-        start = chosen.plan_allreduce(kind, numel, op)
-        return None if start is None else NativePlan(what, t.nbytes, chosen.name, start)
+        if call.kind == "allreduce" and self._size > 1:
+            assert op is not None
+            chosen = self._repertoire.pick(Wanted("allreduce", kind, op, numel), call.impl)
+            if (start := chosen.plan_allreduce(kind, numel, op)) is not None:
+                return NativePlan(what, t.nbytes, chosen.name, start)
+        return ProgramPlan(what, t.nbytes)
 
     def _chosen(self, call: Signature, op: ReduceOp | None) -> bool:
         """Return True if the table or the call chooses shared memory."""
@@ -378,8 +408,7 @@ class Plans:
         dispatcher, seq, claims = self._dispatcher, handle.seq, [Claim(*one) for one in owned]
 
         def make() -> Program[Any]:
-            ep = Endpoint(dispatcher.transport, tag_of(seq), traffic=dispatcher.traffic(seq), key=key_of(seq))
-            p = Primitives(ep, repertoire, call.impl, device=self._device)
+            p = self._primitives(seq, dispatcher.traffic(seq), repertoire, call.impl)
             return _general(p, _as_claimed(t, call, claims), out, call)
 
         self._lanes.go_on(handle, make, claims)
@@ -409,6 +438,8 @@ def _as_claimed(t: Tensor, call: Signature, owned: Sequence[Claim]) -> Tensor:
 
 
 def _dense(t: Tensor) -> bool:
-    """Return True if its memory holds its elements in order, as they read."""
+    """Return True if its memory holds its elements in order, as they read; a program may have shrunk the memory."""
     odd = t.is_neg() or (t.dtype.is_complex and t.is_conj())
-    return t.layout is torch.strided and t.is_contiguous() and not odd
+    if odd or t.layout is not torch.strided or not t.is_contiguous():
+        return False
+    return t.storage_offset() * t.itemsize + t.nbytes <= t.untyped_storage().nbytes()

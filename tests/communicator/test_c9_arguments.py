@@ -4,6 +4,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -188,6 +189,48 @@ async def test_c9_a_mistake_is_an_error_at_the_call(
         call(coll)
     assert (coll.seq, coll.statistics()) == before
     assert (await coll.allreduce(FLOATS.clone())).tolist() == (2 * FLOATS).tolist()
+
+
+@pytest.mark.ranks(2, backend=("local", "shm", "gloo", "mpi"))
+async def test_c9_later_calls_of_a_signature_are_checked_as_the_first(coll: Communicator) -> None:
+    def calls(t: torch.Tensor) -> list[Callable[[], Any]]:
+        reductions: list[Any] = [
+            coll.allreduce,
+            coll.scan,
+            coll.reduce,
+            partial(coll.reduce, root=1),
+            coll.reduce_scatter,
+        ]
+        return [partial(call, t) for call in (*reductions, coll.broadcast, coll.allgather, coll.alltoall_single)]
+
+    for numel in (6, 30_000):
+        for call in calls(torch.ones(numel)):
+            await call()
+        later, strided = torch.ones(2 * numel)[numel:], torch.ones(2 * numel)[::2]
+        later.untyped_storage().resize_(6 * numel)
+        # The shortest path does not look at the memory of a short tensor, as torch does not.
+        shrunk = [] if numel == 6 else [later, emptied(numel, 16)]
+        for t in (emptied(numel), strided, *shrunk):
+            for call in calls(t):
+                with pytest.raises(ValueError, match=r"bytes of memory|contiguous memory"):
+                    call()
+    t = torch.arange(6.0) + coll.rank
+    assert (await coll.allreduce(t)) is t
+    assert t.tolist() == [1 + 2 * i for i in range(6)]
+    t = torch.arange(6.0) + coll.rank
+    assert (await coll.broadcast(t, 1)) is t
+    assert t.tolist() == [1 + i for i in range(6)]
+    t = torch.arange(6.0) + coll.rank
+    result = await coll.reduce(t, root=1)
+    assert (result is t) is bool(coll.rank)
+    assert t.tolist() == ([1 + 2 * i for i in range(6)] if coll.rank else [*range(6)])
+    kept, other = torch.arange(6.0) + coll.rank, torch.zeros(6)
+    handle = coll.allreduce(kept)
+    first = kept.detach()
+    kept.data = other  # the operation uses the memory that it was given
+    await handle
+    assert not other.any()
+    assert first.tolist() == [1 + 2 * i for i in range(6)]
 
 
 @pytest.mark.ranks(2)
