@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar, overload
 
 from aiodist.communicator.arguments import check_int64, check_rank
-from aiodist.communicator.base import CommunicatorStatistics, parts_of, upkeep_of
+from aiodist.communicator.base import parts_of, upkeep_of
 from aiodist.communicator.elsewhere import Elsewheres, shown
+from aiodist.communicator.group import CommunicatorStatistics
 from aiodist.communicator.levels import Asked, Form, Group, Levels, agree, checked_form, checked_key, forms_of, keys_of
 from aiodist.communicator.movement import Movement
 from aiodist.communicator.objects import Objects

@@ -1,10 +1,10 @@
-"""Checks of a call's arguments; each error names the value that was seen and the one that was expected."""
+"""Checks and conversions of a call's arguments; an error names the value that was seen and the expected one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -206,3 +206,67 @@ def is_number(x: object) -> bool:
 def _inside(part: Tensor, whole: Tensor) -> bool:
     first = whole.data_ptr()
     return first <= part.data_ptr() and part.data_ptr() + part.nbytes <= first + whole.nbytes
+
+
+def tensors_of(t: object) -> list[Tensor]:
+    """Return one tensor or a list of tensors as a list, each checked."""
+    if isinstance(t, Tensor):
+        return [check_tensor(t)]
+    if not isinstance(t, (list, tuple)):
+        raise TypeError(
+            f"t is {type(t).__name__}: expected a tensor or a list of tensors; torch.from_numpy converts an array, "
+            "and calls such as allgather_object take any object"
+        )
+    return check_list(t, None, "t")
+
+
+def lift(t: Any, op: str | None) -> tuple[Any, Callable[[Any], Any]]:  # noqa: ANN401
+    """Return a number as a tensor and the inverse conversion; return other values without change."""
+    if not is_number(t):
+        return t, lambda result: result
+    t = float(t) if isinstance(t, (float, np.floating)) else int(t)
+    if isinstance(t, float) or op in ("mean", "avg"):
+        return torch.tensor([t], dtype=torch.float64, device="cpu"), _number
+    if op == "sum":  # two halves in 64 bits each, with room for the carry of all ranks
+        return torch.tensor([t >> 32, t & 0xFFFFFFFF], device="cpu"), _joined
+    whole = torch.tensor([t], device="cpu")
+    return ([whole, whole.double()], product) if op in ("prod", "product") else (whole, _number)
+
+
+def _number(result: Any) -> Any:  # noqa: ANN401
+    """Return the numbers of tensors of one element, a list for a list."""
+    if isinstance(result, list):
+        return [each.item() for each in result]
+    return None if result is None else result.item()
+
+
+def _joined(halves: Tensor | None) -> int | None:
+    """Return the sum of ints from the sums of their halves."""
+    if halves is None:
+        return None
+    high, low = halves.tolist()
+    return int((high << 32) + low)
+
+
+def product(results: list[Tensor | None]) -> int | None:
+    """Return the product of ints; raise OverflowError unless it is near the product in floating point."""
+    whole, near = results
+    if whole is None or near is None:
+        return None
+    if abs(whole.item() - near.item()) >= 1 << 62:  # an overflow differs by 2^64, rounding by some 2^11
+        raise OverflowError(f"the product, some {near.item():.3g}, does not fit into 64 bits")
+    return int(whole.item())
+
+
+def check_single(t: object, name: str) -> None:
+    """Raise ValueError unless `t` is one tensor, as `out=` requires."""
+    if not isinstance(t, Tensor):
+        raise ValueError(f"{name}= requires one tensor as t: expected no {type(t).__name__}")
+
+
+def check_alike(ts: list[Tensor]) -> list[Tensor]:
+    """Return `ts`; raise ValueError unless they have the same dtype and number of elements."""
+    if any(t.dtype is not ts[0].dtype or t.numel() != ts[0].numel() for t in ts):
+        seen = ", ".join(f"{dtype_name(t.dtype)}[{t.numel()}]" for t in ts)
+        raise ValueError(f"ts are {seen}: expected the same dtype and number of elements")
+    return ts

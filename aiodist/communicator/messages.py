@@ -11,8 +11,8 @@ from torch import Tensor
 from aiodist.collectives.cuda.on_device import DeviceWork, attach, on_devices
 from aiodist.collectives.messages import Arrived, MessageKind
 from aiodist.collectives.metadata import overlaps
-from aiodist.communicator.arguments import check_list, check_out, check_rank, check_tag, check_tensor
-from aiodist.communicator.base import Base, tensors_of
+from aiodist.communicator.arguments import check_list, check_out, check_rank, check_tag, check_tensor, tensors_of
+from aiodist.communicator.base import Base
 from aiodist.communicator.claims import acquire, reading, writing
 from aiodist.communicator.messenger import Receiving, Reception
 from aiodist.communicator.operation import CommunicatorOperation, Peer

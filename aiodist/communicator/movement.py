@@ -14,21 +14,19 @@ from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.wrappers import copy_to_all, each, nothing
 from aiodist.communicator.arguments import (
     Terms,
+    check_alike,
     check_apart,
     check_list,
     check_one_place,
     check_out,
     check_rank,
+    check_single,
     check_sizes,
     check_tensor,
-)
-from aiodist.communicator.base import (
-    Base,
-    check_alike,
-    check_single,
     lift,
     tensors_of,
 )
+from aiodist.communicator.base import Base
 from aiodist.communicator.claims import claims_of, reading, writing
 from aiodist.communicator.fingerprint import Fingerprint, fingerprint_of, how, kind_of
 from aiodist.handles import Handle

@@ -13,8 +13,18 @@ from aiodist.collectives.arithmetic import check_op
 from aiodist.collectives.metadata import overlaps
 from aiodist.collectives.primitives import Primitives
 from aiodist.collectives.wrappers import copy_to_all, local_first
-from aiodist.communicator.arguments import Terms, blocks_of, check_list, check_out, check_rank
-from aiodist.communicator.base import Base, check_single, lift, product, tensors_of
+from aiodist.communicator.arguments import (
+    Terms,
+    blocks_of,
+    check_list,
+    check_out,
+    check_rank,
+    check_single,
+    lift,
+    product,
+    tensors_of,
+)
+from aiodist.communicator.base import Base
 from aiodist.communicator.claims import claims_of, reading, writing
 from aiodist.communicator.fingerprint import fingerprint_of
 from aiodist.handles import Handle

@@ -15,9 +15,10 @@ from aiodist.backends.local import LocalHub, LocalTransport
 from aiodist.backends.shm import Neighbourhood
 from aiodist.collectives.choice.table import Edit, Table
 from aiodist.collectives.cuda.accelerator import Accelerator
-from aiodist.communicator.base import WaitingCall, parts_of, upkeep_of
+from aiodist.communicator.base import parts_of, upkeep_of
 from aiodist.communicator.closing import OpenCommunicators
 from aiodist.communicator.dispatcher import Dispatcher
+from aiodist.communicator.group import WaitingCall
 from aiodist.communicator.leftovers import made_by_program
 from aiodist.communicator.movement import Movement
 from aiodist.communicator.resources import Resources

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiodist.communicator import Communicator, parts_of
-from aiodist.communicator.base import CAUSE, WaitingCall
 from aiodist.communicator.dispatcher import Dispatcher
+from aiodist.communicator.group import CAUSE, WaitingCall
 from aiodist.communicator.oplog import OpLog, Record
 from aiodist.communicator.watchdog import Watch
 from aiodist.control.thread import settle_soon

@@ -13,7 +13,7 @@ import aiodist.testing
 
 PAGE = Path(__file__).parents[2] / "docs/design/operation.md"
 NODE = re.compile(r'(\w+)\["([\w.]+)(?:[:,][^"]*)?"\]')
-ELSEWHERE = {"core", "verdict"}
+ELSEWHERE = {"core", "general", "issue", "verdict"}
 """Nodes that this allreduce does not reach."""
 
 
