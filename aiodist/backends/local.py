@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from asyncio import AbstractEventLoop, _get_running_loop
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from ctypes import memmove
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from aiodist.backends.base import Capabilities, Done, Native, Transport, ours, tell
-from aiodist.backends.inplace import bytes_of, copy
+from aiodist.backends.base import Capabilities, Done, Native, Transport, tell
 from aiodist.backends.matching import Matching, Receive, UnexpectedMessage
 from aiodist.errors import BackendError
 from aiodist.handles.polling import transport_lock
@@ -31,14 +31,14 @@ class LocalMessage(UnexpectedMessage):
 class LocalHub:
     """Messages among the ranks of one process: it matches sends with receives and copies; the transport lock is held.
 
-    With a `seed`, deliveries wait for the loop and their order between different pairs of ranks is drawn, so that
-    one seed gives one interleaving, again and again. Without one they happen at once.
+    With a `seed`, deliveries wait for the loop. Their order between different pairs of ranks is then drawn, so that one
+    seed always gives one interleaving. Without a seed each delivery is immediate.
     """
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = None if seed is None else random.Random(seed)
         self._waiting: defaultdict[Address, Matching[Receive, LocalMessage]] = defaultdict(Matching)
-        self._ready: deque[Callable[[], None]] = deque()
+        self._ready: deque[tuple[LocalMessage, Receive]] = deque()
         self._draining = False
         self.loop: AbstractEventLoop | None = None
         """The loop of all ranks: the progress thread may be the first to send."""
@@ -53,11 +53,9 @@ class LocalHub:
 
     def receive(self, at: Address, receive: Receive) -> None:
         """Deliver the first matching message, or wait for one."""
-        message = self._waiting[at].take(receive.src, receive.tag)
+        message = self._waiting[at].post(receive)
         if message is not None:
             self._deliver(message, receive)
-        else:
-            self._waiting[at].expect(receive)
 
     def abort(self, at: Address) -> None:
         """End all operations of a rank that leaves, and those of other ranks with it; their buffers are free then."""
@@ -71,47 +69,39 @@ class LocalHub:
         tell((one.done, gone) for one in over)
 
     def _deliver(self, message: LocalMessage, receive: Receive) -> None:
-        self._ready.append(lambda: _copy(message, receive))
+        self._ready.append((message, receive))
         if self._random is not None:
-            self._soon(lambda: Progress.current().start(self._deliver_one))
+            loop = _get_running_loop() or self.loop
+            assert loop is not None
+            schedule = loop.call_soon if loop is _get_running_loop() else loop.call_soon_threadsafe
+            schedule(lambda: Progress.current().start(self._copy_next))
         elif not self._draining:
             # A queue, since each completion starts the next transfer: nested calls would become too deep.
             self._draining = True
             try:
                 while self._ready:
-                    self._ready.popleft()()
+                    self._copy_next()
             finally:
                 self._draining = False
 
-    def _soon(self, call: Callable[[], None]) -> None:
-        """Schedule `call` on the loop, from its thread or from the progress thread."""
-        if loop := _get_running_loop():
-            loop.call_soon(call)
-        else:
-            assert self.loop is not None
-            self.loop.call_soon_threadsafe(call)
-
-    def _deliver_one(self) -> None:
-        if self._ready and self._random is not None:
+    def _copy_next(self) -> None:
+        """Copy the bytes of the next delivery, or of one that is drawn."""
+        if not self._ready:
+            return
+        if self._random is not None:
             self._ready.rotate(self._random.randrange(len(self._ready)))
-            self._ready.popleft()()
+        message, receive = self._ready.popleft()
+        nbytes, room = message.data.nbytes, receive.into.nbytes
+        error: BaseException | None = None
+        if nbytes > room:
+            error = BackendError(f"a message of {nbytes} bytes met a receive of {room}")
+        else:
+            memmove(receive.into.data_ptr(), message.data.data_ptr(), nbytes)
+        tell([(message.done, None), (receive.done, error)])
 
 
 def _gone(rank: int, comm: str) -> BackendError:
     return BackendError(f"rank {rank} of {comm!r} has left")
-
-
-def _copy(message: LocalMessage, receive: Receive) -> None:
-    data, into = message.data, receive.into
-    error: BaseException | None = None
-    if data.nbytes > into.nbytes:
-        error = BackendError(f"a message of {data.nbytes} bytes met a receive of {into.nbytes}")
-    elif data.nbytes:
-        try:
-            copy(bytes_of(into)[: data.nbytes], bytes_of(data))
-        except Exception as raised:  # noqa: BLE001  - it belongs to the task that awaits the operation
-            error = ours(raised)
-    tell([(message.done, None), (receive.done, error)])
 
 
 class LocalTransport:

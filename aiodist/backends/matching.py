@@ -66,8 +66,8 @@ T = TypeVar("T", bound=Matchable)
 class Matching(Generic[R, M]):
     """The receives and messages of one communicator on one rank that have not met; either side may be there first.
 
-    A receive calls `take`, and `expect` if there is no message; a message calls `match`, and `keep` if there is
-    no receive. There is a list for each tag, so the search time does not depend on operations with other tags.
+    A receive calls `post`. A message calls `match`, and `keep` if there is no receive. There is a list for each tag,
+    so the search time does not depend on operations with other tags.
     """
 
     def __init__(self) -> None:
@@ -90,39 +90,22 @@ class Matching(Generic[R, M]):
         """True if a receive waits."""
         return bool(self._receives)
 
-    def number(self, one: R | M) -> None:
-        """Give a receive or a message the next place in the order."""
-        self._numbered = one.order = self._numbered + 1
+    def number(self, message: M) -> None:
+        """Give a message the next place in the order of arrival."""
+        self._numbered = message.order = self._numbered + 1
 
-    def find(self, src: int, tag: int, kind: int = ANY) -> M | None:
-        """Return the first message that a receive with these fields takes; it still waits."""
-        if tag != ANY:
-            return _first(self._messages[tag], src, kind) if tag in self._messages else None
-        found = [first for waiting in self._messages.values() if (first := _first(waiting, src, kind)) is not None]
-        return min(found, key=_order, default=None)
-
-    def take(self, src: int, tag: int, kind: int = ANY) -> M | None:
-        """Return the first message that a receive with these fields takes; it no longer waits."""
-        message = self.find(src, tag, kind)
-        if message is not None:
-            self.remove_message(message)
+    def post(self, receive: R) -> M | None:
+        """Return the first message that `receive` takes, which no longer waits; else let `receive` wait."""
+        tag = receive.tag
+        message = _take(self._messages, (tag,) if tag != ANY else tuple(self._messages), receive.src, receive.kind)
+        if message is None:
+            self._numbered = receive.order = self._numbered + 1
+            self._receives.setdefault(tag, []).append(receive)
         return message
-
-    def expect(self, receive: R) -> None:
-        """Let `receive` wait, for which `take` found nothing."""
-        self.number(receive)
-        self._receives.setdefault(receive.tag, []).append(receive)
 
     def match(self, src: int, tag: int, kind: int = 0) -> R | None:
         """Return the first receive that takes a message with these fields; it no longer waits."""
-        receives = self._receives
-        receive = _first(receives[tag], src, kind) if tag in receives else None
-        of_any_tag = _first(receives[ANY], src, kind) if ANY in receives else None
-        if receive is None or (of_any_tag is not None and of_any_tag.order < receive.order):
-            receive = of_any_tag
-        if receive is not None:
-            self.remove_receive(receive)
-        return receive
+        return _take(self._receives, (tag, ANY), src, kind)
 
     def keep(self, message: M) -> None:
         """Let `message` wait, at its place if it has one already."""
@@ -130,20 +113,16 @@ class Matching(Generic[R, M]):
         if message.order:
             insort(waiting, message, key=_order)
         else:
-            self.number(message)
+            self._numbered = message.order = self._numbered + 1
             waiting.append(message)
 
     def waits(self, receive: R) -> bool:
         """Return True if no message has matched `receive`."""
         return receive in self._receives.get(receive.tag, ())
 
-    def remove_receive(self, receive: R) -> None:
+    def cancel(self, receive: R) -> None:
         """Remove a receive that waits."""
         _remove(self._receives, receive)
-
-    def remove_message(self, message: M) -> None:
-        """Remove a message that waits."""
-        _remove(self._messages, message)
 
     def cancel_receives(self, which: Callable[[R], bool] | None = None) -> list[R]:
         """Remove the receives for which `which` is true, or all, and return them in order."""
@@ -154,12 +133,18 @@ class Matching(Generic[R, M]):
         return _cancel(self._messages, which)
 
 
-def _first(waiting: Sequence[T], src: int, kind: int) -> T | None:
-    """Return the first with this source and kind; `ANY` on either side fits."""
-    for one in waiting:
-        if (one.src == src or ANY in (one.src, src)) and (one.kind == kind or ANY in (one.kind, kind)):
-            return one
-    return None
+def _take(table: dict[int, list[T]], tags: Sequence[int], src: int, kind: int) -> T | None:
+    """Remove the first with this source, this kind and one of these tags, and return it; `ANY` on either side fits."""
+    found: T | None = None
+    for tag in tags:
+        for one in table.get(tag, ()):
+            if (one.src == src or ANY in (one.src, src)) and (one.kind == kind or ANY in (one.kind, kind)):
+                if found is None or one.order < found.order:
+                    found = one
+                break
+    if found is not None:
+        _remove(table, found)
+    return found
 
 
 def _order(one: Matchable) -> int:

@@ -255,18 +255,18 @@ class Mailbox:
 
     def receive(self, wanted: MailboxReceive) -> None:
         """Give `wanted` the first message that matches, now or when it comes."""
-        message = self._matching.find(wanted.src, wanted.tag, wanted.kind)
+        message = self._matching.post(wanted)
         if message is not None:
             if self._takes(wanted):
-                self._matching.remove_message(message)
                 self._deliver(message, wanted)
+            else:
+                self._matching.keep(message)
             return
-        self._matching.expect(wanted)
         try:
             self.listen()
         except Exception as error:  # noqa: BLE001  - it belongs to the task that awaits the receive
             if self._matching.waits(wanted):
-                self._matching.remove_receive(wanted)
+                self._matching.cancel(wanted)
                 wanted.fail(ours(error))
 
     def waits(self, wanted: MailboxReceive) -> bool:
@@ -275,7 +275,7 @@ class Mailbox:
 
     def cancel(self, wanted: MailboxReceive) -> None:
         """Remove `wanted`, which no message has matched."""
-        self._matching.remove_receive(wanted)
+        self._matching.cancel(wanted)
         wanted.cancel_work()
 
     def arrived(self, message: MailboxMessage) -> None:
@@ -316,9 +316,9 @@ class Mailbox:
 
     def match_again(self) -> None:
         """Deliver the messages that were put back to the receives that match them."""
-        for message in [message for message in self._matching.messages if message.place == DataPlace.RETURNED]:
-            if self._matching.expects and self._matched(message):
-                self._matching.remove_message(message)
+        for message in self._matching.cancel_messages(lambda message: message.place == DataPlace.RETURNED):
+            if not self._matched(message):
+                self._matching.keep(message)
 
     def _matched(self, message: MailboxMessage) -> bool:
         """Return True, and deliver it, if a receive waits for such a message."""

@@ -56,10 +56,7 @@ class Model:
 
 
 def receive(matching: Matching[Labelled, Labelled], wanted: Labelled) -> Labelled | None:
-    found = matching.take(wanted.src, wanted.tag, wanted.kind)
-    if found is None:
-        matching.expect(wanted)
-    return found
+    return matching.post(wanted)
 
 
 def message(matching: Matching[Labelled, Labelled], arrived: Labelled) -> Labelled | None:

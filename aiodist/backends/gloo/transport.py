@@ -55,7 +55,7 @@ class Receiving:
 
     def receive(self, wanted: Receive) -> None:
         """Deliver the message for `wanted`, now or when it arrives, or fail it, see [Note: lost peers]."""
-        message = self._matching.take(wanted.src, wanted.tag)
+        message = self._matching.post(wanted)
         if message is not None:
             self._deliver(message, wanted)
             return
@@ -63,9 +63,8 @@ class Receiving:
         error = self._closed or (None if peer is None else peer.error)
         if wanted.src == ANY and error is None:
             error, self._unreported = self._unreported, None
-        if error is None:
-            self._matching.expect(wanted)
-        else:
+        if error is not None:
+            self._matching.cancel(wanted)
             wanted.done(again(error))
 
     def arrived(self, message: ArrivedMessage) -> None:

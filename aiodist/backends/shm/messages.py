@@ -130,13 +130,12 @@ class Messages:
         if box is None:
             self.finish(receive, BackendError("the communicator is closed"))
             return
-        message = box.take(receive.src, receive.tag)
+        message = box.post(receive)
         if message is not None:
             self._deliver(message, receive)
         elif self._gone and (error := self._loss_for(receive)) is not None:
+            box.cancel(receive)
             self.finish(receive, error)
-        else:
-            box.expect(receive)
 
     def _loss_for(self, receive: ShmReceive) -> BackendError | None:
         """Return the error of `receive`, which has no message, if it must fail, see [Note: lost ranks]."""
