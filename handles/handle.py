@@ -283,10 +283,7 @@ class Handle(_core.Handle, Generic[T]):
         with _event_lock:  # two threads must not each make one
             if self._event is None:
                 self._event = threading.Event()
-        return self._block_at(self._event, until)
-
-    def _block_at(self, event: threading.Event, until: float | None) -> bool:
-        """Wait for `event`, which is set when it is done, and when this thread can run its finisher."""
+        event = self._event  # set when it is done, and when this thread can run its finisher
         while self._status is _PENDING:
             if self._finisher is not None:
                 event.set()  # this thread runs code, see `_offers_work`

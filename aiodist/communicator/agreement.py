@@ -1,8 +1,8 @@
-"""Agreement: the ranks of a communicator compare each collective, so that all of them run the same one.
+"""Agreement: the ranks of a communicator compare each collective, so that all run the same one.
 
 A collective has a *signature*: the hash of the facts that must be equal on all ranks, and of its number. Ranks that
-share memory compare it in a lane. Then the first rank of each host, its *leader*, compares it with the other leaders in
-messages, and sends its host the verdict in another lane.
+share memory compare signatures in a lane. Then the first rank of each host, its *leader*, compares the signature with
+the other leaders by messages. The leader sends the verdict to its host in another lane.
 
     entered - the host compares - [the hosts compare] - all agree: its result counts
                                                       - some differ: it fails on every rank
@@ -44,7 +44,7 @@ class Comparison:
     known: Event = field(default_factory=Event)
     """Set when `differs` is known, possibly before all ranks have entered."""
     ended: Event = field(default_factory=Event)
-    """Set when all ranks have entered, and no message of it is in flight here."""
+    """Set when all ranks have entered, and no message of the comparison is in flight here."""
     differs: bool = False
     """True if ranks differ."""
 
@@ -55,7 +55,7 @@ class Dissemination:
 
     _transport: Transport
     _ranks: Sequence[int]
-    """Ranks of the transport that compare, with this one."""
+    """Ranks of the transport that compare, including this one."""
     _broken: Callable[[BaseException], None]
     """Callback for an error of its messages."""
 
@@ -80,8 +80,8 @@ async def _disseminate(ep: Endpoint, signature: int, comparison: Comparison) -> 
     """Run a dissemination barrier whose messages carry the signature.
 
     In step k rank i sends to rank i + 2^k and receives from rank i - 2^k, modulo their number. A rank that has received
-    another signature than its own reports that in all its later messages. Source: Hensgen, Finkel, Manber 1988, Two
-    algorithms for barrier synchronization.
+    another signature than its own reports the difference in all its later messages. Source: Hensgen, Finkel, Manber
+    1988, Two algorithms for barrier synchronization.
     """
     distance = 1
     while distance < ep.size:
@@ -101,7 +101,7 @@ async def _disseminate(ep: Endpoint, signature: int, comparison: Comparison) -> 
 
 
 class Agreement:
-    """Compares the collectives of one communicator; the transport lock is held in all its methods."""
+    """Compares the collectives of one communicator; each method requires the transport lock."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Agreement:
         self._between = between
         self._on_differ = on_differ
         self._undecided: dict[int, CommunicatorOperation] = {}
-        """Operations that are being compared, by number, in order."""
+        """Operations in comparison, by number, in order."""
         self._in_thread: deque[tuple[CommunicatorOperation, bool]] = deque()
         """Operations that continue in the progress thread, in order, each with True if ranks of this host differ."""
         self._between_hosts: deque[tuple[CommunicatorOperation, Comparison]] = deque()
@@ -132,7 +132,7 @@ class Agreement:
         self._closed: BaseException | None = None
 
     def enter(self, operation: CommunicatorOperation) -> None:
-        """Compare the next operation, and let it begin when it may."""
+        """Compare the next operation, and admit it as its `When` says."""
         if self._closed is not None:
             operation.decide(again(self._closed))
             return
@@ -197,7 +197,7 @@ class Agreement:
     def _failed(self, operation: CommunicatorOperation, error: BaseException) -> None:
         """Fail an operation whose comparison failed."""
         self._undecided.pop(operation.number, None)
-        if operation.agreed.is_set:  # it failed on another rank before
+        if operation.agreed.is_set:  # the operation has failed on another rank before
             operation.error = error
         else:
             operation.decide(error)

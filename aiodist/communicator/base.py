@@ -1,4 +1,4 @@
-"""State that the calls of a communicator share, and how an operation is built and issued."""
+"""The general way to build and issue an operation, and the parts of a communicator for other packages."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ from aiodist.types import OPERATIONS, ReduceOp
 
 _CPU = torch.device("cpu")
 _ANYWHERE = ONE_FORM.keys() - {"alltoall_single"}
-"""Operations that ranks may run on any of their devices: messages carry them if NCCL cannot."""
+"""Operations that ranks may run on any of their devices: without NCCL messages carry the tensors."""
 
 
 class Parts(NamedTuple):
-    """The layers below the calls of a communicator, for other packages of aiodist; get them from `parts_of`."""
+    """The layers below the calls of a communicator, for other packages of aiodist; see `parts_of`."""
 
     dispatcher: Dispatcher
     messenger: Messenger
     transport: Transport
     registry: Any
-    """The `Registry` that made it."""
+    """The `Registry` that made the communicator."""
     repertoire: Repertoire
     comparing: Callable[[Fingerprint], Any]
-    """Returns the communicator for one call, in which the ranks compare this fingerprint instead of the call's own.
+    """Returns the communicator for one call in which the ranks compare the given fingerprint.
 
-    It is for interfaces whose calls require more of the ranks, such as equal counts.
+    Interfaces whose calls require more of the ranks, such as equal counts, use this.
     """
 
 
 class Upkeep(NamedTuple):
-    """Changes that the registry makes to a communicator; get them from `upkeep_of`."""
+    """Changes that the registry makes to a communicator; see `upkeep_of`."""
 
     apply_edits: Callable[[Sequence[Edit]], None]
     """Applies edits to the selector's table, from the next operation on."""
     compare_edit: Callable[[Edit], Handle[None]]
-    """Issues the comparison of an edit among the ranks; the communicator is aborted if they differ."""
+    """Issues the comparison of an edit among the ranks; the communicator is aborted if edits differ."""
     set_levels: Callable[[Levels | None, tuple[Base, Sequence[int]] | None], None]
     """Sets the levels; None uses the levels of the parent communicator among these ranks."""
 
@@ -107,7 +107,7 @@ class Base(Group):
     # --- issuing --------------------------------------------------------------------------------------------
 
     def _queue_of(self, call: Signature, repertoire: Repertoire) -> Queue | None:
-        """Return a function that queues such an allreduce by one call on the device; None if there is none."""
+        """Return a function that queues the allreduce on its device by one call; None if the device has none."""
         accelerator = self._registry.resources.accelerator
         if accelerator is None or not repertoire.on_cuda or call.impl not in ("auto", "nccl") or call.op is None:
             return None
@@ -157,7 +157,7 @@ class Base(Group):
         # NCCL queues immediately; other work on a device begins as on the host.
         when = When.NOW if where and "nccl" in self._repertoire.on_cuda else When.HOST
         if when is When.HOST and nbytes >= COMPARED_BYTES and what.kind not in OPERATIONS:
-            when = When.ALL  # it sends messages of its own
+            when = When.ALL  # the operation compares metadata by messages of its own
         what = self._compared or what
         try:
             handle: Handle[Any] = self._dispatcher.issue(
@@ -171,7 +171,7 @@ class Base(Group):
                 queues=bool(work),
             )
         except BaseException:
-            program.close()  # not later, if the caller keeps the error: the launch order of the device waits for it
+            program.close()  # now, even if the caller keeps the error: the device's next launch waits for the close
             raise
         if work:
             attach(handle, work, (ts, outs, claims))
@@ -180,7 +180,7 @@ class Base(Group):
         return handle
 
     def _named(self, terms: Terms) -> Named:
-        """Return the next use of the name; raise if it cannot be issued."""
+        """Return the next use of the name; raise if the communicator refuses calls or `impl` takes no name."""
         self._dispatcher.check_usable()
         self._repertoire.check_named(terms.impl)
         use = self._dispatcher.names.next(check_name(terms.name))
@@ -199,7 +199,7 @@ class Base(Group):
     ) -> Handle[Any]:
         """Issue the program of `make` over the list and the ranks; for an empty list the result is `empty`.
 
-        It begins after the ranks have compared the lengths of their lists.
+        The program begins after the ranks have compared the lengths of their lists.
         """
         if not ts:
             return self._issue(what, prepare(nothing, empty), [], ts, terms)
@@ -225,7 +225,8 @@ class Base(Group):
     def _work_expected(self, tag: int | None) -> list[DeviceWork]:
         """Return the work that the next operation may have on this rank's device, or an empty list.
 
-        It is empty before the process uses a device, and on other threads, which cannot issue work on devices.
+        The list is empty before the process uses a device. It is empty on threads other than the loop's, which cannot
+        issue work on devices.
         """
         accelerator = self._registry.resources.accelerator
         if self._device.type == "cpu" or not self._repertoire.on_cuda or not torch.cuda.is_initialized():
@@ -246,10 +247,10 @@ class Base(Group):
         convert: Callable[[Any], Any] | None = None,
         **arguments: object,
     ) -> Program[Any]:
-        """Return the program that runs `work(p, ts, **arguments)` on one tensor or a list, and converts its result.
+        """Return the program that runs `work(p, ts, **arguments)` on one tensor or a list and converts the result.
 
-        It uses the present memory of the tensors, even if user code replaces it later by `t.data = ...` or
-        `module.half()`.
+        The program uses the present memory of the tensors, even if user code replaces the memory later by
+        `t.data = ...` or `module.half()`.
         """
         p = self._primitives(terms)
         listed = not isinstance(given, Tensor)

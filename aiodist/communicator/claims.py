@@ -1,4 +1,4 @@
-"""Claims of an operation on the user's memory until it is finished, and versions of the tensors that it writes."""
+"""Claims of an operation on the user's memory until its end, and versions of the tensors that it writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Claim(NamedTuple):
     nbytes: int
     writes: bool
     memory: UntypedStorage
-    """The storage, referenced until the release so that it is not freed: an `out` that grows takes new memory."""
+    """The storage, which lives until the release; an `out` that grows takes new memory meanwhile."""
     written: Tensor | None = None
     """The tensor whose version autograd compares; None for bytes that are read."""
 
@@ -42,7 +42,7 @@ def claims_of(inputs: Sequence[Tensor], *outs: Tensor | None) -> list[Claim]:
 
 
 def acquire(claims: Sequence[Claim], owner: object) -> None:
-    """Claim all of them for `owner`, or none.
+    """Claim all for `owner`, or none.
 
     Raises RuntimeError for a tensor that `check_writable` refuses, BufferInFlight for bytes that are in flight.
     """

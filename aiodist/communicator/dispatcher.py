@@ -52,7 +52,7 @@ class OperationObserver(Protocol):
     def issued(self, handle: Handle[Any], meets: Peer | Named | None = None, /) -> Ended:
         """Return a callback for the end of `handle`, in any thread; `meets` is the peer of a message or a named use.
 
-        It is called with the handle, and with the name of the implementation if a lane has run the operation.
+        The callback takes the handle, and the name of the implementation if a lane has run the operation.
         """
 
 
@@ -74,8 +74,8 @@ class Dispatcher:
     ) -> None:
         """`ranks` are world ranks, in order; `agree` makes the agreement, None for a single rank.
 
-        It takes the callbacks for an operation on which ranks differ, and for an error that ends the comparisons.
-        `thread`: threads other than the loop's may issue too.
+        `agree` takes two callbacks: for an operation on which ranks differ, and for an error that ends the
+        comparisons. `thread` is True if threads other than the loop's may issue too.
         """
         self.name = name
         self.repertoire = repertoire or Repertoire(transport)
@@ -91,7 +91,6 @@ class Dispatcher:
         self.timeout: float | None = None
         self.large_bytes = LARGE_BYTES
         """Smallest operation, in bytes, whose native calls the progress thread makes."""
-        self._start = self.progress.start_from_thread if thread else self.progress.start
         self._observer: OperationObserver | None = None
         place, progress = (name, transport.rank), self.progress
         self.failures = Failures(name, channel, ranks, transport, self.oplog, self.operations, self.recent)
@@ -158,7 +157,7 @@ class Dispatcher:
                 self.lifetime.issuer.observer = None if observer is None else observer.issued
 
     def way_of(self, handle: Handle[Any]) -> str:
-        """Return the name of the implementation that ran a collective, or "" if it is not known."""
+        """Return the name of the implementation that ran a collective; "" if the name is not known."""
         traffic = self.recent.get(handle.seq)
         return "" if traffic is None else traffic.way
 
@@ -189,7 +188,7 @@ class Dispatcher:
     def traffic(self, seq: int | None = None) -> Traffic | None:
         """Return the record of the messages of operation `seq`, of the next one if None.
 
-        It is None for a communicator of one rank.
+        A communicator of one rank has no such record: None.
         """
         if self.agreement is None:
             return None
@@ -213,10 +212,10 @@ class Dispatcher:
     ) -> Handle[Any]:
         """Issue `program` as a collective: check, claim, number, log, and start.
 
-        Its number is the next one in the order of all ranks, and it begins `when` they agree on it. If `when` is a use
-        of a name, it has no number in that order, and begins when every rank has issued the same use. `queues` is True
-        if it only queues work on a device. `convert` makes the result, and may run code of the user. Raises, with
-        nothing changed, if the communicator refuses calls or bytes are in flight.
+        The operation has the next number in the order of all ranks. It begins when the ranks that `when` names agree.
+        If `when` is a use of a name, the operation has no number in that order. It begins when every rank has issued
+        the same use. `queues` is True if the program only queues work on a device. `convert` makes the result, and may
+        run code of the user. Raises, with nothing changed, if the communicator refuses calls or bytes are in flight.
         """
         operation = self.prepare(what, claims, nbytes, timeout, when, convert=convert)
         return self.launch(operation, program, 0 if queues else nbytes)
@@ -232,9 +231,9 @@ class Dispatcher:
         convert: Callable[[Any], Any] | None = None,
         messages: bool = True,
     ) -> CommunicatorOperation:
-        """Return a collective that is checked, claimed, numbered and logged; it must be launched next.
+        """Return a collective that is checked, claimed, numbered and logged; the caller must launch it next.
 
-        `messages` is False if it sends none of its own, as one call of a library.
+        `messages` is False if the collective is one call of a library, which sends no messages of our own.
         """
         if isinstance(when, Named):
             named = self.new_handle(Handle, what.kind, nbytes, timeout, when.count)
@@ -271,7 +270,7 @@ class Dispatcher:
         return operation.handle
 
     def _begin(self, operation: CommunicatorOperation, work: Program[Any] | NativeCall) -> None:
-        """Run it, and let the ranks compare it: the work waits until it may begin. The transport lock is held."""
+        """Run the work after the ranks have agreed on the operation. The transport lock is held."""
         if self.agreement is None:
             operation.decide(None)
         elif operation.meets is True:
@@ -284,7 +283,7 @@ class Dispatcher:
             self.agreement.enter(operation)
 
     def barrier(self, timeout: float | None, kind: str = "barrier") -> Handle[None]:
-        """Issue a barrier: an operation without data, which ends when the ranks agree on it."""
+        """Issue a barrier: an operation without data that ends when the ranks agree on it."""
         with self.lifetime.undisturbed():
             return self.issue(Fingerprint(kind), prepare(nothing, None), timeout=timeout, when=When.ALL)
 
@@ -292,11 +291,13 @@ class Dispatcher:
         """Make a call with the transport lock held; a large operation runs in the progress thread."""
         if nbytes >= self.large_bytes:
             self.progress.start_in_thread(call)
+        elif self.lifetime.issuing is None:
+            self.progress.start(call)
         else:
-            self._start(call)
+            self.progress.start_from_thread(call)
 
     def enter(self, operation: CommunicatorOperation) -> None:
-        """Claim its bytes and enter it in the table."""
+        """Claim the bytes of an operation and enter the operation in the table."""
         handle = operation.handle
         assert handle is not None
         acquire(operation.claims, handle)

@@ -19,7 +19,7 @@ _GATHERS = ("allgather", "gather")
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Facts that must be equal on all ranks; None for those that need not."""
+    """Facts that must be equal on all ranks; None for a fact that may differ."""
 
     kind: str
     dtype: str | None = None
@@ -29,7 +29,7 @@ class Fingerprint:
     """Operator, requested implementation, and form of the argument."""
     root: int | None = None
     loose: bool = False
-    """True if not all ranks know the dtype: those that know it must agree."""
+    """True if only some ranks know the dtype, and must agree on it."""
     word: int = field(init=False, repr=False, compare=False)
     """Hash that the ranks compare, see `word_of`."""
 

@@ -1,4 +1,4 @@
-"""A group of ranks: what a communicator knows of itself, and the numbers that it counts."""
+"""A group of ranks: the properties and the statistics of a communicator."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ CAUSE = 0.8
 class WaitingCall:
     """Waits of the ranks for one another.
 
-    In a collective the ranks wait for the last one, each from its own arrival; waits shorter than the error of the
-    clocks do not count. A receive from one rank, not from `ANY`, waits for that rank from the call until the message
-    has arrived; waits below a millisecond do not count.
+    In a collective each rank waits for the last one from its own arrival. A wait shorter than the error of the clocks
+    does not count. A receive from one rank, not from `ANY`, waits for that rank from the call until the message has
+    arrived. Such a wait does not count if it is below a millisecond.
     """
 
     seconds: tuple[float, ...]
@@ -38,7 +38,7 @@ class WaitingCall:
     by_operation: Mapping[str, tuple[float, ...]]
     """The same sums by operation, such as "allreduce"."""
     compared: int
-    """Number of compared collectives; at more than some thousand per second only the last ones are compared."""
+    """Number of compared collectives: above some thousand per second only the last ones are compared."""
     clock_error: float
     """Largest error of the difference of two clocks, in seconds."""
 
@@ -60,7 +60,7 @@ class CommunicatorStatistics:
     arena_bytes: int
     """Bytes of tensors in the arena that this rank gave to collectives in the host's shared memory."""
     ordinary_bytes: int
-    """Bytes of other tensors, and of tensors up to 32 KiB: they were copied for the other ranks."""
+    """Bytes of other tensors, and of tensors up to 32 KiB, which are copied for the other ranks."""
     named: int
     """Number of collectives issued with `name=`, which are not in `collectives`."""
     waited: WaitingCall | None = None

@@ -1,4 +1,4 @@
-"""An operation of a communicator, from its issue to its end: one record with one state; and the table of them."""
+"""The record of a communicator's operation, with one state, and the table of the operations in flight."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ T = TypeVar("T")
 
 
 class State(Enum):
-    """State of an operation; each change is made with the transport lock held, and none goes back."""
+    """State of an operation; the transport lock is held at each change, and a state is never entered twice."""
 
     NEW = "new"
-    """Its bytes are claimed, its number is taken, and it is in the log."""
+    """Bytes claimed, number taken, line in the log written."""
     CHECKED = "checked"
-    """The ranks that must agree before it begins have agreed."""
+    """The ranks that must agree before the start have agreed."""
     STARTED = "started"
     """Transfers may use its bytes."""
     DRAINED = "drained"
-    """No transfer uses its bytes: they are given back."""
+    """No transfer uses its bytes, which are released."""
     DONE = "done"
     """Its handle has the outcome."""
 
@@ -41,7 +41,7 @@ class When(Enum):
     """When an operation may begin."""
 
     NOW = "now"
-    """Immediately: its library queues it, and the ranks compare meanwhile (NCCL)."""
+    """Immediately: NCCL queues the operation while the ranks compare."""
     HOST = "host"
     """When the ranks of its host agree: what leaves the host goes by own messages, which can be drained."""
     ALL = "all"
@@ -49,7 +49,7 @@ class When(Enum):
 
 
 class Peer(NamedTuple):
-    """The other ends of a message, as the caller gave them; None if there is none."""
+    """The other ends of a message, as in the call; None for no such end."""
 
     src: int | None
     dst: int | None
@@ -76,7 +76,7 @@ class Use:
     count: int
     """Count of earlier uses of the name."""
     came: set[int] = field(default_factory=set)
-    """Other ranks that have issued it, as far as known."""
+    """Other ranks known to have issued this use."""
     number: int = -1
     """Number of the operation, after the name has a number; see `number_of_use`."""
     record: Record | None = None
@@ -96,14 +96,14 @@ class Event:
     _waiting: tuple[Done, ...] = ()
 
     def wait(self, done: Done) -> None:
-        """Call `done` with the error, or with None, when it is set; now if it is."""
+        """Call `done` with the error or with None: now if the event is set, else when it is."""
         if self.is_set:
             done(self.error)
         else:
             self._waiting = (*self._waiting, done)
 
     def set(self, error: BaseException | None = None) -> None:
-        """Set it; only the first call counts."""
+        """Set the event; only the first call counts."""
         if not self.is_set:
             self.is_set, self.error = True, error
             waiting, self._waiting = self._waiting, ()
@@ -118,39 +118,39 @@ class CommunicatorOperation(Operation[Any]):
     handle: Handle[Any] | None  # type: ignore[assignment]
     """The handle to settle; None for a receive without a message."""
     claims: Sequence[Claim] = ()
-    """Bytes that it reads or writes until it is drained."""
+    """Bytes that the operation reads or writes until it is drained."""
     convert: Callable[[Any], Any] | None = None
-    """Makes the result, on the thread of the loop or on one that waits: it may run code of the user."""
+    """Makes the result, on the thread of the loop or on a waiting thread; may run code of the user."""
     _: KW_ONLY
     meets: Any = True
     """True for a collective in the order of all ranks; else the `Peer` of a message, or the use of a name."""
     number: int = -1
-    """Number that all ranks give it; -1 of a message, and of a named operation until its name has a number."""
+    """Number, equal on all ranks; -1 for a message, and for a named operation until its name has a number."""
     signature: int = 0
-    """Hash of the facts that must be equal on all ranks, and of its number."""
+    """Hash of the number and of the facts that must be equal on all ranks."""
     when: When = When.HOST
     traffic: Traffic | None = None
     """Record of its messages between hosts."""
     large: bool = False
-    """True if only the progress thread may start it."""
+    """True if only the progress thread may start the operation."""
     state: State = field(default=State.NEW, init=False)
     admitted: Event = field(default_factory=Event, init=False)
-    """Set when it may begin, or with the reason why it will not."""
+    """Set when the operation may begin, or with the reason why it will not."""
     agreed: Event = field(default_factory=Event, init=False)
-    """Set when all ranks agree on it, or with the reason why it does not count."""
+    """Set when all ranks agree, or with the reason why the operation does not count."""
     compared: LaneOperation | None = field(default=None, init=False)
     """Its comparison within the host."""
     given_back: Callable[[Any, BaseException | None], None] | None = field(default=None, init=False)
     """Callback in place of `handle` after another receive was given the message."""
     stopped: bool = field(default=False, init=False)
-    """True if it failed on some rank: only the verdict of the ranks ends it."""
+    """True after a failure on some rank: then only the verdict of the ranks ends the operation."""
     error: BaseException | None = field(default=None, init=False)
     """Error of this rank's part."""
     verdict: BaseException | None = field(default=None, init=False)
     """Error on which the ranks agree, for when its bytes are free."""
 
     def decide(self, error: BaseException | None) -> None:
-        """The ranks agree on it, or it ends with `error` as soon as its transfers allow."""
+        """Note that the ranks agree, or end the operation with `error` as soon as its transfers allow."""
         if self.admitted.is_set:
             if error is not None and self.traffic is not None:
                 self.traffic.refuse(error)
@@ -163,14 +163,14 @@ class CommunicatorOperation(Operation[Any]):
         self.agreed.set(error)
 
     def admit(self) -> None:
-        """Allow it to begin before all ranks agree."""
+        """Allow the operation to begin before all ranks agree."""
         if self.state is State.NEW:
             self.state = State.CHECKED
         self.admitted.set()
 
 
 class NativeCall(NamedTuple):
-    """One call of a library in place of a program: it begins when all ranks agree (`When.ALL`)."""
+    """One call of a library in place of a program, made when all ranks agree (`When.ALL`)."""
 
     call: Transfer
     result: object
@@ -195,7 +195,7 @@ class Receive(Protocol):
     """A receive that no message has matched."""
 
     paused: bool
-    """True while it takes no message."""
+    """True while the receive takes no message."""
 
     @property
     def peer(self) -> Any:  # noqa: ANN401
@@ -203,18 +203,18 @@ class Receive(Protocol):
 
     @property
     def handle(self) -> Handle[Any] | None:
-        """Its handle; None after the program has dropped it."""
+        """Handle; None after the program has dropped it."""
 
     def lapse(self) -> bool:
-        """Withdraw it if the program has dropped its handle; return True if it was withdrawn."""
+        """Withdraw the receive if the program has dropped its handle; return True if it was withdrawn."""
 
 
 class Pending:
     """The operations of a communicator that are in flight: collectives by number, the others by handle.
 
     Receives without a message are in a dict of their own, since only the program holds their handles: see `Receiving`.
-    Any thread may read: a change of a dict is atomic, and so is a copy. A list of `items()` is not: it allocates, and
-    the garbage collector may end operations meanwhile.
+    Any thread may read: changes and copies of a dict are atomic. A list of `items()` is not atomic: while memory is
+    allocated for the list, the garbage collector may end operations.
     """
 
     def __init__(self) -> None:
@@ -240,11 +240,11 @@ class Pending:
         return operation.handle is not None and self.others.pop(operation.handle, None) is not None
 
     def collective(self, number: int) -> Handle[Any] | CommunicatorOperation | None:
-        """Return the collective with that number: its operation, or its handle if a lane has it."""
+        """Return the collective with that number: its operation, or its handle if a lane runs it."""
         return self.collectives.get(number)
 
     def take_over(self, handle: Handle[Any], claims: Sequence[Claim] = ()) -> CommunicatorOperation | None:
-        """Return the operation of a handle that a lane has, to end it in another way; None if it is done."""
+        """Return an operation for the handle of a lane, to be ended in another way; None if the handle is done."""
         if (operation := self.find(handle)) is not None:
             operation.claims = claims or operation.claims
             return operation
@@ -254,7 +254,7 @@ class Pending:
         return operation
 
     def find(self, handle: Handle[Any]) -> CommunicatorOperation | None:
-        """Return the operation of `handle`; None if a lane has it, or it is not here."""
+        """Return the operation of `handle`; None if a lane runs it, or the table does not have it."""
         if (other := self.others.get(handle)) is not None:
             return other
         one = self.collectives.get(handle.seq)
@@ -268,7 +268,7 @@ class Pending:
         return found + [(handle, one.peer) for one in waiting if (handle := one.handle) is not None]
 
     def get(self, handle: Handle[Any]) -> Any:  # noqa: ANN401
-        """Return the counterpart of `handle`; None if it is done or of another communicator."""
+        """Return the counterpart of `handle`; None for a handle that is done or of another communicator."""
         if (other := self.others.get(handle)) is not None:
             return other.meets
         if (one := self.collectives.get(handle.seq)) is not None and _handle_of(one) is handle:

@@ -1,4 +1,4 @@
-"""Plans: how calls with one signature start, made at the first of them and kept.
+"""Plans: how calls with one signature start. A plan is made at the first call and kept.
 
 A plan starts an operation in a lane of the compiled core, if all ranks share memory; by one native call of a library;
 by one call that queues on a device; or by a program. Calls with other arguments, such as a list or `out=`, have no
@@ -177,7 +177,7 @@ class Plans:
             plan = self._plans[call]
         except KeyError:
             plan = self._plan(call, t)
-        except TypeError:  # an operator or an implementation without a hash: the general checks report it
+        except TypeError:  # an operator or an implementation without a hash: the general checks report the error
             return None
         if plan is None or not _dense(t):
             return None
@@ -207,7 +207,7 @@ class Plans:
     def _issue_in_lane(
         self, plan: _core.Plan, call: Signature, t: Tensor, out: Tensor | None, timeout: float | None
     ) -> Handle[Any] | None:
-        """Issue it in the compiled core; return None if that is not possible now."""
+        """Issue the call in the compiled core; return None if the core does not take it now."""
         issuer, kind, root = self._lanes.core, call.kind, call.root
         if issuer is None:
             return None
@@ -322,7 +322,7 @@ class Plans:
     # --- plans ----------------------------------------------------------------------------------------------
 
     def _plan(self, call: Signature, t: Tensor) -> Plan | None:
-        """Make the plan of such calls, and keep it; None if a program runs them."""
+        """Make and keep the plan of the calls with this signature; return None if they have none."""
         self._repertoire.check(call.impl)
         numel, ranks = call.shape.numel(), self._size
         if not numel or call.dtype not in SUPPORTED or (call.kind in REDUCTIONS and call.op not in _OPS):
@@ -404,7 +404,10 @@ class Plans:
         out: Tensor | None,
         owned: Sequence[tuple[int, int, bool, UntypedStorage, Tensor | None]],
     ) -> None:
-        """The ranks agree, but the lane did not do it; `owned` are the fields of its claims."""
+        """Continue by a program after the ranks have agreed on a call that no lane can run.
+
+        `owned` has the fields of the claims.
+        """
         dispatcher, seq, claims = self._dispatcher, handle.seq, [Claim(*one) for one in owned]
 
         def make() -> Program[Any]:
@@ -424,7 +427,7 @@ class NoPlans(Plans):
 
 
 def _as_claimed(t: Tensor, call: Signature, owned: Sequence[Claim]) -> Tensor:
-    """Return `t` as it was at the call: the program may have given it other memory since."""
+    """Return `t` with the memory of the call: the user may have given `t` other memory since."""
     claim = next((claim for claim in owned if not claim.writes), next(iter(owned), None))
     inside = any(one.start <= t.data_ptr() < one.start + one.nbytes for one in owned)
     if claim is None or claim.memory is None or (inside and t.dtype is call.dtype and t.shape == call.shape):
@@ -438,7 +441,10 @@ def _as_claimed(t: Tensor, call: Signature, owned: Sequence[Claim]) -> Tensor:
 
 
 def _dense(t: Tensor) -> bool:
-    """Return True if its memory holds its elements in order, as they read; a program may have shrunk the memory."""
+    """Return True if the memory of `t` holds all its elements in order, without conjugation or negation.
+
+    A program may have shrunk the storage.
+    """
     odd = t.is_neg() or (t.dtype.is_complex and t.is_conj())
     if odd or t.layout is not torch.strided or not t.is_contiguous():
         return False

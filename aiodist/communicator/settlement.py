@@ -1,4 +1,4 @@
-"""The end of an operation: its bytes are released, and its handle is settled. Only this module ends operations."""
+"""The end of an operation: release of its bytes, and its outcome. Only this module ends operations."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Settlement:
     ) -> None:
         """`place` is the name of the communicator and this rank's number there.
 
-        `ends_alone` returns True if an error ends the operation now, else it ends it later. `threads` is True if other
-        threads than the loop's may issue.
+        `ends_alone` returns True if an error ends the operation now; else the verdict of the ranks ends it later.
+        `threads` is True if threads other than the loop's may issue.
         """
         self._place = place
         self._progress = progress
@@ -41,14 +41,14 @@ class Settlement:
         self._threads = threads
 
     def run(self, operation: CommunicatorOperation, work: Program[Any] | NativeCall) -> None:
-        """Run the program of a collective, or make its call of a library, when the ranks agree; to its end."""
+        """Run the program of a collective, or make its call of a library, when the ranks agree."""
         if isinstance(work, NativeCall):
             operation.admitted.wait(partial(self._call, operation, work))
         else:
             run(carry_out(operation, work), partial(self.finished, operation), partial(self.drained, operation))
 
     def _call(self, operation: CommunicatorOperation, work: NativeCall, error: BaseException | None) -> None:
-        """Make the call, unless the ranks differ: it begins when all agree, so its end is that of the operation."""
+        """Make the call, unless the ranks differ. All have agreed before, so the end of the call ends the operation."""
         if error is not None:
             self.complete(operation, None, error)
             return
@@ -66,7 +66,7 @@ class Settlement:
             self.drained(operation)
             if not operation.stopped:
                 self.end(operation, result, None)
-        else:  # the statement about the failure comes first: it has to say that the library is in an unknown state
+        else:  # first the statement about the failure: it says that the library is in an unknown state
             self.finished(operation, None, error)
             self.drained(operation)
 
@@ -76,7 +76,7 @@ class Settlement:
 
     def finished(self, operation: CommunicatorOperation, result: object, error: BaseException | None) -> None:
         """Take the result or the error; an error may come before the bytes are drained."""
-        if operation.stopped and error is None:  # zeros of other ranks may have completed it
+        if operation.stopped and error is None:  # zeros of other ranks may have completed the operation
             return
         if error is None and operation.convert is not None and operation.handle is not None:
             call = partial(self._convert, operation, operation.convert, result)
@@ -128,7 +128,7 @@ class Settlement:
             operation.resolve(result)
 
     def fail(self, handle: Handle[Any], error: BaseException) -> None:
-        """Reject a handle, unless it is done, with an error that names rank, communicator and operation."""
+        """Reject a pending handle with an error that names rank, communicator and operation."""
         if handle.done():
             return
         if isinstance(error, asyncio.CancelledError):
@@ -138,9 +138,9 @@ class Settlement:
         if isinstance(error, AiodistError):
             error.located(rank=rank, comm=comm, op=str(handle))
         else:
-            with suppress(Exception):  # it may be of the user's class
+            with suppress(Exception):  # an error class of the user may refuse notes
                 error.add_note(f"raised in {handle}, communicator {comm}, rank {rank}")
-        with suppress(asyncio.InvalidStateError):  # a thread that waits has just found it done
+        with suppress(asyncio.InvalidStateError):  # a waiting thread has just settled the handle
             Operation.of(handle).reject(error)
 
     # --- conversion: without the lock ---------------------------------------------------------------------------
