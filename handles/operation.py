@@ -102,11 +102,12 @@ class Operation(Generic[T]):
     def set_deadline(self, seconds: float, late: Callable[[], dict[int, str]] | None = None) -> None:
         """Raise `OperationTimeout` in each wait `seconds` from now; `late` returns the late ranks with their lines."""
         check_timeout(seconds)
+        seconds = float(seconds)  # a number of numpy may have fewer digits than the sum needs
         handle = self.handle
-        handle._expires = monotonic() + float(seconds)  # one of numpy's may have fewer digits than that needs
+        handle._expires = monotonic() + seconds
         if late is not None:
             handle._late = late
-        handle._progress.on_loop(partial(handle._progress.timers.add, handle._expires, handle))
+        handle._progress.on_loop(partial(handle._progress.timers.add, handle, handle._expires, seconds))
 
     def set_late(self, late: Callable[[], dict[int, str]]) -> None:
         """Let `late` return the ranks that it waits for, each with its line."""

@@ -81,11 +81,15 @@ class TransportLock:
         lock = threading.Lock()
         self.acquire, self.release, self.locked = lock.acquire, lock.release, lock.locked
         self.reinit: Callable[[], None] = lock._at_fork_reinit  # type: ignore[attr-defined]
+        self.holder = 0
+        """Number of the thread that is in a `with` block; 0 if none is."""
 
     def __enter__(self) -> None:
         self.acquire()
+        self.holder = threading.get_ident()
 
     def __exit__(self, *_: object) -> None:
+        self.holder = 0
         self.release()
         if alarm.asleep:  # see [Note: no wake-up is lost]
             alarm.ring()

@@ -64,8 +64,8 @@ class Timers(Quiet):
         self._due = inf
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, expires: float, handle: Expiring) -> None:
-        """Call `handle._tell_late` at `expires`, in seconds of `monotonic`; on the loop's thread."""
+    def add(self, handle: Expiring, expires: float, seconds: float) -> None:
+        """Call `handle._tell_late` at `expires` of `monotonic`, `seconds` after its issue; on the loop's thread."""
         if len(self._heap) >= self._limit:
             self._clear()
         heappush(self._heap, (expires, next(self._count), ref(handle)))

@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from math import inf
 from random import Random
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
@@ -39,6 +39,7 @@ _GRACE_PARTS = 40
 _POLL_SECONDS = 2e-4  # of real time, between two looks at what only polling brings on
 _QUIET_SECONDS = 3.0  # of its time, in which those who watch for stalled operations find out what there is
 _LOOK_SECONDS = 0.5  # before what the program waits for: they ask once more then, ahead of a deadline
+_LOCK_SECONDS = 5.0  # of real time, for which another thread may hold the transport lock
 _WORKERS = ("asyncio_", "aiodist-future")  # of executors, and of torch's futures
 _LIBRARY_THREADS = ("aiodist-progress", "aiodist-ps-", "aiodist-leave", "pytest_timeout", *_WORKERS)
 
@@ -271,7 +272,7 @@ class _OneThread(Progress):
         self.fair = False  # which awaits yield would depend on the machine's speed
 
     def start(self, call: Callable[[], None]) -> None:
-        """Make the call here and now, or after the one that is being made; from another thread: soon, on the loop's."""
+        """Make the call now, or after the call that is being made; another thread's call is made soon, on the loop."""
         if not self.owns_thread():
             with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
                 self.loop.call_soon_threadsafe(self.start, call)
@@ -279,7 +280,8 @@ class _OneThread(Progress):
         self.inbox.append(call)
         if self._inside:
             return
-        if not transport_lock.acquire(False):  # this thread may hold it
+        # Another thread may hold the lock for another loop: a call that did not wait would come in another order.
+        if transport_lock.holder == self.thread_id or not transport_lock.acquire(True, _LOCK_SECONDS):
             polled = True
         else:
             self._inside = True
@@ -305,12 +307,18 @@ class _OneThread(Progress):
                 self._inside = False
 
     def _begin_polling(self) -> None:
-        """Have the loop poll from its next iteration on; where it would sleep, its selector looks on."""
-        if self.pace is Pace.POLLING:
-            return
-        self._set_pace(Pace.POLLING)
-        self._quiet_since = perf_counter()
-        self.loop.call_soon(self._turn)
+        """Poll once in the next iteration of the loop; when the loop would sleep, its selector polls."""
+        if self.pace is not Pace.POLLING:
+            self._set_pace(Pace.POLLING)
+            self.loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """Poll once: with more turns, as many as fit into some time, the machine's speed would be in the order."""
+        if self.pending():
+            self.look()
+        if not self.pending():
+            self.unpin()
+        self._park()
 
     def _park(self) -> None:
         self._set_pace(Pace.IDLE)
@@ -322,9 +330,8 @@ class _OneThread(Progress):
 class _LoopTimers(Timers):
     """Deadlines in the loop's own time."""
 
-    def add(self, expires: float, handle: Expiring) -> None:
-        """Tell `handle` that it is late at `expires`, in seconds of `monotonic`, as if that went on from now."""
-        seconds = round(expires - monotonic(), 3)  # as it was asked for: the microseconds since then are noise
+    def add(self, handle: Expiring, expires: float, seconds: float) -> None:
+        """Call `handle._tell_late` after `seconds` of the loop, however late the thread is in real time."""
         self._loop.call_later(max(0.0, seconds), _Deadline(handle))
 
 

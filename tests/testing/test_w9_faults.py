@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import random
 import re
+import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -17,6 +20,7 @@ import aiodist
 from aiodist import AiodistError, Communicator, OperationTimeout, PeerLost, RemoteError
 from aiodist.ps import ParameterServer
 from aiodist.testing import Fault, FaultKind, Faults, InjectedFault, kill_rank, run_ranks
+from aiodist.testing.seams.progress import transport_lock
 
 DEADLINE = 600.0
 """Seconds in which each program is over, of the clock that jumps."""
@@ -161,6 +165,34 @@ def test_w9_the_same_seed_draws_the_same_faults_and_ends_the_same() -> None:
 
     assert [once(3), once(4)] == [once(3), once(4)]
     assert len({repr(Faults.drawn(seed, FaultKind, ranks=range(4), calls=50)) for seed in range(30)}) > 25
+
+
+def test_w9_the_same_seed_ends_the_same_beside_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The progress thread holds the transport lock now and then, for other loops; and a slow machine is late."""
+
+    def once(seed: int, kinds: Sequence[str]) -> list[str]:
+        faults = Faults.drawn(seed, list(kinds), ranks=range(3), calls=6, count=2)
+        steps = COLLECTIVES if "drop" in kinds else STEPS
+        return [f"{type(end).__name__} {end}" for end in ended(3, steps, faults, seed)]
+
+    programs = [(3, FATAL), (4, FATAL), (1, ["drop", "delay"]), (2, ["drop"])]
+    expected = [once(*program) for program in programs]
+    monkeypatch.setattr("aiodist.handles.operation.monotonic", lambda: time.monotonic() - random.random())
+    done = threading.Event()
+
+    def hold() -> None:
+        while not done.is_set():
+            with transport_lock:
+                done.wait(2e-4 * random.random())
+            done.wait(5e-4 * random.random())
+
+    thread = threading.Thread(target=hold, name="aiodist-progress of the test")
+    thread.start()
+    try:
+        assert [[once(*program) for program in programs] for _ in range(5)] == [expected] * 5
+    finally:
+        done.set()
+        thread.join()
 
 
 @pytest.mark.drawn(1)
